@@ -1,0 +1,278 @@
+"""
+The GPT: GPT-2's architecture, one set of weights, two ways through it.
+
+    logits, loss = model(tokens, targets)            # dense and causal, tokens (B, T): training, evaluation
+    logits = model.forward_paged(batch, pool.kv)     # flat and paged, tokens (T,): serving
+
+Both run the same block of code and differ in one function, `attend`: what q, k and v of a layer do with each other.
+A checkpoint is a directory in the Hugging Face layout; `GPT2LMHeadModel.from_pretrained` opens it, and what it saves
+opens here. Letters: B requests, T tokens, L layers, H query heads, Hk KV heads, D head size, V vocabulary.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import kernels
+
+ACTIVATIONS = {
+    "gelu_new": partial(F.gelu, approximate="tanh"),  # GPT-2's own, transformers' name for it
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+@dataclass
+class GPTConfig:
+    """The shape of the model; the defaults are gpt2-124M."""
+
+    vocab_size: int = 50257
+    context_length: int = 1024  # positions the model has; the longest prompt plus answer
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_kv_head: int | None = None  # grouped query attention: fewer heads of K and V; None: as many as n_head
+    activation: str = "gelu_new"
+    bias: bool = True  # in linear layers and layer norms
+    dropout: float = 0.0
+    layer_norm_epsilon: float = 1e-5
+    eos_token_id: int | None = None  # the token that ends a text; None where the tokenizer has none
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: change one of them")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}: change one of them")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {self.activation!r} is unknown; there is {', '.join(ACTIVATIONS)}")
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+
+class Attention(nn.Module):
+    """Project to q, k, v; let `attend` mix them over time; project back."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.H, self.Hk, self.D = config.n_head, config.n_kv_head, config.head_size
+        self.c_attn = nn.Linear(config.n_embd, (self.H + 2 * self.Hk) * self.D, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: torch.Tensor, attend: Callable) -> torch.Tensor:
+        heads = self.c_attn(x).unflatten(-1, (self.H + 2 * self.Hk, self.D))  # (..., T, H + 2 Hk, D)
+        q, k, v = heads.split((self.H, self.Hk, self.Hk), dim=-2)
+        return self.c_proj(attend(q, k, v).flatten(-2))  # (..., T, H, D) -> (..., T, C)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.act = ACTIVATIONS[config.activation]
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        norm = partial(nn.LayerNorm, config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.ln_1, self.attn = norm(), Attention(config)
+        self.ln_2, self.mlp = norm(), MLP(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor, attend: Callable) -> torch.Tensor:
+        x = x + self.drop(self.attn(self.ln_1(x), attend))
+        x = x + self.drop(self.mlp(self.ln_2(x)))
+        return x
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+    """Dense attention of each token to itself and what came before: q (B, T, H, D), k and v (B, T, Hk, D) -> as q."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+    return y.transpose(1, 2)
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head: logits = x @ wte.T
+        self.wpe = nn.Embedding(config.context_length, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module):
+        """GPT-2's initialisation: N(0, 0.02), the projections into the residual stream scaled by 1 / sqrt(2 L)."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Attention | MLP):
+            nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Callable) -> torch.Tensor:
+        """Embed, run every block, normalise: tokens (..., T) -> (..., T, C). `attend(layer, q, k, v)` mixes the tokens."""
+        x = self.drop(self.wte(tokens) + self.wpe(positions))
+        for layer, block in enumerate(self.h):
+            x = block(x, partial(attend, layer))
+        return self.ln_f(x)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.wte.weight)  # (..., C) -> (..., V)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None):
+        """
+        Dense causal pass. tokens (B, T) int64, T <= context_length; targets (B, T) int64, -100 where there is none.
+        Returns logits (B, T, V) and, with targets, the mean cross-entropy in nats (otherwise None).
+        """
+        B, T = tokens.shape
+        if self.config.context_length < T:
+            raise ValueError(f"{T} tokens do not fit the model's context_length of {self.config.context_length}")
+        dropout = self.config.dropout if self.training else 0.0
+
+        def attend(layer, q, k, v):
+            return causal_attention(q, k, v, dropout)
+
+        logits = self.logits(self.hidden(tokens, torch.arange(T, device=tokens.device), attend))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def forward_paged(self, batch: kernels.Batch, kv: torch.Tensor) -> torch.Tensor:
+        """
+        One serving step over the flat token axis: each layer writes its K, V into the pool `kv`
+        [L, 2, num_blocks + 1, Hk, S, D] at `batch.slot_mapping` (in place), then attends through the block tables.
+        Returns the logits (R, V) at `batch.logits_index`.
+        """
+
+        def attend(layer, q, k, v):  # q (T, H, D), k and v (T, Hk, D)
+            batch.backend.store_kv(k, v, kv[layer], batch)
+            return batch.backend.paged_attention(q, kv[layer], batch)
+
+        x = self.hidden(batch.tokens, batch.positions, attend)  # (T, C)
+        return self.logits(x[batch.logits_index])  # (T, C) -> (R, C) -> (R, V)
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor, max_new_tokens: int, choose: Callable | None = None) -> torch.Tensor:
+        """
+        The reference that tests compare the engine with: no cache, the whole text again for each token. Stops at
+        context_length. tokens (B, T) -> (B, T + new). `choose(logits (B, V), position)` picks the next tokens (B,),
+        the most likely one by default.
+        """
+        choose = choose or (lambda logits, position: logits.argmax(-1))
+        for _ in range(min(max_new_tokens, self.config.context_length - tokens.shape[1])):
+            logits, _ = self(tokens)
+            tokens = torch.cat([tokens, choose(logits[:, -1], tokens.shape[1])[:, None]], dim=1)
+        return tokens
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints: a directory in the Hugging Face layout
+
+# our name -> GPT-2's name in config.json
+CONFIG_NAMES = {"context_length": "n_positions", "activation": "activation_function", "dropout": "resid_pdrop"}
+# GPT-2 options that would change the computation, with the only value that this code computes
+FIXED_OPTIONS = {
+    "model_type": "gpt2",
+    "n_inner": None,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def is_transposed(name: str) -> bool:
+    """GPT-2 keeps the matrices of its linear layers as [in, out], torch as [out, in]."""
+    return name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]):
+    """Let `write` fill a temporary file beside `path`, flush it to disk, then rename: readers see the old file or the
+    new one, never half of one, whenever the process dies."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    with open(temporary, "rb") as f:
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def save_checkpoint(model: GPT, directory: str | Path):
+    """Write config.json and model.safetensors, each atomically. The tokenizer writes its own files beside them."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {CONFIG_NAMES.get(k, k): v for k, v in vars(model.config).items()}
+    config |= FIXED_OPTIONS | {"architectures": ["GPT2LMHeadModel"], "bos_token_id": model.config.eos_token_id}
+    config |= {"embd_pdrop": model.config.dropout, "attn_pdrop": model.config.dropout}
+    config["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
+    tensors = {name: w.detach().cpu() for name, w in model.state_dict().items()}
+    if not model.config.bias:  # transformers' GPT-2 always has biases: zeros compute the same
+        zeros = {n.removesuffix("weight") + "bias": w.new_zeros(w.shape[0]) for n, w in tensors.items() if "wte" not in n and "wpe" not in n}
+        tensors |= zeros
+    tensors = {f"transformer.{n}": (w.t() if is_transposed(n) else w).contiguous() for n, w in tensors.items()}
+    write_atomically(directory / "config.json", lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+    write_atomically(directory / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
+
+
+class CheckpointError(ValueError):
+    """A directory that holds no model we can load; the message says what to run."""
+
+
+def load_config(directory: str | Path) -> GPTConfig:
+    """Read config.json. Raises CheckpointError where it is missing, broken or asks for what this code does not compute."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"no model in {directory}: run `python train.py --out {directory}`, or name another directory")
+    try:
+        saved = json.loads(path.read_text())
+        for name, wanted in FIXED_OPTIONS.items():
+            if saved.get(name, wanted) != wanted and not (name == "n_inner" and saved[name] == 4 * saved["n_embd"]):
+                raise CheckpointError(f"{path}: {name} is {saved[name]!r}, this code computes only {wanted!r}")
+        ours = {field: saved.get(CONFIG_NAMES.get(field, field)) for field in GPTConfig.__dataclass_fields__}
+        return GPTConfig(**{field: value for field, value in ours.items() if value is not None})
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a model configuration ({error}): train again or restore the file") from error
+
+
+def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = torch.float32) -> GPT:
+    """Build the model of a checkpoint directory, in evaluation mode. Raises CheckpointError with what to change."""
+    config, path = load_config(directory), Path(directory) / "model.safetensors"
+    try:
+        saved = load_file(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: run `python train.py --out {directory}`") from None
+    except Exception as error:  # safetensors raises its own types for truncated or foreign files
+        raise CheckpointError(f"{path} cannot be read ({error}): train again or restore the file") from error
+    # the hub's GPT-2 has no prefix, and carries its causal masks as `attn.bias`
+    saved = {n.removeprefix("transformer."): w for n, w in saved.items()}
+    saved = {n: w.t() if is_transposed(n) else w for n, w in saved.items() if not n.endswith(("attn.bias", "masked_bias"))}
+    with torch.device("meta"):
+        model = GPT(config)
+    wanted = {n: tuple(w.shape) for n, w in model.state_dict().items()}
+    found = {n: tuple(w.shape) for n, w in saved.items()}
+    wrong = [n for n in wanted if found.get(n) != wanted[n]]
+    if wrong:
+        n = wrong[0]
+        raise CheckpointError(f"{path} does not match config.json: {n} is {found.get(n)}, wanted {wanted[n]}")
+    model.load_state_dict({n: saved[n].to(device, dtype).contiguous() for n in wanted}, assign=True)
+    return model.eval()
