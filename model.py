@@ -11,7 +11,6 @@ opens here. Letters: B requests, T tokens, L layers, H query heads, Hk KV heads,
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import kernels
+from tokenizer import write_atomically, write_json
 
 ACTIVATIONS = {
     "gelu_new": partial(F.gelu, approximate="tanh"),  # GPT-2's own, transformers' name for it
@@ -53,7 +53,9 @@ class GPTConfig:
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: change one of them")
         if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}: change one of them")
+            raise ValueError(
+                f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}: change one of them"
+            )
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation {self.activation!r} is unknown; there is {', '.join(ACTIVATIONS)}")
 
@@ -110,6 +112,47 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout:
     return y.transpose(1, 2)
 
 
+class ChunkedHeadLoss(torch.autograd.Function):
+    """
+    Mean cross-entropy of the logits x @ head.T, a few rows at a time: logits of 4,096 tokens over 4,096 words are 64 MB,
+    and passing them through memory for each of softmax, loss and their gradients took half of a training step on a CPU.
+    The gradient of a chunk, (softmax - one hot) / N, is made while its logits are in the cache; backward only scales it.
+    """
+
+    ROWS = 256
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """x (N, C), head (V, C), targets (N,) with -100 where there is none; matrix products in `dtype`."""
+        w, N, total = head.to(dtype), (targets >= 0).sum(), x.new_zeros(())
+        dx, dw = torch.empty_like(x), torch.zeros_like(head)
+        for x_rows, dx_rows, t in zip(*(a.split(ChunkedHeadLoss.ROWS) for a in (x, dx, targets)), strict=True):
+            x_rows, there, t = x_rows.to(dtype), (t >= 0)[:, None], t.clamp(min=0)[:, None]
+            logits = (x_rows @ w.T).float()  # (rows, V)
+            norm = logits.logsumexp(-1, keepdim=True)
+            total += ((norm - logits.gather(1, t)) * there).sum()
+            if any(ctx.needs_input_grad):
+                grad = logits.sub_(norm).exp_().scatter_add_(1, t, torch.full_like(norm, -1.0)).mul_(there).to(dtype)
+                dx_rows.copy_(grad @ w)
+                dw += grad.T @ x_rows
+        ctx.save_for_backward(dx, dw, N)
+        return total / N
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        dx, dw, N = ctx.saved_tensors
+        return dx * (grad / N), dw * (grad / N), None, None
+
+
+def head_loss(x: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats of the head's logits: x (B, T, C), head (V, C), targets (B, T), -100 where none."""
+    x, targets = x.flatten(0, 1), targets.flatten()
+    if x.device.type == "cpu":
+        autocast = torch.is_autocast_enabled("cpu")
+        return ChunkedHeadLoss.apply(x, head, targets, torch.get_autocast_dtype("cpu") if autocast else x.dtype)
+    return F.cross_entropy(F.linear(x, head).float(), targets)  # on a GPU the compiler fuses these
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -143,7 +186,8 @@ class GPT(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None):
         """
         Dense causal pass. tokens (B, T) int64, T <= context_length; targets (B, T) int64, -100 where there is none.
-        Returns logits (B, T, V) and, with targets, the mean cross-entropy in nats (otherwise None).
+        Returns (logits (B, T, V), None); with targets (None, the mean cross-entropy in nats), because training never
+        looks at the logits and a CPU is much faster when they need not exist all at once.
         """
         B, T = tokens.shape
         if self.config.context_length < T:
@@ -153,10 +197,10 @@ class GPT(nn.Module):
         def attend(layer, q, k, v):
             return causal_attention(q, k, v, dropout)
 
-        logits = self.logits(self.hidden(tokens, torch.arange(T, device=tokens.device), attend))
+        x = self.hidden(tokens, torch.arange(T, device=tokens.device), attend)  # (B, T, C)
         if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return self.logits(x), None
+        return None, head_loss(x, self.wte.weight, targets)
 
     def forward_paged(self, batch: kernels.Batch, kv: torch.Tensor) -> torch.Tensor:
         """
@@ -207,18 +251,11 @@ def is_transposed(name: str) -> bool:
     return name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]):
-    """Let `write` fill a temporary file beside `path`, flush it to disk, then rename: readers see the old file or the
-    new one, never half of one, whenever the process dies."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    with open(temporary, "rb") as f:
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-
-
 def save_checkpoint(model: GPT, directory: str | Path):
-    """Write config.json and model.safetensors, each atomically. The tokenizer writes its own files beside them."""
+    """
+    Write model.safetensors and config.json, each atomically. The tokenizer writes its own files beside them, before:
+    config.json comes last, a directory without it holds no model.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = {CONFIG_NAMES.get(k, k): v for k, v in vars(model.config).items()}
@@ -227,11 +264,11 @@ def save_checkpoint(model: GPT, directory: str | Path):
     config["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
     tensors = {name: w.detach().cpu() for name, w in model.state_dict().items()}
     if not model.config.bias:  # transformers' GPT-2 always has biases: zeros compute the same
-        zeros = {n.removesuffix("weight") + "bias": w.new_zeros(w.shape[0]) for n, w in tensors.items() if "wte" not in n and "wpe" not in n}
-        tensors |= zeros
+        biased = {n: w for n, w in tensors.items() if n not in ("wte.weight", "wpe.weight")}
+        tensors |= {n.removesuffix("weight") + "bias": w.new_zeros(w.shape[0]) for n, w in biased.items()}
     tensors = {f"transformer.{n}": (w.t() if is_transposed(n) else w).contiguous() for n, w in tensors.items()}
-    write_atomically(directory / "config.json", lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
     write_atomically(directory / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
+    write_json(directory / "config.json", config)
 
 
 class CheckpointError(ValueError):
@@ -242,7 +279,9 @@ def load_config(directory: str | Path) -> GPTConfig:
     """Read config.json. Raises CheckpointError where it is missing, broken or asks for what this code does not compute."""
     path = Path(directory) / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"no model in {directory}: run `python train.py --out {directory}`, or name another directory")
+        raise CheckpointError(
+            f"no model in {directory}: run `python train.py --out {directory}`, or name another directory"
+        )
     try:
         saved = json.loads(path.read_text())
         for name, wanted in FIXED_OPTIONS.items():
@@ -251,7 +290,9 @@ def load_config(directory: str | Path) -> GPTConfig:
         ours = {field: saved.get(CONFIG_NAMES.get(field, field)) for field in GPTConfig.__dataclass_fields__}
         return GPTConfig(**{field: value for field, value in ours.items() if value is not None})
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a model configuration ({error}): train again or restore the file") from error
+        raise CheckpointError(
+            f"{path} is not a model configuration ({error}): train again or restore the file"
+        ) from error
 
 
 def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = torch.float32) -> GPT:
@@ -263,9 +304,9 @@ def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = to
         raise CheckpointError(f"{path} is missing: run `python train.py --out {directory}`") from None
     except Exception as error:  # safetensors raises its own types for truncated or foreign files
         raise CheckpointError(f"{path} cannot be read ({error}): train again or restore the file") from error
-    # the hub's GPT-2 has no prefix, and carries its causal masks as `attn.bias`
+    # the hub's GPT-2 has no prefix; what it has beyond our weights (its causal masks) is left alone
     saved = {n.removeprefix("transformer."): w for n, w in saved.items()}
-    saved = {n: w.t() if is_transposed(n) else w for n, w in saved.items() if not n.endswith(("attn.bias", "masked_bias"))}
+    saved = {n: w.t() if is_transposed(n) else w for n, w in saved.items()}
     with torch.device("meta"):
         model = GPT(config)
     wanted = {n: tuple(w.shape) for n, w in model.state_dict().items()}

@@ -1,0 +1,292 @@
+"""
+Text <-> token ids: characters, byte-level BPE trained on a corpus, and GPT-2's, behind one small surface.
+
+    tokenizer = load_tokenizer("out/stdlib")       # what train.py saved, or a GPT-2 directory from the hub
+    ids = tokenizer.encode("def hello():")         # list[int]
+    text = tokenizer.decode(ids)                   # str; decode_bytes(ids) for the bytes themselves
+    piece = tokenizer.token_bytes(ids[0])          # the bytes of one token, b"" for a control token
+
+All three are one file, tokenizer.json in the format of the `tokenizers` library, so `transformers.AutoTokenizer` reads
+what we save and gives the same ids. `tokenizers` itself is needed only to train a BPE; running one is tiktoken's job.
+This file also holds what the corpora in data/ share: writing files that are never half there, and token files.
+"""
+
+import json
+import os
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+END_OF_TEXT = "<|endoftext|>"
+# How GPT-2 cuts a text into pieces before it merges bytes within each: contractions, words and numbers and punctuation
+# with at most one space before them, and runs of white space that leave their last space to the word that follows.
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# tiktoken's regular expressions give up on a run of a million blanks: a text is cut inside runs of half of that.
+ENDLESS_BLANKS = re.compile(r"(\s{500000})")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be read, or text that it cannot encode; the message says what to change."""
+
+
+def byte_alphabet() -> list[str]:
+    """
+    The character that stands for each of the 256 bytes in tokenizer.json (GPT-2's convention): a visible Latin-1
+    character is itself, all others get the characters from U+0100 on, in order. A space is "Ġ", a newline "Ċ".
+    """
+    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
+
+
+class Tokenizer:
+    """
+    What both kinds share: the parsed tokenizer.json (`spec`), the bytes of every id, and the end-of-text token.
+
+    `vocab_size` counts the control tokens; `eos_token_id` is None where there is no such token (character level).
+    """
+
+    def __init__(self, spec: dict, piece_bytes: Callable[[str], bytes], eos_token: str = END_OF_TEXT):
+        self.spec = spec
+        self.control = {t["content"]: t["id"] for t in spec.get("added_tokens", [])}
+        self.vocab: dict[str, int] = spec["model"]["vocab"]
+        self.vocab_size = max([*self.vocab.values(), *self.control.values()]) + 1
+        self.eos_token_id: int | None = self.control.get(eos_token)
+        # a control token has no text: it decodes to nothing, wherever it stands
+        text = {i: piece_bytes(piece) for piece, i in self.vocab.items() if piece not in self.control}
+        self._bytes = [text.get(i, b"") for i in range(self.vocab_size)]
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token; possibly a part of a UTF-8 character, b"" for a control token."""
+        return self._bytes[token]
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        return b"".join([self._bytes[i] for i in ids])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def save(self, directory: str | Path):
+        """Write tokenizer.json and tokenizer_config.json, each atomically."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        # Without this class name transformers guesses from config.json that the tokenizer is GPT-2's own.
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        if self.eos_token_id is not None:
+            name = next(name for name, i in self.control.items() if i == self.eos_token_id)
+            config |= {"bos_token": name, "eos_token": name}
+        write_json(directory / "tokenizer.json", self.spec)
+        write_json(directory / "tokenizer_config.json", config)
+
+
+class CharTokenizer(Tokenizer):
+    """One token a character: the tokenizer of nanoGPT's shakespeare_char. A character it does not know is an error."""
+
+    def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
+        super().__init__(spec, str.encode, eos_token)
+
+    def encode(self, text: str | bytes, allow_special: bool = False) -> list[int]:
+        """Raises TokenizerError that names the first unknown character."""
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        try:
+            return [self.vocab[character] for character in text]
+        except KeyError as error:
+            character = error.args[0]
+            raise TokenizerError(
+                f"character {character!r} (U+{ord(character):04X}, at position {text.index(character)}) is not among "
+                f"the {self.vocab_size} this tokenizer knows: remove it, or train with a BPE, which knows every byte"
+            ) from None
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-level BPE, run by tiktoken: every text and every sequence of bytes has an encoding, and comes back."""
+
+    def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
+        super().__init__(spec, lambda piece: bytes(BYTE_OF[c] for c in piece), eos_token)
+        self.normalize = read_normalizer(spec)
+        # tiktoken merges the pair with the lowest id first, so ids must rise in the order in which merges were learnt.
+        merges = [m.split(" ") if isinstance(m, str) else m for m in spec["model"]["merges"]]
+        merged = list(dict.fromkeys(self.vocab[a + b] for a, b in merges))
+        if merged != sorted(merged):
+            raise TokenizerError("tokenizer.json numbers its tokens in another order than its merges: not supported")
+        self.byte_ids = [self.vocab[character] for character in byte_alphabet()]
+        ranks = {self._bytes[i]: i for i in [*self.byte_ids, *merged]}
+        self.bpe = tiktoken.Encoding(
+            "tokenizer.json", pat_str=read_pattern(spec), mergeable_ranks=ranks, special_tokens=self.control
+        )
+
+    def encode(self, text: str | bytes, allow_special: bool = False) -> list[int]:
+        """
+        Token ids of a text, or of bytes (any bytes: what is not UTF-8 is spelt byte by byte, so that they come back).
+        Text that spells a control token is text; with allow_special=True it is that token. A lone surrogate, which no
+        UTF-8 can hold, is read as U+FFFD.
+        """
+        if isinstance(text, bytes):
+            return self._encode_bytes(text, allow_special)
+        special = "all" if allow_special else set()
+        pieces = ENDLESS_BLANKS.split(self.normalize(text))
+        return [i for piece in pieces for i in self.bpe.encode(piece, allowed_special=special, disallowed_special=())]
+
+    def _encode_bytes(self, data: bytes, allow_special: bool) -> list[int]:
+        ids = []
+        # surrogateescape turns each byte that is not UTF-8 into U+DC80..U+DCFF; every second piece is a run of those
+        for i, piece in enumerate(re.split("([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape"))):
+            ids += [self.byte_ids[ord(c) - 0xDC00] for c in piece] if i % 2 else self.encode(piece, allow_special)
+        return ids
+
+
+def read_pattern(spec: dict) -> str:
+    """The regular expression that cuts a text into pieces. Raises TokenizerError for what tiktoken cannot do."""
+    pre = spec.get("pre_tokenizer") or {}
+    for part in pre.get("pretokenizers", [pre]):
+        if part.get("add_prefix_space"):
+            break
+        if part.get("type") == "Split" and "Regex" in part["pattern"]:
+            return part["pattern"]["Regex"]
+        if part.get("type") == "ByteLevel" and part.get("use_regex", True):
+            return GPT2_PATTERN
+    raise TokenizerError(f"tokenizer.json cuts text by {pre}: supported are ByteLevel without prefix space, and Split")
+
+
+def read_normalizer(spec: dict) -> Callable[[str], str]:
+    kind = (spec.get("normalizer") or {"type": None})["type"]
+    if kind not in (None, "NFC"):
+        raise TokenizerError(f"tokenizer.json normalizes text by {kind}: supported are none and NFC")
+    return (lambda text: unicodedata.normalize("NFC", text)) if kind else (lambda text: text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Making a tokenizer
+
+
+def char_tokenizer(text: str) -> CharTokenizer:
+    """The character tokenizer of a text: its distinct characters, sorted, numbered from 0."""
+    vocab = {character: i for i, character in enumerate(sorted(set(text)))}
+    split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    # no character is longer than one, so this unknown token is never found and an unknown character stays an error
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unknown>"}
+    return CharTokenizer(make_spec(model, split, {"type": "Fuse"}))
+
+
+def bpe_tokenizer(merges: list[tuple[bytes, bytes]], byte_order: Iterable[int] = range(256)) -> BPETokenizer:
+    """Number the bytes first, then what each merge makes, the end-of-text token last, as GPT-2 does."""
+    spell = byte_alphabet()
+    pairs = [["".join(spell[byte] for byte in part) for part in pair] for pair in merges]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*(spell[b] for b in byte_order), *map("".join, pairs)]))}
+    model = {"type": "BPE", "vocab": vocab, "merges": pairs}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    end = {"id": len(vocab), "content": END_OF_TEXT, "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return BPETokenizer(make_spec(model, level, level, [end]))
+
+
+def make_spec(model: dict, pre_tokenizer: dict, decoder: dict, added_tokens: Iterable[dict] = ()) -> dict:
+    spec = {"version": "1.0", "added_tokens": list(added_tokens), "normalizer": None, "pre_tokenizer": pre_tokenizer}
+    return spec | {"post_processor": None, "decoder": decoder, "model": model}
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+    """Learn a byte-level BPE of at most `vocab_size` tokens, end of text included. Needs the `tokenizers` library."""
+    try:
+        from tokenizers import Tokenizer as Learner
+        from tokenizers import models, pre_tokenizers, trainers
+    except ImportError:
+        raise TokenizerError("training a BPE needs the `tokenizers` package: pip install tokenizers") from None
+    learner = Learner(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=sorted(BYTE_OF), show_progress=False, special_tokens=[]
+    )
+    learner.train_from_iterator(texts, trainer)
+    merges = json.loads(learner.to_str())["model"]["merges"]
+    return bpe_tokenizer([tuple(bytes(BYTE_OF[c] for c in part) for part in pair) for pair in merges])
+
+
+def gpt2_tokenizer() -> BPETokenizer:
+    """GPT-2's tokenizer, from tiktoken's copy of it. Raises TokenizerError with what to set when offline."""
+    try:
+        ranks: dict[bytes, int] = tiktoken.get_encoding("gpt2")._mergeable_ranks
+    except Exception as error:  # tiktoken lets the errors of its HTTP client through
+        raise TokenizerError(
+            f"GPT-2's vocabulary is not at hand ({type(error).__name__}): connect to the network once, or set "
+            "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has stored it"
+        ) from error
+    tokens = sorted(ranks, key=ranks.get)
+    return bpe_tokenizer([last_merge(t, ranks) for t in tokens if len(t) > 1], [t[0] for t in tokens if len(t) == 1])
+
+
+def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """Merge the bytes of a token, lowest rank first, until two parts are left: the merge that made the token."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        rank = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:], strict=False)]
+        i = rank.index(min(rank))
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts[0], parts[1]
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Read tokenizer.json: ours, or a byte-level BPE from the hub. Raises TokenizerError with what to change."""
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(f"no tokenizer in {directory}: run `python train.py --out {directory}`, or copy it there")
+    try:
+        spec = json.loads(path.read_text(encoding="utf-8"))
+        config_path = path.with_name("tokenizer_config.json")
+        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+        eos_token = config.get("eos_token") or END_OF_TEXT  # the hub writes a string or a dictionary
+        eos_token = eos_token["content"] if isinstance(eos_token, dict) else eos_token
+        kind = {"WordLevel": CharTokenizer, "BPE": BPETokenizer}[spec["model"]["type"]]
+        return kind(spec, eos_token)
+    except TokenizerError as error:
+        raise TokenizerError(f"{path}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TokenizerError(f"{path} is not a tokenizer this code reads ({error!r}): restore it") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]):
+    """Let `write` fill a temporary file beside `path`, flush it to disk, then rename: readers see the old file or the
+    new one, never half of one, whenever the process dies."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    with open(temporary, "rb") as f:
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, content: dict):
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
+    """
+    Write train.bin and val.bin (bare token ids, two bytes each, four if the vocabulary needs them), the tokenizer, and
+    last meta.json: a corpus without it is not there.
+    """
+    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    (directory / "meta.json").unlink(missing_ok=True)
+    tokenizer.save(directory)
+    for name, ids in (("train", train), ("val", val)):
+        write_atomically(directory / f"{name}.bin", np.array(ids, dtype=dtype).tofile)
+    meta = {"dtype": dtype, "vocab_size": tokenizer.vocab_size, "train_tokens": len(train), "val_tokens": len(val)}
+    write_json(directory / "meta.json", meta | {"val_bytes": len(tokenizer.decode_bytes(val))})
+
+
+def read_corpus(directory: Path, split: str) -> np.ndarray:
+    """The tokens of "train" or "val", memory-mapped and read-only."""
+    meta = json.loads((directory / "meta.json").read_text())
+    return np.memmap(directory / f"{split}.bin", dtype=meta["dtype"], mode="r")
