@@ -114,9 +114,9 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout:
 
 class ChunkedHeadLoss(torch.autograd.Function):
     """
-    Mean cross-entropy of the logits x @ head.T, a few rows at a time: logits of 4,096 tokens over 4,096 words are 64 MB,
-    and passing them through memory for each of softmax, loss and their gradients took half of a training step on a CPU.
-    The gradient of a chunk, (softmax - one hot) / N, is made while its logits are in the cache; backward only scales it.
+    Mean cross-entropy of the logits x @ head.T, a few rows at a time. Logits of 4,096 tokens over 4,096 words are 64 MB,
+    and passing them through memory for softmax, loss and gradients took half of a training step on a CPU. Here the
+    gradient of a chunk, softmax - one hot, is made while its logits are in the cache; backward only scales it.
     """
 
     ROWS = 256
@@ -174,7 +174,7 @@ class GPT(nn.Module):
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Callable) -> torch.Tensor:
-        """Embed, run every block, normalise: tokens (..., T) -> (..., T, C). `attend(layer, q, k, v)` mixes the tokens."""
+        """Embed, run every block, normalise: tokens (..., T) -> (..., T, C). `attend(layer, q, k, v)` mixes tokens."""
         x = self.drop(self.wte(tokens) + self.wpe(positions))
         for layer, block in enumerate(self.h):
             x = block(x, partial(attend, layer))
@@ -189,7 +189,7 @@ class GPT(nn.Module):
         Returns (logits (B, T, V), None); with targets (None, the mean cross-entropy in nats), because training never
         looks at the logits and a CPU is much faster when they need not exist all at once.
         """
-        B, T = tokens.shape
+        T = tokens.shape[1]
         if self.config.context_length < T:
             raise ValueError(f"{T} tokens do not fit the model's context_length of {self.config.context_length}")
         dropout = self.config.dropout if self.training else 0.0
@@ -276,7 +276,7 @@ class CheckpointError(ValueError):
 
 
 def load_config(directory: str | Path) -> GPTConfig:
-    """Read config.json. Raises CheckpointError where it is missing, broken or asks for what this code does not compute."""
+    """Read config.json. Raises CheckpointError where it is missing, broken or asks for what we do not compute."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(

@@ -16,6 +16,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -228,7 +229,7 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     """Merge the bytes of a token, lowest rank first, until two parts are left: the merge that made the token."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        rank = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:], strict=False)]
+        rank = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
         i = rank.index(min(rank))
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts[0], parts[1]

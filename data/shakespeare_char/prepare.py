@@ -22,16 +22,16 @@ ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinys
 
 
 def fetch(path: Path, address: str = ADDRESS) -> str:
-    """The text, from `path` if it is there, otherwise from the network once. Raises RuntimeError with what to do."""
+    """The text, from `path` if it is there, otherwise from the network once. Exits with what to do."""
     if not path.is_file():
         try:
             with urllib.request.urlopen(address, timeout=20) as response:
                 content = response.read()
         except OSError as error:  # every failure of the network is one of these
-            raise RuntimeError(
+            sys.exit(
                 f"cannot fetch {address} ({error}): download it elsewhere and run "
                 f"`python data/shakespeare_char/prepare.py --input FILE`, or put it in {path.parent} as {path.name}"
-            ) from None
+            )
         write_atomically(path, lambda temporary: temporary.write_bytes(content))
     return path.read_text(encoding="utf-8")
 
@@ -39,9 +39,7 @@ def fetch(path: Path, address: str = ADDRESS) -> str:
 def prepare(out: Path = HERE, source: Path | None = None):
     """Tokenize the text (by default `out`/input.txt, fetched if missing) into `out`."""
     if source is not None and not source.is_file():
-        raise RuntimeError(
-            f"--input {source} is not a file: name the Shakespeare text, or leave --input out to fetch it"
-        )
+        sys.exit(f"--input {source} is not a file: name the text, or leave --input out to fetch it")
     text = fetch(source or out / "input.txt")
     tokenizer = char_tokenizer(text)
     cut = int(len(text) * 0.9)  # nanoGPT's split: the last tenth of the text is held out
@@ -52,7 +50,4 @@ def prepare(out: Path = HERE, source: Path | None = None):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Prepare the shakespeare_char corpus.")
     parser.add_argument("--input", type=Path, help="the text itself, instead of fetching it")
-    try:
-        prepare(source=parser.parse_args().input)
-    except RuntimeError as error:
-        sys.exit(str(error))
+    prepare(source=parser.parse_args().input)

@@ -36,12 +36,12 @@ def is_held_out(name: str) -> bool:
 
 
 def read_library(root: Path) -> tuple[list[bytes], list[bytes]]:
-    """The files to train on and those held out, each in the order of their names. Raises RuntimeError if empty."""
+    """The files to train on and those held out, each in the order of their names. Exits with a message if there are none."""
     names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     names = [name.as_posix() for name in names if is_language(name)]
     train, val = ([(root / name).read_bytes() for name in names if is_held_out(name) == held] for held in (False, True))
     if not train or not val:
-        raise RuntimeError(
+        sys.exit(
             f"{len(train)} files to train on and {len(val)} to hold out under {root}, at least one of each is wanted: "
             "run an interpreter that has its library as .py files, or choose another corpus with --preset"
         )
@@ -68,7 +68,4 @@ def prepare(out: Path = HERE, root: Path | None = None, vocab_size: int = VOCAB_
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description="Prepare the stdlib corpus.").parse_args()
-    try:
-        prepare()
-    except (RuntimeError, ValueError) as error:
-        sys.exit(str(error))
+    prepare()

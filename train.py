@@ -1,0 +1,641 @@
+"""
+Train a small GPT and leave a checkpoint directory that serve.py (and transformers, and vLLM) can open.
+
+    python train.py                               # the Python standard library -> out/stdlib, 2.5 minutes on 2 CPU cores
+    python train.py --preset shakespeare_char     # nanoGPT's Shakespeare -> out/shakespeare_char
+    python train.py --resume                      # continue a run that was stopped or killed
+    torchrun --nproc_per_node 8 train.py --preset gpt2-124M
+
+It prepares the corpus if that is missing, sizes itself for the device and says what it chose. Ctrl-C saves and stops.
+Everything random is a function of (seed, step), so a resumed run sees the losses of an uninterrupted one.
+"""
+
+import argparse
+import gzip
+import json
+import lzma
+import math
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from model import GPT, GPTConfig, save_checkpoint
+from tokenizer import Tokenizer, load_tokenizer, read_corpus, write_atomically
+
+STARTED = time.monotonic()  # --minutes counts from here: what the user waits for includes the preparation
+ROOT = Path(__file__).resolve().parent
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Knobs. The argparse line of a knob holds its default; a preset lists only what it changes, for CPUs and for GPUs.
+
+PRESETS = {
+    "stdlib": {
+        "cpu": {},
+        "gpu": dict(n_layer=6, n_head=6, n_embd=384, batch_size=64, steps=1500, dropout=0.1),
+    },
+    "shakespeare_char": {
+        "cpu": dict(data="shakespeare_char", context_length=128, batch_size=32, minutes=1.25),
+        "gpu": dict(data="shakespeare_char", n_layer=6, n_head=6, n_embd=384, batch_size=64, steps=1500, dropout=0.2),
+    },
+    "gpt2-124M": dict.fromkeys(
+        ("cpu", "gpu"),
+        dict(n_layer=12, n_head=12, n_embd=768, context_length=1024, batch_size=32, steps=2000, bias=True)
+        | dict(activation="gelu_new", matrix_lr=0.01, eval_every=250),
+    ),
+}
+# what may differ from the interrupted run when --resume continues it
+RESUMABLE = {"--out", "--preset", "--resume", "--device", "--threads", "--compile", "--no-compile"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT.", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    flag, switch = parser.add_argument, argparse.BooleanOptionalAction
+    flag("--preset", default="stdlib", choices=PRESETS, help="a corpus with a model and a recipe sized for the device")
+    flag("--out", help="directory of the checkpoint; out/PRESET if not given")
+    flag("--resume", action="store_true", help="continue the run in --out with its own settings")
+    flag("--overwrite", action="store_true", help="start again in an --out that holds a checkpoint, deleting it")
+    flag("--data", default="stdlib", help="corpus: a folder under data/, prepared if it is not")
+    # model
+    flag("--n_layer", type=int, default=4, help="layers")
+    flag("--n_head", type=int, default=4, help="attention heads")
+    flag("--n_embd", type=int, default=256, help="width, a multiple of n_head")
+    flag("--context_length", type=int, default=256, help="tokens the model sees")
+    flag("--activation", default="relu2", help="of the MLP: gelu_new, gelu, relu or relu2")
+    flag("--bias", action=switch, default=False, help="biases in linear layers and norms")
+    flag("--dropout", type=float, default=0.0, help="probability to drop, for corpora that are read many times")
+    # recipe
+    flag("--minutes", type=float, default=2.25, help="time of the whole run, which sets the steps unless --steps does")
+    flag("--steps", type=int, help="optimizer steps, exactly")
+    flag("--batch_size", type=int, default=32, help="sequences a step, over all devices")
+    flag("--matrix_lr", type=float, default=0.02, help="peak learning rate of Muon, which trains the matrices")
+    flag("--vector_lr", type=float, default=4e-3, help="peak learning rate of AdamW, which trains embeddings and norms")
+    flag("--weight_decay", type=float, default=0.0, help="of the matrices, as a share of the learning rate")
+    flag("--warmup", type=int, default=10, help="steps over which the learning rate rises")
+    flag("--decay", type=float, default=0.8, help="share of the run, at its end, over which it falls to zero")
+    flag("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    flag("--seed", type=int, default=1337, help="of initial weights, order of batches, dropout and samples")
+    # watching
+    flag("--eval_every", type=int, default=100, help="steps between evaluations, each with a sample and a checkpoint")
+    flag("--eval_tokens", type=int, default=16384, help="held-out tokens of those evaluations; the last one takes all")
+    flag("--sample_tokens", type=int, default=64, help="length of the sample")
+    # machine
+    flag("--device", help="cpu, cuda, cuda:1, ...; the first GPU, else the CPU, if not given")
+    flag("--threads", type=int, help="CPU threads; all cores we may use if not given")
+    flag(
+        "--dtype", choices=("float32", "bfloat16"), help="of matrix products; bfloat16 where it is faster if not given"
+    )
+    flag("--compile", action=switch, help="torch.compile the model; on GPUs only if not given")
+    return parser
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Flags over preset over defaults. Exits with a message on unknown flags and impossible combinations."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    kind = "cpu" if pick_device(args.device).type == "cpu" else "gpu"
+    parser.set_defaults(**PRESETS[args.preset][kind])
+    args = parser.parse_args(argv)
+    args.out = args.out or f"out/{args.preset}"
+    fixed = {a.split("=")[0] for a in argv if a.startswith("--")} - RESUMABLE
+    if args.resume and fixed:
+        parser.error(f"--resume continues a run with the settings it began with: leave out {', '.join(sorted(fixed))}")
+    return args
+
+
+def pick_device(name: str | None) -> torch.device:
+    if name is None:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+@dataclass
+class Machine:
+    """Where this process computes, and how many others do the same."""
+
+    device: torch.device
+    dtype: torch.dtype  # of matrix products; weights, their gradients and the optimizer stay in float32
+    compile: bool
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """The one process that prints and writes."""
+        return self.rank == 0
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Average over the processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(x)
+            x /= self.world
+        return x
+
+    def __str__(self) -> str:
+        cpu = self.device.type == "cpu"
+        name = f"CPU, {torch.get_num_threads()} threads" if cpu else torch.cuda.get_device_name(self.device)
+        compiled = "compiled" if self.compile else "not compiled"
+        return f"{name} x {self.world}, {str(self.dtype).removeprefix('torch.')}, {compiled}"
+
+
+def choose_machine(args: argparse.Namespace) -> Machine:
+    """Join the other processes of torchrun, and choose what the flags leave open."""
+    device = pick_device(args.device)
+    if device.type == "cpu":
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(args.threads or min(torch.get_num_threads(), allowed))
+    else:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    if args.dtype is None:
+        args.dtype = "bfloat16" if bfloat16_pays(device) else "float32"
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch_size % world:
+        raise SystemExit(f"--batch_size {args.batch_size} does not divide among {world} processes: choose a multiple")
+    if world > 1:
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    compiled = device.type == "cuda" if args.compile is None else args.compile
+    return Machine(device, getattr(torch, args.dtype), compiled, int(os.environ.get("RANK", 0)), world)
+
+
+def bfloat16_pays(device: torch.device) -> bool:
+    """On a CPU this depends on its instructions (AVX512-BF16, AMX, SVE), and emulation is slow: so measure."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.ones(512, 512, dtype=dtype)
+        times = []
+        for _ in range(8):
+            start = time.perf_counter()
+            a @ a
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = min(times)
+    return seconds[torch.bfloat16] < 0.7 * seconds[torch.float32]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def load_corpus(name: str, machine: Machine) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
+    """Tokenizer, training tokens, held-out tokens of data/`name`, prepared first if it is not."""
+    folder = ROOT / "data" / name
+    if not (folder / "prepare.py").is_file():
+        there = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
+        raise SystemExit(f"--data {name}: there is no {folder / 'prepare.py'}; there is {', '.join(there)}")
+    if machine.leads and not (folder / "meta.json").is_file():
+        runpy.run_path(str(folder / "prepare.py"))["prepare"]()
+    if machine.world > 1:
+        dist.barrier()
+    return load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val")
+
+
+class Batches:
+    """
+    The training batch of a step as a function of (seed, step). An epoch cuts the corpus into windows of T tokens that
+    do not overlap, from a random offset, and takes them in random order: every token once an epoch.
+    """
+
+    def __init__(self, tokens: np.ndarray, batch_size: int, context_length: int, seed: int):
+        self.tokens, self.B, self.T, self.seed = tokens, batch_size, context_length, seed
+        self.windows = (len(tokens) - 1) // self.T - 1  # one less than fit, so that any offset below T does
+        if self.windows < 1:
+            raise SystemExit(f"{len(tokens)} training tokens are too few for windows of {self.T}: lower context_length")
+        self.epoch, self.starts = -1, np.empty(0)
+
+    def start(self, i: int) -> int:
+        """Where the i-th window of the run begins."""
+        epoch, i = divmod(i, self.windows)
+        if epoch != self.epoch:
+            random = np.random.default_rng((self.seed, epoch))
+            self.epoch = epoch
+            self.starts = random.permutation(self.windows) * self.T + random.integers(self.T)
+        return self.starts[i]
+
+    def __call__(self, step: int, machine: Machine) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets (B / world, T) int64: this process's share of the batch."""
+        mine = range(step * self.B + machine.rank, (step + 1) * self.B, machine.world)
+        rows = np.stack([self.tokens[(s := self.start(i)) : s + self.T + 1] for i in mine]).astype(np.int64)
+        rows = torch.from_numpy(rows)
+        if machine.device.type == "cuda":
+            rows = rows.pin_memory().to(machine.device, non_blocking=True)
+        return rows[:, :-1], rows[:, 1:]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    Momentum whose update is made orthogonal (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): every
+    direction of a matrix moves equally far. Needs about half the steps of AdamW here. Ours rather than torch's because
+    that one always multiplies in bfloat16, which many CPUs only emulate, and takes the matrices one by one.
+    """
+
+    def __init__(self, parameters, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, dtype=torch.float32):
+        super().__init__(parameters, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+            for p in group["params"]:
+                by_shape.setdefault(p.shape, []).append(p)
+            for same in by_shape.values():
+                self.step_together(same, group)
+
+    def step_together(self, parameters: list[torch.Tensor], group: dict):
+        """Update matrices of one shape (rows, columns), orthogonalized as one batch."""
+        updates = []
+        for p in parameters:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            momentum.lerp_(p.grad, 1 - group["momentum"])
+            updates.append(p.grad.lerp(momentum, group["momentum"]))  # Nesterov's look ahead
+        rows, columns = parameters[0].shape
+        # q, k and v share one matrix but are three maps, each orthogonal on its own
+        parts = rows // columns if rows == 3 * columns else 1
+        stacked = torch.stack(updates).unflatten(1, (parts, rows // parts)).flatten(0, 1)
+        scale = group["lr"] * max(1, rows // parts / columns) ** 0.5
+        orthogonal = orthogonalize(stacked.to(self.dtype)).float().view(-1, rows, columns)
+        for p, update in zip(parameters, orthogonal, strict=True):
+            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=scale)
+
+
+def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """
+    Push the singular values of each matrix of x (N, rows, columns) towards 1: five steps of a Newton-Schulz iteration
+    with Jordan's quintic, which ends between 0.7 and 1.2, near enough for an update.
+    """
+    if x.shape[1] > x.shape[2]:
+        return orthogonalize(x.mT, steps).mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def make_optimizers(model: GPT, args: argparse.Namespace, machine: Machine) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks; AdamW for the embeddings (the head is one of them) and the vectors."""
+    inside = [p for p in model.h.parameters() if p.ndim == 2]
+    others = [p for name, p in model.named_parameters() if p.ndim < 2 or not name.startswith("h.")]
+    fused = machine.device.type == "cuda"
+    return [
+        Muon(inside, lr=args.matrix_lr, weight_decay=args.weight_decay, dtype=machine.dtype),
+        torch.optim.AdamW(others, lr=args.vector_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused),
+    ]
+
+
+def learning_rate(step: int, steps: int | None, args: argparse.Namespace) -> float:
+    """Share of the peak: a short rise, a plateau, a straight fall to zero. `steps` None: not known yet, no fall."""
+    rise = min(1.0, (step + 1) / args.warmup)
+    return rise if steps is None else rise * min(1.0, (steps - step) / (args.decay * steps))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Looking at the model
+
+
+@torch.no_grad()
+def evaluate(model: GPT, tokens: np.ndarray, machine: Machine, eos: int | None, limit: int | None = None):
+    """
+    (nats, tokens scored) over held-out text, cut into windows of context_length so that each token is scored once. The
+    first token is scored too where there is an end-of-text token to start from. With `limit`, windows spread evenly.
+    """
+    T = model.config.context_length
+    stream = torch.from_numpy(tokens.astype(np.int64))
+    stream = stream if eos is None else torch.cat([torch.tensor([eos]), stream])
+    x, y = stream[:-1], stream[1:]
+    x = torch.nn.functional.pad(x, (0, -len(x) % T)).view(-1, T)
+    y = torch.nn.functional.pad(y, (0, -len(y) % T), value=-100).view(-1, T)
+    if limit is not None:
+        keep = torch.linspace(0, len(x) - 1, min(len(x), max(1, limit // T))).long()
+        x, y = x[keep], y[keep]
+    total = torch.zeros(2, dtype=torch.float64, device=machine.device)
+    model.eval()
+    for rows in torch.arange(machine.rank, len(x), machine.world).split(32):
+        targets = y[rows].to(machine.device)
+        with machine.autocast():
+            loss = model(x[rows].to(machine.device), targets)[1]
+        scored = (targets >= 0).sum()
+        total += torch.stack([loss.double() * scored, scored.double()])
+    model.train()
+    nats, count = (machine.mean(total) * machine.world).tolist()
+    return nats, round(count)
+
+
+def sample(model: GPT, tokenizer: Tokenizer, length: int, seed: int, machine: Machine) -> str:
+    """Some text of the model, at temperature 0.8."""
+    start = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else tokenizer.encode("\n")
+    generator = torch.Generator(machine.device).manual_seed(seed)
+
+    def choose(logits, position):
+        return torch.multinomial((logits.float() / 0.8).softmax(-1), 1, generator=generator)[:, 0]
+
+    model.eval()
+    with machine.autocast():
+        tokens = model.generate(torch.tensor([start], device=machine.device), length, choose)
+    model.train()
+    return tokenizer.decode(tokens[0, 1:].tolist())
+
+
+def compare_with_compressors(nats: float, data: bytes) -> str:
+    """The model's bits per byte beside gzip's and xz's on the same bytes."""
+    ours = nats / math.log(2) / len(data)
+    gz = 8 * len(gzip.compress(data, 9)) / len(data)
+    xz = 8 * len(lzma.compress(data, preset=9)) / len(data)
+    return f"bits per byte: model {ours:.3f}, gzip -9 {gz:.3f}, xz -9 {xz:.3f} ({1 - ours / gz:.0%} below gzip)"
+
+
+def draw(log: list[dict], path: Path):
+    """The loss curve of the run as a picture."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no loss.png: matplotlib is not installed")
+        return
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    steps = [line for line in log if "loss" in line]
+    evals = [line for line in log if "val_loss" in line]
+    axes.plot([line["step"] for line in steps], [line["loss"] for line in steps], lw=0.7, label="training")
+    axes.plot([line["step"] for line in evals], [line["val_loss"] for line in evals], "o-", label="held out")
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+class Progress:
+    """tqdm's bar if tqdm is installed and somebody looks, and nothing otherwise: evaluations print lines anyway."""
+
+    def __init__(self, done: int, wanted: bool):
+        self.bar = None
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            print("no progress bar: tqdm is not installed")
+        else:
+            if wanted and sys.stderr.isatty():
+                self.bar = tqdm(initial=done, unit="step", dynamic_ncols=True)
+
+    def update(self, total: int | None, text: str):
+        if self.bar is not None:
+            self.bar.total = total
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update()
+
+    def print(self, text: str):
+        print(text, flush=True) if self.bar is None else self.bar.write(text)
+
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+class Run:
+    """What is saved and resumed: weights, optimizers, the step, and the settings that make the rest repeatable."""
+
+    def __init__(self, args: argparse.Namespace, config: GPTConfig, machine: Machine):
+        self.args, self.machine, self.out = args, machine, Path(args.out)
+        torch.manual_seed(args.seed)
+        self.model = GPT(config).to(machine.device)
+        self.optimizers = make_optimizers(self.model, args, machine)
+        self.peaks = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.step, self.steps = 0, args.steps
+        self.log: list[dict] = []
+
+    def forward_module(self) -> torch.nn.Module:
+        """The model as training calls it: compiled, averaging gradients over processes."""
+        model = torch.compile(self.model) if self.machine.compile else self.model
+        return torch.nn.parallel.DistributedDataParallel(model) if self.machine.world > 1 else model
+
+    def update(self, module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """One optimizer step; the loss and the norm of the gradient, still on the device."""
+        torch.manual_seed(self.args.seed + self.step * self.machine.world + self.machine.rank)  # of dropout
+        with self.machine.autocast():
+            loss = module(x, y)[1]
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group, peak in zip(groups, self.peaks, strict=True):
+            group["lr"] = peak * learning_rate(self.step, self.steps, self.args)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return torch.stack([loss.detach(), norm])
+
+    def record(self, **line):
+        """One line of log.jsonl."""
+        self.log.append(line)
+        with open(self.out / "log.jsonl", "a") as f:
+            f.write(json.dumps(line) + "\n")
+
+    def save(self):
+        """
+        Write train_state.pt, then the checkpoint for everybody else. Resuming reads train_state.pt alone, so the two
+        may be of different steps, which a kill between them leaves, and both load.
+        """
+        state = dict(
+            step=self.step, steps=self.steps, args=vars(self.args), config=vars(self.model.config), log=self.log
+        )
+        state |= dict(model=self.model.state_dict(), optimizers=[o.state_dict() for o in self.optimizers])
+        write_atomically(self.out / "train_state.pt", lambda path: torch.save(state, path))
+        save_checkpoint(self.model, self.out)
+
+    def load(self, state: dict):
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.steps, self.log = state["step"], state["steps"], state["log"]
+        # after a kill, log.jsonl may be ahead of the checkpoint
+        lines = "".join(json.dumps(line) + "\n" for line in self.log)
+        write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
+
+
+def open_out(args: argparse.Namespace) -> dict | None:
+    """The state to resume from, or None and an empty directory. Exits with what to change."""
+    out = Path(args.out)
+    if args.resume:
+        try:
+            return torch.load(out / "train_state.pt", map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            raise SystemExit(f"nothing to resume in {out}: run without --resume, or name the run with --out") from None
+        except Exception as error:  # a damaged file raises what it likes
+            raise SystemExit(
+                f"{out / 'train_state.pt'} cannot be read ({error}): start again with --overwrite"
+            ) from None
+    if (out / "config.json").exists() and not args.overwrite:
+        raise SystemExit(
+            f"{out} holds a model: --resume continues it, --overwrite starts again, --out names another directory"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    # config.json is what makes a directory a checkpoint, so it goes first, and the first save writes it last
+    for name in ("config.json", "model.safetensors", "train_state.pt", "log.jsonl", "loss.png"):
+        (out / name).unlink(missing_ok=True)
+    return None
+
+
+def catch_signals() -> list[int]:
+    """Ctrl-C and SIGTERM are noted in the list returned, and the run ends at the next step; a second one kills."""
+    caught: list[int] = []
+
+    def note(number, frame):
+        caught.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    return caught
+
+
+def plan_steps(run: Run, step_seconds: float, seconds_left: float, val_tokens: int) -> int:
+    """How many steps fit in the time left, with what the evaluations of that many steps cost."""
+    tokens_a_step = run.args.batch_size * run.model.config.context_length
+    score = step_seconds / 2.5 / tokens_a_step  # a forward pass is 2 of the 6 operations, without an optimizer
+    look = run.args.eval_tokens * score + 0.02 * run.args.sample_tokens + 0.3
+    seconds_left -= val_tokens * score + 4  # the last evaluation, the compressors, the picture
+    return max(run.step + 1, run.step + int(seconds_left / (step_seconds + look / run.args.eval_every)))
+
+
+def train(
+    run: Run, batches: Batches, val: np.ndarray, tokenizer: Tokenizer, caught: list[int], deadline: float
+) -> bool:
+    """Step until done (True) or asked to stop (False). Saves at each evaluation and at the end."""
+    args, machine, eos = run.args, run.machine, tokenizer.eos_token_id
+    module = run.forward_module()
+    progress = Progress(run.step, machine.leads)
+    # Reading a loss makes the host wait for the device: every step on a CPU, where that is free, else every tenth.
+    stride = 1 if machine.device.type == "cpu" else 10
+    pending, seconds, saved, mark = [], [], run.step, time.perf_counter()
+    while run.steps is None or run.step < run.steps:
+        pending.append(run.update(module, *batches(run.step, machine)))
+        run.step += 1
+        last, look = run.step == run.steps, run.step % args.eval_every == 0
+        if run.step % stride and not (last or look):
+            continue
+        losses = machine.mean(torch.stack(pending)).tolist()
+        check_finite(losses, run, saved)
+        seconds.append((time.perf_counter() - mark) / len(losses))
+        # all processes must stop, and plan, alike
+        stop, step_seconds = machine.mean(torch.tensor([float(bool(caught)), median(seconds[-12:])])).tolist()
+        rate = args.batch_size * batches.T / seconds[-1]
+        for i, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
+            run.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=round(rate))
+            progress.update(run.steps, f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s")
+        pending = []
+        if run.steps is None and len(seconds) == 15:
+            run.steps = plan_steps(run, step_seconds, deadline - time.monotonic(), len(val))
+            progress.print(f"plan: {run.steps} steps, {step_seconds * 1e3:.0f} ms each")
+        if look and not last and not stop:
+            nats, count = evaluate(run.model, val, machine, eos, args.eval_tokens)
+            run.record(step=run.step, val_loss=round(nats / count, 5))
+            text = sample(run.model, tokenizer, args.sample_tokens, args.seed, machine)
+            progress.print(
+                f"step {run.step}: loss {losses[-1][0]:.3f}, held out {nats / count:.3f}, {rate / 1e3:.1f}k tokens/s"
+            )
+            progress.print("    " + text.replace("\n", "\n    "))
+        if look or last or stop:
+            saved = run.save() or run.step
+        if stop:
+            break
+        mark = time.perf_counter()
+    progress.close()
+    return run.step == run.steps
+
+
+def check_finite(losses: list[list[float]], run: Run, saved: int):
+    """Exit if a loss or a gradient is not a number: whatever was saved before is good, what would follow is not."""
+    for i, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
+        if not math.isfinite(loss + norm):
+            kept = f"the checkpoint of step {saved} in {run.out} is good" if saved else "nothing was saved yet"
+            raise SystemExit(
+                f"step {i}: loss {loss}, gradient norm {norm}; stopped, {kept}. Start again with a lower --matrix_lr "
+                f"(now {run.args.matrix_lr}) or --vector_lr (now {run.args.vector_lr}), or with --dtype float32"
+            )
+
+
+def finish(run: Run, val: np.ndarray, tokenizer: Tokenizer):
+    """Score every held-out token once and say how good that is."""
+    nats, count = evaluate(run.model, val, run.machine, tokenizer.eos_token_id)
+    if not run.machine.leads:
+        return
+    # where the first token could not be scored, its bytes do not count either
+    data = tokenizer.decode_bytes(val[len(val) - count :].tolist())
+    run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(nats / math.log(2) / len(data), 5))
+    draw(run.log, run.out / "loss.png")
+    run.save()
+    print(
+        f"held out: {count:,} tokens, {len(data):,} bytes, each scored once, windows of {run.model.config.context_length}"
+    )
+    print(f"val loss: {nats / count:.4f} nats a token")
+    print(compare_with_compressors(nats, data))
+
+
+def main(argv: list[str] | None = None):
+    started = time.monotonic()  # --minutes counts from here: what the user waits for includes the preparation
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    caught = catch_signals()
+    state = open_out(args)
+    if state is not None:
+        chosen = {name: getattr(args, name) for name in ("out", "resume", "device", "threads", "compile")}
+        args = argparse.Namespace(**state["args"] | chosen)
+    machine = choose_machine(args)
+    tokenizer, tokens, val = load_corpus(args.data, machine)
+    fields = {name: getattr(args, name) for name in vars(args) if name in GPTConfig.__dataclass_fields__}
+    config = GPTConfig(tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **fields)
+    run = Run(args, config, machine)
+    if state is not None:
+        run.load(state)
+    elif machine.leads:
+        tokenizer.save(run.out)
+    batches = Batches(tokens, args.batch_size, args.context_length, args.seed)
+    if machine.leads:
+        parameters = sum(p.numel() for p in run.model.parameters())
+        print(f"device: {machine}")
+        print(
+            f"model: {args.n_layer} layers of width {args.n_embd}, {parameters / 1e6:.2f}M parameters, "
+            f"vocabulary {config.vocab_size}, context {args.context_length}"
+        )
+        print(f"data: {args.data}, {len(tokens):,} training tokens, {len(val):,} held out")
+        length = f"{run.steps} steps" if run.steps else f"as many steps as fit in {args.minutes:g} minutes"
+        print(
+            f"run: {length} of {args.batch_size} x {args.context_length} tokens, from step {run.step}, into {run.out}"
+        )
+    done = train(run, batches, val, tokenizer, caught, started + 60 * args.minutes)
+    if done:
+        finish(run, val, tokenizer)
+    elif machine.leads:
+        print(
+            f"stopped and saved at step {run.step} of {run.steps}: `python train.py --resume --out {run.out}` continues"
+        )
+    if machine.leads:
+        print(f"{time.monotonic() - started:.0f} s in all; checkpoint in {run.out}")
+
+
+if __name__ == "__main__":
+    main()
