@@ -1,0 +1,38 @@
+# make run        train the default model if there is none, then serve it at http://127.0.0.1:8000
+# make test       lint and all tests but the large volumes, about 3 minutes
+# make test-all   the large volumes too: a million fuzzed steps, many kills
+#
+# PIP_OPTIONS goes to pip as it is, for example to choose the CPU-only wheels of torch:
+#   make run PIP_OPTIONS="--extra-index-url <the index of the CPU wheels>"
+
+PYTHON ?= python3
+PIP_OPTIONS ?=
+BIN := .venv/bin
+MODEL := out/stdlib
+
+.PHONY: run test test-all lint clean
+
+run: .venv/ready $(MODEL)/model.safetensors
+	$(BIN)/python serve.py --model $(MODEL)
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-all: .venv/ready
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: .venv/ready
+	$(BIN)/ruff check --quiet
+	$(BIN)/ruff format --check --quiet
+
+$(MODEL)/model.safetensors: | .venv/ready
+	$(BIN)/python train.py --out $(MODEL)
+
+.venv/ready: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedGPT needs Python 3.11 or later: make run PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -r requirements.txt
+	@touch $@
+
+clean:
+	rm -rf .venv out data/*/*.bin data/*/*.json
