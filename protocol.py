@@ -14,9 +14,9 @@ import json
 import reprlib
 from typing import Annotated, Any, Literal
 
-from fastapi.exceptions import HTTPException
-from fastapi.responses import Response
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 # What OpenAI calls the kinds of error; a client library turns status and type into an exception of its own.
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -26,26 +26,11 @@ IGNORED = {"user", "metadata", "store"}
 
 # Fields that would change the answer and that this server cannot serve yet, each with the value that asks for nothing
 # (None: only null does). To implement one, move it from here to a field of CompletionRequest.
-NEUTRAL = {
-    "n": 1,
-    "best_of": 1,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "suffix": "",
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "length_penalty": 1,
-    "logit_bias": {},
-    "allowed_token_ids": None,
-    "min_tokens": 0,
-    "use_beam_search": False,
-    "early_stopping": False,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "priority": 0,
-    "cache_salt": None,
-}
+NEUTRAL = {"n": 1, "best_of": 1, "repetition_penalty": 1, "length_penalty": 1, "suffix": "", "logit_bias": {}}
+NEUTRAL |= dict.fromkeys(["presence_penalty", "frequency_penalty", "min_tokens", "priority"], 0)
+NEUTRAL |= dict.fromkeys(["logprobs", "prompt_logprobs", "allowed_token_ids", "cache_salt"], None)
+NEUTRAL |= {"use_beam_search": False, "early_stopping": False}
+NEUTRAL |= {"skip_special_tokens": True, "spaces_between_special_tokens": True}
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 1000  # every token's text is searched for each stop string: both bound that work
 MAX_STOP_IDS = 64
