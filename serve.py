@@ -617,8 +617,8 @@ def listen(args: argparse.Namespace) -> socket.socket:
     if not local and not args.allow_remote:
         sys.exit(f"--host {args.host} opens the model to other machines, without a password: add --allow-remote if so")
     try:
-        family, *_, address = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        family, kind, proto, _, address = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)  # asyncio spares only sockets that say TCP the 40 ms of Nagle
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # take over from a server that just ended
         sock.bind(address)
         sock.listen(128)  # from here on a second server at this port fails

@@ -1,0 +1,745 @@
+"""
+The HTTP side with a fake engine behind it: real sockets, real uvicorn, the real pipes and messages, and an engine that
+says what the test's prompt tells it to. So every test here takes milliseconds and knows which token comes when.
+"""
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import socket
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import serve
+from protocol import CompletionAnswer
+from serve import EngineClient, Service, TextStream
+
+ROOT = Path(__file__).parents[1]
+EOS = 256
+
+
+class ByteTokenizer:
+    """A token a byte, so that every character beyond ASCII is split over tokens. It does not know the character \\0."""
+
+    vocab_size, eos_token_id = 257, EOS
+
+    def encode(self, text):
+        if "\0" in text:
+            raise ValueError("character '\\x00' is not in the vocabulary")
+        return list(text.encode("utf-8", "replace"))
+
+    def token_bytes(self, token):
+        return b"" if token == EOS else bytes([token])
+
+
+class FakeEngine(threading.Thread):
+    """
+    Speaks the engine's protocol over its two pipes. The prompt is the script:
+    "say TEXT" answers the bytes of TEXT and the end of text; "say3 TEXT" three tokens a step; "loop" (and anything
+    else) x after x; "invalid", "internal" are refused; "break" fails after two tokens. Nothing moves while `gate` is
+    closed.
+    """
+
+    def __init__(self, ready=True, max_model_len=100_000, pace=0.0005):
+        super().__init__(daemon=True)
+        context = multiprocessing.get_context("spawn")
+        self.inbox, self.to_engine = context.Pipe(duplex=False)
+        self.from_engine, self.outbox = context.Pipe(duplex=False)
+        self.gate, self.ready, self.max_model_len, self.pace = threading.Event(), ready, max_model_len, pace
+        self.gate.set()
+        self.running: dict[str, list] = {}  # id -> steps to come, each (tokens, finish_reason)
+        self.added, self.aborted, self.died = [], [], False
+
+    def send(self, op, **message):
+        self.outbox.send_bytes(json.dumps({"op": op, **message}).encode())
+
+    def say_ready(self):
+        self.send("ready", max_model_len=self.max_model_len, vocab_size=257, eos_token_id=EOS)
+
+    def run(self):
+        if self.ready:
+            self.say_ready()
+        with contextlib.suppress(OSError, EOFError):
+            while not self.died:
+                while self.inbox.poll(0 if self.running and self.gate.is_set() else 0.005):
+                    if not self.handle(json.loads(self.inbox.recv_bytes())):
+                        return
+                if self.running and self.gate.is_set():
+                    time.sleep(self.pace)
+                    self.step()
+
+    def handle(self, message):
+        if message["op"] == "add":
+            self.added.append(message)
+            self.add(message["id"], bytes(t for t in message["prompt"] if t < 256).decode(), message["params"])
+        elif message["op"] == "abort":
+            self.aborted.append(message["id"])
+            self.running.pop(message["id"], None)
+        return message["op"] != "stop"
+
+    def add(self, id, prompt, params):
+        command, _, text = prompt.partition(" ")
+        limit, per_step = params["max_tokens"], 3 if command == "say3" else 1
+        tokens = [*text.encode(), EOS] if command.startswith("say") else [ord("x")] * limit
+        if command in ("invalid", "internal"):
+            return self.send("error", id=id, message=f"the engine finds this {command}", kind=command)
+        stop = next((i for i, t in enumerate(tokens, 1) if t in [EOS, *params["stop_token_ids"]]), len(tokens) + 1)
+        reason = "stop" if stop <= limit else "length"
+        tokens = tokens[: min(stop, limit)]
+        steps = [tokens[i : i + per_step] for i in range(0, len(tokens), per_step)]
+        self.running[id] = [(step, reason if i == len(steps) else None) for i, step in enumerate(steps, 1)]
+        if command == "break":
+            self.running[id][2:] = [("the step failed", "break")]
+
+    def step(self):
+        out = []
+        for id, steps in list(self.running.items()):
+            tokens, reason = steps.pop(0)
+            if reason == "break":
+                self.send("error", id=id, message=tokens, kind="internal")
+            else:
+                out.append([id, tokens, reason, len(self.added[-1]["prompt"]) // 2])
+            if reason:
+                del self.running[id]
+        self.send("step", out=out)
+
+    def die(self):
+        """As a killed process would: both pipes close."""
+        self.died = True
+        self.join()
+        self.inbox.close(), self.outbox.close()
+
+
+class Server:
+    """serve.Service on a free port, in a thread."""
+
+    def __init__(self, *flags, engine=None, send_buffer=None):
+        self.engine = engine or FakeEngine()
+        args = serve.parse_args(["--model", "fake", "--port", "0", *flags])
+        self.sock = serve.listen(args)
+        if send_buffer:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        self.address = self.sock.getsockname()
+        capacity = args.max_num_seqs + args.max_queue
+        client = EngineClient(self.engine.to_engine, self.engine.from_engine, capacity)
+        self.service = Service(client, ByteTokenizer(), args)
+        self.result = "still running"
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.http = httpx.Client(base_url="http://{}:{}".format(*self.address), timeout=10)
+
+    def run(self):
+        self.result = asyncio.run(self.service.run(self.sock))
+
+    def __enter__(self):
+        self.engine.start()
+        self.thread.start()
+        wait_until(lambda: self.get("/livez") == 200)
+        if self.engine.ready:
+            wait_until(lambda: self.get("/readyz") == 200)
+        return self
+
+    def __exit__(self, *exception):
+        self.http.close()
+        self.engine.gate.set()
+        for _ in range(2):
+            self.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+    def stop(self):
+        """What the signal handler does on SIGTERM."""
+        with contextlib.suppress(RuntimeError):  # its loop has ended already
+            self.service.loop.call_soon_threadsafe(self.service.stop)
+
+    def get(self, path):
+        return self.http.get(path).status_code
+
+    def post(self, prompt="say hi", **fields):
+        return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1000} | fields)
+
+    def answer(self, prompt="say hi", **fields):
+        response = self.post(prompt, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, prompt="say hi", **fields):
+        """The events of a stream, parsed; the last one is "[DONE]" if all went well."""
+        response = self.post(prompt, stream=True, **fields)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
+        return [json.loads(event) if event != "[DONE]" else event for event in events]
+
+    def connect(self, **body) -> socket.socket:
+        """A raw connection that has sent its request, to be dropped or read slowly."""
+        body = json.dumps(body)
+        sock = socket.create_connection(self.address)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        return sock
+
+
+def wait_until(condition, seconds=5):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def text_of(events, index=0):
+    choices = [choice for event in events if event != "[DONE]" for choice in event["choices"]]
+    return "".join(choice["text"] for choice in choices if choice["index"] == index)
+
+
+def error_of(response):
+    """The error of a response, after a check that it has OpenAI's shape and nothing else."""
+    body = response.json()
+    assert list(body) == ["error"] and list(body["error"]) == ["message", "type", "param", "code"]
+    return body["error"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--max-num-seqs", "8", "--max-queue", "8", "--max-body-mib", "0.1") as server:
+        yield server
+    assert not server.service.client.choices, "some test left a request behind"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens to text
+
+
+def naive_stop(text, stops):
+    """Where the text ends if read a character at a time: (start, end, stop) of the first stop string to be complete."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            stop = max(found, key=len)
+            return end - len(stop), end, stop
+    return len(text), len(text), None
+
+
+def certain(text, stops):
+    """What of a text without stop strings can be shown already: all but the longest end that may become one."""
+    return next(text[:i] for i in range(len(text) + 1) if i == len(text) or any(s.startswith(text[i:]) for s in stops))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.text("ab€", max_size=14),
+    stops=st.lists(st.text("ab€", min_size=1, max_size=4), max_size=4),
+    cuts=st.sets(st.integers(1, 40)),
+    include=st.booleans(),
+)
+def test_stop_strings_do_not_depend_on_tokens(text, stops, cuts, include):
+    """However the bytes of a text are cut into tokens, through characters too, it ends where the plain text does; each
+    token releases exactly what is certain by then, and the token that completes the stop string is the last taken."""
+    data = text.encode()
+    edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
+    tokens = [data[a:b] for a, b in pairwise(edges)]
+    start, end, stop = naive_stop(text, stops)
+    stream, shown, read = TextStream(tokens.__getitem__, stops, include), "", b""
+    for number, token in enumerate(tokens):
+        shown, read = shown + stream.push(number), read + token
+        so_far = read.decode("utf-8", "ignore")
+        if stream.matched is not None:
+            assert len(so_far) >= end and len(b"".join(tokens[:number]).decode("utf-8", "ignore")) < end
+            break
+        assert shown == certain(so_far, stops)
+    else:
+        shown += stream.flush()
+    assert (shown, stream.matched) == (text[: end if include else start], stop)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.binary(max_size=3)))
+def test_any_bytes_become_text(tokens):
+    """A model may utter bytes that are no UTF-8: the pieces then still join to what decoding all at once gives."""
+    stream = TextStream(tokens.__getitem__)
+    pieces = [stream.push(i) for i in range(len(tokens))]
+    assert "".join(pieces) + stream.flush() == b"".join(tokens).decode("utf-8", "replace")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+def test_whole_answer_has_exactly_these_fields(server):
+    answer = server.answer("say hello", model="fake")
+    CompletionAnswer.model_validate(answer, strict=True, extra="forbid")
+    assert answer.pop("id").startswith("cmpl-") and abs(answer.pop("created") - time.time()) < 60
+    assert answer == {
+        "object": "text_completion",
+        "model": "fake",
+        "choices": [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "usage": {
+            "prompt_tokens": 9,
+            "completion_tokens": 6,  # the end of text is a token too
+            "total_tokens": 15,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        },
+    }
+
+
+def test_stream_says_the_same_in_pieces(server):
+    events = server.stream("say hello", stream_options={"include_usage": True})
+    assert events[-1] == "[DONE]" and len({(event["id"], event["created"]) for event in events[:-1]}) == 1
+    assert text_of(events) == "hello"
+    *chunks, last = events[:-1]
+    assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert last["choices"] == [] and last["usage"] == server.answer("say hello")["usage"]
+
+
+def test_stream_without_usage_never_mentions_it(server):
+    assert all("usage" not in event for event in server.stream() if event != "[DONE]")
+
+
+def test_parameters_reach_the_engine(server):
+    server.answer(temperature=0, top_k=-1, top_p=0.5, min_p=0.1, seed=7, stop_token_ids=[1], ignore_eos=True)
+    assert server.engine.added[-1]["params"] == {
+        "temperature": 0.0, "top_k": 0, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop_token_ids": [1],
+        "ignore_eos": True, "max_tokens": 1000,
+    }  # fmt: skip
+
+
+def test_finish_reason_length(server):
+    answer = server.answer("say hello", max_tokens=2)
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["choices"][0]["text"] == "he"
+
+
+@pytest.mark.parametrize("include, text", [(False, "a"), (True, "ab")])
+def test_stop_token_id_ends_the_text(server, include, text):
+    """vLLM's meaning: stop_reason is the id, and its text is left out unless asked for."""
+    choice = server.answer("say abc", stop_token_ids=[ord("b")], include_stop_str_in_output=include)["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", ord("b"))
+
+
+@pytest.mark.parametrize("command, count", [("say", 5), ("say3", 5)])
+@pytest.mark.parametrize("include, text", [(False, "one"), (True, "oneTW")])
+def test_stop_string_over_tokens(server, command, count, include, text):
+    """The stop string lies across tokens: none of it is shown, the tokens after it are neither shown nor counted (also
+    when they came in the same step), and the engine hears at once that it need not go on."""
+    fields = {"stop": ["zzz", "TW"], "include_stop_str_in_output": include}
+    answer = server.answer(f"{command} oneTWO" + "more" * 500, **fields)
+    assert answer["choices"][0] | {"index": 0} == answer["choices"][0]
+    assert (answer["choices"][0]["text"], answer["choices"][0]["stop_reason"]) == (text, "TW")
+    assert answer["usage"]["completion_tokens"] == count
+    wait_until(lambda: server.engine.aborted[-1:] == [server.engine.added[-1]["id"]])
+    assert text_of(server.stream(f"{command} oneTWO" + "more" * 500, **fields)) == text
+
+
+def test_text_that_only_looked_like_a_stop_string(server):
+    """Held back while it could become one, given out when the answer ends instead."""
+    choice = server.answer("say abc", stop="cde")["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("abc", "stop", None)
+
+
+def test_characters_arrive_whole(server):
+    """Each of these characters is two to four tokens; no event may show a part of one."""
+    text = "é€😀" * 20
+    events = server.stream("say " + text)
+    assert text_of(events) == text
+    assert all("\ufffd" not in event["choices"][0]["text"] for event in events[:-1])
+
+
+def test_half_a_character_at_the_end(server):
+    assert server.answer("say a€", max_tokens=3)["choices"][0]["text"] == "a\ufffd"
+
+
+def test_several_prompts_in_one_call(server):
+    answer = server.answer(["say one", "say three"])
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "one"), (1, "three")]
+    assert answer["usage"]["prompt_tokens"] == 16 and answer["usage"]["completion_tokens"] == 10
+    events = server.stream(["say one", "say three"])
+    assert (text_of(events, 0), text_of(events, 1)) == ("one", "three")
+
+
+def test_prompts_as_token_ids(server):
+    ids = [list(b"say one"), list(b"say two")]
+    assert server.answer(ids[0])["choices"][0]["text"] == "one"
+    assert [c["text"] for c in server.answer(ids)["choices"]] == ["one", "two"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo(server, stream):
+    def text(*args, **fields):
+        return text_of(server.stream(*args, **fields) if stream else [server.answer(*args, **fields)])
+
+    assert text("say hi", echo=True) == "say hihi"
+    before = len(server.engine.added)
+    assert text("say hi", echo=True, max_tokens=0) == "say hi"
+    assert len(server.engine.added) == before  # nothing to compute
+    assert text(list("say €".encode())[:-1], echo=True, max_tokens=0) == "say \ufffd"
+
+
+def test_token_ids_in_the_answer(server):
+    choice = server.answer("say ab", return_token_ids=True)["choices"][0]
+    assert choice["prompt_token_ids"] == list(b"say ab") and choice["token_ids"] == [*b"ab", EOS]
+    chunks = [event["choices"][0] for event in server.stream("say ab", return_token_ids=True)[:-1]]
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == [*b"ab", EOS]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [list(b"say ab")] + [None] * (len(chunks) - 1)
+
+
+def test_request_id_names_the_answer_and_may_repeat(server):
+    """Two clients may choose the same name; inside, requests have names of their own."""
+    first, second = server.connect(prompt="loop", max_tokens=300, request_id="x"), server.answer(request_id="x")
+    assert second["id"] == "cmpl-x" and second["choices"][0]["text"] == "hi"
+    assert b'"cmpl-x"' in read_until(first, b"}}}")
+
+
+def read_until(sock, end):
+    data = b""
+    while end not in data and (part := sock.recv(65536)):
+        data += part
+    return data
+
+
+def test_models(server):
+    models = server.http.get("/v1/models").json()
+    assert models["object"] == "list"
+    assert [(m["id"], m["object"], m["max_model_len"]) for m in models["data"]] == [("fake", "model", 100_000)]
+
+
+def test_openapi_describes_the_request(server):
+    schemas = server.http.get("/openapi.json").json()["components"]["schemas"]
+    assert {"prompt", "max_tokens", "stop", "seed"} <= schemas["CompletionRequest"]["properties"].keys()
+    assert "usage" in schemas["CompletionAnswer"]["properties"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Refusals
+
+JSON = {"content-type": "application/json"}
+NO_OBJECT = "the body must be a JSON object, sent with the header Content-Type: application/json"
+NO_JSON = "There was an error parsing the body"  # FastAPI's words for what json itself gives up on
+TOO_LONG = "the body has more than 104857 bytes: shorten it or raise --max-body-mib"
+POST, GET = ("POST", "/v1/completions"), ("GET", "/v1/completions")
+
+
+def nowhere(call):
+    return f"there is no {call} here; /openapi.json lists what there is"
+
+
+@pytest.mark.parametrize(
+    "call, headers, body, status, message",
+    [
+        (POST, JSON, b'{"prompt": ', 400, "the body is not JSON: Expecting value at character 11"),
+        (POST, JSON, b"", 400, NO_OBJECT),
+        (POST, JSON, b"[1]", 400, NO_OBJECT),
+        (POST, {}, b'{"prompt": "a"}', 400, NO_OBJECT),
+        (POST, JSON, b'{"prompt": "\xff"}', 400, NO_JSON),
+        (POST, JSON, b'{"seed": ' + b"9" * 5000 + b"}", 400, NO_JSON),
+        (POST, JSON, b"[" * 90_000, 400, NO_JSON),
+        (POST, JSON, b'{"prompt": "a", "top_p": NaN}', 400, "top_p: input should be a finite number, got nan"),
+        (POST, JSON, b'{"prompt": "a", "\\ud800": 1}', 400, None),
+        (POST, JSON, b'{"prompt": "a", "model": "\\ud800"}', 404, None),
+        (POST, JSON, b" " * 110_000, 413, TOO_LONG),
+        (GET, {}, b"", 405, nowhere("GET /v1/completions")),
+        (("POST", "/v1/completion"), JSON, b"{}", 404, nowhere("POST /v1/completion")),
+        (("GET", "/v1/models/"), {}, b"", 404, nowhere("GET /v1/models/")),
+    ],
+)
+def test_bad_calls(server, call, headers, body, status, message):
+    response = server.http.request(*call, headers=headers, content=body)
+    assert response.status_code == status, response.text
+    error = error_of(response)
+    assert error["type"] == "invalid_request_error" and error["message"] == (message or error["message"])
+
+
+def test_chunked_body_is_counted_as_it_comes(server):
+    """Without a Content-Length only counting tells that a body is too long."""
+    parts = (b" " * 1000 for _ in range(1000))
+    assert server.http.post("/v1/completions", headers=JSON, content=parts).status_code == 413
+
+
+@pytest.mark.parametrize(
+    "fields, status, param, code, message",
+    [
+        ({"model": "gpt-5"}, 404, "model", "model_not_found", "there is no model 'gpt-5' here; there is 'fake'"),
+        ({"prompt": "a\0b"}, 400, "prompt", None, "character '\\x00' is not in the vocabulary"),
+        ({"prompt": [1, 257]}, 400, "prompt", None, "token id 257 is outside the vocabulary, 0..256"),
+        ({"prompt": [-1]}, 400, "prompt", None, "token id -1 is outside the vocabulary, 0..256"),
+        ({"stop_token_ids": [300]}, 400, "stop_token_ids", None, "token id 300 is outside the vocabulary, 0..256"),
+        (
+            {"prompt": "abcd", "max_tokens": 99_997}, 400, "max_tokens", "context_length_exceeded",
+            "4 prompt tokens and max_tokens 99997 make 100001, this model takes 100000: "
+            "shorten the prompt or lower max_tokens",
+        ),
+        ({"prompt": ["a"] * 17}, 400, "prompt", None, "17 prompts in one call, at most 16 are taken: split it"),
+        ({"prompt": "invalid"}, 400, None, None, "the engine finds this invalid"),
+        ({"prompt": "internal"}, 500, None, None, "the engine finds this internal"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_refused_requests(server, fields, status, param, code, message, stream):
+    """A stream is refused with the same status: its headers wait for the first event."""
+    response = server.post(stream=stream, **fields)
+    assert response.status_code == status, response.text
+    error = error_of(response)
+    assert (error["param"], error["code"], error["message"]) == (param, code, message)
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+
+
+def test_exactly_what_fits_is_served(server):
+    """The positive control of the length check above."""
+    assert server.answer("say", max_tokens=100_000 - 3)["choices"][0]["finish_reason"] == "stop"
+
+
+def test_one_bad_prompt_ends_the_others(server):
+    assert server.post(["loop", "invalid"]).status_code == 400
+    wait_until(lambda: not server.engine.running)
+
+
+def test_error_after_the_headers(server):
+    """Too late for a status: the stream tells, and ends without [DONE]."""
+    events = server.stream("break")
+    assert text_of(events[:-1]) == "xx"
+    assert events[-1]["error"]["message"] == "the step failed" and events[-1]["error"]["type"] == "server_error"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_body_makes_a_500(server, data):
+    """Any JSON in any field: an answer or a refusal in the right shape, never a failure of ours."""
+    from protocol import NEUTRAL, CompletionRequest
+
+    scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5)
+    values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=2))
+    names = st.sampled_from([*CompletionRequest.model_fields, *NEUTRAL]) | st.text(st.characters(), max_size=5)
+    body = data.draw(st.dictionaries(names, values, max_size=4)) | {"max_tokens": 5}
+    body = body if data.draw(st.booleans()) else {"prompt": "say hi"} | body
+    response = server.http.post("/v1/completions", headers=JSON, content=json.dumps(body).encode())
+    assert response.status_code in (200, 400, 404)
+    assert response.status_code == 200 or error_of(response)["message"]
+
+
+def test_queue_full():
+    """At capacity all are served; one more is told when to come back, and is served once there is room."""
+    with Server("--max-num-seqs", "1", "--max-queue", "2") as server:
+        server.engine.gate.clear()
+        waiting = [server.connect(prompt="say hi", max_tokens=9) for _ in range(3)]
+        wait_until(lambda: len(server.service.client.choices) == 3)
+        response = server.post()
+        assert response.status_code == 429 and response.headers["retry-after"] == "1"
+        assert error_of(response) == {
+            "message": "1 prompts beside 3 in work are more than 3: try again later",
+            "type": "rate_limit_error", "param": None, "code": "queue_full",
+        }  # fmt: skip
+        server.engine.gate.set()
+        assert all(b'"text":"hi"' in read_until(sock, b"}}}") for sock in waiting)
+        assert server.answer()["choices"][0]["text"] == "hi"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Clients that go away, or read slowly
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+def test_disconnect_aborts(stream, started):
+    """Streaming or not, before the first token or after: closing the connection ends all the work of the call."""
+    with Server(engine=FakeEngine(max_model_len=10**9)) as server:
+        if not started:
+            server.engine.gate.clear()
+        sock = server.connect(prompt=["loop", "loop"], max_tokens=10**5, stream=stream)
+        wait_until(lambda: len(server.engine.added) == 2)
+        if started and stream:
+            read_until(sock, b"x")
+        assert server.engine.aborted == []
+        sock.close()
+        wait_until(lambda: sorted(server.engine.aborted) == ["0", "1"], seconds=1)
+        assert not server.service.client.choices
+
+
+def test_slow_reader_gets_fewer_larger_events():
+    """While the client does not read, tokens gather; they come as one event. Nothing is lost, and nobody else waits."""
+    with Server(engine=FakeEngine(pace=0), send_buffer=4096) as server:
+        count = 4000
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(server.address)
+        body = json.dumps({"prompt": "loop", "max_tokens": count, "stream": True})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        wait_until(lambda: server.engine.added and not server.engine.running)  # the engine is done before we read
+        assert server.answer()["choices"][0]["text"] == "hi"
+        data = read_until(sock, b"[DONE]").decode()
+        events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {")]
+        assert text_of(events) == "x" * count
+        assert len(events) < count / 2 and max(len(e["choices"][0]["text"]) for e in events) > count / 2
+
+
+def test_silence_is_filled_with_pings(monkeypatch):
+    """A stream whose tokens take long shows that it lives, in comments that clients skip."""
+    monkeypatch.setattr(serve, "PING_SECONDS", 0.02)
+    with Server() as server:
+        server.engine.gate.clear()
+        threading.Timer(0.1, server.engine.gate.set).start()
+        response = server.post("say hi", stream=True)
+        assert response.text.startswith(": ping\n\n: ping\n\n") and response.text.endswith("data: [DONE]\n\n")
+        monkeypatch.setattr(serve, "PING_SECONDS", 10)
+        assert ": ping" not in server.post("say hi", stream=True).text
+
+
+def test_late_tokens_of_an_aborted_request_are_dropped():
+    """Between our abort and the engine's reading it, tokens of the request still come; they must do no harm."""
+    client = EngineClient(None, None, 1)
+    client._output("gone", [1], None, 0)
+    client._output("gone", [2], "stop", 0)
+    assert client.choices == {}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loading, draining, dying
+
+
+def test_loading():
+    """Alive but not ready while the model loads; requests are told to come back."""
+    with Server(engine=FakeEngine(ready=False)) as server:
+        assert (server.get("/livez"), server.get("/readyz"), server.get("/health")) == (200, 503, 503)
+        response = server.post()
+        assert response.status_code == 503 and error_of(response)["code"] == "loading"
+        server.engine.say_ready()
+        wait_until(lambda: server.get("/readyz") == 200)
+        assert server.answer()["choices"][0]["text"] == "hi"
+
+
+def test_drain():
+    """After SIGTERM: not ready, new work refused, running work finished, then the end without complaint."""
+    with Server() as server:
+        server.engine.gate.clear()
+        running = [server.connect(prompt="say hi", max_tokens=9, stream=stream) for stream in (False, True)]
+        wait_until(lambda: len(server.engine.added) == 2)
+        server.stop()
+        wait_until(lambda: server.get("/readyz") == 503)
+        assert (server.get("/livez"), server.get("/health")) == (200, 503)
+        response = server.post()
+        assert response.status_code == 503 and response.headers["retry-after"] == "1"
+        assert error_of(response) == {
+            "message": "the server is draining: try again later",
+            "type": "server_error", "param": None, "code": "draining",
+        }  # fmt: skip
+        server.engine.gate.set()
+        assert b'"text":"hi"' in read_until(running[0], b"}}}")
+        assert b"[DONE]" in read_until(running[1], b"[DONE]")
+        server.thread.join(5)
+        assert server.result is None and server.engine.aborted == []
+
+
+def test_drain_has_a_limit():
+    """What does not finish in time ends with an error, not with a closed connection."""
+    with Server("--drain-seconds", "0.1") as server:
+        server.engine.gate.clear()
+        whole = server.connect(prompt="loop", max_tokens=10**4)
+        wait_until(lambda: len(server.engine.added) == 1)
+        server.stop()
+        answer = read_until(whole, b"}}")
+        assert b" 503 " in answer and b"0.1 s were not enough" in answer
+        server.thread.join(5)
+        assert server.result is None
+
+
+def test_second_signal_stops_now():
+    with Server("--drain-seconds", "60") as server:
+        server.engine.gate.clear()
+        server.connect(prompt="loop", max_tokens=10**4)
+        wait_until(lambda: len(server.engine.added) == 1)
+        server.stop()
+        server.stop()
+        server.thread.join(3)
+        assert not server.thread.is_alive()
+
+
+def test_death_of_the_engine():
+    """Whoever waits gets an error, streaming or not, and the health pages say so."""
+    with Server() as server:
+        server.engine.gate.clear()
+        waiting = [server.connect(prompt="loop", max_tokens=9, stream=stream) for stream in (False, True)]
+        wait_until(lambda: len(server.engine.added) == 2)
+        server.engine.die()
+        for sock in waiting:
+            answer = read_until(sock, b"}}")
+            assert b" 500 " in answer and b'"engine_dead"' in answer and b"must be restarted" in answer
+        assert (server.get("/livez"), server.get("/health"), server.get("/readyz")) == (503, 503, 503)
+        assert server.post().status_code == 503 and error_of(server.http.get("/livez"))["code"] == "dead"
+        server.stop()
+        server.thread.join(5)
+        assert server.result == "the engine's process ended, the server must be restarted"  # exit code 1
+
+
+def test_a_silent_engine_is_not_alive(monkeypatch):
+    """An engine that hangs in a step is found out; one that has nothing to do may be silent."""
+    monkeypatch.setattr(serve, "STALL_SECONDS", 0.05)
+    with Server() as server:
+        time.sleep(0.1)
+        assert server.get("/livez") == 200
+        server.engine.gate.clear()
+        sock = server.connect(prompt="loop", max_tokens=9)
+        wait_until(lambda: server.get("/livez") == 503)
+        server.engine.gate.set()
+        read_until(sock, b"}}}")
+        assert server.get("/livez") == 200
+
+
+def test_engine_that_cannot_start():
+    """Its one line becomes the server's, and the server ends."""
+    engine = FakeEngine(ready=False)
+    server = Server(engine=engine)
+    engine.send("fatal", message="no model here: run `python train.py`")
+    assert asyncio.run(server.service.run(server.sock)) == "no model here: run `python train.py`"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command line
+
+
+def test_answers_do_not_wait_for_acknowledgements():
+    """A listening socket that did not name its protocol made asyncio leave Nagle's algorithm on: header and body went
+    out in two writes, and the second waited up to 40 ms for the client to acknowledge the first."""
+    with serve.listen(serve.parse_args(["--port", "0"])) as sock:
+        assert sock.proto == socket.IPPROTO_TCP
+
+
+def test_port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="choose another --port"):
+        serve.listen(serve.parse_args(["--port", str(taken.getsockname()[1])]))
+
+
+@pytest.mark.parametrize("host, refused", [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("localhost", False)])
+def test_other_machines_are_kept_out(host, refused):
+    flags = ["--host", host, "--port", "0"]
+    with pytest.raises(SystemExit, match="--allow-remote") if refused else contextlib.nullcontext():
+        serve.listen(serve.parse_args(flags)).close()
+
+
+def test_remote_when_forced():
+    serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0", "--allow-remote"])).close()
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_http_process_imports_no_torch():
+    """The HTTP process must start at once and stay small; only the engine's process needs torch."""
+    done = python("import sys, serve, protocol, uvicorn; assert 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_serve_itself_imports_no_http_packages():
+    """`--prompt` and the engine's process do without fastapi, uvicorn and pydantic; serving says what to install."""
+    code = "import sys; sys.modules['fastapi'] = sys.modules['uvicorn'] = sys.modules['pydantic'] = None; import serve"
+    assert python(code).returncode == 0
+    done = python(f"{code}; serve.main([])")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "pip install fastapi uvicorn" in done.stderr
