@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import kernels
-from model import GPT
+from model import GPT, packed_for_cpu
 from paged import KVBlockPool, Plan, Request, Scheduler
 from sampling import GREEDY, SamplingParams, SamplingRows, sample
 
@@ -36,7 +36,7 @@ class Runner:
 
     def __init__(self, model: GPT, num_blocks: int, block_size: int, max_num_seqs: int, attention: str = "auto"):
         config, device = model.config, model.wte.weight.device
-        self.model, self.block_size = model, block_size
+        self.model, self.block_size = packed_for_cpu(model), block_size
         self.backend = kernels.choose_backend(attention)
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.pool = KVBlockPool(
