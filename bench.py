@@ -1,0 +1,237 @@
+"""
+Every number in the README, reproducible: one command each, the conditions first and one line of JSON last.
+
+    python bench.py scheduler     # Python time of plan + update, per step
+    python bench.py attention     # the torch path: one layer of a mixed step
+    python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
+    python bench.py blockmap      # picture: who owned which block in each step of a mixed run
+
+Times are medians. Nothing else should run beside them: two busy processes on two cores make 1 ms tokens of 100 ms.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import kernels
+from engine import Engine
+from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
+from paged import KVBlockPool, Request, Scheduler
+from sampling import SamplingParams
+
+# random weights of these shapes; the figures depend on the shape alone
+MODELS = {
+    "10M": GPTConfig(vocab_size=65, context_length=256, n_layer=6, n_head=6, n_embd=384),
+    "gpt2-124M": GPTConfig(),
+}
+
+
+def median_ms(work: Callable, repeats: int, setup: Callable = lambda: ()) -> float:
+    """Median milliseconds of work(*setup()), the set-up not counted, after one warm-up."""
+    times = []
+    for _ in range(repeats + 1):
+        arguments = setup()
+        started = time.perf_counter()
+        work(*arguments)
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times[1:])
+
+
+def conditions() -> dict:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "device": gpu or f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def bench_scheduler(args) -> dict:
+    """plan + update of steps in which every request decodes, S = 16, prompts of 100 to 1000 tokens, prefix cache on."""
+    result = {}
+    for n in (1, 32, 256):
+        scheduler = Scheduler(
+            token_budget=n * 1000, max_kv_tokens=n * 2048, block_size=16, max_num_seqs=n, max_num_partial_prefills=n
+        )
+        rng = random.Random(0)
+        for i in range(n):
+            scheduler.add_request(Request(i, [rng.randrange(10000) for _ in range(rng.randint(100, 1000))], 10**6))
+        plan = scheduler.plan()
+        scheduler.update(plan, [0] * len(plan.sampled))
+        tokens = list(range(n))
+
+        def step(scheduler=scheduler, tokens=tokens):
+            scheduler.update(scheduler.plan(), tokens)
+
+        result[f"{n} requests, ms"] = round(median_ms(step, 500), 4)
+    return result | {"goal at 256, ms": 0.15}
+
+
+def bench_attention(args) -> dict:
+    """One layer of store_kv + paged_attention: 31 decodes at context 512 and a chunk of 256 tokens, 6 heads of 64."""
+    H, D, S, contexts = 6, 64, 16, [512] * 31 + [256]
+    query_lens = [1] * 31 + [256]
+    M, T = 512 // S, sum(query_lens)
+    pool = KVBlockPool(32 * M, S, 1, H, D)
+    pool.kv.normal_()
+    tables = torch.randperm(32 * M, generator=torch.manual_seed(0)).view(32, M)
+    positions = torch.cat([torch.arange(c - n, c) for c, n in zip(contexts, query_lens, strict=True)])
+    request_of = torch.arange(32).repeat_interleave(torch.tensor(query_lens))
+    start = torch.tensor([0, *query_lens]).cumsum(0)
+    backend = kernels.choose_backend("torch")
+    batch = kernels.Batch(
+        tokens=torch.zeros(T, dtype=torch.int64),
+        positions=positions,
+        slot_mapping=tables[request_of, positions // S] * S + positions % S,
+        query_start=start.int(),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables.int(),
+        rows=torch.arange(32),
+        logits_index=start[1:] - 1,
+        num_decodes=31,
+        query_lens_host=query_lens,
+        context_lens_host=contexts,
+        backend=backend,
+    )
+    prepare = median_ms(lambda: (batch.gathers.clear(), backend.prepare(batch, H, H, S)), 20)
+    q, k, v = torch.randn(3, T, H, D)
+
+    def layer():
+        backend.store_kv(k, v, pool.kv[0], batch)
+        backend.paged_attention(q, pool.kv[0], batch)
+
+    return {
+        "a layer, ms": round(median_ms(layer, 50), 2),
+        "a step, once, ms": round(prepare, 2),
+        "goal a layer, ms": 15,
+    }
+
+
+def hugging_face(model: GPT) -> Callable | None:
+    """The same weights in transformers, as a function (prompts, max_tokens) -> answers; None if it is not installed."""
+    try:
+        from transformers import GPT2LMHeadModel
+    except ImportError:
+        return None
+    with tempfile.TemporaryDirectory() as directory:
+        save_checkpoint(model, directory)
+        theirs = GPT2LMHeadModel.from_pretrained(directory).eval()
+
+    @torch.inference_mode()
+    def generate(prompts, max_tokens):
+        tokens = torch.tensor(prompts)
+        answers = theirs.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        return answers[:, tokens.shape[1] :].tolist()
+
+    return generate
+
+
+def bench_generate(args) -> dict:
+    """64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight; A and B in turn."""
+    model = GPT(MODELS[args.model]).eval() if args.model in MODELS else load_checkpoint(args.model)
+    theirs, params, rng = (
+        hugging_face(model),
+        SamplingParams(temperature=0, max_tokens=128, ignore_eos=True),
+        random.Random(0),
+    )
+    engine, result = Engine(model, prefix_cache=False), {"model": args.model}
+    for concurrent in (1, 8):
+        ours_ms, theirs_ms, equal = [], [], []
+        for _ in range(args.repeats + 1):
+            prompts = [[rng.randrange(model.config.vocab_size) for _ in range(64)] for _ in range(concurrent)]
+            started = time.perf_counter()
+            answers = engine.generate(prompts, params, progress=False)
+            between = time.perf_counter()
+            if theirs:
+                equal += [a == b for a, b in zip(answers, theirs(prompts, 128), strict=True)]
+            ours_ms.append(1e3 * (between - started) / 128)
+            theirs_ms.append(1e3 * (time.perf_counter() - between) / 128)
+        ms = statistics.median(ours_ms[1:])
+        result[f"{concurrent} at once"] = row = {"ms a step": round(ms, 2), "tok/s": round(1e3 * concurrent / ms)}
+        if theirs:
+            row["Hugging Face, ms a step"] = round(statistics.median(theirs_ms[1:]), 2)
+            row["equal answers"] = f"{sum(equal)} of {len(equal)}"
+    return result
+
+
+def bench_blockmap(args) -> dict:
+    """
+    A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are requests, grey is
+    cached and idle, white is free; a block that several requests share is striped by turns.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, context_length=64, n_layer=1, n_head=1, n_embd=16)).eval()
+    engine = Engine(model, block_size=4, num_blocks=48, max_num_seqs=8, token_budget=16, watermark=0)
+    allocator, rng = engine.scheduler.block_allocator, random.Random(0)
+    prefix = [rng.randrange(64) for _ in range(12)]
+    for i in range(9):
+        prompt = (prefix if i % 2 else []) + [rng.randrange(64) for _ in range(rng.randint(4, 24))]
+        engine.add_request(i, prompt, SamplingParams(temperature=0, max_tokens=rng.randint(8, 28)))
+    colours = [colour for i, colour in enumerate(plt.cm.tab10.colors) if i != 7]  # its grey means cached here
+    columns = []
+    while engine.has_work:
+        engine.step()
+        owners: dict[int, list[int]] = {block: [] for block in range(allocator.num_blocks)}
+        for request in engine.scheduler.running:
+            for block in request.block_table:
+                owners[block].append(request.id)
+        step = len(columns)
+        idle = [(0.82, 0.82, 0.82) if block in allocator.idle else (1.0, 1.0, 1.0) for block in owners]
+        columns.append([colours[o[step % len(o)]] if o else idle[b] for b, o in owners.items()])
+    image = list(zip(*columns, strict=True))  # [block][step] -> colour
+    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    axes.imshow(image, aspect="auto", interpolation="nearest", origin="lower")
+    axes.set(
+        xlabel="step",
+        ylabel="block",
+        title="9 requests in a pool of 48 blocks: a colour is a request, grey is cached and idle",
+    )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out, dpi=110)
+    counts = engine.counts()
+    return {"picture": str(args.out), "preemptions": counts["preemptions"], "hit tokens": counts["hit tokens"]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("scheduler", help="Python time of plan + update").set_defaults(run=bench_scheduler)
+    commands.add_parser("attention", help="one layer of the torch path").set_defaults(run=bench_attention)
+    generate = commands.add_parser("generate", help="engine against Hugging Face's generate")
+    generate.add_argument("--model", default="10M", help="10M or gpt2-124M (random weights), or a model directory")
+    generate.add_argument("--repeats", type=int, default=5, help="counted runs of each; the median is printed")
+    generate.set_defaults(run=bench_generate)
+    blockmap = commands.add_parser("blockmap", help="picture of a mixed run")
+    blockmap.add_argument("--out", type=Path, default=Path("assets/blockmap.png"), help="where to write the picture")
+    blockmap.set_defaults(run=bench_blockmap)
+    args = parser.parse_args()
+    print(args.run.__doc__.strip(), file=sys.stderr)
+    result = {"bench": args.command} | conditions() | args.run(args)
+    for name, value in result.items():
+        print(f"{name:>24}: {value}", file=sys.stderr)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
