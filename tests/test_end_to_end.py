@@ -1,0 +1,279 @@
+"""
+The whole path with nothing faked: prepare a corpus, train for a few steps, serve the checkpoint as its own process,
+and talk to it as users do, with the official `openai` client. What it says must be what the model's own slow
+`generate` says.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+
+from model import load_checkpoint
+from tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PROMPTS = ["def ", "import torch\n", "class Gr\u00f6\u00dfe:\n    ", "    return", "# \U0001f600 ", "x"]
+
+# A corpus of our own sources: there on every machine, and small enough for a tokenizer and a model in seconds.
+PREPARE = """
+from pathlib import Path
+from tokenizer import train_bpe, write_corpus
+
+def prepare():
+    text = "".join(Path(name).read_text() for name in ("model.py", "paged.py", "engine.py", "train.py"))
+    tokenizer = train_bpe([text], 400)
+    ids = tokenizer.encode(text)
+    write_corpus(Path(__file__).parent, tokenizer, ids[4000:], ids[:4000])
+"""
+TRAIN = "--steps 30 --batch_size 8 --n_layer 2 --n_head 2 --n_embd 64 --context_length 512 --sample_tokens 8"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The directory of a model that was really trained, for a few steps."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "prepare.py").write_text(PREPARE)
+    out = tmp_path_factory.mktemp("out") / "tiny"
+    command = [sys.executable, "train.py", "--data", str(folder), "--out", str(out), *TRAIN.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+class Process:
+    """serve.py as a user starts it, on a free port; ready when it says so."""
+
+    def __init__(self, checkpoint, *flags):
+        command = [sys.executable, "serve.py", "--model", str(checkpoint), "--port", "0", "--check", *flags]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+        self.greeting = self.process.stdout.readline()
+        found = re.search(r"http://\S+", self.greeting)
+        assert found, self.greeting + self.process.stdout.read()
+        self.url = found[0]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdout.close()
+
+    @property
+    def engine_pid(self) -> int:
+        """Of its children, the one that multiprocessing spawned to run code (another tracks resources)."""
+        listing = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
+        rows = [line.split(None, 2) for line in listing]
+        return next(int(pid) for pid, parent, args in rows if parent == str(self.process.pid) and "spawn_main" in args)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with Process(checkpoint) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """What greedy decoding must say, from the dense model without a cache: prompt -> text of `count` tokens."""
+    model, tokenizer = load_checkpoint(checkpoint), load_tokenizer(checkpoint)
+
+    def generate(prompt, count=24):
+        ids = tokenizer.encode(prompt)
+        return tokenizer.decode(model.generate(torch.tensor([ids]), count)[0, len(ids) :].tolist())
+
+    return generate
+
+
+GREEDY = {"temperature": 0, "max_tokens": 24}
+
+
+def test_greeting(server, checkpoint):
+    """One line that says what is served and where: people and scripts wait for it."""
+    assert server.greeting == f"serving {checkpoint} at {server.url}\n"
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_is_the_models(client, checkpoint, expected, prompt):
+    answer = client.completions.create(model=str(checkpoint), prompt=prompt, **GREEDY)
+    assert answer.choices[0].text == expected(prompt)
+    assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 24
+    assert answer.usage.prompt_tokens == len(load_tokenizer(checkpoint).encode(prompt))
+
+
+def test_greedy_stream_is_the_models(client, checkpoint, expected):
+    usage = {"stream_options": {"include_usage": True}}
+    stream = client.completions.create(model=str(checkpoint), prompt=PROMPTS[0], stream=True, **usage, **GREEDY)
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected(PROMPTS[0])
+    assert chunks[-1].choices[0].finish_reason == "length" and last.usage.completion_tokens == 24
+    assert len(chunks) > 5, "it came in one piece"
+
+
+def test_many_at_once_are_each_the_models(server, checkpoint, expected):
+    """Batched with others, streaming or not, with prefix hits and seeded neighbours: the same greedy text."""
+
+    async def ask(client, prompt, stream):
+        answer = await client.completions.create(model=str(checkpoint), prompt=prompt, stream=stream, **GREEDY)
+        return "".join([c.choices[0].text async for c in answer]) if stream else answer.choices[0].text
+
+    async def ask_all():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            noise = client.completions.create(model=str(checkpoint), prompt=["noise"] * 4, max_tokens=40, seed=1)
+            asked = [ask(client, prompt * 20, stream) for prompt in PROMPTS for stream in (False, True)]
+            return (await asyncio.gather(noise, *asked))[1:]
+
+    wanted = [text for prompt in PROMPTS for text in [expected(prompt * 20)] * 2]
+    assert asyncio.run(ask_all()) == wanted
+    assert asyncio.run(ask_all()) == wanted  # again, with every prompt in the prefix cache
+
+
+def test_prefix_hits_are_reported(client, checkpoint):
+    """The second time a prompt is asked, its whole blocks are found, all but the last token's."""
+    model, prompt = str(checkpoint), "for i in range(10):\n" * 8
+    first, second = [client.completions.create(model=model, prompt=prompt, **GREEDY) for _ in range(2)]
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    blocks = (first.usage.prompt_tokens - 1) // 16
+    assert second.usage.prompt_tokens_details.cached_tokens == blocks * 16 > 0
+    assert first.choices[0].text == second.choices[0].text
+
+
+def test_seed_decides(client, checkpoint):
+    def text(seed):
+        model = str(checkpoint)
+        return client.completions.create(model=model, prompt="def ", max_tokens=24, seed=seed).choices[0].text
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_stop_string(client, checkpoint, expected):
+    stop = expected(PROMPTS[0])[5:8]
+    answer = client.completions.create(model=str(checkpoint), prompt=PROMPTS[0], stop=stop, **GREEDY)
+    assert answer.choices[0].text == expected(PROMPTS[0]).partition(stop)[0]
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens < 24
+
+
+def test_errors_as_the_client_sees_them(client, checkpoint):
+    """The client turns status and body into exceptions, and none of these makes it try again."""
+    model = str(checkpoint)
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-5", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="513, this model takes 512") as long:
+        client.completions.create(model=model, prompt=[1] * 500, max_tokens=13)
+    assert long.value.param == "max_tokens"
+    with pytest.raises(openai.BadRequestError, match="n is not served here yet"):
+        client.completions.create(model=model, prompt="x", n=2)
+
+
+def test_models(client, checkpoint):
+    (model,) = client.models.list().data
+    assert model.id == str(checkpoint) and model.max_model_len == 512
+
+
+def test_sigterm_drains_and_exits_0(server, client, checkpoint):
+    """The last test of this server: what runs is finished, new work is refused, the exit is clean and silent."""
+    stream = client.completions.create(
+        model=str(checkpoint), prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    while httpx.get(f"{server.url}/readyz").status_code != 503:
+        time.sleep(0.01)
+    with pytest.raises(openai.InternalServerError, match="draining"):
+        client.completions.create(model=str(checkpoint), prompt="x")
+    *_, last = stream
+    assert last.choices[0].finish_reason == "length"
+    assert server.process.wait(60) == 0
+    assert server.process.stdout.read().count("\n") == 1  # the example call, printed at the start
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
+def test_engine_killed(checkpoint):
+    """kill -9 of the engine's process: the server says so instead of hanging, and ends with a failure."""
+    with Process(checkpoint) as server:
+        os.kill(server.engine_pid, signal.SIGKILL)
+        while httpx.get(f"{server.url}/health").status_code != 503:
+            time.sleep(0.01)
+        assert "must be restarted" in httpx.get(f"{server.url}/livez").json()["error"]["message"]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
+def test_server_killed(checkpoint):
+    """kill -9 of the server: the engine finds its pipe closed and leaves, instead of keeping the memory for ever."""
+    with Process(checkpoint) as server:
+        engine = server.engine_pid
+        server.process.kill()
+        for _ in range(500):
+            try:
+                os.kill(engine, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.01)
+    pytest.fail("the engine's process outlived its server")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# At the terminal
+
+# Python with the packages of the HTTP server missing: `--prompt` must do without.
+BARE = "import sys; sys.modules |= dict.fromkeys(['fastapi', 'uvicorn', 'pydantic', 'starlette']); import serve; "
+
+
+def at_terminal(checkpoint, *flags):
+    command = [sys.executable, "-c", f"{BARE} serve.main(sys.argv[1:])", "--model", str(checkpoint), *flags]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_prompt_at_the_terminal(checkpoint, expected):
+    process = at_terminal(checkpoint, "--prompt", "# \u20ac def ", "--temperature", "0", "--max-tokens", "24")
+    out, errors = process.communicate(timeout=60)
+    assert out == "# \u20ac def " + expected("# \u20ac def ") + "\n" and process.returncode == 0
+    assert re.fullmatch(r"\[24 tokens, [0-9.]+ a second\]\n", errors)
+
+
+def test_ctrl_c_at_the_terminal(checkpoint):
+    """Ctrl-C stops the text, not with a traceback."""
+    process = at_terminal(checkpoint, "--prompt", "x", "--max-tokens", "500")
+    assert process.stdout.read(2)[0] == "x"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in errors
+    assert 0 < int(re.match(r"\[(\d+) tokens", errors)[1]) < 500
+
+
+def test_missing_and_broken_checkpoints(tmp_path, checkpoint):
+    """One line that says what to run, not a traceback, for each thing that can be missing, over HTTP or not."""
+
+    def complaint(directory, *flags):
+        command = [sys.executable, "serve.py", "--port", "0", "--model", str(directory), *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        return done.stderr
+
+    assert "run `python train.py" in complaint(tmp_path / "nothing")
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    assert "model.safetensors is missing: run `python train.py" in complaint(tmp_path, "--prompt", "x")
+    (tmp_path / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:1000])
+    assert "model.safetensors cannot be read" in complaint(tmp_path)
