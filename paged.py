@@ -422,6 +422,8 @@ class Scheduler:
         if plan.preempted:
             plan.decodes = [r for r in plan.decodes if r.status == "active"]
             plan.grown = [r for r in plan.grown if r.status == "active"]
+            if not plan.decodes and self.active:  # all whose turn it was are gone: no step without a token
+                self._plan_decodes(plan)
 
     def _needs_block(self, request: Request) -> bool:
         """No slot for the next token, or one in a block that a fork shares. A request that was preempted needs none."""
@@ -448,7 +450,10 @@ class Scheduler:
             plan.grown.append(request)
 
     def _preempt_for(self, request: Request) -> Request:
-        """Send the least important running request back to the queue: lowest priority, then latest arrival."""
+        """
+        Send the least urgent running request back to the queue. The order is the queue's own: were they to differ, the
+        first in line could be sent away again and again by newcomers, and starve.
+        """
         running = self.running
         if len(running) == 1:
             raise RuntimeError(
@@ -456,7 +461,7 @@ class Scheduler:
                 f"{self.block_allocator.num_blocks} blocks for {request.num_filled_slots} tokens, wanted 1 more; make "
                 "the pool larger (max_kv_tokens, --kv-blocks) or max_new_tokens smaller"
             )
-        victim = max(running, key=lambda r: (r.priority, r.arrival_time, r.arrival_number))
+        victim = max(running, key=self.urgency)
         self._leave(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
