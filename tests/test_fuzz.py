@@ -1,0 +1,358 @@
+"""
+A seeded, model-free fuzz of the scheduler: random pools, budgets and requests, and a KV store that cannot be fooled.
+
+    python tests/test_fuzz.py                 # 2,000 trials
+    python tests/test_fuzz.py TRIALS SEED     # trial i has seed SEED + i; a failure prints the one to run again
+
+The fake store remembers for each slot *which text up to and including that token* wrote it, as one running hash. So
+whatever goes wrong between a request and its K, V (a wrong share, a missed copy-on-write, a stale block, a commit
+before K, V exist, a hit on another prefix or another salt) shows up as a context that is not the request's own. Tokens
+are a function of what a request reads there, so a wrong context also gives wrong answers.
+"""
+
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for `python tests/test_fuzz.py`
+
+from paged import BlockAllocator, Plan, Request, Scheduler
+
+MUST_HAPPEN = [
+    *("preempted", "evicted", "hit", "hit after preemption", "forked", "no row to fork", "copied", "took turns"),
+    *("refused", "failed", "finished by stop", "finished by length"),
+    *("aborted waiting", "aborted prefilling", "aborted active"),
+]
+
+
+def extend(text: int, token: int) -> int:
+    """The running hash of a text that goes on with `token`."""
+    return hash((text, token))
+
+
+class Allocator(BlockAllocator):
+    """Notes what it hands out, so that the store can poison it: a new owner must find nothing of use there."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.handed_out: list[int] = []
+
+    def allocate_n(self, n: int) -> list[int]:
+        blocks = super().allocate_n(n)
+        self.handed_out += blocks
+        return blocks
+
+
+class Trial:
+    """One scheduler with random settings, fed random requests until all of them have ended."""
+
+    def __init__(self, seed: int):
+        self.rng = rng = random.Random(seed)
+        self.counts = Counter()
+        S = rng.randint(1, 8)
+        num_blocks = rng.randint(1, 12) if rng.random() < 0.9 else rng.randint(13, 40)
+        self.room = num_blocks * S
+        self.scheduler = Scheduler(
+            rng.choice(["fcfs", "priority"]),
+            token_budget=rng.choice([1, 2, 3, rng.randint(1, 8), rng.randint(4, 40)]),
+            max_kv_tokens=self.room,
+            block_size=S,
+            max_num_seqs=rng.randint(1, 8),
+            watermark=rng.choice([0, 0, 1, 2]),
+            prefill_share=rng.choice([0.0, 0.25, 0.9]),
+            max_num_partial_prefills=rng.randint(1, 4),
+            prefix_cache=rng.random() < 0.8,
+        )
+        self.scheduler.block_allocator = self.allocator = Allocator(num_blocks, S)
+        self.kv: list[list[int | None]] = [[None] * S for _ in range(num_blocks)]  # what wrote each slot; None: poison
+        self.tables = [[0] * num_blocks for _ in range(self.scheduler.max_num_seqs)]  # the engine's, indexed by row
+        self.texts: dict[int, list[int]] = {}  # request id -> running hash at each of its tokens
+        self.expected: dict[int, tuple[list[int], str]] = {}  # request id -> its whole answer, and how it ends
+        self.accepted: list[Request] = []
+        self.ended: set[int] = set()
+        self.added_at: dict[int, int] = {}  # request id -> step
+        self.seen: list[list[int]] = []  # texts that later prompts may start with
+        self.V = rng.choice([1, 2, 2, 3, 50])
+        self.time_per_step = rng.choice([0.0, 1.0, 30.0])  # one unit of priority is worth 60
+        self.p_abort, self.p_fork = rng.choice([0.0, 0.03]), rng.choice([0.0, 0.08])
+        self.p_fail = rng.choice([0.0, 0.0, 0.05])
+        self.step_number = 0
+
+    def run(self):
+        to_come, p_arrive = self.rng.randint(2, 12), self.rng.choice([0.2, 0.5, 1.0])
+        while to_come or not self.scheduler.is_done():
+            while to_come and self.rng.random() < p_arrive:
+                self.submit()
+                to_come -= 1
+            if self.rng.random() < self.p_abort:
+                self.abort()
+            if self.rng.random() < self.p_fork:
+                self.fork()
+            self.scheduler.check()
+            if not self.scheduler.is_done():
+                self.step()
+            self.step_number += 1
+        assert not any(self.allocator.ref_counts), "nobody is left, but blocks are still held"
+        assert self.allocator.num_free == self.allocator.num_blocks, "nobody is left, but the pool is not whole"
+        self.counts["evicted"] = self.allocator.num_evictions
+        self.counts["preempted"] = self.scheduler.num_preemptions
+        self.counts["copied"], self.counts["forked"] = self.scheduler.num_copies, self.scheduler.num_forks
+
+    # -- requests come, fork, and are aborted --------------------------------------------------------------------------
+
+    def submit(self):
+        rng, room = self.rng, self.room
+        if rng.random() < 0.1:
+            self.refused(rng.choice([0, room + 1, room + rng.randint(2, 9)]))
+        length = rng.choice(
+            [1, room, rng.randint(1, room), rng.randint(1, min(room, 24)), rng.randint(1, min(room, 24))]
+        )
+        start = rng.choice(self.seen) if self.seen and rng.random() < 0.7 else []
+        prompt = start[: min(length, rng.randint(0, len(start)))]
+        prompt = prompt + [rng.randrange(self.V) for _ in range(length - len(prompt))]
+        longest = room + 1 - length  # the K, V of the last token are never needed
+        max_new = rng.choice([1, min(longest, 40), rng.randint(1, min(longest, 40))])
+        request = Request(
+            len(self.accepted),
+            prompt,
+            max_new,
+            arrival_time=self.step_number * self.time_per_step,
+            priority=rng.choice([0, 0, 1, -2]),
+            stop_token_ids=frozenset([rng.randrange(self.V)] if rng.random() < 0.2 else []),
+            cache_salt=rng.choice(["", "", "", "pepper"]),
+            params=rng.randrange(3),  # takes part in the choice of each token
+        )
+        self.scheduler.add_request(request)
+        texts = [extend(hash((len(request.cache_salt),)), prompt[0])]  # other salts must share nothing
+        for token in prompt[1:]:
+            texts.append(extend(texts[-1], token))
+        self.accept(request, texts)
+        self.seen.append(prompt)
+
+    def accept(self, request: Request, texts: list[int]):
+        self.accepted.append(request)
+        self.added_at[request.id] = self.step_number
+        self.texts[request.id] = texts
+        answer, text = list(request.generated_tokens), texts[-1]
+        while True:
+            answer.append(self.sample(text, request))
+            text = extend(text, answer[-1])
+            if answer[-1] in request.stop_token_ids or len(answer) == request.max_new_tokens:
+                break
+        self.expected[request.id] = answer, "stop" if answer[-1] in request.stop_token_ids else "length"
+
+    def sample(self, text: int, request: Request) -> int:
+        return hash((text, request.params, 1)) % self.V
+
+    def refused(self, prompt_length: int):
+        """No prompt, or one past the capacity; that exactly the capacity is accepted, `submit` shows all the time."""
+        with pytest.raises(ValueError):
+            self.scheduler.add_request(Request("refused", [0] * prompt_length, 1))
+        self.counts["refused"] += 1
+
+    def abort(self):
+        alive = [r for r in self.accepted if r.id not in self.ended]
+        if alive:
+            request = self.rng.choice(alive)
+            self.counts[f"aborted {request.status}"] += 1
+            self.end(request)
+
+    def end(self, request: Request):
+        self.scheduler.complete(request)
+        self.ended.add(request.id)
+        assert request.status == "done" and request.row is None and not request.block_table
+
+    def fork(self):
+        if not self.scheduler.active:
+            return
+        parent = self.rng.choice(self.scheduler.active)
+        if not self.scheduler.free_rows:
+            with pytest.raises(RuntimeError):
+                self.scheduler.fork(parent, "no row")
+            self.counts["no row to fork"] += 1
+            return
+        child = self.scheduler.fork(parent, len(self.accepted), params=self.rng.randrange(3))
+        self.tables[child.row][: len(child.block_table)] = child.block_table
+        self.accept(child, list(self.texts[parent.id]))
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def step(self):
+        scheduler = self.scheduler
+        if len(scheduler.active) > scheduler.token_budget:
+            self.counts["took turns"] += 1
+        queue = list(scheduler.waiting)
+        plan = scheduler.plan(self.step_number)
+        scheduler.check(plan)
+        self.check_order(plan, queue)
+        for request in plan.admitted:
+            self.counts["hit"] += request.num_hit_tokens > 0
+            self.counts["hit after preemption"] += request.num_hit_tokens > 0 and request.num_preemptions > 0
+        if self.rng.random() < self.p_fail:
+            return self.fail(plan)
+        tokens = self.execute(plan)
+        before = {request: request.num_filled_slots + n for request, n in work_of(plan)}
+        finished = scheduler.update(plan, tokens)
+        scheduler.check()
+        assert all(r.num_filled_slots == filled for r, filled in before.items() if r not in finished)
+        self.check_finished(finished)
+        self.check_conservation()
+        for block in scheduler.block_cache.held:
+            assert None not in self.kv[block], f"block {block} was committed before its K, V existed"
+        self.counts["steps"] += 1
+        self.counts["tokens"] += plan.num_tokens
+
+    def check_order(self, plan: Plan, queue: list[Request]):
+        """What `bound_on_steps` builds on: somebody advances, nobody is overtaken, the first in line is safe."""
+        work, urgency = work_of(plan), self.scheduler.urgency
+        assert work, "a step without a token, while there is work"
+        assert all(n >= 1 for _, n in work), "a request is scheduled for nothing"
+        assert len({r for r, _ in work}) == len(work), "a request is scheduled twice"
+        assert not plan.admitted or plan.admitted == queue[: len(plan.admitted)], "admitted out of turn"
+        most_urgent = min((r for r in self.accepted if r.id not in self.ended), key=urgency)
+        assert most_urgent not in plan.preempted, f"{most_urgent.id} is first in line, yet it was preempted"
+
+    def execute(self, plan: Plan) -> list[int]:
+        """What the engine and its kernels do with a plan, in their order. Returns the sampled tokens."""
+        S, kv = self.scheduler.block_size, self.kv
+        copied = {to: list(kv[source]) for to, source in plan.copies.items()}
+        for block in self.allocator.handed_out:
+            kv[block] = [None] * S
+        self.allocator.handed_out.clear()
+        for to, slots in copied.items():
+            kv[to] = slots
+        for request in plan.admitted:
+            self.tables[request.row][: len(request.block_table)] = request.block_table
+        for request in plan.grown:
+            self.tables[request.row][len(request.block_table) - 1] = request.block_table[-1]
+        work = work_of(plan)
+        for request, n in work:
+            table, texts, start = self.tables[request.row], self.texts[request.id], request.num_filled_slots
+            for position in range(start, start + n):
+                kv[table[position // S]][position % S] = texts[position]
+        for request, n in work:  # all K, V of a layer are written before anybody attends
+            table, end = self.tables[request.row], request.num_filled_slots + n
+            context = [text for block in table[: -(-end // S)] for text in kv[block]][:end]
+            assert context == self.texts[request.id][:end], (
+                f"request {request.id} ({request.status}) attends to what is not its own: of {end} tokens, position "
+                f"{next(p for p in range(end) if context[p] != self.texts[request.id][p])} is the first wrong one"
+            )
+        return [self.sampled_token(r, n) for r, n in work if r in plan.sampled]
+
+    def sampled_token(self, request: Request, n: int) -> int:
+        texts, end = self.texts[request.id], request.num_filled_slots + n
+        assert end == len(texts), f"request {request.id} samples at {end} of {len(texts)} tokens"
+        S = self.scheduler.block_size
+        read = self.kv[self.tables[request.row][(end - 1) // S]][(end - 1) % S]
+        token = self.sample(read, request)
+        texts.append(extend(read, token))
+        return token
+
+    def fail(self, plan: Plan):
+        """As the engine does: whoever took part ends with an error. The device may or may not have computed."""
+        if self.rng.random() < 0.5:
+            self.execute(plan)
+        for request in dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted):
+            self.end(request)
+        self.scheduler.check()
+        self.counts["failed"] += 1
+
+    # -- what must hold afterwards -------------------------------------------------------------------------------------
+
+    def check_finished(self, finished: list[Request]):
+        for request in finished:
+            answer, reason = self.expected[request.id]
+            assert request.generated_tokens == answer, f"request {request.id}: {request.generated_tokens} != {answer}"
+            assert request.finish_reason == reason and request.status == "done" and request.row is None
+            waited, bound = self.step_number - self.added_at[request.id], self.bound_on_steps(request)
+            assert waited <= bound, f"request {request.id} took {waited} steps, bound {bound}"
+            self.counts[f"finished by {reason}"] += 1
+            self.ended.add(request.id)
+            self.seen.append(request.tokens_so_far[: self.room])
+
+    def bound_on_steps(self, request: Request) -> int:
+        """
+        From its arrival to its end. Let W be all tokens of all requests, and `first` the most urgent unfinished one.
+        - While `first` waits nobody is admitted, so nobody starts again, and each step computes a token that it will
+          not compute again: after W steps the pool is empty, and one step later `first` is in. It stays: a victim is
+          the least urgent.
+        - Its prefill: each step computes a token of a prompt admitted before it or its own (with a budget of 1: or of
+          a decode), and who is preempted comes back behind it: at most W steps.
+        - Its answer: with more running than budget it has its turn once in ceil(rows / limit) steps.
+        Then somebody else is first. Of k requests more urgent than `request`, each can be first once, or twice when
+        another arrives after it and goes before it.
+        """
+        scheduler, urgency = self.scheduler, self.scheduler.urgency
+        W = sum(len(r.prompt_tokens) + r.max_new_tokens for r in self.accepted)
+        limit = max(1, scheduler.token_budget - scheduler.prefill_tokens)
+        answer = -(-scheduler.max_num_seqs // limit) * max(r.max_new_tokens for r in self.accepted)
+        k = sum(urgency(r) < urgency(request) for r in self.accepted)
+        return (1 + 2 * k) * (2 * W + 1 + answer)
+
+    def check_conservation(self):
+        """Each accepted request is in exactly one of waiting, running and ended."""
+        alive = [r.id for r in self.scheduler.waiting + self.scheduler.running]
+        assert sorted([*alive, *self.ended]) == list(range(len(self.accepted))), "a request was lost or doubled"
+
+
+def work_of(plan: Plan) -> list[tuple[Request, int]]:
+    return [(r, 1) for r in plan.decodes] + plan.chunks
+
+
+def fuzz(trials: int, seed: int, steps: int | None = None) -> Counter:
+    """Run trials with seeds seed, seed + 1, ..., or until so many steps are done. Returns what happened how often."""
+    total = Counter()
+    for i in range(trials):
+        trial = Trial(seed + i)
+        try:
+            trial.run()
+        except Exception as error:
+            error.add_note(f"in step {trial.step_number} of: python tests/test_fuzz.py 1 {seed + i}")
+            raise
+        total += trial.counts
+        total["trials"] += 1
+        total["trials that preempt"] += trial.counts["preempted"] > 0
+        if steps is not None and total["steps"] >= steps:
+            break
+    return total
+
+
+def report(counts: Counter, seconds: float) -> str:
+    lines = [
+        f"{name:22}{counts[name]:12,}" for name in ("trials", "trials that preempt", "steps", "tokens", *MUST_HAPPEN)
+    ]
+    return "\n".join([*lines, f"{seconds:.1f} s, {counts['steps'] / seconds:,.0f} steps/s"])
+
+
+def check_that_all_happened(counts: Counter):
+    """A fuzz that never evicts proves nothing about eviction."""
+    never = [name for name in MUST_HAPPEN if counts[name] == 0]
+    assert not never, f"in {counts['trials']} trials nothing was ever {', '.join(never)}"
+    assert counts["trials that preempt"] >= 0.3 * counts["trials"], "fewer than 30% of the trials preempt"
+
+
+def run_and_report(trials: int, seed: int, steps: int | None = None):
+    start = time.perf_counter()
+    counts = fuzz(trials, seed, steps)
+    print("\n" + report(counts, time.perf_counter() - start))
+    check_that_all_happened(counts)
+
+
+def test_fuzz():
+    """Any of: a wrong share, a missed copy, a stale block, an early commit, a lost or starved request, a stall."""
+    run_and_report(trials=2000, seed=0)
+
+
+@pytest.mark.slow
+def test_fuzz_a_million_steps():
+    """The same, long enough for what happens once in 100,000 steps."""
+    run_and_report(trials=10**9, seed=10**6, steps=10**6)
+
+
+if __name__ == "__main__":
+    given = [int(argument) for argument in sys.argv[1:]]
+    run_and_report(*(given + [2000, 0][len(given) :]))
