@@ -128,7 +128,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: 
 
 class ChunkedHeadLoss(torch.autograd.Function):
     """
-    Mean cross-entropy of the logits x @ head.T, a few rows at a time. Logits of 4,096 tokens over 4,096 words are 64 MB,
+    Mean cross-entropy of the logits x @ head.T, a few rows at a time. Logits of 4,096 tokens by 4,096 words are 64 MB,
     and passing them through memory for softmax, loss and gradients took half of a training step on a CPU. Here the
     gradient of a chunk, softmax - one hot, is made while its logits are in the cache; backward only scales it.
     """

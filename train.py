@@ -1,9 +1,9 @@
 """
 Train a small GPT and leave a checkpoint directory that serve.py (and transformers, and vLLM) can open.
 
-    python train.py                               # the Python standard library -> out/stdlib, 2.5 minutes on 2 CPU cores
-    python train.py --preset shakespeare_char     # nanoGPT's Shakespeare -> out/shakespeare_char
-    python train.py --resume                      # continue a run that was stopped or killed
+    python train.py                              # the Python standard library -> out/stdlib, 2.5 minutes on 2 cores
+    python train.py --preset shakespeare_char    # nanoGPT's Shakespeare -> out/shakespeare_char
+    python train.py --resume                     # continue a run that was stopped or killed
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M
 
 It prepares the corpus if that is missing, sizes itself for the device and says what it chose. Ctrl-C saves and stops.
@@ -20,7 +20,6 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,28 +29,30 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig, save_checkpoint
-from tokenizer import Tokenizer, load_tokenizer, read_corpus, write_atomically
+from tokenizer import Tokenizer, TokenizerError, load_tokenizer, read_corpus, write_atomically
 
-STARTED = time.monotonic()  # --minutes counts from here: what the user waits for includes the preparation
 ROOT = Path(__file__).resolve().parent
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Knobs. The argparse line of a knob holds its default; a preset lists only what it changes, for CPUs and for GPUs.
 
+MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "context_length": 1024, "bias": True, "activation": "gelu_new"}
+GPT2 |= {
+    "data": "stdlib_gpt2",
+    "batch_size": 32,
+    "steps": 2000,
+    "matrix_lr": 0.01,
+    "vector_lr": 1e-3,
+    "eval_every": 250,
+}
 PRESETS = {
-    "stdlib": {
-        "cpu": {},
-        "gpu": dict(n_layer=6, n_head=6, n_embd=384, batch_size=64, steps=1500, dropout=0.1),
-    },
+    "stdlib": {"cpu": {}, "gpu": MIDDLE_SIZED | {"dropout": 0.1}},
     "shakespeare_char": {
-        "cpu": dict(data="shakespeare_char", context_length=128, batch_size=32, minutes=1.25),
-        "gpu": dict(data="shakespeare_char", n_layer=6, n_head=6, n_embd=384, batch_size=64, steps=1500, dropout=0.2),
+        "cpu": {"data": "shakespeare_char", "context_length": 128, "batch_size": 32, "minutes": 1.25},
+        "gpu": {"data": "shakespeare_char"} | MIDDLE_SIZED | {"dropout": 0.2},
     },
-    "gpt2-124M": dict.fromkeys(
-        ("cpu", "gpu"),
-        dict(n_layer=12, n_head=12, n_embd=768, context_length=1024, batch_size=32, steps=2000, bias=True)
-        | dict(activation="gelu_new", matrix_lr=0.01, eval_every=250),
-    ),
+    "gpt2-124M": {"cpu": GPT2, "gpu": GPT2},
 }
 # what may differ from the interrupted run when --resume continues it
 RESUMABLE = {"--out", "--preset", "--resume", "--device", "--threads", "--compile", "--no-compile"}
@@ -66,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--out", help="directory of the checkpoint; out/PRESET if not given")
     flag("--resume", action="store_true", help="continue the run in --out with its own settings")
     flag("--overwrite", action="store_true", help="start again in an --out that holds a checkpoint, deleting it")
-    flag("--data", default="stdlib", help="corpus: a folder under data/, prepared if it is not")
+    flag("--data", default="stdlib", help="corpus: a folder under data/, prepared if it is not, or a prepared folder")
     # model
     flag("--n_layer", type=int, default=4, help="layers")
     flag("--n_head", type=int, default=4, help="attention heads")
@@ -108,9 +109,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.set_defaults(**PRESETS[args.preset][kind])
     args = parser.parse_args(argv)
     args.out = args.out or f"out/{args.preset}"
-    fixed = {a.split("=")[0] for a in argv if a.startswith("--")} - RESUMABLE
-    if args.resume and fixed:
-        parser.error(f"--resume continues a run with the settings it began with: leave out {', '.join(sorted(fixed))}")
+    given = {a.split("=")[0] for a in argv if a.startswith("--")}
+    if args.resume and given - RESUMABLE:
+        fixed = ", ".join(sorted(given - RESUMABLE))
+        parser.error(f"--resume continues a run with the settings it began with: leave out {fixed}")
+    if "--minutes" in given and "--steps" not in given:
+        args.steps = None  # the user's minutes before the preset's steps
+    for name in ("n_layer", "n_head", "n_embd", "context_length", "batch_size", "eval_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: at least 1 is wanted")
     return args
 
 
@@ -165,7 +172,7 @@ def choose_machine(args: argparse.Namespace) -> Machine:
         args.dtype = "bfloat16" if bfloat16_pays(device) else "float32"
     world = int(os.environ.get("WORLD_SIZE", 1))
     if args.batch_size % world:
-        raise SystemExit(f"--batch_size {args.batch_size} does not divide among {world} processes: choose a multiple")
+        sys.exit(f"--batch_size {args.batch_size} does not divide among {world} processes: choose a multiple")
     if world > 1:
         dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     compiled = device.type == "cuda" if args.compile is None else args.compile
@@ -192,17 +199,28 @@ def bfloat16_pays(device: torch.device) -> bool:
 # Data
 
 
-def load_corpus(name: str, machine: Machine) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
-    """Tokenizer, training tokens, held-out tokens of data/`name`, prepared first if it is not."""
+@dataclass
+class Corpus:
+    tokenizer: Tokenizer
+    train: np.ndarray  # memory-mapped tokens
+    val: np.ndarray
+
+
+def load_corpus(name: str, machine: Machine) -> Corpus:
+    """The corpus in data/`name`, prepared first if it is not, or in the folder `name`. Exits with what there is."""
     folder = ROOT / "data" / name
-    if not (folder / "prepare.py").is_file():
+    prepared, recipe = (folder / "meta.json").is_file(), folder / "prepare.py"
+    if not prepared and not recipe.is_file():
         there = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
-        raise SystemExit(f"--data {name}: there is no {folder / 'prepare.py'}; there is {', '.join(there)}")
-    if machine.leads and not (folder / "meta.json").is_file():
-        runpy.run_path(str(folder / "prepare.py"))["prepare"]()
-    if machine.world > 1:
-        dist.barrier()
-    return load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val")
+        sys.exit(f"--data {name}: {folder} has neither meta.json nor prepare.py; there is {', '.join(there)}")
+    try:
+        if machine.leads and not prepared:
+            runpy.run_path(str(recipe))["prepare"]()
+        if machine.world > 1:
+            dist.barrier()
+        return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))
+    except TokenizerError as error:
+        sys.exit(str(error))
 
 
 class Batches:
@@ -215,7 +233,7 @@ class Batches:
         self.tokens, self.B, self.T, self.seed = tokens, batch_size, context_length, seed
         self.windows = (len(tokens) - 1) // self.T - 1  # one less than fit, so that any offset below T does
         if self.windows < 1:
-            raise SystemExit(f"{len(tokens)} training tokens are too few for windows of {self.T}: lower context_length")
+            sys.exit(f"{len(tokens)} training tokens are too few for windows of {self.T}: lower context_length")
         self.epoch, self.starts = -1, np.empty(0)
 
     def start(self, i: int) -> int:
@@ -249,7 +267,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, dtype=torch.float32):
-        super().__init__(parameters, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.dtype = dtype
 
     @torch.no_grad()
@@ -314,13 +332,13 @@ def learning_rate(step: int, steps: int | None, args: argparse.Namespace) -> flo
 
 
 @torch.no_grad()
-def evaluate(model: GPT, tokens: np.ndarray, machine: Machine, eos: int | None, limit: int | None = None):
+def evaluate(model: GPT, corpus: Corpus, machine: Machine, limit: int | None = None) -> tuple[float, int]:
     """
     (nats, tokens scored) over held-out text, cut into windows of context_length so that each token is scored once. The
     first token is scored too where there is an end-of-text token to start from. With `limit`, windows spread evenly.
     """
-    T = model.config.context_length
-    stream = torch.from_numpy(tokens.astype(np.int64))
+    T, eos = model.config.context_length, corpus.tokenizer.eos_token_id
+    stream = torch.from_numpy(corpus.val.astype(np.int64))
     stream = stream if eos is None else torch.cat([torch.tensor([eos]), stream])
     x, y = stream[:-1], stream[1:]
     x = torch.nn.functional.pad(x, (0, -len(x) % T)).view(-1, T)
@@ -341,17 +359,17 @@ def evaluate(model: GPT, tokens: np.ndarray, machine: Machine, eos: int | None, 
     return nats, round(count)
 
 
-def sample(model: GPT, tokenizer: Tokenizer, length: int, seed: int, machine: Machine) -> str:
+def sample(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace, machine: Machine) -> str:
     """Some text of the model, at temperature 0.8."""
     start = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else tokenizer.encode("\n")
-    generator = torch.Generator(machine.device).manual_seed(seed)
+    generator = torch.Generator(machine.device).manual_seed(args.seed)
 
     def choose(logits, position):
         return torch.multinomial((logits.float() / 0.8).softmax(-1), 1, generator=generator)[:, 0]
 
     model.eval()
     with machine.autocast():
-        tokens = model.generate(torch.tensor([start], device=machine.device), length, choose)
+        tokens = model.generate(torch.tensor([start], device=machine.device), args.sample_tokens, choose)
     model.train()
     return tokenizer.decode(tokens[0, 1:].tolist())
 
@@ -420,14 +438,21 @@ class Progress:
 class Run:
     """What is saved and resumed: weights, optimizers, the step, and the settings that make the rest repeatable."""
 
-    def __init__(self, args: argparse.Namespace, config: GPTConfig, machine: Machine):
-        self.args, self.machine, self.out = args, machine, Path(args.out)
+    def __init__(self, args: argparse.Namespace, corpus: Corpus, machine: Machine):
+        self.args, self.corpus, self.machine, self.out = args, corpus, machine, Path(args.out)
+        tokenizer = corpus.tokenizer
+        shape = {name: value for name, value in vars(args).items() if name in GPTConfig.__dataclass_fields__}
         torch.manual_seed(args.seed)
-        self.model = GPT(config).to(machine.device)
+        self.model = GPT(GPTConfig(tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **shape))
+        self.model.to(machine.device)
         self.optimizers = make_optimizers(self.model, args, machine)
-        self.peaks = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.step, self.steps = 0, args.steps
+        self.peaks = [group["lr"] for group in self.groups()]
+        self.step, self.steps = 0, args.steps  # steps None: --minutes decides, once we know how long one takes
+        self.saved = 0  # the step of the checkpoint on disk
         self.log: list[dict] = []
+
+    def groups(self) -> list[dict]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def forward_module(self) -> torch.nn.Module:
         """The model as training calls it: compiled, averaging gradients over processes."""
@@ -435,64 +460,81 @@ class Run:
         return torch.nn.parallel.DistributedDataParallel(model) if self.machine.world > 1 else model
 
     def update(self, module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """One optimizer step; the loss and the norm of the gradient, still on the device."""
-        torch.manual_seed(self.args.seed + self.step * self.machine.world + self.machine.rank)  # of dropout
+        """One optimizer step on x, y (B, T) int64; the loss and the norm of the gradient (2,), still on the device."""
+        # dropout, too, is a function of (seed, step): nothing about randomness has to be saved
+        torch.manual_seed(self.args.seed + self.step * self.machine.world + self.machine.rank)
         with self.machine.autocast():
             loss = module(x, y)[1]
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group, peak in zip(groups, self.peaks, strict=True):
+        for group, peak in zip(self.groups(), self.peaks, strict=True):
             group["lr"] = peak * learning_rate(self.step, self.steps, self.args)
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
+        self.step += 1
         return torch.stack([loss.detach(), norm])
+
+    def check_finite(self, losses: list[list[float]]):
+        """Exit if a loss or a gradient is not a number: what was saved before is good, what would follow is not."""
+        for i, (loss, norm) in enumerate(losses, self.step - len(losses) + 1):
+            if not math.isfinite(loss + norm):
+                kept = f"the checkpoint of step {self.saved} is in {self.out}" if self.saved else "nothing is saved yet"
+                sys.exit(
+                    f"step {i}: loss {loss}, gradient norm {norm}: stopped, {kept}. Start again with a lower "
+                    f"--matrix_lr (now {self.args.matrix_lr}) or --vector_lr (now {self.args.vector_lr})"
+                )
 
     def record(self, **line):
         """One line of log.jsonl."""
         self.log.append(line)
-        with open(self.out / "log.jsonl", "a") as f:
-            f.write(json.dumps(line) + "\n")
+        if self.machine.leads:
+            with open(self.out / "log.jsonl", "a") as f:
+                f.write(json.dumps(line) + "\n")
+
+    def look(self) -> str:
+        """Evaluate on a part of the held-out text, and sample; what to print about it."""
+        nats, count = evaluate(self.model, self.corpus, self.machine, self.args.eval_tokens)
+        self.record(step=self.step, val_loss=round(nats / count, 5))
+        text = sample(self.model, self.corpus.tokenizer, self.args, self.machine)
+        return f"step {self.step}: held out {nats / count:.3f}\n    " + text.replace("\n", "\n    ")
 
     def save(self):
         """
         Write train_state.pt, then the checkpoint for everybody else. Resuming reads train_state.pt alone, so the two
         may be of different steps, which a kill between them leaves, and both load.
         """
-        state = dict(
-            step=self.step, steps=self.steps, args=vars(self.args), config=vars(self.model.config), log=self.log
-        )
-        state |= dict(model=self.model.state_dict(), optimizers=[o.state_dict() for o in self.optimizers])
-        write_atomically(self.out / "train_state.pt", lambda path: torch.save(state, path))
-        save_checkpoint(self.model, self.out)
+        if self.machine.leads:
+            state = {"step": self.step, "steps": self.steps, "args": vars(self.args), "log": self.log}
+            state |= {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
+            write_atomically(self.out / "train_state.pt", lambda path: torch.save(state, path))
+            save_checkpoint(self.model, self.out)
+        self.saved = self.step
 
     def load(self, state: dict):
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.steps, self.log = state["step"], state["steps"], state["log"]
+        self.saved = self.step
         # after a kill, log.jsonl may be ahead of the checkpoint
         lines = "".join(json.dumps(line) + "\n" for line in self.log)
-        write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
+        if self.machine.leads:
+            write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
 
 
 def open_out(args: argparse.Namespace) -> dict | None:
-    """The state to resume from, or None and an empty directory. Exits with what to change."""
+    """The state to resume from, or None and a directory without a checkpoint. Exits with what to change."""
     out = Path(args.out)
     if args.resume:
         try:
             return torch.load(out / "train_state.pt", map_location="cpu", weights_only=True)
         except FileNotFoundError:
-            raise SystemExit(f"nothing to resume in {out}: run without --resume, or name the run with --out") from None
+            sys.exit(f"nothing to resume in {out}: run without --resume, or name the run with --out")
         except Exception as error:  # a damaged file raises what it likes
-            raise SystemExit(
-                f"{out / 'train_state.pt'} cannot be read ({error}): start again with --overwrite"
-            ) from None
+            sys.exit(f"{out / 'train_state.pt'} cannot be read ({error}): start again with --overwrite")
     if (out / "config.json").exists() and not args.overwrite:
-        raise SystemExit(
-            f"{out} holds a model: --resume continues it, --overwrite starts again, --out names another directory"
-        )
+        sys.exit(f"{out} holds a model: --resume continues it, --overwrite starts again, --out names another directory")
     out.mkdir(parents=True, exist_ok=True)
     # config.json is what makes a directory a checkpoint, so it goes first, and the first save writes it last
     for name in ("config.json", "model.safetensors", "train_state.pt", "log.jsonl", "loss.png"):
@@ -501,7 +543,7 @@ def open_out(args: argparse.Namespace) -> dict | None:
 
 
 def catch_signals() -> list[int]:
-    """Ctrl-C and SIGTERM are noted in the list returned, and the run ends at the next step; a second one kills."""
+    """Ctrl-C and SIGTERM are noted in the list returned, and the run ends after its step; a second one kills."""
     caught: list[int] = []
 
     def note(number, frame):
@@ -513,87 +555,82 @@ def catch_signals() -> list[int]:
     return caught
 
 
-def plan_steps(run: Run, step_seconds: float, seconds_left: float, val_tokens: int) -> int:
-    """How many steps fit in the time left, with what the evaluations of that many steps cost."""
-    tokens_a_step = run.args.batch_size * run.model.config.context_length
-    score = step_seconds / 2.5 / tokens_a_step  # a forward pass is 2 of the 6 operations, without an optimizer
-    look = run.args.eval_tokens * score + 0.02 * run.args.sample_tokens + 0.3
-    seconds_left -= val_tokens * score + 4  # the last evaluation, the compressors, the picture
-    return max(run.step + 1, run.step + int(seconds_left / (step_seconds + look / run.args.eval_every)))
+def plan_steps(run: Run, step_seconds: float, seconds_left: float) -> int:
+    """How many steps the run can have in all, if its evaluations are to fit in the time left, too."""
+    forward = 0.4 * step_seconds / (run.args.batch_size * run.args.context_length)  # seconds a token, without backward
+    look = run.args.eval_tokens * forward + 0.01 * run.args.sample_tokens + 0.5  # and half a second to save
+    seconds_left -= len(run.corpus.val) * forward + 4  # the last evaluation, the compressors, the picture
+    return run.step + max(1, int(seconds_left / (step_seconds + look / run.args.eval_every)))
 
 
-def train(
-    run: Run, batches: Batches, val: np.ndarray, tokenizer: Tokenizer, caught: list[int], deadline: float
-) -> bool:
-    """Step until done (True) or asked to stop (False). Saves at each evaluation and at the end."""
-    args, machine, eos = run.args, run.machine, tokenizer.eos_token_id
-    module = run.forward_module()
+def train(run: Run, caught: list[int], deadline: float | None) -> bool:
+    """
+    Step until all steps are done (True) or a signal was caught (False), and save. With a deadline (of time.monotonic),
+    the number of steps is set from the first ones' pace, and lowered if the machine turns out slower later.
+    """
+    args, machine = run.args, run.machine
+    module, batches = run.forward_module(), Batches(run.corpus.train, args.batch_size, args.context_length, args.seed)
     progress = Progress(run.step, machine.leads)
-    # Reading a loss makes the host wait for the device: every step on a CPU, where that is free, else every tenth.
+    # To read a loss is to wait for the device: after each step on a CPU, where that is free, else after each tenth.
     stride = 1 if machine.device.type == "cpu" else 10
-    pending, seconds, saved, mark = [], [], run.step, time.perf_counter()
-    while run.steps is None or run.step < run.steps:
+    pending, seconds, mark = [], [], time.perf_counter()
+    stop = 0.0
+    while run.step != run.steps and not stop:
         pending.append(run.update(module, *batches(run.step, machine)))
-        run.step += 1
         last, look = run.step == run.steps, run.step % args.eval_every == 0
-        if run.step % stride and not (last or look):
+        if run.step % stride and not last and not look:
             continue
         losses = machine.mean(torch.stack(pending)).tolist()
-        check_finite(losses, run, saved)
+        run.check_finite(losses)
         seconds.append((time.perf_counter() - mark) / len(losses))
-        # all processes must stop, and plan, alike
-        stop, step_seconds = machine.mean(torch.tensor([float(bool(caught)), median(seconds[-12:])])).tolist()
-        rate = args.batch_size * batches.T / seconds[-1]
+        rate = args.batch_size * args.context_length / seconds[-1]
         for i, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
             run.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=round(rate))
             progress.update(run.steps, f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s")
-        pending = []
-        if run.steps is None and len(seconds) == 15:
-            run.steps = plan_steps(run, step_seconds, deadline - time.monotonic(), len(val))
-            progress.print(f"plan: {run.steps} steps, {step_seconds * 1e3:.0f} ms each")
+        # all processes must stop, and plan, alike
+        status = torch.tensor([float(bool(caught)), median(seconds[-12:]), time.monotonic()], dtype=torch.float64)
+        stop, step_seconds, now = machine.mean(status.to(machine.device)).tolist()
+        if deadline is not None and not last and (len(seconds) == 15 or (look and run.steps)):
+            planned = plan_steps(run, step_seconds, deadline - now)
+            if run.steps is None or planned < 0.97 * run.steps:
+                run.steps = planned
+                progress.print(f"plan: {planned} steps, {step_seconds * 1e3:.0f} ms each")
         if look and not last and not stop:
-            nats, count = evaluate(run.model, val, machine, eos, args.eval_tokens)
-            run.record(step=run.step, val_loss=round(nats / count, 5))
-            text = sample(run.model, tokenizer, args.sample_tokens, args.seed, machine)
-            progress.print(
-                f"step {run.step}: loss {losses[-1][0]:.3f}, held out {nats / count:.3f}, {rate / 1e3:.1f}k tokens/s"
-            )
-            progress.print("    " + text.replace("\n", "\n    "))
+            progress.print(run.look())
         if look or last or stop:
-            saved = run.save() or run.step
-        if stop:
-            break
-        mark = time.perf_counter()
+            run.save()
+        pending, mark = [], time.perf_counter()
     progress.close()
     return run.step == run.steps
 
 
-def check_finite(losses: list[list[float]], run: Run, saved: int):
-    """Exit if a loss or a gradient is not a number: whatever was saved before is good, what would follow is not."""
-    for i, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
-        if not math.isfinite(loss + norm):
-            kept = f"the checkpoint of step {saved} in {run.out} is good" if saved else "nothing was saved yet"
-            raise SystemExit(
-                f"step {i}: loss {loss}, gradient norm {norm}; stopped, {kept}. Start again with a lower --matrix_lr "
-                f"(now {run.args.matrix_lr}) or --vector_lr (now {run.args.vector_lr}), or with --dtype float32"
-            )
-
-
-def finish(run: Run, val: np.ndarray, tokenizer: Tokenizer):
+def finish(run: Run):
     """Score every held-out token once and say how good that is."""
-    nats, count = evaluate(run.model, val, run.machine, tokenizer.eos_token_id)
+    nats, count = evaluate(run.model, run.corpus, run.machine)
     if not run.machine.leads:
         return
     # where the first token could not be scored, its bytes do not count either
-    data = tokenizer.decode_bytes(val[len(val) - count :].tolist())
+    data = run.corpus.tokenizer.decode_bytes(run.corpus.val[-count:].tolist())
     run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(nats / math.log(2) / len(data), 5))
     draw(run.log, run.out / "loss.png")
-    run.save()
-    print(
-        f"held out: {count:,} tokens, {len(data):,} bytes, each scored once, windows of {run.model.config.context_length}"
-    )
+    T = run.args.context_length
+    print(f"held out: {count:,} tokens, {len(data):,} bytes, each scored once, in windows of {T}")
     print(f"val loss: {nats / count:.4f} nats a token")
     print(compare_with_compressors(nats, data))
+
+
+def introduce(run: Run):
+    """Say what was chosen."""
+    args, config, corpus = run.args, run.model.config, run.corpus
+    parameters = sum(p.numel() for p in run.model.parameters()) / 1e6
+    length = f"{run.steps} steps" if run.steps else f"what fits in {args.minutes:g} minutes"
+    print(f"device: {run.machine}")
+    print(
+        f"model:  {parameters:.2f}M parameters: {config.n_layer} layers of width {config.n_embd}, {config.n_head} heads"
+    )
+    print(f"data:   {args.data}: {len(corpus.train):,} training tokens, {len(corpus.val):,} held out, ", end="")
+    print(f"vocabulary {config.vocab_size:,}")
+    print(f"run:    {length}, from step {run.step}, of {args.batch_size} x {args.context_length} tokens -> {run.out}")
 
 
 def main(argv: list[str] | None = None):
@@ -605,36 +642,22 @@ def main(argv: list[str] | None = None):
         chosen = {name: getattr(args, name) for name in ("out", "resume", "device", "threads", "compile")}
         args = argparse.Namespace(**state["args"] | chosen)
     machine = choose_machine(args)
-    tokenizer, tokens, val = load_corpus(args.data, machine)
-    fields = {name: getattr(args, name) for name in vars(args) if name in GPTConfig.__dataclass_fields__}
-    config = GPTConfig(tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **fields)
-    run = Run(args, config, machine)
+    run = Run(args, load_corpus(args.data, machine), machine)
     if state is not None:
         run.load(state)
     elif machine.leads:
-        tokenizer.save(run.out)
-    batches = Batches(tokens, args.batch_size, args.context_length, args.seed)
+        run.corpus.tokenizer.save(run.out)
     if machine.leads:
-        parameters = sum(p.numel() for p in run.model.parameters())
-        print(f"device: {machine}")
-        print(
-            f"model: {args.n_layer} layers of width {args.n_embd}, {parameters / 1e6:.2f}M parameters, "
-            f"vocabulary {config.vocab_size}, context {args.context_length}"
-        )
-        print(f"data: {args.data}, {len(tokens):,} training tokens, {len(val):,} held out")
-        length = f"{run.steps} steps" if run.steps else f"as many steps as fit in {args.minutes:g} minutes"
-        print(
-            f"run: {length} of {args.batch_size} x {args.context_length} tokens, from step {run.step}, into {run.out}"
-        )
-    done = train(run, batches, val, tokenizer, caught, started + 60 * args.minutes)
-    if done:
-        finish(run, val, tokenizer)
+        introduce(run)
+    # a resumed run keeps its number of steps if that was known, otherwise it has its minutes from now
+    if train(run, caught, started + 60 * args.minutes if run.steps is None else None):
+        finish(run)
     elif machine.leads:
-        print(
-            f"stopped and saved at step {run.step} of {run.steps}: `python train.py --resume --out {run.out}` continues"
-        )
+        print(f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` continues")
     if machine.leads:
         print(f"{time.monotonic() - started:.0f} s in all; checkpoint in {run.out}")
+    if machine.world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

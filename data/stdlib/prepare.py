@@ -36,7 +36,7 @@ def is_held_out(name: str) -> bool:
 
 
 def read_library(root: Path) -> tuple[list[bytes], list[bytes]]:
-    """The files to train on and those held out, each in the order of their names. Exits with a message if there are none."""
+    """The files to train on and those held out, each in the order of their names. Exits if there are none."""
     names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     names = [name.as_posix() for name in names if is_language(name)]
     train, val = ([(root / name).read_bytes() for name in names if is_held_out(name) == held] for held in (False, True))
@@ -53,11 +53,14 @@ def tokenize(tokenizer: BPETokenizer, documents: list[bytes]) -> list[int]:
     return [i for document in documents for i in [*tokenizer.encode(document), tokenizer.eos_token_id]]
 
 
-def prepare(out: Path = HERE, root: Path | None = None, vocab_size: int = VOCAB_SIZE):
-    """Make the corpus of the library at `root` (by default the running interpreter's) in the folder `out`."""
+def prepare(out: Path = HERE, root: Path | None = None, tokenizer: BPETokenizer | None = None):
+    """
+    Make the corpus of the library at `root` (by default the running interpreter's) in the folder `out`, with a
+    tokenizer learnt from its training files unless one is given.
+    """
     train, val = read_library(root or Path(sysconfig.get_path("stdlib")))
-    # held-out text must not shape the vocabulary it is measured with
-    tokenizer = train_bpe((document.decode("utf-8", "replace") for document in train), vocab_size)
+    if tokenizer is None:  # held-out text must not shape the vocabulary that it is measured with
+        tokenizer = train_bpe((document.decode("utf-8", "replace") for document in train), VOCAB_SIZE)
     train_ids, val_ids = tokenize(tokenizer, train), tokenize(tokenizer, val)
     write_corpus(out, tokenizer, train_ids, val_ids)
     print(
