@@ -79,13 +79,9 @@ def validation_error(errors: list[dict]) -> ApiError:
     if error["type"] == "missing":
         return ApiError(400, f"{name} is missing", param)
     if error["type"] == "extra_forbidden":
-        return ApiError(400, unknown_field(name), param)
+        close = difflib.get_close_matches(name, [*CompletionRequest.model_fields, *NEUTRAL], 1, cutoff=0.85)
+        return ApiError(400, f"there is no field {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""), param)
     return ApiError(400, f"{name}: {error['msg'].lower()}, got {reprlib.repr(error['input'])}", param)
-
-
-def unknown_field(name: str) -> str:
-    close = difflib.get_close_matches(name, [*CompletionRequest.model_fields, *NEUTRAL], 1)
-    return f"there is no field {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

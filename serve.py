@@ -220,7 +220,7 @@ class EngineClient:
         """End everything that waits. `error` is the arguments of protocol.ApiError: status, message, ..."""
         for choice in list(self.choices.values()):
             self.abort(choice)
-            choice.fail(*error)
+            choice.job.fail(*error)
 
     def is_alive(self) -> bool:
         """The engine's process exists, and if it has work it spoke within STALL_SECONDS."""
@@ -249,7 +249,7 @@ class EngineClient:
                 self.settled.set()
             case "error":
                 if choice := self.choices.pop(message["id"], None):
-                    choice.fail(400 if message["kind"] == "invalid" else 500, message["message"])
+                    choice.job.fail(400 if message["kind"] == "invalid" else 500, message["message"])
             case "fatal":
                 asyncio.get_running_loop().remove_reader(self.from_engine.fileno())
                 self.state, self.reason = "dead", message["message"]
@@ -272,22 +272,22 @@ class EngineClient:
 
 
 class Choice:
-    """One prompt and what the engine made of it. EngineClient puts tokens in, Job takes text out."""
+    """One prompt of a Job and what the engine made of it. EngineClient puts tokens in, the Job takes text out."""
 
-    def __init__(self, index: int, prompt: list[int], request, service: "Service", notify: Callable[[], None]):
-        self.index, self.prompt, self.request, self.notify = index, prompt, request, notify
-        self.eos = None if request.ignore_eos else service.client.info["eos_token_id"]
+    def __init__(self, job: "Job", index: int, prompt: list[int]):
+        self.job, self.index, self.prompt, self.request = job, index, prompt, job.request
+        self.eos = None if self.request.ignore_eos else job.client.info["eos_token_id"]
         self.engine_id: str | None = None
         self.tokens: list[int] = []  # those that count: none after a stop string
-        self.num_sent_tokens = self.cached_tokens = 0
+        self.num_told = self.cached_tokens = 0  # of the answer's tokens, of the prompt's
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None  # of finish_reason "stop": the stop string or id; None: end of text
-        self.is_told = False  # the client knows the finish_reason
-        self.error: tuple | None = None  # arguments of ApiError
-        self.text = TextStream(service.tokenizer.token_bytes, request.stop, request.include_stop_str_in_output)
-        self.unsent = ""
-        if request.echo:  # not searched for stop strings, but a character may begin here and end in the answer
-            self.unsent = self.text.decoder.decode(b"".join(map(self.text.token_bytes, prompt)))
+        self.end_is_told = False
+        token_bytes = job.service.tokenizer.token_bytes
+        self.text = TextStream(token_bytes, self.request.stop, self.request.include_stop_str_in_output)
+        # an echo is not searched for stop strings, but a character may begin in it and end in the answer
+        echo = self.prompt if self.request.echo else []
+        self.untold = self.text.decoder.decode(b"".join(map(token_bytes, echo)))
 
     def take(self, tokens: list[int], finish_reason: str | None, cached_tokens: int):
         """Add what a step brought. With finish_reason "stop" the last token is the one that stopped: it is no text."""
@@ -297,34 +297,32 @@ class Choice:
         for number, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if not (hidden and number == len(tokens)):
-                self.unsent += self.text.push(token)
+                self.untold += self.text.push(token)
             if self.text.matched is not None:
                 break  # the tokens after a stop string do not count
         else:
             if finish_reason:
-                self.unsent += self.text.flush()
+                self.untold += self.text.flush()
                 self.finish_reason = finish_reason
                 self.stop_reason = None if stop_token == self.eos else stop_token
         if self.text.matched is not None:
             self.finish_reason, self.stop_reason = "stop", self.text.matched
-        self.notify()
-
-    def fail(self, *error):
-        self.error = error
-        self.notify()
+        self.job.on_change()
 
     def news(self) -> dict | None:
-        """What the client was not told yet, as a CompletionChoice; None if nothing. The first call after the end is the
-        last with news, so for an answer in one piece this is everything."""
-        ids = self.tokens[self.num_sent_tokens :] if self.request.return_token_ids else []
-        ended, self.is_told = bool(self.finish_reason) and not self.is_told, bool(self.finish_reason)
-        if not (self.unsent or ids or ended):
+        """
+        What the client was not told yet, as a CompletionChoice; None if nothing. Asked only once, after the end, this
+        is the answer in one piece.
+        """
+        ids = self.tokens[self.num_told :] if self.request.return_token_ids else []
+        end_is_news = self.finish_reason is not None and not self.end_is_told
+        if not (self.untold or ids or end_is_news):
             return None
-        reasons = {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason}
-        news = {"index": self.index, "text": self.unsent, "logprobs": None} | reasons
+        news = {"index": self.index, "text": self.untold, "logprobs": None}
+        news |= {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason}
         if self.request.return_token_ids:
-            news |= {"token_ids": ids} | ({} if self.num_sent_tokens else {"prompt_token_ids": self.prompt})
-        self.unsent, self.num_sent_tokens = "", len(self.tokens)
+            news |= {"token_ids": ids} | ({} if self.num_told else {"prompt_token_ids": self.prompt})
+        self.untold, self.num_told, self.end_is_told = "", len(self.tokens), end_is_news
         return news
 
 
@@ -337,8 +335,8 @@ class Job:
 
     def __init__(self, service: "Service", request, prompts: list[list[int]]):
         self.service, self.client, self.request = service, service.client, request
-        self.changed = asyncio.Event()
-        self.choices = [Choice(i, prompt, request, service, self.on_change) for i, prompt in enumerate(prompts)]
+        self.changed, self.error = asyncio.Event(), None
+        self.choices = [Choice(self, index, prompt) for index, prompt in enumerate(prompts)]
         self.id, self.created = f"cmpl-{request.request_id or uuid.uuid4().hex}", int(time.time())
 
     async def __call__(self, scope, receive, send):
@@ -359,20 +357,20 @@ class Job:
             for choice in self.choices:
                 self.client.abort(choice)
 
-    @property
-    def error(self):
-        """The first error of a choice, as an ApiError: it ends the call."""
+    def fail(self, *error):
+        """End the call with ApiError(*error); of several errors the first counts."""
         from protocol import ApiError
 
-        return next((ApiError(*choice.error) for choice in self.choices if choice.error), None)
-
-    @property
-    def is_done(self) -> bool:
-        return any(choice.error for choice in self.choices) or all(choice.finish_reason for choice in self.choices)
+        self.error = self.error or ApiError(*error)
+        self.changed.set()
 
     def on_change(self):
         if self.request.stream or self.is_done:
             self.changed.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self.error is not None or all(choice.finish_reason for choice in self.choices)
 
     async def whole(self, send):
         await self.changed.wait()
@@ -408,8 +406,8 @@ class Job:
 
         no_usage = {"usage": None} if self.request.include_usage else {}
         events = [self.body([news], **no_usage) for choice in self.choices if (news := choice.news())]
-        if error := self.error:
-            events.append(error_body(error))
+        if self.error:
+            events.append(error_body(self.error))
         elif self.is_done:
             events += [self.body([], usage=self.usage())] if self.request.include_usage else []
             events.append(b"[DONE]")
@@ -467,15 +465,6 @@ class Service:
             message = f"{count} prompts beside {waiting} in work are more than {capacity}: try again later"
             raise ApiError(429, message, None, "queue_full", RETRY_SECONDS)
 
-    def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        """Token ids of each prompt. Raises ApiError (400) for text that the tokenizer does not know."""
-        from protocol import ApiError
-
-        try:
-            return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        except ValueError as error:
-            raise ApiError(400, str(error), "prompt") from None
-
     async def answer(self, request) -> Job:
         """Check what a request asks for beyond its own JSON. Raises ApiError."""
         from protocol import ApiError
@@ -484,9 +473,16 @@ class Service:
         if request.model not in (None, self.name):
             message = f"there is no model {request.model!r} here; there is {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
-        prompts = await asyncio.to_thread(self.encode, request.prompt)  # long texts take a while
+        try:
+            prompts = await asyncio.to_thread(self.encode, request.prompt)  # a long text takes a while
+        except ValueError as error:
+            raise ApiError(400, str(error), "prompt") from None
         request.check_fits(prompts, self.client.info["vocab_size"], self.client.info["max_model_len"])
         return Job(self, request, prompts)
+
+    def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        """Token ids of each prompt. Raises ValueError for text that the tokenizer does not know."""
+        return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     async def run(self, sock: socket.socket) -> str | None:
         """Serve until a signal or until the engine cannot start. Returns what went wrong, None if nothing did."""

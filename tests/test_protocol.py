@@ -1,0 +1,217 @@
+"""
+The rules of a request body, as tables: what passes and becomes what, what is refused with which words. Without a
+server, so that a rule costs a line here.
+"""
+
+import json
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from protocol import IGNORED, NEUTRAL, ApiError, CompletionRequest, error_body, validation_error
+
+
+def parse(**body):
+    return CompletionRequest.model_validate({"prompt": "p"} | body)
+
+
+def refusal(**body) -> ApiError:
+    """The error that a body ends in, as serve.py makes it."""
+    with pytest.raises((ApiError, ValidationError)) as caught:
+        parse(**body)
+    error = caught.value
+    return validation_error(error.errors()) if isinstance(error, ValidationError) else error
+
+
+def test_defaults():
+    """OpenAI's and vLLM's. Null asks for the default, as leaving out does."""
+    nothing = {name: None for name in CompletionRequest.model_fields if name != "prompt"}
+    assert parse() == parse(**nothing)
+    assert parse().model_dump() == {
+        "model": None, "prompt": ["p"], "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+        "seed": None, "stream": False, "stream_options": None, "stop": [], "include_stop_str_in_output": False,
+        "stop_token_ids": [], "ignore_eos": False, "echo": False, "return_token_ids": False, "request_id": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "prompt, prompts",
+    [("ab", ["ab"]), (["ab", "c"], ["ab", "c"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), ([0], [[0]])],
+)
+def test_four_forms_of_prompt(prompt, prompts):
+    assert parse(prompt=prompt).prompt == prompts
+
+
+PROMPT_FORM = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
+PROMPT_EMPTY = "prompt is empty: give at least one character or token id for each answer"
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        (3, PROMPT_FORM),
+        ({}, PROMPT_FORM),
+        ({"a": 1}, PROMPT_FORM),
+        ([True], PROMPT_FORM),
+        ([1.0], PROMPT_FORM),
+        (["a", 1], PROMPT_FORM),
+        ([[1], "a"], PROMPT_FORM),
+        ([["a"]], PROMPT_FORM),
+        ([[[1]]], PROMPT_FORM),
+        ("", PROMPT_EMPTY),
+        ([], PROMPT_EMPTY),
+        (["a", ""], PROMPT_EMPTY),
+        ([[]], PROMPT_EMPTY),
+        ([[1], []], PROMPT_EMPTY),
+        (None, "prompt is missing"),
+    ],
+)
+def test_other_prompts_are_refused(prompt, message):
+    error = refusal(prompt=prompt)
+    assert (error.status_code, error.param, error.detail) == (400, "prompt", message)
+
+
+# field, the values at the edges that pass, the values just outside with the end of their message
+RANGES = [
+    ("max_tokens", [1, 10**9], {-1: "greater than or equal to 0, got -1", 1.0: "a valid integer, got 1.0"}),
+    (
+        "temperature",
+        [0, 0.0, 2],
+        {-0.1: "greater than or equal to 0, got -0.1", 2.1: "less than or equal to 2, got 2.1"},
+    ),
+    ("top_p", [1e-9, 1], {0: "greater than 0, got 0", 1.01: "less than or equal to 1, got 1.01"}),
+    (
+        "top_k",
+        [-1, 0, 2**31 - 1],
+        {-2: "greater than or equal to -1, got -2", 2**31: f"less than {2**31}, got {2**31}"},
+    ),
+    ("min_p", [0, 1], {-1: "greater than or equal to 0, got -1", 2: "less than or equal to 1, got 2"}),
+    ("seed", [-(2**63), 2**63 - 1], {2**63: f"less than {2**63}, got {2**63}", 0.5: "a valid integer, got 0.5"}),
+]
+
+
+@pytest.mark.parametrize("name, inside, outside", RANGES, ids=[name for name, *_ in RANGES])
+def test_numbers_have_ranges(name, inside, outside):
+    """Exactly at the edge passes; one past it is refused with both numbers. A bool is no number, a string neither."""
+    for value in inside:
+        assert getattr(parse(**{name: value}), name) == value
+    for value, message in outside.items():
+        error = refusal(**{name: value})
+        assert (error.status_code, error.param) == (400, name)
+        assert error.detail.startswith(f"{name}: input should be ") and error.detail.endswith(message)
+    for value in (True, "1", [1], {}):
+        assert refusal(**{name: value}).param == name
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_are_finite(name, value):
+    assert refusal(**{name: value}).param == name
+
+
+@pytest.mark.parametrize("name", ["stream", "echo", "ignore_eos", "return_token_ids", "include_stop_str_in_output"])
+def test_flags_are_bools(name):
+    assert refusal(**{name: 1}).detail == f"{name}: input should be a valid boolean, got 1"
+
+
+@pytest.mark.parametrize(
+    "body, param, message",
+    [
+        ({"stop": ["a"] * 5}, "stop", "stop has 5 strings, at most 4 are taken"),
+        ({"stop": ""}, "stop", "each stop string must have 1 to 1000 characters"),
+        ({"stop": ["a", "b" * 1001]}, "stop", "each stop string must have 1 to 1000 characters"),
+        ({"stop": ["a", 1]}, "stop", "stop.1: input should be a valid string, got 1"),
+        ({"stop_token_ids": [True]}, "stop_token_ids", "stop_token_ids.0: input should be a valid integer, got True"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, wanted at least 1; 0 is only for echo"),
+        (
+            {"stream_options": {"include_usage": True}}, "stream_options",
+            "stream_options is for streams: send stream true or leave it out",
+        ),
+        (
+            {"stream": True, "stream_options": {"usage": True}}, "stream_options",
+            "there is no field 'stream_options.usage'",
+        ),
+        ({"request_id": "a b"}, "request_id", None),
+        ({"request_id": "a" * 129}, "request_id", None),
+        ({"temprature": 1}, "temprature", "there is no field 'temprature'; did you mean 'temperature'?"),
+        ({"xyzzy": None, "plugh": 0}, "plugh", "there is no field 'plugh'"),
+        ({"n": 2}, "n", "n is not served here yet: leave it out or send 1"),
+        ({"logprobs": 0}, "logprobs", "logprobs is not served here yet: leave it out or send null"),
+    ],
+)  # fmt: skip
+def test_refusals_name_field_and_remedy(body, param, message):
+    error = refusal(**body)
+    assert (error.status_code, error.param, error.detail) == (400, param, message or error.detail)
+
+
+def test_allowed_combinations():
+    """The positive controls of the refusals above."""
+    assert parse(stop=["a", "b", "c", "d" * 1000]).stop == ["a", "b", "c", "d" * 1000]
+    assert parse(stop="a").stop == ["a"]
+    assert parse(max_tokens=0, echo=True).max_tokens == 0
+    assert parse(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not parse(stream=True).include_usage
+    assert parse(request_id="a" * 128).request_id == "a" * 128
+
+
+OTHER = {"n": 2, "best_of": 3, "suffix": "x", "logit_bias": {"1": 5}, "use_beam_search": True, "logprobs": 5}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_fields_not_served_yet(name):
+    """Clients send such fields with the value that asks for nothing: that passes. Anything else would be silently wrong
+    if it passed, so it is refused by name; a bool where a number belongs too."""
+    assert parse(**{name: NEUTRAL[name]}) == parse()
+    neutral = NEUTRAL[name]
+    wrong = [OTHER.get(name, not neutral if isinstance(neutral, bool) else 7), "other"]
+    wrong += [bool(neutral)] if neutral in (0, 1) and not isinstance(neutral, bool) else []
+    wrong += [int(neutral)] if isinstance(neutral, bool) else []
+    for value in wrong:
+        error = refusal(**{name: value})
+        assert (error.status_code, error.param) == (400, name)
+        assert error.detail == f"{name} is not served here yet: leave it out or send {json.dumps(neutral)}"
+
+
+@pytest.mark.parametrize("name", sorted(IGNORED))
+def test_ignored_fields(name):
+    assert parse(**{name: {"any": "thing"}}) == parse()
+
+
+def test_sampling_params_are_those_of_the_engine():
+    """The names must be the engine's: they cross to another process, where a typo would be a refused request."""
+    from sampling import SamplingParams
+
+    sent = json.loads(json.dumps(parse(top_k=-1, stop_token_ids=[1], seed=-1).sampling_params()))
+    assert SamplingParams(**sent).top_k == 0 and SamplingParams(**sent).seed == -1
+    assert sent.keys() == SamplingParams.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("length, max_tokens, fits", [(4, 6, True), (4, 7, False), (10, 0, True), (11, 0, False)])
+def test_length(length, max_tokens, fits):
+    """The longest prompt counts; together exactly max_model_len fits, one more is refused with the numbers."""
+    request = parse(max_tokens=max_tokens, echo=True)
+    prompts = [[1], [1] * length, [1]]
+    if fits:
+        return request.check_fits(prompts, vocab_size=2, max_model_len=10)
+    with pytest.raises(ApiError, match=f"{length} prompt tokens and max_tokens {max_tokens} make 11, .* takes 10"):
+        request.check_fits(prompts, vocab_size=2, max_model_len=10)
+
+
+def test_token_ids_are_in_the_vocabulary():
+    parse(stop_token_ids=[0, 4]).check_fits([[0, 4]], vocab_size=5, max_model_len=100)
+    with pytest.raises(ApiError, match=r"token id 5 is outside the vocabulary, 0..4") as caught:
+        parse().check_fits([[1], [4, 5]], vocab_size=5, max_model_len=100)
+    assert caught.value.param == "prompt"
+    with pytest.raises(ApiError, match=r"token id -1 is outside") as caught:
+        parse(stop_token_ids=[-1]).check_fits([[1]], vocab_size=5, max_model_len=100)
+    assert caught.value.param == "stop_token_ids"
+
+
+def test_error_shape():
+    error = ApiError(429, "full", None, "queue_full", retry_after=1)
+    assert error.headers == {"Retry-After": "1"}
+    assert json.loads(error_body(error)) == {
+        "error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "queue_full"}
+    }
+    assert b"\\ud800" in error_body(ApiError(400, "\ud800"))  # UTF-8 could not carry it
