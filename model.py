@@ -51,6 +51,9 @@ class GPTConfig:
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
+        for name in ("vocab_size", "context_length", "n_layer", "n_head", "n_embd", "n_kv_head"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: a whole number of at least 1 is wanted")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: change one of them")
         if self.n_head % self.n_kv_head:
@@ -338,7 +341,9 @@ def load_config(directory: str | Path) -> GPTConfig:
                 raise CheckpointError(f"{path}: {name} is {saved[name]!r}, this code computes only {wanted!r}")
         ours = {field: saved.get(CONFIG_NAMES.get(field, field)) for field in GPTConfig.__dataclass_fields__}
         return GPTConfig(**{field: value for field, value in ours.items() if value is not None})
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(
             f"{path} is not a model configuration ({error}): train again or restore the file"
         ) from error

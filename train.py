@@ -115,7 +115,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--resume continues a run with the settings it began with: leave out {fixed}")
     if "--minutes" in given and "--steps" not in given:
         args.steps = None  # the user's minutes before the preset's steps
-    for name in ("n_layer", "n_head", "n_embd", "context_length", "batch_size", "eval_every"):
+    for name in ("batch_size", "eval_every", "eval_tokens", "warmup"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: at least 1 is wanted")
     return args
@@ -443,7 +443,10 @@ class Run:
         tokenizer = corpus.tokenizer
         shape = {name: value for name, value in vars(args).items() if name in GPTConfig.__dataclass_fields__}
         torch.manual_seed(args.seed)
-        self.model = GPT(GPTConfig(tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **shape))
+        try:
+            self.model = GPT(GPTConfig(tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **shape))
+        except ValueError as error:  # of the configuration
+            sys.exit(str(error))
         self.model.to(machine.device)
         self.optimizers = make_optimizers(self.model, args, machine)
         self.peaks = [group["lr"] for group in self.groups()]
