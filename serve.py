@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import codecs
 import contextlib
-import functools
 import ipaddress
 import itertools
 import json
@@ -118,6 +117,7 @@ class TextStream:
             end, _, self.matched = min(matches)
             self.held = ""
             return text[: end if self.include_stop else end - len(self.matched)]
+        # nothing matched, so a match to come can only begin where the text ends like a stop string begins
         keep = max((overlap(text, stop) for stop in self.stop), default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -162,7 +162,8 @@ def engine_process(args: argparse.Namespace, inbox, outbox):
 
 def start_engine(args: argparse.Namespace):
     """Start the engine's process. Returns it and the EngineClient that talks to it."""
-    context = multiprocessing.get_context("spawn")  # a fork would inherit our sockets, and CUDA does not survive one
+    # not a fork, which would inherit our sockets and keep the port open; and CUDA does not survive one
+    context = multiprocessing.get_context("spawn")
     inbox, to_engine = context.Pipe(duplex=False)
     from_engine, outbox = context.Pipe(duplex=False)
     process = context.Process(target=engine_process, args=(args, inbox, outbox), daemon=True)
@@ -229,7 +230,7 @@ class EngineClient:
 
     def _write(self):
         # a full pipe blocks the writer until the engine reads, which it does once a step
-        with contextlib.suppress(OSError):  # the engine is gone: `_read` finds out too
+        with contextlib.suppress(OSError):  # the engine is gone: `_read` will say so
             while (letter := self.letters.get()) is not None:
                 self.to_engine.send_bytes(json.dumps(letter).encode())
 
@@ -276,6 +277,7 @@ class Choice:
 
     def __init__(self, job: "Job", index: int, prompt: list[int]):
         self.job, self.index, self.prompt, self.request = job, index, prompt, job.request
+        # to vLLM the end of text is a stop without a reason, and with ignore_eos a token like any other
         self.eos = None if self.request.ignore_eos else job.client.info["eos_token_id"]
         self.engine_id: str | None = None
         self.tokens: list[int] = []  # those that count: none after a stop string
@@ -346,6 +348,7 @@ class Job:
                 self.client.submit(choice)
             else:  # echo of the prompt alone is no work for the engine
                 choice.take([], "length", 0)
+        # Two tasks race: one answers, one waits for the client to hang up, which ASGI only tells those who ask.
         answer = asyncio.create_task(self.stream(send) if self.request.stream else self.whole(send))
         gone = asyncio.create_task(client_gone(receive))
         try:
@@ -391,6 +394,7 @@ class Job:
                     await self.changed.wait()
             if self.error and not started:
                 raise self.error
+            # From here to `send` nothing is awaited, so no token comes between what is told and what is remembered.
             events = self.events() or (b"" if self.changed.is_set() else PING)  # b"": new text is all held back
             done = self.is_done
             self.changed.clear()
@@ -420,6 +424,7 @@ class Job:
         return CompletionAnswer(**head, choices=choices, **usage).model_dump_json(exclude_unset=True).encode()
 
     def usage(self) -> dict:
+        # tokens after a stop string are in no choice.tokens, so nobody is charged for them
         prompt = sum(len(choice.prompt) for choice in self.choices)
         completion = sum(len(choice.tokens) for choice in self.choices)
         cached = {"cached_tokens": sum(choice.cached_tokens for choice in self.choices)}
@@ -458,6 +463,7 @@ class Service:
         """Raises ApiError for `count` prompts more than the queue can take: now (429), or ever (400)."""
         from protocol import ApiError
 
+        self.check_ready()  # again: the engine may have died while the prompts were encoded
         waiting, capacity = len(self.client.choices), self.client.capacity
         if count > capacity:
             raise ApiError(400, f"{count} prompts in one call, at most {capacity} are taken: split it", "prompt")
@@ -488,9 +494,10 @@ class Service:
         """Serve until a signal or until the engine cannot start. Returns what went wrong, None if nothing did."""
         import uvicorn
 
-        config = uvicorn.Config(create_app(self), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+        config = uvicorn.Config(create_app(self), log_level="warning", access_log=False, timeout_graceful_shutdown=2)
         self.server, self.loop = uvicorn.Server(config), asyncio.get_running_loop()
         self.server.handle_exit = lambda *_: self.loop.call_soon_threadsafe(self.stop)  # ours drains first
+        # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
         self.client.attach()
         serving = asyncio.create_task(self.server.serve(sockets=[sock]))
         loading = asyncio.create_task(self.client.settled.wait())
@@ -505,19 +512,19 @@ class Service:
         return self.client.reason or None
 
     def stop(self):
-        """The first time: take no new work and let what runs finish. The second time: stop now."""
+        """The first time: take no new work and let what runs finish, for a while. The second: the while is over."""
         if self.draining:
-            self.server.force_exit = self.server.should_exit = True
-        else:
-            self.draining = True
-            self.drainer = asyncio.create_task(self._drain())  # kept: the loop itself holds tasks weakly
+            self.deadline = 0.0
+            return
+        self.draining, self.deadline = True, time.monotonic() + self.args.drain_seconds
+        if running := len(self.client.choices):
+            print(f"finishing {running} requests; a second signal ends them", file=sys.stderr)
+        self.drainer = asyncio.create_task(self._drain())  # kept: the loop itself holds tasks weakly
 
     async def _drain(self):
-        deadline = time.monotonic() + self.args.drain_seconds
-        while self.client.choices and time.monotonic() < deadline:
+        while self.client.choices and time.monotonic() < self.deadline:
             await asyncio.sleep(0.02)
-        limit = f"the server stops, and {self.args.drain_seconds:g} s were not enough to finish this"
-        self.client.fail_all(503, limit, None, "stopping", RETRY_SECONDS)
+        self.client.fail_all(503, "the server stopped before this was finished", None, "stopping", RETRY_SECONDS)
         self.server.should_exit = True  # uvicorn closes its sockets and waits until the last answers are out
 
 
@@ -552,6 +559,7 @@ def create_app(service: Service):
     async def refuse_body(request, error):
         return protocol.error_response(protocol.validation_error(error.errors()))
 
+    # Starlette raises the exception again after this answer, so its traceback is still in the log.
     @app.exception_handler(Exception)
     async def admit_a_bug(request, error):
         return protocol.error_response(protocol.ApiError(500, f"a bug of this server: {type(error).__name__}"))
@@ -581,7 +589,7 @@ def create_app(service: Service):
             raise protocol.ApiError(503, f"the engine is not alive: {reason}", None, "dead")
         return {"status": "alive"}
 
-    app.add_middleware(functools.partial(limit_body, limit=int(service.args.max_body_mib * 2**20)))
+    app.add_middleware(limit_body, limit=int(service.args.max_body_mib * 2**20))
     return app
 
 
@@ -589,6 +597,7 @@ def limit_body(app, limit: int):
     """ASGI middleware: reading a body of more than `limit` bytes ends with ApiError (413)."""
     from protocol import ApiError
 
+    # Counting, since a chunked body announces no length and an announced one need not be true.
     async def limited(scope, receive, send):
         size = 0
 
@@ -645,7 +654,7 @@ def serve_http(args: argparse.Namespace) -> str | None:
     try:
         return asyncio.run(Service(client, tokenizer, args).run(sock))
     finally:
-        process.join(5)
+        process.join(5 if client.state == "ready" else 0)  # one that is loading does not hear us
         process.kill()
 
 
@@ -660,13 +669,16 @@ def complete_at_terminal(args: argparse.Namespace):
     tokenizer, engine = load_tokenizer(args.model), build_engine(args)
     prompt = tokenizer.encode(args.prompt)
     room = max(1, min(200, engine.max_model_len - len(prompt)))
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens or room, seed=args.seed)
+    max_tokens = room if args.max_tokens is None else args.max_tokens
+    params = SamplingParams(temperature=args.temperature, max_tokens=max_tokens, seed=args.seed)
     engine.add_request("terminal", prompt, params)
     text, started, count = TextStream(tokenizer.token_bytes), time.perf_counter(), 0
     print(args.prompt, end="", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         while engine.has_work:
             for output in engine.step():
+                if output.error:
+                    raise RuntimeError(output.error)
                 count += len(output.tokens)
                 print("".join(map(text.push, output.tokens)), end="", flush=True)
     print(text.flush())
@@ -677,7 +689,7 @@ def main(argv: list[str] | None = None):
     args = parse_args(argv)
     try:
         problem = serve_http(args) if args.prompt is None else complete_at_terminal(args)
-    except (ValueError, OSError) as error:  # no model, a broken one, or flags that do not go together
+    except (ValueError, RuntimeError, OSError) as error:  # no model, a broken one, or flags that do not go together
         problem = str(error)
     except KeyboardInterrupt:
         problem = "interrupted"

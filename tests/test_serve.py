@@ -645,20 +645,38 @@ def test_drain_has_a_limit():
         wait_until(lambda: len(server.engine.added) == 1)
         server.stop()
         answer = read_until(whole, b"}}")
-        assert b" 503 " in answer and b"0.1 s were not enough" in answer
+        assert b" 503 " in answer and b"the server stopped before this was finished" in answer
         server.thread.join(5)
         assert server.result is None
 
 
 def test_second_signal_stops_now():
+    """Whoever cannot wait signals again; the clients still get an answer."""
     with Server("--drain-seconds", "60") as server:
         server.engine.gate.clear()
-        server.connect(prompt="loop", max_tokens=10**4)
+        sock = server.connect(prompt="loop", max_tokens=10**4)
         wait_until(lambda: len(server.engine.added) == 1)
         server.stop()
+        wait_until(lambda: server.get("/readyz") == 503)
+        assert server.thread.is_alive()
         server.stop()
+        assert b"stopped before this was finished" in read_until(sock, b"}}")
         server.thread.join(3)
-        assert not server.thread.is_alive()
+        assert server.result is None
+
+
+def test_engine_dies_while_a_prompt_is_encoded():
+    """The request was admitted before the engine died, and would have waited for ever for its first token."""
+    with Server() as server:
+        encode = server.service.encode
+
+        def slow(prompts):
+            server.engine.die()
+            wait_until(lambda: server.service.client.state == "dead")
+            return encode(prompts)
+
+        server.service.encode = slow
+        assert server.post().status_code == 503
 
 
 def test_death_of_the_engine():
