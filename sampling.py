@@ -74,7 +74,7 @@ def sample(
     if all(p.temperature == 0 for p in asked):
         return scores.argmax(-1)
     temperature = params.temperature[rows][:, None]  # [R, 1]
-    greedy = temperature == 0
+    greedy = temperature < 1e-5  # dividing by less would overflow
     scores = scores / torch.where(greedy, 1.0, temperature)
     if any(p.top_k or p.top_p < 1 or p.min_p for p in asked):
         scores = drop_unlikely(scores, params.top_k[rows], params.top_p[rows], params.min_p[rows])
@@ -92,7 +92,8 @@ def drop_unlikely(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
     ranked = ranked.masked_fill((rank >= top_k[:, None]) & (top_k[:, None] > 0), -torch.inf)
     probs = ranked.softmax(-1)
     before = probs.cumsum(-1) - probs  # what the more likely tokens have together
-    dropped = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
+    limited = top_p[:, None] < 1  # else keep all: rounded sums reach 1 before the last token
+    dropped = (limited & (before >= top_p[:, None])) | (probs < min_p[:, None] * probs[:, :1])
     ranked = ranked.masked_fill(dropped & (rank > 0), -torch.inf)
     return torch.empty_like(scores).scatter_(-1, order, ranked)
 
