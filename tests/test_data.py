@@ -1,0 +1,129 @@
+"""data/: the same corpus on every run, held-out text kept apart, and files that are whole or absent."""
+
+import hashlib
+import os
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tokenizer import char_tokenizer, load_tokenizer, read_corpus, write_atomically, write_corpus
+
+ROOT = Path(__file__).resolve().parents[1]
+stdlib = runpy.run_path(str(ROOT / "data" / "stdlib" / "prepare.py"))
+shakespeare = runpy.run_path(str(ROOT / "data" / "shakespeare_char" / "prepare.py"))
+
+
+@pytest.fixture
+def library(tmp_path) -> Path:
+    """A standard library of 200 small modules, with some folders that do not belong to the corpus."""
+    root = tmp_path / "library"
+    for i in range(200):
+        path = root / ("package" if i % 2 else ".") / f"module{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"def function%d(x):\n    return x + %d\n" % (i, i) + b"# \xff\n" * (i == 7))
+    for skipped in ("test/a.py", "json/tests/b.py", "site-packages/c/d.py", "encodings/e.py", "pydoc_data/f.py",
+                    "idlelib/idle_test/g.py", "_sysconfigdata_x.py", "config-3/h.py", "dist-packages/i.py"):  # fmt: skip
+        (root / skipped).parent.mkdir(parents=True, exist_ok=True)
+        (root / skipped).write_text("SKIPPED = 1\n")
+    (root / "testing.py").write_text("# a module whose name only begins like a folder of tests\n")
+    return root
+
+
+def prepare(library: Path, out: Path) -> Path:
+    out.mkdir(exist_ok=True)
+    stdlib["prepare"](out, root=library)
+    return out
+
+
+def documents(folder: Path, split: str) -> list[bytes]:
+    """The files of a split, cut at the end-of-text tokens."""
+    tokenizer, ids = load_tokenizer(folder), read_corpus(folder, split).tolist()
+    ends = [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
+    assert ends[-1] == len(ids) - 1
+    return [tokenizer.decode_bytes(ids[a + 1 : b]) for a, b in zip([-1, *ends], ends, strict=False)]
+
+
+def test_stdlib_holds_every_file_once_on_its_side(library, tmp_path):
+    """Bytes that are not UTF-8 included; which side is the hash of the name's business alone."""
+    folder = prepare(library, tmp_path / "out")
+    names = sorted(["testing.py", *(("package/" if i % 2 else "") + f"module{i}.py" for i in range(200))],
+                   key=lambda name: Path(name).parts)  # fmt: skip
+    held = [name for name in names if int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < 2**32 / 20]
+    assert 4 < len(held) < 20
+    assert documents(folder, "val") == [(library / name).read_bytes() for name in held]
+    assert documents(folder, "train") == [(library / name).read_bytes() for name in names if name not in held]
+
+
+def test_stdlib_is_the_same_each_time_and_learns_nothing_from_held_out_text(library, tmp_path):
+    first, second = prepare(library, tmp_path / "1"), prepare(library, tmp_path / "2")
+    names = ("train.bin", "val.bin", "meta.json", "tokenizer.json", "tokenizer_config.json")
+    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
+    held = next(path for path in library.rglob("*.py") if stdlib["is_held_out"](path.relative_to(library).as_posix()))
+    held.write_text("unheard_of = 'quixotic' # " * 100)
+    third = prepare(library, tmp_path / "3")
+    assert (third / "val.bin").read_bytes() != (first / "val.bin").read_bytes()
+    assert all((third / name).read_bytes() == (first / name).read_bytes() for name in ("train.bin", "tokenizer.json"))
+
+
+def test_stdlib_without_sources_says_so(tmp_path):
+    with pytest.raises(SystemExit, match=r"0 files to train on and 0 to hold out .* choose another corpus"):
+        stdlib["prepare"](tmp_path, root=tmp_path)
+
+
+def test_shakespeare_is_nanogpts(tmp_path):
+    """65 symbols, 1,003,854 and 111,540 tokens, and the ids of nanoGPT's sorted vocabulary."""
+    path = Path(os.environ.get("SHAKESPEARE_TXT") or ROOT.parent / "shared" / "data" / "tinyshakespeare" / "input.txt")
+    if not path.is_file():
+        pytest.skip("the text is not at hand: set SHAKESPEARE_TXT")
+    shakespeare["prepare"](tmp_path, source=path)
+    train, val = read_corpus(tmp_path, "train"), read_corpus(tmp_path, "val")
+    assert (len(train), len(val), load_tokenizer(tmp_path).vocab_size) == (1_003_854, 111_540, 65)
+    assert train[:10].tolist() == [18, 47, 56, 57, 58, 1, 15, 47, 58, 47]  # "First Citi"
+    assert train.dtype == np.uint16
+    text = path.read_text()
+    assert load_tokenizer(tmp_path).decode(np.concatenate([train, val]).tolist()) == text
+
+
+def test_shakespeare_without_network_says_what_to_do(tmp_path):
+    """The address, the flag and the folder; and nothing half there."""
+    with pytest.raises(SystemExit) as error:
+        shakespeare["fetch"](tmp_path / "input.txt", "http://127.0.0.1:9/input.txt")
+    assert all(part in str(error.value) for part in ("http://127.0.0.1:9/input.txt", "--input FILE", str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SystemExit, match=r"--input .*nowhere\.txt is not a file"):
+        shakespeare["prepare"](tmp_path, source=tmp_path / "nowhere.txt")
+
+
+def test_token_files_take_four_bytes_above_65536_symbols(tmp_path):
+    for symbols, dtype in ((65_536, np.uint16), (65_537, np.uint32)):
+        tokenizer = char_tokenizer("".join(map(chr, range(0xE000, 0xE000 + symbols))))
+        last = symbols - 1
+        write_corpus(tmp_path, tokenizer, [0, last], [last])
+        train = read_corpus(tmp_path, "train")
+        assert train.dtype == dtype and train.tolist() == [0, last] and isinstance(train, np.memmap)
+
+
+def test_a_corpus_is_there_when_all_of_it_is(tmp_path, monkeypatch):
+    """meta.json goes first and comes last: a preparation that dies in between leaves a folder that is prepared anew."""
+    tokenizer = char_tokenizer("ab")
+    write_corpus(tmp_path, tokenizer, [0, 1], [1])
+    with pytest.raises(OverflowError):
+        write_corpus(tmp_path, tokenizer, [0, 1], [-1])
+    assert not (tmp_path / "meta.json").exists()
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def half(temporary):
+        temporary.write_text("ne")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, half)
+    assert path.read_text() == "old"
+    write_atomically(path, lambda temporary: temporary.write_text("new"))
+    assert path.read_text() == "new" and [p.name for p in tmp_path.iterdir() if p.suffix != ".tmp"] == ["file"]

@@ -1,0 +1,395 @@
+"""train.py: what it learns from, that a run can be stopped, killed and resumed, and what it says."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train
+from model import GPT, GPTConfig, causal_attention, head_loss, load_checkpoint
+from tokenizer import load_tokenizer, train_bpe, write_corpus
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = """--n_layer 1 --n_head 2 --n_embd 16 --context_length 32 --batch_size 4 --warmup 2 --dropout 0.1 --dtype float32
+    --threads 1 --device cpu --eval_every 5 --eval_tokens 64 --sample_tokens 4""".split()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A prepared folder: this repo's own sources in 300 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text = "".join(path.read_text() for path in sorted(ROOT.glob("*.py")))
+    tokenizer = train_bpe([text], 300)
+    ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    write_corpus(folder, tokenizer, ids[:-1001], ids[-1001:])
+    return folder
+
+
+@pytest.fixture
+def tiny(corpus, tmp_path) -> list[str]:
+    """The flags of a run of milliseconds into tmp_path/out."""
+    return [*TINY, "--data", str(corpus), "--out", str(tmp_path / "out")]
+
+
+@pytest.fixture(autouse=True)
+def leave_signals_alone():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def losses(out: Path) -> list[tuple]:
+    """All that log.jsonl says, except how long it took."""
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [tuple((k, v) for k, v in line.items() if k != "tokens_per_second") for line in lines]
+
+
+def assert_loads(out: Path):
+    """All three ways to open the directory work, and its model is no wreck."""
+    model, tokenizer = load_checkpoint(out), load_tokenizer(out)
+    state = torch.load(out / "train_state.pt", weights_only=True)
+    assert model.config.vocab_size == tokenizer.vocab_size == 300
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 299
+    assert all(w.isfinite().all() for w in [*model.state_dict().values(), *state["model"].values()])
+    return state
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The whole run
+
+
+def test_a_run_learns_and_leaves_a_checkpoint(tiny, tmp_path, capsys):
+    train.main([*tiny, "--steps", "40"])
+    out = tmp_path / "out"
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if "loss" in line] == list(range(1, 41))
+    assert [line["step"] for line in log if "val_loss" in line] == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert log[0]["loss"] == pytest.approx(math.log(300), abs=0.1)  # an untrained model knows nothing
+    assert log[-1]["val_loss"] < log[0]["loss"] - 1
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert assert_loads(out)["step"] == 40
+    printed = capsys.readouterr().out
+    assert f"val loss: {log[-1]['val_loss']:.4f}" in printed
+    assert "held out: 1,001 tokens" in printed and "gzip -9" in printed and "xz -9" in printed
+
+
+@pytest.mark.parametrize("stop", [7, 10])  # between two evaluations, and at one
+def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(tiny, tmp_path, monkeypatch, capsys, stop):
+    """To the bit, dropout included: batches and noise are functions of (seed, step)."""
+    train.main([*tiny, "--steps", "20", "--out", str(tmp_path / "whole")])
+    update = train.Run.update
+
+    def update_then_terminate(self, *batch):
+        result = update(self, *batch)
+        if self.step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "update", update_then_terminate)
+        train.main([*tiny, "--steps", "20"])  # returns: exit status 0
+    assert f"stopped and saved at step {stop}" in capsys.readouterr().out
+    out = tmp_path / "out"
+    assert assert_loads(out)["step"] == stop
+    with open(out / "log.jsonl", "a") as f:  # as a kill after the last save would leave it
+        f.write('{"step": 99, "loss": 1.0}\n{"step"')
+    train.main(["--resume", "--out", str(out)])
+    expected = [
+        line for line in losses(tmp_path / "whole") if stop != 10 or line[:2] != (("step", 10), ("val_loss", 0))
+    ]
+    got = losses(out)
+    if stop == 10:  # stopped before that evaluation
+        expected = [line for line in expected if not (line[0] == ("step", 10) and line[1][0] == "val_loss")]
+    assert got == expected
+    whole, resumed = load_checkpoint(tmp_path / "whole"), load_checkpoint(out)
+    assert all(torch.equal(w, resumed.state_dict()[name]) for name, w in whole.state_dict().items())
+
+
+def test_resuming_a_finished_run_only_reports_again(tiny, tmp_path, capsys):
+    train.main([*tiny, "--steps", "5"])
+    before = losses(tmp_path / "out")
+    train.main(["--resume", "--out", str(tmp_path / "out")])
+    assert losses(tmp_path / "out") == before
+    assert capsys.readouterr().out.count("val loss:") == 2
+
+
+def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
+    update = train.Run.update
+
+    def poisoned(self, *batch):
+        result = update(self, *batch)
+        return result * math.nan if self.step == 8 else result
+
+    monkeypatch.setattr(train.Run, "update", poisoned)
+    with pytest.raises(SystemExit, match=r"step 8: loss nan.*checkpoint of step 5 is in .*lower --matrix_lr") as error:
+        train.main([*tiny, "--steps", "20"])
+    assert error.value.code not in (0, None)
+    assert assert_loads(tmp_path / "out")["step"] == 5
+
+
+def test_a_learning_rate_that_explodes_is_caught(tiny, tmp_path):
+    """Nothing patched: the real thing, before anything was saved."""
+    with pytest.raises(SystemExit, match="gradient norm .* stopped, nothing is saved yet"):
+        train.main([*tiny, "--steps", "20", "--vector_lr", "1e30", "--eval_every", "20"])
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_directory_with_a_model_is_not_overwritten_by_accident(tiny, tmp_path):
+    train.main([*tiny, "--steps", "2"])
+    out = tmp_path / "out"
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(SystemExit, match="--resume continues it, --overwrite starts again, --out names another"):
+        train.main([*tiny, "--steps", "2"])
+    assert (out / "model.safetensors").read_bytes() == before
+    train.main([*tiny, "--steps", "2", "--overwrite", "--seed", "7", "--n_embd", "32"])
+    assert assert_loads(out)["args"]["seed"] == 7 and load_checkpoint(out).config.n_embd == 32
+
+
+def test_minutes_decide_the_steps(tiny, tmp_path, capsys):
+    train.main([*tiny, "--minutes", "0.11"])
+    state = assert_loads(tmp_path / "out")
+    assert f"plan: {state['steps']} steps" in capsys.readouterr().out or state["steps"] != 15
+    assert state["step"] == state["steps"] >= 16
+
+
+def test_a_plan_fits_the_time_left(tiny, corpus):
+    args = train.parse_args([*tiny, "--eval_every", "100", "--eval_tokens", "12800"])
+    run = train.Run(args, train.load_corpus(str(corpus), train.choose_machine(args)), train.choose_machine(args))
+    run.step = 15
+    planned = train.plan_steps(run, step_seconds=0.1, seconds_left=100.0)
+    # 128 tokens a step: a look at 12,800 costs 100 forward passes of 0.04 s, 4 s, and 0.54 s to sample and save
+    assert 0.9 * 100 < (planned - 15) * (0.1 + 4.54 / 100) + 4 < 100
+    assert train.plan_steps(run, step_seconds=0.1, seconds_left=-5.0) == 16  # late already: one more step, and stop
+
+
+def test_runs_without_the_optional_packages(tiny, tmp_path, monkeypatch, capsys):
+    for name in ("tqdm", "matplotlib", "tokenizers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    train.main([*tiny, "--steps", "5"])
+    printed = capsys.readouterr().out
+    assert "no progress bar: tqdm is not installed" in printed
+    assert "no loss.png: matplotlib is not installed" in printed
+    assert_loads(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--n_layers", "3"], "unrecognized arguments: --n_layers"),
+        (["--preset", "gpt5"], "invalid choice: 'gpt5'"),
+        (["--resume", "--steps", "9", "--seed=1"], "leave out --seed, --steps"),
+        (["--eval_every", "0"], "--eval_every 0: at least 1 is wanted"),
+        (["--data", "nowhere"], "there is shakespeare_char, stdlib"),
+        (["--n_head", "3"], "n_embd 16 is not a multiple of n_head 3"),
+        (["--context_length", "1000000"], "too few for windows of 1000000"),
+    ],
+)
+def test_mistakes_get_a_message(tiny, flags, message, capsys):
+    flags = flags if "--resume" in flags else [*tiny, "--steps", "2", *flags]
+    with pytest.raises(SystemExit) as error:
+        train.main(flags)
+    assert error.value.code not in (0, None)
+    assert message in str(error.value) + capsys.readouterr().err
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(SystemExit, match="nothing to resume in"):
+        train.main(["--resume", "--out", str(tmp_path)])
+    (tmp_path / "train_state.pt").write_bytes(b"torn")
+    with pytest.raises(SystemExit, match=r"train_state\.pt cannot be read"):
+        train.main(["--resume", "--out", str(tmp_path)])
+
+
+def test_presets_fill_in_and_flags_win():
+    args = train.parse_args(["--preset", "gpt2-124M", "--n_layer", "2", "--device", "cpu"])
+    assert (args.n_layer, args.n_embd, args.data, args.out) == (2, 768, "stdlib_gpt2", "out/gpt2-124M")
+    assert train.parse_args(["--preset", "gpt2-124M", "--device", "cpu", "--minutes", "1"]).steps is None
+    assert train.parse_args([]).out == "out/stdlib"
+    parser = train.build_parser()
+    assert all(action.help for action in parser._actions)
+    knobs = {action.dest for action in parser._actions}
+    assert all(set(preset) <= knobs for sizes in train.PRESETS.values() for preset in sizes.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Real processes, real signals
+
+
+def start(flags: list[str], folder: Path) -> subprocess.Popen:
+    log = open(folder / "stdout", "w")  # noqa: SIM115
+    return subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags], stdout=log, stderr=subprocess.STDOUT)
+
+
+def wait_for(path: Path, process: subprocess.Popen):
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.02)
+
+
+def test_ctrl_c_saves_and_exits_with_0(tiny, tmp_path):
+    process = start([*tiny, "--steps", "1000000"], tmp_path)
+    wait_for(tmp_path / "out" / "config.json", process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    assert "stopped and saved at step" in (tmp_path / "stdout").read_text()
+    assert assert_loads(tmp_path / "out")["step"] >= 5
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(tiny, tmp_path, kills):
+    """Each life saves after every step, so that most kills fall into a save; the next life resumes what is left."""
+    out, moments, step = tmp_path / "out", random.Random(kills), 0
+    flags = [*tiny, "--steps", "1000000", "--eval_every", "1", "--sample_tokens", "0"]
+    for _ in range(kills):
+        process = start(flags, tmp_path)
+        wait_for(out / "config.json", process)
+        mark = (out / "train_state.pt").stat().st_mtime_ns
+        while (out / "train_state.pt").stat().st_mtime_ns == mark and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(moments.random() * 0.2)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        state = assert_loads(out)
+        assert state["step"] > step
+        step, flags = state["step"], ["--resume", "--out", str(out)]
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(tiny, tmp_path):
+    """torchrun: gradients are averaged, so the weights agree with those of one process up to rounding."""
+    flags = [*tiny, "--steps", "6", "--dropout", "0"]
+    train.main([*flags, "--out", str(tmp_path / "one")])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29511"]
+    subprocess.run([*torchrun, str(ROOT / "train.py"), *flags, "--out", str(tmp_path / "two")], check=True, timeout=120)
+    one, two = load_checkpoint(tmp_path / "one").state_dict(), load_checkpoint(tmp_path / "two").state_dict()
+    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The parts
+
+
+MACHINE = train.Machine(torch.device("cpu"), torch.float32, compile=False)
+
+
+def test_an_epoch_is_every_window_once_in_another_order():
+    tokens = np.arange(1005, dtype=np.uint16)
+    batches = train.Batches(tokens, batch_size=9, context_length=10, seed=3)
+    assert batches.windows == 99
+    epochs = [[batches.start(i) for i in range(e * 99, (e + 1) * 99)] for e in range(2)]
+    for starts in epochs:
+        offset = min(starts)
+        assert 0 <= offset < 10 and sorted(starts) == list(range(offset, offset + 990, 10))
+    assert epochs[0] != epochs[1]
+    x, y = batches(13, MACHINE)  # of the second epoch
+    assert x[:, 0].tolist() == epochs[1][18:27] and torch.equal(y, x + 1)
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    tokens = np.arange(5000, dtype=np.uint16)
+
+    def first(step, seed=1):
+        return train.Batches(tokens, 8, 16, seed)(step, MACHINE)[0]
+
+    forward = train.Batches(tokens, 8, 16, 1)
+    in_order = [forward(step, MACHINE)[0] for step in range(60)]
+    assert all(torch.equal(first(step), in_order[step]) for step in (59, 3, 40))
+    assert not torch.equal(first(3), first(3, seed=2))
+    two = [train.Machine(MACHINE.device, torch.float32, False, rank, 2) for rank in (0, 1)]
+    halves = torch.cat([forward(7, machine)[0] for machine in two])
+    assert sorted(halves[:, 0].tolist()) == sorted(in_order[7][:, 0].tolist())
+
+
+def test_evaluation_scores_every_token_once(corpus):
+    """Against one window at a time, in plain torch: the last one is short, the first starts from the end of a text."""
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16))
+    with torch.no_grad():
+        model.wte.weight.mul_(20)  # far from uniform, so that each token counts
+        stream = torch.tensor([299, *loaded.val.tolist()])
+        expected = sum(
+            F.cross_entropy(model(stream[None, i : i + 32][:, : len(stream) - 1 - i])[0][0], stream[i + 1 : i + 33],
+                            reduction="sum").item()
+            for i in range(0, len(stream) - 1, 32)
+        )  # fmt: skip
+    nats, count = train.evaluate(model, loaded, MACHINE)
+    assert count == len(loaded.val) == 1001
+    assert nats == pytest.approx(expected, rel=1e-5)
+    assert train.evaluate(model, loaded, MACHINE, limit=96)[1] == 96 - 32 + 1001 % 32  # first, middle and last window
+
+
+def test_bits_per_byte():
+    text = os.urandom(1000)
+    report = train.compare_with_compressors(nats=4000 * math.log(2), data=text)
+    assert "model 4.000" in report and "gzip -9 8.18" in report  # noise does not compress: 23 bytes more
+    assert "(51% below gzip)" in report
+
+
+def test_learning_rate_rises_stays_and_falls():
+    args = train.parse_args(["--warmup", "10", "--decay", "0.5"])
+    shares = [train.learning_rate(step, 100, args) for step in range(100)]
+    assert shares[:3] == [0.1, 0.2, pytest.approx(0.3)] and shares[9:51] == [1.0] * 42
+    assert shares[75] == 0.5 and shares[99] == pytest.approx(0.02)
+    assert train.learning_rate(99, None, args) == 1.0
+
+
+def test_orthogonalize_evens_out_singular_values():
+    torch.manual_seed(0)
+    for shape in ((3, 32, 32), (2, 64, 16), (2, 16, 64)):
+        values = torch.linalg.svdvals(train.orthogonalize(torch.randn(shape)))
+        assert values.shape[1] == min(shape[1:])
+        # Newton-Schulz leaves the smallest of a square matrix behind; the others end near 1
+        assert values.max() < 1.3 and values.quantile(0.1) > 0.5
+
+
+def test_muon_moves_q_k_and_v_apart():
+    """One stored matrix, three maps: a large gradient of q must not shrink the step of v."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(48, 16))
+    gradient = torch.randn(48, 16)
+    weight.grad = gradient * torch.tensor([1000.0, 1.0, 0.001]).repeat_interleave(16)[:, None]
+    train.Muon([weight], lr=0.1).step()
+    for part, alone in zip(weight.detach().split(16), gradient.split(16), strict=True):
+        assert torch.allclose(part, -0.1 * train.orthogonalize(alone[None])[0], atol=1e-3)
+
+
+def test_loss_in_chunks_is_the_loss():
+    """The head's loss that never holds all logits, and its gradients, against torch's own, with targets left out."""
+    torch.manual_seed(0)
+    x, head = torch.randn(3, 200, 24), torch.randn(77, 24)
+    targets = torch.randint(77, (3, 200))
+    targets[0, :50] = -100
+    results = []
+    for loss_of in (head_loss, lambda x, w, t: F.cross_entropy((x @ w.T).flatten(0, 1), t.flatten())):
+        leaves = [x.clone().requires_grad_(), head.clone().requires_grad_()]
+        loss = loss_of(*leaves, targets)
+        results.append([loss, *torch.autograd.grad(3 * loss, leaves)])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True))
+
+
+def test_attention_spelt_out_is_attention():
+    """Training on a CPU in bfloat16 takes another path: same values and gradients, within bfloat16."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 50, 3, 16).bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        y = causal_attention(*leaves)
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        assert (a.float() - b).abs().max() < 0.03 * b.abs().max()
