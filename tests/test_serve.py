@@ -183,7 +183,7 @@ class Server:
     def connect(self, **body) -> socket.socket:
         """A raw connection that has sent its request, to be dropped or read slowly."""
         body = json.dumps(body)
-        sock = socket.create_connection(self.address)
+        sock = socket.create_connection(self.address, timeout=10)
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         return sock
@@ -337,6 +337,15 @@ def test_stop_string_over_tokens(server, command, count, include, text):
     assert answer["usage"]["completion_tokens"] == count
     wait_until(lambda: server.engine.aborted[-1:] == [server.engine.added[-1]["id"]])
     assert text_of(server.stream(f"{command} oneTWO" + "more" * 500, **fields)) == text
+
+
+def test_stop_string_ends_its_own_prompt_only():
+    """In a call of several prompts, one that met its stop string is aborted at once, not when the last one is done."""
+    with Server(engine=FakeEngine(max_model_len=10**9)) as server:
+        sock = server.connect(prompt=["loop", "say oneTWO" + "more" * 10**4], stop="TWO", max_tokens=10**5)
+        wait_until(lambda: server.engine.aborted == ["1"])
+        assert list(server.engine.running) == ["0"]
+        sock.close()
 
 
 def test_text_that_only_looked_like_a_stop_string(server):
