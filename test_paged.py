@@ -1,0 +1,724 @@
+"""
+The proof: paged attention changes where K and V live, and no token of any answer.
+
+    python test_paged.py        # a line for each test; torch and numpy are enough
+    pytest test_paged.py        # the same tests
+
+Three parts, each standing on the one before: who owns which block (no model needed), who is computed when (no model
+needed either), and then the whole engine against the dense model, which has no cache and computes every text from its
+beginning for each token. Block size is 4 throughout, pools have a handful of blocks, so that block ids can be written
+down. Wherever a model runs, the pool starts full of NaN and its free blocks are shuffled: reading a slot that nobody
+wrote, or a block of somebody else, cannot go unnoticed.
+"""
+
+import random
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from engine import Engine, Runner, interleaved_generate
+from model import GPT, GPTConfig
+from paged import BlockAllocator, Plan, Request, Scheduler, root_key
+from sampling import GREEDY, SamplingParams, drop_unlikely, gumbel_noise
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the tests share
+
+
+@contextmanager
+def raises(kind: type[Exception], *parts: str):
+    """The body must raise `kind`, with every part in its message (pytest is not needed to run this file)."""
+    try:
+        yield
+    except kind as error:
+        missing = [part for part in parts if part not in str(error)]
+        assert not missing, f"{missing} not in the message: {error}"
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def step(scheduler: Scheduler) -> Plan:
+    """One step without a model: every sampled token is 1000 + the request's length."""
+    plan = scheduler.plan()
+    scheduler.check(plan)
+    scheduler.update(plan, [1000 + r.num_tokens for r in plan.sampled])
+    scheduler.check()
+    return plan
+
+
+def serve_alone(scheduler: Scheduler, id, prompt: list[int], max_new_tokens: int = 1, **fields) -> Request:
+    """Add a request and run the scheduler until it is idle."""
+    request = Request(id, prompt, max_new_tokens, **fields)
+    scheduler.add_request(request)
+    while not scheduler.is_done():
+        step(scheduler)
+    return request
+
+
+VOCABULARY, PERIOD, CONTEXT = 32, 13, 64
+
+
+def echo_text(count: int, length: int, noise: float, generator: torch.Generator) -> torch.Tensor:
+    """Texts of random letters that repeat after PERIOD letters: the next letter is known only from far back."""
+    texts = torch.randint(VOCABULARY, (count, PERIOD), generator=generator)[:, torch.arange(length) % PERIOD]
+    other = torch.randint(VOCABULARY, texts.shape, generator=generator)
+    return torch.where(torch.rand(texts.shape, generator=generator) < noise, other, texts)
+
+
+@cache
+def trained_model(num_kv_heads: int = 2, eos_token_id: int | None = None) -> GPT:
+    """
+    A small GPT, trained for two seconds to look PERIOD tokens back, which is three or four blocks: a wrong block table,
+    mask or position changes its answers. An untrained model repeats one token whatever is in its cache.
+    """
+    config = GPTConfig(VOCABULARY, CONTEXT, 2, 4, 64, num_kv_heads, eos_token_id=eos_token_id)
+    if eos_token_id is not None:  # the same weights
+        model = GPT(config)
+        model.load_state_dict(trained_model(num_kv_heads).state_dict())
+        return model.eval()
+    steps, generator = 120, torch.Generator().manual_seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for i in range(steps):
+        optimizer.param_groups[0]["lr"] = 4e-3 * min(1, (i + 1) / 40, 3 * (steps - i) / steps)
+        text = echo_text(16, CONTEXT + 1, 0.1, generator)
+        _, loss = model(text[:, :-1], text[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return echo_text(1, length, 0.0, torch.Generator().manual_seed(seed))[0].tolist()
+
+
+def mixed_params(max_tokens: int, count: int) -> list[SamplingParams]:
+    """Greedy, sampled and filtered requests in turn, so that every batch mixes them."""
+    kinds = [
+        GREEDY,
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.4, top_k=12, top_p=0.97, min_p=0.01),
+    ]
+    return [replace(kinds[i % 3], max_tokens=max_tokens, seed=7 - 5 * i) for i in range(count)]
+
+
+def scores(params: SamplingParams, logits: torch.Tensor, position: int) -> torch.Tensor:
+    """What decides the token at `position`, (1, V): the logits, filtered and with the request's own noise."""
+    if params.temperature == 0:
+        return logits
+    filters = torch.tensor([params.top_k]), torch.tensor([params.top_p]), torch.tensor([params.min_p])
+    noise = gumbel_noise(*(torch.tensor([x]) for x in (params.seed, position, 0)), logits.shape[-1])
+    return drop_unlikely(logits / params.temperature, *filters) + noise
+
+
+compared = {"tokens": 0, "ties": 0}
+
+
+def assert_equals_dense(model: GPT, prompt_tokens: list[int], answer: list[int], params: SamplingParams):
+    """
+    The answer is what the dense model gives. Where its best two scores lie within 1e-4 of each other, rounding may
+    choose either: such ties are counted, and the comparison goes on from the engine's choice.
+    """
+    text, full = list(prompt_tokens), list(prompt_tokens) + answer
+    while len(text) < len(full):
+        reference = model.generate(
+            torch.tensor([text]), len(full) - len(text), lambda logits, at: scores(params, logits, at).argmax(-1)
+        )[0].tolist()
+        if reference == full:
+            break
+        at = next(i for i, (a, b) in enumerate(zip(reference, full, strict=True)) if a != b)
+        with torch.no_grad():
+            choice = scores(params, model(torch.tensor([full[:at]]))[0][:, -1], at)[0]
+        gap = (choice[reference[at]] - choice[full[at]]).item()
+        expected, got = reference[len(prompt_tokens) :], full[len(prompt_tokens) :]
+        assert gap <= 1e-4, f"token {at} of the text differs (scores by {gap:.4f}): dense {expected}, paged {got}"
+        compared["ties"] += 1
+        text = full[: at + 1]
+    compared["tokens"] += len(answer)
+
+
+def poison(runner: Runner, scheduler: Scheduler):
+    """NaN in every slot, and free blocks in no order: block 0 is not where the first request lives."""
+    runner.pool.kv.fill_(torch.nan)
+    random.Random(3).shuffle(scheduler.block_allocator.free)
+
+
+def new_engine(model: GPT, **settings) -> Engine:
+    defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 64, "check": True}
+    engine = Engine(model, **(defaults | settings))
+    poison(engine.runner, engine.scheduler)
+    return engine
+
+
+def assert_idle(engine: Engine):
+    """Nothing leaked: no request, no row, no reference is left, and the whole pool can be allocated."""
+    scheduler, allocator = engine.scheduler, engine.scheduler.block_allocator
+    scheduler.check()
+    assert not engine.requests and scheduler.is_done(), f"{list(engine.requests)} are left"
+    assert sorted(scheduler.free_rows) == list(range(scheduler.max_num_seqs)), "a row was lost"
+    assert sum(allocator.ref_counts) == 0 and allocator.num_free == allocator.num_blocks, "blocks leaked"
+
+
+def serve(engine: Engine, prompts: list[list[int]], max_tokens: int = 20) -> list[list[int]]:
+    """Answer all prompts, greedily and by sampling; every answer is complete and equals the dense model's."""
+    params = mixed_params(max_tokens, len(prompts))
+    answers = engine.generate(prompts, params, progress=False)
+    for tokens, answer, p in zip(prompts, answers, params, strict=True):
+        assert len(answer) == max_tokens, f"{len(answer)} tokens, wanted {max_tokens}"
+        assert_equals_dense(engine.runner.model, tokens, answer, p)
+    assert_idle(engine)
+    return answers
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1. Blocks: free, referenced, or cached and idle
+
+
+def test_blocks_are_handed_out_taken_back_and_run_out():
+    """Would catch: a block handed out twice or lost, the sink block handed out, a failed request for blocks that keeps
+    some of them."""
+    allocator = BlockAllocator(num_blocks=4, block_size=4)
+    assert allocator.allocate_n(3) == [0, 1, 2]
+    allocator.free_blocks_for_request([1])
+    assert allocator.allocate_one() == 1, "the block freed last is the next one handed out"
+    allocator.free_blocks_for_request([0, 1, 2])
+    assert allocator.allocate_n(2) == [0, 1], "the tail is freed first, so the head comes back first"
+    with raises(RuntimeError, "wanted 3", "available 2 of 4"):
+        allocator.allocate_n(3)
+    assert allocator.num_free == 2, "a refusal takes nothing"
+    assert allocator.allocate_n(2) == [2, 3]
+    with raises(RuntimeError, "wanted 1", "available 0 of 4"):
+        allocator.allocate_one()
+    allocator.free_blocks_for_request([0, 1, 2, 3])
+    with raises(ValueError, "block 2 is freed twice"):
+        allocator.free_blocks_for_request([2])
+
+
+def test_life_of_a_shared_prefix():
+    """Would catch: a hit that does not raise the reference count, so that the first to finish frees what the second
+    reads; a parent evicted before its leaf, which leaves the leaf unfindable; a finished request that frees nothing."""
+    scheduler = Scheduler(max_kv_tokens=24)  # six blocks
+    allocator = scheduler.block_allocator
+    a, b = Request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], 3), Request("b", [1, 2, 3, 4, 5, 6, 7, 8, 50], 3)
+    scheduler.add_request(a)
+    step(scheduler)
+    assert a.block_table == [0, 1, 2] and a.generated_tokens == [1009]
+
+    scheduler.add_request(b)
+    plan = step(scheduler)
+    assert b.block_table == [0, 1, 3] and allocator.ref_counts == [2, 2, 1, 1, 0, 0]
+    assert plan.decodes == [a] and plan.chunks == [(b, 1)], "of nine tokens, eight were found"
+
+    step(scheduler)
+    assert a.status == "done" and allocator.ref_counts == [1, 1, 0, 1, 0, 0], "b still reads blocks 0 and 1"
+    step(scheduler)
+    assert b.status == "done" and allocator.ref_counts == [0] * 6 and allocator.num_free == 6
+    assert list(allocator.idle) == [1, 0], "full blocks stay findable, the leaf is the first to go"
+
+    assert allocator.allocate_n(4) == [3, 2, 4, 5] and allocator.num_evictions == 0, "free blocks first"
+    assert allocator.allocate_n(2) == [1, 0] and allocator.num_evictions == 2, "then idle ones, least recently used"
+    assert not scheduler.block_cache.held and not scheduler.block_cache.block_of
+
+
+def test_least_recently_used_block_is_evicted_first():
+    """Would catch: a hit that does not count as a use, so that the prefix everybody shares is the one thrown away."""
+    scheduler = Scheduler(max_kv_tokens=12)  # three blocks
+    allocator = scheduler.block_allocator
+    serve_alone(scheduler, "a", [1, 2, 3, 4, 5])  # block 0 stays, cached
+    serve_alone(scheduler, "b", [6, 7, 8, 9, 10])  # block 1 stays
+    assert list(allocator.idle) == [0, 1] and allocator.free == [2]
+    assert serve_alone(scheduler, "a again", [1, 2, 3, 4, 11]).num_hit_tokens == 4
+    assert list(allocator.idle) == [1, 0]
+    assert allocator.allocate_n(2) == [2, 1], "the free block, then b's: a's was used since"
+
+
+def test_a_block_is_findable_only_once_it_is_computed():
+    """Would catch: commit at allocation, where a twin request reads K, V that do not exist yet; generated tokens that
+    never enter the cache; two blocks under one key, of which one leaks."""
+    scheduler = Scheduler(max_kv_tokens=32, token_budget=32)
+    cache = scheduler.block_cache
+    twins = [Request("a", list(range(9)), 4), Request("b", list(range(9)), 4)]
+    for request in twins:
+        scheduler.add_request(request)
+    plan = scheduler.plan()
+    assert [r.block_table for r in twins] == [[0, 1, 2], [3, 4, 5]], "nothing is computed yet: nothing to share"
+    assert not cache.held
+    scheduler.update(plan, [1009, 1009])
+    assert list(cache.held) == [0, 1], "full blocks only, and of one key the first"
+    while not scheduler.is_done():
+        step(scheduler)
+    assert {block: content.tokens for block, content in cache.held.items()} == {
+        0: (0, 1, 2, 3),
+        1: (4, 5, 6, 7),
+        2: (8, 1009, 1010, 1011),
+    }, "prompt and answer alike"
+
+
+def test_a_block_is_found_only_after_the_same_prefix():
+    """Would catch: a block's key without its parent, its salt or its model; a hash taken for the content itself."""
+    scheduler = Scheduler(max_kv_tokens=64)
+    one, two = [1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12, 13, 14, 5, 6, 7, 8, 9]  # the second block is the same
+    for expected in (0, 8):
+        assert serve_alone(scheduler, f"one, {expected} hits", one).num_hit_tokens == expected
+        assert serve_alone(scheduler, f"two, {expected} hits", two).num_hit_tokens == expected
+    assert len(scheduler.block_cache.held) == 4, "two different blocks of the tokens 5, 6, 7, 8"
+    assert serve_alone(scheduler, "other user", one, cache_salt="secret").num_hit_tokens == 0
+    assert serve_alone(scheduler, "same user", one, cache_salt="secret").num_hit_tokens == 8
+    assert root_key("model a") != root_key("model b") and root_key("a", "b") != root_key("ab", "")
+
+    found = scheduler.block_cache.held[0]
+    assert scheduler.block_cache.lookup(found) == 0
+    assert scheduler.block_cache.lookup(found._replace(tokens=(1, 2, 3, 5))) is None, "a collision of hashes"
+    assert scheduler.block_cache.lookup(found._replace(parent=bytes(32))) is None
+
+
+def test_a_prompt_found_whole_still_computes_its_last_block():
+    """Would catch: a whole prompt taken from the cache, so that no token is computed and no logits exist."""
+    scheduler = Scheduler(max_kv_tokens=64)
+    serve_alone(scheduler, "first", [1, 2, 3, 4, 5, 6, 7, 8], 2)
+    again = Request("again", [1, 2, 3, 4, 5, 6, 7, 8], 2)
+    scheduler.add_request(again)
+    plan = step(scheduler)
+    assert again.num_hit_tokens == 4 and plan.chunks == [(again, 4)] and plan.sampled == [again]
+    assert again.block_table[0] == 0 and again.block_table[1] != 1, "its second block is its own"
+
+
+def test_forks_share_blocks_and_copy_the_last_on_write():
+    """Would catch: two requests writing one partial block; a copy where there is nothing partial to copy; a child
+    whose tokens or table are the parent's own lists."""
+    scheduler = Scheduler(max_kv_tokens=24)
+    allocator = scheduler.block_allocator
+    parent = Request("parent", [1, 2, 3, 4, 5, 6], 6)
+    scheduler.add_request(parent)
+    with raises(ValueError, "waiting", "only an active request can be forked"):
+        scheduler.fork(parent, "too early")
+    step(scheduler)
+    child = scheduler.fork(parent, "child")
+    child.generated_tokens[-1] = 77
+    assert parent.block_table == child.block_table == [0, 1] and allocator.ref_counts == [2, 2, 0, 0, 0, 0]
+
+    plan = step(scheduler)
+    assert plan.copies == {2: 1}, "who writes first copies block 1"
+    assert parent.block_table == [0, 2] and child.block_table == [0, 1]
+    assert allocator.ref_counts == [2, 1, 1, 0, 0, 0]
+    step(scheduler)
+    grandchild = scheduler.fork(child, "grandchild")  # eight slots are filled: the next token starts a block
+    plan = step(scheduler)
+    assert plan.copies == {} and scheduler.num_copies == 1
+    assert [r.block_table for r in (parent, child, grandchild)] == [[0, 2, 3], [0, 1, 4], [0, 1, 5]]
+    while not scheduler.is_done():
+        step(scheduler)
+    assert parent.generated_tokens[0] == 1006 and child.generated_tokens[0] == 77 and allocator.num_free == 6
+
+    full = Scheduler(max_kv_tokens=24, max_num_seqs=1)
+    only = Request("only", [1, 2, 3], 4)
+    full.add_request(only)
+    step(full)
+    with raises(RuntimeError, "wanted 1 row", "available 0 of 1"):
+        full.fork(only, "second")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. The scheduler: who is admitted, who waits, who is sent back
+
+
+def test_admission_at_the_edge_of_the_pool():
+    """Would catch: a shared block counted as if it had to be allocated; an idle block that is hit counted as still free
+    (it is about to be in use); a refused admission that keeps blocks."""
+    scheduler = Scheduler(max_kv_tokens=16)  # four blocks
+    allocator, prefix = scheduler.block_allocator, [1, 2, 3, 4, 5, 6, 7, 8]
+    first, second, third = (Request(i, [*prefix, 50 + i], 4) for i in range(3))
+    scheduler.add_request(first)
+    step(scheduler)
+    scheduler.add_request(second)
+    scheduler.add_request(third)
+    step(scheduler)
+    assert second.block_table == [0, 1, 3], "three blocks, of which two are shared: it fits exactly"
+    assert third.status == "waiting" and allocator.num_free == 0 and allocator.ref_counts == [2, 2, 1, 1]
+    while not scheduler.is_done():
+        step(scheduler)
+    assert third.num_generated == 4 and allocator.num_free == 4
+
+    scheduler = Scheduler(max_kv_tokens=16)
+    serve_alone(scheduler, "first", [*prefix, 9])  # blocks 0 and 1 are cached and idle
+    scheduler.add_request(Request("small", [100, 101], 2))
+    step(scheduler)
+    large = Request("large", [*prefix, *range(10, 18)], 1)  # finds two blocks and needs two, only one is left
+    scheduler.add_request(large)
+    assert scheduler.plan().admitted == [] and large.status == "waiting"
+
+    scheduler = Scheduler(max_kv_tokens=16)
+    serve_alone(scheduler, "first", [*prefix, 9])
+    large = serve_alone(scheduler, "large", [*prefix, *range(10, 18)], 1)
+    assert large.num_generated == 1 and large.num_hit_tokens == 8, "alone, it fits exactly"
+
+
+def test_who_does_not_fit_waits_and_keeps_its_place():
+    """Would catch: admission that overtakes the head of the queue for ever; a watermark that locks out a lone request;
+    rows handed out beyond max_num_seqs."""
+    scheduler = Scheduler(max_kv_tokens=16)
+    requests = [Request(i, [10 * i + j for j in range(n)], 2) for i, n in enumerate([9, 6, 2])]  # 3, 2, 1 blocks
+    for request in requests:
+        scheduler.add_request(request)
+    step(scheduler)
+    assert [r.status for r in requests] == ["active", "waiting", "waiting"], (
+        "the last would fit, but it is not its turn"
+    )
+    step(scheduler)
+    assert requests[0].status == "done", "and now its blocks are free:"
+    assert scheduler.plan().admitted == requests[1:]
+
+    for watermark, admitted in ((1, True), (2, False)):
+        scheduler = Scheduler(max_kv_tokens=16, watermark=watermark)
+        serve_alone(scheduler, "alone, the watermark does not matter", list(range(16)))
+        scheduler.add_request(Request("running", [1, 2], 4))
+        step(scheduler)
+        scheduler.add_request(Request("new", [21, 22, 23, 24, 25], 2))  # two of the three blocks that are left
+        assert bool(scheduler.plan().admitted) == admitted
+
+    scheduler = Scheduler(max_num_seqs=2)
+    for i in range(3):
+        scheduler.add_request(Request(i, [i + 1, 7], 2))
+    assert len(scheduler.plan().admitted) == 2
+
+
+def test_backpressure_and_recovery():
+    """Would catch: a request that is lost while the pool is full, or served twice; a pool that does not recover."""
+    scheduler = Scheduler(max_kv_tokens=16, token_budget=8)
+    requests = [Request(i, [10 * i + j for j in range(8)], 4) for i in range(6)]
+    for request in requests:
+        scheduler.add_request(request)
+    finished = []
+    for _ in range(100):
+        step(scheduler)
+        finished += [r for r in requests if r.status == "done" and r not in finished]
+    assert finished == requests, "first come, first served, and all of them"
+    assert [r.generated_tokens for r in requests] == [[1008, 1009, 1010, 1011]] * 6
+    assert scheduler.block_allocator.num_free == 4
+
+
+def test_preemption_block_by_block():
+    """Would catch: the wrong victim; a preempted request that keeps its blocks, comes back in the same step, loses its
+    tokens, or samples before its generated tokens are computed again."""
+    scheduler = Scheduler(max_kv_tokens=16)  # four blocks for two requests that need three each
+    allocator = scheduler.block_allocator
+    a, b = Request("a", [1, 2, 3, 4, 5, 6, 7], 5), Request("b", [11, 12, 13, 14, 15, 16, 17], 5)
+    scheduler.add_request(a)
+    scheduler.add_request(b)
+    step(scheduler)
+    step(scheduler)
+    assert a.block_table == [0, 1] and b.block_table == [2, 3] and allocator.num_free == 0
+    plan = step(scheduler)
+    assert plan.preempted == [b] and plan.decodes == [a] and plan.admitted == []
+    assert a.block_table == [0, 1, 3], (
+        "b's last block, committed and idle, was evicted for a; its first is still cached"
+    )
+    assert b.status == "waiting" and b.block_table == [] and b.generated_tokens == [1007, 1008] and b.row is None
+    step(scheduler)
+    assert b.status == "waiting", "three blocks needed, one of them found, one free"
+    step(scheduler)
+    assert a.status == "done" and a.generated_tokens == [1007, 1008, 1009, 1010, 1011]
+    plan = step(scheduler)
+    assert b.block_table == [2, 3, 1], "found again, freed last, evicted"
+    assert plan.chunks == [(b, 5)] and b.prefill_target == 9, "seven prompt tokens and two of its own, less four found"
+    assert b.generated_tokens == [1007, 1008, 1009]
+    while not scheduler.is_done():
+        step(scheduler)
+    assert b.generated_tokens == [1007, 1008, 1009, 1010, 1011] and b.num_preemptions == 1 and allocator.num_free == 4
+
+
+def test_a_request_alone_that_cannot_grow():
+    """Would catch: an endless loop of preempting oneself; a limit that is off by one block or one token."""
+    fits = Scheduler(max_kv_tokens=12)
+    assert serve_alone(fits, "fits", [1, 2, 3, 4, 5, 6, 7, 8], 5).num_generated == 5, "the last token needs no slot"
+    scheduler = Scheduler(max_kv_tokens=12)
+    with raises(RuntimeError, "request large cannot grow", "holds 3 of 3 blocks for 12 tokens", "wanted 1 more"):
+        serve_alone(scheduler, "large", [1, 2, 3, 4, 5, 6, 7, 8], 6)
+    scheduler.check()
+    scheduler.complete(scheduler.active[0])
+    assert scheduler.block_allocator.num_free == 3 and scheduler.is_done()
+
+    scheduler.add_request(Request("exactly", list(range(12)), 1))
+    with raises(ValueError, "needs 4 blocks for its prompt", "the pool has 3"):
+        scheduler.add_request(Request("one more", list(range(13)), 1))
+    with raises(ValueError, "empty prompt"):
+        scheduler.add_request(Request("nothing", [], 1))
+
+
+def test_a_step_shares_its_budget():
+    """Would catch: a prompt that blocks the others while it is prefilled, decodes that starve prefills or the other way
+    round, a token budget that is exceeded or not used up."""
+    scheduler = Scheduler(token_budget=8)
+    long, short = Request("long", list(range(20)), 8), Request("short", [31, 32, 33], 8)
+    scheduler.add_request(long)
+    scheduler.add_request(short)
+    assert step(scheduler).chunks == [(long, 4), (short, 3)], "even shares; the rest is left over: nobody wants it"
+    plan = step(scheduler)
+    assert plan.decodes == [short] and plan.chunks == [(long, 7)], "who runs decodes first, the prompt takes the rest"
+
+    scheduler = Scheduler(token_budget=4, prefill_share=0.5)
+    running = [Request(i, [40 + i], 20) for i in range(4)]
+    for request in running:
+        scheduler.add_request(request)
+    step(scheduler)
+    scheduler.add_request(Request("late", [1, 2, 3, 4, 5, 6], 1))
+    step(scheduler)  # admitted, but every token of this step is a decode's
+    plan = step(scheduler)
+    assert len(plan.decodes) == 2 and plan.num_tokens == 4, "half of the budget is the prompt's while it waits"
+    decoded = plan.decodes + step(scheduler).decodes
+    assert sorted(r.id for r in decoded) == [0, 1, 2, 3], "and those who run take turns"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3. The engine: every answer is the dense model's
+
+
+def test_the_reference_is_worth_comparing_with():
+    """Would catch: equivalence tests that cannot fail, because the model says the same whatever is in its cache."""
+    for model in (trained_model(2), trained_model(4)):
+        prompts = torch.tensor([prompt(seed, 20) for seed in range(20)])
+        answers = model.generate(prompts, 20)[:, 20:]
+        assert len({tuple(answer) for answer in answers.tolist()}) == 20, "every prompt has its own answer"
+        assert min(len(set(answer)) for answer in answers.tolist()) >= 6, "of many letters"
+        other = prompts.clone()
+        other[:, 9] = (other[:, 9] + 1) % VOCABULARY  # eleven letters before the end, three blocks back
+        changed = (model.generate(other, 20)[:, 20:] != answers).any(dim=1)
+        assert changed.float().mean() > 0.9, "and depends on what stands three blocks back"
+    sampled = [
+        model.generate(prompts[:1], 20, lambda logits, at, p=p: scores(p, logits, at).argmax(-1)).tolist()
+        for p in (replace(GREEDY, temperature=1.0, seed=seed) for seed in range(10))
+    ]
+    assert len({tuple(s[0]) for s in sampled}) == 10, "and each seed has its own"
+
+
+def test_alone():
+    """Would catch: a wrong slot, position, mask or length at the edges of blocks; one answer token too few."""
+    for block_size, num_blocks in ((1, 64), (4, 16), (16, 4), (64, 1)):
+        engine = new_engine(trained_model(), block_size=block_size, num_blocks=num_blocks)
+        for length in (1, 3, 4, 5, 16, 33):
+            serve(engine, [prompt(length, length)], 12)
+    serve(engine, [prompt(0, 40)], CONTEXT - 40)  # to the very end of the context
+
+
+def test_mixed_batches():
+    """Would catch: a request that reads its neighbour's blocks, gets its token, its parameters or its noise."""
+    for token_budget in (64, 24):  # the second one also splits prompts
+        engine = new_engine(trained_model(), num_blocks=128, token_budget=token_budget)
+        serve(engine, [prompt(i, 3 + 5 * i % 37) for i in range(20)], 15)
+        assert engine.scheduler.num_preemptions == 0
+
+
+def test_requests_that_arrive_while_others_run():
+    """Would catch: rows that are handed on with the last owner's table, length, seed or parameters."""
+    engine = new_engine(trained_model(), max_num_seqs=3)
+    params = [replace(p, max_tokens=5 + i) for i, p in enumerate(mixed_params(1, 9))]
+    requests = []
+    for i in range(9):
+        requests.append(engine.add_request(i, prompt(20 + i, 30 - 3 * i), params[i]))
+        engine.step()
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    for request, p in zip(requests, params, strict=True):
+        assert request.num_generated == p.max_tokens and request.finish_reason == "length"
+        assert_equals_dense(trained_model(), request.prompt_tokens, request.generated_tokens, p)
+    assert_idle(engine)
+
+
+def test_grouped_kv_heads():
+    """Would catch: query heads that read the wrong KV head (the other tests have two KV heads for four query heads)."""
+    for num_kv_heads in (1, 4):
+        model = trained_model(num_kv_heads)
+        serve(new_engine(model, token_budget=16), [prompt(i, 8 + 7 * i) for i in range(5)], 12)
+
+
+def count_computed(engine: Engine) -> list[int]:
+    """A list that grows by the number of tokens that the model really computes in each step."""
+    computed, forward = [], engine.runner.model.forward_paged
+
+    class Counting:
+        config = engine.runner.model.config
+
+        def forward_paged(self, batch, kv):
+            computed.append(len(batch.tokens))
+            return forward(batch, kv)
+
+    engine.runner.model = Counting()
+    return computed
+
+
+def test_a_prefix_hit_computes_the_remainder_and_nothing_else():
+    """Would catch: hits that are recomputed all the same, or that leave one needed token out; wrong K, V in a hit."""
+    model, prefix = trained_model(), prompt(5, 21)
+    for extra, hits in (([], 20), ([3], 20), ([3, 1, 4], 20), (prompt(6, 7), 20)):
+        engine = new_engine(model)
+        serve(engine, [prefix], 1)
+        computed, params = count_computed(engine), mixed_params(10, 3)[1]
+        request = engine.add_request("hit", prefix + extra, params)
+        outputs = engine.step()
+        assert computed == [len(prefix) + len(extra) - hits] and outputs[0].cached_tokens == hits
+        while engine.has_work:
+            engine.step()
+        assert computed[1:] == [1] * 9
+        assert_equals_dense(model, prefix + extra, request.generated_tokens, params)
+    engine = new_engine(model, prefix_cache=False)
+    serve(engine, [prefix], 1)
+    computed = count_computed(engine)
+    engine.generate([prefix], replace(GREEDY, max_tokens=1), progress=False)
+    assert computed == [21], "without the cache, everything"
+
+
+def test_prefix_hits_of_prompts_and_answers():
+    """Would catch: a hit on a block that is not computed yet, or on generated tokens whose last K, V are missing."""
+    engine = new_engine(trained_model(), token_budget=8)
+    shared = prompt(9, 22)
+    answers = serve(
+        engine, [shared + prompt(30 + i, 2 * i) for i in range(4)], 14
+    )  # together: none has computed it yet
+    texts = [shared + prompt(30 + i, 2 * i) + answer for i, answer in enumerate(answers)]
+    before = engine.scheduler.num_hit_tokens
+    serve(engine, [text[: 28 + i] for i, text in enumerate(texts)], 14)  # into the answers: a conversation
+    assert engine.scheduler.num_hit_tokens - before == 24 + 28 + 28 + 28
+
+
+def test_chunked_prefill():
+    """Would catch: chunks that see too much or too little of what came before, or that start at the wrong position."""
+    for token_budget, max_num_seqs in ((1, 1), (3, 2), (7, 4)):
+        engine = new_engine(trained_model(), token_budget=token_budget, max_num_seqs=max_num_seqs)
+        serve(engine, [prompt(i, 40 - i) for i in range(5)], 8)
+        assert engine.num_steps > 5 * 36 / token_budget, "the prompts came in pieces"
+
+
+def test_preempted_and_resumed():
+    """Would catch: a request that comes back with stale K, V, a token lost or doubled, or different noise."""
+    for prefix_cache in (True, False):
+        engine = new_engine(trained_model(), num_blocks=15, token_budget=12, watermark=0, prefix_cache=prefix_cache)
+        serve(engine, [prompt(i, 10 + i) for i in range(8)], 30)
+        assert engine.scheduler.num_preemptions >= 5
+        assert engine.scheduler.peak_blocks == 15, "the pool was full"
+
+
+def test_forked():
+    """Would catch: a fork that writes into its sibling's block, or whose copy is of the wrong block or incomplete."""
+    model, text = trained_model(), prompt(11, 13)
+    for steps in range(1, 6):  # the fork happens at every offset within a block
+        scheduler = Scheduler(max_kv_tokens=256, token_budget=32)
+        runner = Runner(model, 64, 4, 256)
+        poison(runner, scheduler)
+        parent = Request("parent", text, 16)
+        scheduler.add_request(parent)
+        family, forked_at = [parent], {"parent": 0}
+        while not scheduler.is_done():
+            plan = scheduler.plan()
+            scheduler.check(plan)
+            scheduler.update(plan, runner.run(plan))
+            if parent.num_generated in (steps, steps + 1):  # two forks, the second also of what the first shares
+                child = scheduler.fork(parent, f"child {len(family)}")
+                child.generated_tokens[-1] = (child.generated_tokens[-1] + len(family)) % VOCABULARY  # its own way
+                runner.place(child)
+                runner.last_token[child.row] = child.generated_tokens[-1]
+                family.append(child)
+                forked_at[child.id] = child.num_generated
+        assert len(family) == 3 and scheduler.num_copies >= 1
+        for request in family:
+            own = forked_at[request.id]
+            start, answer = text + request.generated_tokens[:own], request.generated_tokens[own:]
+            assert len(answer) == 16 - own
+            assert_equals_dense(model, start, answer, GREEDY)
+        assert scheduler.block_allocator.num_free == 64
+
+
+def test_the_same_call_twice_on_one_engine():
+    """Would catch: what a first call leaves behind: stale rows, K, V of recycled blocks, wrong hits in a warm cache."""
+    engine = new_engine(trained_model(), num_blocks=40, max_num_seqs=4)
+    prompts = [prompt(40 + i, 12 + i) for i in range(6)]
+    first = serve(engine, prompts, 10)
+    assert engine.scheduler.num_hit_tokens == 0
+    second = serve(engine, prompts, 10)
+    assert second == first and engine.scheduler.num_hit_tokens > 6 * 8, "the cache was warm"
+    serve(engine, [prompt(80 + i, 25) for i in range(12)], 10)
+    assert engine.scheduler.block_allocator.num_evictions > 20, "blocks were recycled"
+    assert serve(engine, prompts, 10) == first
+
+
+def test_a_full_pool_serves_everybody():
+    """Would catch: a deadlock or a wrong answer when many wait for a pool that holds two or three."""
+    engine = new_engine(trained_model(), num_blocks=12, token_budget=16)
+    serve(engine, [prompt(60 + i, 5 + 2 * i) for i in range(14)], 12)
+    exactly = prompt(1, 38)
+    serve(engine, [exactly], 10)  # 48 slots: the whole pool
+    with raises(ValueError, "39 prompt tokens + 10 max_tokens = 49", "48", "12 blocks of 4"):
+        engine.generate([prompt(1, 39)], replace(GREEDY, max_tokens=10), progress=False)
+    assert_idle(engine)
+
+
+def test_interleaved_generate_of_the_tutorial():
+    """Would catch: the post's own loop answering otherwise than the model, or in a pool where it must preempt."""
+    model = trained_model()
+    requests = [Request(i, prompt(70 + i, 9 + 4 * i), 12, arrival_time=i) for i in range(5)]
+    scheduler = interleaved_generate(model, requests, token_budget=16, max_kv_tokens=48)
+    assert scheduler.num_preemptions > 0 and scheduler.is_done()
+    for request in requests:
+        assert request.num_generated == 12 and request.status == "done"
+        assert_equals_dense(model, request.prompt_tokens, request.generated_tokens, GREEDY)
+
+
+@torch.no_grad()
+def dense_beam_search(model: GPT, start: list[int], width: int, max_tokens: int) -> list[tuple[list[int], float]]:
+    """Beam search as in a textbook: every beam's whole text again for each token, no cache, no early end."""
+    beams, answers = [([], 0.0)], []
+    for _ in range(max_tokens):
+        logprobs = model(torch.tensor([start + tokens for tokens, _ in beams]))[0][:, -1].log_softmax(-1)
+        candidates = [
+            ([*tokens, token], score + logprobs[i, token].item())
+            for i, (tokens, score) in enumerate(beams)
+            for token in range(VOCABULARY)
+        ]
+        best = sorted(candidates, key=lambda candidate: -candidate[1])[: 2 * width]
+        answers += [c for c in best if c[0][-1] == model.config.eos_token_id]
+        beams = [c for c in best if c[0][-1] != model.config.eos_token_id][:width]
+    return sorted(answers + beams, key=lambda answer: -answer[1])[:width]
+
+
+def test_beam_search():
+    """Would catch: a beam that continues another's text, scores that belong to another beam, a beam that ends early."""
+    start = prompt(12, 17)
+    for eos in (None, start[6]):  # a letter that the model expects soon: some beams end there
+        model = trained_model(eos_token_id=eos)
+        engine = new_engine(model, num_blocks=40, token_budget=8)  # the prompt comes in chunks
+        for width, max_tokens in ((1, 10), (3, 12), (5, 9)):
+            found = engine.beam_search(start, width, max_tokens)
+            wanted = dense_beam_search(model, start, width, max_tokens)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+            assert max(abs(a[1] - b[1]) for a, b in zip(found, wanted, strict=True)) < 1e-3
+            assert eos is None or any(tokens[-1] == eos and len(tokens) < max_tokens for tokens, _ in found)
+            assert_idle(engine)
+        assert engine.scheduler.num_copies > 0 and engine.scheduler.num_forks > 0
+
+
+def main():
+    tests = {name: test for name, test in globals().items() if name.startswith("test_")}
+    failed = []
+    for name, test in tests.items():
+        started = time.perf_counter()
+        try:
+            test()
+        except Exception as error:  # assertions and crashes alike; the other tests still run
+            failed.append(name)
+            print(f"FAIL {name}: {type(error).__name__}: {error}")
+        else:
+            print(f"ok   {name}  {time.perf_counter() - started:.2f} s", flush=True)
+    print(f"{len(tests) - len(failed)} of {len(tests)} passed; {compared['tokens']:,} tokens equal the dense model's,")
+    print(f"{compared['ties']} of them were ties within 1e-4, where rounding may choose either")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
