@@ -93,7 +93,6 @@ class Trial:
                 self.abort()
             if self.rng.random() < self.p_fork:
                 self.fork()
-            self.scheduler.check()
             if not self.scheduler.is_done():
                 self.step()
             self.step_number += 1
@@ -161,6 +160,7 @@ class Trial:
             request = self.rng.choice(alive)
             self.counts[f"aborted {request.status}"] += 1
             self.end(request)
+            self.scheduler.check()
 
     def end(self, request: Request):
         self.scheduler.complete(request)
@@ -179,6 +179,7 @@ class Trial:
         child = self.scheduler.fork(parent, len(self.accepted), params=self.rng.randrange(3))
         self.tables[child.row][: len(child.block_table)] = child.block_table
         self.accept(child, list(self.texts[parent.id]))
+        self.scheduler.check()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
