@@ -38,6 +38,13 @@ RETRY_SECONDS = 1  # what Retry-After advises
 PING = b": ping\n\n"
 
 
+def positive(text: str) -> int:
+    """The type of flags that count something; argparse makes its errors messages."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too small, wanted at least 1")
+    return int(text)
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     about = "Serve a trained model over HTTP, or continue a --prompt at the terminal."
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -52,10 +59,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         help="KV blocks in the pool; not given: all that are useful and fit",
     )
-    add("--block-size", type=int, default=16, help="tokens in a KV block")
-    add("--max-model-len", type=int, help="longest prompt plus answer, in tokens; not given: what model and pool allow")
-    add("--max-num-seqs", type=int, default=64, help="requests that run at once")
-    add("--token-budget", type=int, default=512, help="tokens computed in one step, prefill and decode together")
+    add("--block-size", type=positive, default=16, help="tokens in a KV block")
+    add(
+        "--max-model-len",
+        type=positive,
+        help="longest prompt plus answer, in tokens; not given: what model and pool allow",
+    )
+    add("--max-num-seqs", type=positive, default=64, help="requests that run at once")
+    add("--token-budget", type=positive, default=512, help="tokens computed in one step, prefill and decode together")
     add("--no-prefix-cache", dest="prefix_cache", action="store_false", help="compute each prompt from its first token")
     add("--trace", action="store_true", help="print what each step does")
     add("--check", action="store_true", help="verify the scheduler's invariants after each step")
@@ -71,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     text = parser.add_argument_group("at the terminal").add_argument
     text("--prompt", metavar="TEXT", help="continue TEXT here and now instead of serving HTTP")
-    text("--max-tokens", type=int, help="length of the answer; not given: up to 200, as far as the context goes")
+    text("--max-tokens", type=positive, help="length of the answer; not given: up to 200, as far as the context goes")
     text("--temperature", type=float, default=0.8, help="0: always the most likely token")
     text("--seed", type=int, help="same seed, same text")
     return parser.parse_args(argv)
@@ -141,6 +152,8 @@ def build_engine(args: argparse.Namespace):
     from model import load_checkpoint
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch sees no GPU here; leave the flag out to serve on the CPU")
     model = load_checkpoint(args.model, device, torch.float32 if device == "cpu" else torch.bfloat16)
     names = "attention num_blocks block_size max_model_len max_num_seqs token_budget prefix_cache trace check"
     return Engine(model, **{name: getattr(args, name) for name in names.split()})
@@ -529,11 +542,9 @@ class Service:
 
 
 def create_app(service: Service):
-    """The FastAPI application: routes, and every error in one shape."""
+    """The FastAPI application: its routes."""
     from fastapi import FastAPI
-    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import Response
-    from starlette.exceptions import HTTPException
 
     import protocol
 
@@ -549,21 +560,7 @@ def create_app(service: Service):
     # without FastAPI's documentation pages, which load scripts from elsewhere; /openapi.json says the same
     app = FastAPI(title="pagedGPT", docs_url=None, redoc_url=None, redirect_slashes=False)
 
-    @app.exception_handler(HTTPException)
-    async def refuse(request, error):
-        if error.status_code in (404, 405) and not isinstance(error, protocol.ApiError):
-            error.detail = f"there is no {request.method} {request.url.path} here; /openapi.json lists what there is"
-        return protocol.error_response(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse_body(request, error):
-        return protocol.error_response(protocol.validation_error(error.errors()))
-
-    # Starlette raises the exception again after this answer, so its traceback is still in the log.
-    @app.exception_handler(Exception)
-    async def admit_a_bug(request, error):
-        return protocol.error_response(protocol.ApiError(500, f"a bug of this server: {type(error).__name__}"))
-
+    shape_errors(app)
     errors = {status: {"model": protocol.ErrorAnswer} for status in (400, 404, 413, 429, 500, 503)}
 
     @app.post("/v1/completions", response_model=protocol.CompletionAnswer, responses=errors)
@@ -591,6 +588,29 @@ def create_app(service: Service):
 
     app.add_middleware(limit_body, limit=int(service.args.max_body_mib * 2**20))
     return app
+
+
+def shape_errors(app):
+    """Give every error OpenAI's shape: ours, the framework's 404 and 405, pydantic's findings, and bugs."""
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
+
+    from protocol import ApiError, error_response, validation_error
+
+    @app.exception_handler(HTTPException)
+    async def refuse(request, error):
+        if error.status_code in (404, 405) and not isinstance(error, ApiError):
+            error.detail = f"there is no {request.method} {request.url.path} here; /openapi.json lists what there is"
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_body(request, error):
+        return error_response(validation_error(error.errors()))
+
+    # Starlette raises the exception again after this answer, so its traceback is still in the log.
+    @app.exception_handler(Exception)
+    async def admit_a_bug(request, error):
+        return error_response(ApiError(500, f"a bug of this server: {type(error).__name__}"))
 
 
 def limit_body(app, limit: int):
@@ -669,8 +689,7 @@ def complete_at_terminal(args: argparse.Namespace):
     tokenizer, engine = load_tokenizer(args.model), build_engine(args)
     prompt = tokenizer.encode(args.prompt)
     room = max(1, min(200, engine.max_model_len - len(prompt)))
-    max_tokens = room if args.max_tokens is None else args.max_tokens
-    params = SamplingParams(temperature=args.temperature, max_tokens=max_tokens, seed=args.seed)
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens or room, seed=args.seed)
     engine.add_request("terminal", prompt, params)
     text, started, count = TextStream(tokenizer.token_bytes), time.perf_counter(), 0
     print(args.prompt, end="", flush=True)
