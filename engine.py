@@ -250,8 +250,11 @@ class Engine:
             if self.check:
                 self.scheduler.check(plan)
             tokens = self.runner.run(plan)
-        except Exception as error:
-            return self._fail(plan, error)
+        except BaseException as error:
+            failed = self._fail(plan, error)  # after Ctrl-C too: the device is ahead of the scheduler, no way back
+            if isinstance(error, Exception):
+                return failed
+            raise
         if self.trace:
             print(describe(plan, self.scheduler))
         self.num_decode_tokens += len(plan.decodes)

@@ -80,7 +80,7 @@ def trained_model(num_kv_heads: int = 2, eos_token_id: int | None = None) -> GPT
         model = GPT(config)
         model.load_state_dict(trained_model(num_kv_heads).state_dict())
         return model.eval()
-    steps, generator = 120, torch.Generator().manual_seed(0)
+    steps, generator = 110, torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = GPT(config)
@@ -99,14 +99,17 @@ def prompt(seed: int, length: int) -> list[int]:
     return echo_text(1, length, 0.0, torch.Generator().manual_seed(seed))[0].tolist()
 
 
-def mixed_params(max_tokens: int, count: int) -> list[SamplingParams]:
-    """Greedy, sampled and filtered requests in turn, so that every batch mixes them."""
+def mixed_params(max_tokens: int, count: int, first: int = 0) -> list[SamplingParams]:
+    """
+    Greedy, sampled and filtered requests in turn, so that every batch mixes them. A greedy answer shows that the right
+    place was read; a sampled one, where close scores compete for every token, that the numbers are right.
+    """
     kinds = [
         GREEDY,
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=1.4, top_k=12, top_p=0.97, min_p=0.01),
     ]
-    return [replace(kinds[i % 3], max_tokens=max_tokens, seed=7 - 5 * i) for i in range(count)]
+    return [replace(kinds[i % 3], max_tokens=max_tokens, seed=7 - 5 * i) for i in range(first, first + count)]
 
 
 def scores(params: SamplingParams, logits: torch.Tensor, position: int) -> torch.Tensor:
@@ -166,9 +169,9 @@ def assert_idle(engine: Engine):
     assert sum(allocator.ref_counts) == 0 and allocator.num_free == allocator.num_blocks, "blocks leaked"
 
 
-def serve(engine: Engine, prompts: list[list[int]], max_tokens: int = 20) -> list[list[int]]:
+def serve(engine: Engine, prompts: list[list[int]], max_tokens: int, first: int = 0) -> list[list[int]]:
     """Answer all prompts, greedily and by sampling; every answer is complete and equals the dense model's."""
-    params = mixed_params(max_tokens, len(prompts))
+    params = mixed_params(max_tokens, len(prompts), first)
     answers = engine.generate(prompts, params, progress=False)
     for tokens, answer, p in zip(prompts, answers, params, strict=True):
         assert len(answer) == max_tokens, f"{len(answer)} tokens, wanted {max_tokens}"
@@ -502,8 +505,8 @@ def test_alone():
     """Would catch: a wrong slot, position, mask or length at the edges of blocks; one answer token too few."""
     for block_size, num_blocks in ((1, 64), (4, 16), (16, 4), (64, 1)):
         engine = new_engine(trained_model(), block_size=block_size, num_blocks=num_blocks)
-        for length in (1, 3, 4, 5, 16, 33):
-            serve(engine, [prompt(length, length)], 12)
+        for i, length in enumerate((1, 3, 4, 5, 16, 33)):
+            serve(engine, [prompt(length, length)], 12, first=i)
     serve(engine, [prompt(0, 40)], CONTEXT - 40)  # to the very end of the context
 
 
@@ -532,11 +535,9 @@ def test_requests_that_arrive_while_others_run():
     assert_idle(engine)
 
 
-def test_grouped_kv_heads():
-    """Would catch: query heads that read the wrong KV head (the other tests have two KV heads for four query heads)."""
-    for num_kv_heads in (1, 4):
-        model = trained_model(num_kv_heads)
-        serve(new_engine(model, token_budget=16), [prompt(i, 8 + 7 * i) for i in range(5)], 12)
+def test_any_number_of_kv_heads():
+    """Would catch: a query head that reads another's KV head. (In the other tests four query heads share two.)"""
+    serve(new_engine(trained_model(num_kv_heads=4), token_budget=16), [prompt(i, 8 + 7 * i) for i in range(5)], 12)
 
 
 def count_computed(engine: Engine) -> list[int]:

@@ -1,0 +1,482 @@
+"""
+The engine beyond right answers (test_paged.py): refusals, aborts, failures, interrupts, its loop, and that no request
+is changed by what happens to another.
+"""
+
+import io
+import json
+import multiprocessing
+import random
+import threading
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+
+import pytest
+import torch
+
+import engine as engine_module
+from engine import Engine
+from paged import Request, Scheduler
+from sampling import GREEDY, SamplingParams
+from test_paged import (
+    CONTEXT,
+    VOCABULARY,
+    assert_equals_dense,
+    assert_idle,
+    mixed_params,
+    new_engine,
+    prompt,
+    raises,
+    serve,
+    step,
+    trained_model,
+)
+
+
+class Faulty:
+    """The model, but its `nth` paged forward from now raises `error`, once."""
+
+    def __init__(self, engine: Engine, nth: int, error: BaseException):
+        self.model, self.config, self.left, self.error = engine.runner.model, engine.config, nth, error
+        engine.runner.model = self
+
+    def forward_paged(self, batch, kv):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return self.model.forward_paged(batch, kv)
+
+
+def finish(engine: Engine) -> dict:
+    """Step until idle. Returns for each id the tokens and the finish reason that the steps gave out."""
+    answers = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens, _ = answers.get(output.id, ([], None))
+            answers[output.id] = (tokens + output.tokens, output.finish_reason)
+    return answers
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return replace(GREEDY, max_tokens=max_tokens)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In: what is refused, what is accepted at the limit
+
+
+def test_what_can_never_be_served_is_refused_with_its_numbers():
+    """Would catch: a limit off by one, a request queued although it was refused, a bool taken for token 1."""
+    engine = new_engine(trained_model(), num_blocks=10)  # 40 slots, fewer than the context
+    for bad in ([VOCABULARY], [-1], [True], [1.0], ["a"]):
+        with raises(ValueError, f"outside 0..{VOCABULARY - 1}", "tokenizer"):
+            engine.add_request("bad", [1, 2, *bad], greedy(1))
+    with raises(ValueError, "prompt is empty"):
+        engine.add_request("empty", [], greedy(1))
+    with raises(ValueError, "31 prompt tokens + 10 max_tokens = 41", "into 40", "10 blocks of 4", "shorten the prompt"):
+        engine.add_request("long", prompt(0, 31), greedy(10))
+    assert_idle(engine)
+    engine.add_request("exact", [0, VOCABULARY - 1, *prompt(0, 28)], greedy(10))
+    with raises(ValueError, "'exact' is in use"):
+        engine.add_request("exact", prompt(0, 3), greedy(1))
+    assert len(finish(engine)["exact"][0]) == 10
+    engine.add_request("exact", prompt(0, 3), greedy(1))  # an id is free again when its request has finished
+    finish(engine)
+    assert_idle(engine)
+
+    engine = new_engine(trained_model(), num_blocks=100)
+    with raises(ValueError, f"= {CONTEXT + 1} do not fit", f"context length {CONTEXT}"):
+        engine.add_request("long", prompt(0, CONTEXT), greedy(1))
+    engine = new_engine(trained_model(), max_model_len=20)
+    with raises(ValueError, "= 21 do not fit into 20"):
+        engine.add_request("long", prompt(0, 20), greedy(1))
+    engine.add_request("exact", prompt(0, 19), greedy(1))
+
+
+def test_settings_that_cannot_work_are_refused():
+    """Would catch: more running requests than a step has tokens, silently served by turns; a misspelt name ignored."""
+    model = trained_model()
+    with raises(ValueError, "token_budget is 7", "at least max_num_seqs, 8", "--token-budget"):
+        new_engine(model, token_budget=7, max_num_seqs=8)
+    serve(new_engine(model, token_budget=8, max_num_seqs=8), [prompt(i, 5) for i in range(10)], 3)
+    with raises(ValueError, "policy 'lifo'", "fcfs, priority"):
+        new_engine(model, policy="lifo")
+    with raises(ValueError, "'flash' is not available", "torch"):
+        new_engine(model, attention="flash")
+    for nothing in ({"token_budget": 0}, {"max_kv_tokens": 3}, {"max_num_seqs": 0}):
+        with raises(ValueError, "at least 1"):
+            Scheduler(**nothing)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Out: finished, aborted, failed, interrupted
+
+
+def test_stop_tokens():
+    """Would catch: an answer that goes on after its end, or loses its last token; ignore_eos ignored."""
+    text = prompt(12, 17)
+    eos, other = text[7], text[10]  # the model repeats the text: these are the fourth and the seventh token to come
+    engine = new_engine(trained_model(eos_token_id=eos))
+    full = trained_model().generate(torch.tensor([text]), 12)[0, 17:].tolist()
+    assert full.index(eos) < full.index(other) < 11
+    engine.add_request("eos", text, greedy(12))
+    engine.add_request("ignored", text, replace(GREEDY, max_tokens=12, ignore_eos=True))
+    engine.add_request("other", text, replace(GREEDY, max_tokens=12, ignore_eos=True, stop_token_ids=(other,)))
+    engine.add_request("both", text, replace(GREEDY, max_tokens=12, stop_token_ids=(other,)))
+    engine.add_request("at the limit", text, greedy(full.index(eos) + 1))
+    assert finish(engine) == {
+        "eos": (full[: full.index(eos) + 1], "stop"),
+        "ignored": (full, "length"),
+        "other": (full[: full.index(other) + 1], "stop"),
+        "both": (full[: full.index(eos) + 1], "stop"),
+        "at the limit": (full[: full.index(eos) + 1], "stop"),
+    }
+    assert_idle(engine)
+
+
+def test_abort_in_every_state():
+    """Would catch: blocks or rows of an aborted request that are never given back, a request that comes back, another
+    request's answer changed by it."""
+    engine = new_engine(trained_model(), max_num_seqs=3, token_budget=8)
+    active = engine.add_request("active", prompt(1, 5), greedy(20))
+    stays = engine.add_request("stays", prompt(2, 6), mixed_params(20, 2)[1])
+    for _ in range(5):
+        engine.step()
+    prefilling = engine.add_request("prefilling", prompt(3, 40), greedy(4))
+    waiting = engine.add_request("waiting", prompt(4, 5), greedy(4))
+    engine.step()
+    requests = (active, prefilling, waiting)
+    assert [r.status for r in requests] == ["active", "prefilling", "waiting"]
+    for request in requests:
+        engine.abort(request.id)
+        engine.scheduler.check()
+        assert request.status == "done" and request.finish_reason == "abort" and request.block_table == []
+    engine.abort("never heard of")
+    engine.abort("active")  # twice is no error
+    assert list(engine.requests) == ["stays"] and len(engine.scheduler.running) == 1
+    assert list(finish(engine)) == ["stays"]
+    assert_equals_dense(trained_model(), stays.prompt_tokens, stays.generated_tokens, stays.params)
+    engine.abort("stays")  # finished already: no error, and the reason stays
+    assert stays.finish_reason == "length"
+    assert_idle(engine)
+
+
+def test_a_preempted_request_can_be_aborted():
+    """Would catch: a preempted request taken for one that still holds blocks."""
+    engine = new_engine(trained_model(), num_blocks=8, watermark=0)
+    first, second = (engine.add_request(i, prompt(i, 13), greedy(16)) for i in range(2))
+    while not second.num_preemptions:
+        engine.step()
+    assert second.status == "waiting" and second.num_generated > 0
+    engine.abort(1)
+    finish(engine)
+    assert_equals_dense(trained_model(), first.prompt_tokens, first.generated_tokens, first.params)
+    assert_idle(engine)
+
+
+def test_a_failing_step_fails_its_own_requests_only():
+    """Would catch: an engine that dies with one bad step, fails those who only wait, or goes on from a state that the
+    failed step left half written."""
+    for nth, failed in ((1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 3])):
+        # five prompts share five tokens a step; in the second step the first four take all of them
+        engine = new_engine(trained_model(), token_budget=5, max_num_seqs=5)
+        params = mixed_params(8, 7)
+        requests = [engine.add_request(i, prompt(i, 10 + i), params[i]) for i in range(7)]
+        Faulty(engine, nth, FloatingPointError("bad number"))
+        outputs = []
+        while not any(output.error for output in outputs):
+            outputs = engine.step()
+        assert [(o.id, o.tokens, o.finish_reason) for o in outputs] == [(i, [], "error") for i in failed]
+        assert {o.error for o in outputs} == {"FloatingPointError: bad number"}
+        engine.scheduler.check()
+        finish(engine)
+        for request in requests:
+            if request.id in failed:
+                assert request.finish_reason == "error" and request.num_generated == 0
+            else:
+                assert request.finish_reason == "length" and request.num_generated == 8
+                assert_equals_dense(trained_model(), request.prompt_tokens, request.generated_tokens, request.params)
+        assert_idle(engine)
+
+
+def test_generate_raises_what_failed_and_goes_on_next_time():
+    """Would catch: an answer cut short by an error and returned as if it were whole."""
+    engine = new_engine(trained_model())
+    faulty = Faulty(engine, 4, FloatingPointError("bad number"))
+    with raises(RuntimeError, "generate-0 failed", "FloatingPointError: bad number"):
+        engine.generate([prompt(i, 9) for i in range(3)], greedy(8), progress=False)
+    assert_idle(engine)
+    engine.runner.model = faulty.model
+    serve(engine, [prompt(i, 9) for i in range(3)], 8)
+
+
+def test_an_interrupt_leaves_an_idle_pool():
+    """Would catch: Ctrl-C in the middle of generate() leaving requests that the next call would serve again; a request
+    of the interrupted step that goes on with a device state one step ahead of its own."""
+    engine = new_engine(trained_model())
+    faulty = Faulty(engine, 5, KeyboardInterrupt())
+    mine = engine.add_request("mine", prompt(9, 9), greedy(20))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([prompt(i, 9) for i in range(12)], greedy(8), progress=False)
+    assert mine.status == "done" and mine.finish_reason == "error"
+    assert_idle(engine)
+    engine.runner.model = faulty.model
+    serve(engine, [prompt(i, 9) for i in range(12)], 8)
+
+
+def test_a_refused_prompt_in_generate_leaves_nothing_behind():
+    """Would catch: the prompts before the refused one served with the next call."""
+    engine = new_engine(trained_model())
+    with raises(ValueError, "61 prompt tokens + 8 max_tokens = 69"):
+        engine.generate([prompt(0, 5), prompt(1, 6), prompt(2, 61), prompt(3, 5)], greedy(8), progress=False)
+    assert_idle(engine)
+    with raises(ValueError, "shorter"):
+        engine.generate([prompt(0, 5), prompt(1, 6)], [greedy(8)], progress=False)
+    assert_idle(engine)
+    assert engine.num_steps == 0
+    assert engine.generate([], greedy(8), progress=False) == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What it says
+
+
+def test_generate_shows_progress_and_counts():
+    """Would catch: counts of all calls instead of this one's, tokens counted twice."""
+    engine = new_engine(trained_model(), num_blocks=32)
+    prompts = [prompt(i, 10 + i) for i in range(3)]
+    for hits in (0, 8 + 8 + 8):
+        said = io.StringIO()
+        with redirect_stderr(said):
+            engine.generate(prompts, greedy(5))
+        bar, summary = said.getvalue().strip().split("\n")
+        assert "[====================] 3/3 requests" in bar and "tok/s" in bar
+        assert summary.startswith(f"5 steps, {33 - hits} prefill tokens, 12 decode tokens, 0 preemptions, ")
+        assert f"prefix hit rate {hits / 33:.0%}, peak " in summary and "of 32 blocks" in summary
+    silent = io.StringIO()
+    with redirect_stderr(silent), redirect_stdout(silent):
+        engine.generate(prompts, greedy(5), progress=False)
+    assert silent.getvalue() == ""
+
+
+def test_trace_tells_each_step():
+    """Would catch: a trace that does not say what happened: who decoded, which chunk, how the blocks stand."""
+    engine = new_engine(trained_model(), num_blocks=5, token_budget=9, max_num_seqs=2, watermark=0, trace=True)
+    said = io.StringIO()
+    with redirect_stdout(said):
+        engine.add_request("a", prompt(1, 6), greedy(7))
+        engine.step()
+        engine.add_request("b", prompt(2, 9), greedy(3))
+        while engine.has_work:
+            engine.step()
+    assert said.getvalue().splitlines() == [
+        "step    0 | decode - | prefill a[0:6] | blocks 3 free 2 referenced 0 cached | slots 6/8 | hits 0",
+        "step    1 | decode a | prefill b[0:8] | blocks 0 free 5 referenced 0 cached | slots 15/20 | hits 0",
+        "step    2 | decode a | prefill b[8:9] | blocks 0 free 5 referenced 0 cached | slots 17/20 | hits 0",
+        # a needs a third block: b, two of whose blocks stay cached until one is needed, is sent away
+        "step    3 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 9/12 | hits 0 | preempted b",
+        "step    4 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 10/12 | hits 0",
+        "step    5 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 11/12 | hits 0",
+        "step    6 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 12/12 | hits 0",
+        "step    7 | decode - | prefill b[8:10] | blocks 0 free 3 referenced 2 cached | slots 10/12 | hits 8",
+        "step    8 | decode b | prefill - | blocks 0 free 3 referenced 2 cached | slots 11/12 | hits 0",
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Seeds, order, company
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company():
+    """Would catch: noise that depends on the row, the batch, the step, the request's name or a preemption."""
+    text, model = prompt(3, 11), trained_model()
+    for seed in (5, -(2**63), 2**63 - 1):
+        params = SamplingParams(temperature=1.3, max_tokens=16, seed=seed)
+        alone = new_engine(model).generate([text], params, progress=False)[0]
+        assert_equals_dense(model, text, alone, params)
+        crowd = [prompt(50 + i, 6 + i) for i in range(9)]
+        engine = new_engine(model)
+        answers = engine.generate([*crowd, text], [*mixed_params(16, 9), params], progress=False)
+        assert answers[-1] == alone and engine.scheduler.num_preemptions == 0
+        engine = new_engine(model, num_blocks=16, watermark=0)
+        requests = [engine.add_request(i, tokens, greedy(16)) for i, tokens in enumerate(crowd[:2])]
+        requests.append(engine.add_request("last", text, params))  # the first to be sent away
+        finish(engine)
+        assert requests[-1].generated_tokens == alone and requests[-1].num_preemptions > 0
+    others = {tuple(new_engine(model).generate([text], replace(params, seed=s), progress=False)[0]) for s in range(8)}
+    assert len(others) == 8, "and another seed others"
+
+
+def test_requests_without_a_seed_are_drawn_one():
+    """Would catch: all requests without a seed sharing one; an engine whose runs cannot be repeated."""
+    params = SamplingParams(max_tokens=16)
+    runs = [new_engine(trained_model(), seed=s).generate([prompt(3, 11)] * 4, params, False) for s in (1, 1, 2)]
+    assert len({tuple(answer) for answer in runs[0]}) == 4
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_two_engines_in_one_process():
+    """Would catch: state of a module or a class that two engines share."""
+    engines = [new_engine(trained_model(heads), block_size=size) for heads, size in ((2, 4), (4, 8))]
+    params = mixed_params(10, 5)
+    requests = [[e.add_request(i, prompt(i, 8 + 3 * i), params[i]) for i in range(5)] for e in engines]
+    while any(e.has_work for e in engines):
+        for e in engines:
+            if e.has_work:
+                e.step()
+    for heads, own in zip((2, 4), requests, strict=True):
+        for request in own:
+            assert_equals_dense(trained_model(heads), request.prompt_tokens, request.generated_tokens, request.params)
+    for e in engines:
+        assert_idle(e)
+
+
+def admission_order(scheduler: Scheduler, requests: list[Request]) -> list:
+    for request in requests:
+        scheduler.add_request(request)
+    order = []
+    while not scheduler.is_done():
+        order += [r.id for r in step(scheduler).admitted]
+    return order
+
+
+def test_priority_and_its_ageing():
+    """Would catch: a policy that is ignored, or under which low priority never has its turn."""
+    waiting = [
+        Request("late and low", [1], 2, arrival_time=10.0, priority=1),
+        Request("early and low", [2], 2, arrival_time=0.0, priority=1),
+        Request("before it has aged", [3], 2, arrival_time=59.0),
+        Request("after it has aged", [4], 2, arrival_time=61.0),
+        Request("urgent", [5], 2, arrival_time=61.0, priority=-1),
+    ]
+    by_priority = ["urgent", "before it has aged", "early and low", "after it has aged", "late and low"]
+    by_arrival = ["early and low", "late and low", "before it has aged", "after it has aged", "urgent"]
+    for policy, order in (("priority", by_priority), ("fcfs", by_arrival)):
+        requests = [replace(r) for r in waiting]
+        assert admission_order(Scheduler(policy, max_num_seqs=1), requests) == order
+    assert new_engine(trained_model(), policy="priority").scheduler.urgency(waiting[0])[0] == 70.0
+
+
+def test_nothing_leaks_whatever_happens():
+    """Would catch: blocks, rows or requests lost in a mixture of finishing, aborting, failing and preempting."""
+    rng = random.Random(0)
+    engine = new_engine(trained_model(), num_blocks=24, max_num_seqs=6, token_budget=12)
+    model, kept = engine.runner.model, []
+    for i in range(60):
+        length = rng.randint(1, 40)
+        params = mixed_params(rng.randint(1, 20), 1, first=i)[0]
+        kept.append(engine.add_request(i, prompt(i % 7, length), params))
+        if rng.random() < 0.2:
+            engine.abort(rng.choice(kept).id)
+        if rng.random() < 0.1:
+            engine.runner.model = model
+            Faulty(engine, 1, FloatingPointError("bad number"))
+        engine.step()
+    finish(engine)
+    assert_idle(engine)
+    reasons = [r.finish_reason for r in kept]
+    assert min(reasons.count(reason) for reason in ("length", "abort", "error")) >= 3
+    assert engine.scheduler.num_preemptions > 0 and engine.scheduler.num_hit_tokens > 0
+    for request in [r for r in kept if r.finish_reason == "length"][::4]:
+        assert_equals_dense(trained_model(), request.prompt_tokens, request.generated_tokens, request.params)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The loop that a server runs
+
+
+class Loop:
+    """`run` in a thread, with the two pipes that a server would hold."""
+
+    def __init__(self, **settings):
+        self.engine = new_engine(trained_model(), **settings)
+        inbox, self.inbox = multiprocessing.Pipe(duplex=False)
+        self.outbox, outbox = multiprocessing.Pipe(duplex=False)
+        self.thread = threading.Thread(target=engine_module.run, args=(self.engine, inbox, outbox), daemon=True)
+        self.thread.start()
+
+    def send(self, op: str, **message):
+        self.inbox.send_bytes(json.dumps({"op": op, **message}).encode())
+
+    def receive(self) -> dict:
+        assert self.outbox.poll(20), "the loop says nothing"
+        return json.loads(self.outbox.recv_bytes())
+
+    def ended(self) -> bool:
+        self.thread.join(20)
+        return not self.thread.is_alive()
+
+
+def test_the_loop_over_pipes():
+    """Would catch: a message lost or mixed up, a refusal that ends the loop, an abort that is not carried out."""
+    loop = Loop(max_num_seqs=4)
+    assert loop.receive() == {
+        "op": "ready",
+        "max_model_len": CONTEXT,
+        "vocab_size": VOCABULARY,
+        "max_num_seqs": 4,
+        "num_blocks": 64,
+        "block_size": 4,
+        "eos_token_id": None,
+    }
+    params = {"temperature": 1.2, "seed": 3, "max_tokens": 20}
+    loop.send("add", id="never ends", prompt=prompt(0, 5), params={"max_tokens": 50, "seed": 0})
+    for i in range(3):
+        loop.send("add", id=f"good {i}", prompt=prompt(i, 9 + i), params=params)
+    loop.send("abort", id="never ends")
+    invalid = [
+        ("too long", prompt(0, 50), {"max_tokens": 15}, "50 prompt tokens + 15 max_tokens = 65"),
+        ("bad value", prompt(0, 5), {"temperature": -1}, "temperature is -1"),
+        ("bad name", prompt(0, 5), {"temprature": 1}, "temprature"),
+        ("bad token", [VOCABULARY], {}, "outside"),
+    ]
+    for id, tokens, wrong, _ in invalid:
+        loop.send("add", id=id, prompt=tokens, params=wrong)
+    answers, errors, finished = {}, {}, {}
+    while len(finished) < 3 or len(errors) < len(invalid):
+        message = loop.receive()
+        if message["op"] == "error":
+            assert message["kind"] == "invalid"
+            errors[message["id"]] = message["message"]
+        else:
+            for id, tokens, reason, cached in message["out"]:
+                answers.setdefault(id, []).extend(tokens)
+                assert cached == 0
+                if reason:
+                    finished[id] = reason
+    assert all(part in errors[id] for id, _, _, part in invalid)
+    assert finished == {f"good {i}": "length" for i in range(3)}
+    for i in range(3):
+        assert_equals_dense(trained_model(), prompt(i, 9 + i), answers[f"good {i}"], SamplingParams(**params))
+    assert len(answers.get("never ends", [])) < 50
+    loop.send("stop")
+    assert loop.ended()
+    assert_idle(loop.engine)
+
+
+def test_the_loop_reports_a_failed_step_and_serves_on():
+    """Would catch: a failure that is not told to those who wait for an answer, or told as if it were their fault."""
+    loop = Loop()
+    loop.receive()
+    Faulty(loop.engine, 3, FloatingPointError("bad number"))
+    loop.send("add", id="a", prompt=prompt(0, 5), params={"max_tokens": 9})
+    messages = [loop.receive() for _ in range(3)]
+    assert [m["op"] for m in messages] == ["step", "step", "error"]
+    assert messages[2] == {"op": "error", "id": "a", "message": "FloatingPointError: bad number", "kind": "internal"}
+    loop.send("add", id="a", prompt=prompt(0, 5), params={"max_tokens": 1, "temperature": 0})
+    assert loop.receive()["out"][0][2] == "length"
+    loop.send("stop")
+    assert loop.ended()
+
+
+def test_the_loop_ends_when_the_other_side_is_gone():
+    """Would catch: an engine process that outlives its server, idle or busy, and keeps the memory."""
+    for busy in (False, True):
+        loop = Loop()
+        loop.receive()
+        if busy:
+            loop.send("add", id="a", prompt=prompt(0, 5), params={"max_tokens": 55})
+            loop.receive()
+        loop.outbox.close()
+        loop.inbox.close()
+        assert loop.ended()
