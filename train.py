@@ -20,16 +20,22 @@ import runpy
 import signal
 import sys
 import time
+import timeit
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+# Read when torch loads OpenMP: threads that wait must sleep, not spin. Beside one other busy process on two cores,
+# spinning made a step of 0.3 s take 2 s.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from model import GPT, GPTConfig, save_checkpoint
-from tokenizer import Tokenizer, TokenizerError, load_tokenizer, read_corpus, write_atomically
+from tokenizer import Tokenizer, load_tokenizer, read_corpus, write_atomically
 
 ROOT = Path(__file__).resolve().parent
 
@@ -58,6 +64,12 @@ PRESETS = {
 RESUMABLE = {"--out", "--preset", "--resume", "--device", "--threads", "--compile", "--no-compile"}
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train a small GPT.", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -69,31 +81,41 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--overwrite", action="store_true", help="start again in an --out that holds a checkpoint, deleting it")
     flag("--data", default="stdlib", help="corpus: a folder under data/, prepared if it is not, or a prepared folder")
     # model
-    flag("--n_layer", type=int, default=4, help="layers")
-    flag("--n_head", type=int, default=4, help="attention heads")
-    flag("--n_embd", type=int, default=256, help="width, a multiple of n_head")
-    flag("--context_length", type=int, default=256, help="tokens the model sees")
+    flag("--n_layer", type=positive, default=4, help="layers")
+    flag("--n_head", type=positive, default=2, help="attention heads")
+    flag("--n_embd", type=positive, default=256, help="width, a multiple of n_head")
+    flag("--context_length", type=positive, default=256, help="tokens the model sees")
     flag("--activation", default="relu2", help="of the MLP: gelu_new, gelu, relu or relu2")
     flag("--bias", action=switch, default=False, help="biases in linear layers and norms")
     flag("--dropout", type=float, default=0.0, help="probability to drop, for corpora that are read many times")
     # recipe
     flag("--minutes", type=float, default=2.25, help="time of the whole run, which sets the steps unless --steps does")
-    flag("--steps", type=int, help="optimizer steps, exactly")
-    flag("--batch_size", type=int, default=32, help="sequences a step, over all devices")
+    flag("--steps", type=positive, help="optimizer steps, exactly")
+    flag("--batch_size", type=positive, default=16, help="sequences a step, over all devices")
     flag("--matrix_lr", type=float, default=0.02, help="peak learning rate of Muon, which trains the matrices")
     flag("--vector_lr", type=float, default=4e-3, help="peak learning rate of AdamW, which trains embeddings and norms")
     flag("--weight_decay", type=float, default=0.0, help="of the matrices, as a share of the learning rate")
-    flag("--warmup", type=int, default=10, help="steps over which the learning rate rises")
+    flag("--warmup", type=positive, default=10, help="steps over which the learning rate rises")
     flag("--decay", type=float, default=0.8, help="share of the run, at its end, over which it falls to zero")
     flag("--clip", type=float, default=1.0, help="largest norm of the gradient")
     flag("--seed", type=int, default=1337, help="of initial weights, order of batches, dropout and samples")
     # watching
-    flag("--eval_every", type=int, default=100, help="steps between evaluations, each with a sample and a checkpoint")
-    flag("--eval_tokens", type=int, default=16384, help="held-out tokens of those evaluations; the last one takes all")
+    flag(
+        "--eval_every",
+        type=positive,
+        default=100,
+        help="steps between evaluations, each with a sample and a checkpoint",
+    )
+    flag(
+        "--eval_tokens",
+        type=positive,
+        default=16384,
+        help="held-out tokens of those evaluations; the last one takes all",
+    )
     flag("--sample_tokens", type=int, default=64, help="length of the sample")
     # machine
     flag("--device", help="cpu, cuda, cuda:1, ...; the first GPU, else the CPU, if not given")
-    flag("--threads", type=int, help="CPU threads; all cores we may use if not given")
+    flag("--threads", type=positive, help="CPU threads; all cores we may use if not given")
     flag(
         "--dtype", choices=("float32", "bfloat16"), help="of matrix products; bfloat16 where it is faster if not given"
     )
@@ -115,9 +137,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--resume continues a run with the settings it began with: leave out {fixed}")
     if "--minutes" in given and "--steps" not in given:
         args.steps = None  # the user's minutes before the preset's steps
-    for name in ("batch_size", "eval_every", "eval_tokens", "warmup"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: at least 1 is wanted")
     return args
 
 
@@ -153,10 +172,9 @@ class Machine:
         return x
 
     def __str__(self) -> str:
-        cpu = self.device.type == "cpu"
-        name = f"CPU, {torch.get_num_threads()} threads" if cpu else torch.cuda.get_device_name(self.device)
-        compiled = "compiled" if self.compile else "not compiled"
-        return f"{name} x {self.world}, {str(self.dtype).removeprefix('torch.')}, {compiled}"
+        cpu = f"CPU, {torch.get_num_threads()} threads"
+        name = cpu if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        return f"{name} x {self.world}, {self.dtype}, {'compiled' if self.compile else 'not compiled'}"
 
 
 def choose_machine(args: argparse.Namespace) -> Machine:
@@ -183,16 +201,12 @@ def bfloat16_pays(device: torch.device) -> bool:
     """On a CPU this depends on its instructions (AVX512-BF16, AMX, SVE), and emulation is slow: so measure."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
+
+    def seconds(dtype):
         a = torch.ones(512, 512, dtype=dtype)
-        times = []
-        for _ in range(8):
-            start = time.perf_counter()
-            a @ a
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times)
-    return seconds[torch.bfloat16] < 0.7 * seconds[torch.float32]
+        return min(timeit.repeat(lambda: a @ a, number=1, repeat=8))
+
+    return seconds(torch.bfloat16) < 0.7 * seconds(torch.float32)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -213,14 +227,11 @@ def load_corpus(name: str, machine: Machine) -> Corpus:
     if not prepared and not recipe.is_file():
         there = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
         sys.exit(f"--data {name}: {folder} has neither meta.json nor prepare.py; there is {', '.join(there)}")
-    try:
-        if machine.leads and not prepared:
-            runpy.run_path(str(recipe))["prepare"]()
-        if machine.world > 1:
-            dist.barrier()
-        return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))
-    except TokenizerError as error:
-        sys.exit(str(error))
+    if machine.leads and not prepared:
+        runpy.run_path(str(recipe))["prepare"]()
+    if machine.world > 1:
+        dist.barrier()
+    return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))
 
 
 class Batches:
@@ -267,33 +278,29 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, dtype=torch.float32):
-        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        by_shape = {p.shape: [q for q in parameters if q.shape == p.shape] for p in parameters}
+        groups = [{"params": same} for same in by_shape.values()]  # each is orthogonalized as one batch
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.dtype = dtype
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-            for p in group["params"]:
-                by_shape.setdefault(p.shape, []).append(p)
-            for same in by_shape.values():
-                self.step_together(same, group)
+            self.step_together(**group)
 
-    def step_together(self, parameters: list[torch.Tensor], group: dict):
-        """Update matrices of one shape (rows, columns), orthogonalized as one batch."""
+    def step_together(self, params: list[torch.Tensor], lr: float, momentum: float, weight_decay: float):
+        """Update matrices of one shape (rows, columns), in place."""
         updates = []
-        for p in parameters:
-            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-            momentum.lerp_(p.grad, 1 - group["momentum"])
-            updates.append(p.grad.lerp(momentum, group["momentum"]))  # Nesterov's look ahead
-        rows, columns = parameters[0].shape
+        for p in params:
+            mean = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 1 - momentum)
+            updates.append(p.grad.lerp(mean, momentum))  # Nesterov's look ahead
+        rows, columns = params[0].shape
         # q, k and v share one matrix but are three maps, each orthogonal on its own
-        parts = rows // columns if rows == 3 * columns else 1
-        stacked = torch.stack(updates).unflatten(1, (parts, rows // parts)).flatten(0, 1)
-        scale = group["lr"] * max(1, rows // parts / columns) ** 0.5
-        orthogonal = orthogonalize(stacked.to(self.dtype)).float().view(-1, rows, columns)
-        for p, update in zip(parameters, orthogonal, strict=True):
-            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=scale)
+        parts = 3 if rows == 3 * columns else 1
+        stacked = torch.stack(updates).view(-1, rows // parts, columns).to(self.dtype)
+        scale = lr * max(1, rows / parts / columns) ** 0.5
+        for p, update in zip(params, orthogonalize(stacked).float().view(-1, rows, columns), strict=True):
+            p.mul_(1 - lr * weight_decay).sub_(update, alpha=scale)
 
 
 def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
@@ -341,8 +348,8 @@ def evaluate(model: GPT, corpus: Corpus, machine: Machine, limit: int | None = N
     stream = torch.from_numpy(corpus.val.astype(np.int64))
     stream = stream if eos is None else torch.cat([torch.tensor([eos]), stream])
     x, y = stream[:-1], stream[1:]
-    x = torch.nn.functional.pad(x, (0, -len(x) % T)).view(-1, T)
-    y = torch.nn.functional.pad(y, (0, -len(y) % T), value=-100).view(-1, T)
+    x = F.pad(x, (0, -len(x) % T)).view(-1, T)
+    y = F.pad(y, (0, -len(y) % T), value=-100).view(-1, T)
     if limit is not None:
         keep = torch.linspace(0, len(x) - 1, min(len(x), max(1, limit // T))).long()
         x, y = x[keep], y[keep]
@@ -385,50 +392,34 @@ def compare_with_compressors(nats: float, data: bytes) -> str:
 def draw(log: list[dict], path: Path):
     """The loss curve of the run as a picture."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
-        print("no loss.png: matplotlib is not installed")
-        return
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    steps = [line for line in log if "loss" in line]
-    evals = [line for line in log if "val_loss" in line]
-    axes.plot([line["step"] for line in steps], [line["loss"] for line in steps], lw=0.7, label="training")
-    axes.plot([line["step"] for line in evals], [line["val_loss"] for line in evals], "o-", label="held out")
+        return print("no loss.png: matplotlib is not installed")
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    for name, style, label in (("loss", "-", "training"), ("val_loss", "o-", "held out")):
+        points = [(line["step"], line[name]) for line in log if name in line]
+        axes.plot(*zip(*points, strict=True), style, lw=0.8, label=label)
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
 
 
-class Progress:
-    """tqdm's bar if tqdm is installed and somebody looks, and nothing otherwise: evaluations print lines anyway."""
+def progress_bar(run: "Run"):
+    """tqdm's bar, or None where tqdm is not installed or nobody looks; evaluations print lines anyway."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return print("no progress bar: tqdm is not installed")
+    looked_at = run.machine.leads and sys.stderr.isatty()
+    return tqdm(total=run.steps, initial=run.step, unit="step", dynamic_ncols=True) if looked_at else None
 
-    def __init__(self, done: int, wanted: bool):
-        self.bar = None
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            print("no progress bar: tqdm is not installed")
-        else:
-            if wanted and sys.stderr.isatty():
-                self.bar = tqdm(initial=done, unit="step", dynamic_ncols=True)
 
-    def update(self, total: int | None, text: str):
-        if self.bar is not None:
-            self.bar.total = total
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update()
-
-    def print(self, text: str):
-        print(text, flush=True) if self.bar is None else self.bar.write(text)
-
-    def close(self):
-        if self.bar is not None:
-            self.bar.close()
+def tell(text: str, machine: "Machine", bar=None):
+    """Print from one process, above the bar if there is one."""
+    if machine.leads:
+        print(text, flush=True) if bar is None else bar.write(text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -443,10 +434,7 @@ class Run:
         tokenizer = corpus.tokenizer
         shape = {name: value for name, value in vars(args).items() if name in GPTConfig.__dataclass_fields__}
         torch.manual_seed(args.seed)
-        try:
-            self.model = GPT(GPTConfig(tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **shape))
-        except ValueError as error:  # of the configuration
-            sys.exit(str(error))
+        self.model = GPT(GPTConfig(tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **shape))
         self.model.to(machine.device)
         self.optimizers = make_optimizers(self.model, args, machine)
         self.peaks = [group["lr"] for group in self.groups()]
@@ -518,8 +506,8 @@ class Run:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.step, self.steps, self.log = state["step"], state["steps"], state["log"]
-        self.saved = self.step
+        self.step = self.saved = state["step"]
+        self.steps, self.log = state["steps"], state["log"]
         # after a kill, log.jsonl may be ahead of the checkpoint
         lines = "".join(json.dumps(line) + "\n" for line in self.log)
         if self.machine.leads:
@@ -573,7 +561,7 @@ def train(run: Run, caught: list[int], deadline: float | None) -> bool:
     """
     args, machine = run.args, run.machine
     module, batches = run.forward_module(), Batches(run.corpus.train, args.batch_size, args.context_length, args.seed)
-    progress = Progress(run.step, machine.leads)
+    bar = progress_bar(run)
     # To read a loss is to wait for the device: after each step on a CPU, where that is free, else after each tenth.
     stride = 1 if machine.device.type == "cpu" else 10
     pending, seconds, mark = [], [], time.perf_counter()
@@ -589,7 +577,10 @@ def train(run: Run, caught: list[int], deadline: float | None) -> bool:
         rate = args.batch_size * args.context_length / seconds[-1]
         for i, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
             run.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=round(rate))
-            progress.update(run.steps, f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s")
+        if bar is not None:
+            bar.total = run.steps
+            bar.set_postfix_str(f"loss {losses[-1][0]:.3f}, {rate / 1e3:.1f}k tokens/s", refresh=False)
+            bar.update(len(losses))
         # all processes must stop, and plan, alike
         status = torch.tensor([float(bool(caught)), median(seconds[-12:]), time.monotonic()], dtype=torch.float64)
         stop, step_seconds, now = machine.mean(status.to(machine.device)).tolist()
@@ -597,13 +588,14 @@ def train(run: Run, caught: list[int], deadline: float | None) -> bool:
             planned = plan_steps(run, step_seconds, deadline - now)
             if run.steps is None or planned < 0.97 * run.steps:
                 run.steps = planned
-                progress.print(f"plan: {planned} steps, {step_seconds * 1e3:.0f} ms each")
+                tell(f"plan: {planned} steps, {step_seconds * 1e3:.0f} ms each", machine, bar)
         if look and not last and not stop:
-            progress.print(run.look())
+            tell(run.look(), machine, bar)
         if look or last or stop:
             run.save()
         pending, mark = [], time.perf_counter()
-    progress.close()
+    if bar is not None:
+        bar.close()
     return run.step == run.steps
 
 
@@ -622,18 +614,17 @@ def finish(run: Run):
     print(compare_with_compressors(nats, data))
 
 
-def introduce(run: Run):
-    """Say what was chosen."""
-    args, config, corpus = run.args, run.model.config, run.corpus
-    parameters = sum(p.numel() for p in run.model.parameters()) / 1e6
+def introduce(run: Run) -> str:
+    """What was chosen, to be printed."""
+    args, c, corpus = run.args, run.model.config, run.corpus
+    size = sum(p.numel() for p in run.model.parameters()) / 1e6
     length = f"{run.steps} steps" if run.steps else f"what fits in {args.minutes:g} minutes"
-    print(f"device: {run.machine}")
-    print(
-        f"model:  {parameters:.2f}M parameters: {config.n_layer} layers of width {config.n_embd}, {config.n_head} heads"
+    return (
+        f"device: {run.machine}\n"
+        f"model:  {size:.2f}M parameters: {c.n_layer} layers of width {c.n_embd}, {c.n_head} heads, {c.activation}\n"
+        f"data:   {args.data}: {len(corpus.train):,} tokens of {c.vocab_size:,} kinds, {len(corpus.val):,} held out\n"
+        f"run:    {length}, from step {run.step}, of {args.batch_size} x {args.context_length} tokens -> {run.out}"
     )
-    print(f"data:   {args.data}: {len(corpus.train):,} training tokens, {len(corpus.val):,} held out, ", end="")
-    print(f"vocabulary {config.vocab_size:,}")
-    print(f"run:    {length}, from step {run.step}, of {args.batch_size} x {args.context_length} tokens -> {run.out}")
 
 
 def main(argv: list[str] | None = None):
@@ -645,20 +636,21 @@ def main(argv: list[str] | None = None):
         chosen = {name: getattr(args, name) for name in ("out", "resume", "device", "threads", "compile")}
         args = argparse.Namespace(**state["args"] | chosen)
     machine = choose_machine(args)
-    run = Run(args, load_corpus(args.data, machine), machine)
+    try:
+        run = Run(args, load_corpus(args.data, machine), machine)
+    except ValueError as error:  # of the tokenizer or the model's configuration, and written to be read
+        sys.exit(str(error))
     if state is not None:
         run.load(state)
     elif machine.leads:
         run.corpus.tokenizer.save(run.out)
-    if machine.leads:
-        introduce(run)
+    tell(introduce(run), machine)
     # a resumed run keeps its number of steps if that was known, otherwise it has its minutes from now
     if train(run, caught, started + 60 * args.minutes if run.steps is None else None):
         finish(run)
-    elif machine.leads:
-        print(f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` continues")
-    if machine.leads:
-        print(f"{time.monotonic() - started:.0f} s in all; checkpoint in {run.out}")
+    else:
+        tell(f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` continues", machine)
+    tell(f"{time.monotonic() - started:.0f} s in all; checkpoint in {run.out}", machine)
     if machine.world > 1:
         dist.destroy_process_group()
 
