@@ -53,12 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", help="cpu, cuda, cuda:1; not given: a GPU where there is one")
     # the engine's own options: each `dest` is the name of an argument of Engine
     add("--attention", default="auto", help="attention backend; auto takes the fastest that works here")
-    add(
-        "--kv-blocks",
-        dest="num_blocks",
-        type=int,
-        help="KV blocks in the pool; not given: all that are useful and fit",
-    )
+    add("--kv-blocks", dest="num_blocks", type=positive, help="KV blocks in the pool; not given: all that are useful")
     add("--block-size", type=positive, default=16, help="tokens in a KV block")
     add(
         "--max-model-len",
@@ -374,10 +369,10 @@ class Job:
                 self.client.abort(choice)
 
     def fail(self, *error):
-        """End the call with ApiError(*error); of several errors the first counts."""
+        """End the call, all its prompts, with ApiError(*error)."""
         from protocol import ApiError
 
-        self.error = self.error or ApiError(*error)
+        self.error = ApiError(*error)
         self.changed.set()
 
     def on_change(self):

@@ -586,7 +586,7 @@ def test_slow_reader_gets_fewer_larger_events():
         data = read_until(sock, b"[DONE]").decode()
         events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {")]
         assert text_of(events) == "x" * count
-        assert len(events) < count / 2 and max(len(e["choices"][0]["text"]) for e in events) > count / 2
+        assert len(events) < count / 2 and max(len(e["choices"][0]["text"]) for e in events) > 100
 
 
 def test_silence_is_filled_with_pings(monkeypatch):
