@@ -70,20 +70,12 @@ def echo_text(count: int, length: int, noise: float, generator: torch.Generator)
 
 
 @cache
-def trained_model(num_kv_heads: int = 2, eos_token_id: int | None = None) -> GPT:
-    """
-    A small GPT, trained for two seconds to look PERIOD tokens back, which is three or four blocks: a wrong block table,
-    mask or position changes its answers. An untrained model repeats one token whatever is in its cache.
-    """
-    config = GPTConfig(VOCABULARY, CONTEXT, 2, 4, 64, num_kv_heads, eos_token_id=eos_token_id)
-    if eos_token_id is not None:  # the same weights
-        model = GPT(config)
-        model.load_state_dict(trained_model(num_kv_heads).state_dict())
-        return model.eval()
+def train(num_kv_heads: int) -> GPT:
+    """A small GPT that has learned, in two seconds, to look PERIOD tokens back."""
     steps, generator = 110, torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = GPT(config)
+        model = GPT(GPTConfig(VOCABULARY, CONTEXT, n_layer=2, n_head=4, n_embd=64, n_kv_head=num_kv_heads))
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for i in range(steps):
         optimizer.param_groups[0]["lr"] = 4e-3 * min(1, (i + 1) / 40, 3 * (steps - i) / steps)
@@ -93,6 +85,19 @@ def trained_model(num_kv_heads: int = 2, eos_token_id: int | None = None) -> GPT
         optimizer.step()
         optimizer.zero_grad()
     return model.eval()
+
+
+def trained_model(num_kv_heads: int = 2, eos_token_id: int | None = None) -> GPT:
+    """
+    The model of the tests: four query heads, two KV heads, and answers that depend on what is three or four blocks
+    back, so that a wrong block table, mask or position changes them. (An untrained model repeats one token whatever is
+    in its cache.) With an `eos_token_id`, a copy that ends its texts there.
+    """
+    model = train(num_kv_heads)
+    if eos_token_id is not None:
+        trained, model = model, GPT(replace(model.config, eos_token_id=eos_token_id)).eval()
+        model.load_state_dict(trained.state_dict())
+    return model
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -420,7 +420,7 @@ def test_the_loop_over_pipes():
         "eos_token_id": None,
     }
     params = {"temperature": 1.2, "seed": 3, "max_tokens": 20}
-    loop.send("add", id="never ends", prompt=prompt(0, 5), params={"max_tokens": 50, "seed": 0})
+    loop.send("add", id="never ends", prompt=prompt(90, 5), params={"max_tokens": 50, "seed": 0})
     for i in range(3):
         loop.send("add", id=f"good {i}", prompt=prompt(i, 9 + i), params=params)
     loop.send("abort", id="never ends")
