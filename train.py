@@ -89,9 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--bias", action=switch, default=False, help="biases in linear layers and norms")
     flag("--dropout", type=float, default=0.0, help="probability to drop, for corpora that are read many times")
     # recipe
-    flag("--minutes", type=float, default=2.25, help="time of the whole run, which sets the steps unless --steps does")
+    flag("--minutes", type=float, default=2.25, help="time of the whole run, if --steps is not given")
     flag("--steps", type=positive, help="optimizer steps, exactly")
-    flag("--batch_size", type=positive, default=16, help="sequences a step, over all devices")
+    flag("--batch_size", type=positive, default=8, help="sequences a step, over all devices")
     flag("--matrix_lr", type=float, default=0.02, help="peak learning rate of Muon, which trains the matrices")
     flag("--vector_lr", type=float, default=4e-3, help="peak learning rate of AdamW, which trains embeddings and norms")
     flag("--weight_decay", type=float, default=0.0, help="of the matrices, as a share of the learning rate")
@@ -328,10 +328,9 @@ def make_optimizers(model: GPT, args: argparse.Namespace, machine: Machine) -> l
     ]
 
 
-def learning_rate(step: int, steps: int | None, args: argparse.Namespace) -> float:
-    """Share of the peak: a short rise, a plateau, a straight fall to zero. `steps` None: not known yet, no fall."""
-    rise = min(1.0, (step + 1) / args.warmup)
-    return rise if steps is None else rise * min(1.0, (steps - step) / (args.decay * steps))
+def learning_rate(step: int, share: float, args: argparse.Namespace) -> float:
+    """Part of the peak: a short rise, a plateau, and a straight fall to zero as the share of the run done nears 1."""
+    return min(1.0, (step + 1) / args.warmup) * min(1.0, (1 - share) / args.decay)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -413,7 +412,7 @@ def progress_bar(run: "Run"):
     except ImportError:
         return print("no progress bar: tqdm is not installed")
     looked_at = run.machine.leads and sys.stderr.isatty()
-    return tqdm(total=run.steps, initial=run.step, unit="step", dynamic_ncols=True) if looked_at else None
+    return tqdm(total=run.args.steps, initial=run.step, unit="step", dynamic_ncols=True) if looked_at else None
 
 
 def tell(text: str, machine: "Machine", bar=None):
@@ -438,7 +437,8 @@ class Run:
         self.model.to(machine.device)
         self.optimizers = make_optimizers(self.model, args, machine)
         self.peaks = [group["lr"] for group in self.groups()]
-        self.step, self.steps = 0, args.steps  # steps None: --minutes decides, once we know how long one takes
+        self.step = 0
+        self.share = 0.0  # of the run that is done: of its steps, or of its minutes
         self.saved = 0  # the step of the checkpoint on disk
         self.log: list[dict] = []
 
@@ -459,11 +459,13 @@ class Run:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         for group, peak in zip(self.groups(), self.peaks, strict=True):
-            group["lr"] = peak * learning_rate(self.step, self.steps, self.args)
+            group["lr"] = peak * learning_rate(self.step, self.share, self.args)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
+        if self.args.steps:
+            self.share = self.step / self.args.steps
         return torch.stack([loss.detach(), norm])
 
     def check_finite(self, losses: list[list[float]]):
@@ -488,7 +490,7 @@ class Run:
         nats, count = evaluate(self.model, self.corpus, self.machine, self.args.eval_tokens)
         self.record(step=self.step, val_loss=round(nats / count, 5))
         text = sample(self.model, self.corpus.tokenizer, self.args, self.machine)
-        return f"step {self.step}: held out {nats / count:.3f}\n    " + text.replace("\n", "\n    ")
+        return f"step {self.step}, {self.share:.0%}: held out {nats / count:.3f}\n    " + text.replace("\n", "\n    ")
 
     def save(self):
         """
@@ -496,7 +498,7 @@ class Run:
         may be of different steps, which a kill between them leaves, and both load.
         """
         if self.machine.leads:
-            state = {"step": self.step, "steps": self.steps, "args": vars(self.args), "log": self.log}
+            state = {"step": self.step, "share": self.share, "args": vars(self.args), "log": self.log}
             state |= {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
             write_atomically(self.out / "train_state.pt", lambda path: torch.save(state, path))
             save_checkpoint(self.model, self.out)
@@ -507,7 +509,7 @@ class Run:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step = self.saved = state["step"]
-        self.steps, self.log = state["steps"], state["log"]
+        self.share, self.log = state["share"], state["log"]
         # after a kill, log.jsonl may be ahead of the checkpoint
         lines = "".join(json.dumps(line) + "\n" for line in self.log)
         if self.machine.leads:
@@ -546,57 +548,53 @@ def catch_signals() -> list[int]:
     return caught
 
 
-def plan_steps(run: Run, step_seconds: float, seconds_left: float) -> int:
-    """How many steps the run can have in all, if its evaluations are to fit in the time left, too."""
-    forward = 0.4 * step_seconds / (run.args.batch_size * run.args.context_length)  # seconds a token, without backward
-    look = run.args.eval_tokens * forward + 0.01 * run.args.sample_tokens + 0.5  # and half a second to save
-    seconds_left -= len(run.corpus.val) * forward + 4  # the last evaluation, the compressors, the picture
-    return run.step + max(1, int(seconds_left / (step_seconds + look / run.args.eval_every)))
+def closing_seconds(run: Run, step_seconds: float) -> float:
+    """What comes after the last step: scoring the held-out text, the compressors, the picture, two saves."""
+    # of the 6 operations a weight takes part in per token, 2 are the forward pass; some more for what is no matrix
+    return 0.4 * step_seconds / (run.args.batch_size * run.args.context_length) * len(run.corpus.val) + 4
 
 
-def train(run: Run, caught: list[int], deadline: float | None) -> bool:
+def train(run: Run, caught: list[int], started: float) -> bool:
     """
-    Step until all steps are done (True) or a signal was caught (False), and save. With a deadline (of time.monotonic),
-    the number of steps is set from the first ones' pace, and lowered if the machine turns out slower later.
+    Step until the run is done (True) or a signal was caught (False), and save. Without --steps the clock decides how
+    much is done, counted from `started` (time.monotonic): the learning rate follows it, so the run ends in time and
+    well, also where something else slows the machine down.
     """
-    args, machine = run.args, run.machine
+    args, machine, bar = run.args, run.machine, progress_bar(run)
     module, batches = run.forward_module(), Batches(run.corpus.train, args.batch_size, args.context_length, args.seed)
-    bar = progress_bar(run)
     # To read a loss is to wait for the device: after each step on a CPU, where that is free, else after each tenth.
     stride = 1 if machine.device.type == "cpu" else 10
     pending, seconds, mark = [], [], time.perf_counter()
     stop = 0.0
-    while run.step != run.steps and not stop:
+    while run.share < 1 and not stop:
         pending.append(run.update(module, *batches(run.step, machine)))
-        last, look = run.step == run.steps, run.step % args.eval_every == 0
-        if run.step % stride and not last and not look:
+        look = run.step % args.eval_every == 0
+        if run.step % stride and not look and run.share < 1:
             continue
         losses = machine.mean(torch.stack(pending)).tolist()
         run.check_finite(losses)
-        seconds.append((time.perf_counter() - mark) / len(losses))
+        seconds = [*seconds[-20:], (time.perf_counter() - mark) / len(losses)]
+        limit = 60 * args.minutes - closing_seconds(run, median(seconds))
+        # all processes must stop alike
+        status = torch.tensor([float(bool(caught)), (time.monotonic() - started) / max(limit, 1)], dtype=torch.float64)
+        stop, share = machine.mean(status.to(machine.device)).tolist()
+        if not args.steps:
+            run.share = min(1.0, max(run.share, share))
         rate = args.batch_size * args.context_length / seconds[-1]
         for i, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
             run.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=round(rate))
         if bar is not None:
-            bar.total = run.steps
+            bar.total = args.steps or round(run.step / run.share)
             bar.set_postfix_str(f"loss {losses[-1][0]:.3f}, {rate / 1e3:.1f}k tokens/s", refresh=False)
             bar.update(len(losses))
-        # all processes must stop, and plan, alike
-        status = torch.tensor([float(bool(caught)), median(seconds[-12:]), time.monotonic()], dtype=torch.float64)
-        stop, step_seconds, now = machine.mean(status.to(machine.device)).tolist()
-        if deadline is not None and not last and (len(seconds) == 15 or (look and run.steps)):
-            planned = plan_steps(run, step_seconds, deadline - now)
-            if run.steps is None or planned < 0.97 * run.steps:
-                run.steps = planned
-                tell(f"plan: {planned} steps, {step_seconds * 1e3:.0f} ms each", machine, bar)
-        if look and not last and not stop:
+        if look and run.share < 1 and not stop:
             tell(run.look(), machine, bar)
-        if look or last or stop:
+        if look or run.share == 1 or stop:
             run.save()
         pending, mark = [], time.perf_counter()
     if bar is not None:
         bar.close()
-    return run.step == run.steps
+    return run.share == 1
 
 
 def finish(run: Run):
@@ -618,7 +616,7 @@ def introduce(run: Run) -> str:
     """What was chosen, to be printed."""
     args, c, corpus = run.args, run.model.config, run.corpus
     size = sum(p.numel() for p in run.model.parameters()) / 1e6
-    length = f"{run.steps} steps" if run.steps else f"what fits in {args.minutes:g} minutes"
+    length = f"{args.steps} steps" if args.steps else f"what fits in {args.minutes:g} minutes"
     return (
         f"device: {run.machine}\n"
         f"model:  {size:.2f}M parameters: {c.n_layer} layers of width {c.n_embd}, {c.n_head} heads, {c.activation}\n"
@@ -645,8 +643,8 @@ def main(argv: list[str] | None = None):
     elif machine.leads:
         run.corpus.tokenizer.save(run.out)
     tell(introduce(run), machine)
-    # a resumed run keeps its number of steps if that was known, otherwise it has its minutes from now
-    if train(run, caught, started + 60 * args.minutes if run.steps is None else None):
+    # a resumed run has the share of its minutes left that it had not used
+    if train(run, caught, time.monotonic() - run.share * 60 * args.minutes if args.resume else started):
         finish(run)
     else:
         tell(f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` continues", machine)
