@@ -256,8 +256,8 @@ def test_a_block_is_findable_only_once_it_is_computed():
     for request in twins:
         scheduler.add_request(request)
     plan = scheduler.plan()
-    assert [r.block_table for r in twins] == [[0, 1, 2], [3, 4, 5]], "nothing is computed yet: nothing to share"
-    assert not cache.held
+    assert [r.block_table for r in twins] == [[0, 1, 2], [3, 4, 5]], "nothing to share yet"
+    assert not cache.held, "nothing is computed yet, and nothing may be found"
     scheduler.update(plan, [1009, 1009])
     assert list(cache.held) == [0, 1], "full blocks only, and of one key the first"
     while not scheduler.is_done():
@@ -274,8 +274,8 @@ def test_a_block_is_found_only_after_the_same_prefix():
     scheduler = Scheduler(max_kv_tokens=64)
     one, two = [1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12, 13, 14, 5, 6, 7, 8, 9]  # the second block is the same
     for expected in (0, 8):
-        assert serve_alone(scheduler, f"one, {expected} hits", one).num_hit_tokens == expected
-        assert serve_alone(scheduler, f"two, {expected} hits", two).num_hit_tokens == expected
+        found = [serve_alone(scheduler, name, tokens).num_hit_tokens for name, tokens in (("one", one), ("two", two))]
+        assert found == [expected, expected], f"found {found} of the first eight tokens"
     assert len(scheduler.block_cache.held) == 4, "two different blocks of the tokens 5, 6, 7, 8"
     assert serve_alone(scheduler, "other user", one, cache_salt="secret").num_hit_tokens == 0
     assert serve_alone(scheduler, "same user", one, cache_salt="secret").num_hit_tokens == 8
