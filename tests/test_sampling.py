@@ -392,16 +392,29 @@ def test_a_wrong_parameter_is_refused_with_its_name_its_value_and_what_is_wanted
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("temperature", x) for x in (0, 0.0, 1e-300, 1, 2, 2.0)),
-        *(("top_k", x) for x in (0, 1, 2**31 - 1)),
-        *(("top_p", x) for x in (1, 1.0, 1e-300)),
-        *(("min_p", x) for x in (0, 1, 0.5)),
+        *(("temperature", x) for x in (1, 2, 2.0)),
+        *(("top_k", x) for x in (0, 2**31 - 1)),
+        *(("top_p", x) for x in (1, 1.0)),
+        *(("min_p", x) for x in (0, 0.0)),
         *(("max_tokens", x) for x in (1, 10**9)),
         *(("seed", x) for x in (None, 0, -1, 2**63 - 1, -(2**63))),
     ],
 )
-def test_parameters_exactly_at_their_limits_are_accepted_and_sampled(name, value):
-    """The edge's other side: what is accepted must also reach the device arrays and give a legal token."""
+def test_parameters_exactly_at_their_limits_are_accepted(name, value):
+    """The edge's other side: what is accepted must also reach the device arrays, and here drop no token."""
     params = SamplingParams(**{name: value})
-    token = sample(LOGITS[None], torch.tensor([0]), torch.tensor([0]), rows_of([params]), [params])
-    assert 0 <= token.item() < V
+    rows, positions = rows_of([params]), torch.arange(5000)
+    tokens = sample(LOGITS.expand(5000, -1), 0 * positions, positions, rows, [params])
+    assert set(tokens.tolist()) == set(range(V))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 0), ("temperature", 0.0), ("temperature", 1e-300), ("top_k", 1), ("top_p", 1e-300), ("min_p", 1)],
+)
+def test_parameters_that_leave_only_the_most_likely_token(name, value):
+    """A top_p of 1e-300 is 0 in fp32: the filter alone would drop all tokens, and answer token 0."""
+    params = SamplingParams(**{name: value})
+    rows, positions = rows_of([params]), torch.arange(100)
+    tokens = sample(LOGITS.flip(0).expand(100, -1), 0 * positions, positions, rows, [params])
+    assert set(tokens.tolist()) == {V - 1}
