@@ -55,11 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--attention", default="auto", help="attention backend; auto takes the fastest that works here")
     add("--kv-blocks", dest="num_blocks", type=positive, help="KV blocks in the pool; not given: all that are useful")
     add("--block-size", type=positive, default=16, help="tokens in a KV block")
-    add(
-        "--max-model-len",
-        type=positive,
-        help="longest prompt plus answer, in tokens; not given: what model and pool allow",
-    )
+    add("--max-model-len", type=positive, help="longest prompt plus answer, in tokens; not given: what fits")
     add("--max-num-seqs", type=positive, default=64, help="requests that run at once")
     add("--token-budget", type=positive, default=512, help="tokens computed in one step, prefill and decode together")
     add("--no-prefix-cache", dest="prefix_cache", action="store_false", help="compute each prompt from its first token")

@@ -14,6 +14,7 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import serve
-from protocol import CompletionAnswer
+from protocol import ApiError, CompletionAnswer, CompletionRequest
 from serve import EngineClient, Service, TextStream
 
 ROOT = Path(__file__).parents[1]
@@ -466,10 +467,31 @@ def test_bad_calls(server, call, headers, body, status, message):
     assert error["type"] == "invalid_request_error" and error["message"] == (message or error["message"])
 
 
-def test_chunked_body_is_counted_as_it_comes(server):
-    """Without a Content-Length only counting tells that a body is too long."""
+def test_chunked_body_is_refused_too(server):
+    """It announces no length."""
     parts = (b" " * 1000 for _ in range(1000))
     assert server.http.post("/v1/completions", headers=JSON, content=parts).status_code == 413
+
+
+@pytest.mark.parametrize(
+    "sizes, fits", [([10], True), ([6, 4], True), ([11], False), ([6, 5], False), ([4] * 9, False)]
+)
+def test_body_is_counted_as_it_comes(sizes, fits):
+    """What counts is the sum of the parts, at most the limit; reading stops with the part that exceeds it."""
+    parts, read = iter(sizes), []
+
+    async def receive():
+        read.append(next(parts))
+        return {"type": "http.request", "body": b" " * read[-1], "more_body": True}
+
+    async def app(scope, receive, send):
+        for _ in sizes:
+            await receive()
+
+    call = serve.limit_body(app, limit=10)({"type": "http"}, receive, None)
+    with contextlib.nullcontext() if fits else pytest.raises(ApiError, match="more than 10 bytes"):
+        asyncio.run(call)
+    assert sum(read[:-1]) <= 10
 
 
 @pytest.mark.parametrize(
@@ -521,7 +543,7 @@ def test_error_after_the_headers(server):
 @given(data=st.data())
 def test_no_body_makes_a_500(server, data):
     """Any JSON in any field: an answer or a refusal in the right shape, never a failure of ours."""
-    from protocol import NEUTRAL, CompletionRequest
+    from protocol import NEUTRAL
 
     scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5)
     values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=2))
@@ -531,6 +553,16 @@ def test_no_body_makes_a_500(server, data):
     response = server.http.post("/v1/completions", headers=JSON, content=json.dumps(body).encode())
     assert response.status_code in (200, 400, 404)
     assert response.status_code == 200 or error_of(response)["message"]
+
+
+def test_a_bug_has_the_shape_of_an_error():
+    """Should a bug of ours slip through, the client still gets JSON that its library can read, and no internals."""
+    with Server() as server:
+        server.service.encode = lambda prompts: {}["a bug"]
+        response = server.post()
+        assert response.status_code == 500
+        assert error_of(response)["message"] == "a bug of this server: KeyError"
+        assert error_of(response)["type"] == "server_error"
 
 
 def test_queue_full():
@@ -717,6 +749,16 @@ def test_a_silent_engine_is_not_alive(monkeypatch):
         server.engine.gate.set()
         read_until(sock, b"}}}")
         assert server.get("/livez") == 200
+
+
+def test_silence_counts_from_the_first_request():
+    """An engine that was idle for an hour has not been silent for an hour when the next request comes."""
+    client = EngineClient(None, None, 1)
+    client.heard -= 3600
+    client.submit(SimpleNamespace(request=CompletionRequest(prompt="x"), prompt=[1]))
+    assert client.is_alive()
+    client.heard -= 3600
+    assert not client.is_alive()
 
 
 def test_engine_that_cannot_start():
