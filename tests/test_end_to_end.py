@@ -22,6 +22,8 @@ from model import load_checkpoint
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
+# One thread: so small a model gains nothing from two, and on a busy machine two lose seconds waiting for each other.
+RUN = {"cwd": ROOT, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
 PROMPTS = ["def ", "import torch\n", "class Gr\u00f6\u00dfe:\n    ", "    return", "# \U0001f600 ", "x"]
 
 # A corpus of our own sources: there on every machine, and small enough for a tokenizer and a model in seconds.
@@ -45,7 +47,7 @@ def checkpoint(tmp_path_factory):
     (folder / "prepare.py").write_text(PREPARE)
     out = tmp_path_factory.mktemp("out") / "tiny"
     command = [sys.executable, "train.py", "--data", str(folder), "--out", str(out), *TRAIN.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, **RUN, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -56,7 +58,7 @@ class Process:
     def __init__(self, checkpoint, *flags):
         command = [sys.executable, "serve.py", "--model", str(checkpoint), "--port", "0", "--check", *flags]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+        self.process = subprocess.Popen(command, **RUN, **pipes)
         self.greeting = self.process.stdout.readline()
         found = re.search(r"http://\S+", self.greeting)
         assert found, self.greeting + self.process.stdout.read()
@@ -94,12 +96,15 @@ def client(server):
 def expected(checkpoint):
     """What greedy decoding must say, from the dense model without a cache: prompt -> text of `count` tokens."""
     model, tokenizer = load_checkpoint(checkpoint), load_tokenizer(checkpoint)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
 
     def generate(prompt, count=24):
         ids = tokenizer.encode(prompt)
         return tokenizer.decode(model.generate(torch.tensor([ids]), count)[0, len(ids) :].tolist())
 
-    return generate
+    yield generate
+    torch.set_num_threads(threads)
 
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -243,7 +248,7 @@ BARE = "import sys; sys.modules |= dict.fromkeys(['fastapi', 'uvicorn', 'pydanti
 
 def at_terminal(checkpoint, *flags):
     command = [sys.executable, "-c", f"{BARE} serve.main(sys.argv[1:])", "--model", str(checkpoint), *flags]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, **RUN, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_prompt_at_the_terminal(checkpoint, expected):
@@ -268,7 +273,7 @@ def test_missing_and_broken_checkpoints(tmp_path, checkpoint):
 
     def complaint(directory, *flags):
         command = [sys.executable, "serve.py", "--port", "0", "--model", str(directory), *flags]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, **RUN, capture_output=True, timeout=60)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
         return done.stderr
 
