@@ -44,14 +44,7 @@ ROOT = Path(__file__).resolve().parent
 
 MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "context_length": 1024, "bias": True, "activation": "gelu_new"}
-GPT2 |= {
-    "data": "stdlib_gpt2",
-    "batch_size": 32,
-    "steps": 2000,
-    "matrix_lr": 0.01,
-    "vector_lr": 1e-3,
-    "eval_every": 250,
-}
+GPT2 |= {"data": "stdlib_gpt2", "batch_size": 32, "steps": 2000, "matrix_lr": 0.01, "vector_lr": 1e-3}
 PRESETS = {
     "stdlib": {"cpu": {}, "gpu": MIDDLE_SIZED | {"dropout": 0.1}},
     "shakespeare_char": {
@@ -100,25 +93,13 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--clip", type=float, default=1.0, help="largest norm of the gradient")
     flag("--seed", type=int, default=1337, help="of initial weights, order of batches, dropout and samples")
     # watching
-    flag(
-        "--eval_every",
-        type=positive,
-        default=100,
-        help="steps between evaluations, each with a sample and a checkpoint",
-    )
-    flag(
-        "--eval_tokens",
-        type=positive,
-        default=16384,
-        help="held-out tokens of those evaluations; the last one takes all",
-    )
+    flag("--eval_every", type=positive, default=100, help="steps between evaluations, samples and checkpoints")
+    flag("--eval_tokens", type=positive, default=16384, help="held-out tokens of an evaluation but the last")
     flag("--sample_tokens", type=int, default=64, help="length of the sample")
     # machine
     flag("--device", help="cpu, cuda, cuda:1, ...; the first GPU, else the CPU, if not given")
     flag("--threads", type=positive, help="CPU threads; all cores we may use if not given")
-    flag(
-        "--dtype", choices=("float32", "bfloat16"), help="of matrix products; bfloat16 where it is faster if not given"
-    )
+    flag("--dtype", choices=("float32", "bfloat16"), help="of matrix products; what is faster here if not given")
     flag("--compile", action=switch, help="torch.compile the model; on GPUs only if not given")
     return parser
 
@@ -273,8 +254,8 @@ class Batches:
 class Muon(torch.optim.Optimizer):
     """
     Momentum whose update is made orthogonal (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): every
-    direction of a matrix moves equally far. Needs about half the steps of AdamW here. Ours rather than torch's because
-    that one always multiplies in bfloat16, which many CPUs only emulate, and takes the matrices one by one.
+    direction of a matrix moves equally far, so the rare ones are learnt, too. Ours rather than torch's because that one
+    always multiplies in bfloat16, which many CPUs only emulate, and takes the matrices one by one.
     """
 
     def __init__(self, parameters, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, dtype=torch.float32):
