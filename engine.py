@@ -37,8 +37,8 @@ class Runner:
     def __init__(self, model: GPT, num_blocks: int, block_size: int, max_num_seqs: int, attention: str = "auto"):
         config, device = model.config, model.wte.weight.device
         self.model, self.block_size = packed_for_cpu(model), block_size
-        self.backend = kernels.choose_backend(attention)
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.backend = kernels.choose_backend(attention, device)
+        dtype = torch.float32 if device.type == "cpu" else model.wte.weight.dtype
         self.pool = KVBlockPool(
             num_blocks, block_size, config.n_layer, config.n_kv_head, config.head_size, device, dtype
         )
@@ -73,7 +73,8 @@ class Runner:
             self.block_tables[self.tensor([r.row for r in plan.grown]), columns] = blocks
         batch = self.batch(plan)
         config = self.model.config
-        self.backend.prepare(batch, config.n_head, config.n_kv_head, self.block_size)
+        heads = config.n_head, config.n_kv_head, config.head_size
+        batch.prepared = self.backend.prepare(batch, *heads, self.block_size)
         self.context_len[batch.rows] = batch.context_lens.long()
         return batch
 

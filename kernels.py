@@ -8,27 +8,31 @@ the prefill chunks. Decodes and chunks so share one forward pass:
     tokens     [T]    a    b    c0 c1 c2 c3   d0 d1        T = 8
     query_start       0    1    2             6     8      [B + 1], B = 4, num_decodes = 2
 
-A `Backend` is one way to do both operations. Here is torch's, which gathers; it runs anywhere. Backends have one
-signature and one in-place effect: `store_kv` writes the pool, `paged_attention` only reads it.
+A `Backend` is one way to do both operations: torch's gathers and runs anywhere, Triton's reads K and V where they are.
+Backends have one signature and one in-place effect: `store_kv` writes the pool, `paged_attention` only reads it.
 Letters: B requests, T tokens, H query heads, Hk KV heads, D head size, M blocks per table, S block size,
 C context length, G = H / Hk.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+try:
+    import triton
+    import triton.language as tl
 
-class Gather(NamedTuple):
-    """Requests that the torch path serves in one SDPA: b requests of n queries each, contexts padded to C."""
+    INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernels run on CPU tensors, slowly
+except ImportError:  # nothing but the Triton backend needs it
+    triton, INTERPRETED = None, False
 
-    tokens: slice | torch.Tensor  # where their b * n queries are on the flat axis
-    kv_rows: torch.Tensor  # [b, Hk, C] int64: rows of the pool seen as [.., D]
-    mask: torch.Tensor  # [b, 1, G * n, C] bool: may this query see this key?
+    class tl:
+        constexpr = int  # for the kernels' signatures
 
 
 @dataclass
@@ -47,29 +51,47 @@ class Batch:
     query_lens_host: list[int]  # [B]
     context_lens_host: list[int]  # [B]
     backend: "Backend"
-    # worked out once per step by the torch backend, used in every layer
-    store_rows: torch.Tensor | None = None  # [T * Hk] int64: rows of the pool seen as [.., D]
-    gathers: list[Gather] = field(default_factory=list)
+    prepared: object = None  # what the backend worked out for this step, used in every layer
 
 
 class Backend(NamedTuple):
     name: str
-    prepare: Callable  # (batch, H, Hk, S): once per step, before the first layer
+    prepare: Callable  # (batch, H, Hk, D, S) -> batch.prepared: once per step, before the first layer
     store_kv: Callable  # (k [T, Hk, D], v [T, Hk, D], kv [2, num_blocks + 1, Hk, S, D], batch): writes kv
     paged_attention: Callable  # (q [T, H, D], kv, batch) -> [T, H, D]
 
 
-def choose_backend(name: str = "auto") -> Backend:
-    """The backend of that name, or the best there is. Raises ValueError for one that is not there."""
+def choose_backend(name: str = "auto", device: str | torch.device = "cpu") -> Backend:
+    """
+    The backend of that name, or with "auto" the best for the device: Triton on CUDA, torch elsewhere. Raises
+    ValueError for one that does not work there.
+    """
+    runs_triton = triton is not None and (torch.device(device).type == "cuda" or INTERPRETED)
     backends = {"torch": Backend("torch", prepare_torch, store_kv_torch, paged_attention_torch)}
-    name = "torch" if name == "auto" else name
+    if runs_triton:
+        backends["triton"] = Backend("triton", prepare_triton, store_kv_triton, paged_attention_triton)
+    if name == "auto":
+        name = "triton" if runs_triton and not INTERPRETED else "torch"
     if name not in backends:
-        raise ValueError(f"attention backend {name!r} is not available here; there is auto, {', '.join(backends)}")
+        raise ValueError(f"attention backend {name!r} does not work on {device}; there is auto, {', '.join(backends)}")
     return backends[name]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # torch: gather the context of each request, then SDPA
+
+
+class Gather(NamedTuple):
+    """Requests that the torch path serves in one SDPA: b requests of n queries each, contexts padded to C."""
+
+    tokens: slice | torch.Tensor  # where their b * n queries are on the flat axis
+    kv_rows: torch.Tensor  # [b, Hk, C] int64: rows of the pool seen as [.., D]
+    mask: torch.Tensor  # [b, 1, G * n, C] bool: may this query see this key?
+
+
+class TorchPlan(NamedTuple):
+    store_rows: torch.Tensor  # [T * Hk] int64: rows of the pool seen as [.., D] that the step writes
+    gathers: list[Gather]
 
 
 def pool_rows(slots: torch.Tensor, Hk: int, S: int) -> torch.Tensor:
@@ -99,22 +121,22 @@ def length_classes(lens: list[int]) -> list[list[int]]:
     return list(classes.values())
 
 
-def prepare_torch(batch: Batch, H: int, Hk: int, S: int):
+def prepare_torch(batch: Batch, H: int, Hk: int, D: int, S: int) -> TorchPlan:
     """Work out, once for all layers, which rows of the pool the step writes and which it reads."""
-    batch.store_rows = pool_rows(batch.slot_mapping, Hk, S).flatten()
-    decodes = batch.context_lens_host[: batch.num_decodes]
+    decodes, gathers = batch.context_lens_host[: batch.num_decodes], []
     groups = length_classes(decodes) if decodes else []
     if len(groups) == 1:
-        batch.gathers.append(gather(batch, slice(0, len(decodes)), slice(0, len(decodes)), H, Hk, S))
+        gathers.append(gather(batch, slice(0, len(decodes)), slice(0, len(decodes)), H, Hk, S))
     else:  # a decoding request has one token: its place on the token axis is its number
         for group in groups:
             index = torch.tensor(group, device=batch.tokens.device)
-            batch.gathers.append(gather(batch, index, index, H, Hk, S))
+            gathers.append(gather(batch, index, index, H, Hk, S))
     start = batch.num_decodes
     for i in range(batch.num_decodes, len(batch.query_lens_host)):
         end = start + batch.query_lens_host[i]
-        batch.gathers.append(gather(batch, slice(i, i + 1), slice(start, end), H, Hk, S))
+        gathers.append(gather(batch, slice(i, i + 1), slice(start, end), H, Hk, S))
         start = end
+    return TorchPlan(pool_rows(batch.slot_mapping, Hk, S).flatten(), gathers)
 
 
 def gather(batch: Batch, requests, tokens, H: int, Hk: int, S: int) -> Gather:
@@ -133,8 +155,8 @@ def gather(batch: Batch, requests, tokens, H: int, Hk: int, S: int) -> Gather:
 def store_kv_torch(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: Batch):
     """Write k, v [T, Hk, D] into one layer's pool kv [2, num_blocks + 1, Hk, S, D], in place, at `slot_mapping`."""
     D = k.shape[-1]
-    kv[0].view(-1, D).index_copy_(0, batch.store_rows, k.reshape(-1, D).to(kv.dtype))
-    kv[1].view(-1, D).index_copy_(0, batch.store_rows, v.reshape(-1, D).to(kv.dtype))
+    kv[0].view(-1, D).index_copy_(0, batch.prepared.store_rows, k.reshape(-1, D).to(kv.dtype))
+    kv[1].view(-1, D).index_copy_(0, batch.prepared.store_rows, v.reshape(-1, D).to(kv.dtype))
 
 
 def paged_attention_torch(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -143,10 +165,259 @@ def paged_attention_torch(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> to
     The G query heads that share a KV head become G * n queries of it, so K and V are gathered once and not repeated.
     """
     out, D = torch.empty_like(q), q.shape[-1]
-    for tokens, kv_rows, mask in batch.gathers:
+    for tokens, kv_rows, mask in batch.prepared.gathers:
         b, Hk, _ = kv_rows.shape
         k, v = F.embedding(kv_rows, kv[0].view(-1, D)), F.embedding(kv_rows, kv[1].view(-1, D))  # [b, Hk, C, D]
         grouped = q[tokens].reshape(b, -1, Hk, q.shape[1] // Hk, D).permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
         y = F.scaled_dot_product_attention(grouped.flatten(2, 3).to(k.dtype), k, v, attn_mask=mask)
         out[tokens] = y.view(grouped.shape).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:]).to(q.dtype)
     return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Triton: no gather, K and V are read where they are
+
+
+def jit(function):
+    """`triton.jit` where triton is installed; elsewhere the kernels below are only text."""
+    return triton.jit(function) if triton else function
+
+
+@jit
+def store_kv_kernel(
+    k, v, kv, slot_mapping, k_stride, v_stride, which_stride,
+    Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Grid (T,): a program copies K and V of one token, all heads, to its slot. Slots are int64: offsets pass 2^31."""
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    slot = tl.load(slot_mapping + token)
+    to = kv + ((slot // S * Hk + i // D) * S + slot % S) * D + i % D
+    tl.store(to, tl.load(k + token * k_stride + i, mask=i < Hk * D), mask=i < Hk * D)
+    tl.store(to + which_stride, tl.load(v + token * v_stride + i, mask=i < Hk * D), mask=i < Hk * D)
+
+
+@jit
+def absorb(score, v, acc, top, total):
+    """
+    Online softmax (Milakov and Gimelshein 2018): take in one more tile of keys. score [ROWS, TILE] in powers of two,
+    -inf where masked; v [TILE, WIDTH]; so far the weighted sum acc [ROWS, WIDTH], the largest score and the sum of
+    weights, [ROWS] each.
+    """
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    reference = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen no key yet
+    weight, shrink = tl.exp2(score - reference[:, None]), tl.exp2(top - reference)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_top, total * shrink + tl.sum(weight, axis=1)
+
+
+@jit
+def decode_kernel(
+    q, kv, out, partial_out, partial_lse, arrived, block_tables, context_lens,
+    scale, q_stride, out_stride, which_stride, M,
+    H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (Hk, SPLITS, B): a program attends from the G = H / Hk query heads of one KV head, padded to ROWS, to every
+    SPLITS-th tile of one request's context: K and V are read once. The grid depends on B alone, how many splits a
+    context has is worked out here, so one captured graph serves all lengths. Whoever arrives last of a request and KV
+    head combines them, so there is no second launch; `arrived` [B, Hk] is zero before and after.
+    """
+    head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    G: tl.constexpr = H // Hk
+    row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    context = tl.load(context_lens + request)
+    first = tl.maximum(context - WINDOW, 0) if WINDOW else 0
+    begin = first // TILE * TILE
+    t = begin + split * TILE + tl.arange(0, TILE)
+    table = block_tables + request.to(tl.int64) * M
+    block = tl.load(table + t // S, mask=t // S < M, other=0)  # without waiting for `context`, if there is no window
+    real = (row < G)[:, None] & (d < D)[None, :]
+    at = (head * G + row)[:, None] * D + d[None, :]
+    queries = tl.load(q + request * q_stride + at, mask=real, other=0.0)  # [ROWS, WIDTH]
+    used = tl.minimum(tl.maximum(tl.cdiv(context - begin, TILE), 1), SPLITS)
+    if split >= used:
+        return
+
+    acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    for _ in range(begin + split * TILE, context, SPLITS * TILE):
+        there = (t < context) & (t >= first)
+        keys = kv + (((block.to(tl.int64) * Hk + head) * S + t % S) * D)[:, None] + d[None, :]
+        k = tl.load(keys, mask=there[:, None] & (d < D)[None, :], other=0.0)  # [TILE, WIDTH]
+        v = tl.load(keys + which_stride, mask=there[:, None] & (d < D)[None, :], other=0.0)
+        t += SPLITS * TILE
+        block = tl.load(table + t // S, mask=t // S < M, other=0)  # of the next round, ahead of its use
+        score = tl.dot(queries, k.T, input_precision="ieee") * scale
+        acc, top, total = absorb(tl.where(there[None, :], score, -float("inf")), v, acc, top, total)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if used == 1:
+        tl.store(out + request * out_stride + at, acc.to(out.dtype.element_ty), mask=real)
+        return
+
+    mine = ((request * H + head * G + row) * SPLITS + split).to(tl.int64)
+    tl.store(partial_out + mine[:, None] * WIDTH + d[None, :], acc, mask=(row < G)[:, None])
+    tl.store(partial_lse + mine, top + tl.log2(total), mask=row < G)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(arrived + request * Hk + head, 1, sem="acq_rel") == used - 1:
+        tl.store(arrived + request * Hk + head, 0)
+        s = tl.arange(0, SPLITS)
+        for start in tl.static_range(0, G, AT_ONCE):  # as many query heads as registers hold
+            g = start + tl.arange(0, AT_ONCE)
+            there = (g < G)[:, None] & (s < used)[None, :]
+            theirs = ((request * H + head * G + g[:, None]) * SPLITS).to(tl.int64) + s[None, :]  # [AT_ONCE, SPLITS]
+            lse = tl.load(partial_lse + theirs, mask=there, other=-1e30, cache_modifier=".cg")  # from L2, not stale L1
+            parts = partial_out + theirs[:, :, None] * WIDTH + d[None, None, :]
+            parts = tl.load(parts, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+            weight = tl.exp2(lse - tl.max(lse, axis=1)[:, None])
+            whole = tl.sum(parts * (weight / tl.sum(weight, axis=1)[:, None])[:, :, None], axis=1)
+            whole_at = out + request * out_stride + (head * G + g)[:, None] * D + d[None, :]
+            tl.store(whole_at, whole.to(out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+
+
+@jit
+def prefill_kernel(
+    q, kv, out, block_tables, context_lens, query_start, tile_request, tile_start,
+    scale, q_stride, out_stride, which_stride, M,
+    H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (tiles, H): a program attends from ROWS consecutive tokens of one prefill chunk, one query head, to all they
+    may see. `tile_request` says whose tokens a tile has (-1: none), `tile_start` where in the chunk it begins.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest contexts first
+    head, request = tl.program_id(1), tl.load(tile_request + tile)
+    if request < 0:
+        return
+    kv_head = head // (H // Hk)
+    begin, stop = tl.load(query_start + request), tl.load(query_start + request + 1)
+    context, offset = tl.load(context_lens + request), tl.load(tile_start + tile)
+    row, d = offset + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    lowest = context - (stop - begin) + offset  # position of the first row
+    position = lowest + tl.arange(0, ROWS)
+    real = (begin + row < stop)[:, None] & (d < D)[None, :]
+    token, at = (begin + row).to(tl.int64), head * D + d
+    queries = tl.load(q + token[:, None] * q_stride + at[None, :], mask=real, other=0.0)
+    acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    table = block_tables + request.to(tl.int64) * M
+    first = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
+    end = tl.minimum(lowest + ROWS, context)  # one past the last key that any row may see
+    unmasked = first if WINDOW else (lowest + 1) // TILE * TILE  # up to here every row sees every key
+    for n in range(first, unmasked, TILE):
+        t = n + tl.arange(0, TILE)
+        block = tl.load(table + t // S).to(tl.int64)
+        keys = kv + (((block * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
+        k = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)  # [TILE, WIDTH]
+        keys += which_stride
+        v = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
+        score = tl.dot(queries, k.T, input_precision="ieee") * scale
+        acc, top, total = absorb(score, v, acc, top, total)
+    for n in range(unmasked, end, TILE):
+        t = n + tl.arange(0, TILE)
+        there = (t < end)[:, None] & (d < D)[None, :]
+        block = tl.load(table + t // S, mask=t < end, other=0).to(tl.int64)
+        keys = kv + (((block * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
+        k, v = tl.load(keys, mask=there, other=0.0), tl.load(keys + which_stride, mask=there, other=0.0)
+        score = tl.dot(queries, k.T, input_precision="ieee") * scale
+        visible = t[None, :] <= position[:, None]
+        if WINDOW:
+            visible &= t[None, :] > position[:, None] - WINDOW
+        acc, top, total = absorb(tl.where(visible, score, -float("inf")), v, acc, top, total)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + token[:, None] * out_stride + at[None, :], acc.to(out.dtype.element_ty), mask=real)
+
+
+class TritonPlan(NamedTuple):
+    """Scratch of the decode kernel and the tile map of the prefill kernel, shared by all layers of a step."""
+
+    splits: int
+    partial_out: torch.Tensor  # [B * H * splits * WIDTH] fp32
+    partial_lse: torch.Tensor  # [B * H * splits] fp32
+    arrived: torch.Tensor  # [B * Hk] int32 zeros
+    tile_request: torch.Tensor | None  # [tiles] int32
+    tile_start: torch.Tensor | None
+
+
+# Measured on an H200 over head sizes 64 and 128, batches 1 to 256, contexts 1024 to 32768: one setting is within 2% of
+# the best of each shape, if there are just enough splits to have a program for every multiprocessor.
+TILE, DECODE_OPTIONS = 64, {"num_warps": 4, "num_stages": 3}
+PREFILL_ROWS, PREFILL_OPTIONS = 64, {"num_warps": 4, "num_stages": 2}
+AT_ONCE = 8192  # numbers a program combines at a time
+
+
+def padded(n: int) -> int:
+    """Tiles of tensor cores have sides that are powers of two, at least 16."""
+    return max(16, triton.next_power_of_2(n))
+
+
+def prepare_triton(batch: Batch, H: int, Hk: int, D: int, S: int) -> TritonPlan:
+    """Allocate the scratch and map tiles to chunks, on the device: nothing here looks at a tensor's content."""
+    device, B = batch.tokens.device, batch.num_decodes
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    splits = min(64, triton.next_power_of_2(-(-processors // max(1, B * Hk))))
+    return TritonPlan(
+        splits,
+        torch.empty(B * H * splits * padded(D), device=device),
+        torch.empty(B * H * splits, device=device),
+        torch.zeros(B * Hk, dtype=torch.int32, device=device),
+        *prefill_tiles(batch),
+    )
+
+
+def prefill_tiles(batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """[tiles] int32 each: whose PREFILL_ROWS tokens a tile has (-1: none), and where in that chunk it begins. The
+    number of tiles depends on the number of tokens and chunks alone."""
+    D, chunks = batch.num_decodes, len(batch.query_start) - 1 - batch.num_decodes
+    if not chunks:
+        return None, None
+    lens = batch.query_start[D + 1 :] - batch.query_start[D:-1]
+    ends = ((lens + PREFILL_ROWS - 1) // PREFILL_ROWS).cumsum(0)  # tiles up to and with each chunk
+    tile = torch.arange(-(-(len(batch.tokens) - D) // PREFILL_ROWS) + chunks, device=lens.device)
+    chunk = torch.searchsorted(ends, tile, right=True)
+    starts = torch.cat([ends.new_zeros(1), ends])[chunk]
+    return torch.where(chunk < chunks, chunk + D, -1).int(), ((tile - starts) * PREFILL_ROWS).int()
+
+
+def check_layout(x: torch.Tensor, kv: torch.Tensor, batch: Batch):
+    """What the kernels assume of x [T, heads, D] and kv [2, num_blocks + 1, Hk, S, D]."""
+    assert x.device == kv.device == batch.block_tables.device, f"tensors on {x.device} and {kv.device}: wanted one"
+    assert x.stride(2) == 1 and x.stride(1) == x.shape[2], f"strides {x.stride()}: wanted the heads of a token together"
+    assert kv.is_contiguous(), "the pool of a layer must be contiguous"
+    assert batch.block_tables.dtype == torch.int32, f"block tables are {batch.block_tables.dtype}, wanted int32"
+    assert batch.block_tables.stride(1) == 1, "block tables must be contiguous along blocks"
+
+
+def store_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: Batch):
+    """As store_kv_torch."""
+    check_layout(k, kv, batch)
+    (T, Hk, D), S = k.shape, kv.shape[3]
+    store_kv_kernel[(T,)](
+        k, v, kv, batch.slot_mapping, k.stride(0), v.stride(0), kv.stride(0),
+        Hk=Hk, D=D, S=S, WIDTH=triton.next_power_of_2(Hk * D),
+    )  # fmt: skip
+
+
+def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch, window: int = 0) -> torch.Tensor:
+    """As paged_attention_torch; with `window`, a token sees itself and the window - 1 tokens before it."""
+    check_layout(q, kv, batch)
+    (T, H, D), Hk, S, plan = q.shape, kv.shape[2], kv.shape[3], batch.prepared
+    dtype, q = q.dtype, q.to(kv.dtype)
+    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
+    scale = D**-0.5 * math.log2(math.e)  # the kernels work in powers of two
+    strides = q.stride(0), out.stride(0), kv.stride(0), batch.block_tables.stride(0)
+    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WINDOW": window, "TILE": TILE, "WIDTH": padded(D)}
+    if B := batch.num_decodes:
+        decode_kernel[(Hk, plan.splits, B)](
+            q, kv, out, plan.partial_out, plan.partial_lse, plan.arrived, batch.block_tables, batch.context_lens,
+            scale, *strides, **shape, SPLITS=plan.splits, ROWS=padded(H // Hk),
+            AT_ONCE=max(1, min(triton.next_power_of_2(H // Hk), AT_ONCE // (plan.splits * padded(D)))),
+            **DECODE_OPTIONS,
+        )  # fmt: skip
+    if plan.tile_request is not None:
+        prefill_kernel[(len(plan.tile_request), H)](
+            q, kv, out, batch.block_tables, batch.context_lens, batch.query_start, plan.tile_request, plan.tile_start,
+            scale, *strides, **shape, ROWS=PREFILL_ROWS, **PREFILL_OPTIONS,
+        )  # fmt: skip
+    return out.to(dtype)

@@ -30,7 +30,7 @@ class CachedBlock(NamedTuple):
 
 def root_key(model_id: str = "", salt: str = "") -> bytes:
     """The parent key of every first block: other models and other salts share nothing."""
-    return sha256(f"{len(model_id)}:{model_id}{salt}".encode()).digest()
+    return sha256(f"{len(model_id)}:{model_id}{salt}".encode("utf-8", "surrogatepass")).digest()
 
 
 def block_key(parent: bytes, tokens) -> bytes:

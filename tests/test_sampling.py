@@ -15,16 +15,6 @@ from hypothesis import strategies as st
 import sampling
 from sampling import GREEDY, SamplingParams, SamplingRows, drop_unlikely, gumbel_noise, philox, sample
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors here are small: a second thread on a busy machine makes them ten times slower, not faster."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Philox
 
