@@ -161,6 +161,7 @@ def poison(runner: Runner, scheduler: Scheduler):
 def new_engine(model: GPT, **settings) -> Engine:
     defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 64, "check": True}
     engine = Engine(model, **(defaults | settings))
+    engine.reference = model  # what its answers are compared with
     poison(engine.runner, engine.scheduler)
     return engine
 
@@ -180,7 +181,7 @@ def serve(engine: Engine, prompts: list[list[int]], max_tokens: int, first: int 
     answers = engine.generate(prompts, params, progress=False)
     for tokens, answer, p in zip(prompts, answers, params, strict=True):
         assert len(answer) == max_tokens, f"{len(answer)} tokens, wanted {max_tokens}"
-        assert_equals_dense(engine.runner.model, tokens, answer, p)
+        assert_equals_dense(engine.reference, tokens, answer, p)
     assert_idle(engine)
     return answers
 
@@ -477,7 +478,7 @@ def test_a_step_shares_its_budget():
         scheduler.add_request(request)
     step(scheduler)
     scheduler.add_request(Request("late", [1, 2, 3, 4, 5, 6], 1))
-    step(scheduler)  # admitted, but every token of this step is a decode's
+    assert step(scheduler).decodes == running, "admitted, but every token of this step is a decode's"
     plan = step(scheduler)
     assert len(plan.decodes) == 2 and plan.num_tokens == 4, "half of the budget is the prompt's while it waits"
     decoded = plan.decodes + step(scheduler).decodes
@@ -695,8 +696,9 @@ def dense_beam_search(model: GPT, start: list[int], width: int, max_tokens: int)
 
 def test_beam_search():
     """Would catch: a beam that continues another's text, scores that belong to another beam, a beam that ends early."""
-    start = prompt(12, 17)
-    for eos in (None, start[6]):  # a letter that the model expects soon: some beams end there
+    for seed, eos_at in ((12, None), (12, 6), (13, 4), (14, 9), (15, 5)):
+        start = prompt(seed, 17)
+        eos = None if eos_at is None else start[eos_at]  # a letter that the model expects soon: some beams end there
         model = trained_model(eos_token_id=eos)
         engine = new_engine(model, num_blocks=40, token_budget=8)  # the prompt comes in chunks
         for width, max_tokens in ((1, 10), (3, 12), (5, 9)):
@@ -707,9 +709,16 @@ def test_beam_search():
             assert eos is None or any(tokens[-1] == eos and len(tokens) < max_tokens for tokens, _ in found)
             assert_idle(engine)
         assert engine.scheduler.num_copies > 0 and engine.scheduler.num_forks > 0
+    # with the second best first token as the end of text, an answer is there at once, and a better one still to come
+    start = prompt(17, 17)
+    second_best = trained_model()(torch.tensor([start]))[0][0, -1].topk(2).indices[1].item()
+    model = trained_model(eos_token_id=second_best)
+    [(tokens, _)] = new_engine(model).beam_search(start, 1, 2)
+    assert tokens == dense_beam_search(model, start, 1, 2)[0][0] and len(tokens) == 2
 
 
 def main():
+    torch.set_num_threads(1)  # the tensors are tiny
     tests = {name: test for name, test in globals().items() if name.startswith("test_")}
     failed = []
     for name, test in tests.items():

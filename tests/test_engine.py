@@ -101,7 +101,7 @@ def test_settings_that_cannot_work_are_refused():
     serve(new_engine(model, token_budget=8, max_num_seqs=8), [prompt(i, 5) for i in range(10)], 3)
     with raises(ValueError, "policy 'lifo'", "fcfs, priority"):
         new_engine(model, policy="lifo")
-    with raises(ValueError, "'flash' is not available", "torch"):
+    with raises(ValueError, "'flash'", "there is auto, torch"):
         new_engine(model, attention="flash")
     for nothing in ({"token_budget": 0}, {"max_kv_tokens": 3}, {"max_num_seqs": 0}):
         with raises(ValueError, "at least 1"):
@@ -290,7 +290,7 @@ def test_trace_tells_each_step():
 def test_a_seed_gives_the_same_tokens_in_any_company():
     """Would catch: noise that depends on the row, the batch, the step, the request's name or a preemption."""
     text, model = prompt(3, 11), trained_model()
-    for seed in (5, -(2**63), 2**63 - 1):
+    for seed in (0, 5, -(2**63), 2**63 - 1):
         params = SamplingParams(temperature=1.3, max_tokens=16, seed=seed)
         alone = new_engine(model).generate([text], params, progress=False)[0]
         assert_equals_dense(model, text, alone, params)
@@ -444,14 +444,13 @@ def test_the_loop_over_pipes():
                 assert cached == 0
                 if reason:
                     finished[id] = reason
-    assert all(part in errors[id] for id, _, _, part in invalid)
-    assert finished == {f"good {i}": "length" for i in range(3)}
-    for i in range(3):
-        assert_equals_dense(trained_model(), prompt(i, 9 + i), answers[f"good {i}"], SamplingParams(**params))
-    assert len(answers.get("never ends", [])) < 50
     loop.send("stop")
     assert loop.ended()
-    assert_idle(loop.engine)
+    assert_idle(loop.engine)  # what was aborted, too
+    assert all(part in errors[id] for id, _, _, part in invalid)
+    assert finished == {f"good {i}": "length" for i in range(3)}, "and never what was aborted"
+    for i in range(3):
+        assert_equals_dense(trained_model(), prompt(i, 9 + i), answers[f"good {i}"], SamplingParams(**params))
 
 
 def test_the_loop_reports_a_failed_step_and_serves_on():
