@@ -78,12 +78,12 @@ class Runner:
         self.context_len[batch.rows] = batch.context_lens.long()
         return batch
 
-    def place(self, request: Request, choice: int = 0):
+    def place(self, request: Request):
         """Fill the row of a request that starts to run, or starts again."""
         row, params = request.row, request.params or GREEDY
         self.block_tables[row, : len(request.block_table)] = self.tensor(request.block_table, torch.int32)
         self.context_len[row] = request.num_filled_slots
-        self.sampling.set(row, params, params.seed or 0, choice)
+        self.sampling.set(row, params, params.seed or 0, request.choice)
 
     def batch(self, plan: Plan) -> kernels.Batch:
         requests = plan.decodes + [request for request, _ in plan.chunks]
@@ -207,8 +207,13 @@ class Engine:
     def has_work(self) -> bool:
         return not self.scheduler.is_done()
 
-    def add_request(self, id: int | str, prompt_tokens: list[int], params: SamplingParams) -> Request:
-        """Queue a request. Raises ValueError at once, with the numbers, for what can never be served."""
+    def add_request(
+        self, id: int | str, prompt_tokens: list[int], params: SamplingParams, priority: int = 0
+    ) -> Request:
+        """
+        Queue a request; with the priority policy, a lower priority is served first. Raises ValueError at once, with
+        the numbers, for what can never be served.
+        """
         prompt_tokens, V = list(prompt_tokens), self.config.vocab_size
         if id in self.requests:
             raise ValueError(f"request id {id!r} is in use: choose another")
@@ -229,6 +234,7 @@ class Engine:
             prompt_tokens,
             params.max_tokens,
             arrival_time=time.monotonic(),
+            priority=priority,
             stop_token_ids=frozenset(params.stop_token_ids).union(eos),
             params=params if params.seed is not None else replace(params, seed=self.seeds.getrandbits(63)),
         )
@@ -414,7 +420,7 @@ def describe(plan: Plan, scheduler: Scheduler) -> str:
         "prefill " + (" ".join(chunks) or "-"),
         f"blocks {len(allocator.free)} free {used} referenced {len(allocator.idle)} cached",
         f"slots {slots}/{allocated}",
-        f"hits {sum(r.num_hit_tokens for r in plan.admitted)}",
+        f"hits {sum(r.num_filled_slots for r in plan.admitted)}",
     ]
     if plan.preempted:
         parts.append("preempted " + " ".join(str(r.id) for r in plan.preempted))

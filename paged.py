@@ -159,9 +159,10 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     params: object = None  # what the engine needs to sample for this request
+    choice: int = 0  # which fork of its prompt this is; enters the noise of sampling
     # bookkeeping of the scheduler
     prefill_target: int = 0  # tokens to compute before sampling: the prompt, after a preemption also what was generated
-    num_hit_tokens: int = 0  # of the last admission, tokens found in the prefix cache
+    num_hit_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
     num_preemptions: int = 0
     row: int | None = None  # its place in the engine's device arrays while it runs
     arrival_number: int = 0  # breaks ties of arrival_time
@@ -365,14 +366,16 @@ class Scheduler:
             return False
         allocator.share(hits)
         request.block_table = hits + allocator.allocate_n(needed)
-        request.num_filled_slots = request.prefill_cursor = request.num_hit_tokens = len(hits) * self.block_size
+        request.num_filled_slots = request.prefill_cursor = len(hits) * self.block_size
+        if request.num_preemptions == 0:
+            request.num_hit_tokens = request.num_filled_slots
         request.num_committed = len(hits)
         request.prefill_target = num_tokens
         request.status = "prefilling"
         request.row = self.free_rows.pop()
         self.prefilling.append(request)
         self.num_queried_tokens += num_tokens
-        self.num_hit_tokens += request.num_hit_tokens
+        self.num_hit_tokens += request.num_filled_slots
         return True
 
     def _cached_prefix(self, request: Request) -> list[int]:

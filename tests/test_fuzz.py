@@ -192,8 +192,8 @@ class Trial:
         scheduler.check(plan)
         self.check_order(plan, queue, prefilling)
         for request in plan.admitted:
-            self.counts["hit"] += request.num_hit_tokens > 0
-            self.counts["hit after preemption"] += request.num_hit_tokens > 0 and request.num_preemptions > 0
+            self.counts["hit"] += request.num_filled_slots > 0
+            self.counts["hit after preemption"] += request.num_filled_slots > 0 and request.num_preemptions > 0
         if self.rng.random() < self.p_fail:
             return self.fail(plan)
         tokens = self.execute(plan)

@@ -123,7 +123,8 @@ class Step:
             k, v = (x.transpose(0, 1).repeat_interleave(shape.H // shape.Hk, 0)[None] for x in self.context(i))
             mask = torch.arange(context) <= torch.arange(context - n, context)[:, None]
             q = self.q[t : t + n].transpose(0, 1)[None]  # [1, H, n, D]
-            out[t : t + n] = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0].transpose(0, 1)
+            y = F.scaled_dot_product_attention(*(x.to(DEVICE) for x in (q, k, v)), attn_mask=mask.to(DEVICE))
+            out[t : t + n] = y[0].transpose(0, 1).cpu()
             t += n
         return out
 
