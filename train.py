@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-# Read when torch loads OpenMP: threads that wait must sleep, not spin. Beside one other busy process on two cores,
-# spinning made a step of 0.3 s take 2 s.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Read when torch loads OpenMP: how long a thread spins for the others before it sleeps. Without this, one other busy
+# process on two cores makes a step of 0.2 s take 2 s or more; sleeping at once makes every step a third slower.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np
 import torch
