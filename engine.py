@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -38,10 +39,8 @@ class Runner:
         config, device = model.config, model.wte.weight.device
         self.model, self.block_size = packed_for_cpu(model), block_size
         self.backend = kernels.choose_backend(attention, device)
-        dtype = torch.float32 if device.type == "cpu" else model.wte.weight.dtype
-        self.pool = KVBlockPool(
-            num_blocks, block_size, config.n_layer, config.n_kv_head, config.head_size, device, dtype
-        )
+        heads = config.n_kv_head, config.head_size
+        self.pool = KVBlockPool(num_blocks, block_size, config.n_layer, *heads, device, kv_dtype(model))
         M = -(-config.context_length // block_size)
         self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # the next input of a decode
         self.context_len = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # tokens in the pool
@@ -49,6 +48,7 @@ class Runner:
         self.sampling = SamplingRows(max_num_seqs, device)
 
     def tensor(self, values: list, dtype=torch.int64) -> torch.Tensor:
+        """A list of the host on the model's device."""
         return torch.tensor(values, dtype=dtype, device=self.last_token.device)
 
     @torch.inference_mode()
@@ -56,18 +56,19 @@ class Runner:
         """Compute a plan: write the K, V of its tokens and return one token for each of `plan.sampled`."""
         batch = self.prepare(plan)
         logits = self.model.forward_paged(batch, self.pool.kv)  # (R, V)
-        rows, positions = self.sampled_rows(plan, batch)
+        rows = self.tensor([r.row for r in plan.sampled])  # [R]
+        positions = batch.positions[batch.logits_index] + 1  # [R], of the tokens to come
         tokens = sample(logits, rows, positions, self.sampling, [r.params or GREEDY for r in plan.sampled])
-        self.last_token[rows] = tokens
+        self.last_token[rows] = tokens  # the next input, without a way through the host
         return tokens.tolist()
 
     def prepare(self, plan: Plan) -> kernels.Batch:
         """Bring the device's arrays up to date with the plan and lay its requests out on the flat token axis."""
-        if plan.copies:
+        if plan.copies:  # before the step writes into them
             self.pool.copy_blocks(plan.copies)
         for request in plan.admitted:
             self.place(request)
-        if plan.grown:
+        if plan.grown:  # one new block each, at the end of its table
             columns = self.tensor([len(r.block_table) - 1 for r in plan.grown])
             blocks = self.tensor([r.block_table[-1] for r in plan.grown], torch.int32)
             self.block_tables[self.tensor([r.row for r in plan.grown]), columns] = blocks
@@ -79,30 +80,34 @@ class Runner:
         return batch
 
     def place(self, request: Request):
-        """Fill the row of a request that starts to run, or starts again."""
+        """Fill the row of a request that starts to run, starts again, or was forked."""
         row, params = request.row, request.params or GREEDY
+        self.last_token[row] = (request.generated_tokens or request.prompt_tokens)[-1]
         self.block_tables[row, : len(request.block_table)] = self.tensor(request.block_table, torch.int32)
         self.context_len[row] = request.num_filled_slots
         self.sampling.set(row, params, params.seed or 0, request.choice)
 
     def batch(self, plan: Plan) -> kernels.Batch:
+        """
+        The plan on the flat token axis, decodes first. What a decode needs is on the device already; only the tokens of
+        chunks come from the host.
+        """
         requests = plan.decodes + [request for request, _ in plan.chunks]
         query_lens = [1] * len(plan.decodes) + [n for _, n in plan.chunks]
         context_lens = [r.num_filled_slots + n for r, n in zip(requests, query_lens, strict=True)]
         rows = self.tensor([r.row for r in requests])  # [B]
         row_of = rows  # [T], of each token
-        tokens, positions = self.last_token[rows], self.context_len[rows]  # right for decodes
+        tokens, positions = self.last_token[rows], self.context_len[rows]  # [B], right for decodes
         if plan.chunks:
-            D = len(plan.decodes)
+            decodes = slice(len(plan.decodes))
             new = [t for r, n in plan.chunks for t in r.tokens_between(r.prefill_cursor, r.prefill_cursor + n)]
             at = [p for r, n in plan.chunks for p in range(r.prefill_cursor, r.prefill_cursor + n)]
+            tokens = torch.cat([tokens[decodes], self.tensor(new)])  # [T]
+            positions = torch.cat([positions[decodes], self.tensor(at)])
             row_of = rows.repeat_interleave(self.tensor(query_lens))
-            tokens, positions = torch.cat([tokens[:D], self.tensor(new)]), torch.cat([positions[:D], self.tensor(at)])
-        S, M = self.block_size, -(-max(context_lens) // self.block_size)
-        query_start = [0]
-        for n in query_lens:
-            query_start.append(query_start[-1] + n)
-        last = [query_start[i + 1] - 1 for i in self.sampled_index(plan)]
+        S, M = self.block_size, -(-max(context_lens) // self.block_size)  # no wider than the longest context needs
+        query_start, sampled = [0, *accumulate(query_lens)], set(plan.sampled)
+        last = [end - 1 for r, end in zip(requests, query_start[1:], strict=True) if r in sampled]
         return kernels.Batch(
             tokens=tokens,
             positions=positions,
@@ -117,19 +122,6 @@ class Runner:
             context_lens_host=context_lens,
             backend=self.backend,
         )
-
-    def sampled_index(self, plan: Plan) -> list[int]:
-        """Which of the batch's requests get a token: every decode, and each chunk that ends its prefill."""
-        D = len(plan.decodes)
-        ends = [D + i for i, (r, n) in enumerate(plan.chunks) if r.prefill_cursor + n == r.prefill_target]
-        return list(range(D)) + ends
-
-    def sampled_rows(self, plan: Plan, batch: kernels.Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the requests in `plan.sampled`, and the positions in their texts of the tokens to come: [R] each."""
-        if len(plan.sampled) == len(batch.rows):
-            return batch.rows, batch.context_lens.long()
-        index = self.tensor(self.sampled_index(plan))
-        return batch.rows[index], batch.context_lens[index].long()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -147,13 +139,27 @@ class Output:
     error: str | None = None
 
 
-def memory_for_blocks(model: GPT, share: float = 0.25) -> int:
-    """Bytes the KV pool may take when nobody says: a share of the CPU's free memory, or 90% of the GPU's."""
-    device = model.wte.weight.device
+def kv_dtype(model: GPT) -> torch.dtype:
+    """K and V are kept as the model computes; in fp32 on a CPU, where attention of one query in bf16 is slow."""
+    weight = model.wte.weight
+    return torch.float32 if weight.device.type == "cpu" else weight.dtype
+
+
+def blocks_that_fit(model: GPT, block_size: int) -> int:
+    """
+    How many KV blocks there is memory for, when nobody says: 90% of what is free on the GPU, or a quarter of what is
+    free on the CPU (others live there too), over 2 (K and V) * layers * KV heads * head size * block size * bytes each.
+    """
+    config, device = model.config, model.wte.weight.device
     if device.type == "cuda":
-        return int(0.9 * torch.cuda.mem_get_info(device)[0])
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    return int(share * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"))
+        available = 0.9 * torch.cuda.mem_get_info(device)[0]
+    else:
+        pages = (
+            "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        )  # macOS has no free ones
+        available = 0.25 * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    numbers = 2 * config.n_layer * config.n_kv_head * config.head_size * block_size
+    return int(available // (numbers * kv_dtype(model).itemsize))
 
 
 class Engine:
@@ -183,11 +189,16 @@ class Engine:
             )
         config = model.config
         if num_blocks is None:
-            bytes_per_block = 2 * config.n_layer * config.n_kv_head * config.head_size * block_size * 4
             wanted = max_num_seqs * -(-config.context_length // block_size)
-            num_blocks = max(1, min(wanted, memory_for_blocks(model) // bytes_per_block))
+            num_blocks = max(1, min(wanted, blocks_that_fit(model, block_size)))
         self.config, self.num_blocks = config, num_blocks
-        self.max_model_len = min(max_model_len or config.context_length, config.context_length, num_blocks * block_size)
+        most = min(config.context_length, num_blocks * block_size)
+        if max_model_len is not None and not 1 <= max_model_len <= most:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, possible is 1 to {most} (context length {config.context_length}, "
+                f"KV pool of {num_blocks} blocks of {block_size}): lower --max-model-len or raise --kv-blocks"
+            )
+        self.max_model_len = max_model_len or most
         self.scheduler = Scheduler(
             policy,
             token_budget,
@@ -198,7 +209,7 @@ class Engine:
             prefix_cache=prefix_cache,
         )
         self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention)
-        self.requests: dict[int | str, Request] = {}
+        self.requests: dict[int | str, Request] = {}  # waiting or running
         self.seeds = random.Random(seed)
         self.trace, self.check = trace, check
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
@@ -272,7 +283,8 @@ class Engine:
             self.scheduler.check()
         return [Output(r.id, r.generated_tokens[-1:], r.finish_reason, r.num_hit_tokens) for r in plan.sampled]
 
-    def _fail(self, plan: Plan, error: Exception) -> list[Output]:
+    def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
+        """End whoever took part in a step: what it wrote of their K, V and device state is unknown."""
         failed = dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted)
         for request in failed:
             self.abort(request.id)
@@ -282,22 +294,25 @@ class Engine:
     def generate(
         self, prompts: Iterable[list[int]], params: SamplingParams | list[SamplingParams], progress: bool = True
     ) -> list[list[int]]:
-        """Continue all prompts (lists of token ids), batched continuously; one SamplingParams, or one for each prompt.
-        Returns the answers in order. RuntimeError if a step failed."""
-        prompts = [list(prompt) for prompt in prompts]
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        names = [f"generate-{i}" for i in range(len(prompts))]
+        """
+        Continue all prompts (lists of token ids), batched continuously, by one SamplingParams or one for each prompt.
+        Returns the answers in order, a stop token included. Raises ValueError for what does not fit, RuntimeError if a
+        step failed; either way, and after Ctrl-C, nothing of the call stays in the engine.
+        """
+        prompts = list(prompts)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         requests = []
         try:
-            for name, prompt, p in zip(names, prompts, each, strict=True):
-                requests.append(self.add_request(name, prompt, p))
+            for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
+                requests.append(self.add_request(f"generate-{i}", prompt, p))
             self._run_until_done(len(prompts), progress)
-        finally:  # a refused prompt or an interrupt leaves nothing behind
-            for name in names:
-                self.abort(name)
+        finally:
+            for request in requests:
+                self.abort(request.id)
         return [r.generated_tokens for r in requests]
 
     def _run_until_done(self, total: int, progress: bool):
+        """Step until idle, with a progress bar on stderr a few times a second and the counts at the end."""
         started, before, done, shown = time.perf_counter(), self.counts(), 0, 0.0
         while self.has_work:
             for output in self.step():
@@ -325,6 +340,7 @@ class Engine:
         }
 
     def summary(self, before: dict[str, int], seconds: float) -> str:
+        """What happened since the counts were `before`; the peak is of the engine's whole life."""
         new = {name: count - before[name] for name, count in self.counts().items()}
         hit_rate = new.pop("hit tokens") / max(1, new.pop("queried tokens"))
         counts = ", ".join(f"{count:,} {name}" for name, count in new.items())
@@ -340,10 +356,10 @@ class Engine:
         """
         self._check_beams(len(prompt_tokens), width, max_tokens)
         first = self.add_request("beam", prompt_tokens, replace(GREEDY, max_tokens=max_tokens, ignore_eos=True))
-        first.max_new_tokens += 1  # it is this loop that ends beams, not the scheduler
-        beams, answers = {first: 0.0}, []  # request -> log-probability; (tokens, log-probability)
+        beams, answers = {first: 0.0}, []  # request -> log-probability; (tokens, log-probability), best first
         try:
-            while beams:
+            # log-probabilities only fall: a beam behind the worst of enough answers stays behind
+            while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
                 plan = self.scheduler.plan(self.num_steps)
                 self.num_steps += 1
                 logits = self.runner.model.forward_paged(self.runner.prepare(plan), self.runner.pool.kv)
@@ -351,19 +367,14 @@ class Engine:
                     self.scheduler.update(plan, [])
                     continue
                 beams, ended = self._extend_beams(plan, beams, logits.float().log_softmax(-1), width)
-                full = any(request.num_generated == max_tokens for request in beams)
-                if full:
-                    ended += [(request.generated_tokens, score) for request, score in beams.items()]
                 answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
-                # log-probabilities only fall: a beam behind the worst of enough answers stays behind
-                if full or (len(answers) == width and max(beams.values()) <= answers[-1][1]):
-                    break
         finally:
             for request in list(self.requests.values()):
                 self.abort(request.id)
         return answers
 
     def _check_beams(self, P: int, width: int, max_tokens: int):
+        """Raises ValueError unless `width` beams of P + max_tokens tokens have rows and blocks, all at once."""
         S, rows = self.scheduler.block_size, self.scheduler.max_num_seqs
         if self.has_work:
             raise ValueError(f"beam search needs the engine for itself, {len(self.requests)} requests are under way")
@@ -378,33 +389,34 @@ class Engine:
             )
 
     def _extend_beams(self, plan: Plan, beams: dict[Request, float], logprobs: torch.Tensor, width: int):
-        """Replace the beams by their best `width` extensions. Returns these, and the answers that ended here."""
-        scores = logprobs + torch.tensor([[beams[request]] for request in plan.sampled], device=logprobs.device)
+        """
+        Replace the beams by their best `width` extensions, given the log-probabilities (R, V) of their next tokens.
+        Returns these, {request: log-probability}, and the answers that ended here, [(tokens, log-probability)].
+        """
+        scores = logprobs + torch.tensor([[beams[r]] for r in plan.sampled], device=logprobs.device)
         V, best = scores.shape[1], scores.flatten().topk(min(2 * width, scores.numel()))  # at most `width` are ends
-        extensions: dict[Request, list[tuple[int, float]]] = {request: [] for request in plan.sampled}
-        ended, kept = [], 0
+        ended, going = [], []  # (beam, token, log-probability), best first
         for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            request, token = plan.sampled[index // V], index % V
-            if token == self.config.eos_token_id:
-                ended.append(([*request.generated_tokens, token], score))
-            elif kept < width:
-                extensions[request].append((token, score))
-                kept += 1
-        self.scheduler.update(plan, [own[0][0] if own else 0 for own in extensions.values()])
-        for request in [request for request, own in extensions.items() if not own]:
-            self.abort(request.id)
-        beams = {request: own[0][1] for request, own in extensions.items() if own}
-        for request, own in extensions.items():
-            for token, score in own[1:]:  # the first extension is the request's own, each further one a fork
-                child = self.scheduler.fork(request, f"beam-{self.scheduler.num_forks}")
-                child.generated_tokens[-1] = token
-                self.requests[child.id] = child
-                self.runner.place(child)
-                beams[child] = score
-        self.runner.last_token[self.runner.tensor([r.row for r in beams])] = self.runner.tensor(
-            [r.generated_tokens[-1] for r in beams]
-        )
-        return beams, ended
+            beam, token = plan.sampled[index // V], index % V
+            last = token == self.config.eos_token_id or beam.num_generated + 1 == beam.max_new_tokens
+            (ended if last else going).append((beam, token, score))
+        answers = [([*beam.generated_tokens, token], score) for beam, token, score in ended]
+        own = {beam: token for beam, token, _ in reversed(going[:width])}  # each beam's first, its best, wins
+        if not own:
+            return {}, answers
+        self.scheduler.update(plan, [own.get(beam, 0) for beam in plan.sampled])
+        for beam in plan.sampled:
+            if beam not in own:
+                self.abort(beam.id)
+        extended: dict[Request, float] = {}
+        for beam, token, score in going[:width]:
+            if beam in extended:  # its own way is taken: a fork goes this one
+                beam = self.scheduler.fork(beam, f"beam-{self.scheduler.num_forks}")
+                beam.generated_tokens[-1] = token
+                self.requests[beam.id] = beam
+            self.runner.place(beam)
+            extended[beam] = score
+        return extended, answers
 
 
 def describe(plan: Plan, scheduler: Scheduler) -> str:
@@ -462,9 +474,12 @@ def run(engine: Engine, inbox, outbox):
     """
     The engine's own loop, for a thread or a process: take in what has arrived, compute a step, send out what it
     brought, until told to stop or the other side is gone. `inbox` and `outbox` are ends of `multiprocessing.Pipe`s;
-    messages are JSON, one out per step. In: {"op": "add", "id", "prompt", "params"}, {"op": "abort", "id"},
-    {"op": "stop"}. Out: {"op": "ready", ...}, {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens], ...]},
-    {"op": "error", "id", "message", "kind": "invalid" for what the client can change, else "internal"}.
+    messages are JSON, never pickles, so neither side can run code in the other:
+
+        in   {"op": "add", "id", "prompt", "params"}   {"op": "abort", "id"}   {"op": "stop"}
+        out  {"op": "ready", "max_model_len", "vocab_size", "eos_token_id"}
+             {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens], ...]}
+             {"op": "error", "id", "message", "kind": "invalid" for what the client can change, else "internal"}
     """
 
     def send(op: str, **message):
@@ -480,15 +495,8 @@ def run(engine: Engine, inbox, outbox):
             engine.abort(message["id"])
         return message["op"] != "stop"
 
-    send(
-        "ready",
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.config.vocab_size,
-        max_num_seqs=engine.scheduler.max_num_seqs,
-        num_blocks=engine.num_blocks,
-        block_size=engine.scheduler.block_size,
-        eos_token_id=engine.config.eos_token_id,
-    )
+    limits = {"max_model_len": engine.max_model_len, "vocab_size": engine.config.vocab_size}
+    send("ready", **limits, eos_token_id=engine.config.eos_token_id)
     try:
         while True:
             while not engine.has_work or inbox.poll():  # idle: wait for a message; busy: take those that are there

@@ -630,7 +630,6 @@ def test_forked():
                 child = scheduler.fork(parent, f"child {len(family)}")
                 child.generated_tokens[-1] = (child.generated_tokens[-1] + len(family)) % VOCABULARY  # its own way
                 runner.place(child)
-                runner.last_token[child.row] = child.generated_tokens[-1]
                 family.append(child)
                 forked_at[child.id] = child.num_generated
         assert len(family) == 3 and scheduler.num_copies >= 1

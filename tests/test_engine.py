@@ -94,13 +94,18 @@ def test_what_can_never_be_served_is_refused_with_its_numbers():
 
 
 def test_settings_that_cannot_work_are_refused():
-    """Would catch: more running requests than a step has tokens, silently served by turns; a misspelt name ignored."""
+    """Would catch: more running requests than a step has tokens, silently served by turns; a misspelt name ignored; a
+    max_model_len that the model cannot hold, silently lowered."""
     model = trained_model()
     with raises(ValueError, "token_budget is 7", "at least max_num_seqs, 8", "--token-budget"):
         new_engine(model, token_budget=7, max_num_seqs=8)
     serve(new_engine(model, token_budget=8, max_num_seqs=8), [prompt(i, 5) for i in range(10)], 3)
     with raises(ValueError, "policy 'lifo'", "fcfs, priority"):
         new_engine(model, policy="lifo")
+    for length, blocks, most in ((CONTEXT + 1, 100, CONTEXT), (41, 10, 40), (0, 100, CONTEXT)):
+        with raises(ValueError, f"max_model_len is {length}", f"1 to {most}", f"{blocks} blocks of 4"):
+            new_engine(model, max_model_len=length, num_blocks=blocks)
+        assert new_engine(model, max_model_len=most, num_blocks=blocks).max_model_len == most
     with raises(ValueError, "'flash'", "there is auto, torch"):
         new_engine(model, attention="flash")
     for nothing in ({"token_budget": 0}, {"max_kv_tokens": 3}, {"max_num_seqs": 0}):
@@ -225,7 +230,14 @@ def test_an_interrupt_leaves_an_idle_pool():
 
 
 def test_a_refused_prompt_in_generate_leaves_nothing_behind():
-    """Would catch: the prompts before the refused one served with the next call."""
+    """Would catch: the prompts before the refused one served with the next call; somebody else's request taken along
+    because its id is the one that generate() wanted."""
+    engine = new_engine(trained_model())
+    engine.add_request("generate-1", prompt(2, 5), greedy(3))
+    with raises(ValueError, "'generate-1' is in use"):
+        engine.generate([prompt(0, 5), prompt(1, 6)], greedy(8), progress=False)
+    assert list(engine.requests) == ["generate-1"]
+    assert len(finish(engine)["generate-1"][0]) == 3
     engine = new_engine(trained_model())
     with raises(ValueError, "61 prompt tokens + 8 max_tokens = 69"):
         engine.generate([prompt(0, 5), prompt(1, 6), prompt(2, 61), prompt(3, 5)], greedy(8), progress=False)
@@ -414,9 +426,6 @@ def test_the_loop_over_pipes():
         "op": "ready",
         "max_model_len": CONTEXT,
         "vocab_size": VOCABULARY,
-        "max_num_seqs": 4,
-        "num_blocks": 64,
-        "block_size": 4,
         "eos_token_id": None,
     }
     params = {"temperature": 1.2, "seed": 3, "max_tokens": 20}
