@@ -14,7 +14,16 @@ import json
 import reprlib
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -70,7 +79,7 @@ def validation_error(errors: list[dict]) -> ApiError:
     themselves, which pydantic lets through: they know best what to say.
     """
     error = errors[0]
-    path = [str(part) for part in error["loc"] if part != "body"]
+    path = [str(part)[:200] for part in error["loc"] if part != "body"]  # a name may be as long as the body
     if error["type"] == "json_invalid":  # here the path is a position in the body
         return ApiError(400, f"the body is not JSON: {error['ctx']['error']} at character {path[0]}")
     if not path:
@@ -119,7 +128,10 @@ def wrap_string(value: Any) -> Any:
 PROMPT_FORMS = str | list[str] | list[int] | list[list[int]]
 Prompts = Annotated[list[str | list[int]], PlainValidator(list_of_prompts, json_schema_input_type=PROMPT_FORMS)]
 Stops = Annotated[
-    list[str], AfterValidator(check_stops), BeforeValidator(wrap_string, json_schema_input_type=str | list[str])
+    list[str],
+    FailFast(),  # a finding for each of a million wrong items would hold up the event loop for seconds
+    AfterValidator(check_stops),
+    BeforeValidator(wrap_string, json_schema_input_type=str | list[str]),
 ]
 
 

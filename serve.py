@@ -481,8 +481,9 @@ class Service:
 
         self.check_ready()
         if request.model not in (None, self.name):
-            message = f"there is no model {request.model!r} here; there is {self.name!r}"
+            message = f"there is no model {request.model!r:.200} here; there is {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
+        self.check_room(len(request.prompt))  # before they are encoded: a million prompts are seconds of work
         try:
             prompts = await asyncio.to_thread(self.encode, request.prompt)  # a long text takes a while
         except ValueError as error:

@@ -522,6 +522,19 @@ def test_refused_requests(server, fields, status, param, code, message, stream):
     assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
 
 
+def test_too_many_prompts_are_counted_before_they_are_encoded(server, monkeypatch):
+    """A body of 4 MB holds 800,000 prompts; encoding them to say that they are too many held all clients up for 5 s."""
+    monkeypatch.setattr(server.service, "encode", lambda prompts: 1 / 0)
+    response = server.post(["a"] * 17)
+    assert response.status_code == 400 and error_of(response)["message"].startswith("17 prompts")
+
+
+@pytest.mark.parametrize("fields", [{"model": "x" * 90_000}, {"x" * 90_000: 1}])
+def test_refusals_quote_little(server, fields):
+    """The answer to a model's or a field's name of 4 MB was 4 and 8 MB long."""
+    assert len(server.post(**fields).content) < 1000
+
+
 def test_exactly_what_fits_is_served(server):
     """The positive control of the length check above."""
     assert server.answer("say", max_tokens=100_000 - 3)["choices"][0]["finish_reason"] == "stop"
