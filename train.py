@@ -48,7 +48,7 @@ GPT2 |= {"data": "stdlib_gpt2", "batch_size": 32, "steps": 2000, "matrix_lr": 0.
 PRESETS = {
     "stdlib": {"cpu": {}, "gpu": MIDDLE_SIZED | {"dropout": 0.1}},
     "shakespeare_char": {
-        "cpu": {"data": "shakespeare_char", "n_embd": 128, "context_length": 128, "batch_size": 16, "minutes": 1.2},
+        "cpu": {"data": "shakespeare_char", "n_layer": 3, "n_embd": 128, "context_length": 128, "batch_size": 16},
         "gpu": {"data": "shakespeare_char"} | MIDDLE_SIZED | {"dropout": 0.2},
     },
     "gpt2-124M": {"cpu": GPT2, "gpu": GPT2},
