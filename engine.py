@@ -424,14 +424,16 @@ def describe(plan: Plan, scheduler: Scheduler) -> str:
     allocator, S = scheduler.block_allocator, scheduler.block_size
     chunks = [f"{r.id}[{r.prefill_cursor}:{r.prefill_cursor + n}]" for r, n in plan.chunks]
     used = sum(count > 0 for count in allocator.ref_counts)
-    slots = sum(r.num_filled_slots for r in scheduler.running) + plan.num_tokens
-    allocated = sum(len(r.block_table) for r in scheduler.running) * S
+    lengths = {r: r.num_filled_slots for r in scheduler.running}  # and after the step:
+    for request, n in [(r, 1) for r in plan.decodes] + plan.chunks:
+        lengths[request] += n
+    filled = {b: min(S, n - i * S) for r, n in lengths.items() for i, b in enumerate(r.block_table[: -(-n // S)])}
     parts = [
         f"step {plan.step:4}",
         "decode " + (" ".join(str(r.id) for r in plan.decodes) or "-"),
         "prefill " + (" ".join(chunks) or "-"),
         f"blocks {len(allocator.free)} free {used} referenced {len(allocator.idle)} cached",
-        f"slots {slots}/{allocated}",
+        f"slots {sum(filled.values())}/{used * S}",  # a block that several share counts once
         f"hits {sum(r.num_filled_slots for r in plan.admitted)}",
     ]
     if plan.preempted:

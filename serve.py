@@ -21,6 +21,7 @@ import ipaddress
 import itertools
 import json
 import multiprocessing
+import os
 import queue
 import signal
 import socket
@@ -697,6 +698,8 @@ def complete_at_terminal(args: argparse.Namespace):
 
 
 def main(argv: list[str] | None = None):
+    # Read when torch loads OpenMP: threads that wait spin less before they sleep, as HTTP needs the cores too.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     args = parse_args(argv)
     try:
         problem = serve_http(args) if args.prompt is None else complete_at_terminal(args)
