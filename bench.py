@@ -6,10 +6,13 @@ Every number in the README, reproducible: one command each, the conditions first
     python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
     python bench.py blockmap      # picture: who owned which block in each step of a mixed run
 
-Times are medians. Nothing else should run beside them: two busy processes on two cores make 1 ms tokens of 100 ms.
+Each `bench_*` takes the flags and returns its figures; its docstring is the workload and is printed first. Seeds are
+fixed, warm-up is not counted, times are medians. Nothing else should run beside them: a second busy process on two
+cores makes 100 ms of a token of 1 ms, because threads that wait for each other spin.
 """
 
 import argparse
+import inspect
 import json
 import platform
 import random
@@ -46,7 +49,14 @@ def median_ms(work: Callable, repeats: int, setup: Callable = lambda: ()) -> flo
     return statistics.median(times[1:])
 
 
+def read_bandwidth() -> float:
+    """Bytes per second at which this machine reads memory, measured as the sum of 256 MB: no step is faster than it."""
+    x = torch.ones(2**26)  # too many for any cache
+    return x.nbytes / (1e-3 * median_ms(x.sum, 10))
+
+
 def conditions() -> dict:
+    """What the figures depend on besides the code."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "device": gpu or f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads",
@@ -65,7 +75,7 @@ def bench_scheduler(args) -> dict:
         rng = random.Random(0)
         for i in range(n):
             scheduler.add_request(Request(i, [rng.randrange(10000) for _ in range(rng.randint(100, 1000))], 10**6))
-        plan = scheduler.plan()
+        plan = scheduler.plan()  # the budget is large enough for all prompts in one step
         scheduler.update(plan, [0] * len(plan.sampled))
         tokens = list(range(n))
 
@@ -83,7 +93,7 @@ def bench_attention(args) -> dict:
     M, T = 512 // S, sum(query_lens)
     pool = KVBlockPool(32 * M, S, 1, H, D)
     pool.kv.normal_()
-    tables = torch.randperm(32 * M, generator=torch.manual_seed(0)).view(32, M)
+    tables = torch.randperm(32 * M, generator=torch.manual_seed(0)).view(32, M)  # scattered, as after a long run
     positions = torch.cat([torch.arange(c - n, c) for c, n in zip(contexts, query_lens, strict=True)])
     request_of = torch.arange(32).repeat_interleave(torch.tensor(query_lens))
     start = torch.tensor([0, *query_lens]).cumsum(0)
@@ -143,14 +153,17 @@ def hugging_face(model: GPT) -> Callable | None:
 
 
 def bench_generate(args) -> dict:
-    """64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight; A and B in turn."""
+    """
+    64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine and Hugging Face in
+    turn, so that both see the same machine. The floor is the time to read all weights from memory once.
+    """
+    torch.manual_seed(0)
     model = GPT(MODELS[args.model]).eval() if args.model in MODELS else load_checkpoint(args.model)
-    theirs, params, rng = (
-        hugging_face(model),
-        SamplingParams(temperature=0, max_tokens=128, ignore_eos=True),
-        random.Random(0),
-    )
-    engine, result = Engine(model, prefix_cache=False), {"model": args.model}
+    theirs, rng = hugging_face(model), random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+    engine = Engine(model, prefix_cache=False)  # each answer is computed whole
+    floor = 1e3 * sum(weight.nbytes for weight in model.parameters()) / read_bandwidth()
+    result = {"model": args.model, "floor, ms a step": round(floor, 2)}
     for concurrent in (1, 8):
         ours_ms, theirs_ms, equal = [], [], []
         for _ in range(args.repeats + 1):
@@ -162,7 +175,7 @@ def bench_generate(args) -> dict:
                 equal += [a == b for a, b in zip(answers, theirs(prompts, 128), strict=True)]
             ours_ms.append(1e3 * (between - started) / 128)
             theirs_ms.append(1e3 * (time.perf_counter() - between) / 128)
-        ms = statistics.median(ours_ms[1:])
+        ms = statistics.median(ours_ms[1:])  # the first is warm-up
         result[f"{concurrent} at once"] = row = {"ms a step": round(ms, 2), "tok/s": round(1e3 * concurrent / ms)}
         if theirs:
             row["Hugging Face, ms a step"] = round(statistics.median(theirs_ms[1:]), 2)
@@ -192,7 +205,7 @@ def bench_blockmap(args) -> dict:
     columns = []
     while engine.has_work:
         engine.step()
-        owners: dict[int, list[int]] = {block: [] for block in range(allocator.num_blocks)}
+        owners: dict[int, list[int]] = {block: [] for block in range(allocator.num_blocks)}  # who holds each block
         for request in engine.scheduler.running:
             for block in request.block_table:
                 owners[block].append(request.id)
@@ -226,7 +239,7 @@ def main():
     blockmap.add_argument("--out", type=Path, default=Path("assets/blockmap.png"), help="where to write the picture")
     blockmap.set_defaults(run=bench_blockmap)
     args = parser.parse_args()
-    print(args.run.__doc__.strip(), file=sys.stderr)
+    print(inspect.getdoc(args.run), file=sys.stderr)
     result = {"bench": args.command} | conditions() | args.run(args)
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)

@@ -6,7 +6,8 @@ The GPT: GPT-2's architecture, one set of weights, two ways through it.
 
 Both run the same block of code and differ in one function, `attend`: what q, k and v of a layer do with each other.
 A checkpoint is a directory in the Hugging Face layout; `GPT2LMHeadModel.from_pretrained` opens it, and what it saves
-opens here. Letters: B requests, T tokens, L layers, H query heads, Hk KV heads, D head size, V vocabulary.
+opens here. Letters: B requests, T tokens, L layers, H query heads, Hk KV heads, D head size, V vocabulary, R rows of
+logits, S block size, and only here C = n_embd, the width.
 """
 
 import json
@@ -84,6 +85,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Each token by itself: four times as wide, the activation, and back."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
@@ -95,6 +98,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and MLP, each normalised before and added after: (..., T, C) -> (..., T, C)."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         norm = partial(nn.LayerNorm, config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
@@ -258,7 +263,7 @@ class PackedLinear(nn.Module):
     as `F.linear` from 1 to 256 rows in fp32, on an AMD EPYC with AVX-512. No compiler needed, and no gradients.
     """
 
-    ROWS = 64  # the layout is laid out for this many rows; measured, others differ little
+    ROWS = 64  # oneDNN chooses the layout for so many rows of x; measured, other numbers differ little
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()

@@ -285,7 +285,7 @@ class Scheduler:
         *,
         max_num_seqs: int = 256,  # requests running at once, each owns a row
         watermark: int = 0,  # blocks kept free for running requests when a new one is admitted
-        prefill_share: float = 0.25,  # of the budget, for prefills while some are under way
+        prefill_share: float = 0.25,  # of the budget: kept for prefills while some are under way
         max_num_partial_prefills: int = 4,  # prompts that split the prefill tokens of a step evenly
         prefix_cache: bool = True,
         model_id: str = "",  # enters every key of the prefix cache
@@ -346,8 +346,10 @@ class Scheduler:
         insort(self.waiting, request, key=self.urgency)
 
     def _maybe_admit(self, step: int = 0) -> list[Request]:
-        """Admit from the head of the queue while prompt, watermark and rows allow; the first that does not fit waits,
-        and all behind it: nobody is overtaken by a smaller request for ever."""
+        """
+        Admit from the head of the queue while prompt, watermark and rows allow; the first that does not fit waits, and
+        all behind it: nobody is overtaken by a smaller request for ever. `step` is the post's parameter.
+        """
         admitted = []
         while self.waiting and self._admit(self.waiting[0]):
             admitted.append(self.waiting.pop(0))
@@ -379,8 +381,10 @@ class Scheduler:
         return True
 
     def _cached_prefix(self, request: Request) -> list[int]:
-        """The longest run of its leading blocks in the cache, but never all of the prompt: at least one token must be
-        computed to have logits to sample from."""
+        """
+        The longest run of its leading blocks in the cache, but never all of the prompt: at least one token must be
+        computed to have logits to sample from.
+        """
         if not request.block_keys:
             request.block_keys.append(root_key(self.model_id, request.cache_salt))
         hits = []

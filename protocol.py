@@ -144,7 +144,10 @@ class StreamOptions(Strict):
 
 
 class CompletionRequest(Strict):
-    """POST /v1/completions. Each default lives here and only here. Raises ApiError or pydantic's ValidationError."""
+    """
+    POST /v1/completions. The defaults are OpenAI's; those of the Python API, which this process does not import, are in
+    SamplingParams. Raises ApiError or pydantic's ValidationError.
+    """
 
     model: str | None = None  # None: the one model there is
     prompt: Prompts
