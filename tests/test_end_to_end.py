@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ import openai
 import pytest
 import torch
 
-from model import load_checkpoint
+from model import GPT, load_checkpoint, load_config, save_checkpoint
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -258,14 +259,17 @@ def test_prompt_at_the_terminal(checkpoint, expected):
     assert re.fullmatch(r"\[24 tokens, [0-9.]+ a second\]\n", errors)
 
 
-def test_ctrl_c_at_the_terminal(checkpoint):
-    """Ctrl-C stops the text, not with a traceback."""
-    process = at_terminal(checkpoint, "--prompt", "x", "--max-tokens", "500")
+def test_ctrl_c_at_the_terminal(checkpoint, tmp_path):
+    """Ctrl-C stops the text, not with a traceback. The text is so long that no machine is done before the signal."""
+    long = GPT(replace(load_config(checkpoint), context_length=50_000))
+    save_checkpoint(long, tmp_path)
+    load_tokenizer(checkpoint).save(tmp_path)
+    process = at_terminal(tmp_path, "--prompt", "x", "--max-tokens", "40000", "--kv-blocks", "2600")
     assert process.stdout.read(2)[0] == "x"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in errors
-    assert 0 < int(re.match(r"\[(\d+) tokens", errors)[1]) < 500
+    assert 0 < int(re.match(r"\[(\d+) tokens", errors)[1]) < 40_000
 
 
 def test_missing_and_broken_checkpoints(tmp_path, checkpoint):
