@@ -20,6 +20,7 @@ import contextlib
 import ipaddress
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import queue
@@ -35,6 +36,7 @@ from tokenizer import load_tokenizer
 
 PING_SECONDS = 10  # a stream that has nothing to say says so this often, or proxies take it for dead
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
+LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 RETRY_SECONDS = 1  # what Retry-After advises
 PING = b": ping\n\n"
 
@@ -500,7 +502,9 @@ class Service:
         """Serve until a signal or until the engine cannot start. Returns what went wrong, None if nothing did."""
         import uvicorn
 
-        config = uvicorn.Config(create_app(self), log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+        flags = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": LINGER_SECONDS}
+        config = uvicorn.Config(create_app(self), **flags)
+        logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
         self.server, self.loop = uvicorn.Server(config), asyncio.get_running_loop()
         self.server.handle_exit = lambda *_: self.loop.call_soon_threadsafe(self.stop)  # ours drains first
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
@@ -532,6 +536,11 @@ class Service:
             await asyncio.sleep(0.02)
         self.client.fail_all(503, "the server stopped before this was finished", None, "stopping", RETRY_SECONDS)
         self.server.should_exit = True  # uvicorn closes its sockets and waits until the last answers are out
+
+
+def is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Calls that LINGER_SECONDS cut off, because a client stopped reading or sending, are worth no traceback."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def create_app(service: Service):

@@ -719,6 +719,20 @@ def test_second_signal_stops_now():
         assert server.result is None
 
 
+def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monkeypatch):
+    """Half a body, and an answer that nobody reads, each left a traceback of 60 lines when the server was stopped."""
+    monkeypatch.setattr(serve, "LINGER_SECONDS", 0.2)
+    with Server(send_buffer=4096) as server:
+        unread = server.connect(prompt=["loop"] * 8, max_tokens=400, stream=True, return_token_ids=True)
+        half = socket.create_connection(server.address)
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        half.sendall(b'Content-Length: 99\r\n\r\n{"prompt": ')
+        wait_until(lambda: len(server.engine.added) == 8 and not server.engine.running)
+    unread.close(), half.close()
+    error = capfd.readouterr().err
+    assert "Cancel 2 running task(s)" in error and "Traceback" not in error
+
+
 def test_engine_dies_while_a_prompt_is_encoded():
     """The request was admitted before the engine died, and would have waited for ever for its first token."""
     with Server() as server:
