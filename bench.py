@@ -25,10 +25,9 @@ from pathlib import Path
 
 import torch
 
-import kernels
-from engine import Engine
+from engine import Engine, Runner
 from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
-from paged import KVBlockPool, Request, Scheduler
+from paged import Plan, Request, Scheduler
 from sampling import SamplingParams
 
 # random weights of these shapes; the figures depend on the shape alone
@@ -88,41 +87,33 @@ def bench_scheduler(args) -> dict:
 
 def bench_attention(args) -> dict:
     """One layer of store_kv + paged_attention: 31 decodes at context 512 and a chunk of 256 tokens, 6 heads of 64."""
-    H, D, S, contexts = 6, 64, 16, [512] * 31 + [256]
-    query_lens = [1] * 31 + [256]
-    M, T = 512 // S, sum(query_lens)
-    pool = KVBlockPool(32 * M, S, 1, H, D)
-    pool.kv.normal_()
-    tables = torch.randperm(32 * M, generator=torch.manual_seed(0)).view(32, M)  # scattered, as after a long run
-    positions = torch.cat([torch.arange(c - n, c) for c, n in zip(contexts, query_lens, strict=True)])
-    request_of = torch.arange(32).repeat_interleave(torch.tensor(query_lens))
-    start = torch.tensor([0, *query_lens]).cumsum(0)
-    backend = kernels.choose_backend("torch")
-    batch = kernels.Batch(
-        tokens=torch.zeros(T, dtype=torch.int64),
-        positions=positions,
-        slot_mapping=tables[request_of, positions // S] * S + positions % S,
-        query_start=start.int(),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        block_tables=tables.int(),
-        rows=torch.arange(32),
-        logits_index=start[1:] - 1,
-        num_decodes=31,
-        query_lens_host=query_lens,
-        context_lens_host=contexts,
-        backend=backend,
-    )
-    prepare = median_ms(lambda: setattr(batch, "prepared", backend.prepare(batch, H, H, D, S)), 20)
-    q, k, v = torch.randn(3, T, H, D)
+    H, D, S, B, M = 6, 64, 16, 32, 32  # M blocks of S: the 512 tokens of a context
+    model = GPT(GPTConfig(vocab_size=65, context_length=M * S, n_layer=1, n_head=H, n_embd=H * D))
+    runner = Runner(model, B * M, S, B, "torch")
+    kv = runner.pool.kv.normal_()[0]
+    tables = torch.randperm(B * M, generator=torch.manual_seed(0)).view(B, M)  # scattered, as after a long run
+    requests = [Request(i, [0] * M * S, 1, block_table=table, row=i) for i, table in enumerate(tables.tolist())]
+    *decodes, prompt = requests
+    for request in decodes:
+        request.num_filled_slots = M * S - 1
+
+    def plan():
+        for request in requests:
+            runner.place(request)  # preparing a step moves the rows on: back to where they were
+        return (Plan(decodes=decodes, chunks=[(prompt, 256)]),)
+
+    layout = median_ms(runner.prepare, 20, setup=plan)
+    batch = runner.prepare(*plan())
+    q, k, v = torch.randn(3, len(batch.tokens), H, D)
 
     def layer():
-        backend.store_kv(k, v, pool.kv[0], batch)
-        backend.paged_attention(q, pool.kv[0], batch)
+        runner.backend.store_kv(k, v, kv, batch)
+        runner.backend.paged_attention(q, kv, batch)
 
     return {
-        "a layer, ms": round(median_ms(layer, 50), 2),
-        "a step, once, ms": round(prepare, 2),
         "goal a layer, ms": 15,
+        "a layer, ms": round(median_ms(layer, 50), 2),
+        "layout of a step, ms": round(layout, 2),
     }
 
 
