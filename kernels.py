@@ -211,6 +211,24 @@ def absorb(score, v, acc, top, total):
 
 
 @jit
+def combine(
+    partial_out, partial_lse, out, first_head, used,
+    heads: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Add up the first `used` of SPLITS partial results of AT_ONCE query heads, each by its share of the softmax."""
+    h, s, d = tl.arange(0, AT_ONCE), tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    there = (h < heads)[:, None] & (s < used)[None, :]
+    at = ((first_head + h)[:, None] * SPLITS).to(tl.int64) + s[None, :]  # [AT_ONCE, SPLITS]
+    lse = tl.load(partial_lse + at, mask=there, other=-1e30, cache_modifier=".cg")  # from L2: L1 may be stale
+    parts = partial_out + at[:, :, None] * WIDTH + d[None, None, :]
+    parts = tl.load(parts, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+    weight = tl.exp2(lse - tl.max(lse, axis=1)[:, None])
+    whole = tl.sum(parts * (weight / tl.sum(weight, axis=1)[:, None])[:, :, None], axis=1)  # [AT_ONCE, WIDTH]
+    mask = (h < heads)[:, None] & (d < D)[None, :]
+    tl.store(out + h[:, None] * D + d[None, :], whole.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
 def decode_kernel(
     q, kv, out, partial_out, partial_lse, arrived, block_tables, context_lens,
     scale, q_stride, out_stride, which_stride, M,
@@ -261,18 +279,10 @@ def decode_kernel(
     tl.debug_barrier()  # all threads have stored before one of them says so
     if tl.atomic_add(arrived + request * Hk + head, 1, sem="acq_rel") == used - 1:
         tl.store(arrived + request * Hk + head, 0)
-        s = tl.arange(0, SPLITS)
-        for start in tl.static_range(0, G, AT_ONCE):  # as many query heads as registers hold
-            g = start + tl.arange(0, AT_ONCE)
-            there = (g < G)[:, None] & (s < used)[None, :]
-            theirs = ((request * H + head * G + g[:, None]) * SPLITS).to(tl.int64) + s[None, :]  # [AT_ONCE, SPLITS]
-            lse = tl.load(partial_lse + theirs, mask=there, other=-1e30, cache_modifier=".cg")  # from L2, not stale L1
-            parts = partial_out + theirs[:, :, None] * WIDTH + d[None, None, :]
-            parts = tl.load(parts, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-            weight = tl.exp2(lse - tl.max(lse, axis=1)[:, None])
-            whole = tl.sum(parts * (weight / tl.sum(weight, axis=1)[:, None])[:, :, None], axis=1)
-            whole_at = out + request * out_stride + (head * G + g)[:, None] * D + d[None, :]
-            tl.store(whole_at, whole.to(out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+        for g in tl.static_range(0, G, AT_ONCE):  # as many query heads at once as registers hold
+            first_head = request * H + head * G + g
+            to = out + request * out_stride + (head * G + g) * D
+            combine(partial_out, partial_lse, to, first_head, used, G - g, D, SPLITS, WIDTH, AT_ONCE)
 
 
 @jit
