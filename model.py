@@ -53,8 +53,11 @@ class GPTConfig:
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
         for name in ("vocab_size", "context_length", "n_layer", "n_head", "n_embd", "n_kv_head"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: a whole number of at least 1 is wanted")
+            self._require(name, (int,), lambda x: 0 < x < 2**31, "a whole number of at least 1, and below 2**31,")
+        self._require("dropout", (int, float), lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        self._require("layer_norm_epsilon", (int, float), lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        self._require("bias", (bool,), lambda x: True, "true or false")
+        self._require("eos_token_id", (int, type(None)), lambda x: True, "one token id, or none,")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: change one of them")
         if self.n_head % self.n_kv_head:
@@ -63,6 +66,11 @@ class GPTConfig:
             )
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation {self.activation!r} is unknown; there is {', '.join(ACTIVATIONS)}")
+
+    def _require(self, name: str, types: tuple, in_range: Callable, wanted: str):
+        value = getattr(self, name)
+        if type(value) not in types or not in_range(value):  # not isinstance, to which True is an int
+            raise ValueError(f"{name} is {value!r}: {wanted} is wanted")
 
     @property
     def head_size(self) -> int:
@@ -348,7 +356,7 @@ def load_config(directory: str | Path) -> GPTConfig:
         return GPTConfig(**{field: value for field, value in ours.items() if value is not None})
     except CheckpointError:
         raise
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a model configuration ({error}): train again or restore the file"
         ) from error
@@ -366,13 +374,19 @@ def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = to
     # the hub's GPT-2 has no prefix; what it has beyond our weights (its causal masks) is left alone
     saved = {n.removeprefix("transformer."): w for n, w in saved.items()}
     saved = {n: w.t() if is_transposed(n) else w for n, w in saved.items()}
+    found = {n: tuple(w.shape) for n, w in saved.items()}
+    V, C = config.vocab_size, config.n_embd
+    # first the sizes themselves: a model of a billion layers takes for ever to build, even without its weights
+    check_shapes(path, found, {"wte.weight": (V, C), "wpe.weight": (config.context_length, C)})
+    check_shapes(path, found, {f"h.{config.n_layer - 1}.ln_1.weight": (C,)})
     with torch.device("meta"):
         model = GPT(config)
-    wanted = {n: tuple(w.shape) for n, w in model.state_dict().items()}
-    found = {n: tuple(w.shape) for n, w in saved.items()}
-    wrong = [n for n in wanted if found.get(n) != wanted[n]]
-    if wrong:
-        n = wrong[0]
-        raise CheckpointError(f"{path} does not match config.json: {n} is {found.get(n)}, wanted {wanted[n]}")
-    model.load_state_dict({n: saved[n].to(device, dtype).contiguous() for n in wanted}, assign=True)
+    check_shapes(path, found, {n: tuple(w.shape) for n, w in model.state_dict().items()})
+    model.load_state_dict({n: saved[n].to(device, dtype).contiguous() for n in model.state_dict()}, assign=True)
     return model.eval()
+
+
+def check_shapes(path: Path, found: dict[str, tuple], wanted: dict[str, tuple]):
+    for name, shape in wanted.items():
+        if found.get(name) != shape:
+            raise CheckpointError(f"{path} does not match config.json: {name} is {found.get(name)}, wanted {shape}")

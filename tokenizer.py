@@ -66,11 +66,14 @@ class Tokenizer:
         self._bytes = [text.get(i, b"") for i in range(self.vocab_size)]
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token; possibly a part of a UTF-8 character, b"" for a control token."""
-        return self._bytes[token]
+        """
+        The bytes of one token; possibly a part of a UTF-8 character. b"" for a control token, and for an id beyond the
+        vocabulary: a model may have more rows than there are tokens, to be a multiple of 64.
+        """
+        return self._bytes[token] if token < len(self._bytes) else b""
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        return b"".join([self._bytes[i] for i in ids])
+        return b"".join(map(self.token_bytes, ids))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -250,8 +253,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         return kind(spec, eos_token)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TokenizerError(f"{path} is not a tokenizer this code reads ({error!r}): restore it") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise TokenizerError(f"{path} is not a tokenizer this code reads ({why}): restore it") from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------

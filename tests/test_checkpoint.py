@@ -98,10 +98,29 @@ def test_a_directory_without_config_holds_no_model(tmp_path):
     assert written == ["model.safetensors", "config.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"n_layer": "three"}', '{"activation_function": "swish"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "null", "[" * 100_000, '{"n_layer": "three"}', '{"n_layer": true}', '{"n_layer": 2.0}',
+        '{"n_embd": 1' + "0" * 30 + "}", '{"activation_function": "swish"}', '{"resid_pdrop": "x"}',
+        '{"resid_pdrop": 1}', '{"layer_norm_epsilon": "1e-5"}', '{"layer_norm_epsilon": NaN}', '{"bias": "no"}',
+        '{"eos_token_id": [1, 2]}',
+    ],
+)  # fmt: skip
 def test_broken_configurations(tmp_path, content):
+    """Some of these were tracebacks, and an epsilon that is a string made every request to the server fail, later."""
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json is not a model configuration"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["n_layer", "n_embd", "n_positions", "vocab_size"])
+def test_sizes_are_compared_with_the_file_first(tmp_path, name):
+    """With "n_layer": 1000000000 loading never ended; of others torch said that a storage size overflowed."""
+    save_checkpoint(random_model(), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: 2**30}))
+    with pytest.raises(CheckpointError, match=r"does not match config\.json"):
         load_checkpoint(tmp_path)
 
 

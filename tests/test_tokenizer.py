@@ -196,11 +196,26 @@ def test_training_without_the_library_says_what_to_install(monkeypatch):
         module.train_bpe(["text"], 300)
 
 
+@pytest.mark.parametrize("make", [lambda: char_tokenizer("abc"), lambda: module.bpe_tokenizer([])])
+def test_ids_beyond_the_vocabulary_have_no_text(make):
+    """A model may have more rows than there are tokens. Its sampling one left the server's client waiting for ever."""
+    tokenizer = make()
+    first, beyond = tokenizer.token_bytes(0), tokenizer.vocab_size
+    assert first and tokenizer.token_bytes(beyond) == b"" and tokenizer.decode_bytes([0, beyond, 0]) == first * 2
+
+
 def test_directories_that_hold_no_tokenizer(bpe, tmp_path):
     with pytest.raises(TokenizerError, match=r"python train\.py --out"):
         load_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
-    for broken in ("{", "[]", "{}", '{"model": {"type": "Unigram", "vocab": {}}}', json.dumps(bpe.spec)[:-9]):
+    for broken in (
+        "{",
+        "[]",
+        "{}",
+        '{"model": {"type": "Unigram", "vocab": {}}}',
+        json.dumps(bpe.spec)[:-9],
+        "[" * 100_000,
+    ):
         path.write_text(broken)
         with pytest.raises(TokenizerError, match="restore it"):
             load_tokenizer(tmp_path)
