@@ -113,6 +113,23 @@ def test_settings_that_cannot_work_are_refused():
             Scheduler(**nothing)
 
 
+def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_it_can_use(monkeypatch):
+    """Would catch: another formula than the one that blocks_that_fit states; a pool of no block at all."""
+    model = trained_model(num_kv_heads=2)  # a block: 2 * 2 layers * 2 KV heads of 16 * 4 tokens * 4 bytes = 2048
+    for pages, blocks in ((10**9, 3 * CONTEXT // 4), (10, 5), (9, 4), (1, 1)):
+        monkeypatch.setattr(engine_module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": pages}.__getitem__)
+        assert Engine(model, block_size=4, max_num_seqs=3).num_blocks == blocks
+
+
+def test_the_reference_stops_at_the_context_length():
+    """Would catch: the dense model asked for a position it does not have, or stopping a token early."""
+    model = trained_model()
+    for length, new, total in ((60, 4, CONTEXT), (60, 9, CONTEXT), (60, 3, 63), (CONTEXT, 1, CONTEXT)):
+        assert model.generate(torch.tensor([prompt(0, length)]), new).shape == (1, total)
+    with raises(ValueError, f"{CONTEXT + 1} tokens do not fit", f"context_length of {CONTEXT}"):
+        model(torch.tensor([prompt(0, CONTEXT + 1)]))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Out: finished, aborted, failed, interrupted
 

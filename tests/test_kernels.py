@@ -277,6 +277,20 @@ def test_equal_decodes_are_one_gather():
     assert len(step.batch.prepared.gathers) == 1
 
 
+def test_block_ids_of_a_pool_beyond_2_to_the_31():
+    """Would catch: block tables, which are int32, multiplied as such. A pool of that size is not needed: the rows that
+    the torch path would read and write are numbers."""
+    batch = Step(Shape([(1, 18), (2, 2)], num_decodes=1, D=1, Hk=4, S=16), "torch").batch
+    block = 2**27
+    batch.block_tables[:, :2] = torch.tensor([[block, block + 1], [block + 2, 0]])
+    batch.slot_mapping = torch.tensor([(block + 1) * 16 + 1, (block + 2) * 16, (block + 2) * 16 + 1])
+    plan = kernels.prepare_torch(batch, 4, 4, 1, 16)
+    first = [block * 64 + head * 16 for head in range(4)]  # of block 2^27, for each head: 2^33 and more
+    assert plan.gathers[0].kv_rows.tolist() == [[[*range(n, n + 16), n + 64, n + 65] for n in first]]
+    assert plan.gathers[1].kv_rows.tolist() == [[[n + 128, n + 129] for n in first]]
+    assert plan.store_rows.tolist() == [n + offset for offset in (65, 128, 129) for n in first]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The pool
 
