@@ -343,6 +343,7 @@ class TritonPlan(NamedTuple):
     """Scratch of the decode kernel and the tile map of the prefill kernel, shared by all layers of a step."""
 
     splits: int
+    num_stages: int  # tiles of K and V that a program of the decode kernel has under way
     partial_out: torch.Tensor  # [B * H * splits * WIDTH] fp32
     partial_lse: torch.Tensor  # [B * H * splits] fp32
     arrived: torch.Tensor  # [B * Hk] int32 zeros
@@ -350,9 +351,10 @@ class TritonPlan(NamedTuple):
     tile_start: torch.Tensor | None  # [tiles] int32
 
 
-# Measured on an H200 over head sizes 64 and 128, batches 1 to 256, contexts 1024 to 32768: one setting is within 2% of
-# the best of each shape, if there are just enough splits to have a program for every multiprocessor.
-TILE, DECODE_OPTIONS = 64, {"num_warps": 4, "num_stages": 3}
+# Measured on an H200 over head sizes 64 and 128, batches 1 to 256, contexts 1024 to 32768: best is one setting, with
+# just enough splits to have a program for every multiprocessor, and three stages; but two where three would fill the
+# shared memory with two programs while more are waiting.
+TILE, DECODE_WARPS = 64, 4
 PREFILL_ROWS, PREFILL_OPTIONS = 64, {"num_warps": 4, "num_stages": 2}
 AT_ONCE = 8192  # numbers a program combines at a time
 
@@ -369,6 +371,7 @@ def prepare_triton(batch: Batch, H: int, Hk: int, D: int, S: int) -> TritonPlan:
     splits = min(64, triton.next_power_of_2(-(-processors // max(1, B * Hk))))
     return TritonPlan(
         splits,
+        3 if padded(D) <= 64 or B * Hk * splits <= 2 * processors else 2,
         torch.empty(B * H * splits * padded(D), device=device),
         torch.empty(B * H * splits, device=device),
         torch.zeros(B * Hk, dtype=torch.int32, device=device),
@@ -425,7 +428,7 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch, wind
             q, kv, out, plan.partial_out, plan.partial_lse, plan.arrived, batch.block_tables, batch.context_lens,
             scale, *strides, **shape, SPLITS=plan.splits, ROWS=padded(H // Hk),
             AT_ONCE=max(1, min(triton.next_power_of_2(H // Hk), AT_ONCE // (plan.splits * padded(D)))),
-            **DECODE_OPTIONS,
+            num_warps=DECODE_WARPS, num_stages=plan.num_stages,
         )  # fmt: skip
     if plan.tile_request is not None:
         prefill_kernel[(len(plan.tile_request), H)](
