@@ -177,7 +177,7 @@ def bench_generate(args) -> dict:
 def bench_blockmap(args) -> dict:
     """
     A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are requests, grey is
-    cached and idle, white is free; a block that several requests share is striped by turns.
+    cached and idle, white is free; a block that several requests held at once would be striped by turns.
     """
     import matplotlib
 

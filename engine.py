@@ -177,6 +177,7 @@ class Engine:
         attention: str = "auto",
         prefix_cache: bool = True,
         policy: str = "fcfs",
+        prefill_share: float = 0.25,  # of the token budget, for prompts while some are under way
         watermark: float = 0.01,  # share of the blocks kept free for running requests when a new one is admitted
         seed: int = 0,  # of the seeds drawn for requests that bring none
         trace: bool = False,  # print each step
@@ -206,6 +207,7 @@ class Engine:
             block_size,
             max_num_seqs=max_num_seqs,
             watermark=int(watermark * num_blocks),
+            prefill_share=prefill_share,
             prefix_cache=prefix_cache,
         )
         self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention)

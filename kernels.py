@@ -238,7 +238,7 @@ def decode_kernel(
     """
     Grid (Hk, SPLITS, B): a program attends from the G = H / Hk query heads of one KV head, padded to ROWS, to every
     SPLITS-th tile of one request's context: K and V are read once. The grid depends on B alone, how many splits a
-    context has is worked out here, so one captured graph serves all lengths. Whoever arrives last of a request and KV
+    context has is worked out here, so the host needs no length to launch it. Whoever arrives last of a request and KV
     head combines them, so there is no second launch; `arrived` [B, Hk] is zero before and after.
     """
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -182,7 +182,7 @@ class Request:
         return len(self.prompt_tokens) + len(self.generated_tokens)
 
     @property
-    def num_tokens_in_cache(self) -> int:
+    def num_tokens_in_cache(self) -> int:  # the post's name: its cache is the pool, not the prefix cache
         return self.num_filled_slots
 
     @property
@@ -274,6 +274,8 @@ class Scheduler:
         plan = scheduler.plan(step)          # allocate, admit, preempt: who decodes, who prefills which chunk
         ...                                  # the engine computes the plan and samples one token per plan.sampled
         scheduler.update(plan, tokens)       # append the tokens, commit full blocks, free what finished
+
+    The default sizes are the post's; `Engine` chooses its own.
     """
 
     def __init__(
@@ -292,6 +294,10 @@ class Scheduler:
     ):
         if policy not in POLICIES:
             raise ValueError(f"unknown policy {policy!r}: there is {', '.join(POLICIES)}")
+        if not 0 <= prefill_share < 1:
+            raise ValueError(
+                f"prefill_share is {prefill_share}, wanted a share of the token budget: 0 or more, below 1"
+            )
         if min(token_budget, max_kv_tokens // block_size, max_num_seqs, max_num_partial_prefills) < 1:
             raise ValueError("token_budget, max_num_seqs, max_num_partial_prefills and the pool must be at least 1")
         self.urgency = POLICIES[policy]

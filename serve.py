@@ -52,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     about = "Serve a trained model over HTTP, or continue a --prompt at the terminal."
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--model", default="out/stdlib", help="checkpoint directory that train.py wrote, or a GPT-2 from the hub")
+    add("--model", default="out/stdlib", help="checkpoint directory, of train.py or of a GPT-2 downloaded from the hub")
     add("--device", help="cpu, cuda, cuda:1; not given: a GPU where there is one")
     # the engine's own options: each `dest` is the name of an argument of Engine
     add("--attention", default="auto", help="attention backend; auto takes the fastest that works here")
@@ -61,6 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-model-len", type=positive, help="longest prompt plus answer, in tokens; not given: what fits")
     add("--max-num-seqs", type=positive, default=64, help="requests that run at once")
     add("--token-budget", type=positive, default=512, help="tokens computed in one step, prefill and decode together")
+    add("--prefill-share", type=float, default=0.25, help="of that budget, for prompts while some are under way")
     add("--no-prefix-cache", dest="prefix_cache", action="store_false", help="compute each prompt from its first token")
     add("--trace", action="store_true", help="print what each step does")
     add("--check", action="store_true", help="verify the scheduler's invariants after each step")
@@ -149,8 +150,8 @@ def build_engine(args: argparse.Namespace):
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch sees no GPU here; leave the flag out to serve on the CPU")
     model = load_checkpoint(args.model, device, torch.float32 if device == "cpu" else torch.bfloat16)
-    names = "attention num_blocks block_size max_model_len max_num_seqs token_budget prefix_cache trace check"
-    return Engine(model, **{name: getattr(args, name) for name in names.split()})
+    names = "attention num_blocks block_size max_model_len max_num_seqs token_budget prefill_share prefix_cache"
+    return Engine(model, **{name: getattr(args, name) for name in [*names.split(), "trace", "check"]})
 
 
 def engine_process(args: argparse.Namespace, inbox, outbox):
@@ -638,6 +639,8 @@ def limit_body(app, limit: int):
 
 def listen(args: argparse.Namespace) -> socket.socket:
     """Open the listening socket before anything is loaded. Exits with one message if it cannot be had."""
+    if not 0 <= args.port < 65536:  # getaddrinfo would take it modulo 65536
+        sys.exit(f"--port {args.port} does not exist: choose 0 to 65535")
     local = args.host == "localhost"
     with contextlib.suppress(ValueError):  # other names count as remote: what they resolve to may change
         local = local or ipaddress.ip_address(args.host).is_loopback

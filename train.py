@@ -1,7 +1,7 @@
 """
 Train a small GPT and leave a checkpoint directory that serve.py (and transformers, and vLLM) can open.
 
-    python train.py                              # the Python standard library -> out/stdlib, 2.5 minutes on 2 cores
+    python train.py                              # the Python standard library -> out/stdlib, 2 min 15 s
     python train.py --preset shakespeare_char    # nanoGPT's Shakespeare -> out/shakespeare_char
     python train.py --resume                     # continue a run that was stopped or killed
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M

@@ -1,8 +1,10 @@
 """Blocks, the prefix cache and the scheduler's decisions on tiny pools, by literal block ids and eviction order."""
 
+import subprocess
 import sys
 import time
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -707,3 +709,17 @@ def test_a_step_of_256_decodes_costs_the_same_at_any_context_length_and_little()
         best = min(best, time.perf_counter() - start)
     print(f"plan + update of 256 decodes: {1000 * best:.3f} ms")
     assert best < 0.002  # ten times and more what it takes; bench.py measures
+
+
+def test_policy_without_tensors():
+    """Importing the scheduler must not import torch, or a thousand fuzz trials start with a second of waiting."""
+    code = "import sys, paged; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(paged.__file__).parent).returncode == 0
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_a_share_of_the_budget_is_a_share(share):
+    """All of it for prompts, and what runs would wait until no prompt is left."""
+    with pytest.raises(ValueError, match="prefill_share is"):
+        Scheduler(prefill_share=share)
+    assert Scheduler(token_budget=16, prefill_share=0.5).prefill_tokens == 8
