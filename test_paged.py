@@ -1,7 +1,7 @@
 """
 The proof: paged attention changes where K and V live, and no token of any answer.
 
-    python test_paged.py        # a line for each test; without pytest, HTTP or transformers
+    python test_paged.py        # a line for each test; torch, numpy, safetensors and tiktoken are enough
     pytest test_paged.py        # the same tests
 
 Three parts, each standing on the one before: who owns which block (no model needed), who is computed when (no model
