@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from engine import Engine, Runner
-from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
+from model import GPT, CheckpointError, GPTConfig, load_checkpoint, save_checkpoint
 from paged import Plan, Request, Scheduler
 from sampling import SamplingParams
 
@@ -231,7 +231,10 @@ def main():
     blockmap.set_defaults(run=bench_blockmap)
     args = parser.parse_args()
     print(inspect.getdoc(args.run), file=sys.stderr)
-    result = {"bench": args.command} | conditions() | args.run(args)
+    try:
+        result = {"bench": args.command} | conditions() | args.run(args)
+    except CheckpointError as error:  # a --model that is not there, or broken
+        sys.exit(str(error))
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
     print(json.dumps(result))

@@ -812,6 +812,13 @@ def test_port_in_use():
         serve.listen(serve.parse_args(["--port", str(taken.getsockname()[1])]))
 
 
+@pytest.mark.parametrize("port", ["-1", "70000"])
+def test_port_that_does_not_exist(port):
+    """The resolver takes ports modulo 65536, so --port 70000 listened at 4464."""
+    with pytest.raises(SystemExit, match="choose 0 to 65535"):
+        serve.listen(serve.parse_args(["--port", port]))
+
+
 @pytest.mark.parametrize("host, refused", [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("localhost", False)])
 def test_other_machines_are_kept_out(host, refused):
     flags = ["--host", host, "--port", "0"]
