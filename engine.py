@@ -145,12 +145,18 @@ def kv_dtype(model: GPT) -> torch.dtype:
     return torch.float32 if weight.device.type == "cpu" else weight.dtype
 
 
+def bytes_per_block(model: GPT, block_size: int) -> int:
+    """2 (K and V) * layers * KV heads * head size * block size * bytes each."""
+    config = model.config
+    return 2 * config.n_layer * config.n_kv_head * config.head_size * block_size * kv_dtype(model).itemsize
+
+
 def blocks_that_fit(model: GPT, block_size: int) -> int:
     """
     How many KV blocks there is memory for, when nobody says: 90% of what is free on the GPU, or a quarter of what is
-    free on the CPU (others live there too), over 2 (K and V) * layers * KV heads * head size * block size * bytes each.
+    free on the CPU (others live there too), over the bytes of a block.
     """
-    config, device = model.config, model.wte.weight.device
+    device = model.wte.weight.device
     if device.type == "cuda":
         available = 0.9 * torch.cuda.mem_get_info(device)[0]
     else:
@@ -158,8 +164,21 @@ def blocks_that_fit(model: GPT, block_size: int) -> int:
             "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
         )  # macOS has no free ones
         available = 0.25 * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    numbers = 2 * config.n_layer * config.n_kv_head * config.head_size * block_size
-    return int(available // (numbers * kv_dtype(model).itemsize))
+    return int(available // bytes_per_block(model, block_size))
+
+
+def check_pool_fits(model: GPT, num_blocks: int, block_size: int):
+    """Raises ValueError for a pool larger than all the device's memory: reserving it can succeed, filling it cannot."""
+    device = model.wte.weight.device
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[1]
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (wanted := num_blocks * bytes_per_block(model, block_size)) > memory:
+        raise ValueError(
+            f"a KV pool of {num_blocks} blocks of {block_size} tokens takes {wanted / 2**30:,.1f} GiB, {device} has "
+            f"{memory / 2**30:,.1f}: lower --kv-blocks or --block-size"
+        )
 
 
 class Engine:
@@ -192,6 +211,7 @@ class Engine:
         if num_blocks is None:
             wanted = max_num_seqs * -(-config.context_length // block_size)
             num_blocks = max(1, min(wanted, blocks_that_fit(model, block_size)))
+        check_pool_fits(model, num_blocks, block_size)
         self.config, self.num_blocks = config, num_blocks
         most = min(config.context_length, num_blocks * block_size)
         if max_model_len is not None and not 1 <= max_model_len <= most:

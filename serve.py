@@ -41,11 +41,19 @@ RETRY_SECONDS = 1  # what Retry-After advises
 PING = b": ping\n\n"
 
 
-def positive(text: str) -> int:
-    """The type of flags that count something; argparse makes its errors messages."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too small, wanted at least 1")
-    return int(text)
+def at_least(least: int, number: type = int) -> Callable:
+    """The type of flags that count or measure something; argparse makes its errors messages."""
+
+    def parse(text: str):
+        if not number(text) >= least:  # not <, of which NaN is none either
+            raise argparse.ArgumentTypeError(f"{text} is too small, wanted at least {least}")
+        return number(text)
+
+    parse.__name__ = number.__name__  # argparse: "invalid int value"
+    return parse
+
+
+positive = at_least(1)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -71,9 +79,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     http("--port", type=int, default=8000, help="port to listen at; 0: any free one")
     http("--allow-remote", action="store_true", help="let --host be an address that other machines reach: no password")
     http("--served-model-name", help="the model's name in the API; not given: what --model says")
-    http("--max-queue", type=int, default=256, help="prompts that may wait while --max-num-seqs run; more are a 429")
-    http("--max-body-mib", type=float, default=4.0, help="largest request body, in MiB; a larger one is a 413")
-    http("--drain-seconds", type=float, default=30.0, help="how long SIGTERM lets running requests go on")
+    http("--max-queue", type=at_least(0), default=256, help="prompts that may wait for their turn; more are a 429")
+    http("--max-body-mib", type=at_least(0, float), default=4.0, help="largest request body; a larger one is a 413")
+    http("--drain-seconds", type=at_least(0, float), default=30.0, help="how long SIGTERM lets running requests go on")
 
     text = parser.add_argument_group("at the terminal").add_argument
     text("--prompt", metavar="TEXT", help="continue TEXT here and now instead of serving HTTP")
@@ -589,7 +597,7 @@ def create_app(service: Service):
             raise protocol.ApiError(503, f"the engine is not alive: {reason}", None, "dead")
         return {"status": "alive"}
 
-    app.add_middleware(limit_body, limit=int(service.args.max_body_mib * 2**20))
+    app.add_middleware(limit_body, limit=service.args.max_body_mib * 2**20)
     return app
 
 
@@ -616,7 +624,7 @@ def shape_errors(app):
         return error_response(ApiError(500, f"a bug of this server: {type(error).__name__}"))
 
 
-def limit_body(app, limit: int):
+def limit_body(app, limit: float):
     """ASGI middleware: reading a body of more than `limit` bytes ends with ApiError (413)."""
     from protocol import ApiError
 
@@ -629,7 +637,7 @@ def limit_body(app, limit: int):
             message = await receive()
             size += len(message.get("body", b""))
             if size > limit:
-                raise ApiError(413, f"the body has more than {limit} bytes: shorten it or raise --max-body-mib")
+                raise ApiError(413, f"the body has more than {int(limit)} bytes: shorten it or raise --max-body-mib")
             return message
 
         await app(scope, counted if scope["type"] == "http" else receive, send)

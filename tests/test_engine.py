@@ -117,8 +117,18 @@ def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_it_can_use(mon
     """Would catch: another formula than the one that blocks_that_fit states; a pool of no block at all."""
     model = trained_model(num_kv_heads=2)  # a block: 2 * 2 layers * 2 KV heads of 16 * 4 tokens * 4 bytes = 2048
     for pages, blocks in ((10**9, 3 * CONTEXT // 4), (10, 5), (9, 4), (1, 1)):
-        monkeypatch.setattr(engine_module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": pages}.__getitem__)
+        memory = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": pages, "SC_PHYS_PAGES": 10**9}
+        monkeypatch.setattr(engine_module.os, "sysconf", memory.__getitem__)
         assert Engine(model, block_size=4, max_num_seqs=3).num_blocks == blocks
+
+
+def test_a_pool_beyond_all_memory_is_refused(monkeypatch):
+    """A block or two too many in --kv-blocks were a MemoryError, or, the system being generous, a death much later."""
+    model = trained_model(num_kv_heads=2)  # 2048 bytes a block, as above
+    monkeypatch.setattr(engine_module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__)
+    with raises(ValueError, "21 blocks of 4 tokens", "lower --kv-blocks"):
+        Engine(model, block_size=4, num_blocks=21)
+    assert Engine(model, block_size=4, num_blocks=20).num_blocks == 20
 
 
 def test_the_reference_stops_at_the_context_length():

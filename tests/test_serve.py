@@ -839,6 +839,16 @@ def test_sizes_are_positive(flag, capsys):
     assert f"argument {flag}: 0 is too small, wanted at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--max-queue", "--max-body-mib", "--drain-seconds"])
+def test_limits_are_not_negative(flag, capsys):
+    """--max-body-mib nan and inf ended in a traceback, and a negative queue refused every request."""
+    assert serve.parse_args([flag, "0"])
+    for value in ["-1"] if flag == "--max-queue" else ["-0.1", "nan"]:
+        with pytest.raises(SystemExit):
+            serve.parse_args([flag, value])
+        assert f"argument {flag}: {value} is too small, wanted at least 0" in capsys.readouterr().err
+
+
 def python(code):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
