@@ -10,13 +10,15 @@ PIP_OPTIONS ?=
 BIN := .venv/bin
 MODEL := out/stdlib
 
-.PHONY: run test test-all lint clean
+.PHONY: run test tests test-all lint clean
 
-run: .venv/ready $(MODEL)/model.safetensors
+run: .venv/ready $(MODEL)/loss.png
 	$(BIN)/python serve.py --model $(MODEL)
 
 test: lint
 	$(BIN)/python -m pytest
+
+tests: test
 
 test-all: .venv/ready
 	$(BIN)/python -m pytest -m "slow or not slow"
@@ -25,8 +27,9 @@ lint: .venv/ready
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 
-$(MODEL)/model.safetensors: | .venv/ready
-	$(BIN)/python train.py --out $(MODEL)
+# loss.png is the last thing that a training writes: one that was stopped goes on where it was
+$(MODEL)/loss.png: | .venv/ready
+	$(BIN)/python train.py --out $(MODEL) $(if $(wildcard $(MODEL)/train_state.pt),--resume)
 
 .venv/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedGPT needs Python 3.11 or later: make run PYTHON=python3.11")'
