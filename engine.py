@@ -520,8 +520,8 @@ def run(engine: Engine, inbox, outbox):
         return message["op"] != "stop"
 
     limits = {"max_model_len": engine.max_model_len, "vocab_size": engine.config.vocab_size}
-    send("ready", **limits, eos_token_id=engine.config.eos_token_id)
     try:
+        send("ready", **limits, eos_token_id=engine.config.eos_token_id)
         while True:
             while not engine.has_work or inbox.poll():  # idle: wait for a message; busy: take those that are there
                 if not take(json.loads(inbox.recv_bytes())):

@@ -164,13 +164,13 @@ def build_engine(args: argparse.Namespace):
 
 def engine_process(args: argparse.Namespace, inbox, outbox):
     """What the engine's process runs: its loop, until "stop" or until the HTTP process is gone."""
-    for sig in (signal.SIGINT, signal.SIGTERM):  # a terminal signals both processes, but when to stop is HTTP's to say
-        signal.signal(sig, signal.SIG_IGN)
     try:
         engine = build_engine(args)
     except Exception as error:  # whatever it is, one line says it to whoever started the server
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return outbox.send_bytes(json.dumps({"op": "fatal", "message": message}).encode())
+        with contextlib.suppress(BrokenPipeError):  # unless whoever it was has gone
+            outbox.send_bytes(json.dumps({"op": "fatal", "message": message}).encode())
+        return
     from engine import run
 
     run(engine, inbox, outbox)
@@ -183,7 +183,11 @@ def start_engine(args: argparse.Namespace):
     inbox, to_engine = context.Pipe(duplex=False)
     from_engine, outbox = context.Pipe(duplex=False)
     process = context.Process(target=engine_process, args=(args, inbox, outbox), daemon=True)
+    # A terminal signals both processes, but when to stop is HTTP's to say. The engine's inherits that both are ignored.
+    handlers = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGINT, signal.SIGTERM)}
     process.start()
+    for sig, handler in handlers.items():
+        signal.signal(sig, handler)
     inbox.close(), outbox.close()  # the process has its own: with ours closed, its death is an end of file here
     return process, EngineClient(to_engine, from_engine, args.max_num_seqs + args.max_queue)
 
@@ -511,8 +515,8 @@ class Service:
         """Serve until a signal or until the engine cannot start. Returns what went wrong, None if nothing did."""
         import uvicorn
 
-        flags = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": LINGER_SECONDS}
-        config = uvicorn.Config(create_app(self), **flags)
+        flags = {"log_level": "warning", "access_log": False, "lifespan": "off"}
+        config = uvicorn.Config(create_app(self), timeout_graceful_shutdown=LINGER_SECONDS, **flags)
         logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
         self.server, self.loop = uvicorn.Server(config), asyncio.get_running_loop()
         self.server.handle_exit = lambda *_: self.loop.call_soon_threadsafe(self.stop)  # ours drains first
@@ -521,7 +525,7 @@ class Service:
         serving = asyncio.create_task(self.server.serve(sockets=[sock]))
         loading = asyncio.create_task(self.client.settled.wait())
         await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
-        if self.client.state == "ready":
+        if self.client.state == "ready" and not self.draining:
             print(greeting(self.name, sock), flush=True)
         elif self.client.state == "dead":
             self.server.should_exit = True

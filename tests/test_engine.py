@@ -504,6 +504,14 @@ def test_the_loop_reports_a_failed_step_and_serves_on():
     assert loop.ended()
 
 
+def test_a_server_that_is_gone_before_the_engine_is_ready():
+    """A server killed while its model loaded left a traceback at the terminal, seconds later."""
+    inbox, to_engine = multiprocessing.Pipe(duplex=False)
+    from_engine, outbox = multiprocessing.Pipe(duplex=False)
+    to_engine.close(), from_engine.close()
+    assert engine_module.run(new_engine(trained_model()), inbox, outbox) is None
+
+
 def test_the_loop_ends_when_the_other_side_is_gone():
     """Would catch: an engine process that outlives its server, idle or busy, and keeps the memory."""
     for busy in (False, True):

@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -667,6 +669,29 @@ def test_loading():
         server.engine.say_ready()
         wait_until(lambda: server.get("/readyz") == 200)
         assert server.answer()["choices"][0]["text"] == "hi"
+
+
+def test_stopped_while_loading(capsys):
+    """The engine was ready while the server ended: the greeting asked a closed socket for its address."""
+    with Server(engine=FakeEngine(ready=False)) as server:
+        server.stop()
+        wait_until(lambda: server.service.draining)
+        server.engine.say_ready()
+        server.thread.join(30)
+    assert server.result is None and "serving" not in capsys.readouterr().out
+
+
+def test_signals_do_not_reach_the_engine():
+    """Ctrl-C at a terminal is for both processes; the engine's left a traceback if it came while Python started up."""
+    before = signal.getsignal(signal.SIGINT)
+    process, client = serve.start_engine(serve.parse_args(["--model", "/no/model"]))
+    assert signal.getsignal(signal.SIGINT) is before
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process.pid, sig)
+    assert client.from_engine.poll(60)
+    assert "no model in /no/model" in json.loads(client.from_engine.recv_bytes())["message"]
+    process.join(30)
+    assert process.exitcode == 0
 
 
 def test_drain():
