@@ -177,7 +177,7 @@ def bench_generate(args) -> dict:
 def bench_blockmap(args) -> dict:
     """
     A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are requests, grey is
-    cached and idle, white is free; a block that several requests held at once would be striped by turns.
+    cached and idle, white is free; a block that several requests hold at once is striped by turns.
     """
     import matplotlib
 
@@ -186,15 +186,17 @@ def bench_blockmap(args) -> dict:
 
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=64, context_length=64, n_layer=1, n_head=1, n_embd=16)).eval()
-    engine = Engine(model, block_size=4, num_blocks=48, max_num_seqs=8, token_budget=16, watermark=0)
+    engine = Engine(model, block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0)
     allocator, rng = engine.scheduler.block_allocator, random.Random(0)
-    prefix = [rng.randrange(64) for _ in range(12)]
-    for i in range(9):
+    prefix, arrivals = [rng.randrange(64) for _ in range(12)], {}
+    for i in range(9):  # one every four steps; every second one begins like the others
         prompt = (prefix if i % 2 else []) + [rng.randrange(64) for _ in range(rng.randint(4, 24))]
-        engine.add_request(i, prompt, SamplingParams(temperature=0, max_tokens=rng.randint(8, 28)))
+        arrivals[4 * i] = i, prompt, SamplingParams(temperature=0, max_tokens=rng.randint(12, 36))
     colours = [colour for i, colour in enumerate(plt.cm.tab10.colors) if i != 7]  # its grey means cached here
     columns = []
-    while engine.has_work:
+    while arrivals or engine.has_work:
+        if len(columns) in arrivals:
+            engine.add_request(*arrivals.pop(len(columns)))
         engine.step()
         owners: dict[int, list[int]] = {block: [] for block in range(allocator.num_blocks)}  # who holds each block
         for request in engine.scheduler.running:
@@ -209,7 +211,7 @@ def bench_blockmap(args) -> dict:
     axes.set(
         xlabel="step",
         ylabel="block",
-        title="9 requests in a pool of 48 blocks: a colour is a request, grey is cached and idle",
+        title="9 requests in a pool of 32 blocks: a colour is a request, grey is cached and idle",
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=110)
