@@ -252,8 +252,11 @@ class Engine:
             raise ValueError(f"request id {id!r} is in use: choose another")
         if not prompt_tokens:
             raise ValueError("the prompt is empty: give it at least one token")
-        if any(isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < V for t in prompt_tokens):
-            raise ValueError(f"the prompt has a token id outside 0..{V - 1}: encode it with this model's tokenizer")
+        for t in prompt_tokens:
+            if type(t) is not int or not 0 <= t < V:  # an array's numbers are no int either: .tolist() makes them so
+                raise ValueError(
+                    f"the prompt has token {t!r}, outside 0..{V - 1}: encode it with this model's tokenizer, to a list"
+                )
         wanted = len(prompt_tokens) + params.max_tokens
         if wanted > self.max_model_len:
             raise ValueError(

@@ -32,12 +32,15 @@ class SamplingParams:
         self._require("top_p", number, lambda x: 0 < x <= 1, "a number above 0, up to 1")
         self._require("min_p", number, lambda x: 0 <= x <= 1, "a number from 0 to 1")
         self._require("max_tokens", int, lambda x: x >= 1, "a whole number, at least 1")
+        self._require("stop_token_ids", tuple | list, lambda x: all(type(t) is int for t in x), "a tuple of token ids")
+        self._require("ignore_eos", bool, lambda x: True, "True or False")
         if self.seed is not None:
             self._require("seed", int, lambda x: -(2**63) <= x < 2**63, "a whole number of 64 bits, or None")
 
     def _require(self, name: str, kind, in_range, wanted: str):
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not in_range(value):
+        misfit = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        if misfit or not in_range(value):
             raise ValueError(f"{name} is {value!r}; it must be {wanted}")
 
 

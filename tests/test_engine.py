@@ -66,10 +66,11 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def test_what_can_never_be_served_is_refused_with_its_numbers():
-    """Would catch: a limit off by one, a request queued although it was refused, a bool taken for token 1."""
+    """Would catch: a limit off by one, a request queued although it was refused, a bool taken for token 1, a number of
+    numpy's called outside the vocabulary without a word on which."""
     engine = new_engine(trained_model(), num_blocks=10)  # 40 slots, fewer than the context
-    for bad in ([VOCABULARY], [-1], [True], [1.0], ["a"]):
-        with raises(ValueError, f"outside 0..{VOCABULARY - 1}", "tokenizer"):
+    for bad in ([VOCABULARY], [-1], [True], [1.0], ["a"], torch.tensor([1]).numpy()):
+        with raises(ValueError, f"token {bad[0]!r}, outside 0..{VOCABULARY - 1}", "tokenizer"):
             engine.add_request("bad", [1, 2, *bad], greedy(1))
     with raises(ValueError, "prompt is empty"):
         engine.add_request("empty", [], greedy(1))

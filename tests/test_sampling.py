@@ -367,13 +367,16 @@ REFUSED = [
     *(("top_p", x, "a number above 0, up to 1") for x in (0, 0.0, -0.5, 1.01, NAN, INF, True, "0.5", None)),
     *(("min_p", x, "a number from 0 to 1") for x in (-0.01, 1.01, NAN, INF, False, "0", None)),
     *(("max_tokens", x, "a whole number, at least 1") for x in (0, -1, 1.5, NAN, INF, True, "16", None)),
+    *(("stop_token_ids", x, "a tuple of token ids") for x in (None, 5, "abc", (1.5,), [True], ([1],))),
+    *(("ignore_eos", x, "True or False") for x in (None, 1, "yes")),
     *(("seed", x, "a whole number of 64 bits, or None") for x in (2**63, -(2**63) - 1, 1.0, NAN, True, "0")),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "wanted"), REFUSED)
 def test_a_wrong_parameter_is_refused_with_its_name_its_value_and_what_is_wanted(name, value, wanted):
-    """NaN passes `x < 0 or x > 2`, True is an int to Python, "1" fails only on the device, in everybody's step."""
+    """NaN passes `x < 0 or x > 2`, True is an int to Python, "1" fails only on the device, in everybody's step,
+    and a stop token that is a character never stops anything."""
     with pytest.raises(ValueError) as caught:
         SamplingParams(**{name: value})
     assert str(caught.value) == f"{name} is {value!r}; it must be {wanted}"
@@ -387,6 +390,8 @@ def test_a_wrong_parameter_is_refused_with_its_name_its_value_and_what_is_wanted
         *(("top_p", x) for x in (1, 1.0)),
         *(("min_p", x) for x in (0, 0.0)),
         *(("max_tokens", x) for x in (1, 10**9)),
+        *(("stop_token_ids", x) for x in ((), [], (1, 2), [0])),
+        *(("ignore_eos", x) for x in (False, True)),
         *(("seed", x) for x in (None, 0, -1, 2**63 - 1, -(2**63))),
     ],
 )
