@@ -299,6 +299,17 @@ def test_generate_shows_progress_and_counts():
     assert silent.getvalue() == ""
 
 
+def test_trace_counts_a_shared_block_once():
+    """Counted once for each request that holds it, a shared prefix was more slots than the pool has in use."""
+    scheduler = Scheduler(token_budget=32, max_kv_tokens=64, block_size=4)
+    scheduler.add_request(Request("a", list(range(10)), 9))
+    scheduler.update(scheduler.plan(), [50])
+    scheduler.add_request(Request("b", [*range(8), 90, 91], 9))  # begins with the two full blocks of a
+    line = engine_module.describe(scheduler.plan(1), scheduler)
+    assert "decode a | prefill b[8:10]" in line
+    assert "blocks 12 free 4 referenced 0 cached | slots 13/16 | hits 8" in line  # 8 shared, 3 of a, 2 of b
+
+
 def test_trace_tells_each_step():
     """Would catch: a trace that does not say what happened: who decoded, which chunk, how the blocks stand."""
     engine = new_engine(trained_model(), num_blocks=5, token_budget=9, max_num_seqs=2, watermark=0, trace=True)
