@@ -73,9 +73,7 @@ class Runner:
             blocks = self.tensor([r.block_table[-1] for r in plan.grown], torch.int32)
             self.block_tables[self.tensor([r.row for r in plan.grown]), columns] = blocks
         batch = self.batch(plan)
-        config = self.model.config
-        heads = config.n_head, config.n_kv_head, config.head_size
-        batch.prepared = self.backend.prepare(batch, *heads, self.block_size)
+        batch.prepared = self.backend.prepare(batch, self.model.config.n_head, self.pool.kv[0])
         self.context_len[batch.rows] = batch.context_lens.long()
         return batch
 

@@ -8,20 +8,25 @@ the prefill chunks. Decodes and chunks so share one forward pass:
     tokens     [T]    a    b    c0 c1 c2 c3   d0 d1        T = 8
     query_start       0    1    2             6     8      [B + 1], B = 4, num_decodes = 2
 
-A `Backend` is one way to do both operations: torch's gathers and runs anywhere, Triton's reads K and V where they are.
-Backends have one signature and one in-place effect: `store_kv` writes the pool, `paged_attention` only reads it.
+A `Backend` is one way to do both operations: torch's gathers and runs anywhere, FlexAttention's and Triton's read K
+and V where they are. Backends have one signature and one in-place effect: `store_kv` writes the pool,
+`paged_attention` only reads it. A request with context length 0, as the padding of a CUDA graph has, gets zeros.
 Letters: B requests, T tokens, R rows of logits, H query heads, Hk KV heads, D head size, M blocks per table, S block
 size, and only here C context length (padded), G = H / Hk.
 """
 
 import math
+import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 try:
     import triton
@@ -56,7 +61,8 @@ class Batch:
 
 class Backend(NamedTuple):
     name: str
-    prepare: Callable  # (batch, H, Hk, D, S) -> batch.prepared: once per step, before the first layer
+    reason: str  # why this one
+    prepare: Callable  # (batch, H, kv of any layer, window=0) -> batch.prepared: once per step, before the first layer
     store_kv: Callable  # (k [T, Hk, D], v [T, Hk, D], kv [2, num_blocks + 1, Hk, S, D], batch): writes kv
     paged_attention: Callable  # (q [T, H, D], kv, batch) -> [T, H, D]
 
@@ -66,15 +72,37 @@ def choose_backend(name: str = "auto", device: str | torch.device = "cpu") -> Ba
     The backend of that name, or with "auto" the best for the device: Triton on CUDA, torch elsewhere. Raises
     ValueError for one that does not work there.
     """
-    runs_triton = triton is not None and (torch.device(device).type == "cuda" or INTERPRETED)
-    backends = {"torch": Backend("torch", prepare_torch, store_kv_torch, paged_attention_torch)}
-    if runs_triton:
-        backends["triton"] = Backend("triton", prepare_triton, store_kv_triton, paged_attention_triton)
+    cuda = torch.device(device).type == "cuda"
+    compiler = triton if cuda else shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    works = {"torch": True, "triton": triton and (cuda or INTERPRETED), "flex": compiler}
+    needs = {"triton": "a CUDA device and the package triton", "flex": "triton on CUDA, a C++ compiler elsewhere"}
+    parts = {
+        "torch": (prepare_torch, store_kv_torch, paged_attention_torch),
+        "flex": (prepare_flex, store_kv_torch, paged_attention_flex),
+        "triton": (prepare_triton, store_kv_triton, paged_attention_triton),
+    }
+    reason = "as asked"
     if name == "auto":
-        name = "triton" if runs_triton and not INTERPRETED else "torch"
-    if name not in backends:
-        raise ValueError(f"attention backend {name!r} does not work on {device}; there is auto, {', '.join(backends)}")
-    return backends[name]
+        name = "triton" if cuda and triton else "torch"
+        best = "the fastest on " + ("CUDA" if cuda else "a CPU")
+        reason = best if triton or not cuda else "the package triton is not installed"
+    if not works.get(name):
+        there = ", ".join(["auto"] + [backend for backend in parts if works[backend]])
+        why = f"needs {needs[name]}" if name in needs else "is unknown"
+        raise ValueError(f"attention backend {name!r} {why}; on {device} there is {there}")
+    return Backend(name, reason, *parts[name])
+
+
+def check_ranges(batch: Batch, H: int, kv: torch.Tensor):
+    """What every backend assumes of a step; the contents of tensors are on the device and not looked at."""
+    B, T, M = len(batch.query_lens_host), len(batch.tokens), batch.block_tables.shape[1]
+    _, _, Hk, S, _ = kv.shape
+    assert H % Hk == 0, f"{H} query heads do not share {Hk} KV heads evenly"
+    assert sum(batch.query_lens_host) == T, f"query lengths sum to {sum(batch.query_lens_host)}, there are {T} tokens"
+    assert len(batch.slot_mapping) == T, f"{len(batch.slot_mapping)} slots for {T} tokens"
+    assert len(batch.context_lens) == len(batch.block_tables) == B, f"wanted lengths and tables of {B} requests"
+    longest = max(batch.context_lens_host, default=0)
+    assert longest <= M * S, f"a context of {longest} tokens does not fit into {M} blocks of {S}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -100,9 +128,10 @@ def pool_rows(slots: torch.Tensor, Hk: int, S: int) -> torch.Tensor:
     return (blocks * Hk + torch.arange(Hk, device=slots.device)) * S + offsets
 
 
-def may_see(query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-    """Causality: a token sees itself and what came before. [..., n], [C] -> bool [..., n, C]"""
-    return key_positions <= query_positions[..., None]
+def may_see(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int) -> torch.Tensor:
+    """Causality: a token sees itself and what came before; with a window, that many tokens. Broadcasts to bool."""
+    seen = key_positions <= query_positions
+    return seen & (key_positions > query_positions - window) if window else seen
 
 
 def length_classes(lens: list[int]) -> list[list[int]]:
@@ -113,7 +142,7 @@ def length_classes(lens: list[int]) -> list[list[int]]:
     >>> length_classes([500, 512, 300]), length_classes([4096, 16, 17, 31])
     ([[0, 1, 2]], [[0], [1, 2, 3]])
     """
-    if max(lens) * len(lens) <= 2 * sum(lens):
+    if lens and max(lens) * len(lens) <= 2 * sum(lens):
         return [list(range(len(lens)))]
     classes = defaultdict(list)
     for i, n in enumerate(lens):
@@ -121,34 +150,37 @@ def length_classes(lens: list[int]) -> list[list[int]]:
     return list(classes.values())
 
 
-def prepare_torch(batch: Batch, H: int, Hk: int, D: int, S: int) -> TorchPlan:
+def prepare_torch(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> TorchPlan:
     """Work out, once for all layers, which rows of the pool the step writes and which it reads."""
-    decodes, gathers = batch.context_lens_host[: batch.num_decodes], []
-    groups = length_classes(decodes) if decodes else []
-    if len(groups) == 1:
-        gathers.append(gather(batch, slice(0, len(decodes)), slice(0, len(decodes)), H, Hk, S))
-    else:  # a decoding request has one token: its place on the token axis is its number
-        for group in groups:
-            index = torch.tensor(group, device=batch.tokens.device)
-            gathers.append(gather(batch, index, index, H, Hk, S))
+    check_ranges(batch, H, kv)
+    _, _, Hk, S, _ = kv.shape
+    lens, gathers = batch.context_lens_host, []
+    decodes = [i for i in range(batch.num_decodes) if lens[i]]  # the others are padding
+    groups = [[decodes[i] for i in group] for group in length_classes([lens[i] for i in decodes])]
+    for group in groups:  # a decoding request has one token: its place on the token axis is its number
+        whole = len(group) == batch.num_decodes
+        index = slice(0, len(group)) if whole else torch.tensor(group, device=batch.tokens.device)
+        gathers.append(gather(batch, index, index, max(lens[i] for i in group), H, Hk, S, window))
     start = batch.num_decodes
-    for i in range(batch.num_decodes, len(batch.query_lens_host)):
-        end = start + batch.query_lens_host[i]
-        gathers.append(gather(batch, slice(i, i + 1), slice(start, end), H, Hk, S))
-        start = end
+    for i in range(batch.num_decodes, len(lens)):
+        n = batch.query_lens_host[i]
+        gathers.append(gather(batch, slice(i, i + 1), slice(start, start + n), lens[i], H, Hk, S, window))
+        start += n
     return TorchPlan(pool_rows(batch.slot_mapping, Hk, S).flatten(), gathers)
 
 
-def gather(batch: Batch, requests, tokens, H: int, Hk: int, S: int) -> Gather:
+def gather(batch: Batch, requests, tokens, longest: int, H: int, Hk: int, S: int, window: int) -> Gather:
     """Plan one SDPA. The padding of shorter contexts repeats their last token, masked: nothing else is ever read."""
-    lens = batch.context_lens[requests].long()  # [b]
-    tables, b = batch.block_tables[requests].long(), len(lens)
-    C = max(batch.context_lens_host[requests]) if isinstance(requests, slice) else int(lens.max())
-    keys = torch.arange(C, device=lens.device)
-    slots_at = torch.minimum(keys, lens[:, None] - 1)  # [b, C]
-    slots = tables.gather(1, slots_at // S) * S + slots_at % S
+    lens = batch.context_lens[requests].long()[:, None]  # [b, 1]
+    positions = batch.positions[tokens].view(len(lens), -1)  # [b, n]
+    n = positions.shape[1]
+    keys = torch.arange(longest if not window else min(longest, window + n - 1), device=lens.device)[None]
+    if window:
+        keys = keys + (positions[:, :1] - window + 1).clamp(min=0)  # from the first that any query sees
+    slots_at = torch.minimum(keys, lens - 1)  # [b, C]
+    slots = batch.block_tables[requests].long().gather(1, slots_at // S) * S + slots_at % S
     kv_rows = pool_rows(slots, Hk, S).transpose(1, 2).contiguous()  # [b, C, Hk] -> [b, Hk, C]
-    mask = may_see(batch.positions[tokens].view(b, -1), keys)  # [b, n, C]
+    mask = may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]
     return Gather(tokens, kv_rows, mask.repeat(1, H // Hk, 1)[:, None])
 
 
@@ -164,7 +196,7 @@ def paged_attention_torch(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> to
     Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables; scale 1 / sqrt(D).
     The G query heads that share a KV head become G * n queries of it, so K and V are gathered once and not repeated.
     """
-    out, D = torch.empty_like(q), q.shape[-1]
+    out, D = torch.zeros_like(q), q.shape[-1]
     for tokens, kv_rows, mask in batch.prepared.gathers:
         b, Hk, _ = kv_rows.shape
         k, v = F.embedding(kv_rows, kv[0].view(-1, D)), F.embedding(kv_rows, kv[1].view(-1, D))  # [b, Hk, C, D]
@@ -175,12 +207,138 @@ def paged_attention_torch(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> to
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# FlexAttention: torch's compiler writes the kernel around our mask
+
+
+class FlexCall(NamedTuple):
+    """Requests that go through FlexAttention together, decodes or chunks: b requests of up to n queries each."""
+
+    tokens: slice  # where their t queries are on the flat axis
+    request: torch.Tensor  # [t] which of the b each belongs to
+    offset: torch.Tensor  # [t] and which of its queries it is
+    n: int
+    mask: BlockMask  # which tiles of the pool each request and head visits, and what counts there
+
+
+class FlexPlan(NamedTuple):
+    store_rows: torch.Tensor  # as in TorchPlan
+    calls: list[FlexCall]
+
+
+FLEX_ROWS = 128  # queries in a tile
+
+
+def prepare_flex(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> FlexPlan:
+    """Build the masks of the step, on the device and without a loop over requests."""
+    check_ranges(batch, H, kv)
+    B, nd, lens = len(batch.query_lens_host), batch.num_decodes, batch.query_lens_host
+    ranges = [(first, last) for first, last in ((0, nd), (nd, B)) if first < last]
+    calls = [flex_call(batch, first, last, max(lens[first:last]), kv, window) for first, last in ranges]
+    return FlexPlan(pool_rows(batch.slot_mapping, *kv.shape[2:4]).flatten(), calls)
+
+
+def flex_call(batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, window: int) -> FlexCall:
+    """
+    The pool is one long sequence of keys for FlexAttention, [1, 1, pages * S, D] with page = block * Hk + head, and
+    each (request, KV head) a batch entry of its own. The mask turns a place in that sequence back into a position:
+    [request, physical block] -> logical block.
+    """
+    (_, num_blocks, Hk, S, _), device, b = kv.shape, batch.tokens.device, last - first
+    pages = num_blocks * Hk
+    start, tables = batch.query_start[first:last].long(), batch.block_tables[first:last].long()
+    lens, M = batch.context_lens[first:last].long(), tables.shape[1]
+    tokens = slice(first, last) if n == 1 else slice(first, len(batch.tokens))
+    t = torch.arange(tokens.start, tokens.stop, device=device)
+    request = torch.searchsorted(start, t, right=True) - 1
+    begin = lens - (batch.query_start[first + 1 : last + 1] - start)  # [b] position of each first query
+
+    used = torch.arange(M, device=device) * S < lens[:, None]  # [b, M]
+    logical = torch.full((b, num_blocks + 1), -1, dtype=torch.int32, device=device)
+    numbers = torch.arange(M, dtype=torch.int32, device=device).expand(b, M)
+    logical.scatter_(1, torch.where(used, tables, num_blocks), numbers)  # the last column is a bin
+
+    # tensors, because the compiler would take numbers for sizes that change
+    heads, block_size, reach = torch.tensor([Hk, S, window or 2**40], device=device)
+
+    def sees(b_head, _, query, key):
+        entry, page, position = b_head // heads, key // block_size, begin[b_head // heads] + query
+        here = torch.where(page % heads == b_head % heads, logical[entry, page // heads], -1)  # logical block
+        key_position = here * block_size + key % block_size
+        return (here >= 0) & (key_position <= position) & (key_position > position - reach)
+
+    size = S if S >= 16 and S & (S - 1) == 0 else FLEX_ROWS  # of a tile of keys, what its kernels can do
+    tiles = flex_tiles(tables, begin, lens, n, size, Hk, S, window)  # [b, Hk, rows, width]
+    num = (tiles < pages * S).sum(-1, dtype=torch.int32).flatten(0, 1)[:, None]  # [b * Hk, 1, rows]
+    # flex wants room for every tile of the pool in each row of the list: rows may overlap, only `num` of each is read
+    (rows, width), every = tiles.shape[2:], -(-pages * S // size)
+    listed = F.pad(tiles.int().flatten(), (0, every)).as_strided((b * Hk, 1, rows, every), (rows * width, 0, width, 1))
+    mask = BlockMask.from_kv_blocks(
+        num, listed, BLOCK_SIZE=(FLEX_ROWS, size), mask_mod=sees, seq_lengths=(n, pages * S), compute_q_blocks=False
+    )
+    for sizes_of, dim in (listed, 3), (logical, 1), (num, 1), (listed, 1):
+        torch._dynamo.mark_static(sizes_of, dim)
+    return FlexCall(tokens, request, t - start[request], n, mask)
+
+
+def flex_tiles(tables, begin, lens, n: int, size: int, Hk: int, S: int, window: int) -> torch.Tensor:
+    """
+    Which tiles of `size` keys hold what each FLEX_ROWS queries of a request may see: [b, Hk, rows, width], each once,
+    ascending, the rest of a row filled up with a number that is no tile. Blocks may straddle tiles.
+    """
+    device, M = tables.device, tables.shape[1]
+    lowest = begin[:, None] + torch.arange(0, n, FLEX_ROWS, device=device)  # [b, rows] position of the first query
+    highest = torch.minimum(lowest + FLEX_ROWS, lens[:, None]) - 1
+    starts = torch.arange(M, device=device) * S  # of each logical block
+    seen = starts <= highest[..., None]  # [b, rows, M]
+    if window:
+        seen &= starts + S > lowest[..., None] - window + 1
+    pages = tables[:, None] * Hk + torch.arange(Hk, device=device)[:, None]  # [b, Hk, M]
+    from_, to = pages * S // size, (pages * S + S - 1) // size
+    span = 1 if size == S else (S - 1) // size + 2
+    tiles = from_[..., None] + torch.arange(span, device=device)  # [b, Hk, M, span]
+    nothing = torch.iinfo(torch.int32).max
+    tiles = torch.where(tiles <= to[..., None], tiles, nothing)[:, :, None]  # [b, Hk, 1, M, span]
+    tiles = torch.where(seen[:, None, :, :, None], tiles, nothing).flatten(3).sort().values
+    again = F.pad(tiles[..., 1:] == tiles[..., :-1], (1, 0))
+    return torch.where(again, nothing, tiles).sort().values
+
+
+@cache
+def compiled_flex() -> Callable:
+    """FlexAttention that adapts to any number of requests and queries; compiled in its first calls, seconds each."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # fullgraph: an error, not the slow way
+
+
+def paged_attention_flex(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """
+    As paged_attention_torch, but K and V stay where they are; only q is padded, to the longest chunk. One thing less is
+    promised: FlexAttention weighs what the mask hides in a tile by zero, so there the pool must hold no NaN.
+    """
+    out, (H, D), Hk = torch.zeros_like(q), q.shape[1:], kv.shape[2]
+    k, v = kv.reshape(2, 1, 1, -1, D)  # views: [1, 1, pages * S, D]
+    for tokens, request, offset, n, mask in batch.prepared.calls:
+        b = mask.kv_indices.shape[0] // Hk
+        padded_q = q.new_zeros(b, n, H, D)
+        padded_q[request, offset] = q[tokens]
+        heads = padded_q.view(b, n, Hk, H // Hk, D).permute(0, 2, 3, 1, 4).flatten(0, 1)  # [b * Hk, G, n, D]
+        for sizes_of, dim in (heads, 1), (heads, 3), (k, None), (v, None):
+            torch._dynamo.mark_static(sizes_of, dim)
+        y = compiled_flex()(heads.to(kv.dtype), k, v, block_mask=mask, enable_gqa=True)
+        y = y.view(b, Hk, H // Hk, n, D).permute(0, 3, 1, 2, 4).reshape(b, n, H, D)
+        out[tokens] = y[request, offset].to(q.dtype)
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Triton: no gather, K and V are read where they are
 
 
 def jit(function):
-    """`triton.jit` where triton is installed; elsewhere the kernels below are only text."""
-    return triton.jit(function) if triton else function
+    """
+    `triton.jit` where triton is installed; elsewhere the kernels below are only text. M, the width of the block tables,
+    changes from step to step and must not make the kernels compile again.
+    """
+    return triton.jit(function, do_not_specialize=["M"]) if triton else function
 
 
 @jit
@@ -197,15 +355,15 @@ def store_kv_kernel(
 
 
 @jit
-def absorb(score, v, acc, top, total):
+def absorb(score, scale, v, acc, top, total):
     """
-    Online softmax (Milakov and Gimelshein 2018): take in one more tile of keys. score [ROWS, TILE] in powers of two,
-    -inf where masked; v [TILE, WIDTH]; so far the weighted sum acc [ROWS, WIDTH], the largest score and the sum of
-    weights, [ROWS] each.
+    Online softmax (Milakov and Gimelshein 2018): take in one more tile of keys. score [ROWS, TILE], -inf where masked,
+    in powers of two once multiplied by `scale`; v [TILE, WIDTH]; so far the weighted sum acc [ROWS, WIDTH], the largest
+    scaled score and the sum of weights, [ROWS] each.
     """
-    new_top = tl.maximum(top, tl.max(score, axis=1))
+    new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
     reference = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen no key yet
-    weight, shrink = tl.exp2(score - reference[:, None]), tl.exp2(top - reference)
+    weight, shrink = tl.exp2(score * scale - reference[:, None]), tl.exp2(top - reference)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, new_top, total * shrink + tl.sum(weight, axis=1)
 
@@ -266,8 +424,8 @@ def decode_kernel(
         v = tl.load(keys + which_stride, mask=there[:, None] & (d < D)[None, :], other=0.0)
         t += SPLITS * TILE
         block = tl.load(table + t // S, mask=t // S < M, other=0)  # of the next round, ahead of its use
-        score = tl.dot(queries, k.T, input_precision="ieee") * scale
-        acc, top, total = absorb(tl.where(there[None, :], score, -float("inf")), v, acc, top, total)
+        score = tl.dot(queries, k.T, input_precision="ieee")
+        acc, top, total = absorb(tl.where(there[None, :], score, -float("inf")), scale, v, acc, top, total)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if used == 1:
         tl.store(out + request * out_stride + at, acc.to(out.dtype.element_ty), mask=real)
@@ -293,11 +451,12 @@ def prefill_kernel(
     ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (tiles, H): a program attends from ROWS consecutive tokens of one prefill chunk, one query head, to all they
-    may see. `tile_request` says whose tokens a tile has (-1: none), `tile_start` where in the chunk it begins.
+    Grid (H, tiles): a program attends from ROWS consecutive tokens of one prefill chunk, one query head, to all they
+    may see. `tile_request` says whose tokens a tile has (-1: none), `tile_start` where in the chunk it begins. The last
+    tiles, which see most, come first, all heads of them: started late, a long one would run alone at the end.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest contexts first
-    head, request = tl.program_id(1), tl.load(tile_request + tile)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    head, request = tl.program_id(0), tl.load(tile_request + tile)
     if request < 0:
         return
     kv_head = head // (H // Hk)
@@ -315,26 +474,30 @@ def prefill_kernel(
     first = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
     end = tl.minimum(lowest + ROWS, context)  # one past the last key that any row may see
     unmasked = first if WINDOW else (lowest + 1) // TILE * TILE  # up to here every row sees every key
-    for n in range(first, unmasked, TILE):
-        t = n + tl.arange(0, TILE)
-        block = tl.load(table + t // S).to(tl.int64)
-        keys = kv + (((block * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
+    t = first + tl.arange(0, TILE)
+    block = tl.load(table + t // S, mask=t < end, other=0)
+    for _ in range(first, unmasked, TILE):
+        keys = kv + (((block.to(tl.int64) * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
+        t += TILE
+        block = tl.load(table + t // S, mask=t < end, other=0)  # of the next round, ahead of its use
         k = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)  # [TILE, WIDTH]
         keys += which_stride
         v = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
-        score = tl.dot(queries, k.T, input_precision="ieee") * scale
-        acc, top, total = absorb(score, v, acc, top, total)
+        acc, top, total = absorb(tl.dot(queries, k.T, input_precision="ieee"), scale, v, acc, top, total)
     for n in range(unmasked, end, TILE):
         t = n + tl.arange(0, TILE)
-        there = (t < end)[:, None] & (d < D)[None, :]
-        block = tl.load(table + t // S, mask=t < end, other=0).to(tl.int64)
+        there = t < end
+        if WINDOW:
+            there &= t > lowest - WINDOW
+        block = tl.load(table + t // S, mask=there, other=0).to(tl.int64)
         keys = kv + (((block * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
-        k, v = tl.load(keys, mask=there, other=0.0), tl.load(keys + which_stride, mask=there, other=0.0)
-        score = tl.dot(queries, k.T, input_precision="ieee") * scale
+        mask = there[:, None] & (d < D)[None, :]
+        k, v = tl.load(keys, mask=mask, other=0.0), tl.load(keys + which_stride, mask=mask, other=0.0)
         visible = t[None, :] <= position[:, None]
         if WINDOW:
             visible &= t[None, :] > position[:, None] - WINDOW
-        acc, top, total = absorb(tl.where(visible, score, -float("inf")), v, acc, top, total)
+        score = tl.where(visible, tl.dot(queries, k.T, input_precision="ieee"), -float("inf"))
+        acc, top, total = absorb(score, scale, v, acc, top, total)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + token[:, None] * out_stride + at[None, :], acc.to(out.dtype.element_ty), mask=real)
 
@@ -342,6 +505,7 @@ def prefill_kernel(
 class TritonPlan(NamedTuple):
     """Scratch of the decode kernel and the tile map of the prefill kernel, shared by all layers of a step."""
 
+    window: int
     splits: int
     num_stages: int  # tiles of K and V that a program of the decode kernel has under way
     partial_out: torch.Tensor  # [B * H * splits * WIDTH] fp32
@@ -355,7 +519,7 @@ class TritonPlan(NamedTuple):
 # just enough splits to have a program for every multiprocessor, and three stages; but two where three would fill the
 # shared memory with two programs while more are waiting.
 TILE, DECODE_WARPS = 64, 4
-PREFILL_ROWS, PREFILL_OPTIONS = 64, {"num_warps": 4, "num_stages": 2}
+PREFILL_ROWS, PREFILL_OPTIONS = 64, {"num_warps": 4, "num_stages": 3}
 AT_ONCE = 8192  # numbers a program combines at a time
 
 
@@ -364,12 +528,15 @@ def padded(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def prepare_triton(batch: Batch, H: int, Hk: int, D: int, S: int) -> TritonPlan:
+def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> TritonPlan:
     """Allocate the scratch and map tiles to chunks, on the device: nothing here looks at a tensor's content."""
-    device, B = batch.tokens.device, batch.num_decodes
+    check_ranges(batch, H, kv)
+    (_, _, Hk, _, D), device, B = kv.shape, batch.tokens.device, batch.num_decodes
+    assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
     splits = min(64, triton.next_power_of_2(-(-processors // max(1, B * Hk))))
     return TritonPlan(
+        window,
         splits,
         3 if padded(D) <= 64 or B * Hk * splits <= 2 * processors else 2,
         torch.empty(B * H * splits * padded(D), device=device),
@@ -398,6 +565,9 @@ def prefill_tiles(batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | Non
 def check_layout(x: torch.Tensor, kv: torch.Tensor, batch: Batch):
     """What the kernels assume of x [T, heads, D] and kv [2, num_blocks + 1, Hk, S, D]."""
     assert x.device == kv.device == batch.block_tables.device, f"tensors on {x.device} and {kv.device}: wanted one"
+    assert x.shape[2] == kv.shape[4], f"heads of {x.shape[2]} for a pool of heads of {kv.shape[4]}"
+    assert x.is_floating_point() and kv.is_floating_point(), f"wanted floating point, got {x.dtype} and {kv.dtype}"
+    assert kv.element_size() <= 4, f"the kernels compute in float32: a pool of {kv.dtype} is not for them"
     assert x.stride(2) == 1 and x.stride(1) == x.shape[2], f"strides {x.stride()}: wanted the heads of a token together"
     assert kv.is_contiguous(), "the pool of a layer must be contiguous"
     assert batch.block_tables.dtype == torch.int32, f"block tables are {batch.block_tables.dtype}, wanted int32"
@@ -414,15 +584,15 @@ def store_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: B
     )  # fmt: skip
 
 
-def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch, window: int = 0) -> torch.Tensor:
-    """As paged_attention_torch; with `window`, a token sees itself and the window - 1 tokens before it."""
+def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As paged_attention_torch, in at most two launches: one for all decodes, one for all chunks."""
     check_layout(q, kv, batch)
     (T, H, D), Hk, S, plan = q.shape, kv.shape[2], kv.shape[3], batch.prepared
     dtype, q = q.dtype, q.to(kv.dtype)
     out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
     scale = D**-0.5 * math.log2(math.e)  # the kernels work in powers of two
     strides = q.stride(0), out.stride(0), kv.stride(0), batch.block_tables.stride(0)
-    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WINDOW": window, "TILE": TILE, "WIDTH": padded(D)}
+    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WINDOW": plan.window, "TILE": TILE, "WIDTH": padded(D)}
     if B := batch.num_decodes:
         decode_kernel[(Hk, plan.splits, B)](
             q, kv, out, plan.partial_out, plan.partial_lse, plan.arrived, batch.block_tables, batch.context_lens,
@@ -431,7 +601,7 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch, wind
             num_warps=DECODE_WARPS, num_stages=plan.num_stages,
         )  # fmt: skip
     if plan.tile_request is not None:
-        prefill_kernel[(len(plan.tile_request), H)](
+        prefill_kernel[(H, len(plan.tile_request))](
             q, kv, out, batch.block_tables, batch.context_lens, batch.query_start, plan.tile_request, plan.tile_start,
             scale, *strides, **shape, ROWS=PREFILL_ROWS, **PREFILL_OPTIONS,
         )  # fmt: skip

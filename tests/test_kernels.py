@@ -2,12 +2,14 @@
 store_kv and paged_attention against an fp64 reference that walks the block tables token by token.
 
 Block tables are permuted, lengths odd, and every slot that belongs to nobody (the sink, the tails of last blocks, the
-blocks that pad the tables) is NaN: whoever reads it has NaN in the output. A backend's error may be at most twice that
-of plain torch attention in the same dtype. A new backend is one more name in BACKENDS.
+blocks that pad the tables, what lies before a window) is NaN: whoever reads it has NaN in the output. FlexAttention
+reads whole tiles and weighs what is masked by zero, so for it such slots hold large numbers. A backend's error may be
+at most twice that of plain torch attention in the same dtype. A new backend is one more name in BACKENDS.
 """
 
 import doctest
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from paged import KVBlockPool, gather_kv_from_pool, write_kv_to_pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["torch"] + (["triton"] if kernels.triton else [])  # on a CPU in Triton's interpreter: see conftest.py
+GARBAGE = {"flex": 1e4}  # what nobody's slots hold, NaN by default
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -40,9 +43,14 @@ class Shape:
     D: int = 32
     S: int = 16
     dtype: torch.dtype = torch.float32
+    window: int = 0  # tokens that each sees, itself included; 0: all before it
 
     def __str__(self):
-        return f"H{self.H}-Hk{self.Hk}-D{self.D}-S{self.S}-{str(self.dtype)[6:]}-{len(self.requests)}requests"
+        heads = f"H{self.H}-Hk{self.Hk}-D{self.D}-S{self.S}-W{self.window}"
+        return f"{heads}-{str(self.dtype)[6:]}-{len(self.requests)}requests"
+
+    def first_seen(self, position: int) -> int:
+        return max(0, position - self.window + 1) if self.window else 0
 
 
 class Step:
@@ -59,12 +67,12 @@ class Step:
         T = sum(n for n, _ in shape.requests)
         heads = torch.randn(T, shape.H + 2 * shape.Hk, D, generator=g).to(shape.dtype)
         self.q, self.k, self.v = heads.split((shape.H, shape.Hk, shape.Hk), dim=1)  # views, as the model has them
-        self.kv = torch.full((2, num_blocks + 1, shape.Hk, S, D), torch.nan, dtype=shape.dtype)
+        self.kv = torch.full((2, num_blocks + 1, shape.Hk, S, D), GARBAGE.get(backend, torch.nan), dtype=shape.dtype)
         positions = [p for n, context in shape.requests for p in range(context - n, context)]
         owners = [i for i, (n, _) in enumerate(shape.requests) for _ in range(n)]
         self.slots = [tables[i][p // S] * S + p % S for i, p in zip(owners, positions, strict=True)]
         for (n, context), table in zip(shape.requests, tables, strict=True):
-            for p in range(context - n):  # what earlier steps have cached
+            for p in range(shape.first_seen(context - n), context - n):  # what earlier steps have cached
                 self.kv[:, table[p // S], :, p % S] = torch.randn(2, shape.Hk, D, generator=g).to(shape.dtype)
         query_lens, context_lens = [n for n, _ in shape.requests], [context for _, context in shape.requests]
         self.batch = Batch(
@@ -83,7 +91,7 @@ class Step:
         )
         for name, value in vars(self.batch).items():
             setattr(self.batch, name, value.to(DEVICE) if isinstance(value, torch.Tensor) else value)
-        self.batch.prepared = self.batch.backend.prepare(self.batch, shape.H, shape.Hk, D, S)
+        self.batch.prepared = self.batch.backend.prepare(self.batch, shape.H, self.kv.to(DEVICE), shape.window)
 
     def store(self):
         kv = self.kv.to(DEVICE)
@@ -109,10 +117,11 @@ class Step:
         for i, (n, context) in enumerate(shape.requests):
             k, v = (x.double() for x in self.context(i))
             for position in range(context - n, context):
+                seen = slice(shape.first_seen(position), position + 1)
                 for h in range(shape.H):
                     mine = h // (shape.H // shape.Hk)
-                    scores = k[: position + 1, mine] @ self.q[t, h].double() / shape.D**0.5
-                    out[t, h] = scores.softmax(0) @ v[: position + 1, mine]
+                    scores = k[seen, mine] @ self.q[t, h].double() / shape.D**0.5
+                    out[t, h] = scores.softmax(0) @ v[seen, mine]
                 t += 1
         return out
 
@@ -120,8 +129,10 @@ class Step:
         """The same in the dtype at hand, by torch's own attention on contiguous K and V."""
         shape, out, t = self.shape, torch.empty_like(self.q), 0
         for i, (n, context) in enumerate(shape.requests):
-            k, v = (x.transpose(0, 1).repeat_interleave(shape.H // shape.Hk, 0)[None] for x in self.context(i))
-            mask = torch.arange(context) <= torch.arange(context - n, context)[:, None]
+            first = shape.first_seen(context - n)
+            k, v = (x[first:].transpose(0, 1).repeat_interleave(shape.H // shape.Hk, 0)[None] for x in self.context(i))
+            positions, keys = torch.arange(context - n, context)[:, None], torch.arange(first, context)
+            mask = (keys <= positions) & (keys > positions - (shape.window or context))
             q = self.q[t : t + n].transpose(0, 1)[None]  # [1, H, n, D]
             y = F.scaled_dot_product_attention(*(x.to(DEVICE) for x in (q, k, v)), attn_mask=mask.to(DEVICE))
             out[t : t + n] = y[0].transpose(0, 1).cpu()
@@ -156,6 +167,8 @@ def variants() -> list[Shape]:
         shapes.append(Shape(MIXED.requests, 4, D=D))
     for H, Hk in (6, 2), (4, 1), (1, 1), (12, 12):
         shapes += [Shape(MIXED.requests, 4, H=H, Hk=Hk, S=5), Shape(PROMPTS.requests, H=H, Hk=Hk, S=16)]
+    for window in 1, 5, 16, 100:
+        shapes += [Shape(MIXED.requests, 4, window=window, S=8), Shape(DECODES.requests, 6, H=6, Hk=2, window=window)]
     for dtype in torch.bfloat16, torch.float16, torch.float32:
         for base in DECODES, PROMPTS, MIXED, SKEWED:
             shapes.append(Shape(base.requests, base.num_decodes, H=4, Hk=2, D=64, dtype=dtype))
@@ -201,7 +214,8 @@ def check_attention_of(data, backend: str):
     chunks = data.draw(st.lists(chunk, min_size=0 if decodes else 1, max_size=3))
     Hk = data.draw(st.integers(1, 3))
     H, D, S = Hk * data.draw(st.integers(1, 3)), data.draw(st.sampled_from([16, 24, 80])), data.draw(st.integers(1, 20))
-    check_attention(Shape(decodes + chunks, len(decodes), H, Hk, D, S), backend, seed=S)
+    window = data.draw(st.sampled_from([0, 0, 1, 7, 30]))
+    check_attention(Shape(decodes + chunks, len(decodes), H, Hk, D, S, window=window), backend, seed=S)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -241,11 +255,168 @@ def test_attention_only_reads_the_pool(backend):
     assert torch.equal(kv.cpu().view(torch.int32), before.view(torch.int32))
 
 
-def test_an_unknown_backend_is_named_with_those_there_are():
-    """A typo must not fall back in silence."""
-    assert choose_backend("auto").name in BACKENDS
-    with pytest.raises(ValueError, match="'trition' does not work on cpu; there is auto, torch"):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padded_rows_get_zeros_and_disturb_nobody(backend):
+    """The padding of a CUDA graph: no context, K and V into the sink. A division by its sum of weights, 0, is NaN."""
+    step = Step(Shape([(1, 33), (1, 1), (1, 70), (1, 1)], num_decodes=4), backend)
+    wanted, batch, sink = step.run(), step.batch, step.kv.shape[1] - 1
+    step = Step(step.shape, backend)
+    batch, padding = step.batch, [1, 3]
+    batch.context_lens[padding], batch.block_tables[padding] = 0, sink
+    batch.slot_mapping[padding] = sink * step.shape.S
+    batch.context_lens_host = batch.context_lens.tolist()
+    batch.prepared = batch.backend.prepare(batch, step.shape.H, step.kv.to(DEVICE))
+    out = step.run()
+    assert (out[[0, 2]] - wanted[[0, 2]]).abs().max() < 1e-6
+    assert torch.equal(out[padding], torch.zeros_like(out[padding]))
+    assert torch.equal(step.kv[:, sink, :, 0], torch.stack([step.k[3], step.v[3]]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_one_preparation_serves_all_lengths(backend):
+    """A captured graph replays the launches of its capture: nothing of them may hang on a length. One that changes on
+    the device, as there, from 799 tokens to 1 or from one split to many, must be right."""
+    shape = Shape([(1, 799), (1, 40), (1, 650)], num_decodes=3, H=2, Hk=1)
+    step = Step(shape, backend)
+    step.store()
+    for lens in [799, 40, 650], [1, 3, 2], [17, 40, 640], [799, 1, 64]:
+        step.batch.context_lens[:] = torch.tensor(lens)  # shorter texts in the same blocks
+        step.shape = Shape([(1, n) for n in lens], 3, H=2, Hk=1)
+        assert (step.attend().double() - step.reference()).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_beyond_2_to_the_31(backend):
+    """Block ids are int32, and so is their product with the size of a block unless somebody takes care: K and V of
+    another request, or a crash. The pool is virtual memory of which a few blocks are touched."""
+    shape = Shape([(1, 18), (2, 20)], num_decodes=1, H=2, Hk=1, D=16, dtype=torch.float16)
+    step = Step(shape, backend)
+    wanted, far = step.run(), 2**31 // (16 * 16)
+    moved = Step(shape, backend)
+    kv = torch.empty(2, far + 16, 1, 16, 16, dtype=torch.float16, device=DEVICE)
+    kv[:, far : far + moved.kv.shape[1]] = moved.kv.to(DEVICE)
+    moved.batch.block_tables += far
+    moved.batch.slot_mapping += far * 16
+    moved.batch.prepared = moved.batch.backend.prepare(moved.batch, shape.H, kv)
+    moved.batch.backend.store_kv(moved.k.to(DEVICE), moved.v.to(DEVICE), kv, moved.batch)
+    assert torch.equal(moved.batch.backend.paged_attention(moved.q.to(DEVICE), kv, moved.batch).cpu(), wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_misuse_is_told_with_the_numbers(backend):
+    """A kernel that is handed the wrong layout reads elsewhere, in silence."""
+    step = Step(Shape(MIXED.requests, 4), backend)
+    batch, kv = step.batch, step.kv.to(DEVICE)
+    with pytest.raises(AssertionError, match="4 query heads do not share 3 KV heads"):
+        batch.backend.prepare(batch, 4, kv[:, :, :3])
+    batch.context_lens_host = [10_000, *batch.context_lens_host[1:]]
+    with pytest.raises(AssertionError, match="a context of 10000 tokens does not fit into 24 blocks of 16"):
+        batch.backend.prepare(batch, 4, kv)
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, kv, batch: (q, kv.transpose(2, 3), batch), "the pool of a layer must be contiguous"),
+        (lambda q, kv, batch: (q.transpose(0, 1), kv, batch), "wanted the heads of a token together"),
+        (lambda q, kv, batch: (q[..., :16], kv, batch), "heads of 16 for a pool of heads of 32"),
+        (lambda q, kv, batch: (q, kv.double(), batch), "the kernels compute in float32"),
+        (lambda q, kv, batch: (q.long(), kv, batch), "wanted floating point"),
+    ],
+)
+def test_the_launchers_check_what_their_kernels_assume(change, message):
+    """As above, for what only Triton assumes."""
+    step = Step(Shape(MIXED.requests, 4), "triton")
+    with pytest.raises(AssertionError, match=message):
+        step.batch.backend.paged_attention(*change(step.q.to(DEVICE), step.kv.to(DEVICE), step.batch))
+
+
+def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
+    """A typo, or a backend that is not there, must not fall back in silence."""
+    assert choose_backend("auto").name == "torch" and choose_backend("auto").reason == "the fastest on a CPU"
+    assert choose_backend("flex").reason == "as asked"
+    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, torch, flex"):
         choose_backend("trition")
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.raises(
+        ValueError, match="'triton' needs a CUDA device and the package triton; on cpu there is auto, t"
+    ):
+        choose_backend("triton")
+    monkeypatch.setattr(kernels, "triton", None)
+    assert choose_backend("auto", "cuda").reason == "the package triton is not installed"
+    with pytest.raises(ValueError, match="'flex' needs triton on CUDA, a C"):
+        choose_backend("flex", "cuda")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FlexAttention: the compiler takes seconds for each kind of call, so fewer shapes, and most of them in `make test-all`
+
+FLEX = [
+    Shape(MIXED.requests, 4, H=4, Hk=2),
+    *[Shape(MIXED.requests, 4, H=6, Hk=3, S=S) for S in (1, 4, 7, 8, 24, 100, 128)],
+    *[Shape(MIXED.requests, 4, S=16, window=window) for window in (1, 5, 100)],
+    Shape(DECODES.requests, 6, H=6, Hk=1, D=80),
+    Shape([*PROMPTS.requests, (100, 799)], H=2, Hk=1, D=16),
+    *[Shape(MIXED.requests, 4, D=64, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)],
+]
+
+
+@pytest.mark.parametrize(
+    "shape", [FLEX[0], *[pytest.param(shape, marks=pytest.mark.slow) for shape in FLEX[1:]]], ids=str
+)
+def test_flex_attention(shape):
+    """As for the other backends: wrong tile, mask off by one, heads or requests mixed up, a tile counted twice."""
+    torch._dynamo.reset()
+    check_attention(shape, "flex")
+
+
+def test_flex_attention_compiles_once_and_copies_no_keys():
+    """A compilation for each new number of requests is seconds in every step; a gather of K and V, or a repacked pool,
+    is what paging is there to avoid."""
+    torch._dynamo.reset()
+    for seed, contexts in enumerate([(2000, 1999, 2000), (1990, 2000), (2000, 5, 1, 1800)]):
+        step = Step(Shape([(1, n) for n in contexts], len(contexts), H=8, Hk=8, D=64), "flex", seed)
+        step.kv = F.pad(step.kv, (0, 0, 0, 0, 0, 0, 0, 600 - step.kv.shape[1]))  # a pool keeps its size
+        step.batch.prepared = step.batch.backend.prepare(step.batch, 8, step.kv.to(DEVICE))
+        step.run()
+        if seed == 1:
+            compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+    kv, q = step.kv.to(DEVICE), step.q.to(DEVICE)
+    assert peak_memory(lambda: step.batch.backend.paged_attention(q, kv, step.batch)) < kv.nbytes / 4
+
+
+@pytest.mark.parametrize(("backend", "copies"), [("torch", True), ("triton", False)])
+def test_the_memory_that_attention_takes(backend, copies):
+    """The same for Triton; that torch gathers shows that the measure notices."""
+    if backend not in BACKENDS:
+        pytest.skip("triton is not installed")
+    step = Step(Shape([(1, 3000), (1, 3001)], 2, H=8, Hk=8, D=64), backend)
+    step.store()
+    kv, q = step.kv.to(DEVICE), step.q.to(DEVICE)
+    peak = peak_memory(lambda: step.batch.backend.paged_attention(q, kv, step.batch))
+    assert (peak > kv.nbytes / 4) == copies
+
+
+def peak_memory(work) -> int:
+    """Bytes by which memory in use grows while `work` runs, at most: on CPUs, what is touched, not what is reserved."""
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("needs Linux's count of the memory that a process has touched")
+
+    def in_use(name: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split(name + ":")[1].split()[0])
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = in_use("VmRSS")
+    work()
+    return in_use("VmHWM") - before
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -284,7 +455,7 @@ def test_block_ids_of_a_pool_beyond_2_to_the_31():
     block = 2**27
     batch.block_tables[:, :2] = torch.tensor([[block, block + 1], [block + 2, 0]])
     batch.slot_mapping = torch.tensor([(block + 1) * 16 + 1, (block + 2) * 16, (block + 2) * 16 + 1])
-    plan = kernels.prepare_torch(batch, 4, 4, 1, 16)
+    plan = kernels.prepare_torch(batch, 4, torch.empty(2, 0, 4, 16, 1))
     first = [block * 64 + head * 16 for head in range(4)]  # of block 2^27, for each head: 2^33 and more
     assert plan.gathers[0].kv_rows.tolist() == [[[*range(n, n + 16), n + 64, n + 65] for n in first]]
     assert plan.gathers[1].kv_rows.tolist() == [[[n + 128, n + 129] for n in first]]
@@ -347,7 +518,7 @@ def paged_logits(model, kv, tables, texts, computed, new, S, backend) -> torch.T
         context_lens_host=context_lens,
         backend=choose_backend(backend),
     )
-    batch.prepared = batch.backend.prepare(batch, config.n_head, config.n_kv_head, config.head_size, S)
+    batch.prepared = batch.backend.prepare(batch, config.n_head, kv[0])
     logits = model.forward_paged(batch, kv)
     return {i: logits[[j for j, (owner, _) in enumerate(at) if owner == i]] for i in who}
 
