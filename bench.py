@@ -2,7 +2,8 @@
 Every number in the README, reproducible: one command each, the conditions first and one line of JSON last.
 
     python bench.py scheduler     # Python time of plan + update, per step
-    python bench.py attention     # the torch path: one layer of a mixed step
+    python bench.py attention     # on a CPU, one layer: a mixed step; decodes against Hugging Face's attention
+    python bench.py kernels       # on a GPU, one layer: decodes, prefill, mixed; block sizes and layouts; the floor
     python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
     python bench.py blockmap      # picture: who owned which block in each step of a mixed run
 
@@ -14,6 +15,7 @@ cores makes 100 ms of a token of 1 ms, because threads that wait for each other 
 import argparse
 import inspect
 import json
+import math
 import platform
 import random
 import statistics
@@ -21,13 +23,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
-from engine import Engine, Runner
+import kernels
+from engine import Engine
 from model import GPT, CheckpointError, GPTConfig, load_checkpoint, save_checkpoint
-from paged import Plan, Request, Scheduler
+from paged import Request, Scheduler
 from sampling import SamplingParams
 
 # random weights of these shapes; the figures depend on the shape alone
@@ -35,6 +39,10 @@ MODELS = {
     "10M": GPTConfig(vocab_size=65, context_length=256, n_layer=6, n_head=6, n_embd=384),
     "gpt2-124M": GPTConfig(),
 }
+
+
+class BenchError(ValueError):
+    """What keeps a benchmark from running; the message says what to do."""
 
 
 def median_ms(work: Callable, repeats: int, setup: Callable = lambda: ()) -> float:
@@ -48,10 +56,32 @@ def median_ms(work: Callable, repeats: int, setup: Callable = lambda: ()) -> flo
     return statistics.median(times[1:])
 
 
-def read_bandwidth() -> float:
-    """Bytes per second at which this machine reads memory, measured as the sum of 256 MB: no step is faster than it."""
-    x = torch.ones(2**26)  # too many for any cache
-    return x.nbytes / (1e-3 * median_ms(x.sum, 10))
+def graph_us(work: Callable, number: int, repeats: int = 15) -> float:
+    """
+    Median microseconds of work(i) on the GPU, captured for i in 0 .. number - 1 in one CUDA graph: no launch is waited
+    for, and with other data for each i nothing is found in the cache.
+    """
+    for i in range(number):
+        work(i)  # compiles
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for i in range(number):
+            work(i)
+    for _ in range(repeats + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / number)
+    return statistics.median(times[1:])
+
+
+def read_bandwidth(device: str = "cpu") -> float:
+    """Bytes per second at which memory is read, measured as the sum of numbers too many for any cache."""
+    x = torch.ones(2**26 if device == "cpu" else 2**30, device=device)
+    return x.nbytes / (1e-3 * median_ms(x.sum, 10) if device == "cpu" else 1e-6 * graph_us(lambda i: x.sum(), 4))
 
 
 def conditions() -> dict:
@@ -85,36 +115,154 @@ def bench_scheduler(args) -> dict:
     return result | {"goal at 256, ms": 0.15}
 
 
+def made_up_batch(requests: list[tuple[int, int]], S: int, backend: str, device: str) -> kernels.Batch:
+    """A step of requests (new tokens, context), those with one new token first, in blocks all over a pool."""
+    query_lens, lens = [n for n, _ in requests], [context for _, context in requests]
+    M = -(-max(lens) // S)
+    tables = torch.randperm(len(lens) * M, device=device).view(len(lens), M).int()
+    positions = torch.tensor([p for n, context in requests for p in range(context - n, context)], device=device)
+    owner = torch.arange(len(lens), device=device).repeat_interleave(torch.tensor(query_lens, device=device))
+    return kernels.Batch(
+        tokens=positions,
+        positions=positions,
+        slot_mapping=tables[owner, positions // S].long() * S + positions % S,
+        query_start=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
+        context_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=tables,
+        rows=torch.arange(len(lens), device=device),
+        logits_index=positions[:0],
+        num_decodes=query_lens.count(1),
+        query_lens_host=query_lens,
+        context_lens_host=lens,
+        backend=kernels.choose_backend(backend, device),
+    )
+
+
 def bench_attention(args) -> dict:
-    """One layer of store_kv + paged_attention: 31 decodes at context 512 and a chunk of 256 tokens, 6 heads of 64."""
-    H, D, S, B, M = 6, 64, 16, 32, 32  # M blocks of S: the 512 tokens of a context
-    model = GPT(GPTConfig(vocab_size=65, context_length=M * S, n_layer=1, n_head=H, n_embd=H * D))
-    runner = Runner(model, B * M, S, B, "torch")
-    kv = runner.pool.kv.normal_()[0]
-    tables = torch.randperm(B * M, generator=torch.manual_seed(0)).view(B, M)  # scattered, as after a long run
-    requests = [Request(i, [0] * M * S, 1, block_table=table, row=i) for i, table in enumerate(tables.tolist())]
-    *decodes, prompt = requests
-    for request in decodes:
-        request.num_filled_slots = M * S - 1
+    """
+    One layer of store_kv + paged_attention on a CPU, torch's path: 31 decodes at context 512 and a chunk of 256 tokens,
+    6 heads of 64; then 8 decodes, against transformers' attention, which appends to a contiguous cache. In turn.
+    """
+    result: dict = {"goal a layer, ms": 15}
+    mixed = attention_layer([(1, 512)] * 31 + [(256, 512)], 6, 64)
+    result["a layer, ms"] = round(median_ms(mixed, 50), 2)
+    for H, context in (6, 128), (6, 512), (12, 512), (12, 1024):
+        ours, theirs = attention_layer([(1, context)] * 8, H, 64), hugging_face_attention(8, H, 64, context)
+        times = [(median_ms(ours, 20), median_ms(*theirs)) for _ in range(args.repeats)]
+        ms = [round(statistics.median(each), 3) for each in zip(*times, strict=True)]
+        result[f"8 decodes at {context}, {H} heads of 64, ms"] = {"ours": ms[0], "Hugging Face": ms[1]}
+    return result
 
-    def plan():
-        for request in requests:
-            runner.place(request)  # preparing a step moves the rows on: back to where they were
-        return (Plan(decodes=decodes, chunks=[(prompt, 256)]),)
 
-    layout = median_ms(runner.prepare, 20, setup=plan)
-    batch = runner.prepare(*plan())
+def attention_layer(requests: list[tuple[int, int]], H: int, D: int) -> Callable:
+    """One layer of torch's path in fp32 on a CPU, S = 16, as a function without arguments."""
+    batch = made_up_batch(requests, 16, "torch", "cpu")
+    kv = torch.randn(2, batch.block_tables.numel() + 1, H, 16, D)
+    batch.prepared = batch.backend.prepare(batch, H, kv)
     q, k, v = torch.randn(3, len(batch.tokens), H, D)
 
     def layer():
-        runner.backend.store_kv(k, v, kv, batch)
-        runner.backend.paged_attention(q, kv, batch)
+        batch.backend.store_kv(k, v, kv, batch)
+        return batch.backend.paged_attention(q, kv, batch)
 
-    return {
-        "goal a layer, ms": 15,
-        "a layer, ms": round(median_ms(layer, 50), 2),
-        "layout of a step, ms": round(layout, 2),
-    }
+    return layer
+
+
+def hugging_face_attention(B: int, H: int, D: int, context: int) -> tuple[Callable, int, Callable]:
+    """
+    One layer of transformers' attention, append one token to its cache and attend, as arguments of `median_ms`: the
+    work, how often, and what makes a cache of context - 1 tokens.
+    """
+    from transformers import DynamicCache
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    q, k, v = torch.randn(3, B, H, 1, D)
+    module = torch.nn.Module()
+    module.is_causal = True
+
+    def a_cache():
+        cache = DynamicCache()
+        cache.update(*torch.randn(2, B, H, context - 1, D), 0)
+        return (cache,)
+
+    return lambda cache: sdpa_attention_forward(module, q, *cache.update(k, v, 0), None), 20, a_cache
+
+
+# batch, context, H, Hk, D and what to beat: microseconds of one layer's decode attention on an H200
+DECODES = [
+    (256, 1024, 12, 12, 64, 195),
+    (32, 1024, 12, 12, 64, 31),
+    (1, 1024, 12, 12, 64, 6),
+    (256, 1024, 16, 8, 128, 245),
+    (32, 1024, 16, 8, 128, 35),
+    (1, 1024, 16, 8, 128, 6),
+    (1, 32768, 16, 8, 128, 36),
+    (64, 4096, 32, 8, 128, 243),
+    (64, 2048, 16, 16, 128, 250),
+]
+
+
+def attention_us(
+    requests: list[tuple[int, int]], H: int, Hk: int, D: int, S: int = 16, backend: str = "triton"
+) -> float:
+    """Microseconds of one layer's attention in bf16, over as many pools as make 600 MB, at most 64."""
+    batch = made_up_batch(requests, S, "torch" if backend == "varlen" else backend, "cuda")
+    shape = 2, batch.block_tables.numel() + 1, Hk, S, D
+    number = max(2, min(64, 600_000_000 // (2 * math.prod(shape))))
+    pools = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(number)]
+    q = torch.randn(len(batch.tokens), H, D, dtype=torch.bfloat16, device="cuda")
+    if backend == "varlen":  # torch's own paged attention; its pools are [blocks, S, Hk, D]
+        return varlen_us(batch, q, [pool.transpose(2, 3).contiguous() for pool in pools])
+    batch.prepared = batch.backend.prepare(batch, H, pools[0])
+    return graph_us(lambda i: batch.backend.paged_attention(q, pools[i], batch), number)
+
+
+def varlen_us(batch: kernels.Batch, q: torch.Tensor, pools: list[torch.Tensor]) -> float:
+    """The same decodes by torch.nn.attention.varlen, where it takes a block table."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = max(batch.context_lens_host)
+    paged = {"seqused_k": batch.context_lens, "block_table": batch.block_tables, "enable_gqa": True}
+
+    def attend(i):
+        varlen_attn(q, *pools[i], batch.query_start, None, 1, longest, **paged)
+
+    return graph_us(attend, len(pools))
+
+
+def bench_kernels(args) -> dict:
+    """
+    One layer of paged attention in bf16 on a GPU, S = 16 unless said otherwise, block tables permuted, each call in a
+    CUDA graph and on another pool than the one before. Microseconds, and the share of the time that reading K and V
+    once takes. Token-major pools, [slots, Hk, D], are blocks of one token.
+    """
+    if not torch.cuda.is_available():
+        raise BenchError("bench.py kernels measures a GPU, there is none: on a CPU run `python bench.py attention`")
+    read, (x, y) = read_bandwidth("cuda"), torch.empty(2, 2**29, device="cuda")
+    copy = 2e6 * x.nbytes / graph_us(lambda i: y.copy_(x), 4)
+    result: dict = {"read, GB/s": round(read / 1e9), "copy, GB/s": round(copy / 1e9)}
+    for B, context, H, Hk, D, goal in DECODES:
+        floor = 1e6 * 4 * B * context * Hk * D / read
+        row: dict = {"floor": round(floor, 1), "goal": goal}
+        for backend in args.backends:
+            try:
+                us = attention_us([(1, context)] * B, H, Hk, D, args.block_size, backend)
+                row[backend] = f"{us:.1f} ({floor / us:.0%})"
+            except Exception as error:  # one that cannot do a shape says so in its place
+                row[backend] = f"{type(error).__name__}: {error}".split("\n")[0][:80]
+        result[f"{B} x {context}, {H}/{Hk} x {D}"] = row
+    for H, D, goal in (16, 128, 300), (16, 64, 220):
+        us = attention_us([(2048, 2048)], H, H, D)
+        result[f"prefill of 2048, {H} x {D}"] = {"TFLOP/s": round(2 * 2048 * 2048 * H * D / us / 1e6), "goal": goal}
+    decodes, chunks = [(1, 1024)] * 128, [(256, 768)] * 8
+    both, *apart = (round(attention_us(part, 12, 12, 64), 1) for part in (decodes + chunks, decodes, chunks))
+    result["128 decodes + 8 chunks"] = {"together": both, "apart": apart, "goal": round(sum(apart), 1)}
+    for B, context, H, Hk, D, _ in (DECODES[0], DECODES[3]):
+        sizes = {S: round(attention_us([(1, context)] * B, H, Hk, D, S), 1) for S in (1, 4, 8, 16, 32, 64, 128)}
+        result[f"block sizes, {B} x {context}, {H}/{Hk} x {D}"] = {
+            "token-major" if S == 1 else S: sizes[S] for S in sizes
+        }
+    return result
 
 
 def hugging_face(model: GPT) -> Callable | None:
@@ -223,7 +371,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("scheduler", help="Python time of plan + update").set_defaults(run=bench_scheduler)
-    commands.add_parser("attention", help="one layer of the torch path").set_defaults(run=bench_attention)
+    attention = commands.add_parser("attention", help="one layer of the torch path, on a CPU")
+    attention.add_argument("--repeats", type=int, default=5, help="medians of ours and theirs, in turn")
+    attention.set_defaults(run=bench_attention)
+    layer = commands.add_parser("kernels", help="paged attention on a GPU against the floor")
+    layer.add_argument("--backends", nargs="+", default=["triton", "flex", "torch", "varlen"], help="which to measure")
+    layer.add_argument("--block-size", type=int, default=16, help="tokens per KV block")
+    layer.set_defaults(run=bench_kernels)
     generate = commands.add_parser("generate", help="engine against Hugging Face's generate")
     generate.add_argument("--model", default="10M", help="10M or gpt2-124M (random weights), or a model directory")
     generate.add_argument("--repeats", type=int, default=5, help="counted runs of each; the median is printed")
@@ -235,7 +389,7 @@ def main():
     print(inspect.getdoc(args.run), file=sys.stderr)
     try:
         result = {"bench": args.command} | conditions() | args.run(args)
-    except CheckpointError as error:  # a --model that is not there, or broken
+    except (CheckpointError, BenchError) as error:  # a --model that is not there, or broken; a device that is not there
         sys.exit(str(error))
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
