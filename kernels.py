@@ -244,7 +244,6 @@ def flex_call(batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, win
     [request, physical block] -> logical block.
     """
     (_, num_blocks, Hk, S, _), device, b = kv.shape, batch.tokens.device, last - first
-    pages = num_blocks * Hk
     start, tables = batch.query_start[first:last].long(), batch.block_tables[first:last].long()
     lens, M = batch.context_lens[first:last].long(), tables.shape[1]
     tokens = slice(first, last) if n == 1 else slice(first, len(batch.tokens))
@@ -267,40 +266,45 @@ def flex_call(batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, win
         return (here >= 0) & (key_position <= position) & (key_position > position - reach)
 
     size = S if S >= 16 and S & (S - 1) == 0 else FLEX_ROWS  # of a tile of keys, what its kernels can do
-    tiles = flex_tiles(tables, begin, lens, n, size, Hk, S, window)  # [b, Hk, rows, width]
-    num = (tiles < pages * S).sum(-1, dtype=torch.int32).flatten(0, 1)[:, None]  # [b * Hk, 1, rows]
-    # flex wants room for every tile of the pool in each row of the list: rows may overlap, only `num` of each is read
-    (rows, width), every = tiles.shape[2:], -(-pages * S // size)
-    listed = F.pad(tiles.int().flatten(), (0, every)).as_strided((b * Hk, 1, rows, every), (rows * width, 0, width, 1))
+    lowest = begin[:, None] + torch.arange(0, n, FLEX_ROWS, device=device)  # [b, rows] position of a tile's first query
+    highest = torch.minimum(lowest + FLEX_ROWS, lens[:, None]) - 1
+    start_of = torch.arange(M, device=device) * S  # [M] position of each logical block
+    seen, whole = start_of <= highest[..., None], start_of + S - 1 <= lowest[..., None]  # [b, rows, M] by any, by all
+    if window:
+        seen &= start_of + S > lowest[..., None] - window + 1
+        whole &= start_of > highest[..., None] - window
+    whole &= seen if size == S else False
+    pages = tables[:, None] * Hk + torch.arange(Hk, device=device)[:, None]  # [b, Hk, M]
+    listed = [tile_list(pages, blocks, size, S, num_blocks * Hk * S) for blocks in (seen & ~whole, whole)]
     mask = BlockMask.from_kv_blocks(
-        num, listed, BLOCK_SIZE=(FLEX_ROWS, size), mask_mod=sees, seq_lengths=(n, pages * S), compute_q_blocks=False
+        *(x for pair in listed for x in pair),
+        BLOCK_SIZE=(FLEX_ROWS, size),
+        mask_mod=sees,
+        seq_lengths=(n, num_blocks * Hk * S),
+        compute_q_blocks=False,
     )
-    for sizes_of, dim in (listed, 3), (logical, 1), (num, 1), (listed, 1):
+    for sizes_of, dim in (logical, 1), *((x, dim) for pair in listed for x, dim in zip(pair, (1, (1, 3)), strict=True)):
         torch._dynamo.mark_static(sizes_of, dim)
     return FlexCall(tokens, request, t - start[request], n, mask)
 
 
-def flex_tiles(tables, begin, lens, n: int, size: int, Hk: int, S: int, window: int) -> torch.Tensor:
+def tile_list(pages: torch.Tensor, blocks: torch.Tensor, size: int, S: int, num_keys: int):
     """
-    Which tiles of `size` keys hold what each FLEX_ROWS queries of a request may see: [b, Hk, rows, width], each once,
-    ascending, the rest of a row filled up with a number that is no tile. Blocks may straddle tiles.
+    Which tiles of `size` keys hold the logical blocks chosen by blocks [b, rows, M], each once; pages [b, Hk, M], each
+    of S keys, may straddle tiles. Returns how many, [b * Hk, 1, rows], and which, [b * Hk, 1, rows, all tiles], int32.
     """
-    device, M = tables.device, tables.shape[1]
-    lowest = begin[:, None] + torch.arange(0, n, FLEX_ROWS, device=device)  # [b, rows] position of the first query
-    highest = torch.minimum(lowest + FLEX_ROWS, lens[:, None]) - 1
-    starts = torch.arange(M, device=device) * S  # of each logical block
-    seen = starts <= highest[..., None]  # [b, rows, M]
-    if window:
-        seen &= starts + S > lowest[..., None] - window + 1
-    pages = tables[:, None] * Hk + torch.arange(Hk, device=device)[:, None]  # [b, Hk, M]
-    from_, to = pages * S // size, (pages * S + S - 1) // size
+    first, last = pages * S // size, (pages * S + S - 1) // size
     span = 1 if size == S else (S - 1) // size + 2
-    tiles = from_[..., None] + torch.arange(span, device=device)  # [b, Hk, M, span]
-    nothing = torch.iinfo(torch.int32).max
-    tiles = torch.where(tiles <= to[..., None], tiles, nothing)[:, :, None]  # [b, Hk, 1, M, span]
-    tiles = torch.where(seen[:, None, :, :, None], tiles, nothing).flatten(3).sort().values
+    tiles, nothing = first[..., None] + torch.arange(span, device=pages.device), torch.iinfo(torch.int32).max
+    tiles = torch.where(tiles <= last[..., None], tiles, nothing)[:, :, None]  # [b, Hk, 1, M, span]
+    tiles = torch.where(blocks[:, None, :, :, None], tiles, nothing).flatten(3).sort().values  # [b, Hk, rows, M * span]
     again = F.pad(tiles[..., 1:] == tiles[..., :-1], (1, 0))
-    return torch.where(again, nothing, tiles).sort().values
+    tiles = torch.where(again, nothing, tiles).sort().values.flatten(0, 1)
+    count, tiles = (tiles < nothing).sum(-1, dtype=torch.int32), torch.where(tiles < nothing, tiles, 0).int()
+    # flex wants room for every tile of the pool in each row of a list: rows may overlap, what counts is read alone
+    (n, rows, width), every = tiles.shape, -(-num_keys // size)
+    roomy = F.pad(tiles.flatten(), (0, every)).as_strided((n, 1, rows, every), (rows * width, rows * width, width, 1))
+    return count[:, None], roomy
 
 
 @cache
@@ -323,7 +327,8 @@ def paged_attention_flex(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> tor
         heads = padded_q.view(b, n, Hk, H // Hk, D).permute(0, 2, 3, 1, 4).flatten(0, 1)  # [b * Hk, G, n, D]
         for sizes_of, dim in (heads, 1), (heads, 3), (k, None), (v, None):
             torch._dynamo.mark_static(sizes_of, dim)
-        y = compiled_flex()(heads.to(kv.dtype), k, v, block_mask=mask, enable_gqa=True)
+        options = {"BLOCK_N": min(64, mask.BLOCK_SIZE[1])} if q.is_cuda else None  # keys at a time: of one tile
+        y = compiled_flex()(heads.to(kv.dtype), k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
         y = y.view(b, Hk, H // Hk, n, D).permute(0, 3, 1, 2, 4).reshape(b, n, H, D)
         out[tokens] = y[request, offset].to(q.dtype)
     return out
@@ -489,8 +494,8 @@ def prefill_kernel(
         there = t < end
         if WINDOW:
             there &= t > lowest - WINDOW
-        block = tl.load(table + t // S, mask=there, other=0).to(tl.int64)
-        keys = kv + (((block * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
+        block = tl.load(table + t // S, mask=there, other=0)
+        keys = kv + (((block.to(tl.int64) * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
         mask = there[:, None] & (d < D)[None, :]
         k, v = tl.load(keys, mask=mask, other=0.0), tl.load(keys + which_stride, mask=mask, other=0.0)
         visible = t[None, :] <= position[:, None]
@@ -513,6 +518,7 @@ class TritonPlan(NamedTuple):
     arrived: torch.Tensor  # [B * Hk] int32 zeros
     tile_request: torch.Tensor | None  # [tiles] int32, see prefill_tiles
     tile_start: torch.Tensor | None  # [tiles] int32
+    side: torch.cuda.Stream | None  # where chunks are attended to while decodes wait for memory
 
 
 # Measured on an H200 over head sizes 64 and 128, batches 1 to 256, contexts 1024 to 32768: best is one setting, with
@@ -543,6 +549,7 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
         torch.empty(B * H * splits, device=device),
         torch.zeros(B * Hk, dtype=torch.int32, device=device),
         *prefill_tiles(batch),
+        torch.cuda.Stream(device) if device.type == "cuda" and 0 < B < len(batch.query_lens_host) else None,
     )
 
 
@@ -593,6 +600,14 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
     scale = D**-0.5 * math.log2(math.e)  # the kernels work in powers of two
     strides = q.stride(0), out.stride(0), kv.stride(0), batch.block_tables.stride(0)
     shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WINDOW": plan.window, "TILE": TILE, "WIDTH": padded(D)}
+    if plan.side:
+        plan.side.wait_stream(torch.cuda.current_stream())
+    if plan.tile_request is not None:
+        with torch.cuda.stream(plan.side):
+            prefill_kernel[(H, len(plan.tile_request))](
+                q, kv, out, batch.block_tables, batch.context_lens, batch.query_start,
+                plan.tile_request, plan.tile_start, scale, *strides, **shape, ROWS=PREFILL_ROWS, **PREFILL_OPTIONS,
+            )  # fmt: skip
     if B := batch.num_decodes:
         decode_kernel[(Hk, plan.splits, B)](
             q, kv, out, plan.partial_out, plan.partial_lse, plan.arrived, batch.block_tables, batch.context_lens,
@@ -600,9 +615,6 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
             AT_ONCE=max(1, min(triton.next_power_of_2(H // Hk), AT_ONCE // (plan.splits * padded(D)))),
             num_warps=DECODE_WARPS, num_stages=plan.num_stages,
         )  # fmt: skip
-    if plan.tile_request is not None:
-        prefill_kernel[(H, len(plan.tile_request))](
-            q, kv, out, batch.block_tables, batch.context_lens, batch.query_start, plan.tile_request, plan.tile_start,
-            scale, *strides, **shape, ROWS=PREFILL_ROWS, **PREFILL_OPTIONS,
-        )  # fmt: skip
+    if plan.side:
+        torch.cuda.current_stream().wait_stream(plan.side)
     return out.to(dtype)

@@ -371,6 +371,7 @@ def test_flex_attention(shape):
     check_attention(shape, "flex")
 
 
+@pytest.mark.slow
 def test_flex_attention_compiles_once_and_copies_no_keys():
     """A compilation for each new number of requests is seconds in every step; a gather of K and V, or a repacked pool,
     is what paging is there to avoid."""
