@@ -172,7 +172,7 @@ def sample(
     of the rows, lets the host of the torch path skip what nobody asked for. Returns [R] int64: ties go to the lowest
     token, and a row without a finite maximum (NaN anywhere, all -inf) gives -1. Counts the tokens of penalised rows.
     """
-    path = sample_torch
+    path = sample_triton if triton and logits.is_cuda else sample_torch
     return path(logits, rows, positions, params, asked)
 
 
@@ -302,3 +302,220 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Te
     bits = torch.stack(words, dim=-1).flatten(1)[:, :V]  # [R, V / 4, 4] -> [R, V]
     u = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(u))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Triton: the same in two launches, without sorting; what a row did not ask for is skipped on the device
+
+
+def jit(function):
+    """`triton.jit` where triton is installed; elsewhere the kernels below are only text."""
+    return triton.jit(function) if triton else function
+
+
+@jit
+def load_scores(logits, bias, marks, floats, t, V, biased, banned, penalised):
+    """
+    Logits of tokens t of one row, in fp32 after bias, ban of stop tokens and penalties, as `adjust`; -inf beyond V. All
+    pointers are the row's; temperature is not applied.
+    """
+    score = tl.load(logits + t, mask=t < V, other=-float("inf")).to(tl.float32)
+    if biased:
+        score += tl.load(bias + t, mask=t < V, other=0.0)
+    if banned | penalised:
+        mark = tl.load(marks + t, mask=t < V, other=0)
+        count = mark >> 2
+        score += tl.where(((mark & 2) > 0) & banned, -float("inf"), 0.0)
+        repetition = tl.where((mark & 1) + count > 0, tl.load(floats + 3), 1.0)
+        score = tl.where(score > 0, score / repetition, score * repetition)
+        score -= tl.load(floats + 4) * count.to(tl.float32) + tl.where(count > 0, tl.load(floats + 5), 0.0)
+    return score
+
+
+@jit
+def survey(
+    logits, bias, marks, floats, V, biased, banned, penalised, low, high, p1, p2, p3, top, rate,
+    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """
+    One pass over a row: how much lies at or above three pivots, counted or, if WEIGHTED, as the sum of
+    2^((score - top) * rate); and the least score from `low` on, the largest below `high`.
+    """
+    f1, f2, f3 = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    least, most = tl.full([WIDTH], float("inf"), tl.float32), tl.full([WIDTH], -float("inf"), tl.float32)
+    for start in range(0, V, WIDTH):
+        t = start + tl.arange(0, WIDTH)
+        score = load_scores(logits, bias, marks, floats, t, V, biased, banned, penalised)
+        weight = tl.exp2((score - top) * rate) if WEIGHTED else 1.0
+        f1 += tl.where(score >= p1, weight, 0.0)
+        f2 += tl.where(score >= p2, weight, 0.0)
+        f3 += tl.where(score >= p3, weight, 0.0)
+        least = tl.minimum(least, tl.where(score >= low, score, float("inf")))
+        most = tl.maximum(most, tl.where(score < high, score, -float("inf")))
+    return tl.sum(f1, axis=0), tl.sum(f2, axis=0), tl.sum(f3, axis=0), tl.min(least, axis=0), tl.max(most, axis=0)
+
+
+@jit
+def search(
+    logits, bias, marks, floats, V, biased, banned, penalised, least, most, wanted, top, rate,
+    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """
+    The largest score among `least` .. `most` that has at least `wanted` at or above it. A pass quarters the bracket
+    low <= answer < high, and finds the scores at the ends of the one before it; when these are one, it is the answer.
+    """
+    low, high, rounds = least, most + float("inf"), 0
+    while (least < most) & (rounds < 300):  # floats have 2^8 binades: 300 are never needed, but nothing may hang
+        step = most * 0.25 - least * 0.25
+        p1, p2, p3 = least + step, least + 2 * step, least + 3 * step
+        f1, f2, f3, least, most = survey(
+            logits, bias, marks, floats, V, biased, banned, penalised, low, high, p1, p2, p3, top, rate, WEIGHTED, WIDTH
+        )  # fmt: skip
+        low = tl.where(f3 >= wanted, p3, tl.where(f2 >= wanted, p2, tl.where(f1 >= wanted, p1, low)))
+        high = tl.where(f1 < wanted, p1, tl.where(f2 < wanted, p2, tl.where(f3 < wanted, p3, high)))
+        least, most = tl.maximum(least, low), tl.minimum(most, high)
+        rounds += 1
+    return least
+
+
+@jit
+def threshold_kernel(
+    logits, rows, positions, floats, ints, bias, marks, thresholds, arrived, stride, V,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (R,): a program finds the least score that the filters of its row keep, as `threshold` but before the
+    temperature: -inf where there is nothing to filter. Passes over a row read L2, mostly, and there are 5 to 15.
+    """
+    r = tl.program_id(0)
+    row, position = tl.load(rows + r), tl.load(positions + r)
+    logits, floats, ints = logits + r.to(tl.int64) * stride, floats + row * 6, ints + row * 6
+    bias, marks = bias + row * V, marks + row * V
+    temperature, top_p, min_p = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2)
+    k, banned = tl.load(ints), position < tl.load(ints + 3)
+    biased, penalised = tl.load(ints + 4) != 0, tl.load(ints + 5) != 0
+    limited = (k > 0) & (k < V)
+    tl.store(arrived + r, 0)
+    tl.store(thresholds + r, -float("inf"))
+    if (temperature < 1e-5) | ((top_p >= 1) & (min_p <= 0) & (limited == 0)):
+        return
+    infinite, rate = float("inf"), 1.4426950408889634 / temperature  # log2(e): weights are powers of two
+    _, _, _, least, top = survey(
+        logits, bias, marks, floats, V, biased, banned, penalised,
+        -3.4e38, infinite, 0.0, 0.0, 0.0, 0.0, rate, False, WIDTH,
+    )  # fmt: skip
+    if limited:
+        least = search(
+            logits, bias, marks, floats, V, biased, banned, penalised,
+            least, top, k.to(tl.float32), top, rate, False, WIDTH,
+        )  # fmt: skip
+    if top_p < 1:  # of what is left
+        mass, _, _, _, _ = survey(
+            logits, bias, marks, floats, V, biased, banned, penalised,
+            least, infinite, least, infinite, infinite, top, rate, True, WIDTH,
+        )  # fmt: skip
+        least = search(
+            logits, bias, marks, floats, V, biased, banned, penalised,
+            least, top, top_p * mass, top, rate, True, WIDTH,
+        )  # fmt: skip
+    if min_p > 0:
+        least = tl.maximum(least, top + tl.log(min_p) * temperature)
+    tl.store(thresholds + r, least)
+
+
+@jit
+def gumbel(word):
+    """As in gumbel_noise, of words uint32."""
+    u = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
+    return -tl.log(-tl.log(u))
+
+
+@jit
+def better(best, token, t, noise, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised):
+    """The best score and its token so far, each lane its own, and tokens t. A NaN is better than all, as infinity."""
+    score = load_scores(logits, bias, marks, floats, t, V, biased, banned, penalised)
+    score = tl.where(score < floor, -float("inf"), score * inverse + noise)
+    score = tl.where(score == score, score, float("inf"))
+    return tl.where(score > best, score, best), tl.where(score > best, t, token)
+
+
+@jit
+def pick_kernel(
+    logits, rows, positions, floats, ints, bias, marks, thresholds, arrived, partial, partial_token, tokens, stride, V,
+    SPLITS: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (R, SPLITS): a program takes every SPLITS-th tile of a row, QUADS Philox calls with four tokens each. Whoever
+    arrives last of a row picks the best of all and counts it; `arrived` is zero before.
+    """
+    r, split = tl.program_id(0), tl.program_id(1)
+    row, position = tl.load(rows + r), tl.load(positions + r)
+    logits, floats, ints = logits + r.to(tl.int64) * stride, floats + row * 6, ints + row * 6
+    bias, marks = bias + row * V, marks + row * V
+    seed, choice, banned = tl.load(ints + 1), tl.load(ints + 2), position < tl.load(ints + 3)
+    biased, penalised = tl.load(ints + 4) != 0, tl.load(ints + 5) != 0
+    temperature, floor = tl.load(floats), tl.load(thresholds + r)
+    drawn = temperature >= 1e-5
+    inverse = 1.0 / tl.where(drawn, temperature, 1.0)
+    best, token = tl.full([QUADS], -float("inf"), tl.float32), tl.zeros([QUADS], tl.int32)
+    for start in range(split * QUADS * 4, V, SPLITS * QUADS * 4):
+        quad = start // 4 + tl.arange(0, QUADS)
+        zero = tl.zeros([QUADS], tl.float32)
+        n0, n1, n2, n3 = zero, zero, zero, zero
+        if drawn:
+            w0, w1, w2, w3 = tl.philox(seed, quad, position.to(tl.int32), choice.to(tl.int32), 0)
+            n0, n1, n2, n3 = gumbel(w0), gumbel(w1), gumbel(w2), gumbel(w3)
+        t = 4 * quad
+        best, token = better(
+            best, token, t, n0, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
+        )  # fmt: skip
+        best, token = better(
+            best, token, t + 1, n1, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
+        )  # fmt: skip
+        best, token = better(
+            best, token, t + 2, n2, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
+        )  # fmt: skip
+        best, token = better(
+            best, token, t + 3, n3, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
+        )  # fmt: skip
+    most = tl.max(best, axis=0)
+    tl.store(partial + r * SPLITS + split, most)
+    tl.store(partial_token + r * SPLITS + split, tl.min(tl.where(best == most, token, V), axis=0))
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(arrived + r, 1, sem="acq_rel") == SPLITS - 1:
+        part = r * SPLITS + tl.arange(0, SPLITS)
+        scores = tl.load(partial + part, cache_modifier=".cg")  # from L2: L1 may be stale
+        found = tl.load(partial_token + part, cache_modifier=".cg")
+        most = tl.max(scores, axis=0)
+        winner = tl.min(tl.where(scores == most, found, V), axis=0)  # of a tie the lowest
+        valid = (most > -float("inf")) & (most < float("inf"))
+        tl.store(tokens + r, tl.where(valid, winner, -1).to(tl.int64))
+        if valid & penalised:
+            tl.atomic_add(marks + winner, 4)
+
+
+WIDTH, THRESHOLD_WARPS = 4096, 16  # tokens a program of the threshold kernel takes at a time
+QUADS, PICK_WARPS, PICK_PROGRAMS = 512, 4, 1024  # of the pick kernel; as many programs as an H200 runs at a time
+
+
+def sample_triton(logits, rows, positions, params: SamplingRows, asked=None) -> torch.Tensor:
+    """`sample` on CUDA: two launches that depend on the shapes alone, so a graph of them serves whatever is asked."""
+    R, V = logits.shape
+    assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: wanted the scores of a row together"
+    assert params.bias.shape[1] == V, f"logits for {V} tokens, rows for {params.bias.shape[1]}"
+    assert rows.is_contiguous() and positions.is_contiguous(), "rows and positions must be contiguous"
+    quads = min(QUADS, triton.next_power_of_2(-(-V // 4)))
+    splits = triton.next_power_of_2(max(1, min(PICK_PROGRAMS // max(1, R), -(-V // (4 * quads)))))
+    thresholds, partial = logits.new_empty(R, dtype=torch.float32), logits.new_empty(R * splits, dtype=torch.float32)
+    arrived, partial_token = rows.new_empty(R, dtype=torch.int32), rows.new_empty(R * splits, dtype=torch.int32)
+    tokens = rows.new_empty(R, dtype=torch.int64)
+    if R == 0:
+        return tokens
+    given = logits, rows, positions, params.floats, params.ints, params.bias, params.marks, thresholds, arrived
+    width = min(WIDTH, triton.next_power_of_2(V))
+    threshold_kernel[(R,)](*given, logits.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS)
+    pick_kernel[(R, splits)](
+        *given, partial, partial_token, tokens, logits.stride(0), V,
+        SPLITS=splits, QUADS=quads, num_warps=PICK_WARPS,
+    )  # fmt: skip
+    return tokens
