@@ -448,6 +448,12 @@ def threshold_kernel(
 
 
 @jit
+def four_words(seed, quad, position, choice):
+    """The words of tokens 4 * quad .. 4 * quad + 3, uint32 each, as in gumbel_noise; tl.philox has the same rounds."""
+    return tl.philox(seed, quad, position.to(tl.int32), choice.to(tl.int32), 0)
+
+
+@jit
 def gumbel(word):
     """As in gumbel_noise, of words uint32."""
     u = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
@@ -487,7 +493,7 @@ def pick_kernel(
         zero = tl.zeros([QUADS], tl.float32)
         n0, n1, n2, n3 = zero, zero, zero, zero
         if drawn:
-            w0, w1, w2, w3 = tl.philox(seed, quad, position.to(tl.int32), choice.to(tl.int32), 0)
+            w0, w1, w2, w3 = four_words(seed, quad, position, choice)
             n0, n1, n2, n3 = gumbel(w0), gumbel(w1), gumbel(w2), gumbel(w3)
         t = 4 * quad
         best, token = better(
