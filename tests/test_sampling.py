@@ -674,6 +674,33 @@ def test_both_paths_choose_alike(monkeypatch, dtype, V, width, quads):
     assert (rows[0].marks != rows[1].marks).sum() <= 2 * (by_torch != by_triton).sum()
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs and their streams")
+def test_a_cuda_graph_serves_whatever_is_asked_later():
+    """A decision on the host, a synchronisation or a new tensor for a row is frozen into the graph, or breaks it."""
+    V, asked = 50257, list(ADJUSTED.values())
+    rows, places = SamplingRows(len(asked), V, DEVICE), torch.arange(len(asked), device=DEVICE)
+    logits, positions = randn(len(asked), V, seed=7).bfloat16(), places + 9
+    for row in places.tolist():
+        rows.set(row, GREEDY, 0, 0)
+    sampling.sample_triton(logits, places, positions, rows)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sampling.sample_triton(logits, places, positions, rows)
+    for i, drawn in enumerate([{}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9}]):
+        other = SamplingRows(len(asked), V, DEVICE)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for each in rows, other:
+                for row, p in enumerate(asked):
+                    each.set(row, replace(p, **drawn), row, i, [1, 2, 3], [4] * i, STOPS)
+            graph.replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        expected = sampling.sample_torch(logits, places, positions, other)
+        assert (tokens != expected).sum() <= 1
+        assert i == 0 or len(set(tokens.tolist())) > 3
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Log-probabilities
 
