@@ -463,9 +463,8 @@ def gumbel(word):
 
 
 @jit
-def better(best, token, source, t, noise, inverse, floor):
+def better(best, token, score, t, noise, inverse, floor):
     """The best score and its token so far, each lane its own, and tokens t. A NaN is better than all, as infinity."""
-    score = load_scores(source, t)
     score = tl.where(score < floor, -float("inf"), score * inverse + noise)
     score = tl.where(score == score, score, float("inf"))
     return tl.where(score > best, score, best), tl.where(score > best, t, token)
@@ -485,21 +484,25 @@ def pick_kernel(
     _, floats, ints, _, marks, _, _, _, penalised = source
     seed, choice, position = tl.load(ints + 1), tl.load(ints + 2), tl.load(positions + r)
     temperature, floor = tl.load(floats), tl.load(thresholds + r)
-    drawn = temperature >= 1e-5
+    drawn = temperature >= 1e-5  # ALMOST_GREEDY
     inverse = 1.0 / tl.where(drawn, temperature, 1.0)
     best, token = tl.full([QUADS], -float("inf"), tl.float32), tl.zeros([QUADS], tl.int32)
     for start in range(split * QUADS * 4, V, SPLITS * QUADS * 4):
         quad = start // 4 + tl.arange(0, QUADS)
-        zero = tl.zeros([QUADS], tl.float32)
+        t, zero = 4 * quad, tl.zeros([QUADS], tl.float32)
+        s0, s1 = load_scores(source, t), load_scores(source, t + 1)
+        s2, s3 = load_scores(source, t + 2), load_scores(source, t + 3)
         n0, n1, n2, n3 = zero, zero, zero, zero
-        if drawn:
+        noisy = drawn
+        if floor > -float("inf"):  # noise is most of the work, and few tiles have a token that the filters keep
+            noisy = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0) >= floor
+        if noisy:
             w0, w1, w2, w3 = four_words(seed, quad, position, choice)
             n0, n1, n2, n3 = gumbel(w0), gumbel(w1), gumbel(w2), gumbel(w3)
-        t = 4 * quad
-        best, token = better(best, token, source, t, n0, inverse, floor)
-        best, token = better(best, token, source, t + 1, n1, inverse, floor)
-        best, token = better(best, token, source, t + 2, n2, inverse, floor)
-        best, token = better(best, token, source, t + 3, n3, inverse, floor)
+        best, token = better(best, token, s0, t, n0, inverse, floor)
+        best, token = better(best, token, s1, t + 1, n1, inverse, floor)
+        best, token = better(best, token, s2, t + 2, n2, inverse, floor)
+        best, token = better(best, token, s3, t + 3, n3, inverse, floor)
     most = tl.max(best, axis=0)
     tl.store(partial + r * SPLITS + split, most)
     tl.store(partial_token + r * SPLITS + split, tl.min(tl.where(best == most, token, V), axis=0))
