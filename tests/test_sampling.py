@@ -313,7 +313,7 @@ def test_filters_equal_a_naive_reference_row_by_row(threshold, V):
             top_p=choose.choice([1e-30, 1e-6, 0.1, 0.3, 0.5, 0.75, 0.9, 0.999, 1.0, 1.0]),
             min_p=choose.choice([0.0, 0.0, 0.0, 0.01, 0.1, 0.5, 0.99, 1.0]),
         )
-        for _ in range(60)
+        for _ in range(40)
     ]
     few = [2, 8, 1000][choose.randrange(3) :][0]  # values: the fewer, the more ties
     scores = [[choose.randint(-few, few) / 4 for _ in range(V)] for _ in asked]
@@ -332,7 +332,7 @@ def test_filters_equal_a_naive_reference_row_by_row(threshold, V):
                 p,
                 scores[i],
             )
-    assert compared >= 50
+    assert compared >= 30
 
 
 @both_thresholds
@@ -545,7 +545,7 @@ def test_penalties_bias_and_bans_follow_a_text_token_by_token(pick):
 def test_sampling_is_of_the_adjusted_logits(pick):
     """Filters that look at the raw logits keep what a bias has forbidden."""
     params = SamplingParams(allowed_token_ids=(3, 6), top_k=2, top_p=0.999, logit_bias={6: 2.0}, seed=4)
-    rows, n = rows_of([params]), 30
+    rows, n = rows_of([params]), 12
     zeros = torch.zeros(n, dtype=torch.int64, device=DEVICE)
     tokens = pick(LOGITS.expand(n, -1), zeros, torch.arange(n, device=DEVICE), rows, [params] * n)
     assert set(tokens.tolist()) == {3, 6}
@@ -658,14 +658,14 @@ def test_both_paths_choose_alike(monkeypatch, dtype, V, width, quads):
     monkeypatch.setattr(sampling, "WIDTH", width)  # small tiles, so that a row has several
     monkeypatch.setattr(sampling, "QUADS", quads)
     monkeypatch.setattr(sampling, "PICK_PROGRAMS", 64)
-    choose, R = random.Random(V), 24
+    choose, R = random.Random(V), 16
     asked = [random_params(choose) for _ in range(R)]
     rows = [SamplingRows(R, V, DEVICE) for _ in range(2)]
     for row, p in enumerate(asked):
         texts = [[choose.randrange(V) for _ in range(9)] for _ in range(2)]
         for each in rows:
             each.set(row, p, choose.getrandbits(1) + 7 * row, row % 3, *texts, [1, V - 1])
-            each.seed[row] = row - 12
+            each.seed[row] = row - 8
     places = tensor(choose.sample(range(R), R))
     logits, positions = (3 * randn(R, V, seed=V)).to(dtype), tensor([choose.randrange(40) for _ in range(R)])
     by_torch = sampling.sample_torch(logits, places, positions, rows[0], [asked[i] for i in places.tolist()])
