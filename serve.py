@@ -95,54 +95,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # Tokens to text
 
 
-class TextStream:
-    """
-    Tokens of one answer in, text out as soon as it is certain: whole UTF-8 characters, nothing of a stop string.
-
-    `token_bytes(id)` gives the bytes of a token. A stop string ends the text where it first is complete, so how the
-    text is cut into tokens makes no difference. `matched` is then that string, and the text ends before it, or after
-    it with include_stop.
-
-        stream = TextStream(tokenizer.token_bytes, stop=["\\n\\n"])
-        text = "".join(stream.push(token) for token in tokens) + stream.flush()
-    """
-
-    def __init__(self, token_bytes: Callable[[int], bytes], stop: list[str] = (), include_stop: bool = False):
-        self.token_bytes, self.stop, self.include_stop = token_bytes, stop, include_stop
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the bytes of a character not yet whole
-        self.held = ""  # text that could turn out to be the beginning of a stop string
-        self.matched: str | None = None
-
-    def push(self, token: int) -> str:
-        """The text that this token makes certain, often but not always the token's own."""
-        return self._release(self.decoder.decode(self.token_bytes(token)))
-
-    def flush(self) -> str:
-        """The rest, when no token follows: half a character becomes U+FFFD, and what was held is text after all."""
-        text = self._release(self.decoder.decode(b"", final=True)) + self.held
-        self.held = ""
-        return text
-
-    def _release(self, text: str) -> str:
-        text = self.held + text
-        # (end, -length, stop) of each match: the one that ends first counts, of several that do the longest
-        matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stop if stop in text]
-        if matches:
-            end, _, self.matched = min(matches)
-            self.held = ""
-            return text[: end if self.include_stop else end - len(self.matched)]
-        # nothing matched, so a match to come can only begin where the text ends like a stop string begins
-        keep = max((overlap(text, stop) for stop in self.stop), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-
-def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that a stop string could begin with: overlap("a b", "b c") is 1."""
-    longest = min(len(text), len(stop) - 1)
-    return next(n for n in range(longest, -1, -1) if text.endswith(stop[:n]))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The engine, here or in a process of its own
 
