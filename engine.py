@@ -45,7 +45,7 @@ class Runner:
         self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # the next input of a decode
         self.context_len = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # tokens in the pool
         self.block_tables = torch.zeros(max_num_seqs, M, dtype=torch.int32, device=device)
-        self.sampling = SamplingRows(max_num_seqs, device)
+        self.sampling = SamplingRows(max_num_seqs, config.vocab_size, device)
 
     def tensor(self, values: list, dtype=torch.int64) -> torch.Tensor:
         """A list of the host on the model's device."""
@@ -100,7 +100,8 @@ class Runner:
         self.last_token[row] = (request.generated_tokens or request.prompt_tokens)[-1]
         self.block_tables[row, : len(request.block_table)] = self.tensor(request.block_table, torch.int32)
         self.context_len[row] = request.num_filled_slots
-        self.sampling.set(row, params, params.seed or 0, request.choice)
+        texts = request.prompt_tokens, request.generated_tokens, request.stop_token_ids
+        self.sampling.set(row, params, params.seed or 0, request.choice, *texts)
 
     def batch(self, plan: Plan) -> kernels.Batch:
         """

@@ -4,6 +4,13 @@ From logits to tokens, for a batch in which every request has its own parameters
 Randomness is a function, not a state: the noise of a token depends on the request's seed, its position and the choice
 index, never on what else is in the batch. So the same request with the same seed gives the same tokens, alone or in a
 crowd, preempted or not. Letters: R rows of logits, V vocabulary.
+
+    rows = SamplingRows(num_rows=4, vocab_size=V, device="cpu")
+    rows.set(2, SamplingParams(top_p=0.9), seed=7, choice=0)
+    tokens = sample(logits, torch.tensor([2]), positions, rows)     # logits [1, V], positions [1] -> [1]
+
+Two paths, one meaning: torch's sorts and runs anywhere, Triton's is two launches whatever the batch asks for, and
+decides on the device, so that a CUDA graph can hold it.
 """
 
 import math
@@ -11,19 +18,38 @@ from dataclasses import dataclass
 
 import torch
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # nothing but the Triton path needs it
+    triton = None
+
+    class tl:
+        constexpr = int  # for the kernels' signatures
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is continued. Applied in this order: temperature, top_k, top_p, min_p. Raises ValueError."""
+    """
+    How one request is continued. Applied in this order: logit_bias and allowed_token_ids, min_tokens, the penalties
+    (repetition, frequency, presence), temperature, top_k, top_p, min_p. Raises ValueError.
+    """
 
     temperature: float = 1.0  # 0: always the most likely token
-    top_k: int = 0  # sample among the k most likely tokens; 0: among all
+    top_k: int = 0  # sample among the k most likely tokens, and those that tie with the last; 0: among all
     top_p: float = 1.0  # sample among the most likely tokens that together have this probability
     min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # go on after the end-of-text token
     seed: int | None = None  # 64 bits; None: the engine draws one
+    presence_penalty: float = 0.0  # taken off the logit of each token that was generated,
+    frequency_penalty: float = 0.0  # once more for each time it was
+    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or answer
+    logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is ever chosen
+    min_tokens: int = 0  # no stop token before so many tokens
+    logprobs: int | None = None  # how many log-probabilities are wanted besides the chosen token's; None: not even that
 
     def __post_init__(self):
         number = int | float
@@ -34,8 +60,19 @@ class SamplingParams:
         self._require("max_tokens", int, lambda x: x >= 1, "a whole number, at least 1")
         self._require("stop_token_ids", tuple | list, lambda x: all(type(t) is int for t in x), "a tuple of token ids")
         self._require("ignore_eos", bool, lambda x: True, "True or False")
+        self._require("presence_penalty", number, lambda x: -2 <= x <= 2, "a number from -2 to 2")
+        self._require("frequency_penalty", number, lambda x: -2 <= x <= 2, "a number from -2 to 2")
+        self._require("repetition_penalty", number, lambda x: 0 < x < math.inf, "a finite number above 0")
+        self._require("min_tokens", int, lambda x: 0 <= x <= self.max_tokens, "a whole number, 0 to max_tokens")
         if self.seed is not None:
             self._require("seed", int, lambda x: -(2**63) <= x < 2**63, "a whole number of 64 bits, or None")
+        if self.logit_bias is not None:
+            self._require("logit_bias", dict, is_bias, "a dict from token ids to numbers from -100 to 100, or None")
+        if self.allowed_token_ids is not None:
+            wanted = "a tuple of token ids, at least one, or None"
+            self._require("allowed_token_ids", tuple | list, lambda x: x and all(type(t) is int for t in x), wanted)
+        if self.logprobs is not None:
+            self._require("logprobs", int, lambda x: 0 <= x <= 20, "a whole number, 0 to 20, or None")
 
     def _require(self, name: str, kind, in_range, wanted: str):
         value = getattr(self, name)
@@ -43,62 +80,185 @@ class SamplingParams:
         if misfit or not in_range(value):
             raise ValueError(f"{name} is {value!r}; it must be {wanted}")
 
+    def check_vocabulary(self, V: int):
+        """Raises ValueError for a token id outside 0..V-1 among those that must exist."""
+        for name in "logit_bias", "allowed_token_ids":
+            for t in getattr(self, name) or ():
+                if not 0 <= t < V:
+                    raise ValueError(f"{name} has token {t}, outside 0..{V - 1}: leave it out")
+
+    @property
+    def penalises(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def biases(self) -> bool:
+        return bool(self.logit_bias) or self.allowed_token_ids is not None
+
+    @property
+    def filters(self) -> bool:
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+
+def is_bias(bias: dict) -> bool:
+    values = [x for x in bias.values() if isinstance(x, int | float) and not isinstance(x, bool)]
+    return all(type(t) is int for t in bias) and len(values) == len(bias) and all(-100 <= x <= 100 for x in values)
+
 
 GREEDY = SamplingParams(temperature=0.0)
+ALMOST_GREEDY = 1e-5  # temperatures below are 0: dividing by less would overflow
 
 
 class SamplingRows:
-    """The parameters of every running request in device arrays, indexed by the request's row."""
+    """
+    The parameters of every running request in device arrays, indexed by the request's row. The tensors stay the same
+    for ever, for CUDA graphs know them by address. What a row does not ask for is never read, so never cleared either.
+    """
 
-    def __init__(self, num_rows: int, device):
-        self.temperature = torch.zeros(num_rows, device=device)
-        self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)  # 0: no limit
-        self.top_p = torch.ones(num_rows, device=device)
-        self.min_p = torch.zeros(num_rows, device=device)
-        self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.choice = torch.zeros(num_rows, dtype=torch.int64, device=device)  # which of a request's forks this is
+    def __init__(self, num_rows: int, vocab_size: int, device):
+        self.floats = torch.zeros(num_rows, 6, device=device)
+        self.ints = torch.zeros(num_rows, 6, dtype=torch.int64, device=device)
+        self.bias = torch.zeros(num_rows, vocab_size, device=device)  # -inf: not allowed
+        # of each token: 4 * times generated + 2 if a stop token + 1 if in the prompt
+        self.marks = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        # views of the columns, each [num_rows]; kernels read them by number
+        self.temperature, self.top_p, self.min_p, self.repetition, self.frequency, self.presence = self.floats.unbind(1)
+        self.top_k, self.seed, self.choice, self.stop_from, self.biased, self.penalised = self.ints.unbind(1)
 
-    def set(self, row: int, params: SamplingParams, seed: int, choice: int):
-        self.temperature[row] = params.temperature
-        self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
-        self.seed[row], self.choice[row] = seed, choice
+    def set(
+        self, row: int, params: SamplingParams, seed: int, choice: int,
+        prompt_tokens=(), generated_tokens=(), stop_token_ids=(),
+    ):  # fmt: skip
+        """
+        Give a row to a request, the choice-th fork of its prompt: two small copies to the device, and one of V numbers
+        each for bias and marks if it asks for them. Nobody waits. generated_tokens: so far, after a preemption.
+        """
+        p, stop_from = params, 0
+        if p.min_tokens:  # the position of the first token that may be a stop token
+            stop_from = len(prompt_tokens) + p.min_tokens
+        repetition = min(max(p.repetition_penalty, 1e-6), 1e6)  # beyond, logits would overflow
+        penalties = repetition, p.frequency_penalty, p.presence_penalty
+        self._upload(self.floats[row], [p.temperature, p.top_p, p.min_p, *penalties])
+        self._upload(self.ints[row], [p.top_k, seed, choice, stop_from, p.biases, p.penalises])
+        V = self.bias.shape[1]
+        if p.biases:
+            bias = torch.zeros(V)
+            if p.allowed_token_ids is not None:
+                bias.fill_(-torch.inf)[list(p.allowed_token_ids)] = 0.0
+            for token, value in (p.logit_bias or {}).items():
+                bias[token] += value
+            self._upload(self.bias[row], bias)
+        if p.penalises or stop_from:
+            stops = [t for t in set(stop_token_ids) if 0 <= t < V]
+            marks = 4 * torch.tensor(generated_tokens, dtype=torch.int64).bincount(minlength=V)
+            marks[torch.tensor(prompt_tokens, dtype=torch.int64)] += 1  # once, however often it is there
+            marks[torch.tensor(stops, dtype=torch.int64)] += 2
+            self._upload(self.marks[row], marks)
+
+    @staticmethod
+    def _upload(to: torch.Tensor, values):
+        """Fill `to` from the host without waiting for the device: that takes pinned memory."""
+        host = torch.as_tensor(values, dtype=to.dtype)
+        to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
 def sample(
-    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingRows, asked
+    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingRows, asked=None
 ) -> torch.Tensor:
     """
-    Pick a token for each row of logits [R, V]: argmax of logits / temperature + Gumbel noise, over the tokens that the
-    filters keep, is a sample of the softmax (the Gumbel-max trick, Gumbel 1954). rows [R] are the requests' rows in
-    `params`, positions [R] the places of the new tokens in their texts, `asked` the SamplingParams of the rows, from
-    which the host sees what nobody asked for. Returns [R] int64.
+    Pick a token for each row of logits [R, V] (fp32, bf16 or fp16): argmax of logits / temperature + Gumbel noise, over
+    the tokens that the filters keep, is a sample of the softmax (the Gumbel-max trick, Gumbel 1954). rows [R] are the
+    requests' rows in `params`, positions [R] the places of the new tokens in their texts; `asked`, the SamplingParams
+    of the rows, lets the host of the torch path skip what nobody asked for. Returns [R] int64: ties go to the lowest
+    token, and a row without a finite maximum (NaN anywhere, all -inf) gives -1. Counts the tokens of penalised rows.
     """
+    path = sample_triton if triton and logits.is_cuda else sample_torch
+    return path(logits, rows, positions, params, asked)
+
+
+FLOOR = -9999.0  # JSON knows no infinity
+
+
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Log-softmax of the raw logits [R, V], before temperature and penalties: of the chosen tokens [R] -> [R] fp32, and
+    the n largest, [R, n] token ids and [R, n] fp32, best first. At least FLOOR.
+    """
+    total = logits.float().logsumexp(-1, keepdim=True)
+    top, top_ids = logits.topk(min(n, logits.shape[-1]))
+    chosen = logits.gather(1, tokens.clamp(min=0)[:, None])
+
+    def relative(x):
+        return (x.float() - total).nan_to_num(FLOOR).clamp(FLOOR, 0.0)
+
+    return relative(chosen)[:, 0], top_ids, relative(top)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch
+
+
+def sample_torch(logits, rows, positions, params: SamplingRows, asked=None) -> torch.Tensor:
+    """`sample` on any device; the filters sort."""
+
+    def anybody(wants) -> bool:
+        return asked is None or any(wants(p) for p in asked)
+
     scores = logits.float()
-    if all(p.temperature == 0 for p in asked):
-        return scores.argmax(-1)
-    temperature = params.temperature[rows][:, None]  # [R, 1]
-    greedy = temperature < 1e-5  # dividing by less would overflow
-    scores = scores / torch.where(greedy, 1.0, temperature)
-    if any(p.top_k or p.top_p < 1 or p.min_p for p in asked):
-        scores = drop_unlikely(scores, params.top_k[rows], params.top_p[rows], params.min_p[rows])
-    noise = gumbel_noise(params.seed[rows], positions, params.choice[rows], scores.shape[-1])
-    return torch.where(greedy, scores, scores + noise).argmax(-1)
+    if anybody(lambda p: p.biases or p.penalises or p.min_tokens):
+        scores = adjust(scores, rows, positions, params)
+    if anybody(lambda p: p.temperature > 0):
+        temperature = params.temperature[rows][:, None]  # [R, 1]
+        greedy = temperature < ALMOST_GREEDY
+        scores = scores / torch.where(greedy, 1.0, temperature)
+        if anybody(lambda p: p.filters):
+            scores = drop_unlikely(scores, params.top_k[rows], params.top_p[rows], params.min_p[rows])
+        noise = gumbel_noise(params.seed[rows], positions, params.choice[rows], scores.shape[-1])
+        scores = torch.where(greedy, scores, scores + noise)
+    best, tokens = scores.max(-1)
+    valid = best.isfinite()
+    if anybody(lambda p: p.penalises):
+        at = rows * params.marks.shape[1] + tokens
+        params.marks.view(-1).scatter_add_(0, at, (4 * params.penalised[rows] * valid).int())
+    return torch.where(valid, tokens, -1)
+
+
+def adjust(scores: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingRows) -> torch.Tensor:
+    """
+    scores [R, V] fp32 after bias, ban of stop tokens and penalties; the formulas are vLLM's. What is forbidden is
+    added as -inf, so that a NaN stays one.
+    """
+    marks = params.marks[rows]
+    count = marks >> 2
+    scores = scores + torch.where(params.biased[rows][:, None] > 0, params.bias[rows], 0.0)
+    banned = (marks & 2 > 0) & (positions < params.stop_from[rows])[:, None]
+    scores = scores + torch.where(banned, -torch.inf, 0.0)
+    repetition = torch.where((marks & 1) + count > 0, params.repetition[rows][:, None], 1.0)
+    scores = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores = scores - params.frequency[rows][:, None] * count
+    return scores - params.presence[rows][:, None] * (count > 0)
+
+
+def threshold(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """
+    The least score [R] that the filters [R] keep, of scores [R, V]: the largest of three. top_k: the k-th largest
+    score. top_p (Holtzman et al. 2020): the score of the last token needed for that share of what top_k keeps. min_p
+    (Nguyen et al. 2024): the largest score + log(min_p). Ties with the threshold stay, so the best token always does.
+    """
+    ranked, V = scores.sort(dim=-1, descending=True).values, scores.shape[-1]
+    k = torch.where(top_k > 0, top_k, V).clamp(max=V)[:, None]
+    kth, top = ranked.gather(1, k - 1), ranked[:, :1]  # [R, 1]
+    weights = (ranked - top).exp().masked_fill(ranked < kth, 0.0)
+    mass = weights.cumsum(-1)
+    needed = mass - weights < top_p[:, None] * mass[:, -1:]  # what the more likely tokens have is not enough
+    pth = ranked.gather(1, needed.sum(-1, keepdim=True).clamp(min=1) - 1)
+    pth = torch.where(top_p[:, None] < 1, pth, -torch.inf)  # rounded sums reach 1 before the last token
+    return torch.maximum(torch.maximum(kth, pth), top + min_p.log()[:, None])[:, 0]
 
 
 def drop_unlikely(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """
-    scores [R, V] with -inf where top_k, then top_p (Holtzman et al. 2020), then min_p (Nguyen et al. 2024), [R] each,
-    drop a token. The most likely token always stays.
-    """
-    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scores.shape[-1], device=scores.device)
-    ranked = ranked.masked_fill((rank >= top_k[:, None]) & (top_k[:, None] > 0), -torch.inf)
-    probs = ranked.softmax(-1)
-    before = probs.cumsum(-1) - probs  # what the more likely tokens have together
-    limited = top_p[:, None] < 1  # else keep all: rounded sums reach 1 before the last token
-    dropped = (limited & (before >= top_p[:, None])) | (probs < min_p[:, None] * probs[:, :1])
-    ranked = ranked.masked_fill(dropped & (rank > 0), -torch.inf)
-    return torch.empty_like(scores).scatter_(-1, order, ranked)
+    """scores [R, V] with -inf below the threshold of the filters [R]."""
+    return scores.masked_fill(scores < threshold(scores, top_k, top_p, min_p)[:, None], -torch.inf)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -142,3 +302,220 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Te
     bits = torch.stack(words, dim=-1).flatten(1)[:, :V]  # [R, V / 4, 4] -> [R, V]
     u = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(u))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Triton: the same in two launches, without sorting; what a row did not ask for is skipped on the device
+
+
+def jit(function):
+    """`triton.jit` where triton is installed; elsewhere the kernels below are only text."""
+    return triton.jit(function) if triton else function
+
+
+@jit
+def load_scores(logits, bias, marks, floats, t, V, biased, banned, penalised):
+    """
+    Logits of tokens t of one row, in fp32 after bias, ban of stop tokens and penalties, as `adjust`; -inf beyond V. All
+    pointers are the row's; temperature is not applied.
+    """
+    score = tl.load(logits + t, mask=t < V, other=-float("inf")).to(tl.float32)
+    if biased:
+        score += tl.load(bias + t, mask=t < V, other=0.0)
+    if banned | penalised:
+        mark = tl.load(marks + t, mask=t < V, other=0)
+        count = mark >> 2
+        score += tl.where(((mark & 2) > 0) & banned, -float("inf"), 0.0)
+        repetition = tl.where((mark & 1) + count > 0, tl.load(floats + 3), 1.0)
+        score = tl.where(score > 0, score / repetition, score * repetition)
+        score -= tl.load(floats + 4) * count.to(tl.float32) + tl.where(count > 0, tl.load(floats + 5), 0.0)
+    return score
+
+
+@jit
+def survey(
+    logits, bias, marks, floats, V, biased, banned, penalised, low, high, p1, p2, p3, top, rate,
+    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """
+    One pass over a row: how much lies at or above three pivots, counted or, if WEIGHTED, as the sum of
+    2^((score - top) * rate); and the least score from `low` on, the largest below `high`.
+    """
+    f1, f2, f3 = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    least, most = tl.full([WIDTH], float("inf"), tl.float32), tl.full([WIDTH], -float("inf"), tl.float32)
+    for start in range(0, V, WIDTH):
+        t = start + tl.arange(0, WIDTH)
+        score = load_scores(logits, bias, marks, floats, t, V, biased, banned, penalised)
+        weight = tl.exp2((score - top) * rate) if WEIGHTED else 1.0
+        f1 += tl.where(score >= p1, weight, 0.0)
+        f2 += tl.where(score >= p2, weight, 0.0)
+        f3 += tl.where(score >= p3, weight, 0.0)
+        least = tl.minimum(least, tl.where(score >= low, score, float("inf")))
+        most = tl.maximum(most, tl.where(score < high, score, -float("inf")))
+    return tl.sum(f1, axis=0), tl.sum(f2, axis=0), tl.sum(f3, axis=0), tl.min(least, axis=0), tl.max(most, axis=0)
+
+
+@jit
+def search(
+    logits, bias, marks, floats, V, biased, banned, penalised, least, most, wanted, top, rate,
+    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """
+    The largest score among `least` .. `most` that has at least `wanted` at or above it. A pass quarters the bracket
+    low <= answer < high, and finds the scores at the ends of the one before it; when these are one, it is the answer.
+    """
+    low, high, rounds = least, most + float("inf"), 0
+    while (least < most) & (rounds < 300):  # floats have 2^8 binades: 300 are never needed, but nothing may hang
+        step = most * 0.25 - least * 0.25
+        p1, p2, p3 = least + step, least + 2 * step, least + 3 * step
+        f1, f2, f3, least, most = survey(
+            logits, bias, marks, floats, V, biased, banned, penalised, low, high, p1, p2, p3, top, rate, WEIGHTED, WIDTH
+        )  # fmt: skip
+        low = tl.where(f3 >= wanted, p3, tl.where(f2 >= wanted, p2, tl.where(f1 >= wanted, p1, low)))
+        high = tl.where(f1 < wanted, p1, tl.where(f2 < wanted, p2, tl.where(f3 < wanted, p3, high)))
+        least, most = tl.maximum(least, low), tl.minimum(most, high)
+        rounds += 1
+    return least
+
+
+@jit
+def threshold_kernel(
+    logits, rows, positions, floats, ints, bias, marks, thresholds, arrived, stride, V,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (R,): a program finds the least score that the filters of its row keep, as `threshold` but before the
+    temperature: -inf where there is nothing to filter. Passes over a row read L2, mostly, and there are 5 to 15.
+    """
+    r = tl.program_id(0)
+    row, position = tl.load(rows + r), tl.load(positions + r)
+    logits, floats, ints = logits + r.to(tl.int64) * stride, floats + row * 6, ints + row * 6
+    bias, marks = bias + row * V, marks + row * V
+    temperature, top_p, min_p = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2)
+    k, banned = tl.load(ints), position < tl.load(ints + 3)
+    biased, penalised = tl.load(ints + 4) != 0, tl.load(ints + 5) != 0
+    limited = (k > 0) & (k < V)
+    tl.store(arrived + r, 0)
+    tl.store(thresholds + r, -float("inf"))
+    if (temperature < 1e-5) | ((top_p >= 1) & (min_p <= 0) & (limited == 0)):
+        return
+    infinite, rate = float("inf"), 1.4426950408889634 / temperature  # log2(e): weights are powers of two
+    _, _, _, least, top = survey(
+        logits, bias, marks, floats, V, biased, banned, penalised,
+        -3.4e38, infinite, 0.0, 0.0, 0.0, 0.0, rate, False, WIDTH,
+    )  # fmt: skip
+    if limited:
+        least = search(
+            logits, bias, marks, floats, V, biased, banned, penalised,
+            least, top, k.to(tl.float32), top, rate, False, WIDTH,
+        )  # fmt: skip
+    if top_p < 1:  # of what is left
+        mass, _, _, _, _ = survey(
+            logits, bias, marks, floats, V, biased, banned, penalised,
+            least, infinite, least, infinite, infinite, top, rate, True, WIDTH,
+        )  # fmt: skip
+        least = search(
+            logits, bias, marks, floats, V, biased, banned, penalised,
+            least, top, top_p * mass, top, rate, True, WIDTH,
+        )  # fmt: skip
+    if min_p > 0:
+        least = tl.maximum(least, top + tl.log(min_p) * temperature)
+    tl.store(thresholds + r, least)
+
+
+@jit
+def gumbel(word):
+    """As in gumbel_noise, of words uint32."""
+    u = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
+    return -tl.log(-tl.log(u))
+
+
+@jit
+def better(best, token, t, noise, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised):
+    """The best score and its token so far, each lane its own, and tokens t. A NaN is better than all, as infinity."""
+    score = load_scores(logits, bias, marks, floats, t, V, biased, banned, penalised)
+    score = tl.where(score < floor, -float("inf"), score * inverse + noise)
+    score = tl.where(score == score, score, float("inf"))
+    return tl.where(score > best, score, best), tl.where(score > best, t, token)
+
+
+@jit
+def pick_kernel(
+    logits, rows, positions, floats, ints, bias, marks, thresholds, arrived, partial, partial_token, tokens, stride, V,
+    SPLITS: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (R, SPLITS): a program takes every SPLITS-th tile of a row, QUADS Philox calls with four tokens each. Whoever
+    arrives last of a row picks the best of all and counts it; `arrived` is zero before.
+    """
+    r, split = tl.program_id(0), tl.program_id(1)
+    row, position = tl.load(rows + r), tl.load(positions + r)
+    logits, floats, ints = logits + r.to(tl.int64) * stride, floats + row * 6, ints + row * 6
+    bias, marks = bias + row * V, marks + row * V
+    seed, choice, banned = tl.load(ints + 1), tl.load(ints + 2), position < tl.load(ints + 3)
+    biased, penalised = tl.load(ints + 4) != 0, tl.load(ints + 5) != 0
+    temperature, floor = tl.load(floats), tl.load(thresholds + r)
+    drawn = temperature >= 1e-5
+    inverse = 1.0 / tl.where(drawn, temperature, 1.0)
+    best, token = tl.full([QUADS], -float("inf"), tl.float32), tl.zeros([QUADS], tl.int32)
+    for start in range(split * QUADS * 4, V, SPLITS * QUADS * 4):
+        quad = start // 4 + tl.arange(0, QUADS)
+        zero = tl.zeros([QUADS], tl.float32)
+        n0, n1, n2, n3 = zero, zero, zero, zero
+        if drawn:
+            w0, w1, w2, w3 = tl.philox(seed, quad, position.to(tl.int32), choice.to(tl.int32), 0)
+            n0, n1, n2, n3 = gumbel(w0), gumbel(w1), gumbel(w2), gumbel(w3)
+        t = 4 * quad
+        best, token = better(
+            best, token, t, n0, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
+        )  # fmt: skip
+        best, token = better(
+            best, token, t + 1, n1, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
+        )  # fmt: skip
+        best, token = better(
+            best, token, t + 2, n2, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
+        )  # fmt: skip
+        best, token = better(
+            best, token, t + 3, n3, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
+        )  # fmt: skip
+    most = tl.max(best, axis=0)
+    tl.store(partial + r * SPLITS + split, most)
+    tl.store(partial_token + r * SPLITS + split, tl.min(tl.where(best == most, token, V), axis=0))
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(arrived + r, 1, sem="acq_rel") == SPLITS - 1:
+        part = r * SPLITS + tl.arange(0, SPLITS)
+        scores = tl.load(partial + part, cache_modifier=".cg")  # from L2: L1 may be stale
+        found = tl.load(partial_token + part, cache_modifier=".cg")
+        most = tl.max(scores, axis=0)
+        winner = tl.min(tl.where(scores == most, found, V), axis=0)  # of a tie the lowest
+        valid = (most > -float("inf")) & (most < float("inf"))
+        tl.store(tokens + r, tl.where(valid, winner, -1).to(tl.int64))
+        if valid & penalised:
+            tl.atomic_add(marks + winner, 4)
+
+
+WIDTH, THRESHOLD_WARPS = 4096, 16  # tokens a program of the threshold kernel takes at a time
+QUADS, PICK_WARPS, PICK_PROGRAMS = 512, 4, 1024  # of the pick kernel; as many programs as an H200 runs at a time
+
+
+def sample_triton(logits, rows, positions, params: SamplingRows, asked=None) -> torch.Tensor:
+    """`sample` on CUDA: two launches that depend on the shapes alone, so a graph of them serves whatever is asked."""
+    R, V = logits.shape
+    assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: wanted the scores of a row together"
+    assert params.bias.shape[1] == V, f"logits for {V} tokens, rows for {params.bias.shape[1]}"
+    assert rows.is_contiguous() and positions.is_contiguous(), "rows and positions must be contiguous"
+    quads = min(QUADS, triton.next_power_of_2(-(-V // 4)))
+    splits = triton.next_power_of_2(max(1, min(PICK_PROGRAMS // max(1, R), -(-V // (4 * quads)))))
+    thresholds, partial = logits.new_empty(R, dtype=torch.float32), logits.new_empty(R * splits, dtype=torch.float32)
+    arrived, partial_token = rows.new_empty(R, dtype=torch.int32), rows.new_empty(R * splits, dtype=torch.int32)
+    tokens = rows.new_empty(R, dtype=torch.int64)
+    if R == 0:
+        return tokens
+    given = logits, rows, positions, params.floats, params.ints, params.bias, params.marks, thresholds, arrived
+    width = min(WIDTH, triton.next_power_of_2(V))
+    threshold_kernel[(R,)](*given, logits.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS)
+    pick_kernel[(R, splits)](
+        *given, partial, partial_token, tokens, logits.stride(0), V,
+        SPLITS=splits, QUADS=quads, num_warps=PICK_WARPS,
+    )  # fmt: skip
+    return tokens

@@ -128,7 +128,7 @@ LOGITS = torch.tensor([2.0, 1.5, 1.5, 1.0, 0.7, 0.3, 0.0, -0.4, -0.5, -1.0, -1.0
 
 
 def rows_of(params: list[SamplingParams], choice: int = 0) -> SamplingRows:
-    rows = SamplingRows(len(params), "cpu")
+    rows = SamplingRows(len(params), vocab_size, DEVICE)
     for row, p in enumerate(params):
         rows.set(row, p, p.seed or 0, choice)
     return rows
@@ -136,7 +136,7 @@ def rows_of(params: list[SamplingParams], choice: int = 0) -> SamplingRows:
 
 def draw(params: SamplingParams, seeds: torch.Tensor, positions: torch.Tensor, logits=LOGITS) -> torch.Tensor:
     """One token for each pair of seed and position, all with the same logits and parameters."""
-    rows = SamplingRows(len(seeds), "cpu")
+    rows = SamplingRows(len(seeds), logits.shape[-1], DEVICE)
     for name in "temperature", "top_k", "top_p", "min_p":
         getattr(rows, name)[:] = getattr(params, name)
     rows.seed[:] = seeds
