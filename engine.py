@@ -292,6 +292,7 @@ class Engine:
         numbers, for what can never be served.
         """
         prompt_tokens, V = list(prompt_tokens), self.config.vocab_size
+        params.check_vocabulary(V)
         if id in self.requests:
             raise ValueError(f"request id {id!r} is in use: choose another")
         if not prompt_tokens:

@@ -270,7 +270,9 @@ class SamplingRequest(Strict):
         params["allowed_token_ids"] = self.allowed_token_ids or None
         return params | {"top_k": max(self.top_k, 0)}
 
-    def check_fits(self, prompts: list[list[int]], vocab_size: int, max_model_len: int) -> list[int]:
+    def check_fits(
+        self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_id: int | None = None
+    ) -> list[int]:
         """
         Refuse at once what the model can never take: ApiError (400) with wanted, available, what to change. Returns
         how many new tokens each prompt may get.
@@ -281,6 +283,9 @@ class SamplingRequest(Strict):
             if min(tokens, default=0) < 0 or max(tokens, default=0) >= vocab_size:
                 wrong = next(token for token in tokens if not 0 <= token < vocab_size)
                 raise ApiError(400, f"token id {wrong} is outside the vocabulary, 0..{vocab_size - 1}", param)
+        stops = {*self.stop_token_ids, eos_token_id}
+        if self.min_tokens and not set(self.allowed_token_ids or range(vocab_size)) - stops:
+            raise ApiError(400, "min_tokens: all tokens that are allowed are stop tokens", "min_tokens")
         longest, scored = max(map(len, prompts)), self.prompt_candidates is not None
         wanted = max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens or int(scored)
         if longest + wanted > max_model_len:
