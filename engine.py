@@ -600,7 +600,7 @@ def run(engine: Engine, inbox, outbox):
     brought, until told to stop or the other side is gone. `inbox` and `outbox` are ends of `multiprocessing.Pipe`s;
     messages are JSON, never pickles, so neither side can run code in the other:
 
-        in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request}
+        in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
              {"op": "abort", "id"}   {"op": "stop"}
         out  {"op": "ready", "max_model_len", "vocab_size", "eos_token_id"}
              {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores...], ...], "stats": of the engine}
@@ -612,11 +612,11 @@ def run(engine: Engine, inbox, outbox):
 
     def take(message: dict) -> bool:
         if message["op"] == "add":
-            params = message["params"]
+            params, options = message["params"], message.get("options", {})
             if bias := params.get("logit_bias"):
                 params["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON's keys are texts
             try:
-                engine.add_request(message["id"], message["prompt"], SamplingParams(**params), **message["options"])
+                engine.add_request(message["id"], message["prompt"], SamplingParams(**params), **options)
             except (ValueError, TypeError) as error:
                 send("error", id=message["id"], message=str(error), kind="invalid")
         elif message["op"] == "abort":

@@ -106,6 +106,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+compact = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def log(event: str, **fields):
     """One line of JSON on stderr: nothing that a client sends can look like a line of its own."""
     print(json.dumps({"time": round(time.time(), 3), "event": event, **fields}), file=sys.stderr, flush=True)
@@ -398,7 +401,7 @@ class Job:
                 first = first or choice
         self.id, self.created = f"{request.id_prefix}{request.request_id or uuid.uuid4().hex}", int(time.time())
         head = {"id": self.id, "object": request.objects[request.stream], "created": self.created}
-        self.head = json.dumps(head | {"model": service.name})[:-1]
+        self.head = compact(head | {"model": service.name})[:-1]
         self.started, self.num_unfinished = time.monotonic(), len(self.choices)
 
     async def __call__(self, scope, receive, send):
@@ -495,7 +498,7 @@ class Job:
         return b"".join(b"data: " + event + b"\n\n" for event in events)
 
     def body(self, choices: list[dict], **more) -> bytes:
-        return f"{self.head}, {json.dumps({'choices': choices} | more)[1:]}".encode()
+        return f"{self.head},{compact({'choices': choices} | more)[1:]}".encode()
 
     def usage(self) -> dict:
         # tokens after a stop string are in no choice.tokens, so nobody is charged for them
@@ -716,7 +719,7 @@ def connection(service: Service):
         def connection_made(self, transport):
             super().connection_made(transport)
             self.sending = self.reading = None  # timers: of the client's request, of our answer
-            self.in_head, self.head_size = True, 0
+            self.in_head, self.head_size = False, 0
             if len(self.connections) > service.args.max_connections:
                 return transport.abort()
             self.sending = self.cut_off_later()
@@ -731,13 +734,17 @@ def connection(service: Service):
             if self.head_size > MAX_HEAD:
                 self.transport.abort()
 
+        def on_message_begin(self):
+            super().on_message_begin()
+            self.in_head, self.head_size = True, 0
+
         def on_headers_complete(self):
-            self.in_head, self.head_size = False, 0
+            self.in_head = False
             super().on_headers_complete()
 
         def on_message_complete(self):
             super().on_message_complete()
-            self.in_head, self.sending = True, self.sending and self.sending.cancel()
+            self.sending = self.sending and self.sending.cancel()
 
         def pause_writing(self):
             super().pause_writing()

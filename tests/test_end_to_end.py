@@ -58,6 +58,7 @@ class Process:
 
     def __init__(self, checkpoint, *flags):
         command = [sys.executable, "serve.py", "--model", str(checkpoint), "--port", "0", "--check", *flags]
+        command += [] if "--log-requests" in flags else ["--no-access-log"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(command, **RUN, **pipes)
         self.greeting = self.process.stdout.readline()
@@ -185,8 +186,8 @@ def test_errors_as_the_client_sees_them(client, checkpoint):
     with pytest.raises(openai.BadRequestError, match="513, this model takes 512") as long:
         client.completions.create(model=model, prompt=[1] * 500, max_tokens=13)
     assert long.value.param == "max_tokens"
-    with pytest.raises(openai.BadRequestError, match="n is not served here yet"):
-        client.completions.create(model=model, prompt="x", n=2)
+    with pytest.raises(openai.BadRequestError, match="best_of is not served here"):
+        client.completions.create(model=model, prompt="x", best_of=2)
 
 
 def test_models(client, checkpoint):
@@ -213,15 +214,23 @@ def test_sigterm_drains_and_exits_0(server, client, checkpoint):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
-def test_engine_killed(checkpoint):
-    """kill -9 of the engine's process: the server says so instead of hanging, and ends with a failure."""
+def test_engine_killed(checkpoint, expected):
+    """kill -9 of the engine's process: another one is started, once; then the server ends with a failure."""
     with Process(checkpoint) as server:
-        os.kill(server.engine_pid, signal.SIGKILL)
-        while httpx.get(f"{server.url}/health").status_code != 503:
+        first = server.engine_pid
+        os.kill(first, signal.SIGKILL)
+        while (health := httpx.get(f"{server.url}/livez")).status_code != 503:
             time.sleep(0.01)
-        assert "must be restarted" in httpx.get(f"{server.url}/livez").json()["error"]["message"]
-        server.process.send_signal(signal.SIGTERM)
+        assert "it is started again" in health.json()["error"]["message"]
+        while httpx.get(f"{server.url}/readyz").status_code != 200:
+            time.sleep(0.05)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            answer = client.completions.create(model=str(checkpoint), prompt="def ", **GREEDY)
+        assert answer.choices[0].text == expected("def ") and httpx.get(f"{server.url}/livez").status_code == 200
+        assert server.engine_pid != first
+        os.kill(server.engine_pid, signal.SIGKILL)
         assert server.process.wait(60) == 1
+        assert "the engine's process ended" in server.process.stdout.read().splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -24,8 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import serve
-from protocol import ApiError, CompletionAnswer, CompletionRequest
-from serve import EngineClient, Service, TextStream
+from protocol import CompletionAnswer, CompletionRequest
+from serve import EngineClient, Service
+from tokenizer import TextStream
 
 ROOT = Path(__file__).parents[1]
 EOS = 256
@@ -36,7 +37,7 @@ class ByteTokenizer:
 
     vocab_size, eos_token_id = 257, EOS
 
-    def encode(self, text):
+    def encode(self, text, allow_special=False):
         if "\0" in text:
             raise ValueError("character '\\x00' is not in the vocabulary")
         return list(text.encode("utf-8", "replace"))
@@ -44,17 +45,27 @@ class ByteTokenizer:
     def token_bytes(self, token):
         return b"" if token == EOS else bytes([token])
 
+    def spelled_bytes(self, token):
+        return b"<end>" if token == EOS else bytes([token])
+
+
+def fake_score(token, n):
+    """The likeliest token is the next one, and each of the others half as likely as the one before."""
+    return [-2.0, [(token + i) % 257 for i in range(1, n + 1)], [-float(i) for i in range(1, n + 1)]]
+
 
 class FakeEngine(threading.Thread):
     """
     Speaks the engine's protocol over its two pipes. The prompt is the script:
-    "say TEXT" answers the bytes of TEXT and the end of text; "say3 TEXT" three tokens a step; "loop" (and anything
+    "say TEXT" answers the bytes of TEXT and the end of text, with scores that `fake_score` makes up if asked for;
+    "say3 TEXT" three tokens a step; "loop" (and anything
     else) x after x; "invalid", "internal" are refused; "break" fails after two tokens. Nothing moves while `gate` is
     closed.
     """
 
-    def __init__(self, ready=True, max_model_len=100_000, pace=0.0005):
+    def __init__(self, ready=True, max_model_len=100_000, pace=0.0005, successor=None):
         super().__init__(daemon=True)
+        self.successor = successor  # who comes after it dies
         context = multiprocessing.get_context("spawn")
         self.inbox, self.to_engine = context.Pipe(duplex=False)
         self.from_engine, self.outbox = context.Pipe(duplex=False)
@@ -62,6 +73,7 @@ class FakeEngine(threading.Thread):
         self.gate.set()
         self.running: dict[str, list] = {}  # id -> steps to come, each (tokens, finish_reason)
         self.added, self.aborted, self.died = [], [], False
+        self.scores, self.prompt_scores = {}, {}
 
     def send(self, op, **message):
         self.outbox.send_bytes(json.dumps({"op": op, **message}).encode())
@@ -84,7 +96,9 @@ class FakeEngine(threading.Thread):
     def handle(self, message):
         if message["op"] == "add":
             self.added.append(message)
-            self.add(message["id"], bytes(t for t in message["prompt"] if t < 256).decode(), message["params"])
+            for choice in range(message["options"]["n"]):
+                id = f"{message['id']}.{choice}" if choice else message["id"]
+                self.add(id, bytes(t for t in message["prompt"] if t < 256).decode(), message["params"])
         elif message["op"] == "abort":
             self.aborted.append(message["id"])
             self.running.pop(message["id"], None)
@@ -103,6 +117,11 @@ class FakeEngine(threading.Thread):
         self.running[id] = [(step, reason if i == len(steps) else None) for i, step in enumerate(steps, 1)]
         if command == "break":
             self.running[id][2:] = [("the step failed", "break")]
+        n, scored = params["logprobs"], self.added[-1]["options"]["prompt_logprobs"]
+        self.scores[id] = [None if n is None or per_step > 1 else fake_score(step[0], n) for step in steps]
+        self.prompt_scores[id] = (
+            None if scored is None else [fake_score(t, scored) for t in self.added[-1]["prompt"][1:]]
+        )
 
     def step(self):
         out = []
@@ -111,10 +130,12 @@ class FakeEngine(threading.Thread):
             if reason == "break":
                 self.send("error", id=id, message=tokens, kind="internal")
             else:
-                out.append([id, tokens, reason, len(self.added[-1]["prompt"]) // 2])
+                scores = [self.scores[id].pop(0), self.prompt_scores.pop(id, None)]
+                out.append([id, tokens, reason, len(self.added[-1]["prompt"]) // 2, *scores])
             if reason:
                 del self.running[id]
-        self.send("step", out=out)
+        stats = dict.fromkeys(["running", "waiting", "kv_usage", "queries", "hits", "preemptions"], 0)
+        self.send("step", out=out, stats=stats | {"running": len(self.running), "waited": []})
 
     def die(self):
         """As a killed process would: both pipes close."""
@@ -126,19 +147,26 @@ class FakeEngine(threading.Thread):
 class Server:
     """serve.Service on a free port, in a thread."""
 
-    def __init__(self, *flags, engine=None, send_buffer=None):
+    def __init__(self, *flags, engine=None, send_buffer=None, chat_template=None):
         self.engine = engine or FakeEngine()
-        args = serve.parse_args(["--model", "fake", "--port", "0", *flags])
+        args = serve.parse_args(["--model", "fake", "--port", "0", "--no-access-log", *flags])
         self.sock = serve.listen(args)
         if send_buffer:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.address = self.sock.getsockname()
         capacity = args.max_num_seqs + args.max_queue
-        client = EngineClient(self.engine.to_engine, self.engine.from_engine, capacity)
-        self.service = Service(client, ByteTokenizer(), args)
+        self.engines = iter([self.engine, self.engine.successor])
+        client = EngineClient(self.start_engine, capacity)
+        self.service = Service(client, ByteTokenizer(), args, chat_template)
         self.result = "still running"
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.http = httpx.Client(base_url="http://{}:{}".format(*self.address), timeout=30)
+
+    def start_engine(self):
+        engine = next(self.engines)
+        if engine is not self.engine:
+            engine.start()
+        return None, engine.to_engine, engine.from_engine
 
     def run(self):
         self.result = asyncio.run(self.service.run(self.sock))
@@ -187,7 +215,7 @@ class Server:
         """A raw connection that has sent its request, to be dropped or read slowly."""
         body = json.dumps(body)
         sock = socket.create_connection(self.address, timeout=30)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         return sock
 
@@ -309,11 +337,13 @@ def test_stream_without_usage_never_mentions_it(server):
 
 
 def test_parameters_reach_the_engine(server):
-    server.answer(temperature=0, top_k=-1, top_p=0.5, min_p=0.1, seed=7, stop_token_ids=[1], ignore_eos=True)
-    assert server.engine.added[-1]["params"] == {
-        "temperature": 0.0, "top_k": 0, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop_token_ids": [1],
-        "ignore_eos": True, "max_tokens": 1000,
-    }  # fmt: skip
+    fields = {"temperature": 0.0, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop_token_ids": [1], "ignore_eos": True}
+    fields |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "min_tokens": 2}
+    fields |= {"allowed_token_ids": [3], "logprobs": 4, "logit_bias": {"5": 1.5}}
+    server.post(**fields, top_k=-1, n=2, prompt_logprobs=6, priority=-7, cache_salt="s")
+    added = server.engine.added[-1]
+    assert added["params"] == fields | {"top_k": 0, "max_tokens": 1000}
+    assert added["options"] == {"n": 2, "priority": -7, "cache_salt": ":s", "prompt_logprobs": 6}
 
 
 def test_finish_reason_length(server):
@@ -490,10 +520,15 @@ def test_body_is_counted_as_it_comes(sizes, fits):
         for _ in sizes:
             await receive()
 
-    call = serve.limit_body(app, limit=10)({"type": "http"}, receive, None)
-    with contextlib.nullcontext() if fits else pytest.raises(ApiError, match="more than 10 bytes"):
-        asyncio.run(call)
+    async def send(message):
+        sent.append(message)
+
+    sent, flags = [], ["--max-body-mib", str(10 / 2**20), "--no-access-log"]
+    gate = serve.Gate(app, SimpleNamespace(args=serve.parse_args(flags)))
+    scope = {"type": "http", "path": "/", "method": "POST", "headers": [(b"host", b"localhost")]}
+    asyncio.run(gate(scope, receive, send))
     assert sum(read[:-1]) <= 10
+    assert not sent if fits else (sent[0]["status"] == 413 and b"more than 10 bytes" in sent[1]["body"])
 
 
 @pytest.mark.parametrize(
@@ -509,7 +544,7 @@ def test_body_is_counted_as_it_comes(sizes, fits):
             "4 prompt tokens and max_tokens 99997 make 100001, this model takes 100000: "
             "shorten the prompt or lower max_tokens",
         ),
-        ({"prompt": ["a"] * 17}, 400, "prompt", None, "17 prompts in one call, at most 16 are taken: split it"),
+        ({"prompt": ["a"] * 17}, 400, "prompt", None, "17 prompts x n in one call, at most 16 are taken: split it"),
         ({"prompt": "invalid"}, 400, None, None, "the engine finds this invalid"),
         ({"prompt": "internal"}, 500, None, None, "the engine finds this internal"),
     ],
@@ -589,7 +624,7 @@ def test_queue_full():
         response = server.post()
         assert response.status_code == 429 and response.headers["retry-after"] == "1"
         assert error_of(response) == {
-            "message": "1 prompts beside 3 in work are more than 3: try again later",
+            "message": "1 prompts x n beside 3 in work are more than 3: try again later",
             "type": "rate_limit_error", "param": None, "code": "queue_full",
         }  # fmt: skip
         server.engine.gate.set()
@@ -626,7 +661,8 @@ def test_slow_reader_gets_fewer_larger_events():
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(server.address)
         body = json.dumps({"prompt": "loop", "max_tokens": count, "stream": True})
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += "Connection: close\r\n"
         sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         wait_until(lambda: server.engine.added and not server.engine.running)  # the engine is done before we read
         assert server.answer()["choices"][0]["text"] == "hi"
@@ -650,7 +686,7 @@ def test_silence_is_filled_with_pings(monkeypatch):
 
 def test_late_tokens_of_an_aborted_request_are_dropped():
     """Between our abort and the engine's reading it, tokens of the request still come; they must do no harm."""
-    client = EngineClient(None, None, 1)
+    client = EngineClient(lambda: (None, None, None), 1)
     client._output("gone", [1], None, 0)
     client._output("gone", [2], "stop", 0)
     assert client.choices == {}
@@ -684,12 +720,12 @@ def test_stopped_while_loading(capsys):
 def test_signals_do_not_reach_the_engine():
     """Ctrl-C at a terminal is for both processes; the engine's left a traceback if it came while Python started up."""
     before = signal.getsignal(signal.SIGINT)
-    process, client = serve.start_engine(serve.parse_args(["--model", "/no/model"]))
+    process, _, from_engine = serve.start_engine(serve.parse_args(["--model", "/no/model"]))
     assert signal.getsignal(signal.SIGINT) is before
     for sig in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, sig)
-    assert client.from_engine.poll(60)
-    assert "no model in /no/model" in json.loads(client.from_engine.recv_bytes())["message"]
+    assert from_engine.poll(60)
+    assert "no model in /no/model" in json.loads(from_engine.recv_bytes())["message"]
     process.join(30)
     assert process.exitcode == 0
 
@@ -750,7 +786,7 @@ def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monke
     with Server(send_buffer=4096) as server:
         unread = server.connect(prompt=["loop"] * 8, max_tokens=400, stream=True, return_token_ids=True)
         half = socket.create_connection(server.address)
-        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         half.sendall(b'Content-Length: 99\r\n\r\n{"prompt": ')
         wait_until(lambda: len(server.engine.added) == 8 and not server.engine.running)
     unread.close(), half.close()
@@ -760,12 +796,12 @@ def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monke
 
 def test_engine_dies_while_a_prompt_is_encoded():
     """The request was admitted before the engine died, and would have waited for ever for its first token."""
-    with Server() as server:
+    with Server(engine=FakeEngine(successor=FakeEngine(ready=False))) as server:
         encode = server.service.encode
 
         def slow(prompts):
             server.engine.die()
-            wait_until(lambda: server.service.client.state == "dead")
+            wait_until(lambda: server.service.client.state == "restarting")
             return encode(prompts)
 
         server.service.encode = slow
@@ -773,20 +809,27 @@ def test_engine_dies_while_a_prompt_is_encoded():
 
 
 def test_death_of_the_engine():
-    """Whoever waits gets an error, streaming or not, and the health pages say so."""
-    with Server() as server:
+    """
+    Whoever waits gets an error, streaming or not, and the health pages say so. The first time another engine is
+    started, and serves; when that one dies too, the server ends with exit code 1.
+    """
+    second = FakeEngine(ready=False)
+    with Server(engine=FakeEngine(successor=second)) as server:
         server.engine.gate.clear()
         waiting = [server.connect(prompt="loop", max_tokens=9, stream=stream) for stream in (False, True)]
         wait_until(lambda: len(server.engine.added) == 2)
         server.engine.die()
         for sock in waiting:
             answer = read_until(sock, b"}}")
-            assert b" 500 " in answer and b'"engine_dead"' in answer and b"must be restarted" in answer
+            assert b" 500 " in answer and b'"engine_dead"' in answer and b"it is started again" in answer
         assert (server.get("/livez"), server.get("/health"), server.get("/readyz")) == (503, 503, 503)
         assert server.post().status_code == 503 and error_of(server.http.get("/livez"))["code"] == "dead"
-        server.stop()
+        second.say_ready()
+        wait_until(lambda: server.get("/readyz") == 200)
+        assert server.get("/livez") == 200 and server.answer()["choices"][0]["text"] == "hi"
+        second.die()
         server.thread.join(30)
-        assert server.result == "the engine's process ended, the server must be restarted"  # exit code 1
+        assert server.result == "the engine's process ended"  # exit code 1
 
 
 def test_a_silent_engine_is_not_alive(monkeypatch):
@@ -805,9 +848,10 @@ def test_a_silent_engine_is_not_alive(monkeypatch):
 
 def test_silence_counts_from_the_first_request():
     """An engine that was idle for an hour has not been silent for an hour when the next request comes."""
-    client = EngineClient(None, None, 1)
+    client = EngineClient(lambda: (None, None, None), 1)
     client.heard -= 3600
-    client.submit(SimpleNamespace(request=CompletionRequest(prompt="x"), prompt=[1]))
+    job = SimpleNamespace(salt="")
+    client.submit([SimpleNamespace(request=CompletionRequest(prompt="x"), prompt=[1], max_tokens=1, job=job)])
     assert client.is_alive()
     client.heard -= 3600
     assert not client.is_alive()
