@@ -333,19 +333,15 @@ def load_scores(logits, bias, marks, floats, t, V, biased, banned, penalised):
 
 
 @jit
-def survey(
-    logits, bias, marks, floats, V, biased, banned, penalised, low, high, p1, p2, p3, top, rate,
-    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def survey(scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr):
     """
-    One pass over a row: how much lies at or above three pivots, counted or, if WEIGHTED, as the sum of
+    One pass over n scores: how much lies at or above three pivots, counted or, if WEIGHTED, as the sum of
     2^((score - top) * rate); and the least score from `low` on, the largest below `high`.
     """
     f1, f2, f3 = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
     least, most = tl.full([WIDTH], float("inf"), tl.float32), tl.full([WIDTH], -float("inf"), tl.float32)
-    for start in range(0, V, WIDTH):
-        t = start + tl.arange(0, WIDTH)
-        score = load_scores(logits, bias, marks, floats, t, V, biased, banned, penalised)
+    for start in range(0, n, WIDTH):
+        score = tl.load(scores + start + tl.arange(0, WIDTH))
         weight = tl.exp2((score - top) * rate) if WEIGHTED else 1.0
         f1 += tl.where(score >= p1, weight, 0.0)
         f2 += tl.where(score >= p2, weight, 0.0)
@@ -356,21 +352,16 @@ def survey(
 
 
 @jit
-def search(
-    logits, bias, marks, floats, V, biased, banned, penalised, least, most, wanted, top, rate,
-    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def search(scores, n, least, top, wanted, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr):
     """
-    The largest score among `least` .. `most` that has at least `wanted` at or above it. A pass quarters the bracket
-    low <= answer < high, and finds the scores at the ends of the one before it; when these are one, it is the answer.
+    The largest of n scores, among `least` .. `top`, that has at least `wanted` at or above it. A pass quarters the
+    bracket low <= answer < high, and finds the scores at the ends of the one before; when these are one, that is it.
     """
-    low, high, rounds = least, most + float("inf"), 0
+    low, high, most, rounds = least, top + float("inf"), top, 0
     while (least < most) & (rounds < 300):  # floats have 2^8 binades: 300 are never needed, but nothing may hang
         step = most * 0.25 - least * 0.25
         p1, p2, p3 = least + step, least + 2 * step, least + 3 * step
-        f1, f2, f3, least, most = survey(
-            logits, bias, marks, floats, V, biased, banned, penalised, low, high, p1, p2, p3, top, rate, WEIGHTED, WIDTH
-        )  # fmt: skip
+        f1, f2, f3, least, most = survey(scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED, WIDTH)
         low = tl.where(f3 >= wanted, p3, tl.where(f2 >= wanted, p2, tl.where(f1 >= wanted, p1, low)))
         high = tl.where(f1 < wanted, p1, tl.where(f2 < wanted, p2, tl.where(f3 < wanted, p3, high)))
         least, most = tl.maximum(least, low), tl.minimum(most, high)
@@ -379,18 +370,41 @@ def search(
 
 
 @jit
+def collect(
+    logits, bias, marks, floats, V, biased, banned, penalised, floor, scores,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """
+    Write a row's scores from `floor` on to `scores`: each lane piles up its own, so no lane waits for another, and the
+    piles are filled up with -inf to the highest of them. Returns how many scores there are now, with these.
+    """
+    lane = tl.arange(0, WIDTH)
+    height = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, V, WIDTH):
+        score = load_scores(logits, bias, marks, floats, start + lane, V, biased, banned, penalised)
+        tl.store(scores + height * WIDTH + lane, score, mask=score >= floor)
+        height += (score >= floor).to(tl.int32)
+    highest = tl.max(height, axis=0)
+    for i in range(0, highest):
+        tl.store(scores + i * WIDTH + lane, tl.full([WIDTH], -float("inf"), tl.float32), mask=i >= height)
+    tl.debug_barrier()  # other threads may read them
+    return highest * WIDTH
+
+
+@jit
 def threshold_kernel(
-    logits, rows, positions, floats, ints, bias, marks, thresholds, arrived, stride, V,
+    logits, rows, positions, floats, ints, bias, marks, thresholds, arrived, scratch, stride, scratch_stride, V,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (R,): a program finds the least score that the filters of its row keep, as `threshold` but before the
-    temperature: -inf where there is nothing to filter. Passes over a row read L2, mostly, and there are 5 to 15.
+    temperature; -inf where there is nothing to filter. Two or three passes over the row leave only the scores that
+    come into question, in its `scratch`, and these are searched.
     """
-    r = tl.program_id(0)
+    r, lane = tl.program_id(0), tl.arange(0, WIDTH)
     row, position = tl.load(rows + r), tl.load(positions + r)
     logits, floats, ints = logits + r.to(tl.int64) * stride, floats + row * 6, ints + row * 6
-    bias, marks = bias + row * V, marks + row * V
+    bias, marks, scratch = bias + row * V, marks + row * V, scratch + r.to(tl.int64) * scratch_stride
     temperature, top_p, min_p = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2)
     k, banned = tl.load(ints), position < tl.load(ints + 3)
     biased, penalised = tl.load(ints + 4) != 0, tl.load(ints + 5) != 0
@@ -399,28 +413,38 @@ def threshold_kernel(
     tl.store(thresholds + r, -float("inf"))
     if (temperature < 1e-5) | ((top_p >= 1) & (min_p <= 0) & (limited == 0)):
         return
-    infinite, rate = float("inf"), 1.4426950408889634 / temperature  # log2(e): weights are powers of two
-    _, _, _, least, top = survey(
-        logits, bias, marks, floats, V, biased, banned, penalised,
-        -3.4e38, infinite, 0.0, 0.0, 0.0, 0.0, rate, False, WIDTH,
-    )  # fmt: skip
-    if limited:
-        least = search(
-            logits, bias, marks, floats, V, biased, banned, penalised,
-            least, top, k.to(tl.float32), top, rate, False, WIDTH,
-        )  # fmt: skip
-    if top_p < 1:  # of what is left
-        mass, _, _, _, _ = survey(
-            logits, bias, marks, floats, V, biased, banned, penalised,
-            least, infinite, least, infinite, infinite, top, rate, True, WIDTH,
-        )  # fmt: skip
-        least = search(
-            logits, bias, marks, floats, V, biased, banned, penalised,
-            least, top, top_p * mass, top, rate, True, WIDTH,
-        )  # fmt: skip
+
+    peak, least = tl.full([WIDTH], -float("inf"), tl.float32), tl.full([WIDTH], float("inf"), tl.float32)
+    for start in range(0, V, WIDTH):
+        score = load_scores(logits, bias, marks, floats, start + lane, V, biased, banned, penalised)
+        peak = tl.maximum(peak, score)
+        least = tl.minimum(least, tl.where(score > -float("inf"), score, float("inf")))
+    top, floor = tl.max(peak, axis=0), tl.min(least, axis=0)
+    floor = tl.where(top < float("inf"), floor, top)  # an infinite row has no token: leave nothing to search
+    rate = 1.4426950408889634 / temperature  # log2(e): weights are powers of two
+    if limited | (top_p < 1):
+        mass = 0.0
+        if limited:  # k lanes have a score as good as the k-th best lane's best
+            if tl.sum((peak > -float("inf")).to(tl.int32), axis=0) >= k:
+                tl.store(scratch + lane, peak)
+                tl.debug_barrier()
+                floor = search(scratch, WIDTH, floor, top, k.to(tl.float32), rate, False, WIDTH)
+        else:  # V tokens of a weight below (1 - top_p) * mass / V cannot make up what top_p drops
+            weights = tl.zeros([WIDTH], tl.float32)
+            for start in range(0, V, WIDTH):
+                score = load_scores(logits, bias, marks, floats, start + lane, V, biased, banned, penalised)
+                weights += tl.exp2((score - top) * rate)
+            mass = tl.sum(weights, axis=0)
+            floor = tl.maximum(floor, top + (tl.log2((1 - top_p) * mass / V) - 0.01) / rate)
+        n = collect(logits, bias, marks, floats, V, biased, banned, penalised, floor, scratch, WIDTH)
+        if limited:
+            floor = search(scratch, n, floor, top, k.to(tl.float32), rate, False, WIDTH)
+            mass, _, _, _, _ = survey(scratch, n, floor, floor, floor, floor, floor, top, rate, True, WIDTH)
+        if top_p < 1:  # of what top_k left
+            floor = search(scratch, n, floor, top, top_p * mass, rate, True, WIDTH)
     if min_p > 0:
-        least = tl.maximum(least, top + tl.log(min_p) * temperature)
-    tl.store(thresholds + r, least)
+        floor = tl.maximum(floor, top + tl.log(min_p) * temperature)
+    tl.store(thresholds + r, floor)
 
 
 @jit
@@ -494,7 +518,7 @@ def pick_kernel(
             tl.atomic_add(marks + winner, 4)
 
 
-WIDTH, THRESHOLD_WARPS = 4096, 16  # tokens a program of the threshold kernel takes at a time
+WIDTH, THRESHOLD_WARPS = 2048, 16  # tokens a program of the threshold kernel takes at a time
 QUADS, PICK_WARPS, PICK_PROGRAMS = 512, 4, 1024  # of the pick kernel; as many programs as an H200 runs at a time
 
 
@@ -513,7 +537,10 @@ def sample_triton(logits, rows, positions, params: SamplingRows, asked=None) -> 
         return tokens
     given = logits, rows, positions, params.floats, params.ints, params.bias, params.marks, thresholds, arrived
     width = min(WIDTH, triton.next_power_of_2(V))
-    threshold_kernel[(R,)](*given, logits.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS)
+    scratch = thresholds.new_empty(R, -(-V // width) * width)  # fp32, of which little is ever written
+    threshold_kernel[(R,)](
+        *given, scratch, logits.stride(0), scratch.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS
+    )  # fmt: skip
     pick_kernel[(R, splits)](
         *given, partial, partial_token, tokens, logits.stride(0), V,
         SPLITS=splits, QUADS=quads, num_warps=PICK_WARPS,
