@@ -274,10 +274,10 @@ class EngineClient:
         restart = restart and self.state == "ready" and self.restarts > 0
         self.reason = f"{reason}, it is started again" if restart else reason
         self.state = "restarting" if restart else "dead"
-        log("engine_died", reason=self.reason)
         self.fail_all(500, self.reason, None, "engine_dead")
         self.letters.put(None)
         if restart:
+            log("engine_died", reason=self.reason)
             self.restarts -= 1
             self._connect()
             self.attach()
@@ -488,8 +488,9 @@ class Job:
         events = []
         for choice in self.choices:
             if news := choice.news():
-                outside = self.request.outside(news) | no_usage
-                events += [self.body([chunk], **outside) for chunk in self.request.chunks(news)]
+                first, *rest = self.request.chunks(news)
+                events.append(self.body([first], **self.request.outside(news), **no_usage))
+                events += [self.body([chunk], **no_usage) for chunk in rest]
         if self.error:
             events.append(error_body(self.error))
         elif self.is_done:
