@@ -314,11 +314,19 @@ def jit(function):
 
 
 @jit
-def load_scores(logits, bias, marks, floats, t, V, biased, banned, penalised):
-    """
-    Logits of tokens t of one row, in fp32 after bias, ban of stop tokens and penalties, as `adjust`; -inf beyond V. All
-    pointers are the row's; temperature is not applied.
-    """
+def source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
+    """Row r of logits and what is asked of it, as load_scores wants them; the pointers are the row's own."""
+    row = tl.load(rows + r)
+    floats, ints, logits = floats + row * 6, ints + row * 6, logits + r.to(tl.int64) * stride
+    banned = tl.load(positions + r) < tl.load(ints + 3)
+    biased, penalised = tl.load(ints + 4) != 0, tl.load(ints + 5) != 0
+    return logits, floats, ints, bias + row * V, marks + row * V, V, biased, banned, penalised
+
+
+@jit
+def load_scores(source, t):
+    """Logits of tokens t, fp32, after bias, ban of stop tokens and penalties, as `adjust`; -inf beyond the last."""
+    logits, floats, _, bias, marks, V, biased, banned, penalised = source
     score = tl.load(logits + t, mask=t < V, other=-float("inf")).to(tl.float32)
     if biased:
         score += tl.load(bias + t, mask=t < V, other=0.0)
@@ -370,10 +378,7 @@ def search(scores, n, least, top, wanted, rate, WEIGHTED: tl.constexpr, WIDTH: t
 
 
 @jit
-def collect(
-    logits, bias, marks, floats, V, biased, banned, penalised, floor, scores,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
+def collect(source, V, floor, scores, WIDTH: tl.constexpr):
     """
     Write a row's scores from `floor` on to `scores`: each lane piles up its own, so no lane waits for another, and the
     piles are filled up with -inf to the highest of them. Returns how many scores there are now, with these.
@@ -381,7 +386,7 @@ def collect(
     lane = tl.arange(0, WIDTH)
     height = tl.zeros([WIDTH], tl.int32)
     for start in range(0, V, WIDTH):
-        score = load_scores(logits, bias, marks, floats, start + lane, V, biased, banned, penalised)
+        score = load_scores(source, start + lane)
         tl.store(scores + height * WIDTH + lane, score, mask=score >= floor)
         height += (score >= floor).to(tl.int32)
     highest = tl.max(height, axis=0)
@@ -402,12 +407,9 @@ def threshold_kernel(
     come into question, in its `scratch`, and these are searched.
     """
     r, lane = tl.program_id(0), tl.arange(0, WIDTH)
-    row, position = tl.load(rows + r), tl.load(positions + r)
-    logits, floats, ints = logits + r.to(tl.int64) * stride, floats + row * 6, ints + row * 6
-    bias, marks, scratch = bias + row * V, marks + row * V, scratch + r.to(tl.int64) * scratch_stride
-    temperature, top_p, min_p = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2)
-    k, banned = tl.load(ints), position < tl.load(ints + 3)
-    biased, penalised = tl.load(ints + 4) != 0, tl.load(ints + 5) != 0
+    source = source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
+    floats, scratch = source[1], scratch + r.to(tl.int64) * scratch_stride
+    temperature, top_p, min_p, k = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2), tl.load(source[2])
     limited = (k > 0) & (k < V)
     tl.store(arrived + r, 0)
     tl.store(thresholds + r, -float("inf"))
@@ -416,7 +418,7 @@ def threshold_kernel(
 
     peak, least = tl.full([WIDTH], -float("inf"), tl.float32), tl.full([WIDTH], float("inf"), tl.float32)
     for start in range(0, V, WIDTH):
-        score = load_scores(logits, bias, marks, floats, start + lane, V, biased, banned, penalised)
+        score = load_scores(source, start + lane)
         peak = tl.maximum(peak, score)
         least = tl.minimum(least, tl.where(score > -float("inf"), score, float("inf")))
     top, floor = tl.max(peak, axis=0), tl.min(least, axis=0)
@@ -432,11 +434,11 @@ def threshold_kernel(
         else:  # V tokens of a weight below (1 - top_p) * mass / V cannot make up what top_p drops
             weights = tl.zeros([WIDTH], tl.float32)
             for start in range(0, V, WIDTH):
-                score = load_scores(logits, bias, marks, floats, start + lane, V, biased, banned, penalised)
+                score = load_scores(source, start + lane)
                 weights += tl.exp2((score - top) * rate)
             mass = tl.sum(weights, axis=0)
             floor = tl.maximum(floor, top + (tl.log2((1 - top_p) * mass / V) - 0.01) / rate)
-        n = collect(logits, bias, marks, floats, V, biased, banned, penalised, floor, scratch, WIDTH)
+        n = collect(source, V, floor, scratch, WIDTH)
         if limited:
             floor = search(scratch, n, floor, top, k.to(tl.float32), rate, False, WIDTH)
             mass, _, _, _, _ = survey(scratch, n, floor, floor, floor, floor, floor, top, rate, True, WIDTH)
@@ -448,6 +450,12 @@ def threshold_kernel(
 
 
 @jit
+def four_words(seed, quad, position, choice):
+    """The words of tokens 4 * quad .. 4 * quad + 3, uint32 each, as in gumbel_noise; tl.philox has the same rounds."""
+    return tl.philox(seed, quad, position.to(tl.int32), choice.to(tl.int32), 0)
+
+
+@jit
 def gumbel(word):
     """As in gumbel_noise, of words uint32."""
     u = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
@@ -455,9 +463,8 @@ def gumbel(word):
 
 
 @jit
-def better(best, token, t, noise, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised):
+def better(best, token, score, t, noise, inverse, floor):
     """The best score and its token so far, each lane its own, and tokens t. A NaN is better than all, as infinity."""
-    score = load_scores(logits, bias, marks, floats, t, V, biased, banned, penalised)
     score = tl.where(score < floor, -float("inf"), score * inverse + noise)
     score = tl.where(score == score, score, float("inf"))
     return tl.where(score > best, score, best), tl.where(score > best, t, token)
@@ -473,35 +480,29 @@ def pick_kernel(
     arrives last of a row picks the best of all and counts it; `arrived` is zero before.
     """
     r, split = tl.program_id(0), tl.program_id(1)
-    row, position = tl.load(rows + r), tl.load(positions + r)
-    logits, floats, ints = logits + r.to(tl.int64) * stride, floats + row * 6, ints + row * 6
-    bias, marks = bias + row * V, marks + row * V
-    seed, choice, banned = tl.load(ints + 1), tl.load(ints + 2), position < tl.load(ints + 3)
-    biased, penalised = tl.load(ints + 4) != 0, tl.load(ints + 5) != 0
+    source = source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
+    _, floats, ints, _, marks, _, _, _, penalised = source
+    seed, choice, position = tl.load(ints + 1), tl.load(ints + 2), tl.load(positions + r)
     temperature, floor = tl.load(floats), tl.load(thresholds + r)
-    drawn = temperature >= 1e-5
+    drawn = temperature >= 1e-5  # ALMOST_GREEDY
     inverse = 1.0 / tl.where(drawn, temperature, 1.0)
     best, token = tl.full([QUADS], -float("inf"), tl.float32), tl.zeros([QUADS], tl.int32)
     for start in range(split * QUADS * 4, V, SPLITS * QUADS * 4):
         quad = start // 4 + tl.arange(0, QUADS)
-        zero = tl.zeros([QUADS], tl.float32)
+        t, zero = 4 * quad, tl.zeros([QUADS], tl.float32)
+        s0, s1 = load_scores(source, t), load_scores(source, t + 1)
+        s2, s3 = load_scores(source, t + 2), load_scores(source, t + 3)
         n0, n1, n2, n3 = zero, zero, zero, zero
-        if drawn:
-            w0, w1, w2, w3 = tl.philox(seed, quad, position.to(tl.int32), choice.to(tl.int32), 0)
+        noisy = drawn
+        if floor > -float("inf"):  # noise is most of the work, and few tiles have a token that the filters keep
+            noisy = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0) >= floor
+        if noisy:
+            w0, w1, w2, w3 = four_words(seed, quad, position, choice)
             n0, n1, n2, n3 = gumbel(w0), gumbel(w1), gumbel(w2), gumbel(w3)
-        t = 4 * quad
-        best, token = better(
-            best, token, t, n0, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
-        )  # fmt: skip
-        best, token = better(
-            best, token, t + 1, n1, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
-        )  # fmt: skip
-        best, token = better(
-            best, token, t + 2, n2, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
-        )  # fmt: skip
-        best, token = better(
-            best, token, t + 3, n3, inverse, floor, logits, bias, marks, floats, V, biased, banned, penalised
-        )  # fmt: skip
+        best, token = better(best, token, s0, t, n0, inverse, floor)
+        best, token = better(best, token, s1, t + 1, n1, inverse, floor)
+        best, token = better(best, token, s2, t + 2, n2, inverse, floor)
+        best, token = better(best, token, s3, t + 3, n3, inverse, floor)
     most = tl.max(best, axis=0)
     tl.store(partial + r * SPLITS + split, most)
     tl.store(partial_token + r * SPLITS + split, tl.min(tl.where(best == most, token, V), axis=0))
@@ -519,7 +520,7 @@ def pick_kernel(
 
 
 WIDTH, THRESHOLD_WARPS = 2048, 16  # tokens a program of the threshold kernel takes at a time
-QUADS, PICK_WARPS, PICK_PROGRAMS = 512, 4, 1024  # of the pick kernel; as many programs as an H200 runs at a time
+QUADS, PICK_WARPS, PICK_PROGRAMS = 256, 4, 1024  # of the pick kernel; as many programs as an H200 runs at a time
 
 
 def sample_triton(logits, rows, positions, params: SamplingRows, asked=None) -> torch.Tensor:

@@ -6,14 +6,44 @@ same counts are held against the distribution of a wrong sampler.
 """
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sampling
-from sampling import GREEDY, SamplingParams, SamplingRows, drop_unlikely, gumbel_noise, philox, sample
+from sampling import (
+    GREEDY,
+    SamplingParams,
+    SamplingRows,
+    drop_unlikely,
+    four_words,
+    gumbel,
+    gumbel_noise,
+    philox,
+    sample,
+    tl,
+    triton,
+)
+
+# On a GPU every test here runs there, the kernels compiled; elsewhere Triton's interpreter runs them on CPU tensors.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
+PATHS = [sampling.sample_torch, pytest.param(sampling.sample_triton, marks=needs_triton)]
+both_paths = pytest.mark.parametrize("pick", PATHS, ids=["torch", "triton"])
+
+
+def tensor(values, dtype=None) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    """The same numbers on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Philox
@@ -77,7 +107,7 @@ SEEDS = [0, 1, -1, 2**32, 2**63 - 1, -(2**63), -(2**31), 0x123456789ABCDEF]
 
 
 def noise(seeds, positions, choices, V):
-    return gumbel_noise(torch.tensor(seeds), torch.tensor(positions), torch.tensor(choices), V)
+    return gumbel_noise(tensor(seeds), tensor(positions), tensor(choices), V)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -124,10 +154,10 @@ def test_noise_is_finite_at_both_ends(monkeypatch, word, u):
 # Frequencies
 
 N, V = 20_000, 13
-LOGITS = torch.tensor([2.0, 1.5, 1.5, 1.0, 0.7, 0.3, 0.0, -0.4, -0.5, -1.0, -1.0, -2.0, -3.0])
+LOGITS = tensor([2.0, 1.5, 1.5, 1.0, 0.7, 0.3, 0.0, -0.4, -0.5, -1.0, -1.0, -2.0, -3.0])
 
 
-def rows_of(params: list[SamplingParams], choice: int = 0) -> SamplingRows:
+def rows_of(params: list[SamplingParams], choice: int = 0, vocab_size: int = V) -> SamplingRows:
     rows = SamplingRows(len(params), vocab_size, DEVICE)
     for row, p in enumerate(params):
         rows.set(row, p, p.seed or 0, choice)
@@ -139,25 +169,30 @@ def draw(params: SamplingParams, seeds: torch.Tensor, positions: torch.Tensor, l
     rows = SamplingRows(len(seeds), logits.shape[-1], DEVICE)
     for name in "temperature", "top_k", "top_p", "min_p":
         getattr(rows, name)[:] = getattr(params, name)
+    rows.repetition[:] = 1.0
     rows.seed[:] = seeds
-    return sample(logits.expand(len(seeds), -1), torch.arange(len(seeds)), positions, rows, [params])
+    places = torch.arange(len(seeds), device=DEVICE)
+    return sample(logits.expand(len(seeds), -1), places, positions.to(DEVICE), rows, [params])
+
+
+def lowest_kept(scores: list[float], params: SamplingParams) -> float:
+    """The threshold of the filters, naively and in Python's numbers."""
+    ranked = sorted(scores, reverse=True)
+    bar = ranked[min(params.top_k, len(ranked)) - 1] if params.top_k else -math.inf
+    if params.top_p < 1:
+        weights = [math.exp(x - ranked[0]) for x in ranked if x >= bar]
+        bar = next(
+            ranked[i] for i in range(len(weights)) if math.fsum(weights[: i + 1]) >= params.top_p * math.fsum(weights)
+        )
+    return max(bar, ranked[0] + math.log(params.min_p)) if params.min_p else bar
 
 
 def probabilities(logits, params: SamplingParams) -> list[float]:
-    """What a token's frequency should be: the rule of `SamplingParams`, naively and in Python's numbers."""
+    """What a token's frequency should be: the rule of `SamplingParams`."""
     scores = [float(x) / params.temperature for x in logits]
-    order = sorted(range(len(scores)), key=lambda t: (-scores[t], t))
-    if params.top_k:
-        order = order[: params.top_k]
-    weights = {t: math.exp(scores[t] - scores[order[0]]) for t in order}
-    total, kept, mass = sum(weights.values()), [], 0.0
-    for t in order:
-        if not kept or mass < params.top_p:
-            kept.append(t)
-        mass += weights[t] / total
-    kept = [t for t in kept if weights[t] >= params.min_p * weights[order[0]]]
-    total = sum(weights[t] for t in kept)
-    return [weights[t] / total if t in kept else 0.0 for t in range(len(scores))]
+    bar, top = lowest_kept(scores, params), max(scores)
+    weights = [math.exp(x - top) if x >= bar else 0.0 for x in scores]
+    return [weight / sum(weights) for weight in weights]
 
 
 def critical_value(df: int) -> float:
@@ -203,7 +238,7 @@ def test_the_critical_values_are_those_of_the_tables():
 @pytest.mark.parametrize("over", ["seeds", "positions"])
 def test_frequencies_are_those_of_the_softmax(name, over):
     """Noise that is not Gumbel, a temperature applied twice, a filter in the wrong order, seeds that are correlated."""
-    params, many, one = CASES[name], torch.arange(N), torch.full((N,), 11)
+    params, many, one = CASES[name], torch.arange(N, device=DEVICE), torch.full((N,), 11, device=DEVICE)
     tokens = draw(params, many, one) if over == "seeds" else draw(params, one, many)
     assert fits(tokens, probabilities(LOGITS, params))
     for other in CASES:  # and the check can tell: no other case's distribution fits
@@ -214,8 +249,8 @@ def test_frequencies_are_those_of_the_softmax(name, over):
 @pytest.mark.parametrize("over", ["seeds", "positions", "choices"])
 def test_neighbours_are_independent(over):
     """Counters that overlap give the next position, seed or fork the noise of this one, moved by some tokens."""
-    logits, n = torch.tensor([0.5, 0.0, -0.3, 0.2]), torch.arange(N)
-    one, zero = torch.full((N,), 11), torch.zeros(N, dtype=torch.int64)
+    logits, n = tensor([0.5, 0.0, -0.3, 0.2]), torch.arange(N, device=DEVICE)
+    one, zero = torch.full_like(n, 11), torch.zeros_like(n)
     first = {"seeds": (n, one, zero), "positions": (one, n, zero), "choices": (n, one, zero)}[over]
     step = {"seeds": (1, 0, 0), "positions": (0, 1, 0), "choices": (0, 0, 1)}[over]
     a, b = (
@@ -229,9 +264,10 @@ def test_neighbours_are_independent(over):
 
 def test_draws_of_a_text_use_all_words_alike():
     """With one of Philox's four words used for four tokens, they would always come with the same noise."""
-    rows = gumbel_noise(torch.arange(N), torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=torch.int64), 8)
+    seeds = torch.arange(N, device=DEVICE)
+    rows = gumbel_noise(seeds, 0 * seeds, 0 * seeds, 8)
     assert fits(rows.argmax(-1), [1 / 8] * 8)
-    correlation = torch.corrcoef(rows.T) - torch.eye(8)
+    correlation = torch.corrcoef(rows.T).cpu() - torch.eye(8)
     assert correlation.abs().max() < 4 / math.sqrt(N)
 
 
@@ -239,50 +275,104 @@ def test_draws_of_a_text_use_all_words_alike():
 # The filters
 
 
-def kept_by(scores, top_k, top_p, min_p) -> list[set[int]]:
-    kept = drop_unlikely(torch.tensor(scores), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
-    return [{t for t, x in enumerate(row) if x > -math.inf} for row in kept.tolist()]
+def threshold_triton(scores, top_k, top_p, min_p) -> torch.Tensor:
+    """What `sampling.threshold` gives, from the kernel, in several tiles a row."""
+    (R, V), rows = scores.shape, torch.arange(len(scores), device=DEVICE)
+    width = 16 if V < 100 else 128
+    params = SamplingRows(R, V, DEVICE)
+    params.temperature[:], params.top_k[:], params.top_p[:], params.min_p[:] = 1.0, top_k, top_p, min_p
+    thresholds, arrived = torch.full((2, R), torch.nan, device=DEVICE)
+    scratch = torch.full((R, -(-V // width) * width), torch.nan, device=DEVICE)
+    sampling.threshold_kernel[(R,)](
+        *(scores, rows, rows, params.floats, params.ints, params.bias, params.marks, thresholds, arrived, scratch),
+        *(scores.stride(0), scratch.stride(0), V),
+        WIDTH=width,
+    )
+    return thresholds
 
 
-ROW = st.tuples(
-    st.lists(st.integers(-8, 8), min_size=9, max_size=9),  # few values: ties are the rule
-    st.integers(0, 11),
-    st.sampled_from([1e-6, 0.1, 0.3, 0.5, 0.75, 0.9, 0.999, 1.0]),
-    st.sampled_from([0.0, 0.01, 0.1, 0.5, 0.99, 1.0]),
+both_thresholds = pytest.mark.parametrize(
+    "threshold", [sampling.threshold, pytest.param(threshold_triton, marks=needs_triton)], ids=["torch", "triton"]
 )
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
-@given(st.lists(ROW, min_size=1, max_size=5))
-def test_filters_equal_a_naive_reference_row_by_row(rows):
-    """A filter that uses the wrong row's k, drops one token too many or too few, or breaks ties by chance."""
-    scores, top_k, top_p, min_p = ([row[i] for row in rows] for i in range(4))
-    scores = [[x / 4 for x in row] for row in scores]
-    found = kept_by(scores, top_k, top_p, min_p)
-    for i, row in enumerate(rows):
-        params = SamplingParams(top_k=row[1], top_p=row[2], min_p=row[3])
-        for eps in -1e-5, 1e-5:  # where fp32 and Python may round to different sides, either is right
-            if params.top_p < 1:
-                near = SamplingParams(top_k=row[1], top_p=row[2] + eps if row[2] > 1e-5 else row[2], min_p=row[3])
-                assume(probabilities(scores[i], near) == probabilities(scores[i], params))
-        assert found[i] == {t for t, p in enumerate(probabilities(scores[i], params)) if p > 0}
+def kept_by(threshold, scores, top_k, top_p, min_p) -> list[set[int]]:
+    scores = tensor(scores)
+    kept = scores >= threshold(scores, tensor(top_k), tensor(top_p), tensor(min_p))[:, None]
+    return [{t for t, stays in enumerate(row) if stays} for row in kept.tolist()]
 
 
-def test_filters_at_their_edges():
-    """One token more or less than asked for."""
-    tie = [[1.0, 2.0, 2.0, 1.0]]
-    assert kept_by(tie, [1], [1.0], [0.0]) == [{1}]
-    assert kept_by(tie, [2], [1.0], [0.0]) == [{1, 2}]
-    assert kept_by(tie, [3], [1.0], [0.0]) == [{0, 1, 2}]
-    assert kept_by(tie, [4], [1.0], [0.0]) == kept_by(tie, [0], [1.0], [0.0]) == [{0, 1, 2, 3}]
-    even = [[0.0, 0.0, 0.0, 0.0]]  # a quarter each, exactly
-    assert kept_by(even, [0], [0.25], [0.0]) == [{0}]
-    assert kept_by(even, [0], [0.26], [0.0]) == [{0, 1}]
-    assert kept_by(even, [0], [0.5], [0.0]) == [{0, 1}]
-    assert kept_by(even, [2], [0.5], [0.0]) == [{0}]  # top_p counts what top_k has left
-    assert kept_by(tie, [0], [1.0], [1.0]) == [{1, 2}]
-    assert kept_by(tie, [0], [1.0], [math.exp(-1) - 1e-3]) == [{0, 1, 2, 3}]
-    assert kept_by(tie, [0], [1.0], [math.exp(-1) + 1e-3]) == [{1, 2}]
+@both_thresholds
+@pytest.mark.parametrize("V", [1, 9, 37])
+def test_filters_equal_a_naive_reference_row_by_row(threshold, V):
+    """A filter that uses the wrong row's k, drops one token too many or too few, or tears a tie apart."""
+    choose = random.Random(V)
+    asked = [
+        SamplingParams(
+            top_k=choose.choice([0, 0, 1, 2, 5, V - 1, V, V + 3]),
+            top_p=choose.choice([1e-30, 1e-6, 0.1, 0.3, 0.5, 0.75, 0.9, 0.999, 1.0, 1.0]),
+            min_p=choose.choice([0.0, 0.0, 0.0, 0.01, 0.1, 0.5, 0.99, 1.0]),
+        )
+        for _ in range(40)
+    ]
+    few = [2, 8, 1000][choose.randrange(3) :][0]  # values: the fewer, the more ties
+    scores = [[choose.randint(-few, few) / 4 for _ in range(V)] for _ in asked]
+    for row in scores[::7]:  # whatever is forbidden is -inf
+        row[: V // 2] = [-math.inf] * (V // 2)
+    found = kept_by(threshold, scores, *([getattr(p, name) for p in asked] for name in ("top_k", "top_p", "min_p")))
+    compared = 0
+    for i, p in enumerate(asked):
+        bar = lowest_kept(scores[i], p)
+        # where fp32 and Python may round to different sides, either is right
+        near = [replace(p, top_p=min(1.0, p.top_p * x), min_p=min(1.0, p.min_p * x)) for x in (1 - 1e-5, 1 + 1e-5)]
+        if all(lowest_kept(scores[i], q) in (bar, -math.inf) or p.min_p for q in near):
+            compared += 1
+            finite = {t for t, x in enumerate(scores[i]) if x > -math.inf}
+            assert found[i] & finite == {t for t in finite if scores[i][t] >= bar - 1e-6 * (p.min_p > 0)}, (
+                p,
+                scores[i],
+            )
+    assert compared >= 30
+
+
+@both_thresholds
+def test_filters_at_their_edges(threshold):
+    """One token more or less than asked for; a tie with the last one stays."""
+
+    def kept(*row) -> set[int]:
+        return kept_by(threshold, *([x] for x in row))[0]
+
+    tie = [1.0, 2.0, 2.0, 1.0]
+    assert kept(tie, 1, 1.0, 0.0) == kept(tie, 2, 1.0, 0.0) == {1, 2}
+    assert kept(tie, 3, 1.0, 0.0) == kept(tie, 4, 1.0, 0.0) == kept(tie, 0, 1.0, 0.0) == {0, 1, 2, 3}
+    steps = [0.0, 3.0, 1.0, 2.0]
+    assert kept(steps, 1, 1.0, 0.0) == {1} and kept(steps, 2, 1.0, 0.0) == {1, 3}
+    assert kept(steps, 3, 1.0, 0.0) == {1, 2, 3} and kept(steps, 4, 1.0, 0.0) == {0, 1, 2, 3}
+    powers = [math.log(x) for x in (4, 2, 1, 1)]  # a half, a quarter, an eighth each
+    assert kept(powers, 0, 0.49, 0.0) == {0} and kept(powers, 0, 0.51, 0.0) == {0, 1}
+    assert kept(powers, 0, 0.74, 0.0) == {0, 1} and kept(powers, 0, 0.76, 0.0) == {0, 1, 2, 3}
+    assert kept(powers, 2, 0.66, 0.0) == {0} and kept(powers, 2, 0.67, 0.0) == {0, 1}  # two thirds of what top_k left
+    assert kept(powers, 0, 1e-30, 0.0) == {0}
+    assert kept(tie, 0, 1.0, 1.0) == {1, 2}
+    assert kept(tie, 0, 1.0, math.exp(-1) - 1e-3) == {0, 1, 2, 3}
+    assert kept(tie, 0, 1.0, math.exp(-1) + 1e-3) == {1, 2}
+
+
+@both_thresholds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filters_of_a_large_vocabulary(threshold, dtype):
+    """Bounds that hold for a handful of scores only: a k beyond the lanes, a flat or a steep row, an outlier."""
+    rows, V = 6, 300
+    scores = randn(rows, V, seed=4) * tensor([[1e-3], [8.0]] * 3)
+    scores[2:4, 7] = 1e30
+    scores[4:, 9] = -1e30
+    scores = scores.to(dtype).float()
+    for k, p in (1, 1.0), (50, 1.0), (200, 1.0), (0, 0.3), (0, 0.95), (40, 0.9):
+        asked = SamplingParams(top_k=k, top_p=p)
+        found = threshold(scores, *(torch.full((rows,), x, device=DEVICE) for x in (k, p, 0.0)))
+        for i, row in enumerate(scores.tolist()):
+            near = [lowest_kept(row, replace(asked, top_p=min(1.0, p * x))) for x in (1 - 1e-5, 1 + 1e-5)]
+            assert near[1] <= found[i].item() <= near[0], (k, p, i)
 
 
 def test_no_filter_keeps_every_token():
@@ -290,11 +380,11 @@ def test_no_filter_keeps_every_token():
     In fp32 the sum over 50,000 tokens reaches 1 before the last of them: a request with top_p 1 lost its rarest tokens
     as soon as another one in its batch asked for a filter, so its answer depended on its neighbours.
     """
-    scores = 4 * torch.randn(4, 50_257, generator=torch.Generator().manual_seed(0))
+    scores = 4 * randn(4, 50_257, seed=0)
     before = scores.double().softmax(-1).float().sort(descending=True).values.cumsum(-1)
     assert (before >= 1).any()  # or this test shows nothing
-    zero = torch.zeros(4)
-    assert torch.equal(drop_unlikely(scores, zero.long(), torch.ones(4), zero), scores)
+    zero = torch.zeros(4, device=DEVICE)
+    assert torch.equal(drop_unlikely(scores, zero.long(), zero + 1, zero), scores)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -313,16 +403,17 @@ MIXED = [
 ]
 
 
+@both_paths
 @pytest.mark.parametrize("chosen", [range(8), [7, 2, 5, 0, 3], [1, 2], [0, 6], [6, 1], [3, 3, 3]])
-def test_a_mixed_batch_equals_each_request_alone(chosen):
+def test_a_mixed_batch_equals_each_request_alone(pick, chosen):
     """Parameters by batch position instead of by row, a filter or a temperature that spills over to a neighbour."""
-    logits = 3 * torch.randn(40, 8, 101, generator=torch.Generator().manual_seed(1))
-    rows, chosen = rows_of(MIXED), list(chosen)
-    for position in range(40):
-        asked, at = [MIXED[i] for i in chosen], torch.tensor([position])
-        together = sample(logits[position][chosen], torch.tensor(chosen), at.repeat(len(chosen)), rows, asked)
+    logits = 3 * randn(3 if pick is not sampling.sample_torch else 40, 8, 101, seed=1)
+    rows, chosen = rows_of(MIXED, vocab_size=101), list(chosen)
+    for position in range(len(logits)):
+        asked, at = [MIXED[i] for i in chosen], tensor([position])
+        together = pick(logits[position][chosen], tensor(chosen), at.repeat(len(chosen)), rows, asked)
         alone = [
-            sample(logits[position][i : i + 1], torch.tensor([0]), at, rows_of([p]), [p])
+            pick(logits[position][i : i + 1], tensor([0]), at, rows_of([p], vocab_size=101), [p])
             for i, p in zip(chosen, asked, strict=True)
         ]
         assert together.tolist() == torch.cat(alone).tolist()
@@ -331,29 +422,308 @@ def test_a_mixed_batch_equals_each_request_alone(chosen):
                 assert token == logits[position][i].argmax()
 
 
-def test_the_choice_index_of_a_row_reaches_the_noise():
+@both_paths
+def test_the_choice_index_of_a_row_reaches_the_noise(pick):
     """Forks of one request with one seed would all continue alike."""
-    logits, position = torch.zeros(1, 1000), torch.tensor([3])
-    tokens = [sample(logits, torch.tensor([0]), position, rows_of([ALL], choice), [ALL]).item() for choice in range(5)]
+    logits, one = torch.zeros(1, 1000, device=DEVICE), tensor([0])
+    tokens = [pick(logits, one, one + 3, rows_of([ALL], i, vocab_size=1000), [ALL]).item() for i in range(5)]
     assert len(set(tokens)) == 5
 
 
+@both_paths
 @pytest.mark.parametrize("temperature", [0, 1e-45, 1e-40, 1e-38, 1e-6])
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_hardly_any_temperature_means_the_most_likely_token(temperature, top_p):
+def test_hardly_any_temperature_means_the_most_likely_token(pick, temperature, top_p):
     """Divided by 1e-40, all positive logits are infinite, and the first of them won."""
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=1)
-    logits = torch.tensor([[1.0, 5.0, 3.0, -2.0]])
-    assert sample(logits, torch.tensor([0]), torch.tensor([0]), rows_of([params]), [params]).tolist() == [1]
+    logits = tensor([[1.0, 5.0, 3.0, -2.0]])
+    assert pick(logits, tensor([0]), tensor([0]), rows_of([params], vocab_size=4), [params]).tolist() == [1]
 
 
-def test_half_precision_logits_are_sampled_in_single():
+@both_paths
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tie_goes_to_the_lowest_token(pick, dtype):
+    """A reduction in the order of arrival makes greedy answers differ from run to run."""
+    logits = torch.zeros(3, 300, device=DEVICE, dtype=dtype)
+    logits[0, [299, 131, 130]], logits[1, [64, 7, 298]] = 2.0, 2.0
+    places = torch.arange(3, device=DEVICE)
+    assert pick(logits, places, places, rows_of([GREEDY] * 3, vocab_size=300), [GREEDY] * 3).tolist() == [130, 7, 0]
+
+
+@both_paths
+def test_half_precision_logits_are_sampled_in_single(pick):
     """Gumbel noise rounded to bf16 ties half of the vocabulary."""
-    logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    logits = randn(5, 64, seed=2).bfloat16()
     params = [SamplingParams(seed=i) for i in range(5)]
-    rows, places, positions = rows_of(params), torch.arange(5), torch.arange(5)
-    expected = logits.double() + torch.tensor([expected_noise(i, i, 0, 64) for i in range(5)])
-    assert sample(logits, places, positions, rows, params).tolist() == expected.argmax(-1).tolist()
+    rows, places = rows_of(params, vocab_size=64), torch.arange(5, device=DEVICE)
+    expected = logits.double().cpu() + torch.tensor([expected_noise(i, i, 0, 64) for i in range(5)])
+    assert pick(logits, places, places, rows, params).tolist() == expected.argmax(-1).tolist()
+
+
+@both_paths
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("params", [GREEDY, ALL, SamplingParams(top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0)])
+def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
+    """A model that overflowed went on with token 0, or with the NaN's place, and nobody heard of it."""
+    logits = randn(6, 50, seed=3)
+    logits[0, 49], logits[1], logits[2, 5], logits[3, :49] = torch.nan, -torch.inf, torch.inf, -torch.inf
+    logits[4, [0, 17]] = torch.nan
+    rows, places = rows_of([params] * 6, vocab_size=50), torch.arange(6, device=DEVICE)
+    tokens = pick(logits, places, places, rows, [params] * 6).tolist()
+    assert tokens[:3] == [-1] * 3 and tokens[3] == 49 and tokens[4] == -1 and 0 <= tokens[5] < 50
+    counted = [(marks >> 2).sum().item() for marks in rows.marks]
+    assert counted == ([0, 0, 0, 1, 0, 1] if params.penalises else [0] * 6)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bias, bans, penalties
+
+
+def adjusted(logits: list[float], p: SamplingParams, prompt, generated, stops) -> list[float]:
+    """What the filters see, by vLLM's formulas, in Python's numbers."""
+    scores = []
+    for t, x in enumerate(logits):
+        x += (p.logit_bias or {}).get(t, 0.0)
+        if p.allowed_token_ids is not None and t not in p.allowed_token_ids:
+            x = -math.inf
+        if t in stops and len(generated) < p.min_tokens:
+            x = -math.inf
+        if t in prompt or t in generated:
+            x = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
+        x -= p.frequency_penalty * generated.count(t)
+        x -= p.presence_penalty * (t in generated)
+        scores.append(x)
+    return scores
+
+
+ADJUSTED = {
+    "nothing": GREEDY,
+    "presence": replace(GREEDY, presence_penalty=1.5),
+    "reward": replace(GREEDY, presence_penalty=-2.0),
+    "frequency": replace(GREEDY, frequency_penalty=0.7),
+    "repetition": replace(GREEDY, repetition_penalty=1.9),
+    "repetition below 1": replace(GREEDY, repetition_penalty=0.4),
+    "all penalties": replace(GREEDY, presence_penalty=0.3, frequency_penalty=-0.4, repetition_penalty=1.2),
+    "bias": replace(GREEDY, logit_bias={3: 1.0, 5: -100, 0: 0.25}),
+    "allowed": replace(GREEDY, allowed_token_ids=(4, 9, 2)),
+    "allowed and biased": replace(GREEDY, allowed_token_ids=[4, 9], logit_bias={9: 2.5, 1: 100.0}, min_tokens=3),
+    "min_tokens": replace(GREEDY, min_tokens=6),
+    "everything": replace(
+        GREEDY, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.3, logit_bias={1: 1.5}, min_tokens=4
+    ),
+}
+PROMPT, STOPS = [1, 2, 2, 7], (2, 8, 11, 99)
+
+
+@both_paths
+def test_penalties_bias_and_bans_follow_a_text_token_by_token(pick):
+    """
+    Greedy texts of 12 tokens against a naive model of the rules: the prompt counted for presence or not for repetition,
+    a count that lags, a ban that ends a token early. Half way every request is preempted and set anew, in the
+    row of another, whose bias and counts must be gone.
+    """
+    asked, V, steps = list(ADJUSTED.values()), 12, 12
+    logits = (0.7 * randn(steps, V, seed=5)).round(decimals=2)  # close together: every rule matters
+    rows, texts = SamplingRows(len(asked), V, DEVICE), [[] for _ in asked]
+    for step in range(steps):
+        if step in (0, 6):
+            places = torch.arange(len(asked), device=DEVICE)
+            places = places if step == 0 else places.flip(0)
+            for row, p, text in zip(places.tolist(), asked, texts, strict=True):
+                rows.set(row, p, 0, 0, PROMPT, text, STOPS)
+        at = torch.full_like(places, len(PROMPT) + step)
+        tokens = pick(logits[step].expand(len(asked), -1), places, at, rows, asked)
+        for p, text, token in zip(asked, texts, tokens.tolist(), strict=True):
+            scores = adjusted(logits[step].tolist(), p, PROMPT, text, STOPS)
+            assert scores[token] >= max(scores) - 1e-5, (p, text, token)
+            text.append(token)
+    unlike = {tuple(text) for text in texts}
+    assert len(unlike) >= len(asked) - 1, "every rule must matter here, or nothing is shown"
+
+
+@both_paths
+def test_sampling_is_of_the_adjusted_logits(pick):
+    """Filters that look at the raw logits keep what a bias has forbidden."""
+    params = SamplingParams(allowed_token_ids=(3, 6), top_k=2, top_p=0.999, logit_bias={6: 2.0}, seed=4)
+    rows, n = rows_of([params]), 12
+    zeros = torch.zeros(n, dtype=torch.int64, device=DEVICE)
+    tokens = pick(LOGITS.expand(n, -1), zeros, torch.arange(n, device=DEVICE), rows, [params] * n)
+    assert set(tokens.tolist()) == {3, 6}
+
+
+def test_the_torch_path_skips_only_what_nobody_asked_for():
+    """`asked` is a hint: with it or without, tokens and counts are the same."""
+    for p in ADJUSTED.values():
+        hinted, plain = rows_of([p, ALL]), rows_of([p, ALL])
+        both = [
+            sampling.sample_torch(LOGITS.expand(2, -1), tensor([0, 1]), tensor([5, 5]), rows, asked)
+            for rows, asked in ((hinted, [p, ALL]), (plain, None))
+        ]
+        assert torch.equal(*both) and torch.equal(hinted.marks, plain.marks)
+
+
+def test_placing_a_request_that_asks_for_nothing_special_writes_two_short_rows(monkeypatch):
+    """Rows of V numbers for every request that is admitted: 400 kB for each, in the engine's way."""
+    sizes, upload = [], SamplingRows._upload
+
+    def count(to, values):
+        sizes.append(to.numel())
+        upload(to, values)
+
+    monkeypatch.setattr(SamplingRows, "_upload", staticmethod(count))
+    rows = SamplingRows(2, 1000, DEVICE)
+    rows.set(1, SamplingParams(top_p=0.5, top_k=3), 5, 0, [1, 2], [3], [4])
+    assert sizes == [6, 6]
+    rows.set(1, SamplingParams(logit_bias={3: 1}, min_tokens=1), 5, 0, [1, 2], [3], [4])
+    assert sizes[2:] == [6, 6, 1000, 1000]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Triton and torch
+
+
+@sampling.jit
+def noise_kernel(seeds, positions, choices, words, noise, V, QUADS: tl.constexpr):
+    """Grid (R,): words [R, 4 * QUADS] and noise of a row, as the pick kernel has them."""
+    r, quad = tl.program_id(0), tl.arange(0, QUADS)
+    position, choice = tl.load(positions + r), tl.load(choices + r)
+    w0, w1, w2, w3 = four_words(tl.load(seeds + r), quad, position, choice)
+    at = r * 4 * QUADS + 4 * quad
+    tl.store(words + at, w0.to(tl.int64))
+    tl.store(words + at + 1, w1.to(tl.int64))
+    tl.store(words + at + 2, w2.to(tl.int64))
+    tl.store(words + at + 3, w3.to(tl.int64))
+    tl.store(noise + at, gumbel(w0))
+
+
+@needs_triton
+def test_both_paths_draw_the_same_words_and_the_same_noise():
+    """A signed shift, a seed cut to 32 bits, positions and choices swapped: other tokens on a GPU than on a CPU."""
+    keys = [(seed, p, c) for seed in [*SEEDS, 12345] for p in (0, 7, 2**31 - 1, 2**31, 2**32 - 1) for c in (0, 3)]
+    seeds, positions, choices = (tensor([key[i] for key in keys]) for i in range(3))
+    words = torch.zeros(len(keys), 32, dtype=torch.int64, device=DEVICE)
+    noise = torch.zeros(len(keys), 32, device=DEVICE)
+    noise_kernel[(len(keys),)](seeds, positions, choices, words, noise, 32, QUADS=8)
+    counter = (torch.arange(8, device=DEVICE), positions[:, None], choices[:, None], 0 * positions[:, None])
+    key = (seeds & ONES)[:, None], ((seeds >> 32) & ONES)[:, None]
+    assert torch.equal(words, torch.stack(philox(counter, key), dim=-1).flatten(1))
+    found, expected = noise[:, ::4], gumbel_noise(seeds, positions, choices, 32)[:, ::4]
+    torch.testing.assert_close(found, expected, rtol=3e-6, atol=1e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize("V", [1, 2, 3, 5, 13, 61])
+def test_both_paths_pick_by_noise_alone(V):
+    """With equal logits only the noise decides: each word must meet its own token, also where 4 does not divide V."""
+    asked = [SamplingParams(seed=seed) for seed in SEEDS]
+    rows, places = rows_of(asked, choice=2, vocab_size=V), torch.arange(len(asked), device=DEVICE)
+    logits = torch.zeros(len(asked), V, device=DEVICE)
+    for position in range(3):
+        given = logits, places, torch.full_like(places, position), rows
+        assert sampling.sample_triton(*given).tolist() == sampling.sample_torch(*given).tolist()
+
+
+def random_params(choose: random.Random) -> SamplingParams:
+    c = choose.choice
+    return SamplingParams(
+        temperature=c([0, 0.5, 1, 1.0, 1.7]),
+        top_k=c([0, 0, 1, 5, 50, 10**6]),
+        top_p=c([1, 1, 0.1, 0.5, 0.9, 0.99]),
+        min_p=c([0, 0, 0.05, 1]),
+        presence_penalty=c([0, 0, 1.0]),
+        frequency_penalty=c([0, 0, -0.5]),
+        repetition_penalty=c([1, 1, 1.3]),
+        logit_bias=c([None, None, {0: 10, 2: -5}]),
+        allowed_token_ids=c([None, None, None, [0, 1, 2]]),
+        min_tokens=c([0, 0, 4]),
+    )
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("V", "dtype", "width", "quads"),
+    [
+        (5, torch.bfloat16, 2048, 512),
+        (130, torch.float32, 64, 8),
+        (301, torch.bfloat16, 128, 16),
+        (300, torch.float16, 128, 16),
+    ],
+)
+def test_both_paths_choose_alike(monkeypatch, dtype, V, width, quads):
+    """
+    Whatever is mixed. Only where the best two perturbed scores lie within 1e-4, or a sum of probabilities within
+    rounding of top_p, may they differ; those are few, and counted.
+    """
+    monkeypatch.setattr(sampling, "WIDTH", width)  # small tiles, so that a row has several
+    monkeypatch.setattr(sampling, "QUADS", quads)
+    monkeypatch.setattr(sampling, "PICK_PROGRAMS", 64)
+    choose, R = random.Random(V), 16
+    asked = [random_params(choose) for _ in range(R)]
+    rows = [SamplingRows(R, V, DEVICE) for _ in range(2)]
+    for row, p in enumerate(asked):
+        texts = [[choose.randrange(V) for _ in range(9)] for _ in range(2)]
+        for each in rows:
+            each.set(row, p, choose.getrandbits(1) + 7 * row, row % 3, *texts, [1, V - 1])
+            each.seed[row] = row - 8
+    places = tensor(choose.sample(range(R), R))
+    logits, positions = (3 * randn(R, V, seed=V)).to(dtype), tensor([choose.randrange(40) for _ in range(R)])
+    by_torch = sampling.sample_torch(logits, places, positions, rows[0], [asked[i] for i in places.tolist()])
+    by_triton = sampling.sample_triton(logits, places, positions, rows[1])
+    assert (by_torch != by_triton).sum() <= 1
+    assert (rows[0].marks != rows[1].marks).sum() <= 2 * (by_torch != by_triton).sum()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs and their streams")
+def test_a_cuda_graph_serves_whatever_is_asked_later():
+    """A decision on the host, a synchronisation or a new tensor for a row is frozen into the graph, or breaks it."""
+    V, asked = 50257, list(ADJUSTED.values())
+    rows, places = SamplingRows(len(asked), V, DEVICE), torch.arange(len(asked), device=DEVICE)
+    logits, positions = randn(len(asked), V, seed=7).bfloat16(), places + 9
+    for row in places.tolist():
+        rows.set(row, GREEDY, 0, 0)
+    sampling.sample_triton(logits, places, positions, rows)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sampling.sample_triton(logits, places, positions, rows)
+    for i, drawn in enumerate([{}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9}]):
+        other = SamplingRows(len(asked), V, DEVICE)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for each in rows, other:
+                for row, p in enumerate(asked):
+                    each.set(row, replace(p, **drawn), row, i, [1, 2, 3], [4] * i, STOPS)
+            graph.replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        expected = sampling.sample_torch(logits, places, positions, other)
+        assert (tokens != expected).sum() <= 1
+        assert i == 0 or len(set(tokens.tolist())) > 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Log-probabilities
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_logprobs_are_those_of_the_raw_logits(dtype, n):
+    """Those of the tempered or penalised distribution, or of ranks that moved, are not what the API promises."""
+    logits, tokens = (3 * randn(4, 40, seed=6)).to(dtype), tensor([0, 39, 7, 7])
+    chosen, ids, top = sampling.logprobs(logits, tokens, n)
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(chosen.double(), expected[range(4), tokens], atol=1e-5, rtol=0)
+    torch.testing.assert_close(top.double(), expected.sort(descending=True).values[:, :n], atol=1e-5, rtol=0)
+    assert ids.shape == (4, n) and torch.equal(expected.gather(1, ids), expected.sort(descending=True).values[:, :n])
+
+
+def test_logprobs_are_finite_whatever_the_logits():
+    """No JSON has an infinity; a row that went wrong has no token, and must not break the others'."""
+    logits = torch.zeros(4, 6, device=DEVICE)
+    logits[0, 2], logits[1, :], logits[2, 3] = -torch.inf, torch.nan, torch.inf
+    chosen, ids, top = sampling.logprobs(logits, tensor([2, -1, -1, 5]), 20)
+    assert chosen[0] == sampling.FLOOR == top.min() and chosen.isfinite().all() and top.isfinite().all()
+    assert chosen[3].item() == pytest.approx(-math.log(6)) and ids.shape == (4, 6)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -370,6 +740,19 @@ REFUSED = [
     *(("stop_token_ids", x, "a tuple of token ids") for x in (None, 5, "abc", (1.5,), [True], ([1],))),
     *(("ignore_eos", x, "True or False") for x in (None, 1, "yes")),
     *(("seed", x, "a whole number of 64 bits, or None") for x in (2**63, -(2**63) - 1, 1.0, NAN, True, "0")),
+    *(("presence_penalty", x, "a number from -2 to 2") for x in (-2.1, 2.1, NAN, INF, True, "1", None)),
+    *(("frequency_penalty", x, "a number from -2 to 2") for x in (-2.1, 2.1, NAN, INF, True, "1", None)),
+    *(("repetition_penalty", x, "a finite number above 0") for x in (0, -1, NAN, INF, True, "1", None)),
+    *(("min_tokens", x, "a whole number, 0 to max_tokens") for x in (-1, 17, 1.0, NAN, True, "1", None)),
+    *(("logprobs", x, "a whole number, 0 to 20, or None") for x in (-1, 21, 1.0, True, "1")),
+    *(
+        ("logit_bias", x, "a dict from token ids to numbers from -100 to 100, or None")
+        for x in ({"1": 1.0}, {1: 101}, {1: -100.5}, {1: NAN}, {1: True}, {True: 1}, {1: "1"}, {1.0: 1}, [1], 1)
+    ),
+    *(
+        ("allowed_token_ids", x, "a tuple of token ids, at least one, or None")
+        for x in ((), [], (1.0,), (True,), ("1",), 1, "1", {1})
+    ),
 ]
 
 
@@ -380,6 +763,9 @@ def test_a_wrong_parameter_is_refused_with_its_name_its_value_and_what_is_wanted
     with pytest.raises(ValueError) as caught:
         SamplingParams(**{name: value})
     assert str(caught.value) == f"{name} is {value!r}; it must be {wanted}"
+
+
+range_of_ids = tuple(range(V))
 
 
 @pytest.mark.parametrize(
@@ -393,12 +779,19 @@ def test_a_wrong_parameter_is_refused_with_its_name_its_value_and_what_is_wanted
         *(("stop_token_ids", x) for x in ((), [], (1, 2), [0])),
         *(("ignore_eos", x) for x in (False, True)),
         *(("seed", x) for x in (None, 0, -1, 2**63 - 1, -(2**63))),
+        *(("presence_penalty", x) for x in (-2, 2, 0.0)),
+        *(("frequency_penalty", x) for x in (0, 0.0)),
+        *(("repetition_penalty", x) for x in (1, 1.5, 2)),
+        *(("min_tokens", x) for x in (0, 16)),
+        *(("logit_bias", x) for x in (None, {}, {12: 3, 0: -2.0})),
+        *(("allowed_token_ids", x) for x in (None, range_of_ids, list(range_of_ids))),
+        *(("logprobs", x) for x in (None, 0, 20)),
     ],
 )
 def test_parameters_exactly_at_their_limits_are_accepted(name, value):
     """The edge's other side: what is accepted must also reach the device arrays, and here drop no token."""
     params = SamplingParams(**{name: value})
-    rows, positions = rows_of([params]), torch.arange(5000)
+    rows, positions = rows_of([params]), torch.arange(5000, device=DEVICE)
     tokens = sample(LOGITS.expand(5000, -1), 0 * positions, positions, rows, [params])
     assert set(tokens.tolist()) == set(range(V))
 
@@ -410,6 +803,21 @@ def test_parameters_exactly_at_their_limits_are_accepted(name, value):
 def test_parameters_that_leave_only_the_most_likely_token(name, value):
     """A top_p of 1e-300 is 0 in fp32: the filter alone would drop all tokens, and answer token 0."""
     params = SamplingParams(**{name: value})
-    rows, positions = rows_of([params]), torch.arange(100)
+    rows, positions = rows_of([params]), torch.arange(100, device=DEVICE)
     tokens = sample(LOGITS.flip(0).expand(100, -1), 0 * positions, positions, rows, [params])
     assert set(tokens.tolist()) == {V - 1}
+
+
+def test_token_ids_outside_the_vocabulary_are_refused():
+    """They would write beyond a row of the device's arrays, into another request's."""
+    params = SamplingParams(logit_bias={0: 1.0, 12: 1.0}, allowed_token_ids=[0, 12])
+    params.check_vocabulary(13)
+    for bad, name in (
+        (replace(params, logit_bias={13: 0.0}), "logit_bias"),
+        (
+            replace(params, allowed_token_ids=(3, -1)),
+            "allowed_token_ids",
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} has token (13|-1), outside 0..12: leave it out"):
+            bad.check_vocabulary(13)
