@@ -613,23 +613,6 @@ class DetokenizeAnswer(BaseModel):
     prompt: str
 
 
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "pagedgpt"
-    max_model_len: int  # what really fits
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class State(BaseModel):
-    status: str
-
-
 class ErrorAnswer(BaseModel):
     """The shape of `error_body`, for the OpenAPI page."""
 

@@ -532,16 +532,21 @@ class Metrics:
         def metric(kind, name: str, about: str, **options):
             return kind(f"vllm:{name}", about, ["model_name"], registry=self.registry, **options).labels(model_name)
 
-        self.running = metric(Gauge, "num_requests_running", "Choices being computed.")
-        self.waiting = metric(Gauge, "num_requests_waiting", "Choices waiting for their turn.")
-        self.kv_usage = metric(Gauge, "kv_cache_usage_perc", "Share of the KV blocks that running requests hold, 0..1.")
-        self.queries = metric(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self.hits = metric(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self.preemptions = metric(Counter, "num_preemptions", "Requests sent back to the queue for lack of blocks.")
+        # by their names in Engine.stats()
+        self.gauges = {
+            "running": metric(Gauge, "num_requests_running", "Choices being computed."),
+            "waiting": metric(Gauge, "num_requests_waiting", "Choices waiting for their turn."),
+            "kv_usage": metric(Gauge, "kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0..1."),
+        }
+        self.counters = {
+            "queries": metric(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+            "hits": metric(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+            "preemptions": metric(Counter, "num_preemptions", "Requests sent back to the queue for lack of blocks."),
+        }
         self.prompt_tokens = metric(Counter, "prompt_tokens", "Prompt tokens computed or found.")
         self.generation_tokens = metric(Counter, "generation_tokens", "Tokens generated.")
-        seconds = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600]
-        timing = partial(metric, Histogram, buckets=seconds)
+        bounds = [m * 10**e for e in range(-3, 3) for m in (1, 2.5, 5)]  # 1 ms .. 500 s
+        timing = partial(metric, Histogram, buckets=bounds)
         self.first_token = timing("time_to_first_token_seconds", "From the request to its first token.")
         self.inter_token = timing("inter_token_latency_seconds", "From one token of a choice to the next.")
         self.latency = timing("e2e_request_latency_seconds", "From the request to its last token.")
@@ -565,17 +570,13 @@ class Metrics:
 
     def update(self, stats: dict):
         """Take in Engine.stats(). Its totals begin at 0 again when the engine is started again, ours must not."""
-        self.running.set(stats["running"]), self.waiting.set(stats["waiting"]), self.kv_usage.set(stats["kv_usage"])
-        for name in ("queries", "hits", "preemptions"):
+        for name, gauge in self.gauges.items():
+            gauge.set(stats[name])
+        for name, counter in self.counters.items():
             new, self.totals[name] = stats[name] - self.totals.get(name, 0), stats[name]
-            getattr(self, name).inc(new if new >= 0 else stats[name])
+            counter.inc(new if new >= 0 else stats[name])
         for waited in stats["waited"]:
             self.queue_time.observe(waited)
-
-    def text(self) -> bytes:
-        from prometheus_client import generate_latest
-
-        return generate_latest(self.registry)
 
 
 class Service:
@@ -859,7 +860,7 @@ def is_address(host: str) -> bool:
 
 
 def create_app(service: Service):
-    """The FastAPI application: its routes."""
+    """The FastAPI application: the routes that compute something."""
     from fastapi import FastAPI, Request
     from fastapi.responses import Response
 
@@ -874,26 +875,24 @@ def create_app(service: Service):
         async def __call__(self, scope, receive, send):
             await self.job(scope, receive, send)
 
-    # without FastAPI's documentation pages, which load scripts from elsewhere; /openapi.json says the same
-    app = FastAPI(title="pagedGPT", docs_url=None, redoc_url=None, redirect_slashes=False)
-    shape_errors(app)
-
-    def responses(*statuses):
-        return {status: {"model": protocol.ErrorAnswer} for status in (401, 403, 500, *statuses)}
-
+    statuses = (400, 401, 403, 404, 413, 429, 500, 503)
+    errors = {status: {"model": protocol.ErrorAnswer} for status in statuses}
     events = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-    for_work, for_all = responses(400, 404, 413, 429, 503) | events, responses(503)
-    for_texts = responses(400, 404, 413, 503)
+    # without FastAPI's documentation pages, which load scripts from elsewhere; /openapi.json says the same
+    app = FastAPI(title="pagedGPT", docs_url=None, redoc_url=None, redirect_slashes=False, responses=errors)
+    shape_errors(app)
+    add_state(app, service)
+    app.add_middleware(Gate, service=service)
 
-    @app.post("/v1/completions", response_model=protocol.CompletionAnswer, responses=for_work)
+    @app.post("/v1/completions", response_model=protocol.CompletionAnswer, responses=events)
     async def completions(request: protocol.CompletionRequest, http: Request):
         return Answer(await service.complete(request, http.state.salt))
 
-    @app.post("/v1/chat/completions", response_model=protocol.ChatAnswer, responses=for_work)
+    @app.post("/v1/chat/completions", response_model=protocol.ChatAnswer, responses=events)
     async def chat_completions(request: protocol.ChatRequest, http: Request):
         return Answer(await service.chat(request, http.state.salt))
 
-    @app.post("/tokenize", response_model=protocol.TokenizeAnswer, responses=for_texts)
+    @app.post("/tokenize", response_model=protocol.TokenizeAnswer)
     async def tokenize(request: protocol.TokenizeRequest):
         service.check_model(request.model)
         if request.messages:
@@ -902,11 +901,11 @@ def create_app(service: Service):
             what = service.encode, [request.prompt]
         (ids,) = await service.in_thread(*what)
         names = [protocol.token_name(service.tokenizer.spelled_bytes(i)) for i in ids]
-        names = names if request.return_token_strs else None
         limit = service.client.info["max_model_len"]
-        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names}
+        named = {"token_strs": names if request.return_token_strs else None}
+        return {"count": len(ids), "max_model_len": limit, "tokens": ids} | named
 
-    @app.post("/detokenize", response_model=protocol.DetokenizeAnswer, responses=for_texts)
+    @app.post("/detokenize", response_model=protocol.DetokenizeAnswer)
     async def detokenize(request: protocol.DetokenizeRequest):
         service.check_model(request.model)
         V = service.client.info["vocab_size"]
@@ -915,33 +914,39 @@ def create_app(service: Service):
             raise protocol.ApiError(400, message, "tokens")
         return {"prompt": b"".join(map(service.tokenizer.spelled_bytes, request.tokens)).decode("utf-8", "replace")}
 
-    @app.get("/v1/models", response_model=protocol.ModelList, responses=for_all)
-    async def models():
+    return app
+
+
+def add_state(app, service: Service):
+    """The routes that tell how the server is."""
+    from fastapi.responses import PlainTextResponse
+
+    from protocol import ApiError
+
+    @app.get("/v1/models")
+    async def models() -> dict:
         service.check_ready()
-        return {"data": [card()]}
+        model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "pagedgpt"}
+        return {"object": "list", "data": [model | {"max_model_len": service.client.info["max_model_len"]}]}
 
-    def card():
-        return {"id": service.name, "created": service.created, "max_model_len": service.client.info["max_model_len"]}
-
-    @app.get("/readyz", response_model=protocol.State, responses=for_all)
-    @app.get("/health", response_model=protocol.State, responses=for_all)
-    async def ready():
+    @app.get("/readyz")
+    @app.get("/health")
+    async def ready() -> dict[str, str]:
         service.check_ready()
         return {"status": "ready"}
 
-    @app.get("/livez", response_model=protocol.State, responses=for_all)
-    async def alive():
+    @app.get("/livez")
+    async def alive() -> dict[str, str]:
         if not service.client.is_alive():
             reason = service.client.reason or f"no step in {STALL_SECONDS} s"
-            raise protocol.ApiError(503, f"the engine is not alive: {reason}", None, "dead")
+            raise ApiError(503, f"the engine is not alive: {reason}", None, "dead")
         return {"status": "alive"}
 
-    @app.get("/metrics", responses=responses() | {200: {"content": {"text/plain": {}}}}, response_class=Response)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics():
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        from prometheus_client import generate_latest
 
-    app.add_middleware(Gate, service=service)
-    return app
+        return PlainTextResponse(generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4")
 
 
 def shape_errors(app):
