@@ -1049,8 +1049,9 @@ def complete_at_terminal(args: argparse.Namespace):
 def main(argv: list[str] | None = None):
     # Read when torch loads OpenMP: threads that wait spin less before they sleep, as HTTP needs the cores too.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # oneDNN keeps code for each number of rows it has met, by default 1024 of them: 700 MB after a minute of mixed load
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    # oneDNN keeps code for each number of rows it has met: without a limit that is 500 MB after a minute of mixed load.
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, "64")
     args = parse_args(argv)
     try:
         problem = serve_http(args) if args.prompt is None else complete_at_terminal(args)
