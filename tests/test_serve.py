@@ -169,7 +169,7 @@ class Server:
         return None, engine.to_engine, engine.from_engine
 
     def run(self):
-        self.result = asyncio.run(self.service.run(self.sock))
+        self.result = serve.run_on_loop(self.service.run(self.sock))
 
     def __enter__(self):
         self.engine.start()
@@ -1171,8 +1171,8 @@ def test_second_signal_stops_now():
 def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monkeypatch):
     """Half a body, and an answer that nobody reads, each left a traceback of 60 lines when the server was stopped."""
     monkeypatch.setattr(serve, "LINGER_SECONDS", 0.2)
-    with Server(send_buffer=4096) as server:
-        unread = server.connect(prompt=["loop"] * 8, max_tokens=400, stream=True, return_token_ids=True)
+    with Server(engine=FakeEngine(pace=0), send_buffer=4096) as server:
+        unread = server.connect(prompt=["loop"] * 8, max_tokens=3000, stream=True, return_token_ids=True)
         half = socket.create_connection(server.address)
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         half.sendall(b'Content-Length: 99\r\n\r\n{"prompt": ')
@@ -1250,7 +1250,7 @@ def test_engine_that_cannot_start():
     engine = FakeEngine(ready=False)
     server = Server(engine=engine)
     engine.send("fatal", message="no model here: run `python train.py`")
-    assert asyncio.run(server.service.run(server.sock)) == "no model here: run `python train.py`"
+    assert serve.run_on_loop(server.service.run(server.sock)) == "no model here: run `python train.py`"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
