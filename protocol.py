@@ -46,8 +46,8 @@ NEUTRAL_IN_CHAT |= {"chat_template": None, "chat_template_kwargs": {}, "continue
 NEUTRAL_IN_CHAT |= {"add_special_tokens": False, "reasoning_effort": None}
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 1000  # every token's text is searched for each stop string: both bound that work
-MAX_STOP_IDS, MAX_BIASES, MAX_LOGPROBS, MAX_CHOICES = 64, 1024, 20, 128
-MAX_MESSAGES = 4096
+MAX_STOP_IDS, MAX_BIASES, MAX_ALLOWED, MAX_LOGPROBS, MAX_CHOICES = 64, 1024, 2**18, 20, 128
+MAX_PROMPTS, MAX_MESSAGES = 4096, 4096
 INT64 = 2**63
 LOWEST = -9999.0  # JSON has no infinity
 
@@ -110,6 +110,8 @@ def list_of_prompts(value: Any) -> list[str | list[int]]:
     """Bring the four forms of `prompt` into one: a list of texts, or a list of lists of token ids."""
     prompts = [value] if isinstance(value, str) or (value and is_token_ids(value)) else value
     is_list = isinstance(prompts, list)
+    if is_list and len(prompts) > MAX_PROMPTS:  # before each is looked at
+        raise ApiError(400, f"prompt has {len(prompts)} prompts, at most {MAX_PROMPTS} are taken: split it", "prompt")
     if not is_list or not (all(isinstance(p, str) for p in prompts) or all(is_token_ids(p) for p in prompts)):
         message = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
         raise ApiError(400, message, "prompt")
@@ -189,17 +191,20 @@ class Strict(BaseModel):
         """
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-        for name in given.keys() - cls.model_fields.keys():
+        given = {}
+        for name, value in body.items():
+            if value is None or name in IGNORED:
+                continue
+            if name in cls.model_fields:
+                given[name] = value
+                continue
             if name not in cls.neutral:
-                known = [*cls.model_fields, *cls.neutral]
-                close = difflib.get_close_matches(name[:50], known, 1, cutoff=0.85)
+                close = difflib.get_close_matches(name[:50], [*cls.model_fields, *cls.neutral], 1, cutoff=0.85)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ApiError(400, f"there is no field {name!r:.200}{hint}", name[:200])
-            value, neutral = given.pop(name), cls.neutral[name]
+            neutral = cls.neutral[name]
             if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):  # to Python True is 1
-                message = f"{name} is not served here: leave it out or send {json.dumps(neutral)}"
-                raise ApiError(400, message, name)
+                raise ApiError(400, f"{name} is not served here: leave it out or send {json.dumps(neutral)}", name)
         return given
 
 
@@ -226,7 +231,7 @@ class SamplingRequest(Strict):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     logit_bias: Bias = {}
-    allowed_token_ids: Ids = Field([], min_length=1)
+    allowed_token_ids: Ids = Field([], min_length=1, max_length=MAX_ALLOWED)
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Stops = []

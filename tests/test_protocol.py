@@ -179,6 +179,11 @@ def test_many_unknown_fields_end_at_the_first(body):
     assert time.perf_counter() - started < 0.5
 
 
+def test_too_many_prompts_are_not_looked_at():
+    assert len(parse(prompt=["a"] * 4096).prompt) == 4096
+    assert refusal(prompt=[[1]] * 4097).detail == "prompt has 4097 prompts, at most 4096 are taken: split it"
+
+
 def test_only_the_first_wrong_item_is_reported():
     """A list of a million numbers as stop made a million findings: nine seconds of nothing else."""
     with pytest.raises(ValidationError) as caught:
