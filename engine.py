@@ -23,7 +23,7 @@ import torch
 import kernels
 from model import GPT, packed_for_cpu
 from paged import KVBlockPool, Plan, Request, Scheduler
-from sampling import GREEDY, SamplingParams, SamplingRows, sample
+from sampling import GREEDY, SamplingParams, SamplingRows, logprobs, sample
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The device side of a step
@@ -55,12 +55,27 @@ class Runner:
     def run(self, plan: Plan) -> list[int]:
         """Compute a plan: write the K, V of its tokens and return one token for each of `plan.sampled`."""
         batch = self.prepare(plan)
-        logits = self.model.forward_paged(batch, self.pool.kv)  # (R, V)
+        logits = self.model.forward_paged(batch, self.pool.kv)  # (R, V); after the sampled, those of scored prompts
+        R, params = len(plan.sampled), [r.params or GREEDY for r in plan.sampled]
         rows = self.tensor([r.row for r in plan.sampled])  # [R]
-        positions = batch.positions[batch.logits_index] + 1  # [R], of the tokens to come
-        tokens = sample(logits, rows, positions, self.sampling, [r.params or GREEDY for r in plan.sampled])
+        positions = batch.positions[batch.logits_index[:R]] + 1  # [R], of the tokens to come
+        tokens = sample(logits[:R], rows, positions, self.sampling, params)
         self.last_token[rows] = tokens  # the next input, without a way through the host
+        self.score(plan, logits, tokens, [p.logprobs for p in params])
         return tokens.tolist()
+
+    def score(self, plan: Plan, logits: torch.Tensor, tokens: torch.Tensor, wanted: list[int | None]):
+        """Fill plan.logprobs for the sampled tokens [R] of those who want so many, and plan.prompt_scores."""
+        if asked := [i for i, n in enumerate(wanted) if n is not None]:
+            found = scores(logits[asked], tokens[asked], max(wanted[i] for i in asked))
+            plan.logprobs = {plan.sampled[i]: score for i, score in zip(asked, found, strict=True)}
+        at = len(plan.sampled)
+        for request, n in plan.chunks:
+            if count := num_scored(request, n):
+                start = request.prefill_cursor + 1
+                targets = self.tensor(request.prompt_tokens[start : start + count])
+                plan.prompt_scores[request] = scores(logits[at : at + count], targets, request.prompt_logprobs)
+                at += count
 
     def prepare(self, plan: Plan) -> kernels.Batch:
         """Bring the device's arrays up to date with the plan and lay its requests out on the flat token axis."""
@@ -107,6 +122,8 @@ class Runner:
         S, M = self.block_size, -(-max(context_lens) // self.block_size)  # no wider than the longest context needs
         query_start, sampled = [0, *accumulate(query_lens)], set(plan.sampled)
         last = [end - 1 for r, end in zip(requests, query_start[1:], strict=True) if r in sampled]
+        for (request, n), start in zip(plan.chunks, query_start[len(plan.decodes) :], strict=False):
+            last += range(start, start + num_scored(request, n))
         return kernels.Batch(
             tokens=tokens,
             positions=positions,
@@ -123,6 +140,18 @@ class Runner:
         )
 
 
+def num_scored(request: Request, n: int) -> int:
+    """How many of a request's next n prefill tokens predict a token of its prompt that is to be scored."""
+    if request.prompt_logprobs is None or request.generated_tokens:  # the latter: computed again after a preemption
+        return 0
+    return min(n, len(request.prompt_tokens) - 1 - request.prefill_cursor)
+
+
+def scores(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> list[list]:
+    """For each row of logits [R, V]: [log-probability of its token, the n likeliest ids, their log-probabilities]."""
+    return [list(row) for row in zip(*(part.tolist() for part in logprobs(logits, tokens, n)), strict=True)]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The engine
 
@@ -136,6 +165,8 @@ class Output:
     finish_reason: str | None = None  # stop, length or error; None while it goes on
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     error: str | None = None
+    logprobs: list | None = None  # [log-probability of the token, the likeliest ids, their log-probabilities]
+    prompt_logprobs: list[list] | None = None  # with the first token: such a score of each prompt token but the first
 
 
 def kv_dtype(model: GPT) -> torch.dtype:
@@ -231,7 +262,10 @@ class Engine:
         )
         self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention)
         self.requests: dict[int | str, Request] = {}  # waiting or running
+        self.num_choices: dict[int | str, int] = {}  # of those whose other choices are still to be forked
+        self.prompt_scores: dict[int | str, list] = {}  # of those whose prompts are being scored
         self.seeds = random.Random(seed)
+        self.waited: list[float] = []  # seconds in the queue, of those that the last step admitted
         self.trace, self.check = trace, check
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
 
@@ -240,13 +274,23 @@ class Engine:
         return not self.scheduler.is_done()
 
     def add_request(
-        self, id: int | str, prompt_tokens: list[int], params: SamplingParams, priority: int = 0
+        self,
+        id: int | str,
+        prompt_tokens: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        n: int = 1,
+        prompt_logprobs: int | None = None,
+        cache_salt: str = "",
     ) -> Request:
         """
-        Queue a request; with the priority policy, a lower priority is served first. Raises ValueError at once, with
-        the numbers, for what can never be served.
+        Queue a request; with the priority policy, a lower priority is served first. With n > 1, further choices with
+        the ids "id.1", "id.2", ... are forked from it once its prompt is computed. Raises ValueError at once, with the
+        numbers, for what can never be served.
         """
         prompt_tokens, V = list(prompt_tokens), self.config.vocab_size
+        params.check_vocabulary(V)
         if id in self.requests:
             raise ValueError(f"request id {id!r} is in use: choose another")
         if not prompt_tokens:
@@ -270,15 +314,40 @@ class Engine:
             params.max_tokens,
             arrival_time=time.monotonic(),
             priority=priority,
+            cache_salt=cache_salt,
+            prompt_logprobs=prompt_logprobs,
             stop_token_ids=frozenset(params.stop_token_ids).union(eos),
             params=params if params.seed is not None else replace(params, seed=self.seeds.getrandbits(63)),
         )
         self.scheduler.add_request(request)
         self.requests[id] = request
+        if n > 1:
+            self.num_choices[id] = n
         return request
+
+    def _fork_choices(self, first: Request):
+        """
+        The other choices of a prompt that was just computed. A fork shares all its blocks and computes only its last
+        token again, which gives the logits to sample from. Where that cannot be (no row is free, the first choice has
+        ended, the last block is full and committed) a choice waits like any request and finds the blocks in the cache.
+        """
+        P = len(first.prompt_tokens)
+        can_share = first.status == "active" and first.num_committed * self.scheduler.block_size < P
+        for choice in range(1, self.num_choices.pop(first.id, 1)):
+            id, own = f"{first.id}.{choice}", {"choice": choice, "prompt_logprobs": None}
+            if can_share and self.scheduler.free_rows:
+                fork = self.scheduler.fork(first, id, generated_tokens=[], num_filled_slots=P - 1, **own)
+                self.runner.place(fork)
+            else:
+                shared = ("prompt_tokens", "max_new_tokens", "arrival_time", "priority", "stop_token_ids", "cache_salt")
+                same = {name: getattr(first, name) for name in (*shared, "params")}
+                fork = Request(id, **same, **own)
+                self.scheduler.add_request(fork)
+            self.requests[id] = fork
 
     def abort(self, id: int | str):
         """Forget a request in whatever state, and free its blocks. One that has finished already is no error."""
+        self.num_choices.pop(id, None), self.prompt_scores.pop(id, None)
         request = self.requests.pop(id, None)
         if request is not None:
             request.finish_reason = "abort"
@@ -299,13 +368,27 @@ class Engine:
             raise
         if self.trace:
             print(describe(plan, self.scheduler))
+        now = time.monotonic()
+        self.waited = [now - r.arrival_time for r in plan.admitted if not r.num_preemptions]
         self.num_decode_tokens += len(plan.decodes)
         self.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
+        for request, found in plan.prompt_scores.items():  # a prompt that starts again after a preemption scores again
+            before = self.prompt_scores.get(request.id, []) if request.prefill_cursor else []
+            self.prompt_scores[request.id] = before + found
         for request in self.scheduler.update(plan, tokens):
             del self.requests[request.id]
+        for request in plan.sampled[len(plan.decodes) :] if self.num_choices else ():
+            self._fork_choices(request)
         if self.check:
             self.scheduler.check()
-        return [Output(r.id, r.generated_tokens[-1:], r.finish_reason, r.num_hit_tokens) for r in plan.sampled]
+        return [self._output(r, plan) for r in plan.sampled]
+
+    def _output(self, r: Request, plan: Plan) -> Output:
+        if r.generated_tokens[-1] < 0:  # the sampler's word for logits that are not numbers
+            self.abort(r.id)
+            return Output(r.id, [], "error", error="the model's logits are not numbers: its weights are broken")
+        found = plan.logprobs.get(r), self.prompt_scores.pop(r.id, None) if self.prompt_scores else None
+        return Output(r.id, r.generated_tokens[-1:], r.finish_reason, r.num_hit_tokens, None, *found)
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
         """End whoever took part in a step: what it wrote of their K, V and device state is unknown."""
@@ -361,6 +444,19 @@ class Engine:
             "preemptions": self.scheduler.num_preemptions,
             "queried tokens": self.scheduler.num_queried_tokens,
             "hit tokens": self.scheduler.num_hit_tokens,
+        }
+
+    def stats(self) -> dict:
+        """What a server's metrics show, as of the last step; `waited` is in seconds, one for each request admitted."""
+        scheduler = self.scheduler
+        return {
+            "running": len(scheduler.active) + len(scheduler.prefilling),
+            "waiting": len(scheduler.waiting),
+            "kv_usage": 1 - scheduler.block_allocator.num_free / self.num_blocks,
+            "queries": scheduler.num_queried_tokens,
+            "hits": scheduler.num_hit_tokens,
+            "preemptions": scheduler.num_preemptions,
+            "waited": self.waited,
         }
 
     def summary(self, before: dict[str, int], seconds: float) -> str:
@@ -502,9 +598,10 @@ def run(engine: Engine, inbox, outbox):
     brought, until told to stop or the other side is gone. `inbox` and `outbox` are ends of `multiprocessing.Pipe`s;
     messages are JSON, never pickles, so neither side can run code in the other:
 
-        in   {"op": "add", "id", "prompt", "params"}   {"op": "abort", "id"}   {"op": "stop"}
+        in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
+             {"op": "abort", "id"}   {"op": "stop"}
         out  {"op": "ready", "max_model_len", "vocab_size", "eos_token_id"}
-             {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens], ...]}
+             {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores...], ...], "stats": of the engine}
              {"op": "error", "id", "message", "kind": "invalid" for what the client can change, else "internal"}
     """
 
@@ -513,12 +610,17 @@ def run(engine: Engine, inbox, outbox):
 
     def take(message: dict) -> bool:
         if message["op"] == "add":
+            params, options = message["params"], message.get("options", {})
+            if bias := params.get("logit_bias"):
+                params["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON's keys are texts
             try:
-                engine.add_request(message["id"], message["prompt"], SamplingParams(**message["params"]))
+                engine.add_request(message["id"], message["prompt"], SamplingParams(**params), **options)
             except (ValueError, TypeError) as error:
                 send("error", id=message["id"], message=str(error), kind="invalid")
         elif message["op"] == "abort":
             engine.abort(message["id"])
+            if not engine.has_work:  # no step will tell
+                send("step", out=[], stats=engine.stats())
         return message["op"] != "stop"
 
     limits = {"max_model_len": engine.max_model_len, "vocab_size": engine.config.vocab_size}
@@ -532,8 +634,11 @@ def run(engine: Engine, inbox, outbox):
             for output in outputs:
                 if output.error:
                     send("error", id=output.id, message=output.error, kind="internal")
-            good = [[o.id, o.tokens, o.finish_reason, o.cached_tokens] for o in outputs if not o.error]
-            if good:
-                send("step", out=good)
+            good = [o for o in outputs if not o.error]
+            rows = [[o.id, o.tokens, o.finish_reason, o.cached_tokens] for o in good]
+            for row, o in zip(rows, good, strict=True):
+                if o.logprobs or o.prompt_logprobs:
+                    row += [o.logprobs, o.prompt_logprobs]
+            send("step", out=rows, stats=engine.stats())
     except (EOFError, BrokenPipeError):  # the server is gone: nobody is left to answer
         return

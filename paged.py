@@ -160,6 +160,7 @@ class Request:
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     params: object = None  # what the engine needs to sample for this request
     choice: int = 0  # which fork of its prompt this is; enters the noise of sampling
+    prompt_logprobs: int | None = None  # score the prompt, with so many candidates each: then it takes no prefix hits
     # bookkeeping of the scheduler
     prefill_target: int = 0  # tokens to compute before sampling: the prompt, after a preemption also what was generated
     num_hit_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
@@ -252,6 +253,9 @@ class Plan:
     admitted: list[Request] = field(default_factory=list)  # got a row and a block table in this step
     grown: list[Request] = field(default_factory=list)  # decodes whose last block is new
     preempted: list[Request] = field(default_factory=list)
+    # what the step brings besides its tokens: a score is [log-probability, the likeliest ids, their log-probabilities]
+    logprobs: dict[Request, list] = field(default_factory=dict)  # of the sampled token, for who asked
+    prompt_scores: dict[Request, list[list]] = field(default_factory=dict)  # of the prompt tokens after those computed
 
     @property
     def num_tokens(self) -> int:
@@ -394,7 +398,8 @@ class Scheduler:
         if not request.block_keys:
             request.block_keys.append(root_key(self.model_id, request.cache_salt))
         hits = []
-        for index in range((request.num_tokens - 1) // self.block_size if self.prefix_cache else 0):
+        may_hit = self.prefix_cache and request.prompt_logprobs is None  # a score needs the logits of every token
+        for index in range((request.num_tokens - 1) // self.block_size if may_hit else 0):
             block = self.block_cache.lookup(request.content_of(index, self.block_size))
             if block is None:
                 break

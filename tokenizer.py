@@ -11,11 +11,13 @@ what we save and gives the same ids. `tokenizers` itself is needed only to train
 This file also holds what the corpora in data/ share: writing files that are never half there, and token files.
 """
 
+import codecs
 import json
 import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,6 +66,7 @@ class Tokenizer:
         # a control token has no text: it decodes to nothing, wherever it stands
         text = {i: piece_bytes(piece) for piece, i in self.vocab.items() if piece not in self.control}
         self._bytes = [text.get(i, b"") for i in range(self.vocab_size)]
+        self.names = {i: name for name, i in self.control.items()}
 
     def token_bytes(self, token: int) -> bytes:
         """
@@ -71,6 +74,10 @@ class Tokenizer:
         vocabulary: a model may have more rows than there are tokens, to be a multiple of 64.
         """
         return self._bytes[token] if token < len(self._bytes) else b""
+
+    def spelled_bytes(self, token: int) -> bytes:
+        """The same, but a control token is spelled by its name, "<|endoftext|>"."""
+        return self.names[token].encode() if token in self.names else self.token_bytes(token)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(map(self.token_bytes, ids))
@@ -166,6 +173,99 @@ def read_normalizer(spec: dict) -> Callable[[str], str]:
     if kind not in (None, "NFC"):
         raise TokenizerError(f"tokenizer.json normalizes text by {kind}: supported are none and NFC")
     return (lambda text: unicodedata.normalize("NFC", text)) if kind else (lambda text: text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens to text, as they come; a conversation to text
+
+
+class TextStream:
+    """
+    Tokens of one answer in, text out as soon as it is certain: whole UTF-8 characters, nothing of a stop string.
+
+    `token_bytes(id)` gives the bytes of a token. A stop string ends the text where it first is complete, so how the
+    text is cut into tokens makes no difference. `matched` is then that string, and the text ends before it, or after
+    it with include_stop.
+
+        stream = TextStream(tokenizer.token_bytes, stop=["\\n\\n"])
+        text = "".join(stream.push(token) for token in tokens) + stream.flush()
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], stop: list[str] = (), include_stop: bool = False):
+        self.token_bytes, self.stop, self.include_stop = token_bytes, stop, include_stop
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the bytes of a character not yet whole
+        self.held = ""  # text that could turn out to be the beginning of a stop string
+        self.matched: str | None = None
+
+    def push(self, token: int) -> str:
+        """The text that this token makes certain, often but not always the token's own."""
+        return self._release(self.decoder.decode(self.token_bytes(token)))
+
+    def flush(self) -> str:
+        """The rest, when no token follows: half a character becomes U+FFFD, and what was held is text after all."""
+        text = self._release(self.decoder.decode(b"", final=True)) + self.held
+        self.held = ""
+        return text
+
+    def _release(self, text: str) -> str:
+        text = self.held + text
+        # (end, -length, stop) of each match: the one that ends first counts, of several that do the longest
+        matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stop if stop in text]
+        if matches:
+            end, _, self.matched = min(matches)
+            self.held = ""
+            return text[: end if self.include_stop else end - len(self.matched)]
+        # nothing matched, so a match to come can only begin where the text ends like a stop string begins
+        keep = max((overlap(text, stop) for stop in self.stop), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that a stop string could begin with: overlap("a b", "b c") is 1."""
+    longest = min(len(text), len(stop) - 1)
+    return next(n for n in range(longest, -1, -1) if text.endswith(stop[:n]))
+
+
+def load_chat_template(directory: str | Path) -> Callable[..., str] | None:
+    """
+    What turns a conversation into the text to continue: render(messages=[{"role", "content"}], ...). None where the
+    checkpoint brings no template. It is a program, so it runs in jinja2's sandbox. Raises TokenizerError.
+    """
+    directory, template = Path(directory), None
+    config_path, own_path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    template = own_path.read_text(encoding="utf-8") if own_path.is_file() else config.get("chat_template")
+    if isinstance(template, list):  # several, each with a name
+        template = {t["name"]: t["template"] for t in template}.get("default")
+    if template is None:
+        return None
+    from jinja2.exceptions import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str):
+        raise TokenizerError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    tokens = {name: config.get(name) for name in ("bos_token", "eos_token")}
+    tokens = {name: t["content"] if isinstance(t, dict) else t or "" for name, t in tokens.items()}
+    now = datetime.now
+    environment.globals |= tokens | {"raise_exception": refuse, "strftime_now": lambda form: now().strftime(form)}
+    try:
+        compiled = environment.from_string(template)
+    except TemplateError as error:
+        raise TokenizerError(f"the chat template in {directory} is broken: {error}") from None
+
+    def render(**conversation) -> str:
+        try:
+            return compiled.render(**conversation)
+        except TokenizerError:
+            raise
+        except Exception as error:  # whatever a template does wrong with a conversation is no fault of ours
+            raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
+
+    return render
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ and talk to it as users do, with the official `openai` client. What it says must
 """
 
 import asyncio
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +60,7 @@ class Process:
 
     def __init__(self, checkpoint, *flags):
         command = [sys.executable, "serve.py", "--model", str(checkpoint), "--port", "0", "--check", *flags]
+        command += [] if "--log-requests" in flags else ["--no-access-log"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(command, **RUN, **pipes)
         self.greeting = self.process.stdout.readline()
@@ -176,6 +179,104 @@ def test_stop_string(client, checkpoint, expected):
     assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens < 24
 
 
+def test_choices(client, checkpoint):
+    """Choices of a seed differ from each other, not from those of another call; greedy ones do not differ."""
+    model, prompt = str(checkpoint), "class Request:\n    def "
+
+    def texts(n, **fields):
+        answer = client.completions.create(model=model, prompt=[prompt, "x"], n=n, max_tokens=24, **fields)
+        assert [c.index for c in answer.choices] == list(range(2 * n))
+        assert answer.usage.completion_tokens == 48 * n
+        return [c.text for c in answer.choices]
+
+    five = texts(5, seed=3, extra_body={"ignore_eos": True})
+    assert len(set(five)) == 10 and texts(5, seed=3, extra_body={"ignore_eos": True}) == five
+    assert texts(1, seed=3, extra_body={"ignore_eos": True}) == [five[0], five[5]]
+    assert len(set(texts(4, temperature=0))) == 2
+
+
+def test_logprobs_are_the_models(client, checkpoint):
+    """Of the prompt and of the answer, by echo, also without an answer; of the tokens, not of their pieces of text."""
+    ids = load_tokenizer(checkpoint).encode("import torch\nimport ")
+    fields = {"model": str(checkpoint), "prompt": ids, "logprobs": 3, "echo": True, "temperature": 0}
+    answer = client.completions.create(max_tokens=6, **fields, extra_body={"return_token_ids": True}).choices[0]
+    tokens = ids + answer.token_ids
+    dense = load_checkpoint(checkpoint)(torch.tensor([tokens]))[0][0].log_softmax(-1)
+    logprobs = answer.logprobs
+    assert "".join(logprobs.tokens) == answer.text and logprobs.token_logprobs[0] is None
+    wanted = dense[range(len(tokens) - 1), tokens[1:]].tolist()
+    assert logprobs.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
+    for top, row in zip(logprobs.top_logprobs[1:], dense, strict=False):
+        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
+    alone = client.completions.create(max_tokens=0, **fields).choices[0]
+    assert alone.logprobs.tokens == logprobs.tokens[: len(ids)] and alone.finish_reason == "length"
+    assert alone.logprobs.token_logprobs[1:] == pytest.approx(wanted[: len(ids) - 1], abs=1e-3)
+
+
+def test_other_parameters(client, checkpoint, expected):
+    """Each does something that can be seen in the answer."""
+
+    def tokens(**fields):
+        fields["return_token_ids"] = True
+        answer = client.completions.create(model=str(checkpoint), prompt="def ", **GREEDY, extra_body=fields)
+        return answer.choices[0].token_ids
+
+    plain = tokens()
+    assert load_tokenizer(checkpoint).decode(plain) == expected("def ")
+    assert set(tokens(allowed_token_ids=[5, 9])) <= {5, 9} and tokens(logit_bias={"7": 100}) == [7] * 24
+    stopped = tokens(stop_token_ids=[plain[2]])
+    assert len(stopped) <= 3 and len(tokens(stop_token_ids=[plain[2]], min_tokens=10)) >= 10
+    for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}):
+        assert len(set(tokens(**penalty))) > len(set(plain))
+    assert tokens(priority=-3, cache_salt="mine", request_id="r") == plain
+
+
+def test_prefixes_are_shared_within_a_salt(client, checkpoint):
+    def cached(salt):
+        answer = client.completions.create(
+            model=str(checkpoint), prompt="for salt in range(10):\n" * 5, **GREEDY, extra_body={"cache_salt": salt}
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert cached("a") == 0 and cached("a") > 0 and cached("b") == 0
+
+
+def test_chat_needs_a_template(client, checkpoint):
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model=str(checkpoint), messages=[{"role": "user", "content": "x"}])
+
+
+def test_chat_behind_a_key(checkpoint, expected, tmp_path):
+    """A checkpoint with a template, served behind a key: the async client chats, streaming and not."""
+    folder, keys = tmp_path / "chat", tmp_path / "keys"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}\n")
+    keys.write_text("sesame\n")
+
+    async def talk(url):
+        fields = {"model": "gpt", "messages": [{"role": "user", "content": "import "}], **GREEDY}
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(**fields)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0) as client:
+            answer = await client.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
+            stream = await client.chat.completions.create(**fields, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        (choice,) = answer.choices
+        assert choice.message.role == "assistant" and text == choice.message.content
+        assert "".join(entry.token for entry in choice.logprobs.content) == text
+        assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in choice.logprobs.content)  # greedy
+        return text
+
+    flags = ["--api-key-file", str(keys), "--served-model-name", "gpt", "--log-requests"]
+    with Process(folder, *flags) as server:
+        assert asyncio.run(talk(server.url)) == expected("import ")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        lines = [json.loads(line) for line in server.process.stdout.read().splitlines()[1:]]
+        assert [line["event"] for line in lines].count("request") == 2
+
+
 def test_errors_as_the_client_sees_them(client, checkpoint):
     """The client turns status and body into exceptions, and none of these makes it try again."""
     model = str(checkpoint)
@@ -185,8 +286,8 @@ def test_errors_as_the_client_sees_them(client, checkpoint):
     with pytest.raises(openai.BadRequestError, match="513, this model takes 512") as long:
         client.completions.create(model=model, prompt=[1] * 500, max_tokens=13)
     assert long.value.param == "max_tokens"
-    with pytest.raises(openai.BadRequestError, match="n is not served here yet"):
-        client.completions.create(model=model, prompt="x", n=2)
+    with pytest.raises(openai.BadRequestError, match="best_of is not served here"):
+        client.completions.create(model=model, prompt="x", best_of=2)
 
 
 def test_models(client, checkpoint):
@@ -213,15 +314,23 @@ def test_sigterm_drains_and_exits_0(server, client, checkpoint):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
-def test_engine_killed(checkpoint):
-    """kill -9 of the engine's process: the server says so instead of hanging, and ends with a failure."""
+def test_engine_killed(checkpoint, expected):
+    """kill -9 of the engine's process: another one is started, once; then the server ends with a failure."""
     with Process(checkpoint) as server:
-        os.kill(server.engine_pid, signal.SIGKILL)
-        while httpx.get(f"{server.url}/health").status_code != 503:
+        first = server.engine_pid
+        os.kill(first, signal.SIGKILL)
+        while (health := httpx.get(f"{server.url}/livez")).status_code != 503:
             time.sleep(0.01)
-        assert "must be restarted" in httpx.get(f"{server.url}/livez").json()["error"]["message"]
-        server.process.send_signal(signal.SIGTERM)
+        assert "it is started again" in health.json()["error"]["message"]
+        while httpx.get(f"{server.url}/readyz").status_code != 200:
+            time.sleep(0.05)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            answer = client.completions.create(model=str(checkpoint), prompt="def ", **GREEDY)
+        assert answer.choices[0].text == expected("def ") and httpx.get(f"{server.url}/livez").status_code == 200
+        assert server.engine_pid != first
+        os.kill(server.engine_pid, signal.SIGKILL)
         assert server.process.wait(60) == 1
+        assert "the engine's process ended" in server.process.stdout.read().splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -366,6 +366,89 @@ def test_requests_without_a_seed_are_drawn_one():
     assert runs[0] == runs[1] != runs[2]
 
 
+@pytest.mark.parametrize("P", [1, 7, 8, 9, 21])
+@pytest.mark.parametrize(
+    "changes, forks",
+    [
+        ({}, 3),
+        ({"prefix_cache": False}, 3),
+        ({"max_num_seqs": 2}, 0),  # one row is the other request's: no room for a fork
+        ({"num_blocks": 14}, 3),  # forks are preempted
+    ],
+)
+def test_choices_are_forks_and_do_not_depend_on_room(P, changes, forks):
+    """
+    Four choices of one prompt: they share its blocks and differ by their noise alone, so the tokens are the same
+    whether they were forked, waited for a row and hit the cache, or were preempted.
+    """
+    params = SamplingParams(max_tokens=20, seed=5, temperature=1.5)
+
+    def choices(**changes):
+        engine = new_engine(
+            trained_model(), **({"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 16} | changes)
+        )
+        engine.add_request("other", prompt(50, 5), greedy(30))
+        engine.add_request("a", prompt(0, P), params, n=4)
+        answers = finish(engine)
+        assert_idle(engine)
+        return answers, engine.scheduler.num_forks
+
+    reference, _ = choices(prefix_cache=False)
+    answers, num_forks = choices(**changes)
+    assert sorted(answers) == ["a", "a.1", "a.2", "a.3", "other"] and answers == reference
+    assert len({tuple(tokens) for tokens, _ in answers.values()}) == 5
+    committed = P % 4 == 0 and changes.get("prefix_cache", True)  # a full block is found in the cache instead
+    assert num_forks == (0 if committed else forks)
+
+
+def test_choices_of_an_aborted_prompt_are_never_forked():
+    engine = new_engine(trained_model(), max_num_seqs=8)
+    engine.add_request("a", prompt(0, 20), greedy(5), n=4)
+    engine.abort("a")
+    assert finish(engine) == {} and not engine.num_choices
+    engine.add_request("b", prompt(0, 20), greedy(1), n=3)  # the first ends with its first token: nothing left to fork
+    assert sorted(finish(engine)) == ["b", "b.1", "b.2"]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 12])  # with 12 it is preempted and scored again
+def test_scores_are_the_dense_models(num_blocks):
+    """Log-probabilities of each prompt token and each answer, in chunks, beside others; no prefix hit hides one."""
+    engine = new_engine(trained_model(), block_size=4, num_blocks=num_blocks, max_num_seqs=8, token_budget=16)
+    finish_first = [engine.add_request(i, prompt(0, 23), greedy(4)) for i in range(2)]
+    finish(engine)
+    engine.add_request("other", prompt(9, 15), greedy(20))
+    scored = engine.add_request("a", prompt(0, 23), replace(greedy(6), logprobs=2), prompt_logprobs=3)
+    found, prompt_scores = [], None
+    while engine.has_work:
+        for output in engine.step():
+            assert output.id == "a" or (output.logprobs, output.prompt_logprobs) == (None, None)
+            if output.id == "a":
+                found.append(output.logprobs)
+                prompt_scores = prompt_scores or output.prompt_logprobs
+    tokens = scored.tokens_so_far
+    assert len(finish_first) == 2 and scored.num_hit_tokens == 0
+    assert (len(prompt_scores), len(found)) == (22, 6)
+    logprobs = trained_model()(torch.tensor([tokens]))[0][0].log_softmax(-1)
+    for position, (logprob, ids, top) in enumerate(prompt_scores + found):
+        n = 3 if position < 22 else 2
+        best = logprobs[position].topk(n)
+        assert logprob == pytest.approx(logprobs[position, tokens[position + 1]].item(), abs=1e-3)
+        assert top == pytest.approx(best.values.tolist(), abs=1e-3) and len(ids) == n
+        assert logprobs[position, ids].tolist() == pytest.approx(top, abs=1e-3)
+
+
+def test_logits_that_are_not_numbers_end_their_request_with_an_error():
+    engine = new_engine(trained_model())
+    engine.add_request("a", prompt(0, 5), greedy(5))
+    model = engine.runner.model
+    engine.runner.model = type("Broken", (), {"forward_paged": lambda self, *a: model.forward_paged(*a) * torch.nan})()
+    engine.runner.model.config = model.config
+    (output,) = engine.step()
+    assert output.finish_reason == "error" and "not numbers" in output.error
+    assert_idle(engine)
+
+
 def test_two_engines_in_one_process():
     """Would catch: state of a module or a class that two engines share."""
     engines = [new_engine(trained_model(heads), block_size=size) for heads, size in ((2, 4), (4, 8))]
@@ -511,6 +594,7 @@ def test_the_loop_reports_a_failed_step_and_serves_on():
     assert [m["op"] for m in messages] == ["step", "step", "error"]
     assert messages[2] == {"op": "error", "id": "a", "message": "FloatingPointError: bad number", "kind": "internal"}
     loop.send("add", id="a", prompt=prompt(0, 5), params={"max_tokens": 1, "temperature": 0})
+    assert loop.receive()["out"] == []  # nobody got a token in the step that failed; the message has the counts
     assert loop.receive()["out"][0][2] == "length"
     loop.send("stop")
     assert loop.ended()

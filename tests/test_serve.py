@@ -24,8 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import serve
-from protocol import ApiError, CompletionAnswer, CompletionRequest
-from serve import EngineClient, Service, TextStream
+from protocol import ApiError, ChatAnswer, CompletionAnswer, CompletionRequest
+from serve import EngineClient, Service
+from tokenizer import TextStream, load_chat_template
 
 ROOT = Path(__file__).parents[1]
 EOS = 256
@@ -36,7 +37,7 @@ class ByteTokenizer:
 
     vocab_size, eos_token_id = 257, EOS
 
-    def encode(self, text):
+    def encode(self, text, allow_special=False):
         if "\0" in text:
             raise ValueError("character '\\x00' is not in the vocabulary")
         return list(text.encode("utf-8", "replace"))
@@ -44,17 +45,27 @@ class ByteTokenizer:
     def token_bytes(self, token):
         return b"" if token == EOS else bytes([token])
 
+    def spelled_bytes(self, token):
+        return b"<end>" if token == EOS else bytes([token])
+
+
+def fake_score(token, n):
+    """The likeliest token is the next one, and each of the others half as likely as the one before."""
+    return [-2.0, [(token + i) % 257 for i in range(1, n + 1)], [-float(i) for i in range(1, n + 1)]]
+
 
 class FakeEngine(threading.Thread):
     """
     Speaks the engine's protocol over its two pipes. The prompt is the script:
-    "say TEXT" answers the bytes of TEXT and the end of text; "say3 TEXT" three tokens a step; "loop" (and anything
+    "say TEXT" answers the bytes of TEXT and the end of text, with scores that `fake_score` makes up if asked for;
+    "say3 TEXT" three tokens a step; "loop" (and anything
     else) x after x; "invalid", "internal" are refused; "break" fails after two tokens. Nothing moves while `gate` is
     closed.
     """
 
-    def __init__(self, ready=True, max_model_len=100_000, pace=0.0005):
+    def __init__(self, ready=True, max_model_len=100_000, pace=0.0005, successor=None):
         super().__init__(daemon=True)
+        self.successor = successor  # who comes after it dies
         context = multiprocessing.get_context("spawn")
         self.inbox, self.to_engine = context.Pipe(duplex=False)
         self.from_engine, self.outbox = context.Pipe(duplex=False)
@@ -62,6 +73,7 @@ class FakeEngine(threading.Thread):
         self.gate.set()
         self.running: dict[str, list] = {}  # id -> steps to come, each (tokens, finish_reason)
         self.added, self.aborted, self.died = [], [], False
+        self.scores, self.prompt_scores = {}, {}
 
     def send(self, op, **message):
         self.outbox.send_bytes(json.dumps({"op": op, **message}).encode())
@@ -84,7 +96,9 @@ class FakeEngine(threading.Thread):
     def handle(self, message):
         if message["op"] == "add":
             self.added.append(message)
-            self.add(message["id"], bytes(t for t in message["prompt"] if t < 256).decode(), message["params"])
+            for choice in range(message["options"]["n"]):
+                id = f"{message['id']}.{choice}" if choice else message["id"]
+                self.add(id, bytes(t for t in message["prompt"] if t < 256).decode(), message["params"])
         elif message["op"] == "abort":
             self.aborted.append(message["id"])
             self.running.pop(message["id"], None)
@@ -103,6 +117,11 @@ class FakeEngine(threading.Thread):
         self.running[id] = [(step, reason if i == len(steps) else None) for i, step in enumerate(steps, 1)]
         if command == "break":
             self.running[id][2:] = [("the step failed", "break")]
+        n, scored = params["logprobs"], self.added[-1]["options"]["prompt_logprobs"]
+        self.scores[id] = [None if n is None or per_step > 1 else fake_score(step[0], n) for step in steps]
+        self.prompt_scores[id] = (
+            None if scored is None else [fake_score(t, scored) for t in self.added[-1]["prompt"][1:]]
+        )
 
     def step(self):
         out = []
@@ -111,10 +130,12 @@ class FakeEngine(threading.Thread):
             if reason == "break":
                 self.send("error", id=id, message=tokens, kind="internal")
             else:
-                out.append([id, tokens, reason, len(self.added[-1]["prompt"]) // 2])
+                scores = [self.scores[id].pop(0), self.prompt_scores.pop(id, None)]
+                out.append([id, tokens, reason, len(self.added[-1]["prompt"]) // 2, *scores])
             if reason:
                 del self.running[id]
-        self.send("step", out=out)
+        stats = dict.fromkeys(["running", "waiting", "kv_usage", "queries", "hits", "preemptions"], 0)
+        self.send("step", out=out, stats=stats | {"running": len(self.running), "waited": []})
 
     def die(self):
         """As a killed process would: both pipes close."""
@@ -126,22 +147,29 @@ class FakeEngine(threading.Thread):
 class Server:
     """serve.Service on a free port, in a thread."""
 
-    def __init__(self, *flags, engine=None, send_buffer=None):
+    def __init__(self, *flags, engine=None, send_buffer=None, chat_template=None):
         self.engine = engine or FakeEngine()
-        args = serve.parse_args(["--model", "fake", "--port", "0", *flags])
+        self.args = args = serve.parse_args(["--model", "fake", "--port", "0", "--no-access-log", *flags])
         self.sock = serve.listen(args)
         if send_buffer:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.address = self.sock.getsockname()
         capacity = args.max_num_seqs + args.max_queue
-        client = EngineClient(self.engine.to_engine, self.engine.from_engine, capacity)
-        self.service = Service(client, ByteTokenizer(), args)
+        self.engines = iter([self.engine, self.engine.successor])
+        client = EngineClient(self.start_engine, capacity)
+        self.service = Service(client, ByteTokenizer(), args, chat_template)
         self.result = "still running"
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.http = httpx.Client(base_url="http://{}:{}".format(*self.address), timeout=30)
 
+    def start_engine(self):
+        engine = next(self.engines)
+        if engine is not self.engine:
+            engine.start()
+        return None, engine.to_engine, engine.from_engine
+
     def run(self):
-        self.result = asyncio.run(self.service.run(self.sock))
+        self.result = serve.run_on_loop(self.service.run(self.sock))
 
     def __enter__(self):
         self.engine.start()
@@ -187,7 +215,7 @@ class Server:
         """A raw connection that has sent its request, to be dropped or read slowly."""
         body = json.dumps(body)
         sock = socket.create_connection(self.address, timeout=30)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         return sock
 
@@ -309,11 +337,13 @@ def test_stream_without_usage_never_mentions_it(server):
 
 
 def test_parameters_reach_the_engine(server):
-    server.answer(temperature=0, top_k=-1, top_p=0.5, min_p=0.1, seed=7, stop_token_ids=[1], ignore_eos=True)
-    assert server.engine.added[-1]["params"] == {
-        "temperature": 0.0, "top_k": 0, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop_token_ids": [1],
-        "ignore_eos": True, "max_tokens": 1000,
-    }  # fmt: skip
+    fields = {"temperature": 0.0, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop_token_ids": [1], "ignore_eos": True}
+    fields |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "min_tokens": 2}
+    fields |= {"allowed_token_ids": [3], "logprobs": 4, "logit_bias": {"5": 1.5}}
+    server.post(**fields, top_k=-1, n=2, prompt_logprobs=6, priority=-7, cache_salt="s")
+    added = server.engine.added[-1]
+    assert added["params"] == fields | {"top_k": 0, "max_tokens": 1000}
+    assert added["options"] == {"n": 2, "priority": -7, "cache_salt": ":s", "prompt_logprobs": 6}
 
 
 def test_finish_reason_length(server):
@@ -417,6 +447,182 @@ def read_until(sock, end):
     return data
 
 
+def test_choices_of_several_prompts(server):
+    """Prompt-major: all choices of the first prompt, then those of the second. A prompt is charged once."""
+    answer = server.answer(["say a", "say bc"], n=2)
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "a"), (1, "a"), (2, "bc"), (3, "bc")]
+    assert answer["usage"]["prompt_tokens"] == 11 and answer["usage"]["completion_tokens"] == 2 * (2 + 3)
+    events = server.stream(["say a", "say bc"], n=2)
+    assert [text_of(events, index) for index in range(4)] == ["a", "a", "bc", "bc"]
+
+
+def test_logprobs(server):
+    """Four lists; the token itself is among its candidates even where it is none of the likeliest; bytes that are no
+    character are spelled out, and offsets count characters of the text."""
+    choice = server.answer("say a€b", logprobs=1)["choices"][0]
+    assert choice["logprobs"] == {
+        "tokens": ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b", "<end>"],
+        "token_logprobs": [-2.0] * 6,
+        "top_logprobs": [
+            {"b": -1.0, "a": -2.0},
+            {"bytes:\\xe3": -1.0, "bytes:\\xe2": -2.0},
+            {"bytes:\\x83": -1.0, "bytes:\\x82": -2.0},
+            {"bytes:\\xad": -1.0, "bytes:\\xac": -2.0},
+            {"c": -1.0, "b": -2.0},
+            {"\0": -1.0, "<end>": -2.0},
+        ],
+        "text_offset": [0, 1, 1, 1, 2, 3],
+    }  # fmt: skip
+    assert server.answer("say a", logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] == [
+        {"a": -2.0},
+        {"<end>": -2.0},
+    ]
+
+
+def test_streamed_logprobs_are_the_same(server):
+    """Each token's once, though its text may be held back for a while."""
+    fields = {"logprobs": 3, "echo": True, "stop": ["xyz", "!"]}
+    whole = server.answer("say a€bxy b", **fields)["choices"][0]["logprobs"]
+    chunks = [event["choices"][0]["logprobs"] for event in server.stream("say a€bxy b", **fields)[:-1]]
+    assert {name: [x for chunk in chunks for x in chunk[name]] for name in whole} == whole
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_with_logprobs(server, max_tokens):
+    """What evaluation harnesses ask for: the prompt's log-probabilities, the first one null as nothing predicts it."""
+    answer = server.answer(["say x", "say y"], echo=True, logprobs=2, max_tokens=max_tokens, n=2)
+    for choice, text in zip(answer["choices"], "xxyy", strict=True):
+        logprobs, total = choice["logprobs"], 5 + max_tokens
+        assert choice["text"] == f"say {text}" + text * max_tokens
+        assert logprobs["tokens"] == list(choice["text"]) and logprobs["text_offset"] == list(range(total))
+        assert logprobs["token_logprobs"] == [None] + [-2.0] * (total - 1)
+        assert logprobs["top_logprobs"][:2] == [None, {"b": -1.0, "c": -2.0, "a": -2.0}]
+    assert answer["usage"]["completion_tokens"] == 4 * max_tokens
+
+
+def test_prompt_logprobs(server):
+    """vLLM's shape, whole answers only."""
+    places = server.answer([1, 2], prompt_logprobs=1, max_tokens=1)["choices"][0]["prompt_logprobs"]
+    assert places == [
+        None,
+        {
+            "3": {"logprob": -1.0, "rank": 1, "decoded_token": "\x03"},
+            "2": {"logprob": -2.0, "rank": None, "decoded_token": "\x02"},
+        },
+    ]
+
+
+def test_control_tokens_have_text_when_asked(server):
+    fields = {"include_stop_str_in_output": True}
+    assert server.answer("say a", **fields)["choices"][0]["text"] == "a"
+    assert server.answer("say a", **fields, skip_special_tokens=False)["choices"][0]["text"] == "a<end>"
+
+
+def test_tokenize_and_back(server):
+    def post(path, **body):
+        return server.http.post(path, json=body)
+
+    answer = post("/tokenize", prompt="a€", model="fake", return_token_strs=True).json()
+    assert answer == {
+        "count": 4, "max_model_len": 100_000, "tokens": [97, 226, 130, 172],
+        "token_strs": ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"],
+    }  # fmt: skip
+    assert post("/tokenize", prompt="").json()["tokens"] == []
+    assert post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": "a€"}
+    assert error_of(post("/detokenize", tokens=[257]))["message"] == "token id 257 is outside the vocabulary, 0..256"
+    assert error_of(post("/tokenize"))["message"] == "give either prompt or messages"
+    assert error_of(post("/tokenize", prompt="\0"))["param"] == "prompt"
+    assert post("/tokenize", prompt="a", model="other").status_code == 404
+    assert "no chat template" in error_of(post("/tokenize", messages=[{"role": "user", "content": "x"}]))["message"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Chats
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A server whose checkpoint has a template: it makes the engine say the last message."""
+    folder = tmp_path_factory.mktemp("chat")
+    template = "{{ 'say ' if add_generation_prompt }}{{ messages[-1].content }}"
+    template += "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with Server(chat_template=load_chat_template(folder)) as server:
+        yield server
+
+
+def ask(server, messages=HELLO, **fields):
+    return server.http.post("/v1/chat/completions", json={"messages": messages} | fields)
+
+
+def test_chat(chat):
+    answer = ask(chat, max_tokens=50).json()
+    ChatAnswer.model_validate(answer, strict=True, extra="forbid")
+    assert answer.pop("id").startswith("chatcmpl-") and answer.pop("created")
+    message = {"role": "assistant", "content": "hello"}
+    assert answer == {
+        "object": "chat.completion",
+        "model": "fake",
+        "choices": [{"message": message, "index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "usage": {
+            "prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        },
+    }  # fmt: skip
+    assert chat.engine.added[-1]["params"]["max_tokens"] == 50
+
+
+def test_chat_may_be_as_long_as_the_context(chat):
+    ask(chat)
+    assert chat.engine.added[-1]["params"]["max_tokens"] == 100_000 - 9
+
+
+def test_chat_stream(chat):
+    """First the role, then the text, last an empty delta with the reason; then the usage, if asked for."""
+    response = ask(chat, stream=True, n=2, stream_options={"include_usage": True}, return_token_ids=True)
+    lines = [line[6:] for line in response.text.split("\n\n") if line]
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert lines[-1] == "[DONE]" and {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks.pop()["usage"]["completion_tokens"] == 12
+    for index in range(2):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"]["content"] for choice in own[1:-1]) == "hello"
+        assert own[-1]["delta"] == {} and [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["stop"]
+        assert [token for choice in own for token in choice["token_ids"]] == [*b"hello", EOS]
+    assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [list(b"say hello")] * 2
+
+
+def test_chat_logprobs(chat):
+    content = ask(chat, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
+    top = {"token": "i", "logprob": -1.0, "bytes": [105]}
+    assert content[0] == {"token": "h", "logprob": -2.0, "bytes": [104], "top_logprobs": [top]}
+    assert [entry["token"] for entry in content] == [*"hello", "<end>"]
+    content = ask(chat, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in content)
+
+
+def test_chats_refused(chat, server):
+    error = error_of(ask(server))
+    assert "fake has no chat template" in error["message"] and error["param"] == "messages"
+    assert error_of(ask(chat, [{"role": "system", "content": "x"}]))["message"] == "no system message"
+    assert error_of(ask(chat, tools=[{"type": "function"}]))["param"] == "tools"
+    assert ask(chat, model="other").status_code == 404
+
+
+def test_a_template_cannot_leave_its_sandbox(tmp_path):
+    """It comes with the checkpoint, from anywhere: it must not reach the machine."""
+    for template in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        with pytest.raises(ValueError, match="the chat template refuses"):
+            load_chat_template(tmp_path)(messages=[])
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ValueError, match="is broken"):
+        load_chat_template(tmp_path)
+
+
 def test_models(server):
     models = server.http.get("/v1/models").json()
     assert models["object"] == "list"
@@ -490,10 +696,15 @@ def test_body_is_counted_as_it_comes(sizes, fits):
         for _ in sizes:
             await receive()
 
-    call = serve.limit_body(app, limit=10)({"type": "http"}, receive, None)
-    with contextlib.nullcontext() if fits else pytest.raises(ApiError, match="more than 10 bytes"):
-        asyncio.run(call)
+    async def send(message):
+        sent.append(message)
+
+    sent, flags = [], ["--max-body-mib", str(10 / 2**20), "--no-access-log"]
+    gate = serve.Gate(app, SimpleNamespace(args=serve.parse_args(flags)))
+    scope = {"type": "http", "path": "/", "method": "POST", "headers": [(b"host", b"localhost")]}
+    asyncio.run(gate(scope, receive, send))
     assert sum(read[:-1]) <= 10
+    assert not sent if fits else (sent[0]["status"] == 413 and b"more than 10 bytes" in sent[1]["body"])
 
 
 @pytest.mark.parametrize(
@@ -509,7 +720,7 @@ def test_body_is_counted_as_it_comes(sizes, fits):
             "4 prompt tokens and max_tokens 99997 make 100001, this model takes 100000: "
             "shorten the prompt or lower max_tokens",
         ),
-        ({"prompt": ["a"] * 17}, 400, "prompt", None, "17 prompts in one call, at most 16 are taken: split it"),
+        ({"prompt": ["a"] * 17}, 400, "prompt", None, "17 prompts x n in one call, at most 16 are taken: split it"),
         ({"prompt": "invalid"}, 400, None, None, "the engine finds this invalid"),
         ({"prompt": "internal"}, 500, None, None, "the engine finds this internal"),
     ],
@@ -589,7 +800,7 @@ def test_queue_full():
         response = server.post()
         assert response.status_code == 429 and response.headers["retry-after"] == "1"
         assert error_of(response) == {
-            "message": "1 prompts beside 3 in work are more than 3: try again later",
+            "message": "1 prompts x n beside 3 in work are more than 3: try again later",
             "type": "rate_limit_error", "param": None, "code": "queue_full",
         }  # fmt: skip
         server.engine.gate.set()
@@ -626,7 +837,8 @@ def test_slow_reader_gets_fewer_larger_events():
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(server.address)
         body = json.dumps({"prompt": "loop", "max_tokens": count, "stream": True})
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += "Connection: close\r\n"
         sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         wait_until(lambda: server.engine.added and not server.engine.running)  # the engine is done before we read
         assert server.answer()["choices"][0]["text"] == "hi"
@@ -650,10 +862,222 @@ def test_silence_is_filled_with_pings(monkeypatch):
 
 def test_late_tokens_of_an_aborted_request_are_dropped():
     """Between our abort and the engine's reading it, tokens of the request still come; they must do no harm."""
-    client = EngineClient(None, None, 1)
+    client = EngineClient(lambda: (None, None, None), 1)
     client._output("gone", [1], None, 0)
     client._output("gone", [2], "stop", 0)
     assert client.choices == {}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who may come in, and how long clients may take
+
+
+def test_api_key(tmp_path):
+    """With a key everything but what a supervisor asks needs it, and each key has a prefix cache of its own."""
+    keys = tmp_path / "keys"
+    keys.write_text("sesame\n\n simsim \n")
+    with Server("--api-key-file", str(keys)) as server:
+        paths = ["/v1/models", "/health", "/metrics", "/openapi.json", "/nowhere"]
+        for header in (
+            None,
+            "sesame",
+            "Bearer",
+            "Bearer wrong",
+            "Basic sesame",
+            "Bearer sesame2",
+            "Bearer s\u00e9same",
+        ):
+            headers = {"Authorization": header.encode()} if header else {}
+            for path in paths:
+                response = server.http.get(path, headers=headers)
+                assert response.status_code == 401 and error_of(response)["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert server.post().status_code == 401
+        assert [server.http.get(path).status_code for path in ("/livez", "/readyz")] == [200, 200]
+        salts = set()
+        for key in ("sesame", "simsim"):
+            server.http.headers["Authorization"] = f"Bearer {key}"
+            assert [server.get(path) for path in paths] == [200, 200, 200, 200, 404]
+            server.answer(cache_salt="x")
+            salts.add(server.engine.added[-1]["options"]["cache_salt"])
+        assert len(salts) == 2 and all("sesame" not in salt and salt.endswith(":x") for salt in salts)
+
+
+def test_keys_come_from_environment_or_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEDGPT_API_KEY", "one")
+    assert serve.api_keys(serve.parse_args([])) == ["one"]
+    serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0"])).close()  # it has a key: no need to force
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    with pytest.raises(ValueError, match="has no key in it"):
+        serve.api_keys(serve.parse_args(["--api-key-file", str(empty)]))
+
+
+@pytest.mark.parametrize(
+    "headers, status",
+    [
+        ({"Host": "localhost"}, 200),
+        ({"Host": "LOCALHOST:8000"}, 200),
+        ({"Host": "127.0.0.1:1"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "gpt.example:80"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "localhost.evil.example"}, 403),
+        ({"Host": ""}, 403),
+        ({"Host": "localhost:8", "Origin": "http://localhost:8"}, 200),
+        ({"Host": "localhost:8", "Origin": "http://evil.example"}, 403),
+        ({"Host": "localhost:8", "Origin": "null"}, 403),
+    ],
+)
+def test_hosts_and_origins(headers, status):
+    """A page on the web can make its own name point to 127.0.0.1: its requests then say so in Host or Origin."""
+    gate = serve.Gate(None, SimpleNamespace(args=serve.parse_args(["--allowed-hosts", "GPT.example"])))
+    scope = {"path": "/v1/models", "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()]}
+    if status == 200:
+        assert gate.admit(scope) == ""
+    else:
+        with pytest.raises(ApiError) as caught:
+            gate.admit(scope)
+        assert caught.value.status_code == status
+
+
+def test_requests_have_a_deadline():
+    with Server("--request-seconds", "0.1") as server:
+        server.engine.gate.clear()
+        for stream in (False, True):
+            response = server.post("loop", stream=stream)
+            assert response.status_code == 503 and error_of(response)["code"] == "timeout"
+            assert response.headers["retry-after"] == "1"
+        wait_until(lambda: server.engine.aborted == ["0", "1"])
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nA: "])
+@pytest.mark.parametrize("drip", [False, True])
+def test_slow_senders_are_cut_off(start, drip):
+    """Whoever sends nothing, half a head, or a byte now and then does not keep a connection."""
+    with Server("--client-seconds", "0.2") as server, socket.create_connection(server.address, timeout=30) as sock:
+        began = time.monotonic()
+        sock.sendall(start)
+        with contextlib.suppress(OSError):
+            while drip and time.monotonic() - began < 5:
+                sock.sendall(b"x")
+                time.sleep(0.02)
+            assert sock.recv(1000) == b""
+        assert time.monotonic() - began < 4
+        assert server.answer()["choices"][0]["text"] == "hi"
+
+
+def test_slow_bodies_are_cut_off():
+    with Server("--client-seconds", "0.2") as server, socket.create_connection(server.address, timeout=30) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        sock.sendall(b'Content-Length: 99\r\n\r\n{"prompt": ')
+        with contextlib.suppress(ConnectionError):
+            assert sock.recv(1000) == b""
+
+
+def test_endless_heads_are_cut_off(server):
+    with socket.create_connection(server.address, timeout=30) as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n")
+        for _ in range(100):
+            sock.sendall(b"A: " + b"x" * 10_000 + b"\r\n")
+        assert sock.recv(1000) == b""
+
+
+def test_slow_readers_are_cut_off():
+    """Who does not read keeps neither a connection nor blocks."""
+    engine = FakeEngine(pace=0, max_model_len=10**9)
+    with Server("--client-seconds", "0.3", engine=engine, send_buffer=4096) as server:
+        sock = server.connect(prompt="loop", max_tokens=10**5, stream=True, return_token_ids=True)
+        wait_until(lambda: server.engine.aborted == ["0"])
+        wait_until(lambda: not server.service.client.choices)
+        sock.close()
+
+
+def test_too_many_connections():
+    with Server("--max-connections", "3") as server:
+        socks = [socket.create_connection(server.address, timeout=30) for _ in range(2)]  # ours is the third
+        server.answer()
+        with socket.create_connection(server.address, timeout=30) as fourth, contextlib.suppress(ConnectionError):
+            assert fourth.recv(10) == b""
+        assert server.answer()["choices"][0]["text"] == "hi"
+        for sock in socks:
+            sock.close()
+
+
+def test_metrics():
+    """vLLM's names, so that its dashboards work."""
+    with Server() as server:
+        server.answer("say hello", n=2, max_tokens=3)
+        server.stream("say hi")
+        server.engine.gate.clear()
+        server.connect(prompt="loop", max_tokens=9).close()
+        wait_until(lambda: server.engine.aborted)
+        text = server.http.get("/metrics").text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        own = {name.replace('{model_name="fake"}', "").removeprefix("vllm:"): float(v) for name, v in values.items()}
+        assert own["generation_tokens_total"] == 3 + 3 + 3 and own["prompt_tokens_total"] == 9 + 6
+        assert own["time_to_first_token_seconds_count"] == 3 and own["inter_token_latency_seconds_count"] == 2 + 2 + 2
+        assert own["e2e_request_latency_seconds_count"] == 3 and own["num_requests_running"] == 0
+        for reason, count in (("length", 2), ("stop", 1), ("abort", 1)):
+            assert own[f'request_success_total{{finished_reason="{reason}",model_name="fake"}}'] == count
+        names = "num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total"
+        assert own.keys() >= {*names.split(), "num_preemptions_total", "request_queue_time_seconds_count"}
+
+
+def test_totals_survive_another_engine():
+    """The engine's counts begin at 0 again when it is started again; a counter that falls would look like a reset."""
+    metrics = serve.Metrics("fake")
+    stats = {"running": 0, "waiting": 0, "kv_usage": 0, "hits": 1, "preemptions": 0, "waited": [0.1]}
+    for queries in (5, 7, 2, 3):
+        metrics.update(stats | {"queries": queries})
+    for name, total in (("queries", 10), ("hits", 1)):
+        labels = {"model_name": "fake"}
+        assert metrics.registry.get_sample_value(f"vllm:prefix_cache_{name}_total", labels) == total
+
+
+def test_log_lines(capfd):
+    """One line of JSON each; texts only with --log-requests; nothing a client sends makes a line of its own."""
+    with Server("--log-requests") as server:
+        server.args.access_log = True
+        server.answer("say hi", user="me", request_id="r")
+        server.get("/v1/x%0d%0aevil")
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert all(line.pop("time") and line.pop("ms", 1) for line in lines)
+    assert lines == [
+        {"event": "request", "id": "cmpl-r", "max_tokens": 1000, "prompt": ["say hi"], "request_id": "r"},
+        {"event": "access", "client": "127.0.0.1", "method": "POST", "path": "/v1/completions", "status": 200},
+        {"event": "access", "client": "127.0.0.1", "method": "GET", "path": "/v1/x\r\nevil", "status": 404},
+    ]
+
+
+def test_texts_are_not_logged(capfd):
+    with Server() as server:
+        server.args.access_log = True
+        server.answer("say secret")
+    assert "secret" not in capfd.readouterr().err
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+PIECES = [
+    *(b"GET /livez HTTP/1.1\r\n", b"Host: localhost\r\n", b"Content-Length: 5\r\n", b"Content-Length: -1\r\n"),
+    b"\r\n",
+    *(b"Transfer-Encoding: chunked\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"FFFFFFFFFFFFFFFFFF\r\n", b"\0\xff", b"{}"),
+    *(HEAD, b"PRI * HTTP/2.0\r\n\r\n", b"Upgrade: websocket\r\nConnection: Upgrade\r\n", b"Expect: 100-continue\r\n"),
+    *(b"CONNECT x:1 HTTP/1.1\r\n", b"GET \xff\xfe HTTP/1.1\r\n", b"GET http://[ HTTP/1.1\r\n", b"A" * 3000, b": x\r\n"),
+    *(b'Content-Length: 16\r\n\r\n{"prompt": "sa"}', b'Content-Length: 99\r\n\r\n{"prompt": "sa"}'),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces=st.lists(st.sampled_from(PIECES) | st.binary(max_size=20), min_size=1, max_size=8))
+def test_no_bytes_make_a_500(server, pieces):
+    """Whatever comes over the wire, whole or cut off in the middle: no failure of ours, and the server serves on."""
+    with socket.create_connection(server.address, timeout=30) as sock, contextlib.suppress(OSError):
+        for piece in pieces:
+            sock.sendall(piece)
+        sock.shutdown(socket.SHUT_WR)
+        assert b"HTTP/1.1 500" not in read_until(sock, b"no such end")
+    assert server.get("/livez") == 200
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -684,12 +1108,12 @@ def test_stopped_while_loading(capsys):
 def test_signals_do_not_reach_the_engine():
     """Ctrl-C at a terminal is for both processes; the engine's left a traceback if it came while Python started up."""
     before = signal.getsignal(signal.SIGINT)
-    process, client = serve.start_engine(serve.parse_args(["--model", "/no/model"]))
+    process, _, from_engine = serve.start_engine(serve.parse_args(["--model", "/no/model"]))
     assert signal.getsignal(signal.SIGINT) is before
     for sig in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, sig)
-    assert client.from_engine.poll(60)
-    assert "no model in /no/model" in json.loads(client.from_engine.recv_bytes())["message"]
+    assert from_engine.poll(60)
+    assert "no model in /no/model" in json.loads(from_engine.recv_bytes())["message"]
     process.join(30)
     assert process.exitcode == 0
 
@@ -747,10 +1171,10 @@ def test_second_signal_stops_now():
 def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monkeypatch):
     """Half a body, and an answer that nobody reads, each left a traceback of 60 lines when the server was stopped."""
     monkeypatch.setattr(serve, "LINGER_SECONDS", 0.2)
-    with Server(send_buffer=4096) as server:
-        unread = server.connect(prompt=["loop"] * 8, max_tokens=400, stream=True, return_token_ids=True)
+    with Server(engine=FakeEngine(pace=0), send_buffer=4096) as server:
+        unread = server.connect(prompt=["loop"] * 8, max_tokens=3000, stream=True, return_token_ids=True)
         half = socket.create_connection(server.address)
-        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         half.sendall(b'Content-Length: 99\r\n\r\n{"prompt": ')
         wait_until(lambda: len(server.engine.added) == 8 and not server.engine.running)
     unread.close(), half.close()
@@ -760,12 +1184,12 @@ def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monke
 
 def test_engine_dies_while_a_prompt_is_encoded():
     """The request was admitted before the engine died, and would have waited for ever for its first token."""
-    with Server() as server:
+    with Server(engine=FakeEngine(successor=FakeEngine(ready=False))) as server:
         encode = server.service.encode
 
         def slow(prompts):
             server.engine.die()
-            wait_until(lambda: server.service.client.state == "dead")
+            wait_until(lambda: server.service.client.state == "restarting")
             return encode(prompts)
 
         server.service.encode = slow
@@ -773,20 +1197,27 @@ def test_engine_dies_while_a_prompt_is_encoded():
 
 
 def test_death_of_the_engine():
-    """Whoever waits gets an error, streaming or not, and the health pages say so."""
-    with Server() as server:
+    """
+    Whoever waits gets an error, streaming or not, and the health pages say so. The first time another engine is
+    started, and serves; when that one dies too, the server ends with exit code 1.
+    """
+    second = FakeEngine(ready=False)
+    with Server(engine=FakeEngine(successor=second)) as server:
         server.engine.gate.clear()
         waiting = [server.connect(prompt="loop", max_tokens=9, stream=stream) for stream in (False, True)]
         wait_until(lambda: len(server.engine.added) == 2)
         server.engine.die()
         for sock in waiting:
             answer = read_until(sock, b"}}")
-            assert b" 500 " in answer and b'"engine_dead"' in answer and b"must be restarted" in answer
+            assert b" 500 " in answer and b'"engine_dead"' in answer and b"it is started again" in answer
         assert (server.get("/livez"), server.get("/health"), server.get("/readyz")) == (503, 503, 503)
         assert server.post().status_code == 503 and error_of(server.http.get("/livez"))["code"] == "dead"
-        server.stop()
+        second.say_ready()
+        wait_until(lambda: server.get("/readyz") == 200)
+        assert server.get("/livez") == 200 and server.answer()["choices"][0]["text"] == "hi"
+        second.die()
         server.thread.join(30)
-        assert server.result == "the engine's process ended, the server must be restarted"  # exit code 1
+        assert server.result == "the engine's process ended"  # exit code 1
 
 
 def test_a_silent_engine_is_not_alive(monkeypatch):
@@ -805,9 +1236,10 @@ def test_a_silent_engine_is_not_alive(monkeypatch):
 
 def test_silence_counts_from_the_first_request():
     """An engine that was idle for an hour has not been silent for an hour when the next request comes."""
-    client = EngineClient(None, None, 1)
+    client = EngineClient(lambda: (None, None, None), 1)
     client.heard -= 3600
-    client.submit(SimpleNamespace(request=CompletionRequest(prompt="x"), prompt=[1]))
+    job = SimpleNamespace(salt="")
+    client.submit([SimpleNamespace(request=CompletionRequest(prompt="x"), prompt=[1], max_tokens=1, job=job)])
     assert client.is_alive()
     client.heard -= 3600
     assert not client.is_alive()
@@ -818,7 +1250,7 @@ def test_engine_that_cannot_start():
     engine = FakeEngine(ready=False)
     server = Server(engine=engine)
     engine.send("fatal", message="no model here: run `python train.py`")
-    assert asyncio.run(server.service.run(server.sock)) == "no model here: run `python train.py`"
+    assert serve.run_on_loop(server.service.run(server.sock)) == "no model here: run `python train.py`"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,129 @@
+"""
+Half an hour of everything at once against a real server: clients that come, go, hang up, send nonsense. No pytest file:
+
+    python tests/soak.py --model out/stdlib --minutes 30
+
+Exits with 1 on a 500, on blocks still held when all is quiet, or when either process grew by more than 20 MB after the
+first tenth of the time (at least a minute, while caches fill). The last line is JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[1]
+NONSENSE = [b"{", b"[]", b'{"prompt": 1}', b'{"prompt": "a", "n": 1e9}', b'{"prompt": "\xff"}', b'{"temperature": NaN}']
+
+
+def memory(pid: int) -> float:
+    """Resident memory of a process, in MB (Linux)."""
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1000
+
+
+def children(pid: int) -> list[int]:
+    """The engine's process is the child of the server with the most memory."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return sorted(map(int, text.split()), key=memory, reverse=True)
+
+
+def a_request(rng: random.Random) -> dict:
+    text = "".join(
+        rng.choices(["def ", "import os\n", "class A:\n    ", "return x", " # ", "\u20ac"], k=rng.randint(1, 40))
+    )
+    body = {
+        "prompt": rng.choice([text, [text, "x"]]),
+        "max_tokens": rng.randint(1, 100),
+        "temperature": rng.choice([0, 1]),
+    }
+    extras = [{"n": 3}, {"logprobs": 5}, {"logprobs": 1, "echo": True}, {"stop": ["\n\n", "return"]}, {"top_p": 0.9}]
+    extras += [{"presence_penalty": 1}, {"logit_bias": {"5": 3}}, {"seed": 7}, {"stream": True}, {"stream": True}, {}]
+    return body | rng.choice(extras)
+
+
+async def client(url: str, rng: random.Random, until: float, counts: Counter):
+    """One client after the other, each with a connection pool of its own."""
+    while time.monotonic() < until:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+            for _ in range(rng.randint(1, 30)):
+                if time.monotonic() > until:
+                    break
+                try:
+                    await one_call(http, rng, counts)
+                except httpx.HTTPError as error:
+                    counts[type(error).__name__] += 1
+
+
+async def one_call(http: httpx.AsyncClient, rng: random.Random, counts: Counter):
+    kind, body = rng.random(), a_request(rng)
+    if kind < 0.15:  # hang up, in whatever state
+        with_timeout = asyncio.wait_for(http.post("/v1/completions", json=body), rng.random() * 0.3)
+        try:
+            await with_timeout
+        except TimeoutError:
+            counts["hung up"] += 1
+    elif kind < 0.3:
+        headers = {"Content-Type": "application/json"}
+        counts[(await http.post("/v1/completions", content=rng.choice(NONSENSE), headers=headers)).status_code] += 1
+    else:
+        response = await http.post("/v1/completions", json=body)
+        counts[response.status_code] += 1
+        if response.status_code == 200 and body.get("stream"):
+            counts["whole streams" if response.text.endswith("data: [DONE]\n\n") else "broken streams"] += 1
+
+
+async def soak(url: str, pid: int, args) -> dict:
+    started, counts, samples = time.monotonic(), Counter(), []
+    until = started + 60 * args.minutes
+    clients = [asyncio.create_task(client(url, random.Random(i), until, counts)) for i in range(args.clients)]
+    warm = started + max(60, 6 * args.minutes)
+    while time.monotonic() < until:
+        await asyncio.sleep(5)
+        if time.monotonic() > warm:
+            samples.append((memory(pid), memory(children(pid)[0])))
+    await asyncio.gather(*clients)
+    await asyncio.sleep(1)
+    metrics = httpx.get(f"{url}/metrics").text
+    idle = {name: float(re.search(rf"vllm:{name}{{.*?}} (\S+)", metrics)[1]) for name in (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens_total",
+        "num_preemptions_total")}  # fmt: skip
+    ends = len(samples) // 5 or 1  # compare the means of the first and of the last fifth
+    growth = [
+        round(sum(s[i] for s in samples[-ends:]) / ends - sum(s[i] for s in samples[:ends]) / ends, 1) for i in (0, 1)
+    ]
+    return {"minutes": args.minutes, "counts": {str(k): v for k, v in counts.items()}, "idle": idle,
+            "MB at the end": samples[-1], "growth in MB, server and engine": growth}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="out/stdlib")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--clients", type=int, default=24)
+    args = parser.parse_args()
+    command = [sys.executable, "serve.py", "--model", args.model, "--port", "0", "--no-access-log", "--check"]
+    command += ["--kv-blocks", "200"]  # little enough for preemptions
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, env=os.environ) as server:
+        try:
+            url = re.search(r"http://\S+", server.stdout.readline())[0]
+            result = asyncio.run(soak(url, server.pid, args))
+        finally:
+            server.terminate()
+    print(json.dumps(result))
+    idle = result["idle"]
+    held = idle["num_requests_running"] + idle["num_requests_waiting"] + idle["kv_cache_usage_perc"]
+    bad = [k for k in result["counts"] if k not in ("200", "400", "429", "hung up", "whole streams")]
+    sys.exit(bool(bad or held or max(result["growth in MB, server and engine"]) > 20))
+
+
+if __name__ == "__main__":
+    main()
