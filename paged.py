@@ -136,6 +136,9 @@ class BlockAllocator:
 # Requests
 
 
+TO_COME = -1  # stands for a token whose step is under way
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """
@@ -144,6 +147,8 @@ class Request:
         waiting ── admitted ──> prefilling ── prompt computed ──> active ── stop or length ──> done
            ^                        │                               │
            └───── preempted ────────┴───────────────────────────────┘
+
+    Between active and done it is `ending` while its last token is on its way.
     """
 
     id: int | str
@@ -168,6 +173,8 @@ class Request:
     row: int | None = None  # its place in the engine's device arrays while it runs
     arrival_number: int = 0  # breaks ties of arrival_time
     block_keys: list[bytes] = field(default_factory=list)  # root key, then the key of each full block, once computed
+    num_to_come: int = 0  # tokens at the end of generated_tokens whose values are on their way
+    num_computed_slots: int = 0  # of the filled ones, those whose step is known to be done
     num_committed: int = 0  # leading blocks of the table that are in the prefix cache, or duplicates of such
     finish_reason: str | None = None  # stop, length, abort or error, once done
 
@@ -216,7 +223,7 @@ class Request:
         """Give the blocks back and forget what was computed; the tokens stay."""
         block_allocator.free_blocks_for_request(self.block_table)
         self.block_table = []
-        self.num_filled_slots = self.prefill_cursor = self.num_committed = 0
+        self.num_filled_slots = self.num_computed_slots = self.prefill_cursor = self.num_committed = 0
 
 
 def maybe_allocate_block(request: Request, block_allocator: BlockAllocator, block_size: int):
@@ -230,9 +237,14 @@ def commit_completed_blocks(request: Request, block_cache: BlockCache, block_siz
     Enter every block of the request that is full, and whose K, V exist, into the prefix cache: prompt and generated.
     Nothing is copied, the blocks become findable where they are; `pool` is the post's parameter and is not needed.
     """
+    commit_blocks(request, block_cache, block_size, request.num_filled_slots)
+
+
+def commit_blocks(request: Request, block_cache: BlockCache, block_size: int, num_slots: int):
+    """The same, if only so many of its filled slots are known to have their K, V."""
     if not request.block_keys:
         request.block_keys.append(root_key(salt=request.cache_salt))
-    for index in range(request.num_committed, request.num_filled_slots // block_size):
+    for index in range(request.num_committed, num_slots // block_size):
         block_cache.insert(request.block_table[index], request.content_of(index, block_size))
         request.num_committed = index + 1
 
@@ -318,6 +330,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # most urgent first
         self.prefilling: list[Request] = []  # in order of admission
         self.active: list[Request] = []  # decoding
+        self.ending: list[Request] = []  # their last token is on its way
         # for metrics and traces
         self.num_added = self.num_preemptions = self.num_copies = self.num_forks = 0
         self.num_queried_tokens = self.num_hit_tokens = self.peak_blocks = 0
@@ -328,10 +341,10 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        return self.active + self.prefilling
+        return self.active + self.prefilling + self.ending
 
     def is_done(self) -> bool:
-        return not (self.waiting or self.prefilling or self.active)
+        return not (self.waiting or self.prefilling or self.active or self.ending)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -379,6 +392,7 @@ class Scheduler:
         allocator.share(hits)
         request.block_table = hits + allocator.allocate_n(needed)
         request.num_filled_slots = request.prefill_cursor = len(hits) * self.block_size
+        request.num_computed_slots = request.num_filled_slots
         if request.num_preemptions == 0:
             request.num_hit_tokens = request.num_filled_slots
         request.num_committed = len(hits)
@@ -433,14 +447,14 @@ class Scheduler:
         if len(self.active) > limit:  # more running than budget: take turns
             self.active = self.active[limit:] + self.active[:limit]
         S, ref_counts = self.block_size, self.block_allocator.ref_counts
-        for request in plan.decodes:  # the hot loop: nothing to do for most, S - 1 times out of S
+        for request in list(plan.decodes):  # the hot loop: nothing to do for most, S - 1 times out of S
             table = request.block_table
             if request.num_filled_slots == len(table) * S or ref_counts[table[-1]] > 1:
                 self._make_room(request, plan)
         if plan.preempted:
             plan.decodes = [r for r in plan.decodes if r.status == "active"]
             plan.grown = [r for r in plan.grown if r.status == "active"]
-            if not plan.decodes and self.active:  # all whose turn it was are gone: no step without a token
+            if not plan.decodes and self.active and not self.ending:  # all whose turn it was are gone: no empty step
                 self._plan_decodes(plan)
 
     def _needs_block(self, request: Request) -> bool:
@@ -456,6 +470,9 @@ class Scheduler:
         """Give `request` a slot of its own for its next token; preempt until there is a block to take."""
         while self._needs_block(request):
             if self.block_allocator.num_free == 0:
+                if self.ending:  # blocks are about to come back: sit this step out
+                    plan.decodes.remove(request)
+                    return
                 plan.preempted.append(self._preempt_for(request))
                 continue
             table, block = request.block_table, self.block_allocator.allocate_one()
@@ -499,42 +516,71 @@ class Scheduler:
 
     def update(self, plan: Plan, tokens: list[int]) -> list[Request]:
         """
-        Take in what the step computed: `tokens[i]` was sampled for `plan.sampled[i]`. Only now, when their K, V exist,
-        are full blocks committed. Returns the requests that finished, their blocks freed.
+        Take in what the step computed: `tokens[i]` was sampled for `plan.sampled[i]`. Returns the requests that
+        finished, their blocks freed. In two halves, so that an engine can plan a step while the one before still runs.
+        """
+        self.advance(plan)
+        return self.resolve(plan, tokens)
+
+    def advance(self, plan: Plan):
+        """The step is on its way: whoever samples in it gets a place for the token, whose value is not known yet."""
+        for request in plan.decodes:  # the hot loop
+            request.num_filled_slots += 1
+        for request, n in plan.chunks:
+            request.prefill_cursor += n
+            request.num_filled_slots += n
+        for request in plan.sampled[len(plan.decodes) :]:
+            self.promote(request)
+        for request in plan.sampled:  # the hot loop
+            request.num_to_come += 1
+            request.generated_tokens.append(TO_COME)
+            if len(request.generated_tokens) >= request.max_new_tokens:
+                self._move(request, "ending")
+
+    def resolve(self, plan: Plan, tokens: list[int]) -> list[Request]:
+        """
+        The step is done, its tokens are known. Only now, when their K, V exist, are full blocks committed. Requests
+        that have ended since they were planned are passed over: one stopped by its token has one more under way.
         """
         S, finished = self.block_size, []
         if len(tokens) != len(plan.sampled):
             raise ValueError(f"{len(tokens)} tokens for a plan that samples {len(plan.sampled)}: give one for each")
-        for request, token in zip(plan.decodes, tokens):  # noqa: B905  decodes come first; the hot loop
-            request.num_filled_slots = filled = request.num_filled_slots + 1
-            request.generated_tokens.append(token)
-            if filled % S == 0:
-                self._commit(request)
-            if len(request.generated_tokens) >= request.max_new_tokens or token in request.stop_token_ids:
-                finished.append(request)
         for request, n in plan.chunks:
-            request.prefill_cursor += n
-            request.num_filled_slots += n
-            self._commit(request)
-        for request, token in list(zip(plan.sampled, tokens, strict=True))[len(plan.decodes) :]:
-            self.promote(request)
-            request.generated_tokens.append(token)
-            if request.num_generated >= request.max_new_tokens or token in request.stop_token_ids:
-                finished.append(request)
+            if request.row is not None:  # not preempted since
+                request.num_computed_slots += n
+                self._commit(request)
+        for request in plan.decodes:  # the hot loop
+            if request.row is not None:
+                request.num_computed_slots = computed = request.num_computed_slots + 1
+                if computed % S == 0:
+                    self._commit(request)
+        for request, token in zip(plan.sampled, tokens):  # noqa: B905  the hot loop
+            if request.num_to_come:
+                request.generated_tokens[-request.num_to_come] = token
+                request.num_to_come -= 1
+                if token in request.stop_token_ids:
+                    request.finish_reason = "stop"
+                    finished.append(request)
+                elif request.status == "ending":
+                    request.finish_reason = "length"
+                    finished.append(request)
         for request in finished:
-            request.finish_reason = "stop" if request.generated_tokens[-1] in request.stop_token_ids else "length"
             self.complete(request)
         return finished
 
     def _commit(self, request: Request):
         if self.prefix_cache:
-            commit_completed_blocks(request, self.block_cache, self.block_size)
+            commit_blocks(request, self.block_cache, self.block_size, request.num_computed_slots)
 
     def promote(self, request: Request):
         """Its prompt is computed: from now on it decodes."""
-        self.prefilling.remove(request)
-        request.status = "active"
-        self.active.append(request)
+        self._move(request, "active")
+
+    def _move(self, request: Request, status: str):
+        """From its list to that of another status."""
+        getattr(self, request.status).remove(request)
+        request.status = status
+        getattr(self, status).append(request)
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -542,10 +588,12 @@ class Scheduler:
         """End a request in whatever state, an aborted one too: free its blocks and commit nothing."""
         self._leave(request)
         request.status = "done"
+        del request.generated_tokens[len(request.generated_tokens) - request.num_to_come :]
+        request.num_to_come = 0
 
     def _leave(self, request: Request):
         """Take the request off its list and give back its blocks and its row."""
-        {"waiting": self.waiting, "prefilling": self.prefilling, "active": self.active}[request.status].remove(request)
+        getattr(self, request.status).remove(request)
         request.clear_cache(self.block_allocator)
         if request.row is not None:
             self.free_rows.append(request.row)
@@ -558,10 +606,13 @@ class Scheduler:
         """
         if parent.status != "active":
             raise ValueError(f"request {parent.id} is {parent.status}: only an active request can be forked")
+        if parent.num_to_come and "generated_tokens" not in changes:
+            raise ValueError(f"request {parent.id} has a token to come: fork it once that is known")
         if not self.free_rows:
             raise RuntimeError(f"no room to fork {parent.id}: wanted 1 row, available 0 of {self.max_num_seqs}")
         own = {name: list(getattr(parent, name)) for name in ("generated_tokens", "block_table", "block_keys")}
-        child = replace(parent, id=id, row=self.free_rows.pop(), **(own | changes))
+        child = replace(parent, id=id, row=self.free_rows.pop(), num_to_come=0, **(own | changes))
+        child.num_computed_slots = child.num_filled_slots
         child.arrival_number = self.num_added = self.num_added + 1
         self.block_allocator.share(child.block_table)
         self.active.append(child)
@@ -585,11 +636,12 @@ class Scheduler:
             f"are not the {allocator.num_blocks} of the pool, each once"
         )
         self._check_cache()
-        for status in ("waiting", "prefilling", "active"):
+        for status in ("waiting", "prefilling", "active", "ending"):
             for r in getattr(self, status):
                 assert r.status == status, f"{r.id} is {r.status} but on the {status} list"
                 assert (r.row is None) == (status == "waiting") == (not r.block_table), f"{r.id}: row without blocks"
-                assert 0 <= r.num_committed * S <= r.num_filled_slots <= len(r.block_table) * S, f"{r.id}: slots"
+                slots = r.num_committed * S, r.num_computed_slots, r.num_filled_slots, len(r.block_table) * S
+                assert 0 <= slots[0] <= slots[1] <= slots[2] <= slots[3], f"{r.id}: slots {slots}"
                 assert status != "active" or r.num_filled_slots == r.num_tokens - 1, f"{r.id}: an input is missing"
         rows = sorted(self.free_rows + [r.row for r in self.running])
         assert rows == list(range(self.max_num_seqs)), f"rows lost or shared: {rows}"

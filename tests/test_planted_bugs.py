@@ -33,7 +33,7 @@ BUGS = [
     ),
     (
         "stop one token early",
-        *(paged.Scheduler, "update", "len(request.generated_tokens) >= request.max_new_tokens"),
+        *(paged.Scheduler, "advance", "len(request.generated_tokens) >= request.max_new_tokens"),
         "len(request.generated_tokens) >= request.max_new_tokens - 1",
         *(test_paged.test_alone, AssertionError, "11 tokens, wanted 12"),
     ),
@@ -100,14 +100,14 @@ BUGS = [
     (
         "a block is committed before its K,V exist: when it is allocated",
         *(paged.Scheduler, "_admit", "request.num_committed = len(hits)"),
-        "request.num_filled_slots = num_tokens; self._commit(request); "
-        "request.num_filled_slots = len(hits) * self.block_size",
+        "request.num_computed_slots = num_tokens; self._commit(request); "
+        "request.num_computed_slots = len(hits) * self.block_size",
         *(test_paged.test_a_block_is_findable_only_once_it_is_computed, AssertionError, "nothing to share yet"),
     ),
     (
         "a block is committed before its K,V exist: when it is scheduled",
         *(paged.Scheduler, "_plan_chunks", "left -= n"),
-        "left -= n; request.num_filled_slots += n; self._commit(request); request.num_filled_slots -= n",
+        "left -= n; request.num_computed_slots += n; self._commit(request); request.num_computed_slots -= n",
         *(test_paged.test_a_block_is_findable_only_once_it_is_computed, AssertionError, "nothing may be found"),
     ),
 ]
