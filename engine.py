@@ -14,9 +14,11 @@ import os
 import random
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -29,115 +31,257 @@ from sampling import GREEDY, SamplingParams, SamplingRows, logprobs, sample
 # The device side of a step
 
 
+@dataclass
+class InFlight:
+    """A step under way: its plan, and where its results arrive."""
+
+    plan: Plan
+    tokens: torch.Tensor  # on the host; of the decodes, padding, and the chunks
+    wanted: list[int]  # where those of plan.sampled are among them
+    scores: list[tuple]  # (what is scored, log-probabilities, the likeliest ids, theirs), tensors on the host
+    done: torch.cuda.Event | None = None
+
+
 class Runner:
     """
     The model, the KV pool, and what the device must know of each running request, in arrays indexed by its row. A plan
-    carries only what changed; the last token, its position and the block table are already here.
+    carries only what changed; the last token, its position and the block table are already here. Nothing here waits
+    for the device but `collect`. The last row is nobody's: padding uses it, and its block table is all sink.
+
+    On CUDA with Triton, steps are padded to a few sizes, each captured once as a CUDA graph: forward, sampling and the
+    update of these arrays are one launch.
     """
 
-    def __init__(self, model: GPT, num_blocks: int, block_size: int, max_num_seqs: int, attention: str = "auto"):
+    def __init__(
+        self, model: GPT, num_blocks: int, block_size: int, max_num_seqs: int, attention: str = "auto", graphs=True
+    ):
         config, device = model.config, model.wte.weight.device
         self.model, self.block_size = packed_for_cpu(model), block_size
         self.backend = kernels.choose_backend(attention, device)
         heads = config.n_kv_head, config.head_size
         self.pool = KVBlockPool(num_blocks, block_size, config.n_layer, *heads, device, kv_dtype(model))
-        M = -(-config.context_length // block_size)
-        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # the next input of a decode
-        self.context_len = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # tokens in the pool
-        self.block_tables = torch.zeros(max_num_seqs, M, dtype=torch.int32, device=device)
-        self.sampling = SamplingRows(max_num_seqs, config.vocab_size, device)
+        M, N = -(-config.context_length // block_size), max_num_seqs
+        self.last_token = torch.zeros(N + 1, dtype=torch.int64, device=device)  # the next input of a decode
+        self.context_len = torch.zeros(N + 1, dtype=torch.int64, device=device)  # tokens in the pool
+        self.block_tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device)
+        self.sampling = SamplingRows(N + 1, config.vocab_size, device)
+        self.nobody = N
+        padded = device.type == "cuda" and self.backend.name == "triton"
+        self.sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N] if padded else []
+        self.graphs: dict[tuple, tuple] = {}  # (decodes, chunks, their tokens) -> (graph, its outputs)
+        self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
+        if graphs and padded:
+            self.capture_all()
 
-    def tensor(self, values: list, dtype=torch.int64) -> torch.Tensor:
-        """A list of the host on the model's device."""
-        return torch.tensor(values, dtype=dtype, device=self.last_token.device)
+    # -- host to device ------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def run(self, plan: Plan) -> list[int]:
-        """Compute a plan: write the K, V of its tokens and return one token for each of `plan.sampled`."""
-        batch = self.prepare(plan)
-        logits = self.model.forward_paged(batch, self.pool.kv)  # (R, V); after the sampled, those of scored prompts
-        R, params = len(plan.sampled), [r.params or GREEDY for r in plan.sampled]
-        rows = self.tensor([r.row for r in plan.sampled])  # [R]
-        positions = batch.positions[batch.logits_index[:R]] + 1  # [R], of the tokens to come
-        tokens = sample(logits[:R], rows, positions, self.sampling, params)
-        self.last_token[rows] = tokens  # the next input, without a way through the host
-        self.score(plan, logits, tokens, [p.logprobs for p in params])
-        return tokens.tolist()
+    def upload(self, values: list, dtype=torch.int64) -> torch.Tensor:
+        """A list of the host on the model's device, without waiting for it: that takes pinned memory."""
+        host, device = torch.tensor(values, dtype=dtype), self.last_token.device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
-    def score(self, plan: Plan, logits: torch.Tensor, tokens: torch.Tensor, wanted: list[int | None]):
-        """Fill plan.logprobs for the sampled tokens [R] of those who want so many, and plan.prompt_scores."""
-        if asked := [i for i, n in enumerate(wanted) if n is not None]:
-            found = scores(logits[asked], tokens[asked], max(wanted[i] for i in asked))
-            plan.logprobs = {plan.sampled[i]: score for i, score in zip(asked, found, strict=True)}
-        at = len(plan.sampled)
-        for request, n in plan.chunks:
-            if count := num_scored(request, n):
-                start = request.prefill_cursor + 1
-                targets = self.tensor(request.prompt_tokens[start : start + count])
-                plan.prompt_scores[request] = scores(logits[at : at + count], targets, request.prompt_logprobs)
-                at += count
-
-    def prepare(self, plan: Plan) -> kernels.Batch:
-        """Bring the device's arrays up to date with the plan and lay its requests out on the flat token axis."""
+    def bring_up_to_date(self, plan: Plan):
+        """Tell the device's arrays what the plan has changed."""
         if plan.copies:  # before the step writes into them
-            self.pool.copy_blocks(plan.copies)
+            to, source = self.upload([list(plan.copies), list(plan.copies.values())])
+            self.pool.kv[:, :, to] = self.pool.kv[:, :, source]
         for request in plan.admitted:
             self.place(request)
         if plan.grown:  # one new block each, at the end of its table
-            columns = self.tensor([len(r.block_table) - 1 for r in plan.grown])
-            blocks = self.tensor([r.block_table[-1] for r in plan.grown], torch.int32)
-            self.block_tables[self.tensor([r.row for r in plan.grown]), columns] = blocks
-        batch = self.batch(plan)
-        batch.prepared = self.backend.prepare(batch, self.model.config.n_head, self.pool.kv[0])
-        self.context_len[batch.rows] = batch.context_lens.long()
-        return batch
+            changes = [(r.row, len(r.block_table) - 1, r.block_table[-1]) for r in plan.grown]
+            rows, columns, blocks = self.upload(list(zip(*changes, strict=True)))
+            self.block_tables[rows, columns] = blocks.int()
 
     def place(self, request: Request):
         """Fill the row of a request that starts to run, starts again, or was forked."""
-        row, params = request.row, request.params or GREEDY
-        self.last_token[row] = (request.generated_tokens or request.prompt_tokens)[-1]
-        self.block_tables[row, : len(request.block_table)] = self.tensor(request.block_table, torch.int32)
-        self.context_len[row] = request.num_filled_slots
+        row, params, blocks = request.row, request.params or GREEDY, request.block_table
+        last = (request.generated_tokens or request.prompt_tokens)[-1]
+        packed = self.upload([last, request.num_filled_slots, *blocks])
+        self.last_token[row], self.context_len[row] = packed[0], packed[1]
+        self.block_tables[row, : len(blocks)] = packed[2:]
         texts = request.prompt_tokens, request.generated_tokens, request.stop_token_ids
         self.sampling.set(row, params, params.seed or 0, request.choice, *texts)
 
-    def batch(self, plan: Plan) -> kernels.Batch:
+    def padded_sizes(self, plan: Plan) -> tuple[int, int, int]:
+        """Decodes, chunks and tokens of chunks that a step is padded to: those of a graph, if one is large enough."""
+        n, C, T = len(plan.decodes), len(plan.chunks), plan.num_tokens - len(plan.decodes)
+        if not self.sizes:
+            return n, C, T
+        fitting = [
+            key for key in self.graphs if key[0] >= n and key[1] >= C and key[2] >= T and bool(key[1]) == bool(C)
+        ]
+        if fitting:
+            return min(fitting, key=lambda key: (key[2], key[0]))
+        return self.sizes[bisect_left(self.sizes, n)] if n else 0, C, T
+
+    def inputs(self, plan: Plan, n: int, C: int, T: int) -> list[int]:
         """
-        The plan on the flat token axis, decodes first. What a decode needs is on the device already; only the tokens of
-        chunks come from the host.
+        What the device does not know yet: whose turn it is and, of chunks, their tokens. Padded to n decodes, C chunks
+        with T tokens together; the parts are those that `compute` splits it into.
         """
-        requests = plan.decodes + [request for request, _ in plan.chunks]
-        query_lens = [1] * len(plan.decodes) + [n for _, n in plan.chunks]
-        context_lens = [r.num_filled_slots + n for r, n in zip(requests, query_lens, strict=True)]
-        rows = self.tensor([r.row for r in requests])  # [B]
-        row_of = rows  # [T], of each token
-        tokens, positions = self.last_token[rows], self.context_len[rows]  # [B], right for decodes
-        if plan.chunks:
-            decodes = slice(len(plan.decodes))
-            new = [t for r, n in plan.chunks for t in r.tokens_between(r.prefill_cursor, r.prefill_cursor + n)]
-            at = [p for r, n in plan.chunks for p in range(r.prefill_cursor, r.prefill_cursor + n)]
-            tokens = torch.cat([tokens[decodes], self.tensor(new)])  # [T]
-            positions = torch.cat([positions[decodes], self.tensor(at)])
-            row_of = rows.repeat_interleave(self.tensor(query_lens))
-        S, M = self.block_size, -(-max(context_lens) // self.block_size)  # no wider than the longest context needs
-        query_start, sampled = [0, *accumulate(query_lens)], set(plan.sampled)
-        last = [end - 1 for r, end in zip(requests, query_start[1:], strict=True) if r in sampled]
-        for (request, n), start in zip(plan.chunks, query_start[len(plan.decodes) :], strict=False):
-            last += range(start, start + num_scored(request, n))
-        return kernels.Batch(
+        nobody, chunks = self.nobody, plan.chunks
+        rows = [r.row for r in plan.decodes] + [nobody] * (n - len(plan.decodes))
+        if not C:
+            return rows
+        none = [nobody] * (C - len(chunks))
+        starts = list(accumulate((n for _, n in chunks), initial=0))
+        rows += [r.row for r, _ in chunks] + none
+        rows += [r.row if r.prefill_cursor + n == r.prefill_target else nobody for r, n in chunks] + none
+        rows += starts + starts[-1:] * len(none)
+        rows += [r.prefill_cursor + n for r, n in chunks] + [0] * len(none)
+        padding = T - starts[-1]
+        for r, n in chunks:
+            rows += r.tokens_between(r.prefill_cursor, r.prefill_cursor + n)
+        rows += [0] * padding
+        for r, n in chunks:
+            rows += range(r.prefill_cursor, r.prefill_cursor + n)
+        rows += [0] * padding
+        for r, n in chunks:
+            rows += [r.row] * n
+        return rows + [nobody] * padding
+
+    # -- a step on the device ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> InFlight:
+        """Start to compute a plan, and to bring its results to the host."""
+        wanted, n, tokens, logits, x = self.start(plan)
+        scores = self.score(plan, wanted, n, tokens, logits, x)
+        flight = InFlight(plan, tokens.to("cpu", non_blocking=True), wanted, scores)
+        if tokens.is_cuda:
+            flight.done = torch.cuda.Event()
+            flight.done.record()
+        return flight
+
+    def start(self, plan: Plan):
+        """
+        Start to compute a plan: write the K, V of its tokens, and sample. Returns where the requests of plan.sampled
+        are, the number of decodes with padding, and what `compute` does.
+        """
+        self.bring_up_to_date(plan)
+        n, C, T = self.padded_sizes(plan)
+        wanted = list(range(len(plan.decodes)))
+        wanted += [n + i for i, (r, m) in enumerate(plan.chunks) if r.prefill_cursor + m == r.prefill_target]
+        self.num_rows, self.num_padded_rows = self.num_rows + n, self.num_padded_rows + n - len(plan.decodes)
+        inputs = self.upload(self.inputs(plan, n, C, T))
+        if (n, C, T) not in self.graphs:
+            return wanted, n, *self.compute(inputs, n, C, T, plan)
+        graph, *outputs = self.graphs[n, C, T]
+        self.static_inputs[: len(inputs)] = inputs
+        graph.replay()
+        return wanted, n, *outputs
+
+    def compute(self, inputs: torch.Tensor, n: int, C: int, T: int, plan: Plan | None = None):
+        """
+        A step of n decodes and C chunks of T tokens together, from `inputs`. Returns the sampled tokens [n + C] of all
+        of them, their logits (n + C, V), and what the last layer says of each token, (n + T, width). The host looks at
+        no tensor, and at `plan` only for what spares work (None: a graph is captured).
+        """
+        rows, S, device = inputs[:n], self.block_size, inputs.device
+        tokens, positions, row_of = self.last_token[rows], self.context_len[rows], rows
+        context_lens, sampling_rows, query_start = positions + 1, rows, torch.arange(n + 1, device=device)
+        if C:
+            parts = inputs[n:].split((C, C, C + 1, C, T, T, T))
+            chunk_rows, chunk_sampling_rows, starts, chunk_lens, *of_tokens = parts
+            tokens, positions, row_of = (
+                torch.cat(pair) for pair in zip((tokens, positions, rows), of_tokens, strict=True)
+            )
+            rows, context_lens = torch.cat([rows, chunk_rows]), torch.cat([context_lens, chunk_lens])
+            sampling_rows, query_start = (
+                torch.cat([sampling_rows, chunk_sampling_rows]),
+                torch.cat([query_start[:n], n + starts]),
+            )
+        chunks = [(r.num_filled_slots + m, m) for r, m in plan.chunks] if plan else [(1, 1)] * C
+        lens = [r.num_filled_slots + 1 for r in plan.decodes] + [1] * (n - len(plan.decodes)) if plan else [1] * n
+        M = self.block_tables.shape[1] if self.sizes else -(-max(lens + [c for c, _ in chunks]) // S)
+        batch = kernels.Batch(
             tokens=tokens,
             positions=positions,
-            slot_mapping=self.block_tables[row_of, positions // S].long() * S + positions % S,
-            query_start=self.tensor(query_start, torch.int32),
-            context_lens=self.tensor(context_lens, torch.int32),
+            slot_mapping=self.block_tables[row_of, positions // S] * S + positions % S,
+            query_start=query_start.int(),
+            context_lens=context_lens.int(),
             block_tables=self.block_tables[rows, :M],
             rows=rows,
-            logits_index=self.tensor(last),
-            num_decodes=len(plan.decodes),
-            query_lens_host=query_lens,
-            context_lens_host=context_lens,
+            logits_index=(query_start[1:] - 1).clamp(min=0),
+            num_decodes=n,
+            query_lens_host=[1] * n + [m for _, m in chunks],
+            context_lens_host=lens + [c for c, _ in chunks],
             backend=self.backend,
         )
+        batch.prepared = self.backend.prepare(batch, self.model.config.n_head, self.pool.kv[0])
+        x = self.model.forward_paged(batch, self.pool.kv)  # (n + T, width)
+        logits = self.model.logits(x[batch.logits_index])  # (n + C, V)
+        asked = [r.params or GREEDY for r in plan.decodes] + [GREEDY] * (n - len(plan.decodes)) if plan else None
+        if plan and C:
+            asked += [r.params or GREEDY for r, _ in plan.chunks]
+        sampled = sample(logits, sampling_rows, context_lens, self.sampling, asked)
+        self.last_token[sampling_rows] = sampled.clamp(min=0)  # the next input, without a way through the host
+        self.context_len[rows] = context_lens
+        self.context_len[self.nobody] = 0
+        return sampled, logits, x
+
+    def score(self, plan: Plan, wanted: list[int], n: int, tokens, logits, x) -> list[tuple]:
+        """Start to score the sampled tokens of requests that want it, and the prompts that are to be scored."""
+        found = []
+        asked = [
+            (r, i) for r, i in zip(plan.sampled, wanted, strict=True) if r.params and r.params.logprobs is not None
+        ]
+        if asked:
+            at, most = self.upload([i for _, i in asked]), max(r.params.logprobs for r, _ in asked)
+            found.append(([r for r, _ in asked], *logprobs(logits[at], tokens[at], most)))
+        for request, m in plan.chunks:
+            if count := num_scored(request, m):
+                start = request.prefill_cursor + 1
+                targets = self.upload(request.prompt_tokens[start : start + count])
+                scored = logprobs(self.model.logits(x[n : n + count]), targets, request.prompt_logprobs)
+                found.append((request, *scored))
+            n += m
+        return [(whom, *(part.to("cpu", non_blocking=True) for part in parts)) for whom, *parts in found]
+
+    def collect(self, flight: InFlight) -> list[int]:
+        """Wait for a step; the tokens of plan.sampled. Fills plan.logprobs and plan.prompt_scores."""
+        if flight.done:
+            flight.done.synchronize()
+        for whom, *parts in flight.scores:
+            rows = [list(row) for row in zip(*(part.tolist() for part in parts), strict=True)]
+            if isinstance(whom, Request):
+                flight.plan.prompt_scores[whom] = rows
+            else:
+                flight.plan.logprobs.update(zip(whom, rows, strict=True))
+        tokens = flight.tokens.tolist()
+        return [tokens[i] for i in flight.wanted]
+
+    def run(self, plan: Plan) -> list[int]:
+        """Compute a plan and wait for its tokens, one for each of `plan.sampled`."""
+        return self.collect(self.launch(plan))
+
+    # -- CUDA graphs ---------------------------------------------------------------------------------------------------
+
+    MIXED_TOKENS = (128, 256, 512, 1024)  # of chunks; above, kernels take longer than their launches
+    MIXED_CHUNKS = 8
+
+    @torch.inference_mode()
+    def capture_all(self):
+        """
+        Capture every size, largest first, so that the smaller find room in what the larger leave. A step runs once
+        before: that compiles its kernels.
+        """
+        coarse = [n for n in self.sizes if n in (8, 32, 64, 128, 256)] or self.sizes[-1:]
+        mixed = [(n, self.MIXED_CHUNKS, T) for T in self.MIXED_TOKENS for n in coarse]
+        keys = [(n, 0, 0) for n in self.sizes] + mixed
+        self.static_inputs = torch.full((max(n + 4 * C + 1 + 3 * T for n, C, T in keys),), self.nobody, device="cuda")
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        for n, C, T in sorted(keys, key=lambda key: -key[0] - key[2]):
+            empty = self.upload(self.inputs(Plan(), n, C, T))
+            inputs = self.static_inputs[: len(empty)]
+            inputs.copy_(empty)
+            with torch.cuda.stream(stream):
+                self.compute(inputs, n, C, T)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                outputs = self.compute(inputs, n, C, T)
+            self.graphs[n, C, T] = graph, *outputs
 
 
 def num_scored(request: Request, n: int) -> int:
@@ -147,17 +291,11 @@ def num_scored(request: Request, n: int) -> int:
     return min(n, len(request.prompt_tokens) - 1 - request.prefill_cursor)
 
 
-def scores(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> list[list]:
-    """For each row of logits [R, V]: [log-probability of its token, the n likeliest ids, their log-probabilities]."""
-    return [list(row) for row in zip(*(part.tolist() for part in logprobs(logits, tokens, n)), strict=True)]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The engine
 
 
-@dataclass
-class Output:
+class Output(NamedTuple):
     """What a step brought for one request."""
 
     id: int | str
@@ -229,6 +367,8 @@ class Engine:
         prefill_share: float = 0.25,  # of the token budget, for prompts while some are under way
         watermark: float = 0.01,  # share of the blocks kept free for running requests when a new one is admitted
         seed: int = 0,  # of the seeds drawn for requests that bring none
+        graphs: bool = True,  # on CUDA: capture steps; without, the same sizes run launch by launch
+        overlap: bool | None = None,  # plan a step while the one before runs; None: on CUDA
         trace: bool = False,  # print each step
         check: bool = False,  # verify the scheduler's invariants after each step
     ):
@@ -260,7 +400,9 @@ class Engine:
             prefill_share=prefill_share,
             prefix_cache=prefix_cache,
         )
-        self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention)
+        self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, graphs)
+        self.overlap = model.wte.weight.is_cuda if overlap is None else overlap
+        self.in_flight: InFlight | None = None
         self.requests: dict[int | str, Request] = {}  # waiting or running
         self.num_choices: dict[int | str, int] = {}  # of those whose other choices are still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of those whose prompts are being scored
@@ -271,7 +413,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return not self.scheduler.is_done()
+        return self.in_flight is not None or not self.scheduler.is_done()
 
     def add_request(
         self,
@@ -336,6 +478,7 @@ class Engine:
         for choice in range(1, self.num_choices.pop(first.id, 1)):
             id, own = f"{first.id}.{choice}", {"choice": choice, "prompt_logprobs": None}
             if can_share and self.scheduler.free_rows:
+                own["block_table"] = first.block_table[: self.scheduler.blocks_for(P)]
                 fork = self.scheduler.fork(first, id, generated_tokens=[], num_filled_slots=P - 1, **own)
                 self.runner.place(fork)
             else:
@@ -354,48 +497,72 @@ class Engine:
             self.scheduler.complete(request)
 
     def step(self) -> list[Output]:
-        """Compute one step. Should it fail, the requests that took part end with an error and the others go on."""
+        """
+        Compute one step; with overlap, start one and return what the one before has brought, so that the host works
+        while the device does. Should a step fail, the requests that took part end with an error and the others go on.
+        """
+        outputs, flight = self._launch()
+        if self.overlap:
+            flight, self.in_flight = self.in_flight, flight
+        return outputs + self._collect(flight) if flight else outputs
+
+    def _launch(self) -> tuple[list[Output], InFlight | None]:
         plan = self.scheduler.plan(self.num_steps)
+        if not plan.num_tokens:
+            return [], None
         self.num_steps += 1
         try:
             if self.check:
                 self.scheduler.check(plan)
-            tokens = self.runner.run(plan)
+            flight = self.runner.launch(plan)
         except BaseException as error:
-            failed = self._fail(plan, error)  # after Ctrl-C too: the device is ahead of the scheduler, no way back
-            if isinstance(error, Exception):
-                return failed
-            raise
+            return self._fail(plan, error), None
         if self.trace:
             print(describe(plan, self.scheduler))
         now = time.monotonic()
         self.waited = [now - r.arrival_time for r in plan.admitted if not r.num_preemptions]
         self.num_decode_tokens += len(plan.decodes)
         self.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
-        for request, found in plan.prompt_scores.items():  # a prompt that starts again after a preemption scores again
-            before = self.prompt_scores.get(request.id, []) if request.prefill_cursor else []
-            self.prompt_scores[request.id] = before + found
-        for request in self.scheduler.update(plan, tokens):
+        self.scheduler.advance(plan)
+        return [], flight
+
+    def _collect(self, flight: InFlight) -> list[Output]:
+        plan = flight.plan
+        try:
+            tokens = self.runner.collect(flight)
+        except BaseException as error:
+            return self._fail(plan, error)
+        for request, found in plan.prompt_scores.items():
+            self.prompt_scores.setdefault(request.id, []).extend(found)
+        new = [(r, token) for r, token in zip(plan.sampled, tokens, strict=True) if r.num_to_come]
+        for request in self.scheduler.resolve(plan, tokens):
             del self.requests[request.id]
         for request in plan.sampled[len(plan.decodes) :] if self.num_choices else ():
             self._fork_choices(request)
         if self.check:
             self.scheduler.check()
-        return [self._output(r, plan) for r in plan.sampled]
+        return [self._output(r, token, plan) for r, token in new]
 
-    def _output(self, r: Request, plan: Plan) -> Output:
-        if r.generated_tokens[-1] < 0:  # the sampler's word for logits that are not numbers
+    def _output(self, r: Request, token: int, plan: Plan) -> Output:
+        if token < 0:  # the sampler's word for logits that are not numbers
             self.abort(r.id)
             return Output(r.id, [], "error", error="the model's logits are not numbers: its weights are broken")
-        found = plan.logprobs.get(r), self.prompt_scores.pop(r.id, None) if self.prompt_scores else None
-        return Output(r.id, r.generated_tokens[-1:], r.finish_reason, r.num_hit_tokens, None, *found)
+        if plan.logprobs or self.prompt_scores:
+            found = plan.logprobs.get(r), self.prompt_scores.pop(r.id, None)
+            return Output(r.id, [token], r.finish_reason, r.num_hit_tokens, None, *found)
+        return Output(r.id, [token], r.finish_reason, r.num_hit_tokens)
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
-        """End whoever took part in a step: what it wrote of their K, V and device state is unknown."""
+        """
+        End whoever took part in a step: what it wrote of their K, V and device state is unknown, after Ctrl-C too,
+        which goes on from here.
+        """
         failed = dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted)
         for request in failed:
             self.abort(request.id)
             request.finish_reason = "error"
+        if not isinstance(error, Exception):
+            raise error
         return [Output(r.id, [], "error", error=f"{type(error).__name__}: {error}") for r in failed]
 
     def generate(
@@ -482,11 +649,11 @@ class Engine:
             while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
                 plan = self.scheduler.plan(self.num_steps)
                 self.num_steps += 1
-                logits = self.runner.model.forward_paged(self.runner.prepare(plan), self.runner.pool.kv)
+                wanted, _, _, logits, _ = self.runner.start(plan)
                 if not plan.sampled:  # a long prompt takes several steps
                     self.scheduler.update(plan, [])
                     continue
-                beams, ended = self._extend_beams(plan, beams, logits.float().log_softmax(-1), width)
+                beams, ended = self._extend_beams(plan, beams, logits[wanted].float().log_softmax(-1), width)
                 answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
         finally:
             for request in list(self.requests.values()):

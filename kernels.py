@@ -21,7 +21,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -341,9 +341,9 @@ def paged_attention_flex(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> tor
 def jit(function):
     """
     `triton.jit` where triton is installed; elsewhere the kernels below are only text. M, the width of the block tables,
-    changes from step to step and must not make the kernels compile again.
+    and R, the number of rows, change from step to step and must not make the kernels compile again.
     """
-    return triton.jit(function, do_not_specialize=["M"]) if triton else function
+    return triton.jit(function, do_not_specialize=["M", "R"]) if triton else function
 
 
 @jit
@@ -618,3 +618,105 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
     return out.to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Linear layers with what stands around them
+
+ACTIVATIONS = {
+    "gelu_new": partial(F.gelu, approximate="tanh"),  # GPT-2's own, transformers' name for it
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+LINEAR_ROWS = 256  # up to here the kernel; beyond, the matrix products fill the chip and are cuBLAS's
+
+
+def linear(x: torch.Tensor, layer, norm=None, activation: str | None = None, residual: torch.Tensor | None = None):
+    """
+    activation(layer(norm(x))) + residual: x [R, K], a layer with weight [N, K] and bias [N] or None, a LayerNorm or
+    None, residual [R, N] or None -> [R, N]. One launch on CUDA for up to LINEAR_ROWS rows: a small model's decode step
+    is otherwise spent on launches.
+    """
+    if x.is_cuda and triton and len(x) <= LINEAR_ROWS:
+        return linear_triton(x, layer, norm, activation, residual)
+    x = norm(x) if norm else x
+    y = layer(x) if callable(layer) else F.linear(x, layer.weight, layer.bias)
+    y = ACTIVATIONS[activation](y) if activation else y
+    return y if residual is None else y + residual
+
+
+@jit
+def activate(y, ACTIVATION: tl.constexpr):
+    """As ACTIVATIONS; GELU's tanh(u) is 2 sigmoid(2 u) - 1."""
+    if ACTIVATION == "gelu_new":
+        return y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))  # 2 sqrt(2 / pi)
+    if ACTIVATION == "gelu":
+        return 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    y = tl.maximum(y, 0.0)
+    return y * y if ACTIVATION == "relu2" else y
+
+
+@jit
+def linear_kernel(
+    x, weight, bias, norm_weight, norm_bias, residual, out, R, x_stride, eps,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (N / COLS, R / ROWS): a program computes COLS outputs of ROWS rows, BLOCK inputs at a time. Each program
+    normalises its rows itself: they are in the L2 cache, and it saves a launch. Pointers may be None.
+    """
+    r, n = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLS + tl.arange(0, COLS)
+    x += r.to(tl.int64)[:, None] * x_stride
+    weight += n.to(tl.int64)[:, None] * K
+    mean, inverse = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    if norm_weight is not None:
+        for start in range(0, K, BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+            mean += tl.sum(value, axis=1)
+            inverse += tl.sum(value * value, axis=1)
+        mean /= K
+        inverse = tl.rsqrt(inverse / K - mean * mean + eps)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+        if norm_weight is not None:
+            normal = (value.to(tl.float32) - mean[:, None]) * inverse[:, None]
+            normal *= tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+            if norm_bias is not None:
+                normal += tl.load(norm_bias + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+            value = normal.to(w.dtype)
+        acc = tl.dot(value, w.T, acc, input_precision="ieee")
+    if bias is not None:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION is not None:
+        acc = activate(acc, ACTIVATION)
+    mask, at = (r < R)[:, None] & (n < N)[None, :], r.to(tl.int64)[:, None] * N + n[None, :]
+    if residual is not None:
+        acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def linear_triton(x, layer, norm, activation, residual) -> torch.Tensor:
+    """As linear."""
+    (R, K), N = x.shape, len(layer.weight)
+    assert x.stride(1) == 1 and layer.weight.is_contiguous(), "rows and weights must be contiguous"
+    assert residual is None or residual.is_contiguous(), "the residual must be contiguous"
+    out = x.new_empty(R, N)
+    rows, cols, block, warps, stages = linear_tiles(R, N, K)
+    linear_kernel[(-(-N // cols), -(-R // rows))](
+        x, layer.weight, layer.bias, norm and norm.weight, norm and norm.bias, residual, out, R, x.stride(0),
+        norm.eps if norm else 0.0, N=N, K=K, ACTIVATION=activation,
+        ROWS=rows, COLS=cols, BLOCK=block, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def linear_tiles(R: int, N: int, K: int) -> tuple[int, int, int, int, int]:
+    """ROWS, COLS, BLOCK, warps and stages of the kernel, measured on an H200."""
+    rows = min(64, padded(R))
+    return rows, 16 if N < 10_000 else 64, 256 if rows == 16 else 128, 4, 4

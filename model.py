@@ -1,10 +1,10 @@
 """
 The GPT: GPT-2's architecture, one set of weights, two ways through it.
 
-    logits, loss = model(tokens, targets)            # dense and causal, tokens (B, T): training, evaluation
-    logits = model.forward_paged(batch, pool.kv)     # flat and paged, tokens (T,): serving
+    logits, loss = model(tokens, targets)              # dense and causal, tokens (B, T): training, evaluation
+    logits = model.logits(model.forward_paged(batch, pool.kv)[batch.logits_index])   # flat and paged: serving
 
-Both run the same block of code and differ in one function, `attend`: what q, k and v of a layer do with each other.
+Both use the same layers and differ in `attend`: what q, k and v of a layer do with each other.
 A checkpoint is a directory in the Hugging Face layout; `GPT2LMHeadModel.from_pretrained` opens it, and what it saves
 opens here. Letters: B requests, T tokens, L layers, H query heads, Hk KV heads, D head size, V vocabulary, R rows of
 logits, S block size, and only here C = n_embd, the width.
@@ -17,6 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -24,14 +25,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import kernels
+from kernels import ACTIVATIONS, linear
 from tokenizer import write_atomically, write_json
-
-ACTIVATIONS = {
-    "gelu_new": partial(F.gelu, approximate="tanh"),  # GPT-2's own, transformers' name for it
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
 
 
 @dataclass
@@ -87,9 +82,11 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: torch.Tensor, attend: Callable) -> torch.Tensor:
-        heads = self.c_attn(x).unflatten(-1, (self.H + 2 * self.Hk, self.D))  # (..., T, H + 2 Hk, D)
-        q, k, v = heads.split((self.H, self.Hk, self.Hk), dim=-2)
-        return self.c_proj(attend(q, k, v).flatten(-2))  # (..., T, H, D) -> (..., T, C)
+        return self.c_proj(attend(*self.heads(self.c_attn(x))).flatten(-2))  # (..., T, H, D) -> (..., T, C)
+
+    def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(..., T, (H + 2 Hk) D) -> q (..., T, H, D), k and v (..., T, Hk, D), views"""
+        return qkv.unflatten(-1, (self.H + 2 * self.Hk, self.D)).split((self.H, self.Hk, self.Hk), dim=-2)
 
 
 class MLP(nn.Module):
@@ -98,11 +95,11 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.act = ACTIVATIONS[config.activation]
+        self.activation = config.activation
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(self.act(self.c_fc(x)))
+        return self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x)))
 
 
 class Block(nn.Module):
@@ -119,6 +116,13 @@ class Block(nn.Module):
         x = x + self.drop(self.attn(self.ln_1(x), attend))
         x = x + self.drop(self.mlp(self.ln_2(x)))
         return x
+
+    def serve(self, x: torch.Tensor, attend: Callable) -> torch.Tensor:
+        """The same of (T, C), without dropout, in few launches: each linear layer with what stands around it."""
+        q, k, v = self.attn.heads(linear(x, self.attn.c_attn, norm=self.ln_1))
+        x = linear(attend(q, k, v).flatten(-2), self.attn.c_proj, residual=x)
+        wide = linear(x, self.mlp.c_fc, norm=self.ln_2, activation=self.mlp.activation)
+        return linear(wide, self.mlp.c_proj, residual=x)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
@@ -204,15 +208,12 @@ class GPT(nn.Module):
         if isinstance(module, Attention | MLP):
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Callable) -> torch.Tensor:
-        """Embed, run every block, normalise: tokens (..., T) -> (..., T, C). `attend(layer, q, k, v)` mixes tokens."""
-        x = self.drop(self.wte(tokens) + self.wpe(positions))
-        for layer, block in enumerate(self.h):
-            x = block(x, partial(attend, layer))
-        return self.ln_f(x)
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.wte(tokens) + self.wpe(positions))  # (..., T) -> (..., T, C)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) if self.head else F.linear(x, self.wte.weight)  # (..., C) -> (..., V)
+        """Normalise and compare with every word: (R, C) -> (R, V)"""
+        return linear(x, self.head or SimpleNamespace(weight=self.wte.weight, bias=None), norm=self.ln_f)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None):
         """
@@ -223,29 +224,30 @@ class GPT(nn.Module):
         T = tokens.shape[1]
         if self.config.context_length < T:
             raise ValueError(f"{T} tokens do not fit the model's context_length of {self.config.context_length}")
-        dropout = self.config.dropout if self.training else 0.0
-
-        def attend(layer, q, k, v):
-            return causal_attention(q, k, v, dropout)
-
-        x = self.hidden(tokens, torch.arange(T, device=tokens.device), attend)  # (B, T, C)
+        attend = partial(causal_attention, dropout=self.config.dropout if self.training else 0.0)
+        x = self.embed(tokens, torch.arange(T, device=tokens.device))  # (B, T, C)
+        for block in self.h:
+            x = block(x, attend)
+        x = self.ln_f(x)
         if targets is None:
-            return self.logits(x), None
+            return F.linear(x, self.wte.weight), None
         return None, head_loss(x, self.wte.weight, targets)
 
     def forward_paged(self, batch: kernels.Batch, kv: torch.Tensor) -> torch.Tensor:
         """
         One serving step over the flat token axis: each layer writes its K, V into the pool `kv`
         [L, 2, num_blocks + 1, Hk, S, D] at `batch.slot_mapping` (in place), then attends through the block tables.
-        Returns the logits (R, V) at `batch.logits_index`.
+        Returns (T, C), which `logits` turns into logits where they are wanted.
         """
 
         def attend(layer, q, k, v):  # q (T, H, D), k and v (T, Hk, D)
             batch.backend.store_kv(k, v, kv[layer], batch)
             return batch.backend.paged_attention(q, kv[layer], batch)
 
-        x = self.hidden(batch.tokens, batch.positions, attend)  # (T, C)
-        return self.logits(x[batch.logits_index])  # (T, C) -> (R, C) -> (R, V)
+        x = self.embed(batch.tokens, batch.positions)  # (T, C)
+        for layer, block in enumerate(self.h):
+            x = block.serve(x, partial(attend, layer))
+        return x
 
     @torch.no_grad()
     def generate(self, tokens: torch.Tensor, max_new_tokens: int, choose: Callable | None = None) -> torch.Tensor:

@@ -557,6 +557,8 @@ def count_computed(engine: Engine) -> list[int]:
             computed.append(len(batch.tokens))
             return forward(batch, kv)
 
+        logits = staticmethod(engine.runner.model.logits)
+
     engine.runner.model = Counting()
     return computed
 

@@ -46,6 +46,9 @@ class Faulty:
             raise self.error
         return self.model.forward_paged(batch, kv)
 
+    def logits(self, x):
+        return self.model.logits(x)
+
 
 def finish(engine: Engine) -> dict:
     """Step until idle. Returns for each id the tokens and the finish reason that the steps gave out."""
@@ -442,8 +445,11 @@ def test_logits_that_are_not_numbers_end_their_request_with_an_error():
     engine = new_engine(trained_model())
     engine.add_request("a", prompt(0, 5), greedy(5))
     model = engine.runner.model
-    engine.runner.model = type("Broken", (), {"forward_paged": lambda self, *a: model.forward_paged(*a) * torch.nan})()
-    engine.runner.model.config = model.config
+    broken = {
+        "forward_paged": lambda self, *a: model.forward_paged(*a) * torch.nan,
+        "logits": lambda self, x: model.logits(x),
+    }
+    engine.runner.model = type("Broken", (), broken | {"config": model.config})()
     (output,) = engine.step()
     assert output.finish_reason == "error" and "not numbers" in output.error
     assert_idle(engine)

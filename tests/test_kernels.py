@@ -520,7 +520,7 @@ def paged_logits(model, kv, tables, texts, computed, new, S, backend) -> torch.T
         backend=choose_backend(backend),
     )
     batch.prepared = batch.backend.prepare(batch, config.n_head, kv[0])
-    logits = model.forward_paged(batch, kv)
+    logits = model.logits(model.forward_paged(batch, kv))
     return {i: logits[[j for j, (owner, _) in enumerate(at) if owner == i]] for i in who}
 
 
