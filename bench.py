@@ -4,6 +4,8 @@ Every number in the README, reproducible: one command each, the conditions first
     python bench.py scheduler     # Python time of plan + update, per step
     python bench.py attention     # on a CPU, one layer: a mixed step; decodes against Hugging Face's attention
     python bench.py kernels       # on a GPU, one layer: decodes, prefill, mixed; block sizes and layouts; the floor
+    python bench.py engine        # tokens per second of a mixed workload, latency of 1 and of 32 requests
+    python bench.py overhead      # where the time of a decode step goes, on the device and on the host
     python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
     python bench.py blockmap      # picture: who owned which block in each step of a mixed run
 
@@ -37,7 +39,7 @@ from sampling import SamplingParams
 # random weights of these shapes; the figures depend on the shape alone
 MODELS = {
     "10M": GPTConfig(vocab_size=65, context_length=256, n_layer=6, n_head=6, n_embd=384),
-    "gpt2-124M": GPTConfig(),
+    "gpt2-124M": GPTConfig(context_length=2048),
 }
 
 
@@ -324,6 +326,155 @@ def bench_generate(args) -> dict:
     return result
 
 
+def bench_model(name: str, device: str) -> GPT:
+    """A named model with random weights, or a checkpoint; bf16 on a GPU."""
+    torch.manual_seed(0)
+    model = GPT(MODELS[name]).eval() if name in MODELS else load_checkpoint(name)
+    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_(False)
+
+
+def offline_workload(seed: int, requests: int, V: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts and output lengths of nano-vLLM's benchmark: 100 to 1024 tokens each. Seed 0 has known totals."""
+    random.seed(seed)
+    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(requests)]
+    lengths = [random.randint(100, 1024) for _ in range(requests)]
+    if (seed, requests) == (0, 256):
+        assert (sum(map(len, prompts)), sum(lengths)) == (142_827, 133_966), "this is not the workload"
+    return [[t % V for t in prompt] for prompt in prompts], lengths
+
+
+def bench_engine(args) -> dict:
+    """
+    Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each seed. Latency: 1 and 32
+    requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on a CPU. Tokens in and out are asserted.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = bench_model(args.model, device)
+    V, started = model.config.vocab_size, time.perf_counter()
+    engine = Engine(model, block_size=args.block_size, graphs=not args.no_graphs, overlap=not args.no_overlap)
+    result: dict = {"model": args.model, "start-up, s": round(time.perf_counter() - started, 1)}
+
+    def serve(prompts, lengths) -> float:
+        params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True, seed=i) for i, n in enumerate(lengths)]
+        before, started = engine.counts(), time.perf_counter()
+        answers = engine.generate(prompts, params, progress=False)
+        seconds = time.perf_counter() - started
+        assert [len(a) for a in answers] == lengths, "a request has not its tokens"
+        again = engine.counts()["preemptions"] - before["preemptions"]
+        computed = engine.counts()["prefill tokens"] - before["prefill tokens"]
+        assert again or computed == sum(map(len, prompts)), f"{computed} prompt tokens computed"
+        return seconds
+
+    serve([[1] * 100] * 4, [8] * 4)
+    for seed in args.seeds:
+        prompts, lengths = offline_workload(seed, args.requests, V)
+        rows = engine.runner.num_rows, engine.runner.num_padded_rows
+        seconds = serve(prompts, lengths)
+        rows = [
+            new - old for new, old in zip((engine.runner.num_rows, engine.runner.num_padded_rows), rows, strict=True)
+        ]
+        result[f"offline, seed {seed}"] = {
+            "in": sum(map(len, prompts)),
+            "out": sum(lengths),
+            "s": round(seconds, 2),
+            "output tok/s": round(sum(lengths) / seconds),
+            "padded rows": f"{rows[1] / max(1, rows[0]):.1%}",
+        }
+    rng = random.Random(1)
+    for n in (1, 32):
+        prompts = [[rng.randrange(V) for _ in range(args.latency_tokens)] for _ in range(n)]
+        first = serve(prompts, [1] * n)  # also leaves the prompts in the prefix cache, so that what follows is decoding
+        prompts = [[rng.randrange(V) for _ in range(args.latency_tokens)] for _ in range(n)]
+        seconds = serve(prompts, [args.latency_tokens] * n)
+        ms = 1e3 * (seconds - first) / (args.latency_tokens - 1)
+        result[f"{n} at once"] = {
+            "ms a step": round(ms, 3),
+            "whole, ms a token": round(1e3 * seconds / args.latency_tokens, 3),
+        }
+    return result
+
+
+def bench_overhead(args) -> dict:
+    """
+    Decode steps of 1, 32 and 256 requests at context 900: milliseconds a step, what part of it the host works, kernels
+    a step, and on a GPU where the device's time goes. The floor is to read weights, K and V from memory once.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = bench_model(args.model, device)
+    config, context, bandwidth = model.config, min(900, model.config.context_length // 2), read_bandwidth(device)
+    weights, result = sum(w.nbytes for w in model.parameters()), {"model": args.model}
+    engine, steps, rng = Engine(model, prefix_cache=False), 64, random.Random(0)
+    kv_bytes = 2 * config.n_layer * config.n_kv_head * config.head_size * engine.runner.pool.kv.element_size()
+    for n in (1, 32, 256) if device == "cuda" else (1, 8, 32):
+        for i in range(n):
+            prompt = [rng.randrange(config.vocab_size) for _ in range(context)]
+            engine.add_request(
+                i, prompt, SamplingParams(temperature=0.6, max_tokens=10 * steps, ignore_eos=True, seed=i)
+            )
+        while engine.scheduler.waiting or engine.scheduler.prefilling:
+            engine.step()
+        times, waits = [], []
+        wait = waiting_time(engine, waits)
+        for _ in range(steps):
+            started = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - started)
+        engine.runner.collect = wait
+        ms, host = (
+            1e3 * statistics.median(times),
+            1e3 * statistics.median(t - w for t, w in zip(times, waits, strict=True)),
+        )
+        floor = 1e3 * (weights + n * (context + steps) * kv_bytes) / bandwidth
+        row = {"ms a step": round(ms, 3), "host, ms": round(host, 3), "floor, ms": round(floor, 3)}
+        if device == "cuda":
+            row |= device_time(engine, 8)
+        result[f"{n} requests"] = row
+        for i in range(n):
+            engine.abort(i)
+        while engine.has_work:
+            engine.step()
+    return result
+
+
+def waiting_time(engine: Engine, waits: list[float]) -> Callable:
+    """Have the engine note how long it waits for the device in each step. Returns what was there before."""
+    collect = engine.runner.collect
+
+    def noted(flight):
+        started = time.perf_counter()
+        if flight.done:
+            flight.done.synchronize()
+        waits.append(time.perf_counter() - started)
+        return collect(flight)
+
+    engine.runner.collect = noted
+    return collect
+
+
+KINDS = {  # what a kernel's name says of its work
+    "attention": ("decode_kernel", "prefill_kernel"),
+    "linear layers": ("linear_kernel", "gemm", "cutlass", "nvjet"),
+    "sampling": ("threshold_kernel", "pick_kernel"),
+    "store": ("store_kv_kernel",),
+}
+
+
+def device_time(engine: Engine, steps: int) -> dict:
+    """Kernels a step, and the milliseconds of a step that the device spends in each kind of them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    ms, launches = dict.fromkeys([*KINDS, "rest"], 0.0), 0
+    for event in found.key_averages():
+        kind = next((k for k, names in KINDS.items() if any(name in event.key for name in names)), "rest")
+        ms[kind] += event.self_device_time_total / 1e3 / steps
+        launches += event.count
+    return {"kernels": round(launches / steps)} | {kind: round(time, 3) for kind, time in ms.items()}
+
+
 def bench_blockmap(args) -> dict:
     """
     A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are requests, grey is
@@ -384,6 +535,20 @@ def main():
     generate.add_argument("--model", default="10M", help="10M or gpt2-124M (random weights), or a model directory")
     generate.add_argument("--repeats", type=int, default=5, help="counted runs of each; the median is printed")
     generate.set_defaults(run=bench_generate)
+    offline = commands.add_parser("engine", help="throughput and latency of the engine")
+    offline.add_argument("--model", default="gpt2-124M", help="10M or gpt2-124M (random weights), or a model directory")
+    offline.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the workloads, once each")
+    offline.add_argument("--requests", type=int, default=256, help="of a workload")
+    offline.add_argument("--latency-tokens", type=int, default=512, help="in, and out, when latency is measured")
+    offline.add_argument("--block-size", type=int, default=16, help="tokens per KV block")
+    offline.add_argument("--no-graphs", action="store_true", help="launch each kernel by itself")
+    offline.add_argument("--no-overlap", action="store_true", help="wait for each step before the next is planned")
+    offline.set_defaults(run=bench_engine)
+    overhead = commands.add_parser("overhead", help="where the time of a decode step goes")
+    overhead.add_argument(
+        "--model", default="gpt2-124M", help="10M or gpt2-124M (random weights), or a model directory"
+    )
+    overhead.set_defaults(run=bench_overhead)
     blockmap = commands.add_parser("blockmap", help="picture of a mixed run")
     blockmap.add_argument("--out", type=Path, default=Path("assets/blockmap.png"), help="where to write the picture")
     blockmap.set_defaults(run=bench_blockmap)

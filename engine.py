@@ -358,8 +358,8 @@ class Engine:
         *,
         block_size: int = 16,
         num_blocks: int | None = None,  # None: room for max_num_seqs texts of full length, as far as memory allows
-        max_num_seqs: int = 64,
-        token_budget: int = 512,
+        max_num_seqs: int | None = None,  # None: 256 on a GPU, 64 on a CPU
+        token_budget: int | None = None,  # tokens computed in a step; None: 8192 on a GPU, 512 on a CPU
         max_model_len: int | None = None,  # longest prompt plus answer; None: what model and pool allow
         attention: str = "auto",
         prefix_cache: bool = True,
@@ -372,6 +372,9 @@ class Engine:
         trace: bool = False,  # print each step
         check: bool = False,  # verify the scheduler's invariants after each step
     ):
+        on_gpu = model.wte.weight.is_cuda
+        max_num_seqs = max_num_seqs or (256 if on_gpu else 64)
+        token_budget = token_budget or max(8192 if on_gpu else 512, max_num_seqs)
         if token_budget < max_num_seqs:
             raise ValueError(
                 f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so that every running "
@@ -401,7 +404,7 @@ class Engine:
             prefix_cache=prefix_cache,
         )
         self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, graphs)
-        self.overlap = model.wte.weight.is_cuda if overlap is None else overlap
+        self.overlap = on_gpu if overlap is None else overlap
         self.in_flight: InFlight | None = None
         self.requests: dict[int | str, Request] = {}  # waiting or running
         self.num_choices: dict[int | str, int] = {}  # of those whose other choices are still to be forked
