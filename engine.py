@@ -267,7 +267,7 @@ class Engine:
         self.num_choices: dict[int | str, int] = {}  # of those whose other choices are still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of those whose prompts are being scored
         self.seeds = random.Random(seed)
-        self.waited: list[float] = []  # seconds in the queue, of those that the last step admitted
+        self.waited: list[float] = []  # seconds in the queue, of those admitted since the last `stats`
         self.trace, self.check = trace, check
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
 
@@ -371,7 +371,7 @@ class Engine:
         if self.trace:
             print(describe(plan, self.scheduler))
         now = time.monotonic()
-        self.waited = [now - r.arrival_time for r in plan.admitted if not r.num_preemptions]
+        self.waited += [now - r.arrival_time for r in plan.admitted if not r.num_preemptions]
         self.num_decode_tokens += len(plan.decodes)
         self.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
         for request, found in plan.prompt_scores.items():  # a prompt that starts again after a preemption scores again
@@ -449,8 +449,8 @@ class Engine:
         }
 
     def stats(self) -> dict:
-        """What a server's metrics show, as of the last step; `waited` is in seconds, one for each request admitted."""
-        scheduler = self.scheduler
+        """What a server's metrics show; `waited` is in seconds, one for each request admitted since the last time."""
+        scheduler, waited, self.waited = self.scheduler, self.waited, []
         return {
             "running": len(scheduler.active) + len(scheduler.prefilling),
             "waiting": len(scheduler.waiting),
@@ -458,7 +458,7 @@ class Engine:
             "queries": scheduler.num_queried_tokens,
             "hits": scheduler.num_hit_tokens,
             "preemptions": scheduler.num_preemptions,
-            "waited": self.waited,
+            "waited": waited,
         }
 
     def summary(self, before: dict[str, int], seconds: float) -> str:

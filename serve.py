@@ -319,7 +319,7 @@ class Choice:
         self.last_step = 0.0  # when tokens came last
         tokenizer = job.service.tokenizer
         self.token_bytes = tokenizer.token_bytes if self.request.skip_special_tokens else tokenizer.spelled_bytes
-        self.text = TextStream(self.token_bytes, self.request.stop, self.request.include_stop_str_in_output)
+        self.text = TextStream(self.token_bytes, [], self.request.include_stop_str_in_output)
         self.counter, self.num_characters = codecs.getincrementaldecoder("utf-8")("replace"), 0
         # an echo is not searched for stop strings, but a character may begin in it and end in the answer
         echo = self.prompt if self.request.echo else []
@@ -338,6 +338,8 @@ class Choice:
         hidden = stop_token is not None and not self.request.include_stop_str_in_output
         for number, token in enumerate(tokens, 1):
             self.tokens.append(token)
+            if len(self.tokens) > self.request.min_tokens:
+                self.text.stop = self.request.stop
             if not (hidden and number == len(tokens)):
                 self.untold += self.text.push(token)
             if self.text.matched is not None:

@@ -372,6 +372,29 @@ def test_stop_string_over_tokens(server, command, count, include, text):
     assert text_of(server.stream(f"{command} oneTWO" + "more" * 500, **fields)) == text
 
 
+def test_no_stop_string_before_min_tokens(server):
+    """As in vLLM: what the first min_tokens say is no stop string, nor is a part of it the beginning of one."""
+    assert server.answer("say abab", stop="b", min_tokens=2)["choices"][0]["text"] == "aba"
+    assert server.answer("say abab", stop="ba", min_tokens=2)["choices"][0]["text"] == "abab"
+
+
+def test_late_tokens_cost_as_little_as_early_ones():
+    """The last 1,000 of 10,000 tokens, each told at once, with stop strings: nothing grows with the text."""
+    request = CompletionRequest(prompt="x", stop=["never", "xxxy"], logprobs=1)
+    job = SimpleNamespace(
+        request=request, on_change=lambda choice: None, client=SimpleNamespace(info={"eos_token_id": EOS}),
+        service=SimpleNamespace(tokenizer=ByteTokenizer(), metrics=SimpleNamespace(took=lambda *_: None)),
+    )  # fmt: skip
+    choice, times = serve.Choice(job, 0, [120], 10_000, None), []
+    for _ in range(10):
+        started = time.process_time()
+        for _ in range(1000):
+            choice.take([120], None, 0, fake_score(120, 1))
+            choice.news()
+        times.append(time.process_time() - started)
+    assert min(times[-3:]) < 2 * min(times[:3])
+
+
 def test_stop_string_ends_its_own_prompt_only():
     """In a call of several prompts, one that met its stop string is aborted at once, not when the last one is done."""
     with Server(engine=FakeEngine(max_model_len=10**9)) as server:
