@@ -248,7 +248,7 @@ class EngineClient:
         try:
             for _ in range(64):  # not for ever: others have a turn too
                 self._take(json.loads(reader.recv_bytes()))
-                if self.from_engine is not reader or not reader.poll():
+                if self.from_engine is not reader or self.dead.is_set() or not reader.poll():
                     break
         except (EOFError, OSError):
             self._end("the engine's process ended")

@@ -1269,10 +1269,11 @@ def test_silence_counts_from_the_first_request():
 
 
 def test_engine_that_cannot_start():
-    """Its one line becomes the server's, and the server ends."""
+    """Its one line becomes the server's, and the server ends; that its pipe then ends too says nothing more."""
     engine = FakeEngine(ready=False)
     server = Server(engine=engine)
     engine.send("fatal", message="no model here: run `python train.py`")
+    engine.outbox.close()
     assert serve.run_on_loop(server.service.run(server.sock)) == "no model here: run `python train.py`"
 
 
