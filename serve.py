@@ -45,6 +45,7 @@ PING_SECONDS = 10  # a stream that has nothing to say says so this often, or pro
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 RETRY_SECONDS = 1  # what Retry-After advises
+SHORT_TEXT = 4000  # characters that are encoded in less time than it takes to ask a thread
 MAX_HEAD = 2**16  # bytes of a request before its body
 PING = b": ping\n\n"
 
@@ -635,16 +636,17 @@ class Service:
         """The answer to a CompletionRequest. Raises ApiError."""
         self.check_model(request.model)
         self.check_room(len(request.prompt) * request.n)  # before they are encoded: a million prompts take seconds
-        return await self.job(request, salt, self.encode, request.prompt)
+        return await self.job(request, salt, sum(map(len, request.prompt)), self.encode, request.prompt)
 
     async def chat(self, request, salt: str) -> Job:
         """The answer to a ChatRequest. Raises ApiError."""
         self.check_model(request.model)
         self.check_room(request.n)
-        return await self.job(request, salt, self.encode_chat, request.messages, request.add_generation_prompt)
+        size, what = sum(len(m.content) for m in request.messages), (request.messages, request.add_generation_prompt)
+        return await self.job(request, salt, size, self.encode_chat, *what)
 
-    async def job(self, request, salt: str, encode: Callable, *what) -> Job:
-        prompts = await self.in_thread(encode, *what)
+    async def job(self, request, salt: str, size: int, encode: Callable, *what) -> Job:
+        prompts = await self.encoded(size, encode, *what)
         info = self.client.info
         limits = request.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_id"])
         job = Job(self, request, prompts, limits, f"{salt}:{request.cache_salt or ''}")
@@ -652,12 +654,12 @@ class Service:
             log("request", id=job.id, **request.model_dump(exclude_defaults=True))
         return job
 
-    async def in_thread(self, encode: Callable, *what):
-        """Encoding a long text takes a while. Raises ApiError for what the tokenizer does not know."""
+    async def encoded(self, size: int, encode: Callable, *what):
+        """encode(*what), in a thread if the texts are long. Raises ApiError for what the tokenizer does not know."""
         from protocol import ApiError
 
         try:
-            return await asyncio.to_thread(encode, *what)
+            return await asyncio.to_thread(encode, *what) if size > SHORT_TEXT else encode(*what)
         except ValueError as error:
             raise ApiError(400, str(error), "messages" if encode == self.encode_chat else "prompt") from None
 
@@ -911,7 +913,7 @@ def create_app(service: Service):
             what = service.encode_chat, request.messages, request.add_generation_prompt
         else:
             what = service.encode, [request.prompt]
-        (ids,) = await service.in_thread(*what)
+        (ids,) = await service.encoded(SHORT_TEXT + 1, *what)
         names = [protocol.token_name(service.tokenizer.spelled_bytes(i)) for i in ids]
         limit = service.client.info["max_model_len"]
         named = {"token_strs": names if request.return_token_strs else None}
