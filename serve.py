@@ -247,7 +247,7 @@ class EngineClient:
         """All messages that are there: when this process is behind, the tokens of several steps go out as one event."""
         reader = self.from_engine
         try:
-            for _ in range(64):  # not for ever: others have a turn too
+            for _ in range(4):  # not for ever: others have a turn too
                 self._take(json.loads(reader.recv_bytes()))
                 if self.from_engine is not reader or self.dead.is_set() or not reader.poll():
                     break
