@@ -405,6 +405,7 @@ def bench_overhead(args) -> dict:
     weights, result = sum(w.nbytes for w in model.parameters()), {"model": args.model}
     engine, steps, rng = Engine(model, prefix_cache=False), 64, random.Random(0)
     kv_bytes = 2 * config.n_layer * config.n_kv_head * config.head_size * engine.runner.pool.kv.element_size()
+    most = min(10 * steps, config.context_length - context)
     for n in (1, 32, 256) if device == "cuda" else (1, 8, 32):
         for i in range(n):
             prompt = [rng.randrange(config.vocab_size) for _ in range(context)]

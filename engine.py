@@ -234,7 +234,7 @@ class Runner:
                 start = request.prefill_cursor + 1
                 targets = self.upload(request.prompt_tokens[start : start + count])
                 scored = logprobs(self.model.logits(x[n : n + count]), targets, request.prompt_logprobs)
-                found.append((request, *scored))
+                found.append(((request, request.prefill_cursor), *scored))
             n += m
         return [(whom, *(part.to("cpu", non_blocking=True) for part in parts)) for whom, *parts in found]
 
@@ -244,10 +244,10 @@ class Runner:
             flight.done.synchronize()
         for whom, *parts in flight.scores:
             rows = [list(row) for row in zip(*(part.tolist() for part in parts), strict=True)]
-            if isinstance(whom, Request):
-                flight.plan.prompt_scores[whom] = rows
-            else:
+            if isinstance(whom, list):
                 flight.plan.logprobs.update(zip(whom, rows, strict=True))
+            else:
+                flight.plan.prompt_scores[whom[0]] = whom[1], rows
         tokens = flight.tokens.tolist()
         return [tokens[i] for i in flight.wanted]
 
@@ -410,7 +410,7 @@ class Engine:
         self.num_choices: dict[int | str, int] = {}  # of those whose other choices are still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of those whose prompts are being scored
         self.seeds = random.Random(seed)
-        self.waited: list[float] = []  # seconds in the queue, of those that the last step admitted
+        self.waited: list[float] = []  # seconds in the queue, of those admitted since the last `stats`
         self.trace, self.check = trace, check
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
 
@@ -523,7 +523,7 @@ class Engine:
         if self.trace:
             print(describe(plan, self.scheduler))
         now = time.monotonic()
-        self.waited = [now - r.arrival_time for r in plan.admitted if not r.num_preemptions]
+        self.waited += [now - r.arrival_time for r in plan.admitted if not r.num_preemptions]
         self.num_decode_tokens += len(plan.decodes)
         self.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
         self.scheduler.advance(plan)
@@ -535,8 +535,8 @@ class Engine:
             tokens = self.runner.collect(flight)
         except BaseException as error:
             return self._fail(plan, error)
-        for request, found in plan.prompt_scores.items():
-            self.prompt_scores.setdefault(request.id, []).extend(found)
+        for request, (start, found) in plan.prompt_scores.items():
+            self.prompt_scores.setdefault(request.id, [])[start:] = found  # after a preemption, from 0 again
         new = [(r, token) for r, token in zip(plan.sampled, tokens, strict=True) if r.num_to_come]
         for request in self.scheduler.resolve(plan, tokens):
             del self.requests[request.id]
@@ -617,8 +617,8 @@ class Engine:
         }
 
     def stats(self) -> dict:
-        """What a server's metrics show, as of the last step; `waited` is in seconds, one for each request admitted."""
-        scheduler = self.scheduler
+        """What a server's metrics show; `waited` is in seconds, one for each request admitted since the last time."""
+        scheduler, waited, self.waited = self.scheduler, self.waited, []
         return {
             "running": len(scheduler.active) + len(scheduler.prefilling),
             "waiting": len(scheduler.waiting),
@@ -626,7 +626,7 @@ class Engine:
             "queries": scheduler.num_queried_tokens,
             "hits": scheduler.num_hit_tokens,
             "preemptions": scheduler.num_preemptions,
-            "waited": self.waited,
+            "waited": waited,
         }
 
     def summary(self, before: dict[str, int], seconds: float) -> str:

@@ -267,7 +267,9 @@ class Plan:
     preempted: list[Request] = field(default_factory=list)
     # what the step brings besides its tokens: a score is [log-probability, the likeliest ids, their log-probabilities]
     logprobs: dict[Request, list] = field(default_factory=dict)  # of the sampled token, for who asked
-    prompt_scores: dict[Request, list[list]] = field(default_factory=dict)  # of the prompt tokens after those computed
+    prompt_scores: dict[Request, tuple[int, list]] = field(
+        default_factory=dict
+    )  # (start, scores of tokens start + 1 ..)
 
     @property
     def num_tokens(self) -> int:
@@ -561,7 +563,7 @@ class Scheduler:
                 if token in request.stop_token_ids:
                     request.finish_reason = "stop"
                     finished.append(request)
-                elif request.status == "ending":
+                elif request.status == "ending" and not request.num_to_come:
                     request.finish_reason = "length"
                     finished.append(request)
         for request in finished:

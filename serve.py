@@ -45,6 +45,7 @@ PING_SECONDS = 10  # a stream that has nothing to say says so this often, or pro
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 RETRY_SECONDS = 1  # what Retry-After advises
+SHORT_TEXT = 4000  # characters that are encoded in less time than it takes to ask a thread
 MAX_HEAD = 2**16  # bytes of a request before its body
 PING = b": ping\n\n"
 
@@ -246,9 +247,9 @@ class EngineClient:
         """All messages that are there: when this process is behind, the tokens of several steps go out as one event."""
         reader = self.from_engine
         try:
-            for _ in range(64):  # not for ever: others have a turn too
+            for _ in range(4):  # not for ever: others have a turn too
                 self._take(json.loads(reader.recv_bytes()))
-                if self.from_engine is not reader or not reader.poll():
+                if self.from_engine is not reader or self.dead.is_set() or not reader.poll():
                     break
         except (EOFError, OSError):
             self._end("the engine's process ended")
@@ -319,7 +320,7 @@ class Choice:
         self.last_step = 0.0  # when tokens came last
         tokenizer = job.service.tokenizer
         self.token_bytes = tokenizer.token_bytes if self.request.skip_special_tokens else tokenizer.spelled_bytes
-        self.text = TextStream(self.token_bytes, self.request.stop, self.request.include_stop_str_in_output)
+        self.text = TextStream(self.token_bytes, [], self.request.include_stop_str_in_output)
         self.counter, self.num_characters = codecs.getincrementaldecoder("utf-8")("replace"), 0
         # an echo is not searched for stop strings, but a character may begin in it and end in the answer
         echo = self.prompt if self.request.echo else []
@@ -338,6 +339,8 @@ class Choice:
         hidden = stop_token is not None and not self.request.include_stop_str_in_output
         for number, token in enumerate(tokens, 1):
             self.tokens.append(token)
+            if len(self.tokens) > self.request.min_tokens:
+                self.text.stop = self.request.stop
             if not (hidden and number == len(tokens)):
                 self.untold += self.text.push(token)
             if self.text.matched is not None:
@@ -633,16 +636,17 @@ class Service:
         """The answer to a CompletionRequest. Raises ApiError."""
         self.check_model(request.model)
         self.check_room(len(request.prompt) * request.n)  # before they are encoded: a million prompts take seconds
-        return await self.job(request, salt, self.encode, request.prompt)
+        return await self.job(request, salt, sum(map(len, request.prompt)), self.encode, request.prompt)
 
     async def chat(self, request, salt: str) -> Job:
         """The answer to a ChatRequest. Raises ApiError."""
         self.check_model(request.model)
         self.check_room(request.n)
-        return await self.job(request, salt, self.encode_chat, request.messages, request.add_generation_prompt)
+        size, what = sum(len(m.content) for m in request.messages), (request.messages, request.add_generation_prompt)
+        return await self.job(request, salt, size, self.encode_chat, *what)
 
-    async def job(self, request, salt: str, encode: Callable, *what) -> Job:
-        prompts = await self.in_thread(encode, *what)
+    async def job(self, request, salt: str, size: int, encode: Callable, *what) -> Job:
+        prompts = await self.encoded(size, encode, *what)
         info = self.client.info
         limits = request.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_id"])
         job = Job(self, request, prompts, limits, f"{salt}:{request.cache_salt or ''}")
@@ -650,12 +654,12 @@ class Service:
             log("request", id=job.id, **request.model_dump(exclude_defaults=True))
         return job
 
-    async def in_thread(self, encode: Callable, *what):
-        """Encoding a long text takes a while. Raises ApiError for what the tokenizer does not know."""
+    async def encoded(self, size: int, encode: Callable, *what):
+        """encode(*what), in a thread if the texts are long. Raises ApiError for what the tokenizer does not know."""
         from protocol import ApiError
 
         try:
-            return await asyncio.to_thread(encode, *what)
+            return await asyncio.to_thread(encode, *what) if size > SHORT_TEXT else encode(*what)
         except ValueError as error:
             raise ApiError(400, str(error), "messages" if encode == self.encode_chat else "prompt") from None
 
@@ -909,7 +913,7 @@ def create_app(service: Service):
             what = service.encode_chat, request.messages, request.add_generation_prompt
         else:
             what = service.encode, [request.prompt]
-        (ids,) = await service.in_thread(*what)
+        (ids,) = await service.encoded(SHORT_TEXT + 1, *what)
         names = [protocol.token_name(service.tokenizer.spelled_bytes(i)) for i in ids]
         limit = service.client.info["max_model_len"]
         named = {"token_strs": names if request.return_token_strs else None}

@@ -111,7 +111,7 @@ def main():
     parser.add_argument("--clients", type=int, default=24)
     args = parser.parse_args()
     command = [sys.executable, "serve.py", "--model", args.model, "--port", "0", "--no-access-log", "--check"]
-    command += ["--kv-blocks", "200"]  # little enough for preemptions
+    command += ["--kv-blocks", "60"]  # little enough for preemptions
     with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, env=os.environ) as server:
         try:
             url = re.search(r"http://\S+", server.stdout.readline())[0]

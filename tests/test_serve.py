@@ -372,6 +372,29 @@ def test_stop_string_over_tokens(server, command, count, include, text):
     assert text_of(server.stream(f"{command} oneTWO" + "more" * 500, **fields)) == text
 
 
+def test_no_stop_string_before_min_tokens(server):
+    """As in vLLM: what the first min_tokens say is no stop string, nor is a part of it the beginning of one."""
+    assert server.answer("say abab", stop="b", min_tokens=2)["choices"][0]["text"] == "aba"
+    assert server.answer("say abab", stop="ba", min_tokens=2)["choices"][0]["text"] == "abab"
+
+
+def test_late_tokens_cost_as_little_as_early_ones():
+    """The last 1,000 of 10,000 tokens, each told at once, with stop strings: nothing grows with the text."""
+    request = CompletionRequest(prompt="x", stop=["never", "xxxy"], logprobs=1)
+    job = SimpleNamespace(
+        request=request, on_change=lambda choice: None, client=SimpleNamespace(info={"eos_token_id": EOS}),
+        service=SimpleNamespace(tokenizer=ByteTokenizer(), metrics=SimpleNamespace(took=lambda *_: None)),
+    )  # fmt: skip
+    choice, times = serve.Choice(job, 0, [120], 10_000, None), []
+    for _ in range(10):
+        started = time.process_time()
+        for _ in range(1000):
+            choice.take([120], None, 0, fake_score(120, 1))
+            choice.news()
+        times.append(time.process_time() - started)
+    assert min(times[-3:]) < 2 * min(times[:3])
+
+
 def test_stop_string_ends_its_own_prompt_only():
     """In a call of several prompts, one that met its stop string is aborted at once, not when the last one is done."""
     with Server(engine=FakeEngine(max_model_len=10**9)) as server:
@@ -1193,7 +1216,7 @@ def test_engine_dies_while_a_prompt_is_encoded():
             return encode(prompts)
 
         server.service.encode = slow
-        assert server.post().status_code == 503
+        assert server.post("say hi" + " " * serve.SHORT_TEXT).status_code == 503  # long enough for a thread
 
 
 def test_death_of_the_engine():
@@ -1246,10 +1269,11 @@ def test_silence_counts_from_the_first_request():
 
 
 def test_engine_that_cannot_start():
-    """Its one line becomes the server's, and the server ends."""
+    """Its one line becomes the server's, and the server ends; that its pipe then ends too says nothing more."""
     engine = FakeEngine(ready=False)
     server = Server(engine=engine)
     engine.send("fatal", message="no model here: run `python train.py`")
+    engine.outbox.close()
     assert serve.run_on_loop(server.service.run(server.sock)) == "no model here: run `python train.py`"
 
 
