@@ -351,7 +351,8 @@ def bench_engine(args) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = bench_model(args.model, device)
     V, started = model.config.vocab_size, time.perf_counter()
-    engine = Engine(model, block_size=args.block_size, graphs=not args.no_graphs, overlap=not args.no_overlap)
+    overlap = False if args.no_overlap else None
+    engine = Engine(model, block_size=args.block_size, graphs=not args.no_graphs, overlap=overlap)
     result: dict = {"model": args.model, "start-up, s": round(time.perf_counter() - started, 1)}
 
     def serve(prompts, lengths) -> float:
@@ -409,9 +410,7 @@ def bench_overhead(args) -> dict:
     for n in (1, 32, 256) if device == "cuda" else (1, 8, 32):
         for i in range(n):
             prompt = [rng.randrange(config.vocab_size) for _ in range(context)]
-            engine.add_request(
-                i, prompt, SamplingParams(temperature=0.6, max_tokens=10 * steps, ignore_eos=True, seed=i)
-            )
+            engine.add_request(i, prompt, SamplingParams(temperature=0.6, max_tokens=most, ignore_eos=True, seed=i))
         while engine.scheduler.waiting or engine.scheduler.prefilling:
             engine.step()
         times, waits = [], []
