@@ -70,6 +70,8 @@ class Runner:
         self.sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N] if padded else []
         self.graphs: dict[tuple, tuple] = {}  # (decodes, chunks, their tokens) -> (graph, its outputs)
         self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
+        if padded:
+            self.model.fold_norms()
         if graphs and padded:
             self.capture_all()
 

@@ -98,7 +98,8 @@ def check_ranges(batch: Batch, H: int, kv: torch.Tensor):
     B, T, M = len(batch.query_lens_host), len(batch.tokens), batch.block_tables.shape[1]
     _, _, Hk, S, _ = kv.shape
     assert H % Hk == 0, f"{H} query heads do not share {Hk} KV heads evenly"
-    assert sum(batch.query_lens_host) == T, f"query lengths sum to {sum(batch.query_lens_host)}, there are {T} tokens"
+    # padding may follow the last token
+    assert sum(batch.query_lens_host) <= T, f"query lengths sum to {sum(batch.query_lens_host)}, there are {T} tokens"
     assert len(batch.slot_mapping) == T, f"{len(batch.slot_mapping)} slots for {T} tokens"
     assert len(batch.context_lens) == len(batch.block_tables) == B, f"wanted lengths and tables of {B} requests"
     longest = max(batch.context_lens_host, default=0)
@@ -659,38 +660,35 @@ def activate(y, ACTIVATION: tl.constexpr):
 
 @jit
 def linear_kernel(
-    x, weight, bias, norm_weight, norm_bias, residual, out, R, x_stride, eps,
+    x, weight, bias, gain, gain_sums, residual, out, R, x_stride, eps,
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (N / COLS, R / ROWS): a program computes COLS outputs of ROWS rows, BLOCK inputs at a time. Each program
-    normalises its rows itself: they are in the L2 cache, and it saves a launch. Pointers may be None.
+    Grid (N / COLS, R / ROWS): a program computes COLS outputs of ROWS rows, BLOCK inputs at a time. With a norm of gain
+    g, it would need each row's mean and deviation before it could multiply; but as (x - mean) / deviation * g @ W is
+    (x * g @ W - mean * (g @ W)) / deviation, they are found on the way, and `gain_sums`, g @ W, are known beforehand.
+    Pointers may be None.
     """
     r, n = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLS + tl.arange(0, COLS)
     x += r.to(tl.int64)[:, None] * x_stride
     weight += n.to(tl.int64)[:, None] * K
-    mean, inverse = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-    if norm_weight is not None:
-        for start in range(0, K, BLOCK):
-            k = start + tl.arange(0, BLOCK)
-            value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-            mean += tl.sum(value, axis=1)
-            inverse += tl.sum(value * value, axis=1)
-        mean /= K
-        inverse = tl.rsqrt(inverse / K - mean * mean + eps)
+    total, square = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLS], tl.float32)
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
         w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-        if norm_weight is not None:
-            normal = (value.to(tl.float32) - mean[:, None]) * inverse[:, None]
-            normal *= tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-            if norm_bias is not None:
-                normal += tl.load(norm_bias + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-            value = normal.to(w.dtype)
+        if gain is not None:
+            exact = value.to(tl.float32)
+            total += tl.sum(exact, axis=1)
+            square += tl.sum(exact * exact, axis=1)
+            value = (exact * tl.load(gain + k, mask=k < K, other=0.0).to(tl.float32)[None, :]).to(w.dtype)
         acc = tl.dot(value, w.T, acc, input_precision="ieee")
+    if gain is not None:
+        mean = total / K
+        acc -= mean[:, None] * tl.load(gain_sums + n, mask=n < N, other=0.0)[None, :]
+        acc *= tl.rsqrt(square / K - mean * mean + eps)[:, None]
     if bias is not None:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION is not None:
@@ -701,17 +699,28 @@ def linear_kernel(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
+def fold(norm, layer):
+    """
+    What linear_kernel wants to know beforehand of a LayerNorm before a layer, as layer.folded: g @ W and, with the
+    norm's own bias, the bias, [N] fp32 each. To be called once, when the weights are there for good.
+    """
+    weight = layer.weight.detach().float()
+    bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().float()
+    bias = bias if norm.bias is None else bias + weight @ norm.bias.detach().float()
+    layer.folded = weight @ norm.weight.detach().float(), bias
+
+
 def linear_triton(x, layer, norm, activation, residual) -> torch.Tensor:
-    """As linear."""
+    """As linear; a layer that is given a norm has met it in `fold`."""
     (R, K), N = x.shape, len(layer.weight)
     assert x.stride(1) == 1 and layer.weight.is_contiguous(), "rows and weights must be contiguous"
     assert residual is None or residual.is_contiguous(), "the residual must be contiguous"
     out = x.new_empty(R, N)
+    gain, (sums, bias) = (norm.weight, layer.folded) if norm else (None, (None, layer.bias))
     rows, cols, block, warps, stages = linear_tiles(R, N, K)
     linear_kernel[(-(-N // cols), -(-R // rows))](
-        x, layer.weight, layer.bias, norm and norm.weight, norm and norm.bias, residual, out, R, x.stride(0),
-        norm.eps if norm else 0.0, N=N, K=K, ACTIVATION=activation,
-        ROWS=rows, COLS=cols, BLOCK=block, num_warps=warps, num_stages=stages,
+        x, layer.weight, bias, gain, sums, residual, out, R, x.stride(0), norm.eps if norm else 0.0,
+        N=N, K=K, ACTIVATION=activation, ROWS=rows, COLS=cols, BLOCK=block, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
