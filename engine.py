@@ -70,8 +70,6 @@ class Runner:
         self.sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N] if padded else []
         self.graphs: dict[tuple, tuple] = {}  # (decodes, chunks, their tokens) -> (graph, its outputs)
         self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
-        if padded:
-            self.model.fold_norms()
         if graphs and padded:
             self.capture_all()
 
@@ -180,46 +178,45 @@ class Runner:
         no tensor, and at `plan` only for what spares work (None: a graph is captured).
         """
         rows, S, device = inputs[:n], self.block_size, inputs.device
-        tokens, positions, row_of = self.last_token[rows], self.context_len[rows], rows
-        context_lens, sampling_rows, query_start = positions + 1, rows, torch.arange(n + 1, device=device)
+        decode_inputs = kernels.decode_inputs_triton if self.sizes and n else kernels.decode_inputs
+        of_decodes = decode_inputs(rows, self.last_token, self.context_len, self.block_tables, S)
+        tokens, positions, slots, context_lens, tables = of_decodes
+        query_start, sampling_rows = torch.arange(n + C + 1, dtype=torch.int32, device=device), rows
         if C:
             parts = inputs[n:].split((C, C, C + 1, C, T, T, T))
-            chunk_rows, chunk_sampling_rows, starts, chunk_lens, *of_tokens = parts
-            tokens, positions, row_of = (
-                torch.cat(pair) for pair in zip((tokens, positions, rows), of_tokens, strict=True)
-            )
-            rows, context_lens = torch.cat([rows, chunk_rows]), torch.cat([context_lens, chunk_lens])
-            sampling_rows, query_start = (
-                torch.cat([sampling_rows, chunk_sampling_rows]),
-                torch.cat([query_start[:n], n + starts]),
-            )
+            chunk_rows, chunk_sampling_rows, starts, lens, chunk_tokens, chunk_positions, row_of = parts
+            chunk_slots = self.block_tables[row_of, chunk_positions // S] * S + chunk_positions % S
+            of_chunks = chunk_tokens, chunk_positions, chunk_slots, lens.int(), self.block_tables[chunk_rows]
+            tokens, positions, slots, context_lens, tables = map(torch.cat, zip(of_decodes, of_chunks, strict=True))
+            sampling_rows, rows = torch.cat([rows, chunk_sampling_rows]), torch.cat([rows, chunk_rows])
+            query_start = torch.cat([query_start[:n], (n + starts).int()])
+            self.context_len[chunk_rows] = lens
         chunks = [(r.num_filled_slots + m, m) for r, m in plan.chunks] if plan else [(1, 1)] * C
-        lens = [r.num_filled_slots + 1 for r in plan.decodes] + [1] * (n - len(plan.decodes)) if plan else [1] * n
-        M = self.block_tables.shape[1] if self.sizes else -(-max(lens + [c for c, _ in chunks]) // S)
+        lens = [r.num_filled_slots + 1 for r in plan.decodes] if plan else []
+        lens += [1] * (n - len(lens)) + [length for length, _ in chunks]
         batch = kernels.Batch(
             tokens=tokens,
             positions=positions,
-            slot_mapping=self.block_tables[row_of, positions // S] * S + positions % S,
-            query_start=query_start.int(),
-            context_lens=context_lens.int(),
-            block_tables=self.block_tables[rows, :M],
+            slot_mapping=slots,
+            query_start=query_start,
+            context_lens=context_lens,
+            block_tables=tables if self.sizes else tables[:, : -(-max(lens) // S)],  # no wider than is needed
             rows=rows,
             logits_index=(query_start[1:] - 1).clamp(min=0),
             num_decodes=n,
             query_lens_host=[1] * n + [m for _, m in chunks],
-            context_lens_host=lens + [c for c, _ in chunks],
+            context_lens_host=lens,
             backend=self.backend,
         )
         batch.prepared = self.backend.prepare(batch, self.model.config.n_head, self.pool.kv[0])
         x = self.model.forward_paged(batch, self.pool.kv)  # (n + T, width)
-        logits = self.model.logits(x[batch.logits_index])  # (n + C, V)
-        asked = [r.params or GREEDY for r in plan.decodes] + [GREEDY] * (n - len(plan.decodes)) if plan else None
-        if plan and C:
-            asked += [r.params or GREEDY for r, _ in plan.chunks]
+        logits = self.model.logits(x[batch.logits_index] if C else x)  # (n + C, V)
+        asked = None
+        if plan:
+            whom = plan.decodes + [None] * (n - len(plan.decodes)) + [r for r, _ in plan.chunks]
+            asked = [GREEDY if r is None else r.params or GREEDY for r in whom]
         sampled = sample(logits, sampling_rows, context_lens, self.sampling, asked)
         self.last_token[sampling_rows] = sampled.clamp(min=0)  # the next input, without a way through the host
-        self.context_len[rows] = context_lens
-        self.context_len[self.nobody] = 0
         return sampled, logits, x
 
     def score(self, plan: Plan, wanted: list[int], n: int, tokens, logits, x) -> list[tuple]:

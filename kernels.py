@@ -31,6 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernels run on CPU tensors, slowly
 except ImportError:  # nothing but the Triton backend needs it
@@ -348,11 +349,29 @@ def jit(function):
 
 
 @jit
+def wait(EARLY: tl.constexpr):
+    """
+    Until what the kernel before wrote is there. On Hopper a kernel may start before that, and let the next one start:
+    launching takes as long as a small kernel's work.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def early(x: torch.Tensor) -> dict:
+    """The launch options of a kernel that calls `wait`, for tensors where x is."""
+    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"EARLY": hopper, "launch_pdl": hopper} if x.is_cuda else {"EARLY": False}
+
+
+@jit
 def store_kv_kernel(
     k, v, kv, slot_mapping, k_stride, v_stride, which_stride,
-    Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr,
+    Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (T,): a program copies K and V of one token, all heads, to its slot. Slots are int64: offsets pass 2^31."""
+    wait(EARLY)
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     slot = tl.load(slot_mapping + token)
     to = kv + ((slot // S * Hk + i // D) * S + slot % S) * D + i % D
@@ -398,6 +417,7 @@ def decode_kernel(
     scale, q_stride, out_stride, which_stride, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (Hk, SPLITS, B): a program attends from the G = H / Hk query heads of one KV head, padded to ROWS, to every
@@ -405,6 +425,7 @@ def decode_kernel(
     context has is worked out here, so the host needs no length to launch it. Whoever arrives last of a request and KV
     head combines them, so there is no second launch; `arrived` [B, Hk] is zero before and after.
     """
+    wait(EARLY)
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // Hk
     row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -588,7 +609,7 @@ def store_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: B
     (T, Hk, D), S = k.shape, kv.shape[3]
     store_kv_kernel[(T,)](
         k, v, kv, batch.slot_mapping, k.stride(0), v.stride(0), kv.stride(0),
-        Hk=Hk, D=D, S=S, WIDTH=triton.next_power_of_2(Hk * D),
+        Hk=Hk, D=D, S=S, WIDTH=triton.next_power_of_2(Hk * D), **early(k),
     )  # fmt: skip
 
 
@@ -614,11 +635,66 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
             q, kv, out, plan.partial_out, plan.partial_lse, plan.arrived, batch.block_tables, batch.context_lens,
             scale, *strides, **shape, SPLITS=plan.splits, ROWS=padded(H // Hk),
             AT_ONCE=max(1, min(triton.next_power_of_2(H // Hk), AT_ONCE // (plan.splits * padded(D)))),
-            num_warps=DECODE_WARPS, num_stages=plan.num_stages,
+            num_warps=DECODE_WARPS, num_stages=plan.num_stages, **early(q),
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
     return out.to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The inputs of decodes, from what the engine knows of each row
+
+
+class DecodeInputs(NamedTuple):
+    tokens: torch.Tensor  # [n] int64, and so on as in Batch
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    context_lens: torch.Tensor  # int32
+    block_tables: torch.Tensor  # [n, M] int32
+
+
+def decode_inputs(rows, last_token, context_len, block_tables, S: int) -> DecodeInputs:
+    """
+    The inputs of requests that decode one token each, in place of a dozen launches one with Triton. rows [n] int64,
+    their places in last_token and context_len [N + 1] int64 and block_tables [N + 1, M] int32. In place: context_len
+    grows by one, but for the last row, which is nobody's.
+    """
+    positions = context_len[rows]
+    slots = block_tables[rows, positions // S] * S + positions % S
+    context_len[rows] = positions + 1
+    context_len[-1:].zero_()
+    return DecodeInputs(last_token[rows], positions, slots, (positions + 1).int(), block_tables[rows])
+
+
+@jit
+def decode_inputs_kernel(
+    rows, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, nobody,
+    M: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Grid (n,): a program does what decode_inputs does for one request."""
+    wait(EARLY)
+    i, m = tl.program_id(0), tl.arange(0, WIDTH)
+    row = tl.load(rows + i)
+    position, table = tl.load(context_len + row), block_tables + row * M
+    tl.store(tokens + i, tl.load(last_token + row))
+    tl.store(positions + i, position)
+    tl.store(slots + i, tl.load(table + position // S).to(tl.int64) * S + position % S)
+    tl.store(lens + i, (position + 1).to(tl.int32))
+    tl.store(context_len + row, position + 1, mask=row != nobody)
+    tl.store(tables + i.to(tl.int64) * M + m, tl.load(table + m, mask=m < M, other=0), mask=m < M)
+
+
+def decode_inputs_triton(rows, last_token, context_len, block_tables, S: int) -> DecodeInputs:
+    """As decode_inputs."""
+    n, M = len(rows), block_tables.shape[1]
+    tokens, positions, slots = rows.new_empty(3, n)
+    lens, tables = block_tables.new_empty(n), block_tables.new_empty(n, M)
+    decode_inputs_kernel[(n,)](
+        rows, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, len(last_token) - 1,
+        M=M, WIDTH=triton.next_power_of_2(M), S=S, **early(rows),
+    )  # fmt: skip
+    return DecodeInputs(tokens, positions, slots, lens, tables)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -659,36 +735,8 @@ def activate(y, ACTIVATION: tl.constexpr):
 
 
 @jit
-def linear_kernel(
-    x, weight, bias, gain, gain_sums, residual, out, R, x_stride, eps,
-    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """
-    Grid (N / COLS, R / ROWS): a program computes COLS outputs of ROWS rows, BLOCK inputs at a time. With a norm of gain
-    g, it would need each row's mean and deviation before it could multiply; but as (x - mean) / deviation * g @ W is
-    (x * g @ W - mean * (g @ W)) / deviation, they are found on the way, and `gain_sums`, g @ W, are known beforehand.
-    Pointers may be None.
-    """
-    r, n = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLS + tl.arange(0, COLS)
-    x += r.to(tl.int64)[:, None] * x_stride
-    weight += n.to(tl.int64)[:, None] * K
-    total, square = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, COLS], tl.float32)
-    for start in range(0, K, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
-        w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-        if gain is not None:
-            exact = value.to(tl.float32)
-            total += tl.sum(exact, axis=1)
-            square += tl.sum(exact * exact, axis=1)
-            value = (exact * tl.load(gain + k, mask=k < K, other=0.0).to(tl.float32)[None, :]).to(w.dtype)
-        acc = tl.dot(value, w.T, acc, input_precision="ieee")
-    if gain is not None:
-        mean = total / K
-        acc -= mean[:, None] * tl.load(gain_sums + n, mask=n < N, other=0.0)[None, :]
-        acc *= tl.rsqrt(square / K - mean * mean + eps)[:, None]
+def finish(acc, bias, residual, out, r, n, R, N: tl.constexpr, ACTIVATION: tl.constexpr):
+    """activation(acc + bias) + residual to rows r and columns n of out [R, N]; bias and residual may be None."""
     if bias is not None:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION is not None:
@@ -699,33 +747,106 @@ def linear_kernel(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def fold(norm, layer):
+@jit
+def vector_kernel(
+    x, weight, bias, residual, out,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
+    COLS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """
-    What linear_kernel wants to know beforehand of a LayerNorm before a layer, as layer.folded: g @ W and, with the
-    norm's own bias, the bias, [N] fp32 each. To be called once, when the weights are there for good.
+    Grid (N / COLS,): a program computes COLS outputs of the one row there is, too little for tensor cores. Its weights
+    are under way before the kernel before has ended.
     """
-    weight = layer.weight.detach().float()
-    bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().float()
-    bias = bias if norm.bias is None else bias + weight @ norm.bias.detach().float()
-    layer.folded = weight @ norm.weight.detach().float(), bias
+    n, k = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, BLOCK)
+    weight += n.to(tl.int64)[:, None] * K
+    w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+    wait(EARLY)
+    acc = tl.zeros([COLS, BLOCK], tl.float32)
+    for _ in range(0, K, BLOCK):
+        acc += w.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        k += BLOCK
+        w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+    finish(tl.sum(acc, axis=1)[None, :], bias, residual, out, tl.arange(0, 1), n, 1, N, ACTIVATION)
+
+
+@jit
+def matrix_kernel(
+    x, weight, bias, residual, out, R,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (N / COLS, R / ROWS): a program computes COLS outputs of ROWS rows, BLOCK inputs at a time. With PARTS, each
+    part of a block adds to a sum of its own: one sum is a chain of tensor core products that wait for each other.
+    """
+    wait(EARLY)
+    r, n = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLS + tl.arange(0, COLS)
+    x += r.to(tl.int64)[:, None] * K
+    weight += n.to(tl.int64)[:, None] * K
+    acc = tl.zeros([PARTS, ROWS, COLS], tl.float32) if PARTS > 1 else tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+        if PARTS > 1:
+            value = tl.permute(tl.reshape(value, [ROWS, PARTS, BLOCK // PARTS]), (1, 0, 2))
+            w = tl.permute(tl.reshape(w, [COLS, PARTS, BLOCK // PARTS]), (1, 2, 0))
+            acc = tl.dot(value, w, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(value, w.T, acc, input_precision="ieee")
+    if PARTS > 1:
+        acc = tl.sum(acc, axis=0)
+    finish(acc, bias, residual, out, r, n, R, N, ACTIVATION)
+
+
+@jit
+def norm_kernel(x, weight, bias, out, eps, K: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    """Grid (R,): a program normalises one row of x [R, K] as nn.LayerNorm does; bias may be None."""
+    wait(EARLY)
+    k = tl.arange(0, WIDTH)
+    at = tl.program_id(0).to(tl.int64) * K + k
+    value = tl.load(x + at, mask=k < K, other=0.0).to(tl.float32)
+    value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
+    value *= tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=k < K)
 
 
 def linear_triton(x, layer, norm, activation, residual) -> torch.Tensor:
-    """As linear; a layer that is given a norm has met it in `fold`."""
+    """As linear, in one launch, or two with a norm."""
     (R, K), N = x.shape, len(layer.weight)
-    assert x.stride(1) == 1 and layer.weight.is_contiguous(), "rows and weights must be contiguous"
+    assert x.is_contiguous() and layer.weight.is_contiguous(), "rows and weights must be contiguous"
     assert residual is None or residual.is_contiguous(), "the residual must be contiguous"
+    if norm:
+        x, raw = torch.empty_like(x), x
+        norm_kernel[(R,)](
+            raw, norm.weight, norm.bias, x, norm.eps, K=K, WIDTH=triton.next_power_of_2(K), **early(x)
+        )  # fmt: skip
     out = x.new_empty(R, N)
-    gain, (sums, bias) = (norm.weight, layer.folded) if norm else (None, (None, layer.bias))
-    rows, cols, block, warps, stages = linear_tiles(R, N, K)
-    linear_kernel[(-(-N // cols), -(-R // rows))](
-        x, layer.weight, bias, gain, sums, residual, out, R, x.stride(0), norm.eps if norm else 0.0,
-        N=N, K=K, ACTIVATION=activation, ROWS=rows, COLS=cols, BLOCK=block, num_warps=warps, num_stages=stages,
+    given = {"N": N, "K": K, "ACTIVATION": activation} | early(x)
+    if R == 1:
+        cols, block, warps = (4, 256, 1) if N > 8192 else (2, 1024, 4)
+        vector_kernel[(-(-N // cols),)](
+            x, layer.weight, layer.bias, residual, out, **given, COLS=cols, BLOCK=block, num_warps=warps
+        )  # fmt: skip
+        return out
+    rows, cols, block, parts, warps, stages = linear_tiles(R, N)
+    matrix_kernel[(-(-N // cols), -(-R // rows))](
+        x, layer.weight, layer.bias, residual, out, R, **given,
+        ROWS=rows, COLS=cols, BLOCK=block, PARTS=parts, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
 
-def linear_tiles(R: int, N: int, K: int) -> tuple[int, int, int, int, int]:
-    """ROWS, COLS, BLOCK, warps and stages of the kernel, measured on an H200."""
+def linear_tiles(R: int, N: int) -> tuple[int, int, int, int, int, int]:
+    """ROWS, COLS, BLOCK, PARTS, warps and stages: measured on an H200, widths 768 to 50257."""
+    if N > 8192:
+        rows = min(128, padded(R))
+        return rows, 128, 64, 1, 8 if rows == 128 else 4, 3
+    if R <= 16 or (R <= 32 and N <= 1024):
+        return 16, 16, 256, 4, 4, 4
     rows = min(64, padded(R))
-    return rows, 16 if N < 10_000 else 64, 256 if rows == 16 else 128, 4, 4
+    cols = next((c for c in (64, 32) if N // c * -(-R // rows) >= 72), 16)  # enough programs for half the chip
+    return rows, cols, 64 if cols == 64 else 128, 1, 4, 4

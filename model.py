@@ -215,14 +215,6 @@ class GPT(nn.Module):
         """Normalise and compare with every word: (R, C) -> (R, V)"""
         return linear(x, self.head or SimpleNamespace(weight=self.wte.weight, bias=None), norm=self.ln_f)
 
-    def fold_norms(self):
-        """For serving on a GPU: what `linear` wants to know beforehand of each norm and the layer after it."""
-        self.head = SimpleNamespace(weight=self.wte.weight, bias=None)
-        kernels.fold(self.ln_f, self.head)
-        for block in self.h:
-            kernels.fold(block.ln_1, block.attn.c_attn)
-            kernels.fold(block.ln_2, block.mlp.c_fc)
-
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None):
         """
         Dense causal pass. tokens (B, T) int64, T <= context_length; targets (B, T) int64, -100 where there is none.

@@ -295,7 +295,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Te
     Standard Gumbel noise [R, V] fp32 for seeds, positions and choices [R] int64. Key: the seed. Counter: (token id //
     4, position, choice, 0); token id t takes word t % 4. A word's upper 23 bits are a u in (0, 1), exact in fp32.
     """
-    seeds, positions, choices = seeds[:, None], positions[:, None], choices[:, None]
+    seeds, positions, choices = seeds[:, None], positions[:, None].long(), choices[:, None]
     quads = torch.arange(math.ceil(V / 4), device=seeds.device)  # [V / 4]
     counter = (quads, positions & MASK32, choices & MASK32, torch.zeros_like(positions))
     words = philox(counter, (seeds & MASK32, (seeds >> 32) & MASK32))
