@@ -669,8 +669,8 @@ def decode_inputs(rows, last_token, context_len, block_tables, S: int) -> Decode
 
 @jit
 def decode_inputs_kernel(
-    rows, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, nobody,
-    M: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
+    rows, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, nobody, M,
+    WIDTH: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (n,): a program does what decode_inputs does for one request."""
     wait(EARLY)
@@ -691,8 +691,8 @@ def decode_inputs_triton(rows, last_token, context_len, block_tables, S: int) ->
     tokens, positions, slots = rows.new_empty(3, n)
     lens, tables = block_tables.new_empty(n), block_tables.new_empty(n, M)
     decode_inputs_kernel[(n,)](
-        rows, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, len(last_token) - 1,
-        M=M, WIDTH=triton.next_power_of_2(M), S=S, **early(rows),
+        rows, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, len(last_token) - 1, M,
+        WIDTH=triton.next_power_of_2(M), S=S, **early(rows),
     )  # fmt: skip
     return DecodeInputs(tokens, positions, slots, lens, tables)
 
