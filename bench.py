@@ -453,7 +453,8 @@ def waiting_time(engine: Engine, waits: list[float]) -> Callable:
 
 KINDS = {  # what a kernel's name says of its work
     "attention": ("decode_kernel", "prefill_kernel"),
-    "linear layers": ("linear_kernel", "gemm", "cutlass", "nvjet"),
+    "linear layers": ("vector_kernel", "matrix_kernel", "gemm", "cutlass", "nvjet"),
+    "norms": ("norm_kernel",),
     "sampling": ("threshold_kernel", "pick_kernel"),
     "store": ("store_kv_kernel",),
 }

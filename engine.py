@@ -66,6 +66,7 @@ class Runner:
         self.block_tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device)
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
         self.nobody = N
+        self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         padded = device.type == "cuda" and self.backend.name == "triton"
         self.sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N] if padded else []
         self.graphs: dict[tuple, tuple] = {}  # (decodes, chunks, their tokens) -> (graph, its outputs)
@@ -101,6 +102,7 @@ class Runner:
         self.block_tables[row, : len(blocks)] = packed[2:]
         texts = request.prompt_tokens, request.generated_tokens, request.stop_token_ids
         self.sampling.set(row, params, params.seed or 0, request.choice, *texts)
+        (self.scored_rows.discard if params.logprobs is None else self.scored_rows.add)(row)
 
     def padded_sizes(self, plan: Plan) -> tuple[int, int, int]:
         """Decodes, chunks and tokens of chunks that a step is padded to: those of a graph, if one is large enough."""
@@ -222,10 +224,8 @@ class Runner:
     def score(self, plan: Plan, wanted: list[int], n: int, tokens, logits, x) -> list[tuple]:
         """Start to score the sampled tokens of requests that want it, and the prompts that are to be scored."""
         found = []
-        asked = [
-            (r, i) for r, i in zip(plan.sampled, wanted, strict=True) if r.params and r.params.logprobs is not None
-        ]
-        if asked:
+        whom = zip(plan.sampled, wanted, strict=True) if self.scored_rows else ()
+        if asked := [(r, i) for r, i in whom if r.row in self.scored_rows]:
             at, most = self.upload([i for _, i in asked]), max(r.params.logprobs for r, _ in asked)
             found.append(([r for r, _ in asked], *logprobs(logits[at], tokens[at], most)))
         for request, m in plan.chunks:
@@ -247,8 +247,8 @@ class Runner:
                 flight.plan.logprobs.update(zip(whom, rows, strict=True))
             else:
                 flight.plan.prompt_scores[whom[0]] = whom[1], rows
-        tokens = flight.tokens.tolist()
-        return [tokens[i] for i in flight.wanted]
+        tokens, wanted = flight.tokens.tolist(), flight.wanted
+        return tokens[: len(wanted)] if wanted[-1:] == [len(wanted) - 1] else [tokens[i] for i in wanted]
 
     def run(self, plan: Plan) -> list[int]:
         """Compute a plan and wait for its tokens, one for each of `plan.sampled`."""
@@ -536,23 +536,24 @@ class Engine:
             return self._fail(plan, error)
         for request, (start, found) in plan.prompt_scores.items():
             self.prompt_scores.setdefault(request.id, [])[start:] = found  # after a preemption, from 0 again
-        new = [(r, token) for r, token in zip(plan.sampled, tokens, strict=True) if r.num_to_come]
+        live = [r.num_to_come for r in plan.sampled]  # the others have ended since they were planned
         for request in self.scheduler.resolve(plan, tokens):
             del self.requests[request.id]
         for request in plan.sampled[len(plan.decodes) :] if self.num_choices else ():
             self._fork_choices(request)
         if self.check:
             self.scheduler.check()
-        return [self._output(r, token, plan) for r, token in new]
+        new = [(r, token) for r, token, n in zip(plan.sampled, tokens, live, strict=True) if n]
+        if plan.logprobs or self.prompt_scores or min(tokens, default=0) < 0:
+            return [self._output(r, token, plan) for r, token in new]
+        return [Output(r.id, [token], r.finish_reason, r.num_hit_tokens) for r, token in new]  # the hot loop
 
     def _output(self, r: Request, token: int, plan: Plan) -> Output:
         if token < 0:  # the sampler's word for logits that are not numbers
             self.abort(r.id)
             return Output(r.id, [], "error", error="the model's logits are not numbers: its weights are broken")
-        if plan.logprobs or self.prompt_scores:
-            found = plan.logprobs.get(r), self.prompt_scores.pop(r.id, None)
-            return Output(r.id, [token], r.finish_reason, r.num_hit_tokens, None, *found)
-        return Output(r.id, [token], r.finish_reason, r.num_hit_tokens)
+        found = plan.logprobs.get(r), self.prompt_scores.pop(r.id, None)
+        return Output(r.id, [token], r.finish_reason, r.num_hit_tokens, None, *found)
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
         """

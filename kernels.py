@@ -352,7 +352,7 @@ def jit(function):
 def wait(EARLY: tl.constexpr):
     """
     Until what the kernel before wrote is there. On Hopper a kernel may start before that, and let the next one start:
-    launching takes as long as a small kernel's work.
+    launching takes as long as a small kernel's work. Attention does neither: those who wait would sit in its room.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -417,7 +417,6 @@ def decode_kernel(
     scale, q_stride, out_stride, which_stride, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (Hk, SPLITS, B): a program attends from the G = H / Hk query heads of one KV head, padded to ROWS, to every
@@ -425,7 +424,6 @@ def decode_kernel(
     context has is worked out here, so the host needs no length to launch it. Whoever arrives last of a request and KV
     head combines them, so there is no second launch; `arrived` [B, Hk] is zero before and after.
     """
-    wait(EARLY)
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // Hk
     row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -635,7 +633,7 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
             q, kv, out, plan.partial_out, plan.partial_lse, plan.arrived, batch.block_tables, batch.context_lens,
             scale, *strides, **shape, SPLITS=plan.splits, ROWS=padded(H // Hk),
             AT_ONCE=max(1, min(triton.next_power_of_2(H // Hk), AT_ONCE // (plan.splits * padded(D)))),
-            num_warps=DECODE_WARPS, num_stages=plan.num_stages, **early(q),
+            num_warps=DECODE_WARPS, num_stages=plan.num_stages,
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
