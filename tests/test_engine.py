@@ -101,7 +101,7 @@ def test_settings_that_cannot_work_are_refused():
     with raises(ValueError, "token_budget is 7", "at least max_num_seqs, 8", "--token-budget"):
         new_engine(model, token_budget=7, max_num_seqs=8)
     serve(new_engine(model, token_budget=8, max_num_seqs=8), [prompt(i, 5) for i in range(10)], 3)
-    with raises(ValueError, "policy 'lifo'", "fcfs, priority"):
+    with raises(ValueError, "policy 'lifo'", "fcfs, priority, sjf"):
         new_engine(model, policy="lifo")
     for length, blocks, most in ((CONTEXT + 1, 100, CONTEXT), (41, 10, 40), (0, 100, CONTEXT)):
         with raises(ValueError, f"max_model_len is {length}", f"1 to {most}", f"{blocks} blocks of 4"):
