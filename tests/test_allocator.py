@@ -573,6 +573,16 @@ def test_long_prompts_go_one_by_one_and_get_what_short_ones_leave_over():
     ]
 
 
+def test_a_long_prompt_that_is_mostly_in_the_cache_is_not_long():
+    """A chat sends all its history again; counted as long, its few new tokens would wait behind long prompts."""
+    scheduler = Scheduler(block_size=4, token_budget=12, long_prefill_threshold=10)
+    serve(scheduler, Request("before", [2] * 16, 1))
+    b, c = Request("b", [1] * 30, 1), Request("c", [2] * 16, 1)
+    scheduler.add_request(b)
+    scheduler.add_request(c)
+    assert step(scheduler).chunks == [(b, 6), (c, 4)] and c.num_hit_tokens == 12
+
+
 def quick_step(scheduler: Scheduler):
     """A step without `check`, which looks at every block of a large pool."""
     plan = scheduler.plan()

@@ -408,6 +408,14 @@ def test_priority_and_its_ageing():
     assert new_engine(trained_model(), policy="priority").scheduler.urgency(waiting[0])[0] == 70.0
 
 
+def test_the_engine_passes_its_limits_on_to_the_scheduler():
+    """Would catch: a flag that is taken and does nothing."""
+    limits = {"max_num_partial_prefills": 3, "max_long_partial_prefills": 2, "long_prefill_threshold": 7}
+    scheduler = new_engine(trained_model(), policy="sjf", **limits).scheduler
+    assert {name: getattr(scheduler, name) for name in limits} == limits
+    assert scheduler.urgency(Request("r", [1] * 30, 10, arrival_time=1.0))[0] == 3.0  # 0.05 s for each of 40 tokens
+
+
 def test_nothing_leaks_whatever_happens():
     """Would catch: blocks, rows or requests lost in a mixture of finishing, aborting, failing and preempting."""
     rng = random.Random(0)
