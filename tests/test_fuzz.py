@@ -224,6 +224,8 @@ class Trial:
         if prefilling and scheduler.token_budget > 1:
             assert plan.chunks and plan.chunks[0][0] is prefilling[0], "the first prompt got no token"
         self.counts["overtook"] += [r for r, _ in plan.chunks] != scheduler.prefilling[: len(plan.chunks)]
+        for request in plan.preempted:  # it comes back at the end of the line
+            self.turns_missed[request] = 0
         for request in scheduler.active:
             self.turns_missed[request] = 0 if request in plan.decodes else self.turns_missed[request] + 1
             assert self.turns_missed[request] < self.steps_per_turn(), f"{request.id} was passed over"
