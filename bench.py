@@ -7,6 +7,8 @@ Every number in the README, reproducible: one command each, the conditions first
     python bench.py engine        # tokens per second of a mixed workload, latency of 1 and of 32 requests
     python bench.py overhead      # where the time of a decode step goes, on the device and on the host
     python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
+    python bench.py batching      # one by one, in static batches, continuously: the same requests and kernels
+    python bench.py memory        # contiguous slabs against blocks: who fits, what is wasted, what an append costs
     python bench.py blockmap      # picture: who owned which block in each step of a mixed run
 
 Each `bench_*` takes the flags and returns its figures; its docstring is the workload and is printed first. Seeds are
@@ -38,9 +40,15 @@ from sampling import SamplingParams
 
 # random weights of these shapes; the figures depend on the shape alone
 MODELS = {
+    "1M": GPTConfig(vocab_size=65, context_length=256, n_layer=4, n_head=4, n_embd=128),
     "10M": GPTConfig(vocab_size=65, context_length=256, n_layer=6, n_head=6, n_embd=384),
     "gpt2-124M": GPTConfig(context_length=2048),
 }
+
+
+def a_model(name: str) -> GPT:
+    """Random weights of a named shape, or the model in a directory."""
+    return GPT(MODELS[name]).eval() if name in MODELS else load_checkpoint(name)
 
 
 class BenchError(ValueError):
@@ -301,7 +309,7 @@ def bench_generate(args) -> dict:
     turn, so that both see the same machine. The floor is the time to read all weights from memory once.
     """
     torch.manual_seed(0)
-    model = GPT(MODELS[args.model]).eval() if args.model in MODELS else load_checkpoint(args.model)
+    model = a_model(args.model)
     theirs, rng = hugging_face(model), random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
     engine = Engine(model, prefix_cache=False)  # each answer is computed whole
@@ -329,18 +337,8 @@ def bench_generate(args) -> dict:
 def bench_model(name: str, device: str) -> GPT:
     """A named model with random weights, or a checkpoint; bf16 on a GPU."""
     torch.manual_seed(0)
-    model = GPT(MODELS[name]).eval() if name in MODELS else load_checkpoint(name)
+    model = a_model(name)
     return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_(False)
-
-
-def offline_workload(seed: int, requests: int, V: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts and output lengths of nano-vLLM's benchmark: 100 to 1024 tokens each. Seed 0 has known totals."""
-    random.seed(seed)
-    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(requests)]
-    lengths = [random.randint(100, 1024) for _ in range(requests)]
-    if (seed, requests) == (0, 256):
-        assert (sum(map(len, prompts)), sum(lengths)) == (142_827, 133_966), "this is not the workload"
-    return [[t % V for t in prompt] for prompt in prompts], lengths
 
 
 def bench_engine(args) -> dict:
@@ -368,7 +366,7 @@ def bench_engine(args) -> dict:
 
     serve([[1] * 100] * 4, [8] * 4)
     for seed in args.seeds:
-        prompts, lengths = offline_workload(seed, args.requests, V)
+        prompts, lengths = map(list, zip(*offline_workload(args.requests, V=V, seed=seed), strict=True))
         rows = engine.runner.num_rows, engine.runner.num_padded_rows
         seconds = serve(prompts, lengths)
         rows = [
@@ -481,11 +479,173 @@ def bench_blockmap(args) -> dict:
     A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are requests, grey is
     cached and idle, white is free; a block that several requests hold at once is striped by turns.
     """
+
+
+def pyplot():
+    """matplotlib without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def save_picture(figure, path: Path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def offline_workload(n: int = 256, scale: int = 1, V: int = 10_001, seed: int = 0) -> list[tuple[list[int], int]]:
+    """
+    nano-vLLM's workload of 256 requests (prompt, tokens to answer), 100 to 1024 tokens each; or the first n of them,
+    lengths over `scale`, in a vocabulary of V.
+    """
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    answers = [rng.randint(100, 1024) for _ in range(256)]
+    totals = sum(map(len, prompts)), sum(answers)
+    assert seed != 0 or totals == (142_827, 133_966), "not the workload that others measure"
+    both = list(zip(prompts, answers, strict=True))[:n]
+    return [([token % V for token in prompt[: len(prompt) // scale]], answer // scale) for prompt, answer in both]
+
+
+def serve_batches(engine: Engine, batches: list[list[tuple[list[int], int]]]) -> tuple[list[float], list[list[int]]]:
+    """
+    Serve batches of (prompt, tokens to answer), the next when the last has ended. Returns the seconds from the start
+    at which requests ended, and the answers.
+    """
+    ended, requests, started = [], [], time.perf_counter()
+    for batch in batches:
+        for prompt, n in batch:
+            params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+            requests.append(engine.add_request(len(requests), prompt, params))
+        while engine.has_work:
+            num_ended = sum(output.finish_reason is not None for output in engine.step())
+            ended += [time.perf_counter() - started] * num_ended
+    return ended, [r.generated_tokens for r in requests]
+
+
+def padded(batch: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
+    """The batch as a rectangle: every prompt as long as the longest, every answer too."""
+    P, n = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
+    return [([0] * (P - len(prompt)) + prompt, n) for prompt, _ in batch]
+
+
+def bench_batching(args) -> dict:
+    """
+    96 requests, all there at the start: prompts and answers of 12 to 128 tokens (the offline workload's 100 to 1024
+    over 8), greedy, one model, the same engine and kernels, KV memory for 4,096 tokens. One by one; in static batches
+    of 16, a slab of 256 tokens each, padded to the longest prompt and run to the longest answer; continuously, 16 at
+    once; and continuously with as many as blocks of 16 have room for. Only tokens that were asked for count.
+    """
+    torch.manual_seed(0)
+    model = a_model(args.model).to(args.device, torch.float32 if args.device == "cpu" else torch.bfloat16)
+    requests = offline_workload(96, 8, model.config.vocab_size)
+    lengths = [n for _, n in requests]
+    ways = {
+        "one by one": (1, [[request] for request in requests]),
+        "static batches": (16, [padded(requests[i : i + 16]) for i in range(0, 96, 16)]),
+        "continuous, 16 at once": (16, [requests]),
+        "continuous": (64, [requests]),
+    }
+    result: dict = {"tokens in": sum(len(prompt) for prompt, _ in requests), "tokens out": sum(lengths)}
+    figure, axes = pyplot().subplots(figsize=(9, 4.2), layout="constrained")
+    runs: dict = {name: [] for name in ways}
+    for _ in range(args.repeats):  # in turn, so that all see the same machine
+        for name, (at_once, batches) in ways.items():
+            engine = Engine(model, num_blocks=256, max_num_seqs=at_once, watermark=0, prefix_cache=False)
+            serve_batches(engine, [[(prompt, 2) for prompt, _ in requests[:at_once]]])  # warm-up
+            runs[name].append(serve_batches(engine, batches))
+    for name, (_, batches) in ways.items():
+        ended, answers = sorted(runs[name], key=lambda run: run[0][-1])[args.repeats // 2]  # the median run
+        if name == "one by one":
+            seconds, alone = ended[-1], answers
+        result[name] = row = {"requests/s": round(96 / ended[-1], 1), "tok/s": round(sum(lengths) / ended[-1])}
+        row["times one by one"] = round(seconds / ended[-1], 1)
+        if batches == [requests]:
+            assert [len(answer) for answer in answers] == lengths, "not the tokens that were asked for"
+            row["equal answers"] = f"{sum(a == b for a, b in zip(answers, alone, strict=True))} of 96"
+        axes.step([0, *ended], range(97), where="post", label=f"{name}: {row['tok/s']} tok/s")
+    axes.set(xlabel="seconds", ylabel="requests ended", title="96 requests, the same model, kernels and KV memory")
+    axes.legend()
+    save_picture(figure, args.out)
+    return result | {"picture": str(args.out)}
+
+
+def fill_pool(S: int, room: int) -> dict:
+    """
+    Serve the offline workload from a pool of `room` tokens in blocks of S, by the scheduler and without a model.
+    Returns means over the steps in which somebody waits.
+    """
+    scheduler = Scheduler("fcfs", 2**20, room, S, prefix_cache=False)  # any prompt is computed in a step
+    for i, (prompt, n) in enumerate(offline_workload()):
+        scheduler.add_request(Request(i, prompt, n))
+    allocator, crowded = scheduler.block_allocator, []  # of each crowded step: requests, taken, filled
+    while not scheduler.is_done():
+        plan = scheduler.plan()
+        if scheduler.waiting:
+            taken = (allocator.num_blocks - allocator.num_free) * S
+            filled = sum(r.num_filled_slots for r in scheduler.running) + plan.num_tokens
+            crowded.append((len(scheduler.running), taken, filled))
+        scheduler.update(plan, [0] * len(plan.sampled))
+    at_once, taken, filled = (statistics.mean(each) for each in zip(*crowded, strict=True))
+    return {
+        "at once": round(at_once, 1),
+        "tokens, %": round(100 * filled / room, 1),
+        "waste inside, %": round(100 * (taken - filled) / room, 1),
+        "waste outside, %": round(100 * (room - taken) / room, 1),
+        "preemptions": scheduler.num_preemptions,
+    }
+
+
+def append_us(context: int, H: int = 12, D: int = 64) -> dict[str, float]:
+    """Microseconds to append one token's K, V to a text in one layer, two ways; it has `context` tokens then."""
+    batch = made_up_batch([(1, context)], 16, "torch", "cpu")
+    kv = torch.zeros(2, batch.block_tables.numel() + 1, H, 16, D)
+    batch.prepared = batch.backend.prepare(batch, H, kv)
+    k, v = torch.randn(2, 1, H, D)
+    K, V = torch.zeros(2, 1, H, context - 1, D)
+    cat = median_ms(lambda: (torch.cat([K, k[:, :, None]], 2), torch.cat([V, v[:, :, None]], 2)), 100)
+    store = median_ms(lambda: batch.backend.store_kv(k, v, kv, batch), 100)
+    return {"torch.cat": round(1e3 * cat, 1), "store_kv": round(1e3 * store, 1)}
+
+
+def bench_memory(args) -> dict:
+    """
+    KV memory for 32,768 tokens, as slabs of the longest text (2,048) or as blocks: how many of 256 requests (prompts
+    and answers of 100 to 1024 tokens) run at once while others wait; waste inside (taken, but no token is there) and
+    outside (free, but too little for the next prompt). A slab is a block as long as the longest text. Then one layer
+    of gpt2-124M in fp32 on a CPU: microseconds to append a token to a text, by torch.cat to contiguous K and V, and by
+    store_kv to the pool.
+    """
+    sizes = (2048, 128, 64, 32, 16, 8, 4)
+    pools = {f"{'slabs' if S == 2048 else 'blocks'} of {S}": fill_pool(S, 32_768) for S in sizes}
+    appends = {context: append_us(context) for context in (128, 256, 512, 1024, 2048)}
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    ticks, bottom = [name.replace(" of ", "\n") for name in pools], [0.0] * len(pools)
+    for part in ("tokens, %", "waste inside, %", "waste outside, %"):
+        heights = [row[part] for row in pools.values()]
+        bars = left.bar(ticks, heights, bottom=bottom, label=part)
+        if part == "tokens, %":
+            left.bar_label(bars, [f"{row['at once']:.0f}" for row in pools.values()], label_type="center", color="w")
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    left.set(title="KV memory while others wait;\nin white: requests at once")
+    left.legend(loc="lower right")
+    for way in ("torch.cat", "store_kv"):
+        right.plot([f"{context}" for context in appends], [us[way] for us in appends.values()], "o-", label=way)
+    right.set(xlabel="tokens so far", title="microseconds of a layer\nto append a token", yscale="log")
+    right.legend()
+    save_picture(figure, args.out)
+    return pools | {"append a token at, us": appends, "picture": str(args.out)}
+
+
+def bench_blockmap(args) -> dict:
+    """
+    A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are requests, grey is
+    cached and idle, white is free; a block that several requests hold at once is striped by turns.
+    """
+    plt = pyplot()
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=64, context_length=64, n_layer=1, n_head=1, n_embd=16)).eval()
     engine = Engine(model, block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0)
@@ -515,8 +675,7 @@ def bench_blockmap(args) -> dict:
         ylabel="block",
         title="9 requests in a pool of 32 blocks: a colour is a request, grey is cached and idle",
     )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.out, dpi=110)
+    save_picture(figure, args.out)
     counts = engine.counts()
     return {"picture": str(args.out), "preemptions": counts["preemptions"], "hit tokens": counts["hit tokens"]}
 
@@ -533,7 +692,7 @@ def main():
     layer.add_argument("--block-size", type=int, default=16, help="tokens per KV block")
     layer.set_defaults(run=bench_kernels)
     generate = commands.add_parser("generate", help="engine against Hugging Face's generate")
-    generate.add_argument("--model", default="10M", help="10M or gpt2-124M (random weights), or a model directory")
+    generate.add_argument("--model", default="10M", help="1M, 10M or gpt2-124M (random weights), or a model directory")
     generate.add_argument("--repeats", type=int, default=5, help="counted runs of each; the median is printed")
     generate.set_defaults(run=bench_generate)
     offline = commands.add_parser("engine", help="throughput and latency of the engine")
@@ -550,9 +709,17 @@ def main():
         "--model", default="gpt2-124M", help="10M or gpt2-124M (random weights), or a model directory"
     )
     overhead.set_defaults(run=bench_overhead)
+    batching = commands.add_parser("batching", help="one by one, in static batches, continuously")
+    batching.add_argument("--model", default="1M", help="1M, 10M or gpt2-124M (random weights), or a model directory")
+    batching.add_argument("--device", default="cpu", help="cpu, in fp32, or cuda, in bf16")
+    batching.add_argument("--repeats", type=int, default=3, help="runs of each; the median is printed")
+    batching.set_defaults(run=bench_batching)
+    memory = commands.add_parser("memory", help="contiguous slabs against blocks")
+    memory.set_defaults(run=bench_memory)
     blockmap = commands.add_parser("blockmap", help="picture of a mixed run")
-    blockmap.add_argument("--out", type=Path, default=Path("assets/blockmap.png"), help="where to write the picture")
     blockmap.set_defaults(run=bench_blockmap)
+    for name, command in ("batching", batching), ("memory", memory), ("blockmap", blockmap):
+        command.add_argument("--out", type=Path, default=Path(f"assets/{name}.png"), help="where to write the picture")
     args = parser.parse_args()
     print(inspect.getdoc(args.run), file=sys.stderr)
     try:

@@ -364,6 +364,9 @@ class Engine:
         prefix_cache: bool = True,
         policy: str = "fcfs",
         prefill_share: float = 0.25,  # of the token budget, for prompts while some are under way
+        max_num_partial_prefills: int = 4,  # prompts that split the prefill tokens of a step evenly
+        max_long_partial_prefills: int = 1,  # of these, how many may be long; short ones overtake the other long ones
+        long_prefill_threshold: int = 512,  # long: more tokens than this, prefix hits aside
         watermark: float = 0.01,  # share of the blocks kept free for running requests when a new one is admitted
         seed: int = 0,  # of the seeds drawn for requests that bring none
         graphs: bool = True,  # on CUDA: capture steps; without, the same sizes run launch by launch
@@ -400,6 +403,9 @@ class Engine:
             max_num_seqs=max_num_seqs,
             watermark=int(watermark * num_blocks),
             prefill_share=prefill_share,
+            max_num_partial_prefills=max_num_partial_prefills,
+            max_long_partial_prefills=max_long_partial_prefills,
+            long_prefill_threshold=long_prefill_threshold,
             prefix_cache=prefix_cache,
         )
         self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, graphs)

@@ -276,12 +276,15 @@ class Plan:
         return len(self.decodes) + sum(n for _, n in self.chunks)
 
 
-# What is served first has the smallest key. One unit of priority is worth PRIORITY_AGEING units of arrival time, so
-# an old request of low priority overtakes newcomers at last: nobody starves.
-PRIORITY_AGEING = 60.0
+# What is served first has the smallest key: its arrival, made later by what else counts against it. So whoever comes
+# late enough goes behind, and nobody starves. The keys are static, and a sorted queue stays sorted: all tokens of a
+# request that waits are left to compute, those of its answer again if it was preempted.
+PRIORITY_AGEING = 60.0  # seconds (the unit of arrival times) for one unit of priority
+SJF_AGEING = 0.05  # seconds for one token: 1,000 tokens more, and who comes within 50 seconds overtakes
 POLICIES = {
     "fcfs": lambda r: (r.arrival_time, r.arrival_number),
     "priority": lambda r: (r.arrival_time + PRIORITY_AGEING * r.priority, r.arrival_number),
+    "sjf": lambda r: (r.arrival_time + SJF_AGEING * (len(r.prompt_tokens) + r.max_new_tokens), r.arrival_number),
 }
 
 
@@ -307,6 +310,8 @@ class Scheduler:
         watermark: int = 0,  # blocks kept free for running requests when a new one is admitted
         prefill_share: float = 0.25,  # of the budget: kept for prefills while some are under way
         max_num_partial_prefills: int = 4,  # prompts that split the prefill tokens of a step evenly
+        max_long_partial_prefills: int = 1,  # of these, how many may be long; short ones overtake the other long ones
+        long_prefill_threshold: int = 512,  # long: more tokens than this, prefix hits aside
         prefix_cache: bool = True,
         model_id: str = "",  # enters every key of the prefix cache
     ):
@@ -318,12 +323,16 @@ class Scheduler:
             )
         if min(token_budget, max_kv_tokens // block_size, max_num_seqs, max_num_partial_prefills) < 1:
             raise ValueError("token_budget, max_num_seqs, max_num_partial_prefills and the pool must be at least 1")
+        if min(max_long_partial_prefills, long_prefill_threshold) < 1:
+            raise ValueError("max_long_partial_prefills and long_prefill_threshold must be at least 1")
         self.urgency = POLICIES[policy]
         self.token_budget = token_budget
         self.block_size = block_size
         self.watermark = watermark
         self.prefill_tokens = max(1, int(token_budget * prefill_share))
         self.max_num_partial_prefills = max_num_partial_prefills
+        self.max_long_partial_prefills = max_long_partial_prefills
+        self.long_prefill_threshold = long_prefill_threshold
         self.prefix_cache = prefix_cache
         self.model_id = model_id
         self.block_allocator = BlockAllocator(max_kv_tokens // block_size, block_size)
@@ -506,12 +515,18 @@ class Scheduler:
         return victim
 
     def _plan_chunks(self, plan: Plan):
-        """Split what is left of the budget: the first few prompts get even shares, the others what those leave over."""
+        """
+        Split what is left of the budget: the first few prompts get even shares, the others what those leave over, long
+        ones beyond the limit last. The first of all has a share whatever it is, so nobody waits for ever.
+        """
         left = self.token_budget - len(plan.decodes)
-        for i, request in enumerate(self.prefilling):
+        long = [r for r in self.prefilling if r.prefill_target - r.num_hit_tokens > self.long_prefill_threshold]
+        last = set(long[self.max_long_partial_prefills :])
+        num_sharers = min(self.max_num_partial_prefills, len(self.prefilling) - len(last))
+        for i, request in enumerate(sorted(self.prefilling, key=last.__contains__)):
             if left == 0:
                 break
-            sharers = max(1, min(self.max_num_partial_prefills, len(self.prefilling)) - i)
+            sharers = max(1, num_sharers - i)
             n = min(request.prefill_target - request.prefill_cursor, -(-left // sharers))
             plan.chunks.append((request, n))
             left -= n

@@ -464,7 +464,7 @@ def test_preempted_first_is_the_least_urgent_and_it_computes_its_answer_again_be
     assert plan.chunks == [(b, 4)] and b.generated_tokens == [0, 0] and b.num_preemptions == 1
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf"])
 def test_the_first_in_line_is_not_preempted_for_newcomers(policy):
     """
     The queue is ordered by age, the victim was chosen by priority: an old request of low priority was admitted first
@@ -558,6 +558,102 @@ def test_prompts_split_the_budget_and_decodes_go_first():
     ]
 
 
+def test_long_prompts_go_one_by_one_and_get_what_short_ones_leave_over():
+    """Counted as a sharer, or left out where budget is left over, the second long prompt would cost the others time."""
+    scheduler = Scheduler(block_size=4, token_budget=12, max_long_partial_prefills=1, long_prefill_threshold=10)
+    b, c, d = Request("b", [1] * 30, 1), Request("c", [2] * 16, 1), Request("d", [3] * 9, 1)
+    for request in (b, c, d):
+        scheduler.add_request(request)
+    assert [step(scheduler).chunks for _ in range(5)] == [
+        [(b, 6), (d, 6)],  # c waits for b, d does not
+        [(b, 6), (d, 3), (c, 3)],
+        [(b, 12)],
+        [(b, 6), (c, 6)],  # the last of b
+        [(c, 7)],
+    ]
+
+
+def test_a_long_prompt_that_is_mostly_in_the_cache_is_not_long():
+    """A chat sends all its history again; counted as long, its few new tokens would wait behind long prompts."""
+    scheduler = Scheduler(block_size=4, token_budget=12, long_prefill_threshold=10)
+    serve(scheduler, Request("before", [2] * 16, 1))
+    b, c = Request("b", [1] * 30, 1), Request("c", [2] * 16, 1)
+    scheduler.add_request(b)
+    scheduler.add_request(c)
+    assert step(scheduler).chunks == [(b, 6), (c, 4)] and c.num_hit_tokens == 12
+
+
+def quick_step(scheduler: Scheduler):
+    """A step without `check`, which looks at every block of a large pool."""
+    plan = scheduler.plan()
+    scheduler.update(plan, [0] * len(plan.sampled))
+
+
+def waits_beside_long_prompts(token_budget: int, max_long: int) -> list[int]:
+    """
+    As many decodes as the budget has room for beside the share of prefills, four prompts of 4,000 tokens, and prompts
+    of 10 tokens, three whenever the last three are done. Returns after how many steps each of these had its token.
+    """
+    num_decodes = token_budget - token_budget // 4
+    scheduler = Scheduler("fcfs", token_budget, 200_000, 16, prefill_share=0.25, max_long_partial_prefills=max_long)
+    decodes = [Request(i, [0], 10**6) for i in range(num_decodes)]
+    long = [Request(f"long {i}", [i] * 4000, 1) for i in range(4)]
+    for requests in decodes, long:
+        for request in requests:
+            scheduler.add_request(request)
+        quick_step(scheduler)
+    short, waits, now = [], [], 0
+    while not all(r.is_done for r in long):
+        if all(r.is_done for r in short):
+            short, since = [Request(f"short {i}", [9] * 10, 1) for i in range(3)], now
+            for request in short:
+                scheduler.add_request(request)
+        left, now = [r for r in short if not r.is_done], now + 1
+        quick_step(scheduler)
+        waits += [now - since for r in left if r.is_done]
+        assert [r.num_generated for r in decodes] == [now + 2] * num_decodes, "a decode was passed over"
+    return waits
+
+
+@pytest.mark.parametrize(("token_budget", "bound"), [(256, 1), (128, 2), (64, 3)])
+def test_a_short_prompt_beside_long_ones_has_its_first_token_soon(token_budget, bound):
+    """
+    Four long prompts at the head of the line held all four places, and a short one waited until the first was done.
+    Now long ones hold one place, short ones the other three, and a place is worth token_budget * prefill_share //
+    max_num_partial_prefills tokens a step: 256 * 0.25 // 4 = 16, 8 or 4. A prompt of 10 takes 1, 2 or 3 steps.
+    """
+    assert bound == -(-10 // (token_budget // 4 // 4))
+    assert max(waits_beside_long_prompts(token_budget, max_long=1)) == bound
+    assert waits_beside_long_prompts(token_budget, max_long=4) == []  # none before the long ones are done
+
+
+def test_long_prompts_are_not_starved_by_short_ones():
+    """Short ones overtake the second long prompt, not the first: its share is certain, and the second is first next."""
+    limits = {"max_long_partial_prefills": 1, "long_prefill_threshold": 32, "max_num_partial_prefills": 4}
+    scheduler = Scheduler("fcfs", 16, 10_000, 4, **limits)
+    long, done = [Request(i, [i] * 100, 1) for i in range(2)], {}
+    for request in long:
+        scheduler.add_request(request)
+    for now in range(1, 60):
+        for i in range(4):  # more than what can be computed
+            scheduler.add_request(Request((now, i), [now, i] * 4, 1))
+        quick_step(scheduler)
+        done |= {r.id: now for r in long if r.is_done and r.id not in done}
+    assert done == {0: 25, 1: 50}  # at a quarter of the 16 tokens of a step
+
+
+def test_sjf_serves_the_fewest_tokens_first_and_at_last_the_others():
+    """Without ageing, a long request waits as long as shorter ones come."""
+    scheduler = Scheduler("sjf", max_num_seqs=1)
+    scheduler.add_request(Request("long", [1] * 100, 100))  # 190 tokens more than the others: 9.5 seconds
+    for second in range(20):
+        scheduler.add_request(Request(second, [2] * 9, 1, arrival_time=float(second)))
+    admitted = []
+    while not scheduler.is_done():
+        admitted += [r.id for r in step(scheduler).admitted]
+    assert admitted == [*range(10), "long", *range(10, 20)]
+
+
 def test_update_wants_one_token_for_each_sampled_request():
     """A plan is taken in whole or not at all."""
     scheduler = Scheduler()
@@ -577,13 +673,16 @@ def test_update_wants_one_token_for_each_sampled_request():
         {"max_kv_tokens": 3},
         {"max_num_seqs": 0},
         {"max_num_partial_prefills": 0},
+        {"max_long_partial_prefills": 0},
+        {"long_prefill_threshold": 0},
     ],
 )
 def test_settings_with_which_nothing_could_ever_run_are_refused(settings):
     """Accepted, they would give empty plans for ever. The smallest that can run are accepted."""
     with pytest.raises(ValueError):
         Scheduler(**settings)
-    least = Scheduler("fcfs", 1, 4, 4, max_num_seqs=1, max_num_partial_prefills=1)
+    limits = {"max_num_partial_prefills": 1, "max_long_partial_prefills": 1, "long_prefill_threshold": 1}
+    least = Scheduler("fcfs", 1, 4, 4, max_num_seqs=1, **limits)
     assert serve(least, Request("r", [1, 2, 3], 2)).generated_tokens == [0, 0]
 
 

@@ -104,7 +104,7 @@ def test_settings_that_cannot_work_are_refused():
     with raises(ValueError, "token_budget is 7", "at least max_num_seqs, 8", "--token-budget"):
         new_engine(model, token_budget=7, max_num_seqs=8)
     serve(new_engine(model, token_budget=8, max_num_seqs=8), [prompt(i, 5) for i in range(10)], 3)
-    with raises(ValueError, "policy 'lifo'", "fcfs, priority"):
+    with raises(ValueError, "policy 'lifo'", "fcfs, priority, sjf"):
         new_engine(model, policy="lifo")
     for length, blocks, most in ((CONTEXT + 1, 100, CONTEXT), (41, 10, 40), (0, 100, CONTEXT)):
         with raises(ValueError, f"max_model_len is {length}", f"1 to {most}", f"{blocks} blocks of 4"):
@@ -495,6 +495,14 @@ def test_priority_and_its_ageing():
         requests = [replace(r) for r in waiting]
         assert admission_order(Scheduler(policy, max_num_seqs=1), requests) == order
     assert new_engine(trained_model(), policy="priority").scheduler.urgency(waiting[0])[0] == 70.0
+
+
+def test_the_engine_passes_its_limits_on_to_the_scheduler():
+    """Would catch: a flag that is taken and does nothing."""
+    limits = {"max_num_partial_prefills": 3, "max_long_partial_prefills": 2, "long_prefill_threshold": 7}
+    scheduler = new_engine(trained_model(), policy="sjf", **limits).scheduler
+    assert {name: getattr(scheduler, name) for name in limits} == limits
+    assert scheduler.urgency(Request("r", [1] * 30, 10, arrival_time=1.0))[0] == 3.0  # 0.05 s for each of 40 tokens
 
 
 def test_nothing_leaks_whatever_happens():

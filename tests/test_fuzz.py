@@ -24,7 +24,7 @@ from paged import BlockAllocator, Plan, Request, Scheduler
 
 MUST_HAPPEN = [
     *("preempted", "evicted", "hit", "hit after preemption", "forked", "no row to fork", "copied", "took turns"),
-    *("refused", "failed", "finished by stop", "finished by length"),
+    *("overtook", "refused", "failed", "finished by stop", "finished by length"),
     *("aborted waiting", "aborted prefilling", "aborted active"),
 ]
 
@@ -57,7 +57,7 @@ class Trial:
         num_blocks = rng.randint(1, 12) if rng.random() < 0.9 else rng.randint(13, 40)
         self.room = num_blocks * S
         self.scheduler = Scheduler(
-            rng.choice(["fcfs", "priority"]),
+            rng.choice(["fcfs", "priority", "sjf"]),
             token_budget=rng.choice([1, 2, 3, rng.randint(1, 8), rng.randint(4, 40)]),
             max_kv_tokens=self.room,
             block_size=S,
@@ -65,6 +65,8 @@ class Trial:
             watermark=rng.choice([0, 0, 1, 2]),
             prefill_share=rng.choice([0.0, 0.25, 0.9]),
             max_num_partial_prefills=rng.randint(1, 4),
+            max_long_partial_prefills=rng.choice([1, 1, 2, 3]),
+            long_prefill_threshold=rng.choice([1, 2, 4, 8, 40]),
             prefix_cache=rng.random() < 0.8,
         )
         self.scheduler.block_allocator = self.allocator = Allocator(num_blocks, S)
@@ -221,6 +223,9 @@ class Trial:
         prefilling = [r for r in prefilling if r.status == "prefilling"]
         if prefilling and scheduler.token_budget > 1:
             assert plan.chunks and plan.chunks[0][0] is prefilling[0], "the first prompt got no token"
+        self.counts["overtook"] += [r for r, _ in plan.chunks] != scheduler.prefilling[: len(plan.chunks)]
+        for request in plan.preempted:  # it comes back at the end of the line
+            self.turns_missed[request] = 0
         for request in scheduler.active:
             self.turns_missed[request] = 0 if request in plan.decodes else self.turns_missed[request] + 1
             assert self.turns_missed[request] < self.steps_per_turn(), f"{request.id} was passed over"

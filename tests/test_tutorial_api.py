@@ -256,5 +256,5 @@ def test_interleaved_generate_returns_the_scheduler():
     fits = Request("alone", prompt(0, 10), 3)
     interleaved_generate(trained_model(), [fits], max_kv_tokens=12)
     assert fits.num_generated == 3
-    with raises(ValueError, "unknown policy 'sjf'"):
-        interleaved_generate(trained_model(), [], policy="sjf")
+    with raises(ValueError, "unknown policy 'lifo'"):
+        interleaved_generate(trained_model(), [], policy="lifo")
