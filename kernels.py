@@ -413,19 +413,18 @@ def combine(
 
 @jit
 def decode_kernel(
-    q, kv, out, partial_out, partial_lse, arrived, block_tables, context_lens, all_lens,
-    scale, q_stride, out_stride, which_stride, M, programs,
+    q, kv, out, partial_out, partial_lse, arrived, block_tables, context_lens,
+    scale, q_stride, out_stride, which_stride, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (Hk, B, SPLITS): a program attends from the G = H / Hk query heads of one KV head, padded to ROWS, to every
-    so-many-th tile of one request's context: K and V are read once. The grid depends on B alone; into how many splits a
-    context is divided is worked out here, so the host needs no length to launch it: as many as make its programs no
-    longer than if `programs` shared the work evenly. Whoever arrives last of a request and KV head combines them, so
-    there is no second launch; `arrived` [B, Hk] is zero before and after.
+    Grid (Hk, SPLITS, B): a program attends from the G = H / Hk query heads of one KV head, padded to ROWS, to every
+    SPLITS-th tile of one request's context: K and V are read once. The grid depends on B alone, how many splits a
+    context has is worked out here, so the host needs no length to launch it. Whoever arrives last of a request and KV
+    head combines them, so there is no second launch; `arrived` [B, Hk] is zero before and after.
     """
-    head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // Hk
     row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     context = tl.load(context_lens + request)
@@ -437,20 +436,18 @@ def decode_kernel(
     real = (row < G)[:, None] & (d < D)[None, :]
     at = (head * G + row)[:, None] * D + d[None, :]
     queries = tl.load(q + request * q_stride + at, mask=real, other=0.0)  # [ROWS, WIDTH]
-    share = tl.maximum(tl.load(all_lens).to(tl.int64) * Hk // programs, 1)  # tokens, were all programs alike
-    used = tl.minimum(tl.cdiv(context - begin, TILE), tl.minimum((context - begin) // share, SPLITS).to(tl.int32))
-    used = tl.maximum(used, 1)
+    used = tl.minimum(tl.maximum(tl.cdiv(context - begin, TILE), 1), SPLITS)
     if split >= used:
         return
 
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -float("inf"), tl.float32)
-    for _ in range(begin + split * TILE, context, used * TILE):
+    for _ in range(begin + split * TILE, context, SPLITS * TILE):
         there = (t < context) & (t >= first)
         keys = kv + (((block.to(tl.int64) * Hk + head) * S + t % S) * D)[:, None] + d[None, :]
         k = tl.load(keys, mask=there[:, None] & (d < D)[None, :], other=0.0)  # [TILE, WIDTH]
         v = tl.load(keys + which_stride, mask=there[:, None] & (d < D)[None, :], other=0.0)
-        t += used * TILE
+        t += SPLITS * TILE
         block = tl.load(table + t // S, mask=t // S < M, other=0)  # of the next round, ahead of its use
         score = tl.dot(queries, k.T, input_precision="ieee")
         acc, top, total = absorb(tl.where(there[None, :], score, -float("inf")), scale, v, acc, top, total)
@@ -539,8 +536,6 @@ class TritonPlan(NamedTuple):
     partial_out: torch.Tensor  # [B * H * splits * WIDTH] fp32
     partial_lse: torch.Tensor  # [B * H * splits] fp32
     arrived: torch.Tensor  # [B * Hk] int32 zeros
-    all_lens: torch.Tensor  # int64, the sum of the decodes' context lengths
-    programs: int  # that the device runs at a time, about
     tile_request: torch.Tensor | None  # [tiles] int32, see prefill_tiles
     tile_start: torch.Tensor | None  # [tiles] int32
     side: torch.cuda.Stream | None  # where chunks are attended to while decodes wait for memory
@@ -565,17 +560,14 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
     (_, _, Hk, _, D), device, B = kv.shape, batch.tokens.device, batch.num_decodes
     assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    few = -(-processors // max(1, B * Hk))  # splits that fill the device, if all contexts are alike
-    splits = min(64, triton.next_power_of_2(few if few > 4 else 4 * few))
+    splits = min(64, triton.next_power_of_2(-(-processors // max(1, B * Hk))))
     return TritonPlan(
         window,
         splits,
-        3 if padded(D) <= 64 or B * Hk * few <= 2 * processors else 2,
+        3 if padded(D) <= 64 or B * Hk * splits <= 2 * processors else 2,
         torch.empty(B * H * splits * padded(D), device=device),
         torch.empty(B * H * splits, device=device),
         torch.zeros(B * Hk, dtype=torch.int32, device=device),
-        batch.context_lens[:B].sum(),
-        3 * processors,
         *prefill_tiles(batch),
         torch.cuda.Stream(device) if device.type == "cuda" and 0 < B < len(batch.query_lens_host) else None,
     )
@@ -637,9 +629,9 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
                 plan.tile_request, plan.tile_start, scale, *strides, **shape, ROWS=PREFILL_ROWS, **PREFILL_OPTIONS,
             )  # fmt: skip
     if B := batch.num_decodes:
-        decode_kernel[(Hk, B, plan.splits)](
+        decode_kernel[(Hk, plan.splits, B)](
             q, kv, out, plan.partial_out, plan.partial_lse, plan.arrived, batch.block_tables, batch.context_lens,
-            plan.all_lens, scale, *strides, plan.programs, **shape, SPLITS=plan.splits, ROWS=padded(H // Hk),
+            scale, *strides, **shape, SPLITS=plan.splits, ROWS=padded(H // Hk),
             AT_ONCE=max(1, min(triton.next_power_of_2(H // Hk), AT_ONCE // (plan.splits * padded(D)))),
             num_warps=DECODE_WARPS, num_stages=plan.num_stages,
         )  # fmt: skip
