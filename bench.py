@@ -474,13 +474,6 @@ def device_time(engine: Engine, steps: int) -> dict:
     return {"kernels": round(launches / steps)} | {kind: round(time, 3) for kind, time in ms.items()}
 
 
-def bench_blockmap(args) -> dict:
-    """
-    A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are requests, grey is
-    cached and idle, white is free; a block that several requests hold at once is striped by turns.
-    """
-
-
 def pyplot():
     """matplotlib without a display."""
     import matplotlib
