@@ -35,9 +35,11 @@ class Runner:
     carries only what changed; the last token, its position and the block table are already here.
     """
 
-    def __init__(self, model: GPT, num_blocks: int, block_size: int, max_num_seqs: int, attention: str = "auto"):
+    def __init__(
+        self, model: GPT, num_blocks: int, block_size: int, max_num_seqs: int, attention="auto", quantize="none"
+    ):
         config, device = model.config, model.wte.weight.device
-        self.model, self.block_size = packed_for_cpu(model), block_size
+        self.model, self.block_size = packed_for_cpu(model, quantize), block_size
         self.backend = kernels.choose_backend(attention, device)
         heads = config.n_kv_head, config.head_size
         self.pool = KVBlockPool(num_blocks, block_size, config.n_layer, *heads, device, kv_dtype(model))
@@ -193,6 +195,7 @@ class Engine:
         token_budget: int = 512,
         max_model_len: int | None = None,  # longest prompt plus answer; None: what model and pool allow
         attention: str = "auto",
+        quantize: str = "none",  # or int8: weights and the rows that they multiply as integers; on a CPU
         prefix_cache: bool = True,
         policy: str = "fcfs",
         prefill_share: float = 0.25,  # of the token budget, for prompts while some are under way
@@ -229,7 +232,7 @@ class Engine:
             prefill_share=prefill_share,
             prefix_cache=prefix_cache,
         )
-        self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention)
+        self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, quantize)
         self.requests: dict[int | str, Request] = {}  # waiting or running
         self.seeds = random.Random(seed)
         self.trace, self.check = trace, check
