@@ -5,6 +5,7 @@ Every number in the README, reproducible: one command each, the conditions first
     python bench.py attention     # on a CPU, one layer: a mixed step; decodes against Hugging Face's attention
     python bench.py kernels       # on a GPU, one layer: decodes, prefill, mixed; block sizes and layouts; the floor
     python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
+    python bench.py quality       # bits per byte of held-out text in fp32, bf16 and int8 weights
     python bench.py blockmap      # picture: who owned which block in each step of a mixed run
 
 Each `bench_*` takes the flags and returns its figures; its docstring is the workload and is printed first. Seeds are
@@ -30,7 +31,7 @@ import torch
 
 import kernels
 from engine import Engine
-from model import GPT, CheckpointError, GPTConfig, load_checkpoint, save_checkpoint
+from model import DTYPES, GPT, GPTConfig, load_checkpoint, packed_for_cpu, save_checkpoint, serving_dtype
 from paged import Request, Scheduler
 from sampling import SamplingParams
 
@@ -295,16 +296,19 @@ def hugging_face(model: GPT) -> Callable | None:
 
 def bench_generate(args) -> dict:
     """
-    64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine and Hugging Face in
-    turn, so that both see the same machine. The floor is the time to read all weights from memory once.
+    64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine and Hugging Face, in
+    fp32, in turn, so that both see the same machine. The floor is the time to read all weights from memory once.
     """
     torch.manual_seed(0)
     model = GPT(MODELS[args.model]).eval() if args.model in MODELS else load_checkpoint(args.model)
     theirs, rng = hugging_face(model), random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
-    engine = Engine(model, prefix_cache=False)  # each answer is computed whole
-    floor = 1e3 * sum(weight.nbytes for weight in model.parameters()) / read_bandwidth()
-    result = {"model": args.model, "floor, ms a step": round(floor, 2)}
+    model.to(dtype := serving_dtype(args.dtype, "cpu"))
+    engine = Engine(model, prefix_cache=False, quantize=args.quantize)  # each answer is computed whole
+    size = 1 if args.quantize == "int8" else dtype.itemsize
+    floor = 1e3 * size * sum(weight.numel() for weight in model.parameters()) / read_bandwidth()
+    weights = {"dtype": args.dtype, "quantize": args.quantize}
+    result = {"model": args.model} | weights | {"floor, ms a step": round(floor, 2)}
     for concurrent in (1, 8):
         ours_ms, theirs_ms, equal = [], [], []
         for _ in range(args.repeats + 1):
@@ -321,6 +325,26 @@ def bench_generate(args) -> dict:
         if theirs:
             row["Hugging Face, ms a step"] = round(statistics.median(theirs_ms[1:]), 2)
             row["equal answers"] = f"{sum(equal)} of {len(equal)}"
+    return result
+
+
+def bench_quality(args) -> dict:
+    """
+    Held-out text, each token scored once as at the end of training, with the weights in each format that a CPU serves.
+    """
+    from train import Machine, evaluate, load_corpus
+
+    machine = Machine(torch.device("cpu"), torch.float32, compile=False)
+    corpus, result = load_corpus(args.data, machine), {"model": args.model, "data": args.data}
+    for name, dtype, quantize in ("fp32", "fp32", "none"), ("bf16", "bf16", "none"), ("int8", "fp32", "int8"):
+        model = packed_for_cpu(load_checkpoint(args.model, dtype=DTYPES[dtype]), quantize)
+        if model.config.vocab_size != corpus.tokenizer.vocab_size:
+            raise BenchError(f"{args.model} was not trained on {args.data}: name its data with --data")
+        nats, count = evaluate(model, corpus, machine)
+        # where the first token could not be scored, its bytes do not count either
+        data = corpus.tokenizer.decode_bytes(corpus.val[-count:].tolist())
+        bits = nats / math.log(2) / len(data)
+        result[name] = {"nats a token": round(nats / count, 5), "bits a byte": round(bits, 5)}
     return result
 
 
@@ -383,7 +407,13 @@ def main():
     generate = commands.add_parser("generate", help="engine against Hugging Face's generate")
     generate.add_argument("--model", default="10M", help="10M or gpt2-124M (random weights), or a model directory")
     generate.add_argument("--repeats", type=int, default=5, help="counted runs of each; the median is printed")
+    generate.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16"], help="of our weights")
+    generate.add_argument("--quantize", default="none", choices=["none", "int8"], help="our weights as integers")
     generate.set_defaults(run=bench_generate)
+    quality = commands.add_parser("quality", help="bits per byte in fp32, bf16 and int8")
+    quality.add_argument("--model", default="out/stdlib", help="checkpoint directory")
+    quality.add_argument("--data", default="stdlib", help="what it was trained on: a name in data/, or a folder")
+    quality.set_defaults(run=bench_quality)
     blockmap = commands.add_parser("blockmap", help="picture of a mixed run")
     blockmap.add_argument("--out", type=Path, default=Path("assets/blockmap.png"), help="where to write the picture")
     blockmap.set_defaults(run=bench_blockmap)
@@ -391,7 +421,7 @@ def main():
     print(inspect.getdoc(args.run), file=sys.stderr)
     try:
         result = {"bench": args.command} | conditions() | args.run(args)
-    except (CheckpointError, BenchError) as error:  # a --model that is not there, or broken; a device that is not there
+    except ValueError as error:  # a --model that is not there, or broken; what this machine cannot do
         sys.exit(str(error))
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
