@@ -9,6 +9,7 @@ Every number in the README, reproducible: one command each, the conditions first
     python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
     python bench.py batching      # one by one, in static batches, continuously: the same requests and kernels
     python bench.py memory        # contiguous slabs against blocks: who fits, what is wasted, what an append costs
+    python bench.py quality       # bits per byte of held-out text in fp32, bf16 and int8 weights
     python bench.py blockmap      # picture: who owned which block in each step of a mixed run
 
 Each `bench_*` takes the flags and returns its figures; its docstring is the workload and is printed first. Seeds are
@@ -20,6 +21,7 @@ import argparse
 import inspect
 import json
 import math
+import os
 import platform
 import random
 import statistics
@@ -30,11 +32,15 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
+# Read when torch loads OpenMP: how long a thread that waits spins before it sleeps. Without a limit, one
+# other busy process can make a step of 10 ms take 500; with a tenth of this, a token alone takes 15% longer.
+os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+
 import torch
 
 import kernels
 from engine import Engine
-from model import GPT, CheckpointError, GPTConfig, load_checkpoint, save_checkpoint
+from model import DTYPES, GPT, GPTConfig, load_checkpoint, packed_for_cpu, save_checkpoint, serving_dtype
 from paged import Request, Scheduler
 from sampling import SamplingParams
 
@@ -305,16 +311,19 @@ def hugging_face(model: GPT) -> Callable | None:
 
 def bench_generate(args) -> dict:
     """
-    64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine and Hugging Face in
-    turn, so that both see the same machine. The floor is the time to read all weights from memory once.
+    64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine and Hugging Face, in
+    fp32, in turn, so that both see the same machine. The floor is the time to read all weights from memory once.
     """
     torch.manual_seed(0)
     model = a_model(args.model)
     theirs, rng = hugging_face(model), random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
-    engine = Engine(model, prefix_cache=False)  # each answer is computed whole
-    floor = 1e3 * sum(weight.nbytes for weight in model.parameters()) / read_bandwidth()
-    result = {"model": args.model, "floor, ms a step": round(floor, 2)}
+    model.to(dtype := serving_dtype(args.dtype, "cpu"))
+    engine = Engine(model, prefix_cache=False, quantize=args.quantize)  # each answer is computed whole
+    size = 1 if args.quantize == "int8" else dtype.itemsize
+    floor = 1e3 * size * sum(weight.numel() for weight in model.parameters()) / read_bandwidth()
+    weights = {"dtype": args.dtype, "quantize": args.quantize}
+    result = {"model": args.model} | weights | {"floor, ms a step": round(floor, 2)}
     for concurrent in (1, 8):
         ours_ms, theirs_ms, equal = [], [], []
         for _ in range(args.repeats + 1):
@@ -331,6 +340,26 @@ def bench_generate(args) -> dict:
         if theirs:
             row["Hugging Face, ms a step"] = round(statistics.median(theirs_ms[1:]), 2)
             row["equal answers"] = f"{sum(equal)} of {len(equal)}"
+    return result
+
+
+def bench_quality(args) -> dict:
+    """
+    Held-out text, each token scored once as at the end of training, with the weights in each format that a CPU serves.
+    """
+    from train import Machine, evaluate, load_corpus
+
+    machine = Machine(torch.device("cpu"), torch.float32, compile=False)
+    corpus, result = load_corpus(args.data, machine), {"model": args.model, "data": args.data}
+    for name, dtype, quantize in ("fp32", "fp32", "none"), ("bf16", "bf16", "none"), ("int8", "fp32", "int8"):
+        model = packed_for_cpu(load_checkpoint(args.model, dtype=DTYPES[dtype]), quantize)
+        if model.config.vocab_size != corpus.tokenizer.vocab_size:
+            raise BenchError(f"{args.model} was not trained on {args.data}: name its data with --data")
+        nats, count = evaluate(model, corpus, machine)
+        # where the first token could not be scored, its bytes do not count either
+        data = corpus.tokenizer.decode_bytes(corpus.val[-count:].tolist())
+        bits = nats / math.log(2) / len(data)
+        result[name] = {"nats a token": round(nats / count, 5), "bits a byte": round(bits, 5)}
     return result
 
 
@@ -687,6 +716,8 @@ def main():
     generate = commands.add_parser("generate", help="engine against Hugging Face's generate")
     generate.add_argument("--model", default="10M", help="1M, 10M or gpt2-124M (random weights), or a model directory")
     generate.add_argument("--repeats", type=int, default=5, help="counted runs of each; the median is printed")
+    generate.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16"], help="of our weights")
+    generate.add_argument("--quantize", default="none", choices=["none", "int8"], help="our weights as integers")
     generate.set_defaults(run=bench_generate)
     offline = commands.add_parser("engine", help="throughput and latency of the engine")
     offline.add_argument("--model", default="gpt2-124M", help="10M or gpt2-124M (random weights), or a model directory")
@@ -709,6 +740,10 @@ def main():
     batching.set_defaults(run=bench_batching)
     memory = commands.add_parser("memory", help="contiguous slabs against blocks")
     memory.set_defaults(run=bench_memory)
+    quality = commands.add_parser("quality", help="bits per byte in fp32, bf16 and int8")
+    quality.add_argument("--model", default="out/stdlib", help="checkpoint directory")
+    quality.add_argument("--data", default="stdlib", help="what it was trained on: a name in data/, or a folder")
+    quality.set_defaults(run=bench_quality)
     blockmap = commands.add_parser("blockmap", help="picture of a mixed run")
     blockmap.set_defaults(run=bench_blockmap)
     for name, command in ("batching", batching), ("memory", memory), ("blockmap", blockmap):
@@ -717,7 +752,7 @@ def main():
     print(inspect.getdoc(args.run), file=sys.stderr)
     try:
         result = {"bench": args.command} | conditions() | args.run(args)
-    except (CheckpointError, BenchError) as error:  # a --model that is not there, or broken; a device that is not there
+    except ValueError as error:  # a --model that is not there, or broken; what this machine cannot do
         sys.exit(str(error))
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)

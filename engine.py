@@ -53,10 +53,17 @@ class Runner:
     """
 
     def __init__(
-        self, model: GPT, num_blocks: int, block_size: int, max_num_seqs: int, attention: str = "auto", graphs=True
+        self,
+        model: GPT,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        attention="auto",
+        quantize="none",
+        graphs=True,
     ):
         config, device = model.config, model.wte.weight.device
-        self.model, self.block_size = packed_for_cpu(model), block_size
+        self.model, self.block_size = packed_for_cpu(model, quantize), block_size
         self.backend = kernels.choose_backend(attention, device)
         heads = config.n_kv_head, config.head_size
         self.pool = KVBlockPool(num_blocks, block_size, config.n_layer, *heads, device, kv_dtype(model))
@@ -365,6 +372,7 @@ class Engine:
         token_budget: int | None = None,  # tokens computed in a step; None: 8192 on a GPU, 512 on a CPU
         max_model_len: int | None = None,  # longest prompt plus answer; None: what model and pool allow
         attention: str = "auto",
+        quantize: str = "none",  # or int8: weights and the rows that they multiply as integers; on a CPU
         prefix_cache: bool = True,
         policy: str = "fcfs",
         prefill_share: float = 0.25,  # of the token budget, for prompts while some are under way
@@ -412,7 +420,7 @@ class Engine:
             long_prefill_threshold=long_prefill_threshold,
             prefix_cache=prefix_cache,
         )
-        self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, graphs)
+        self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, quantize, graphs)
         self.overlap = on_gpu if overlap is None else overlap
         self.in_flight: InFlight | None = None
         self.requests: dict[int | str, Request] = {}  # waiting or running

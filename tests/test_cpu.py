@@ -1,0 +1,133 @@
+"""
+Weights in bf16 and int8 on a CPU: what the two layers compute, and that an engine with them is the same model run
+densely, whatever shares the batch.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine import Engine
+from model import GPT, Int8Linear, PackedLinear, packed_for_cpu, serving_dtype
+from sampling import SamplingParams
+from test_paged import echo_text, prompt, raises, trained_model
+
+pytestmark = pytest.mark.skipif(
+    not (torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_vnni_supported()),
+    reason="needs a CPU with AVX-512 and VNNI",
+)
+ROWS = (1, 3, 8, 64, 257)
+FORMATS = [("fp32", "none"), ("bf16", "none"), ("fp32", "int8"), ("bf16", "int8")]
+
+
+def layer(out: int, into: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, one output ten times as large as the next, and biases."""
+    generator = torch.Generator().manual_seed(out)
+    weight = torch.randn(out, into, generator=generator) * 0.02
+    weight[::2] *= 10
+    weight[5] = 0
+    return weight, torch.randn(out, generator=generator)
+
+
+def rows(count: int, into: int) -> torch.Tensor:
+    """Rows of very different size, one of them zero where there are several."""
+    x = torch.randn(count, into, generator=torch.Generator().manual_seed(count))
+    x *= 10.0 ** (torch.arange(count) % 5 - 2)[:, None]
+    x[1:2] = 0
+    return x
+
+
+def model_in(dtype: str) -> GPT:
+    model = GPT(trained_model().config).eval()
+    model.load_state_dict(trained_model().state_dict())
+    return model.to(serving_dtype(dtype, "cpu"))
+
+
+@pytest.mark.parametrize("count", ROWS)
+@pytest.mark.parametrize(("out", "into"), [(339, 799), (64, 48)])
+def test_int8_errs_by_half_steps(count, out, into):
+    """Weights and rows are off by at most half a step of their own scales; the product of the integers is exact."""
+    (weight, bias), x = layer(out, into), rows(count, into)
+    w_half = weight.abs().amax(1) / 254
+    x_half = x.abs().amax(1, keepdim=True) / 254
+    bound = x.abs().sum(1, keepdim=True) * w_half + x_half * weight.abs().sum(1) + into * x_half * w_half
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    got = Int8Linear(weight, bias)(x)
+    assert got.dtype == torch.float32
+    assert ((got - exact).abs() <= 1.001 * bound + 1e-6).all()
+    typical = (got - exact)[x.any(1)].norm(dim=1) / (exact - bias)[x.any(1)].norm(dim=1)
+    assert typical.max() < 0.02
+    assert torch.equal(Int8Linear(weight, None)(x) + bias, got)
+
+
+@pytest.mark.parametrize("count", ROWS)
+def test_bf16_errs_as_torch(count):
+    """At most twice the error of plain torch in bf16, against fp64 with the same weights."""
+    (weight, bias), x = layer(339, 799), rows(count, 799)
+    weight, bias = weight.bfloat16(), bias.bfloat16()
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    torchs = (F.linear(x.bfloat16(), weight, bias) - exact).norm()
+    assert (PackedLinear(weight, bias)(x) - exact).norm() <= 2 * torchs
+
+
+def test_int8_rows_do_not_meet():
+    """One scale for all rows would let a neighbour's large values round a row to nothing."""
+    (weight, bias), x = layer(339, 799), rows(257, 799)
+    linear = Int8Linear(weight, bias)
+    together = linear(x)
+    for i in (0, 2, 100, 256):
+        assert torch.equal(linear(x[i : i + 1])[0], together[i])
+    assert torch.equal(linear(x[:256].view(4, 64, -1)).flatten(0, 1), together[:256])
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
+def test_engine_is_the_same_model_run_densely(dtype, quantize):
+    """Alone and in a batch of decodes and chunks. Where rounding may choose, the best two logits are this close."""
+    tie = {"fp32": 1e-4, "bf16": 0.05}[dtype] if quantize == "none" else 0.05
+    model = model_in(dtype)
+    reference = packed_for_cpu(model, quantize)
+    params, prompts = SamplingParams(temperature=0, max_tokens=24), [prompt(i, 5 + 5 * i) for i in range(8)]
+    engine = Engine(model, block_size=4, max_num_seqs=5, token_budget=16, quantize=quantize, check=True)
+    answers = engine.generate(prompts, params, progress=False)
+    answers += engine.generate(prompts[3:4], params, progress=False)
+    answers += Engine(model, quantize=quantize).generate(prompts, params, progress=False)
+    equal = count = 0
+    with torch.no_grad():
+        for text, answer in zip(prompts + prompts[3:4] + prompts, answers, strict=True):
+            logits = reference(torch.tensor([text + answer]))[0][0, len(text) - 1 : -1]
+            chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            assert (logits.amax(1) - chosen).max() <= tie
+            equal, count = equal + (logits.argmax(1) == torch.tensor(answer)).sum().item(), count + len(answer)
+    assert equal >= 0.99 * count
+
+
+@pytest.mark.parametrize(("dtype", "quantize", "bound"), [("bf16", "none", 0.003), ("fp32", "int8", 0.01)])
+def test_loss_rises_little(dtype, quantize, bound):
+    """Nats a token over held-out text; the loss of a packed model is that of its packed head."""
+    text = echo_text(64, 65, 0.1, torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        exact = trained_model()(text[:, :-1], text[:, 1:])[1]
+        packed = packed_for_cpu(model_in(dtype), quantize)
+        logits, loss = packed(text[:, :-1])[0], packed(text[:, :-1], text[:, 1:])[1]
+    assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()))
+    assert loss != exact and abs(loss - exact) < bound
+
+
+def test_packing_leaves_the_model_alone():
+    model = model_in("bf16")
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    packed = packed_for_cpu(model, "int8")
+    assert all(torch.equal(w, before[name]) and w.dtype == torch.bfloat16 for name, w in model.state_dict().items())
+    assert {w.dtype for w in packed.parameters()} == {torch.float32}
+    assert sum(isinstance(m, Int8Linear) for m in packed.modules()) == 4 * model.config.n_layer + 1
+
+
+def test_refusals(monkeypatch):
+    assert serving_dtype("auto", "cpu") == torch.float32 and serving_dtype("auto", "cuda:1") == torch.bfloat16
+    with raises(ValueError, "fp16", "fp32 or bf16"):
+        serving_dtype("fp16", "cpu")
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    with raises(ValueError, "int4", "none and int8"):
+        Engine(trained_model(), quantize="int4")
+    with raises(ValueError, "--quantize int8", "VNNI"):
+        Engine(trained_model(), quantize="int8")
