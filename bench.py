@@ -381,6 +381,7 @@ def bench_engine(args) -> dict:
     overlap = False if args.no_overlap else None
     engine = Engine(model, block_size=args.block_size, graphs=not args.no_graphs, overlap=overlap)
     result: dict = {"model": args.model, "start-up, s": round(time.perf_counter() - started, 1)}
+    result["engine"] = engine.statement()
 
     def serve(prompts, lengths) -> float:
         params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True, seed=i) for i, n in enumerate(lengths)]

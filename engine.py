@@ -279,8 +279,9 @@ class Runner:
         mixed = [(n, self.MIXED_CHUNKS, T) for T in self.MIXED_TOKENS for n in coarse]
         keys = [(n, 0, 0) for n in self.sizes] + mixed
         self.static_inputs = torch.full((max(n + 4 * C + 1 + 3 * T for n, C, T in keys),), self.nobody, device="cuda")
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        for n, C, T in sorted(keys, key=lambda key: -key[0] - key[2]):
+        pool, stream, before = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.memory_reserved()
+        for i, (n, C, T) in enumerate(sorted(keys, key=lambda key: -key[0] - key[2])):
+            print(f"\rCUDA graphs: {i + 1} of {len(keys)} ", end="", file=sys.stderr, flush=True)
             empty = self.upload(self.inputs(Plan(), n, C, T))
             inputs = self.static_inputs[: len(empty)]
             inputs.copy_(empty)
@@ -292,6 +293,8 @@ class Runner:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 outputs = self.compute(inputs, n, C, T)
             self.graphs[n, C, T] = graph, *outputs
+        print(file=sys.stderr)
+        self.graph_bytes = torch.cuda.memory_reserved() - before
 
 
 def num_scored(request: Request, n: int) -> int:
@@ -420,7 +423,15 @@ class Engine:
             long_prefill_threshold=long_prefill_threshold,
             prefix_cache=prefix_cache,
         )
-        self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, quantize, graphs)
+        self.weights = f"{sum(w.nbytes for w in model.parameters()) / 2**20:,.0f} MiB of weights"
+        self.weights += f" ({str(model.wte.weight.dtype).removeprefix('torch.')}, quantize {quantize})"
+        try:
+            self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, quantize, graphs)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"the GPU has no memory for {self.weights} and a KV pool of {num_blocks} blocks of {block_size}: lower "
+                f"--kv-blocks, --max-num-seqs or --token-budget, or try --no-graphs ({error})"
+            ) from error
         self.overlap = on_gpu if overlap is None else overlap
         self.in_flight: InFlight | None = None
         self.requests: dict[int | str, Request] = {}  # waiting or running
@@ -430,6 +441,19 @@ class Engine:
         self.waited: list[float] = []  # seconds in the queue, of those admitted since the last `stats`
         self.trace, self.check = trace, check
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
+
+    def statement(self) -> str:
+        """What was built: memory, room, graphs and the way of attention, to be said once before it serves."""
+        runner, S = self.runner, self.scheduler.block_size
+        tokens, backend = self.num_blocks * S, runner.backend
+        parts = [
+            f"{self.weights}; KV pool of {runner.pool.kv.nbytes / 2**20:,.0f} MiB: {self.num_blocks:,} blocks of {S}, "
+            f"{tokens:,} tokens, {tokens // self.max_model_len} texts of {self.max_model_len:,}",
+            f"attention: {backend.name}, {backend.reason}",
+        ]
+        if runner.graphs:
+            parts.append(f"{len(runner.graphs)} CUDA graphs, {runner.graph_bytes / 2**20:,.0f} MiB")
+        return "; ".join(parts)
 
     @property
     def has_work(self) -> bool:

@@ -71,15 +71,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="out/stdlib", help="checkpoint directory, of train.py or of a GPT-2 downloaded from the hub")
     add("--device", help="cpu, cuda, cuda:1; not given: a GPU where there is one")
-    add("--dtype", choices=["float32", "bfloat16"], help="of weights, K and V; not given: bfloat16 on a GPU")
+    add(
+        "--dtype",
+        default="auto",
+        choices=["auto", "fp32", "bf16", "fp16"],
+        help="of weights; auto: bf16 on a GPU, else fp32",
+    )
     # the engine's own options: each `dest` is the name of an argument of Engine
-    add("--attention", default="auto", help="attention backend; auto takes the fastest that works here")
+    add("--quantize", default="none", choices=["none", "int8"], help="weights as integers, on a CPU")
+    add("--attention", default="auto", help="attention backend: triton, flex or torch; auto takes the fastest here")
     add("--kv-blocks", dest="num_blocks", type=positive, help="KV blocks in the pool; not given: all that are useful")
     add("--block-size", type=positive, default=16, help="tokens in a KV block")
     add("--max-model-len", type=positive, help="longest prompt plus answer, in tokens; not given: what fits")
-    add("--max-num-seqs", type=positive, default=64, help="requests that run at once")
-    add("--token-budget", type=positive, default=512, help="tokens computed in one step, prefill and decode together")
+    add("--max-num-seqs", type=positive, help="requests that run at once; not given: 256 on a GPU, 64 on a CPU")
+    add("--token-budget", type=positive, help="tokens computed in a step; not given: 8192 on a GPU, 512 on a CPU")
     add("--prefill-share", type=float, default=0.25, help="of that budget, for prompts while some are under way")
+    add("--policy", default="priority", choices=["fcfs", "priority", "sjf"], help="who is served first")
+    add("--max-num-partial-prefills", type=positive, default=4, help="prompts that share a step's prefill tokens")
+    add("--max-long-partial-prefills", type=positive, default=1, help="long ones among them")
+    add("--long-prefill-threshold", type=positive, default=512, help="tokens above which a prompt is long")
+    add("--no-graphs", dest="graphs", action="store_false", help="on a GPU: no CUDA graphs, for debugging")
     add("--no-prefix-cache", dest="prefix_cache", action="store_false", help="compute each prompt from its first token")
     add("--trace", action="store_true", help="print what each step does")
     add("--check", action="store_true", help="verify the scheduler's invariants after each step")
@@ -125,22 +136,27 @@ def build_engine(args: argparse.Namespace):
     import torch
 
     from engine import Engine
-    from model import load_checkpoint
+    from model import load_checkpoint, serving_dtype
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch sees no GPU here; leave the flag out to serve on the CPU")
-    dtype = getattr(torch, args.dtype or ("float32" if device == "cpu" else "bfloat16"))
-    model = load_checkpoint(args.model, device, dtype)
-    names = "attention num_blocks block_size max_model_len max_num_seqs token_budget prefill_share prefix_cache"
-    options = {name: getattr(args, name) for name in [*names.split(), "trace", "check"]}
-    return Engine(model, policy="priority", **options)  # while nobody gives a priority, that is first come first served
+    model = load_checkpoint(args.model, device, serving_dtype(args.dtype, device))
+    names = (
+        "attention num_blocks block_size max_model_len max_num_seqs token_budget prefill_share prefix_cache quantize"
+    )
+    names += " policy max_num_partial_prefills max_long_partial_prefills long_prefill_threshold graphs trace check"
+    return Engine(model, **{name: getattr(args, name) for name in names.split()})
 
 
 def engine_process(args: argparse.Namespace, inbox, outbox):
     """What the engine's process runs: its loop, until "stop" or until the HTTP process is gone."""
     try:
+        import torch
+
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # one core is HTTP's: on two, a p99 of 5 ms, not 30
         engine = build_engine(args)
+        print(engine.statement(), file=sys.stderr, flush=True)
     except Exception as error:  # whatever it is, one line says it to whoever started the server
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(BrokenPipeError):  # unless whoever it was has gone
@@ -1035,7 +1051,7 @@ def serve_http(args: argparse.Namespace) -> str | None:
     gc.set_threshold(50_000)  # a body of a million lists is read in 0.2 s, not in 0.6, with nobody served meanwhile
     sock = listen(args)
     tokenizer, chat_template = load_tokenizer(args.model), load_chat_template(args.model)
-    client = EngineClient(partial(start_engine, args), args.max_num_seqs + args.max_queue)
+    client = EngineClient(partial(start_engine, args), (args.max_num_seqs or 256) + args.max_queue)
     try:
         return run_on_loop(Service(client, tokenizer, args, chat_template).run(sock))
     finally:
@@ -1071,7 +1087,7 @@ def complete_at_terminal(args: argparse.Namespace):
 
 def main(argv: list[str] | None = None):
     # Read when torch loads OpenMP: threads that wait spin less before they sleep, as HTTP needs the cores too.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     # oneDNN keeps code for each number of rows it has met: without a limit that is 500 MB after a minute of mixed load.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")

@@ -154,7 +154,7 @@ class Server:
         if send_buffer:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.address = self.sock.getsockname()
-        capacity = args.max_num_seqs + args.max_queue
+        capacity = (args.max_num_seqs or 256) + args.max_queue
         self.engines = iter([self.engine, self.engine.successor])
         client = EngineClient(self.start_engine, capacity)
         self.service = Service(client, ByteTokenizer(), args, chat_template)
