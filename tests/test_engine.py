@@ -9,6 +9,7 @@ import multiprocessing
 import random
 import threading
 from contextlib import redirect_stderr, redirect_stdout
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -633,3 +634,108 @@ def test_the_loop_ends_when_the_other_side_is_gone():
         loop.outbox.close()
         loop.inbox.close()
         assert loop.ended()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Overlap, and CUDA graphs where there is a GPU
+
+
+def varied_work(engine: Engine, on_step=lambda step: None) -> dict:
+    """Twenty requests of all kinds, two of them in three choices; their answers, by id."""
+    for i in range(20):
+        params = replace(mixed_params(24, 20)[i], seed=i, logprobs=2 if i % 5 == 0 else None)
+        params = replace(params, presence_penalty=0.5 * (i % 3), min_tokens=i % 4, stop_token_ids=(3, 7 + i % 5))
+        engine.add_request(i, prompt(i % 7, 3 + 4 * (i % 9)), params, n=3 if i in (4, 11) else 1)
+    answers, step = {}, 0
+    while engine.has_work:
+        on_step(step)
+        step += 1
+        for o in engine.step():
+            answers.setdefault(o.id, []).append((o.tokens, o.finish_reason, o.logprobs and o.logprobs[1]))
+    assert_idle(engine)
+    return answers
+
+
+@pytest.mark.parametrize("num_blocks", [200, 24])
+def test_overlap_changes_no_answer(num_blocks):
+    """Planned a step ahead: a stop found late, a token that is not there yet when its block is committed, a request
+    preempted with a token on its way, forks of a prompt that already decodes on."""
+    sizes = {"block_size": 4, "num_blocks": num_blocks, "max_num_seqs": 8, "token_budget": 24}
+    engines = [new_engine(trained_model(), overlap=overlap, **sizes) for overlap in (False, True)]
+    plain, overlapped = map(varied_work, engines)
+    assert overlapped == plain and len(plain) == 24
+    assert (engines[1].counts()["preemptions"] > 0) == (num_blocks == 24)
+    reasons = {answer[-1][1] for answer in plain.values()}
+    assert reasons == {"stop", "length"}
+
+
+def test_overlap_starts_a_step_before_it_takes_in_the_last():
+    """That the host works while the device does; and each request has at most one token more than it may."""
+    engine, order = new_engine(trained_model(), overlap=True), []
+    launch, collect = engine.runner.launch, engine.runner.collect
+    engine.runner.launch = lambda plan: order.append("launch") or launch(plan)
+    engine.runner.collect = lambda flight: order.append("collect") or collect(flight)
+    engine.add_request("a", prompt(0, 5), greedy(3))
+    assert engine.step() == [] and engine.has_work
+    finish(engine)
+    assert order == ["launch", "launch", "collect", "launch", "collect", "collect"]
+
+
+def test_an_abort_with_a_token_on_its_way_disturbs_nobody():
+    """Its blocks are free at once, and the step under way still writes into one of them."""
+    sizes = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 8, "token_budget": 24}
+    whole = varied_work(new_engine(trained_model(), overlap=True, **sizes))
+    engine = new_engine(trained_model(), overlap=True, **sizes)
+    aborted = {3: 2, 9: 8, 14: 12, 20: 0, 26: 17}  # step -> id
+    answers = varied_work(engine, lambda step: step in aborted and engine.abort(aborted[step]))
+    assert all(answers[id] == whole[id] for id in whole if id not in aborted.values())
+
+
+def test_a_step_that_fails_under_overlap_ends_its_requests_only():
+    """The step before it, already computed, still brings its tokens; those who come later are served."""
+    engine = new_engine(trained_model(), overlap=True)
+    engine.add_request("a", prompt(0, 5), greedy(9))
+    Faulty(engine, 4, RuntimeError("broken"))
+    tokens, reason = finish(engine)["a"]
+    assert reason == "error" and len(tokens) <= 3
+    assert_idle(engine)
+    serve(engine, [prompt(1, 7)], 5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_on_a_gpu_graphs_and_overlap_change_no_answer(graphs):
+    """Padded rows that count, a graph that reads what was there when it was captured, a second engine beside the
+    first. In fp32 greedy tokens are the dense model's."""
+    model = deepcopy(trained_model()).cuda()
+    sizes = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "token_budget": 24, "graphs": graphs}
+    plain, overlapped = (varied_work(Engine(model, overlap=overlap, check=True, **sizes)) for overlap in (False, True))
+    assert plain == overlapped
+    engine = Engine(model, **sizes)
+    prompts = [prompt(i, 3 + 4 * i) for i in range(9)]
+    for text, answer in zip(prompts, engine.generate(prompts, greedy(20), progress=False), strict=True):
+        dense = model.generate(torch.tensor([text], device="cuda"), len(answer))[0, len(text) :]
+        assert answer == dense.tolist()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_hundred_steps_without_waiting_for_the_device():
+    """One `.item()` in a step, and the device waits for the host from then on."""
+    engine = Engine(deepcopy(trained_model()).cuda(), max_num_seqs=8, block_size=4)
+    for i in range(6):
+        engine.add_request(i, prompt(i, 5), SamplingParams(max_tokens=engine.max_model_len - 5, seed=i, top_p=0.9))
+    for _ in range(5):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(min(100, engine.max_model_len - 20)):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_statement_before_serving():
+    """Who reads it must see why a long prompt will be refused, and which attention is at work."""
+    text = new_engine(trained_model(), num_blocks=32, block_size=4).statement()
+    for part in "MiB of weights", "32 blocks of 4, 128 tokens", "attention: torch, the fastest on a CPU":
+        assert part in text

@@ -8,6 +8,7 @@ at most twice that of plain torch attention in the same dtype. A new backend is 
 """
 
 import doctest
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -418,6 +419,70 @@ def peak_memory(work) -> int:
     before = in_use("VmRSS")
     work()
     return in_use("VmHWM") - before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What else a decode step launches: its inputs, and linear layers with what stands around them
+
+needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="triton is not installed")
+
+
+@needs_triton
+@pytest.mark.parametrize("n", [1, 3, 7])
+def test_the_inputs_of_decodes_in_one_launch(n):
+    """A position one off, or the neighbour's table, is another text; the padding's row must stay as it is."""
+    g, S, N, M = torch.Generator().manual_seed(0), 4, 8, 6
+    last, lens = torch.randint(50, (N + 1,), generator=g), torch.randint(M * S, (N + 1,), generator=g)
+    lens[N] = 0
+    tables = torch.randint(100, (N + 1, M), generator=g, dtype=torch.int32)
+    rows = torch.tensor([5, N, 0, 3, N, 7, 1][:n])
+    here, there = ([x.clone().to(DEVICE) for x in (rows, last, lens, tables)] for _ in range(2))
+    wanted, found = kernels.decode_inputs(*here, S), kernels.decode_inputs_triton(*there, S)
+    for name in wanted._fields:
+        assert torch.equal(getattr(wanted, name), getattr(found, name)), name
+    assert torch.equal(here[2], there[2]) and here[2][N] == 0 and here[2][rows[0]] == lens[rows[0]] + 1
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
+@pytest.mark.parametrize("activation", [None, *kernels.ACTIVATIONS])
+@pytest.mark.parametrize(
+    ("R", "N", "K"), [(1, 50, 130), (3, 96, 48), (17, 40, 96), (33, 200, 64), (70, 65, 48), (2, 8200, 24)]
+)
+def test_linear_layers_with_what_stands_around_them(R, N, K, activation, dtype):
+    """Rows or columns beyond the last, a norm without its bias, the residual before the activation, a wrong GELU."""
+    torch.manual_seed(R)
+    for bias, has_norm, has_residual in (True, True, True), (False, True, False), (True, False, False):
+        layer, norm = torch.nn.Linear(K, N, bias=bias), torch.nn.LayerNorm(K, bias=bias)
+        for parameter in [*layer.parameters(), *norm.parameters()]:
+            torch.nn.init.normal_(parameter, std=0.5)
+        x, residual = 3 * torch.randn(R, K) + 1, torch.randn(R, N)
+
+        def apply(
+            function, device, dtype, has_norm=has_norm, has_residual=has_residual, parts=(x, layer, norm, residual)
+        ):
+            x, layer, norm, residual = (
+                deepcopy(part.detach() if isinstance(part, torch.Tensor) else part).to(device, dtype) for part in parts
+            )
+            with torch.no_grad():
+                y = function(x, layer, norm if has_norm else None, activation, residual if has_residual else None)
+            return y.cpu().double()
+
+        exact, plain = apply(kernels.linear, "cpu", torch.float64), apply(kernels.linear, "cpu", dtype)
+        error = (apply(kernels.linear_triton, DEVICE, dtype) - exact).abs().max()
+        assert error <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter compiles nothing")
+def test_nothing_compiles_after_the_first_steps():
+    """A kernel that is compiled for each width of the block tables, or number of rows, stops a server for seconds."""
+    for contexts in ([5], [17, 40], [300], [31, 2, 900]):
+        check_attention(Shape([(1, n) for n in contexts], len(contexts), D=64, dtype=torch.bfloat16), "triton")
+    compiled = kernels.decode_kernel.device_caches[torch.cuda.current_device()][0]
+    count = len(compiled)
+    for contexts in ([6], [1999], [170, 41], [32, 200, 700], [1]):
+        check_attention(Shape([(1, n) for n in contexts], len(contexts), D=64, dtype=torch.bfloat16), "triton")
+    assert len(compiled) == count
 
 
 # ----------------------------------------------------------------------------------------------------------------------
