@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 
@@ -426,42 +427,52 @@ def bench_engine(args) -> dict:
 def bench_overhead(args) -> dict:
     """
     Decode steps of 1, 32 and 256 requests at context 900: milliseconds a step, what part of it the host works, kernels
-    a step, and on a GPU where the device's time goes. The floor is to read weights, K and V from memory once.
+    a step, and on a GPU where the device's time goes (each kernel started only when the one before has ended, for else
+    they overlap). The floor is to read weights, K and V from memory once.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = bench_model(args.model, device)
-    config, context, bandwidth = model.config, min(900, model.config.context_length // 2), read_bandwidth(device)
-    weights, result = sum(w.nbytes for w in model.parameters()), {"model": args.model}
-    engine, steps, rng = Engine(model, prefix_cache=False), 64, random.Random(0)
-    kv_bytes = 2 * config.n_layer * config.n_kv_head * config.head_size * engine.runner.pool.kv.element_size()
-    most = min(10 * steps, config.context_length - context)
-    for n in (1, 32, 256) if device == "cuda" else (1, 8, 32):
-        for i in range(n):
-            prompt = [rng.randrange(config.vocab_size) for _ in range(context)]
-            engine.add_request(i, prompt, SamplingParams(temperature=0.6, max_tokens=most, ignore_eos=True, seed=i))
-        while engine.scheduler.waiting or engine.scheduler.prefilling:
-            engine.step()
+    model, steps = bench_model(args.model, device), 64
+    config, bandwidth, result = model.config, read_bandwidth(device), {"model": args.model}
+    context, numbers = min(900, config.context_length // 2), (1, 32, 256) if device == "cuda" else (1, 8, 32)
+    weights = sum(w.nbytes for w in model.parameters())
+    engine = Engine(model, prefix_cache=False)
+    kv_bytes = engine.runner.pool.kv.nbytes / (engine.num_blocks + 1) / engine.scheduler.block_size  # of a token
+    for n in numbers:
         times, waits = [], []
-        wait = waiting_time(engine, waits)
-        for _ in range(steps):
-            started = time.perf_counter()
-            engine.step()
-            times.append(time.perf_counter() - started)
-        engine.runner.collect = wait
-        ms, host = (
-            1e3 * statistics.median(times),
-            1e3 * statistics.median(t - w for t, w in zip(times, waits, strict=True)),
-        )
-        floor = 1e3 * (weights + n * (context + steps) * kv_bytes) / bandwidth
-        row = {"ms a step": round(ms, 3), "host, ms": round(host, 3), "floor, ms": round(floor, 3)}
-        if device == "cuda":
-            row |= device_time(engine, 8)
-        result[f"{n} requests"] = row
-        for i in range(n):
-            engine.abort(i)
-        while engine.has_work:
-            engine.step()
+        with decoding(engine, n, context):
+            collect = waiting_time(engine, waits)
+            for _ in range(steps):
+                started = time.perf_counter()
+                engine.step()
+                times.append(time.perf_counter() - started)
+            engine.runner.collect = collect
+        host = statistics.median(t - w for t, w in zip(times, waits, strict=True))
+        floor = (weights + n * (context + steps / 2) * kv_bytes) / bandwidth
+        seconds = {"ms a step": statistics.median(times), "host, ms": host, "floor, ms": floor}
+        result[f"{n} requests"] = {name: round(1e3 * value, 3) for name, value in seconds.items()}
+    if device == "cuda":
+        kernels.early = lambda x: {"EARLY": False}
+        engine = Engine(model, prefix_cache=False)
+        for n in numbers:
+            with decoding(engine, n, context):
+                result[f"{n} requests"] |= device_time(engine, 8)
     return result
+
+
+@contextmanager
+def decoding(engine: Engine, n: int, context: int):
+    """Have n requests decode from a prompt of so many tokens on; afterwards they are gone."""
+    most, rng = engine.config.context_length - context, random.Random(0)
+    for i in range(n):
+        prompt = [rng.randrange(engine.config.vocab_size) for _ in range(context)]
+        engine.add_request(i, prompt, SamplingParams(temperature=0.6, max_tokens=most, ignore_eos=True, seed=i))
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    yield
+    for i in range(n):
+        engine.abort(i)
+    while engine.has_work:
+        engine.step()
 
 
 def waiting_time(engine: Engine, waits: list[float]) -> Callable:
