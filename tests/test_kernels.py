@@ -270,7 +270,8 @@ def test_padded_rows_get_zeros_and_disturb_nobody(backend):
     out = step.run()
     assert (out[[0, 2]] - wanted[[0, 2]]).abs().max() < 1e-6
     assert torch.equal(out[padding], torch.zeros_like(out[padding]))
-    assert torch.equal(step.kv[:, sink, :, 0], torch.stack([step.k[3], step.v[3]]))
+    both = [torch.stack([step.k[row], step.v[row]]) for row in padding]  # into one slot, in any order
+    assert any(torch.equal(step.kv[:, sink, :, 0], written) for written in both)
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
