@@ -5,6 +5,7 @@ Every number in the README, reproducible: one command each, the conditions first
     python bench.py attention     # on a CPU, one layer: a mixed step; decodes against Hugging Face's attention
     python bench.py kernels       # on a GPU, one layer: decodes, prefill, mixed; block sizes and layouts; the floor
     python bench.py engine        # tokens per second of a mixed workload, latency of 1 and of 32 requests
+    python bench.py equality      # the same greedy answers with graphs, overlap, neither; those of the dense model
     python bench.py overhead      # where the time of a decode step goes, on the device and on the host
     python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
     python bench.py batching      # one by one, in static batches, continuously: the same requests and kernels
@@ -19,6 +20,7 @@ cores makes 100 ms of a token of 1 ms, because threads that wait for each other 
 
 import argparse
 import inspect
+import itertools
 import json
 import math
 import os
@@ -30,7 +32,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 
 # Read when torch loads OpenMP: how long a thread that waits spins before it sleeps. Without a limit, one
@@ -143,7 +144,7 @@ def made_up_batch(requests: list[tuple[int, int]], S: int, backend: str, device:
         tokens=positions,
         positions=positions,
         slot_mapping=tables[owner, positions // S].long() * S + positions % S,
-        query_start=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
+        query_start=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=device),
         context_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         block_tables=tables,
         rows=torch.arange(len(lens), device=device),
@@ -422,6 +423,42 @@ def bench_engine(args) -> dict:
             "whole, ms a token": round(1e3 * seconds / args.latency_tokens, 3),
         }
     return result
+
+
+def bench_equality(args) -> dict:
+    """
+    The offline workload on a trained model, lengths over 8, greedy: whether answers are the same with CUDA graphs and
+    overlap on and off, and in fp32 those of the dense model, which is given each answer and must choose each of its
+    tokens (unless its best two logits lie within 1e-4). In bf16, the share of tokens equal to fp32's, place by place.
+    """
+    device, answers = "cuda" if torch.cuda.is_available() else "cpu", {}
+    models = {dtype: load_checkpoint(args.model, device, DTYPES[dtype]) for dtype in ("fp32", "bf16")}
+    config = models["fp32"].config
+    work = [(p[-(config.context_length - n) :], n) for p, n in offline_workload(scale=8, V=config.vocab_size)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in work]
+    for dtype, model in models.items():
+        for graphs, overlap in itertools.product((True, False), repeat=2):
+            engine = Engine(model, graphs=graphs, overlap=overlap)
+            answers[dtype, graphs, overlap] = engine.generate([p for p, _ in work], params, progress=False)
+    exact, rounded = answers["fp32", True, True], answers["bf16", True, True]
+    wrong = sum(not_greedy(models["fp32"], p, answer) for (p, _), answer in zip(work, exact, strict=True))
+    equal = [a == b for one, other in zip(exact, rounded, strict=True) for a, b in zip(one, other, strict=True)]
+    return {
+        "tokens": len(equal),
+        "fp32, graphs and overlap change": sum(answers[key] != exact for key in answers if key[0] == "fp32"),
+        "bf16, graphs and overlap change": sum(answers[key] != rounded for key in answers if key[0] == "bf16"),
+        "fp32, tokens unlike the dense model's": wrong,
+        "bf16, share of fp32's tokens": round(sum(equal) / len(equal), 4),
+    }
+
+
+@torch.inference_mode()
+def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
+    """How many tokens of an answer the dense model would not have chosen, near-ties aside."""
+    logits, _ = model(torch.tensor([prompt + answer[:-1]], device=model.wte.weight.device))
+    logits = logits[0, len(prompt) - 1 :].float()  # [n, V]
+    chosen = logits.gather(1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
+    return int((logits.amax(1) - chosen > 1e-4).sum())
 
 
 def bench_overhead(args) -> dict:
@@ -740,6 +777,9 @@ def main():
     offline.add_argument("--no-graphs", action="store_true", help="launch each kernel by itself")
     offline.add_argument("--no-overlap", action="store_true", help="wait for each step before the next is planned")
     offline.set_defaults(run=bench_engine)
+    equality = commands.add_parser("equality", help="whether answers depend on how steps are computed")
+    equality.add_argument("--model", default="out/stdlib", help="checkpoint directory")
+    equality.set_defaults(run=bench_equality)
     overhead = commands.add_parser("overhead", help="where the time of a decode step goes")
     overhead.add_argument(
         "--model", default="gpt2-124M", help="10M or gpt2-124M (random weights), or a model directory"
