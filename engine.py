@@ -73,11 +73,15 @@ class Runner:
         self.block_tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device)
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
         self.nobody = N
-        self.last_inputs: list[int] = []  # what static_inputs, those of the graphs, begins with
+        self.last_inputs: list[int] = []  # what `static_inputs`, the graphs' input, begins with now
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         padded = device.type == "cuda" and self.backend.name == "triton"
         self.sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N] if padded else []
-        self.graphs: dict[tuple, tuple] = {}  # (decodes, chunks, their tokens) -> (graph, its outputs)
+        coarse = [n for n in self.sizes if n in (8, 32, 64, 128, 256)] or self.sizes[-1:]
+        # decodes, chunks and their tokens: to these a step is padded where one is large enough, graphs or not
+        self.keys = [(n, 0, 0) for n in self.sizes]
+        self.keys += [(n, self.MIXED_CHUNKS, T) for T in self.MIXED_TOKENS for n in coarse]
+        self.graphs: dict[tuple, tuple] = {}  # one of the keys -> (graph, its outputs)
         self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
         if graphs and padded:
             self.capture_all()
@@ -92,8 +96,7 @@ class Runner:
     def bring_up_to_date(self, plan: Plan):
         """Tell the device's arrays what the plan has changed."""
         if plan.copies:  # before the step writes into them
-            to, source = self.upload([list(plan.copies), list(plan.copies.values())])
-            self.pool.kv[:, :, to] = self.pool.kv[:, :, source]
+            self.pool.copy_blocks(*self.upload([list(plan.copies), list(plan.copies.values())]))
         for request in plan.admitted:
             self.place(request)
         if plan.grown:  # one new block each, at the end of its table
@@ -113,13 +116,11 @@ class Runner:
         (self.scored_rows.discard if params.logprobs is None else self.scored_rows.add)(row)
 
     def padded_sizes(self, plan: Plan) -> tuple[int, int, int]:
-        """Decodes, chunks and tokens of chunks that a step is padded to: those of a graph, if one is large enough."""
+        """Decodes, chunks and tokens of chunks that a step is padded to: one of the keys, if one is large enough."""
         n, C, T = len(plan.decodes), len(plan.chunks), plan.num_tokens - len(plan.decodes)
         if not self.sizes:
             return n, C, T
-        fitting = [
-            key for key in self.graphs if key[0] >= n and key[1] >= C and key[2] >= T and bool(key[1]) == bool(C)
-        ]
+        fitting = [key for key in self.keys if key[0] >= n and key[1] >= C and key[2] >= T and bool(key[1]) == bool(C)]
         if fitting:
             return min(fitting, key=lambda key: (key[2], key[0]))
         return self.sizes[bisect_left(self.sizes, n)] if n else 0, C, T
@@ -130,25 +131,24 @@ class Runner:
         with T tokens together; the parts are those that `compute` splits it into.
         """
         nobody, chunks = self.nobody, plan.chunks
-        rows = [r.row for r in plan.decodes] + [nobody] * (n - len(plan.decodes))
+        packed = [r.row for r in plan.decodes] + [nobody] * (n - len(plan.decodes))
         if not C:
-            return rows
-        none = [nobody] * (C - len(chunks))
-        starts = list(accumulate((n for _, n in chunks), initial=0))
-        rows += [r.row for r, _ in chunks] + none
-        rows += [r.row if r.prefill_cursor + n == r.prefill_target else nobody for r, n in chunks] + none
-        rows += starts + starts[-1:] * len(none)
-        rows += [r.prefill_cursor + n for r, n in chunks] + [0] * len(none)
+            return packed
+        none, starts = [nobody] * (C - len(chunks)), list(accumulate((m for _, m in chunks), initial=0))
         padding = T - starts[-1]
-        for r, n in chunks:
-            rows += r.tokens_between(r.prefill_cursor, r.prefill_cursor + n)
-        rows += [0] * padding
-        for r, n in chunks:
-            rows += range(r.prefill_cursor, r.prefill_cursor + n)
-        rows += [0] * padding
-        for r, n in chunks:
-            rows += [r.row] * n
-        return rows + [nobody] * padding
+        packed += [r.row for r, _ in chunks] + none
+        packed += [r.row if r.prefill_cursor + m == r.prefill_target else nobody for r, m in chunks] + none
+        packed += starts + starts[-1:] * len(none)
+        packed += [r.prefill_cursor + m for r, m in chunks] + [0] * len(none)
+        for r, m in chunks:
+            packed += r.tokens_between(r.prefill_cursor, r.prefill_cursor + m)
+        packed += [0] * padding
+        for r, m in chunks:
+            packed += range(r.prefill_cursor, r.prefill_cursor + m)
+        packed += [0] * padding
+        for r, m in chunks:
+            packed += [r.row] * m
+        return packed + [nobody] * padding
 
     # -- a step on the device ------------------------------------------------------------------------------------------
 
@@ -203,7 +203,8 @@ class Runner:
             sampling_rows, rows = torch.cat([rows, chunk_sampling_rows]), torch.cat([rows, chunk_rows])
             query_start = torch.cat([query_start[:n], (n + starts).int()])
             self.context_len[chunk_rows] = lens
-        chunks = [(r.num_filled_slots + m, m) for r, m in plan.chunks] if plan else [(1, 1)] * C
+        chunks = [(r.num_filled_slots + m, m) for r, m in plan.chunks] if plan else []
+        chunks += [(0, 0)] * (C - len(chunks))
         lens = [r.num_filled_slots + 1 for r in plan.decodes] if plan else []
         lens += [1] * (n - len(lens)) + [length for length, _ in chunks]
         batch = kernels.Batch(
@@ -275,13 +276,11 @@ class Runner:
         Capture every size, largest first, so that the smaller find room in what the larger leave. A step runs once
         before: that compiles its kernels.
         """
-        coarse = [n for n in self.sizes if n in (8, 32, 64, 128, 256)] or self.sizes[-1:]
-        mixed = [(n, self.MIXED_CHUNKS, T) for T in self.MIXED_TOKENS for n in coarse]
-        keys = [(n, 0, 0) for n in self.sizes] + mixed
-        self.static_inputs = torch.full((max(n + 4 * C + 1 + 3 * T for n, C, T in keys),), self.nobody, device="cuda")
+        most = max(n + 4 * C + 1 + 3 * T for n, C, T in self.keys)
+        self.static_inputs = torch.full((most,), self.nobody, device=self.last_token.device)
         pool, stream, before = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.memory_reserved()
-        for i, (n, C, T) in enumerate(sorted(keys, key=lambda key: -key[0] - key[2])):
-            print(f"\rCUDA graphs: {i + 1} of {len(keys)} ", end="", file=sys.stderr, flush=True)
+        for i, (n, C, T) in enumerate(sorted(self.keys, key=lambda key: -key[0] - key[2])):
+            print(f"\rCUDA graphs: {i + 1} of {len(self.keys)} ", end="", file=sys.stderr, flush=True)
             empty = self.upload(self.inputs(Plan(), n, C, T))
             inputs = self.static_inputs[: len(empty)]
             inputs.copy_(empty)
@@ -472,13 +471,18 @@ class Engine:
     ) -> Request:
         """
         Queue a request; with the priority policy, a lower priority is served first. With n > 1, further choices with
-        the ids "id.1", "id.2", ... are forked from it once its prompt is computed. Raises ValueError at once, with the
-        numbers, for what can never be served.
+        the ids "id.1", "id.2", ... are forked from it once its prompt is computed; should it fail before, they never
+        are. Raises ValueError at once, with the numbers, for what can never be served.
         """
         prompt_tokens, V = list(prompt_tokens), self.config.vocab_size
         params.check_vocabulary(V)
-        if id in self.requests:
-            raise ValueError(f"request id {id!r} is in use: choose another")
+        if type(n) is not int or n < 1:
+            raise ValueError(f"n is {n!r}: wanted a whole number, at least 1")
+        if prompt_logprobs is not None and not (type(prompt_logprobs) is int and 0 <= prompt_logprobs <= V):
+            raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}: wanted 0 to {V}, or None")
+        for taken in (id, *(f"{id}.{choice}" for choice in range(1, n))):
+            if taken in self.requests:
+                raise ValueError(f"request id {taken!r} is in use: choose another")
         if not prompt_tokens:
             raise ValueError("the prompt is empty: give it at least one token")
         for t in prompt_tokens:
@@ -577,12 +581,14 @@ class Engine:
         except BaseException as error:
             return self._fail(plan, error)
         for request, (start, found) in plan.prompt_scores.items():
-            self.prompt_scores.setdefault(request.id, [])[start:] = found  # after a preemption, from 0 again
+            if self.requests.get(request.id) is request:  # not aborted since
+                self.prompt_scores.setdefault(request.id, [])[start:] = found  # after a preemption, from 0 again
         live = [r.num_to_come for r in plan.sampled]  # the others have ended since they were planned
         for request in self.scheduler.resolve(plan, tokens):
             del self.requests[request.id]
         for request in plan.sampled[len(plan.decodes) :] if self.num_choices else ():
-            self._fork_choices(request)
+            if request.num_generated:  # not aborted since
+                self._fork_choices(request)
         if self.check:
             self.scheduler.check()
         new = [(r, token) for r, token, n in zip(plan.sampled, tokens, live, strict=True) if n]
@@ -602,7 +608,8 @@ class Engine:
         End whoever took part in a step: what it wrote of their K, V and device state is unknown, after Ctrl-C too,
         which goes on from here.
         """
-        failed = dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted)
+        took_part = dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted)
+        failed = [r for r in took_part if self.requests.get(r.id) is r]  # the others have ended since
         for request in failed:
             self.abort(request.id)
             request.finish_reason = "error"
@@ -628,6 +635,8 @@ class Engine:
         finally:
             for request in requests:
                 self.abort(request.id)
+            if not self.requests:
+                self.in_flight = None  # what is on the device's stream is before whatever uses its blocks again
         return [r.generated_tokens for r in requests]
 
     def _run_until_done(self, total: int, progress: bool):
@@ -662,7 +671,7 @@ class Engine:
         """What a server's metrics show; `waited` is in seconds, one for each request admitted since the last time."""
         scheduler, waited, self.waited = self.scheduler, self.waited, []
         return {
-            "running": len(scheduler.active) + len(scheduler.prefilling),
+            "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "kv_usage": 1 - scheduler.block_allocator.num_free / self.num_blocks,
             "queries": scheduler.num_queried_tokens,
@@ -793,7 +802,8 @@ def interleaved_generate(
                 f"the context length of {model.config.context_length}: shorten one of them"
             )
     scheduler = Scheduler(policy, token_budget, max_kv_tokens, max_num_seqs=max(1, len(requests)))
-    runner = Runner(model, scheduler.block_allocator.num_blocks, scheduler.block_size, scheduler.max_num_seqs)
+    sizes = scheduler.block_allocator.num_blocks, scheduler.block_size, scheduler.max_num_seqs
+    runner = Runner(model, *sizes, graphs=False)
     for request in requests:
         scheduler.add_request(request)
     step = 0

@@ -10,7 +10,7 @@ the prefill chunks. Decodes and chunks so share one forward pass:
 
 A `Backend` is one way to do both operations: torch's gathers and runs anywhere, FlexAttention's and Triton's read K
 and V where they are. Backends have one signature and one in-place effect: `store_kv` writes the pool,
-`paged_attention` only reads it. A request with context length 0, as the padding of a CUDA graph has, gets zeros.
+`paged_attention` only reads it. A request with context length 0, as the padding of chunks in a CUDA graph, gets zeros.
 Letters: B requests, T tokens, R rows of logits, H query heads, Hk KV heads, D head size, M blocks per table, S block
 size, and only here C context length (padded), G = H / Hk.
 """

@@ -240,12 +240,17 @@ def commit_completed_blocks(request: Request, block_cache: BlockCache, block_siz
     commit_blocks(request, block_cache, block_size, request.num_filled_slots)
 
 
-def commit_blocks(request: Request, block_cache: BlockCache, block_size: int, num_slots: int):
-    """The same, if only so many of its filled slots are known to have their K, V."""
+def commit_blocks(request: Request, block_cache: BlockCache, block_size: int, num_slots: int, ref_counts=None):
+    """
+    The same, if only so many of its filled slots are known to have their K, V; and no block that somebody else holds
+    by `ref_counts`: that is a fork who has still to write there, maybe as its last owner, without a copy.
+    """
     if not request.block_keys:
         request.block_keys.append(root_key(salt=request.cache_salt))
     for index in range(request.num_committed, num_slots // block_size):
-        block_cache.insert(request.block_table[index], request.content_of(index, block_size))
+        block, content = request.block_table[index], request.content_of(index, block_size)
+        if ref_counts is None or ref_counts[block] == 1:
+            block_cache.insert(block, content)
         request.num_committed = index + 1
 
 
@@ -536,6 +541,8 @@ class Scheduler:
         Take in what the step computed: `tokens[i]` was sampled for `plan.sampled[i]`. Returns the requests that
         finished, their blocks freed. In two halves, so that an engine can plan a step while the one before still runs.
         """
+        if len(tokens) != len(plan.sampled):
+            raise ValueError(f"{len(tokens)} tokens for a plan that samples {len(plan.sampled)}: give one for each")
         self.advance(plan)
         return self.resolve(plan, tokens)
 
@@ -560,8 +567,6 @@ class Scheduler:
         that have ended since they were planned are passed over: one stopped by its token has one more under way.
         """
         S, finished = self.block_size, []
-        if len(tokens) != len(plan.sampled):
-            raise ValueError(f"{len(tokens)} tokens for a plan that samples {len(plan.sampled)}: give one for each")
         for request, n in plan.chunks:
             if request.row is not None:  # not preempted since
                 request.num_computed_slots += n
@@ -587,7 +592,8 @@ class Scheduler:
 
     def _commit(self, request: Request):
         if self.prefix_cache:
-            commit_blocks(request, self.block_cache, self.block_size, request.num_computed_slots)
+            held = self.block_allocator.ref_counts
+            commit_blocks(request, self.block_cache, self.block_size, request.num_computed_slots, held)
 
     def promote(self, request: Request):
         """Its prompt is computed: from now on it decodes."""
@@ -711,9 +717,9 @@ class KVBlockPool:
         self.k_pool = {(layer, head): self.kv[layer, 0, :num_blocks, head] for layer, head in heads}
         self.v_pool = {(layer, head): self.kv[layer, 1, :num_blocks, head] for layer, head in heads}
 
-    def copy_blocks(self, copies: dict[int, int]):
-        """Copy whole blocks of all layers, {destination: source}; all are read before any is written."""
-        self.kv[:, :, list(copies)] = self.kv[:, :, list(copies.values())]
+    def copy_blocks(self, to, source):
+        """Copy whole blocks of all layers, tensors or lists of ids; all are read before any is written."""
+        self.kv[:, :, to] = self.kv[:, :, source]
 
 
 def write_kv_to_pool(pool, block_table, block_size, start_pos, k_new, v_new, layer, head):

@@ -822,3 +822,30 @@ def test_a_share_of_the_budget_is_a_share(share):
     with pytest.raises(ValueError, match="prefill_share is"):
         Scheduler(prefill_share=share)
     assert Scheduler(token_budget=16, prefill_share=0.5).prefill_tokens == 8
+
+
+def test_a_block_that_a_fork_still_writes_is_not_committed():
+    """
+    A fork is made when the step that computed its prompt is known; the parent's next step is under way already, and may
+    fill the block that they share. Committed, it was the fork's alone once the parent had stopped, and was written
+    without a copy: whoever found it in the cache read another text's K and V.
+    """
+    scheduler = Scheduler(token_budget=5, max_kv_tokens=400, block_size=4, prefill_share=0.6, max_num_seqs=5)
+    first = Request("first", [1, 2, 3], 9, stop_token_ids=frozenset([50]))
+    for request in Request("o1", [5], 40), Request("o2", [6], 40), first:
+        scheduler.add_request(request)
+    under_way, fork = None, None
+    for step in range(16):
+        plan = scheduler.plan(step)
+        scheduler.check(plan)
+        scheduler.advance(plan)
+        plan, under_way = under_way, plan
+        if plan:
+            stops = [r is first and r.num_generated > r.num_to_come for r in plan.sampled]
+            scheduler.resolve(plan, [50 if stop else 41 for stop in stops])
+            if fork is None and first in plan.sampled and first.status == "active":
+                changes = {"generated_tokens": [], "num_filled_slots": 2, "block_table": first.block_table[:1]}
+                fork = scheduler.fork(first, "fork", **changes)
+        if step == 0:
+            scheduler.add_request(Request("long", [5] * 60, 9))
+    assert fork and first.status == "done"

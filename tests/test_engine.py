@@ -702,6 +702,55 @@ def test_a_step_that_fails_under_overlap_ends_its_requests_only():
     serve(engine, [prompt(1, 7)], 5)
 
 
+def test_a_late_step_brings_nothing_for_who_has_its_id_now():
+    """Steps come back one late: the scores of an aborted prompt went to the next request of its name, and its choices
+    continued the old prompt."""
+    engine = new_engine(trained_model(), overlap=True)
+    engine.add_request("a", prompt(0, 9), greedy(4), prompt_logprobs=0)
+    engine.step()
+    engine.abort("a")
+    engine.step()
+    assert not engine.prompt_scores
+    engine.add_request("a", prompt(1, 9), greedy(4))
+    engine.step()
+    engine.abort("a")
+    engine.add_request("a", prompt(2, 9), greedy(4), n=2)
+    answers = finish(engine)
+    assert answers["a"] == answers["a.1"]
+    assert_equals_dense(trained_model(), prompt(2, 9), answers["a.1"][0], greedy(4))
+    assert_idle(engine)
+
+
+def test_a_request_that_has_stopped_has_no_part_in_the_next_steps_failure():
+    """Its stop is found while one more step of it is under way; when that fails, it had both a stop and an error."""
+    engine = new_engine(trained_model(), overlap=True)
+    first = serve(new_engine(trained_model()), [prompt(0, 5)], 3)[0]
+    engine.add_request("stops", prompt(0, 5), replace(greedy(9), stop_token_ids=(first[0],)))
+    collect, calls = engine.runner.collect, []
+
+    def broken_the_second_time(flight):
+        calls.append(flight)
+        if len(calls) == 2:
+            raise RuntimeError("broken")
+        return collect(flight)
+
+    engine.runner.collect = broken_the_second_time
+    outputs = [output for _ in range(4) for output in engine.step()]
+    assert [(o.id, o.finish_reason) for o in outputs] == [("stops", "stop")] and len(calls) == 2
+    assert_idle(engine)
+
+
+def test_a_choice_has_a_name_of_its_own():
+    """A fork that took the place of a request of its name ended the engine's loop."""
+    engine = new_engine(trained_model())
+    engine.add_request("a.1", prompt(0, 5), greedy(4))
+    with raises(ValueError, "'a.1' is in use"):
+        engine.add_request("a", prompt(1, 5), greedy(4), n=2)
+    for wrong in {"n": 0}, {"n": True}, {"prompt_logprobs": -1}, {"prompt_logprobs": 10**6}:
+        with raises(ValueError, next(iter(wrong))):
+            engine.add_request("b", prompt(1, 5), greedy(4), **wrong)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_on_a_gpu_graphs_and_overlap_change_no_answer(graphs):

@@ -538,7 +538,7 @@ def test_copies_read_all_sources_before_they_write():
     pool = KVBlockPool(4, 2, n_layer=2, n_head=3, head_size=5)
     pool.kv[:] = torch.randn(pool.kv.shape, generator=torch.Generator().manual_seed(0))
     before = pool.kv.clone()
-    pool.copy_blocks({1: 0, 2: 1, 0: 2})
+    pool.copy_blocks([1, 2, 0], [0, 1, 2])
     assert torch.equal(pool.kv, before[:, :, [2, 0, 1, 3, 4]])
 
 
