@@ -481,7 +481,8 @@ class Engine:
         if prompt_logprobs is not None and not (type(prompt_logprobs) is int and 0 <= prompt_logprobs <= V):
             raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}: wanted 0 to {V}, or None")
         for taken in (id, *(f"{id}.{choice}" for choice in range(1, n))):
-            if taken in self.requests:
+            promised = any(taken == f"{first}.{i}" for first, m in self.num_choices.items() for i in range(1, m))
+            if taken in self.requests or promised:
                 raise ValueError(f"request id {taken!r} is in use: choose another")
         if not prompt_tokens:
             raise ValueError("the prompt is empty: give it at least one token")

@@ -395,7 +395,7 @@ class Scheduler:
         return admitted
 
     def _admit(self, request: Request) -> bool:
-        if not self.free_rows:
+        if not self.free_rows or request.num_to_come:  # preempted with a token on its way: it is not known yet
             return False
         hits = self._cached_prefix(request)
         allocator, num_tokens = self.block_allocator, request.num_tokens

@@ -378,6 +378,8 @@ class Choice:
         """
         from protocol import News
 
+        if self.request.prompt_candidates is not None and not (self.tokens or self.finish_reason):
+            return None  # an echo waits for its prompt's scores
         told, self.num_told = self.num_told, len(self.tokens)
         tokens, wants_tokens = self.tokens[told:], self.request.return_token_ids or self.request.candidates is not None
         end_is_news = self.finish_reason is not None and not self.end_is_told

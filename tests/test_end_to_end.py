@@ -63,9 +63,12 @@ class Process:
         command += [] if "--log-requests" in flags else ["--no-access-log"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(command, **RUN, **pipes)
-        self.greeting = self.process.stdout.readline()
-        found = re.search(r"http://\S+", self.greeting)
-        assert found, self.greeting + self.process.stdout.read()
+        said, found = "", None
+        while not found:  # before it come the engine's statement and, from a broken one, the reason
+            self.greeting = self.process.stdout.readline()
+            said += self.greeting
+            assert self.greeting, f"the server ended: {said}"
+            found = re.search(r"http://\S+", self.greeting)
         self.url = found[0]
 
     def __enter__(self):

@@ -746,6 +746,9 @@ def test_a_choice_has_a_name_of_its_own():
     engine.add_request("a.1", prompt(0, 5), greedy(4))
     with raises(ValueError, "'a.1' is in use"):
         engine.add_request("a", prompt(1, 5), greedy(4), n=2)
+    engine.add_request("c", prompt(1, 5), greedy(4), n=3)
+    with raises(ValueError, "'c.2' is in use"):
+        engine.add_request("c.2", prompt(1, 5), greedy(4))
     for wrong in {"n": 0}, {"n": True}, {"prompt_logprobs": -1}, {"prompt_logprobs": 10**6}:
         with raises(ValueError, next(iter(wrong))):
             engine.add_request("b", prompt(1, 5), greedy(4), **wrong)

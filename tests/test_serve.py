@@ -523,6 +523,17 @@ def test_echo_with_logprobs(server, max_tokens):
     assert answer["usage"]["completion_tokens"] == 4 * max_tokens
 
 
+def test_a_streamed_echo_waits_for_its_prompts_scores(server):
+    """One prompt's tokens came while the other's scores were still to come: its echo had none, a 500."""
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 2}
+    for _ in range(10):
+        events = server.stream(["say x and so on", "y"], **fields)
+        assert events[-1] == "[DONE]"
+        for index, start in enumerate(["say x and so on", "y"]):
+            choices = [c for event in events[:-1] for c in event["choices"] if c["index"] == index]
+            assert "".join(c["text"] for c in choices).startswith(start)
+
+
 def test_prompt_logprobs(server):
     """vLLM's shape, whole answers only."""
     places = server.answer([1, 2], prompt_logprobs=1, max_tokens=1)["choices"][0]["prompt_logprobs"]
