@@ -7,6 +7,7 @@ Every number in the README, reproducible: one command each, the conditions first
     python bench.py engine        # tokens per second of a mixed workload, latency of 1 and of 32 requests
     python bench.py equality      # the same greedy answers with graphs, overlap, neither; those of the dense model
     python bench.py overhead      # where the time of a decode step goes, on the device and on the host
+    python bench.py server        # the offline workload over HTTP, as 1, 32 and 256 streams
     python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
     python bench.py batching      # one by one, in static batches, continuously: the same requests and kernels
     python bench.py memory        # contiguous slabs against blocks: who fits, what is wasted, what an append costs
@@ -19,6 +20,7 @@ cores makes 100 ms of a token of 1 ms, because threads that wait for each other 
 """
 
 import argparse
+import asyncio
 import inspect
 import itertools
 import json
@@ -27,6 +29,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,7 +45,7 @@ import torch
 
 import kernels
 from engine import Engine
-from model import DTYPES, GPT, GPTConfig, load_checkpoint, packed_for_cpu, save_checkpoint, serving_dtype
+from model import DTYPES, GPT, GPTConfig, load_checkpoint, load_config, packed_for_cpu, save_checkpoint, serving_dtype
 from paged import Request, Scheduler
 from sampling import SamplingParams
 
@@ -461,6 +464,62 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
     return int((logits.amax(1) - chosen > 1e-4).sum())
 
 
+def bench_server(args) -> dict:
+    """
+    The offline workload over HTTP, as many requests as streams, all at once: 1, 32 and 256. Output tokens per second,
+    milliseconds to the first token, and between tokens, (last - first) / (tokens - 1) of a request. Client, HTTP and
+    engine are three processes. Where the model's context is too short, the workload's lengths are divided.
+    """
+    config = load_config(args.model)
+    scale = max(1, -(-2048 // config.context_length))
+    command = [sys.executable, "serve.py", "--model", args.model, "--port", "0", "--no-access-log", *args.flags]
+    process, result = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), {"model": args.model}
+    try:
+        greeting = process.stdout.readline()
+        if not greeting:
+            raise BenchError("the server did not start: see above")
+        host, port = greeting.split("//")[1].strip().split(":")
+        asyncio.run(streams(host, int(port), offline_workload(8, 8, config.vocab_size)))  # warm-up
+        for seed, n in enumerate(args.streams):
+            work, started = offline_workload(n, scale, config.vocab_size, seed), time.perf_counter()
+            times = asyncio.run(streams(host, int(port), work))
+            seconds, tokens = time.perf_counter() - started, [answer for _, answer in work]
+            first = [1e3 * (one - started) for one, _ in times]
+            between = [1e3 * (last - one) / (t - 1) for (one, last), t in zip(times, tokens, strict=True) if t > 1]
+            result[f"{n} streams"] = {"output tok/s": round(sum(tokens) / seconds), "s": round(seconds, 2)} | {
+                f"{name} p{p}, ms": round(sorted(values)[min(len(values) - 1, len(values) * p // 100)], 2)
+                for name, values in (("first token", first), ("inter-token", between))
+                for p in (50, 99)
+            }
+    finally:
+        process.terminate()
+        process.wait(60)
+    return result
+
+
+async def streams(host: str, port: int, work: list[tuple[list[int], int]]) -> list[tuple[float, float]]:
+    """Send all requests (prompt, tokens to answer) at once; when the first and the last token of each came."""
+
+    async def stream(prompt: list[int], tokens: int) -> tuple[float, float]:
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True, "stream": True}
+        body = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
+        reader, writer = await asyncio.open_connection(host, port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        received, first, last = b"", 0.0, 0.0
+        while chunk := await reader.read(65536):
+            received = received[-4096:] + chunk
+            if b'"text"' in chunk:
+                last = time.perf_counter()
+                first = first or last
+        writer.close()
+        if f'"completion_tokens":{tokens},'.encode() not in received.replace(b" ", b""):
+            raise BenchError(f"wanted {tokens} tokens, the answer ends with {received[-300:].decode(errors='replace')}")
+        return first, last
+
+    return await asyncio.gather(*(stream(*request) for request in work))
+
+
 def bench_overhead(args) -> dict:
     """
     Decode steps of 1, 32 and 256 requests at context 900: milliseconds a step, what part of it the host works, kernels
@@ -780,6 +839,11 @@ def main():
     equality = commands.add_parser("equality", help="whether answers depend on how steps are computed")
     equality.add_argument("--model", default="out/stdlib", help="checkpoint directory")
     equality.set_defaults(run=bench_equality)
+    server = commands.add_parser("server", help="throughput and latency over HTTP")
+    server.add_argument("--model", default="out/stdlib", help="checkpoint directory")
+    server.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256], help="requests at once")
+    server.add_argument("--flags", type=str.split, default=[], help="of serve.py, as in --flags='--dtype bf16'")
+    server.set_defaults(run=bench_server)
     overhead = commands.add_parser("overhead", help="where the time of a decode step goes")
     overhead.add_argument(
         "--model", default="gpt2-124M", help="10M or gpt2-124M (random weights), or a model directory"
