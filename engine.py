@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 import kernels
-from model import GPT, packed_for_cpu
+from model import GPT, GPTConfig, packed_for_cpu
 from paged import KVBlockPool, Plan, Request, Scheduler
 from sampling import GREEDY, SamplingParams, SamplingRows, logprobs, sample
 
@@ -361,6 +361,29 @@ def check_pool_fits(model: GPT, num_blocks: int, block_size: int):
         )
 
 
+def pool_size(model: GPT, num_blocks: int | None, block_size: int, max_num_seqs: int) -> int:
+    """
+    The number of blocks asked for, or, for None, what texts of full length for all rows take, as far as there is room.
+    Raises ValueError for a pool that memory cannot hold.
+    """
+    if num_blocks is None:
+        wanted = max_num_seqs * -(-model.config.context_length // block_size)
+        num_blocks = max(1, min(wanted, blocks_that_fit(model, block_size)))
+    check_pool_fits(model, num_blocks, block_size)
+    return num_blocks
+
+
+def longest_text(config: GPTConfig, num_blocks: int, block_size: int, max_model_len: int | None) -> int:
+    """The longest prompt plus answer: what is asked for, or else possible. Raises ValueError for more than that."""
+    most = min(config.context_length, num_blocks * block_size)
+    if max_model_len is not None and not 1 <= max_model_len <= most:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, possible is 1 to {most} (context length {config.context_length}, KV pool "
+            f"of {num_blocks} blocks of {block_size}): lower --max-model-len or raise --kv-blocks"
+        )
+    return max_model_len or most
+
+
 class Engine:
     """Requests in, tokens out, a step at a time. All its methods belong to one thread."""
 
@@ -396,19 +419,9 @@ class Engine:
                 f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so that every running "
                 "request can decode in every step: raise --token-budget or lower --max-num-seqs"
             )
-        config = model.config
-        if num_blocks is None:
-            wanted = max_num_seqs * -(-config.context_length // block_size)
-            num_blocks = max(1, min(wanted, blocks_that_fit(model, block_size)))
-        check_pool_fits(model, num_blocks, block_size)
-        self.config, self.num_blocks = config, num_blocks
-        most = min(config.context_length, num_blocks * block_size)
-        if max_model_len is not None and not 1 <= max_model_len <= most:
-            raise ValueError(
-                f"max_model_len is {max_model_len}, possible is 1 to {most} (context length {config.context_length}, "
-                f"KV pool of {num_blocks} blocks of {block_size}): lower --max-model-len or raise --kv-blocks"
-            )
-        self.max_model_len = max_model_len or most
+        self.config = model.config
+        self.num_blocks = num_blocks = pool_size(model, num_blocks, block_size, max_num_seqs)
+        self.max_model_len = longest_text(model.config, num_blocks, block_size, max_model_len)
         self.scheduler = Scheduler(
             policy,
             token_budget,
