@@ -378,8 +378,8 @@ def longest_text(config: GPTConfig, num_blocks: int, block_size: int, max_model_
     most = min(config.context_length, num_blocks * block_size)
     if max_model_len is not None and not 1 <= max_model_len <= most:
         raise ValueError(
-            f"max_model_len is {max_model_len}, possible is 1 to {most} (context length {config.context_length}, KV pool "
-            f"of {num_blocks} blocks of {block_size}): lower --max-model-len or raise --kv-blocks"
+            f"max_model_len is {max_model_len}, possible is 1 to {most} (context length {config.context_length}, "
+            f"KV pool of {num_blocks} blocks of {block_size}): lower --max-model-len or raise --kv-blocks"
         )
     return max_model_len or most
 
@@ -440,10 +440,9 @@ class Engine:
         try:
             self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, quantize, graphs)
         except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"the GPU has no memory for {self.weights} and a KV pool of {num_blocks} blocks of {block_size}: lower "
-                f"--kv-blocks, --max-num-seqs or --token-budget, or try --no-graphs ({error})"
-            ) from error
+            wanted = f"{self.weights} and a KV pool of {num_blocks} blocks of {block_size}"
+            mend = "lower --kv-blocks, --max-num-seqs or --token-budget, or try --no-graphs"
+            raise ValueError(f"the GPU has no memory for {wanted}: {mend} ({error})") from error
         self.overlap = on_gpu if overlap is None else overlap
         self.in_flight: InFlight | None = None
         self.requests: dict[int | str, Request] = {}  # waiting or running
