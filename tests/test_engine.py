@@ -786,6 +786,17 @@ def test_a_hundred_steps_without_waiting_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_out_of_memory_says_what_to_change(monkeypatch):
+    """A reader of torch's message learns how many bytes, and not which flag."""
+
+    def no_memory(*arguments):
+        raise torch.OutOfMemoryError("tried to allocate 5 GiB")
+
+    monkeypatch.setattr(engine_module, "Runner", no_memory)
+    with raises(ValueError, "a KV pool of 32 blocks of 4", "lower --kv-blocks", "5 GiB"):
+        new_engine(trained_model(), num_blocks=32, block_size=4)
+
+
 def test_the_statement_before_serving():
     """Who reads it must see why a long prompt will be refused, and which attention is at work."""
     text = new_engine(trained_model(), num_blocks=32, block_size=4).statement()
