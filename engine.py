@@ -9,15 +9,17 @@ both to requests that come and go. `run` is the engine's own loop, for a thread 
 Letters: B requests, T tokens, M blocks per table, S block size, R sampled tokens.
 """
 
+import gc
 import json
 import os
 import random
 import sys
 import time
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ import torch
 import kernels
 from model import GPT, GPTConfig, packed_for_cpu
 from paged import KVBlockPool, Plan, Request, Scheduler
-from sampling import GREEDY, SamplingParams, SamplingRows, logprobs, sample
+from sampling import GREEDY, Row, SamplingParams, SamplingRows, logprobs, sample, upload
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The device side of a step
@@ -61,9 +63,10 @@ class Runner:
         attention="auto",
         quantize="none",
         graphs=True,
+        token_budget=0,  # of the largest step that is captured
     ):
         config, device = model.config, model.wte.weight.device
-        self.model, self.block_size = packed_for_cpu(model, quantize), block_size
+        self.model, self.block_size, self.device = packed_for_cpu(model, quantize), block_size, device
         self.backend = kernels.choose_backend(attention, device)
         heads = config.n_kv_head, config.head_size
         self.pool = KVBlockPool(num_blocks, block_size, config.n_layer, *heads, device, kv_dtype(model))
@@ -73,14 +76,15 @@ class Runner:
         self.block_tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device)
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
         self.nobody = N
-        self.last_inputs: list[int] = []  # what `static_inputs`, the graphs' input, begins with now
+        self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         padded = device.type == "cuda" and self.backend.name == "triton"
         self.sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N] if padded else []
         coarse = [n for n in self.sizes if n in (8, 32, 64, 128, 256)] or self.sizes[-1:]
         # decodes, chunks and their tokens: to these a step is padded where one is large enough, graphs or not
         self.keys = [(n, 0, 0) for n in self.sizes]
-        self.keys += [(n, self.MIXED_CHUNKS, T) for T in self.MIXED_TOKENS for n in coarse]
+        mixed = [128 << i for i in range(20) if 128 << i < token_budget] + [token_budget] * (token_budget > 0)
+        self.keys += [(n, max(8, T // 128), T) for T in mixed for n in coarse]
         self.graphs: dict[tuple, tuple] = {}  # one of the keys -> (graph, its outputs)
         self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
         if graphs and padded:
@@ -88,32 +92,30 @@ class Runner:
 
     # -- host to device ------------------------------------------------------------------------------------------------
 
-    def upload(self, values: list, dtype=torch.int64) -> torch.Tensor:
-        """A list of the host on the model's device, without waiting for it: that takes pinned memory."""
-        host, device = torch.tensor(values, dtype=dtype), self.last_token.device
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
     def bring_up_to_date(self, plan: Plan):
         """Tell the device's arrays what the plan has changed."""
         if plan.copies:  # before the step writes into them
-            self.pool.copy_blocks(*self.upload([list(plan.copies), list(plan.copies.values())]))
-        for request in plan.admitted:
-            self.place(request)
+            self.pool.copy_blocks(*upload([list(plan.copies), list(plan.copies.values())], self.device))
+        if plan.admitted:
+            self.place(*plan.admitted)
         if plan.grown:  # one new block each, at the end of its table
-            changes = [(r.row, len(r.block_table) - 1, r.block_table[-1]) for r in plan.grown]
-            rows, columns, blocks = self.upload(list(zip(*changes, strict=True)))
-            self.block_tables[rows, columns] = blocks.int()
+            self.fill_tables([(r.row, len(r.block_table) - 1, r.block_table[-1]) for r in plan.grown])
 
-    def place(self, request: Request):
-        """Fill the row of a request that starts to run, starts again, or was forked."""
-        row, params, blocks = request.row, request.params or GREEDY, request.block_table
-        last = (request.generated_tokens or request.prompt_tokens)[-1]
-        packed = self.upload([last, request.num_filled_slots, *blocks])
-        self.last_token[row], self.context_len[row] = packed[0], packed[1]
-        self.block_tables[row, : len(blocks)] = packed[2:]
-        texts = request.prompt_tokens, request.generated_tokens, request.stop_token_ids
-        self.sampling.set(row, params, params.seed or 0, request.choice, *texts)
-        (self.scored_rows.discard if params.logprobs is None else self.scored_rows.add)(row)
+    def place(self, *requests: Request):
+        """Fill the rows of requests that start to run, start again, or were forked."""
+        starts = [(r.row, (r.generated_tokens or r.prompt_tokens)[-1], r.num_filled_slots) for r in requests]
+        rows, last_token, context_len = upload(starts, self.device).unbind(1)
+        self.last_token[rows], self.context_len[rows] = last_token, context_len
+        self.fill_tables([(r.row, i, block) for r in requests for i, block in enumerate(r.block_table)])
+        self.sampling.set(*map(sampling_row, requests))
+        for r in requests:
+            scored = r.params is not None and r.params.logprobs is not None
+            (self.scored_rows.add if scored else self.scored_rows.discard)(r.row)
+
+    def fill_tables(self, entries: list[tuple[int, int, int]]):
+        """Put blocks into block tables: (row, logical block, physical block) each."""
+        rows, columns, blocks = upload(array("q", chain.from_iterable(entries)), self.device).view(-1, 3).unbind(1)
+        self.block_tables[rows, columns] = blocks.int()
 
     def padded_sizes(self, plan: Plan) -> tuple[int, int, int]:
         """Decodes, chunks and tokens of chunks that a step is padded to: one of the keys, if one is large enough."""
@@ -125,30 +127,30 @@ class Runner:
             return min(fitting, key=lambda key: (key[2], key[0]))
         return self.sizes[bisect_left(self.sizes, n)] if n else 0, C, T
 
-    def inputs(self, plan: Plan, n: int, C: int, T: int) -> list[int]:
+    def inputs(self, plan: Plan, n: int, C: int, T: int) -> array:
         """
         What the device does not know yet: whose turn it is and, of chunks, their tokens. Padded to n decodes, C chunks
         with T tokens together; the parts are those that `compute` splits it into.
         """
         nobody, chunks = self.nobody, plan.chunks
         packed = [r.row for r in plan.decodes] + [nobody] * (n - len(plan.decodes))
-        if not C:
-            return packed
-        none, starts = [nobody] * (C - len(chunks)), list(accumulate((m for _, m in chunks), initial=0))
-        padding = T - starts[-1]
-        packed += [r.row for r, _ in chunks] + none
-        packed += [r.row if r.prefill_cursor + m == r.prefill_target else nobody for r, m in chunks] + none
-        packed += starts + starts[-1:] * len(none)
-        packed += [r.prefill_cursor + m for r, m in chunks] + [0] * len(none)
-        for r, m in chunks:
-            packed += r.tokens_between(r.prefill_cursor, r.prefill_cursor + m)
-        packed += [0] * padding
-        for r, m in chunks:
-            packed += range(r.prefill_cursor, r.prefill_cursor + m)
-        packed += [0] * padding
-        for r, m in chunks:
-            packed += [r.row] * m
-        return packed + [nobody] * padding
+        if C:
+            none, starts = [nobody] * (C - len(chunks)), list(accumulate((m for _, m in chunks), initial=0))
+            padding = T - starts[-1]
+            packed += [r.row for r, _ in chunks] + none
+            packed += [r.row if r.prefill_cursor + m == r.prefill_target else nobody for r, m in chunks] + none
+            packed += starts + starts[-1:] * len(none)
+            packed += [r.prefill_cursor + m for r, m in chunks] + [0] * len(none)
+            for r, m in chunks:
+                packed += r.tokens_between(r.prefill_cursor, r.prefill_cursor + m)
+            packed += [0] * padding
+            for r, m in chunks:
+                packed += range(r.prefill_cursor, r.prefill_cursor + m)
+            packed += [0] * padding
+            for r, m in chunks:
+                packed += [r.row] * m
+            packed += [nobody] * padding
+        return array("q", packed)  # which a tensor is made of ten times as fast
 
     # -- a step on the device ------------------------------------------------------------------------------------------
 
@@ -175,10 +177,10 @@ class Runner:
         self.num_rows, self.num_padded_rows = self.num_rows + n, self.num_padded_rows + n - len(plan.decodes)
         inputs = self.inputs(plan, n, C, T)
         if (n, C, T) not in self.graphs:
-            return wanted, n, *self.compute(self.upload(inputs), n, C, T, plan)
+            return wanted, n, *self.compute(upload(inputs, self.device), n, C, T, plan)
         graph, *outputs = self.graphs[n, C, T]
         if inputs != self.last_inputs:  # else the same requests decode on, and it is all there
-            self.static_inputs[: len(inputs)] = self.upload(inputs)
+            self.static_inputs[: len(inputs)] = upload(inputs, self.device)
             self.last_inputs = inputs
         graph.replay()
         return wanted, n, *outputs
@@ -237,12 +239,12 @@ class Runner:
         found = []
         whom = zip(plan.sampled, wanted, strict=True) if self.scored_rows else ()
         if asked := [(r, i) for r, i in whom if r.row in self.scored_rows]:
-            at, most = self.upload([i for _, i in asked]), max(r.params.logprobs for r, _ in asked)
+            at, most = upload([i for _, i in asked], self.device), max(r.params.logprobs for r, _ in asked)
             found.append(([r for r, _ in asked], *logprobs(logits[at], tokens[at], most)))
         for request, m in plan.chunks:
             if count := num_scored(request, m):
                 start = request.prefill_cursor + 1
-                targets = self.upload(request.prompt_tokens[start : start + count])
+                targets = upload(request.prompt_tokens[start : start + count], self.device)
                 scored = logprobs(self.model.logits(x[n : n + count]), targets, request.prompt_logprobs)
                 found.append(((request, request.prefill_cursor), *scored))
             n += m
@@ -267,9 +269,6 @@ class Runner:
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------------------
 
-    MIXED_TOKENS = (128, 256, 512, 1024)  # of chunks; above, kernels take longer than their launches
-    MIXED_CHUNKS = 8
-
     @torch.inference_mode()
     def capture_all(self):
         """
@@ -277,11 +276,11 @@ class Runner:
         before: that compiles its kernels.
         """
         most = max(n + 4 * C + 1 + 3 * T for n, C, T in self.keys)
-        self.static_inputs = torch.full((most,), self.nobody, device=self.last_token.device)
+        self.static_inputs = torch.full((most,), self.nobody, device=self.device)
         pool, stream, before = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.memory_reserved()
         for i, (n, C, T) in enumerate(sorted(self.keys, key=lambda key: -key[0] - key[2])):
             print(f"\rCUDA graphs: {i + 1} of {len(self.keys)} ", end="", file=sys.stderr, flush=True)
-            empty = self.upload(self.inputs(Plan(), n, C, T))
+            empty = upload(self.inputs(Plan(), n, C, T), self.device)
             inputs = self.static_inputs[: len(empty)]
             inputs.copy_(empty)
             stream.wait_stream(torch.cuda.current_stream())  # where all that it reads was made
@@ -293,7 +292,14 @@ class Runner:
                 outputs = self.compute(inputs, n, C, T)
             self.graphs[n, C, T] = graph, *outputs
         print(file=sys.stderr)
+        gc.collect()
+        gc.freeze()  # what is there by now stays: to look through all of it would hold up a step for 50 ms
         self.graph_bytes = torch.cuda.memory_reserved() - before
+
+
+def sampling_row(r: Request) -> Row:
+    params = r.params or GREEDY
+    return Row(r.row, params, params.seed or 0, r.choice, r.prompt_tokens, r.generated_tokens, r.stop_token_ids)
 
 
 def num_scored(request: Request, n: int) -> int:
@@ -438,7 +444,7 @@ class Engine:
         self.weights = f"{sum(w.nbytes for w in model.parameters()) / 2**20:,.0f} MiB of weights"
         self.weights += f" ({str(model.wte.weight.dtype).removeprefix('torch.')}, quantize {quantize})"
         try:
-            self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, quantize, graphs)
+            self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, quantize, graphs, token_budget)
         except torch.OutOfMemoryError as error:
             wanted = f"{self.weights} and a KV pool of {num_blocks} blocks of {block_size}"
             mend = "lower --kv-blocks, --max-num-seqs or --token-budget, or try --no-graphs"

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import kernels
-from kernels import ACTIVATIONS, linear
+from kernels import ACTIVATIONS, add_norm, linear
 from tokenizer import write_atomically, write_json
 
 
@@ -117,12 +117,15 @@ class Block(nn.Module):
         x = x + self.drop(self.mlp(self.ln_2(x)))
         return x
 
-    def serve(self, x: torch.Tensor, attend: Callable) -> torch.Tensor:
-        """The same of (T, C), without dropout, in few launches: each linear layer with what stands around it."""
-        q, k, v = self.attn.heads(linear(x, self.attn.c_attn, norm=self.ln_1))
-        x = linear(attend(q, k, v).flatten(-2), self.attn.c_proj, residual=x)
-        wide = linear(x, self.mlp.c_fc, norm=self.ln_2, activation=self.mlp.activation)
-        return linear(wide, self.mlp.c_proj, residual=x)
+    def serve(self, x: torch.Tensor, delta: torch.Tensor | None, attend: Callable) -> torch.Tensor:
+        """
+        The same of (T, C), without dropout, in few launches. What a layer adds to x is added, in place, where the next
+        norm reads x: `delta` is of the block before, and what this one's MLP adds is returned.
+        """
+        q, k, v = self.attn.heads(linear(add_norm(x, delta, self.ln_1), self.attn.c_attn))
+        delta = linear(attend(q, k, v).flatten(-2), self.attn.c_proj, parts=True)
+        wide = linear(add_norm(x, delta, self.ln_2), self.mlp.c_fc, activation=self.mlp.activation)
+        return linear(wide, self.mlp.c_proj, parts=True)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
@@ -212,8 +215,8 @@ class GPT(nn.Module):
         return self.drop(self.wte(tokens) + self.wpe(positions))  # (..., T) -> (..., T, C)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise and compare with every word: (R, C) -> (R, V)"""
-        return linear(x, self.head or SimpleNamespace(weight=self.wte.weight, bias=None), norm=self.ln_f)
+        """Compare what `forward_paged` returns with every word: (R, C) -> (R, V)"""
+        return linear(x, self.head or SimpleNamespace(weight=self.wte.weight, bias=None))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None):
         """
@@ -239,17 +242,17 @@ class GPT(nn.Module):
         """
         One serving step over the flat token axis: each layer writes its K, V into the pool `kv`
         [L, 2, num_blocks + 1, Hk, S, D] at `batch.slot_mapping` (in place), then attends through the block tables.
-        Returns (T, C), which `logits` turns into logits where they are wanted.
+        Returns (T, C), normalised, which `logits` turns into logits where they are wanted.
         """
 
         def attend(layer, q, k, v):  # q (T, H, D), k and v (T, Hk, D)
             batch.backend.store_kv(k, v, kv[layer], batch)
             return batch.backend.paged_attention(q, kv[layer], batch)
 
-        x = self.embed(batch.tokens, batch.positions)  # (T, C)
+        x, delta = self.embed(batch.tokens, batch.positions), None  # (T, C)
         for layer, block in enumerate(self.h):
-            x = block.serve(x, partial(attend, layer))
-        return x
+            delta = block.serve(x, delta, partial(attend, layer))
+        return add_norm(x, delta, self.ln_f)
 
     @torch.no_grad()
     def generate(self, tokens: torch.Tensor, max_new_tokens: int, choose: Callable | None = None) -> torch.Tensor:

@@ -6,7 +6,7 @@ index, never on what else is in the batch. So the same request with the same see
 crowd, preempted or not. Letters: R rows of logits, V vocabulary.
 
     rows = SamplingRows(num_rows=4, vocab_size=V, device="cpu")
-    rows.set(2, SamplingParams(top_p=0.9), seed=7, choice=0)
+    rows.set(Row(2, SamplingParams(top_p=0.9), seed=7))
     tokens = sample(logits, torch.tensor([2]), positions, rows)     # logits [1, V], positions [1] -> [1]
 
 Two paths, one meaning: torch's sorts and runs anywhere, Triton's is two launches whatever the batch asks for, and
@@ -14,7 +14,9 @@ decides on the device, so that a CUDA graph can hold it.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -109,6 +111,27 @@ GREEDY = SamplingParams(temperature=0.0)
 ALMOST_GREEDY = 1e-5  # temperatures below are 0: dividing by less would overflow
 
 
+def upload(values, device, dtype=torch.int64) -> torch.Tensor:
+    """
+    Numbers of the host, a list, a tensor or an array of that type, on a device. Nobody waits for it: that takes pinned
+    memory.
+    """
+    host = torch.asarray(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else host
+
+
+class Row(NamedTuple):
+    """Who gets a row of `SamplingRows`."""
+
+    row: int
+    params: SamplingParams
+    seed: int
+    choice: int = 0  # the how-manieth fork of its prompt
+    prompt_tokens: Sequence[int] = ()
+    generated_tokens: Sequence[int] = ()  # so far, after a preemption
+    stop_token_ids: Iterable[int] = ()
+
+
 class SamplingRows:
     """
     The parameters of every running request in device arrays, indexed by the request's row. The tensors stay the same
@@ -125,41 +148,35 @@ class SamplingRows:
         self.temperature, self.top_p, self.min_p, self.repetition, self.frequency, self.presence = self.floats.unbind(1)
         self.top_k, self.seed, self.choice, self.stop_from, self.biased, self.penalised = self.ints.unbind(1)
 
-    def set(
-        self, row: int, params: SamplingParams, seed: int, choice: int,
-        prompt_tokens=(), generated_tokens=(), stop_token_ids=(),
-    ):  # fmt: skip
+    def set(self, *requests: Row):
         """
-        Give a row to a request, the choice-th fork of its prompt: two small copies to the device, and one of V numbers
-        each for bias and marks if it asks for them. Nobody waits. generated_tokens: so far, after a preemption.
+        Give rows to requests: two small uploads for all of them, and one of V numbers each for bias and marks of those
+        that ask for them. Nobody waits.
         """
-        p, stop_from = params, 0
-        if p.min_tokens:  # the position of the first token that may be a stop token
-            stop_from = len(prompt_tokens) + p.min_tokens
-        repetition = min(max(p.repetition_penalty, 1e-6), 1e6)  # beyond, logits would overflow
-        penalties = repetition, p.frequency_penalty, p.presence_penalty
-        self._upload(self.floats[row], [p.temperature, p.top_p, p.min_p, *penalties])
-        self._upload(self.ints[row], [p.top_k, seed, choice, stop_from, p.biases, p.penalises])
-        V = self.bias.shape[1]
-        if p.biases:
-            bias = torch.zeros(V)
-            if p.allowed_token_ids is not None:
-                bias.fill_(-torch.inf)[list(p.allowed_token_ids)] = 0.0
-            for token, value in (p.logit_bias or {}).items():
-                bias[token] += value
-            self._upload(self.bias[row], bias)
-        if p.penalises or stop_from:
-            stops = [t for t in set(stop_token_ids) if 0 <= t < V]
-            marks = 4 * torch.tensor(generated_tokens, dtype=torch.int64).bincount(minlength=V)
-            marks[torch.tensor(prompt_tokens, dtype=torch.int64)] += 1  # once, however often it is there
-            marks[torch.tensor(stops, dtype=torch.int64)] += 2
-            self._upload(self.marks[row], marks)
-
-    @staticmethod
-    def _upload(to: torch.Tensor, values):
-        """Fill `to` from the host without waiting for the device: that takes pinned memory."""
-        host = torch.as_tensor(values, dtype=to.dtype)
-        to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
+        device, V = self.floats.device, self.bias.shape[1]
+        floats, ints = [], []
+        for row, p, seed, choice, prompt_tokens, generated_tokens, stop_token_ids in requests:
+            # the position of the first token that may be a stop token
+            stop_from = len(prompt_tokens) + p.min_tokens if p.min_tokens else 0
+            repetition = min(max(p.repetition_penalty, 1e-6), 1e6)  # beyond, logits would overflow
+            floats.append((p.temperature, p.top_p, p.min_p, repetition, p.frequency_penalty, p.presence_penalty))
+            ints.append((row, p.top_k, seed, choice, stop_from, p.biases, p.penalises))
+            if p.biases:
+                bias = torch.zeros(V)
+                if p.allowed_token_ids is not None:
+                    bias.fill_(-torch.inf)[list(p.allowed_token_ids)] = 0.0
+                for token, value in (p.logit_bias or {}).items():
+                    bias[token] += value
+                self.bias[row] = upload(bias, device, bias.dtype)
+            if p.penalises or stop_from:
+                stops = [t for t in set(stop_token_ids) if 0 <= t < V]
+                marks = 4 * torch.tensor(generated_tokens, dtype=torch.int64).bincount(minlength=V)
+                marks[torch.tensor(prompt_tokens, dtype=torch.int64)] += 1  # once, however often it is there
+                marks[torch.tensor(stops, dtype=torch.int64)] += 2
+                self.marks[row] = upload(marks, device, torch.int32)
+        rows, ints = upload(ints, device).split((1, 6), dim=1)
+        self.floats[rows[:, 0]] = upload(floats, device, torch.float32)
+        self.ints[rows[:, 0]] = ints
 
 
 def sample(

@@ -452,28 +452,49 @@ def test_the_inputs_of_decodes_in_one_launch(n):
     + [(17, 40, 96, activation) for activation in (None, *kernels.ACTIVATIONS)]
     + [(2, 8200, 24, None)],
 )
-def test_linear_layers_with_what_stands_around_them(R, N, K, activation, dtype):
-    """Rows or columns beyond the last, a norm without its bias, the residual before the activation, a wrong GELU."""
+def test_linear_layers_with_their_activations(R, N, K, activation, dtype):
+    """Rows or columns beyond the last, a bias that is not there, a wrong GELU."""
     torch.manual_seed(R)
-    for bias, has_norm, has_residual in (True, True, True), (False, True, False), (True, False, False):
-        layer, norm = torch.nn.Linear(K, N, bias=bias), torch.nn.LayerNorm(K, bias=bias)
-        for parameter in [*layer.parameters(), *norm.parameters()]:
+    for bias in True, False:
+        layer, x = torch.nn.Linear(K, N, bias=bias), 3 * torch.randn(R, K) + 1
+        for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.5)
-        x, residual = 3 * torch.randn(R, K) + 1, torch.randn(R, N)
 
-        def apply(
-            function, device, dtype, has_norm=has_norm, has_residual=has_residual, parts=(x, layer, norm, residual)
-        ):
-            x, layer, norm, residual = (
-                deepcopy(part.detach() if isinstance(part, torch.Tensor) else part).to(device, dtype) for part in parts
-            )
+        def apply(function, device, dtype, layer=layer, x=x):
             with torch.no_grad():
-                y = function(x, layer, norm if has_norm else None, activation, residual if has_residual else None)
-            return y.cpu().double()
+                return (
+                    function(x.to(device, dtype), deepcopy(layer).to(device, dtype), activation, False).cpu().double()
+                )
 
         exact, plain = apply(kernels.linear, "cpu", torch.float64), apply(kernels.linear, "cpu", dtype)
         error = (apply(kernels.linear_triton, DEVICE, dtype) - exact).abs().max()
         assert error <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
+@pytest.mark.parametrize(("R", "N", "K"), [(1, 48, 100), (3, 40, 1600), (20, 130, 800), (2, 48, None)])
+def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
+    """A part of the sum that is left out or added twice, its bias in each part, an x that does not grow, a norm of what
+    x was before. K None: nothing is added."""
+    torch.manual_seed(R)
+    for bias in True, False:
+        layer, norm = torch.nn.Linear(K or 1, N, bias=bias), torch.nn.LayerNorm(N, bias=bias)
+        for parameter in [*layer.parameters(), *norm.parameters()]:
+            torch.nn.init.normal_(parameter, std=0.5)
+        x, before = torch.randn(R, K or 1), 3 * torch.randn(R, N) + 1
+
+        def apply(linear, add_norm, device, dtype, both=(layer, norm), tensors=(x, before)):
+            (layer, norm), (x, before) = deepcopy(both), (t.to(device, dtype, copy=True) for t in tensors)
+            with torch.no_grad():
+                delta = linear(x, layer.to(device, dtype), None, True) if K else None
+                y = add_norm(before, delta, norm.to(device, dtype))
+            return torch.stack([before, y]).cpu().double(), delta
+
+        (exact, _), (plain, _) = (apply(kernels.linear, kernels.add_norm, "cpu", d) for d in (torch.float64, dtype))
+        found, delta = apply(kernels.linear_triton, kernels.add_norm_triton, DEVICE, dtype)
+        assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
+        assert R == 1 or not K or len(delta) == (4 if K == 1600 else 2)  # else the parts are not tested
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter compiles nothing")

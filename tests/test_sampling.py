@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import sampling
 from sampling import (
     GREEDY,
+    Row,
     SamplingParams,
     SamplingRows,
     drop_unlikely,
@@ -160,7 +161,7 @@ LOGITS = tensor([2.0, 1.5, 1.5, 1.0, 0.7, 0.3, 0.0, -0.4, -0.5, -1.0, -1.0, -2.0
 def rows_of(params: list[SamplingParams], choice: int = 0, vocab_size: int = V) -> SamplingRows:
     rows = SamplingRows(len(params), vocab_size, DEVICE)
     for row, p in enumerate(params):
-        rows.set(row, p, p.seed or 0, choice)
+        rows.set(Row(row, p, p.seed or 0, choice))
     return rows
 
 
@@ -530,7 +531,7 @@ def test_penalties_bias_and_bans_follow_a_text_token_by_token(pick):
             places = torch.arange(len(asked), device=DEVICE)
             places = places if step == 0 else places.flip(0)
             for row, p, text in zip(places.tolist(), asked, texts, strict=True):
-                rows.set(row, p, 0, 0, PROMPT, text, STOPS)
+                rows.set(Row(row, p, 0, 0, PROMPT, text, STOPS))
         at = torch.full_like(places, len(PROMPT) + step)
         tokens = pick(logits[step].expand(len(asked), -1), places, at, rows, asked)
         for p, text, token in zip(asked, texts, tokens.tolist(), strict=True):
@@ -562,20 +563,21 @@ def test_the_torch_path_skips_only_what_nobody_asked_for():
         assert torch.equal(*both) and torch.equal(hinted.marks, plain.marks)
 
 
-def test_placing_a_request_that_asks_for_nothing_special_writes_two_short_rows(monkeypatch):
-    """Rows of V numbers for every request that is admitted: 400 kB for each, in the engine's way."""
-    sizes, upload = [], SamplingRows._upload
+def test_placing_requests_takes_two_small_uploads(monkeypatch):
+    """Rows of V numbers for every request that is admitted are 400 kB for each, in the engine's way; an upload for each
+    request made 24 ms of a first step of 256."""
+    sizes, upload = [], sampling.upload
 
-    def count(to, values):
-        sizes.append(to.numel())
-        upload(to, values)
+    def count(values, *where):
+        sizes.append(upload(values, *where).numel())
+        return upload(values, *where)
 
-    monkeypatch.setattr(SamplingRows, "_upload", staticmethod(count))
-    rows = SamplingRows(2, 1000, DEVICE)
-    rows.set(1, SamplingParams(top_p=0.5, top_k=3), 5, 0, [1, 2], [3], [4])
-    assert sizes == [6, 6]
-    rows.set(1, SamplingParams(logit_bias={3: 1}, min_tokens=1), 5, 0, [1, 2], [3], [4])
-    assert sizes[2:] == [6, 6, 1000, 1000]
+    monkeypatch.setattr(sampling, "upload", count)
+    rows = SamplingRows(4, 1000, DEVICE)
+    rows.set(*(Row(i, SamplingParams(top_p=0.5, top_k=3 + i), 5, 0, [1, 2], [3], [4]) for i in (1, 3, 2)))
+    assert sizes == [7 * 3, 6 * 3] and rows.top_k.tolist() == [0, 4, 5, 6]
+    rows.set(Row(1, SamplingParams(logit_bias={3: 1}, min_tokens=1), 5, 0, [1, 2], [3], [4]))
+    assert sizes[2:] == [1000, 1000, 7, 6]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -664,7 +666,7 @@ def test_both_paths_choose_alike(monkeypatch, dtype, V, width, quads):
     for row, p in enumerate(asked):
         texts = [[choose.randrange(V) for _ in range(9)] for _ in range(2)]
         for each in rows:
-            each.set(row, p, choose.getrandbits(1) + 7 * row, row % 3, *texts, [1, V - 1])
+            each.set(Row(row, p, choose.getrandbits(1) + 7 * row, row % 3, *texts, [1, V - 1]))
             each.seed[row] = row - 8
     places = tensor(choose.sample(range(R), R))
     logits, positions = (3 * randn(R, V, seed=V)).to(dtype), tensor([choose.randrange(40) for _ in range(R)])
@@ -681,7 +683,7 @@ def test_a_cuda_graph_serves_whatever_is_asked_later():
     rows, places = SamplingRows(len(asked), V, DEVICE), torch.arange(len(asked), device=DEVICE)
     logits, positions = randn(len(asked), V, seed=7).bfloat16(), places + 9
     for row in places.tolist():
-        rows.set(row, GREEDY, 0, 0)
+        rows.set(Row(row, GREEDY, 0, 0))
     sampling.sample_triton(logits, places, positions, rows)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -692,7 +694,7 @@ def test_a_cuda_graph_serves_whatever_is_asked_later():
         try:
             for each in rows, other:
                 for row, p in enumerate(asked):
-                    each.set(row, replace(p, **drawn), row, i, [1, 2, 3], [4] * i, STOPS)
+                    each.set(Row(row, replace(p, **drawn), row, i, [1, 2, 3], [4] * i, STOPS))
             graph.replay()
         finally:
             torch.cuda.set_sync_debug_mode("default")
