@@ -98,24 +98,19 @@ class Runner:
             self.pool.copy_blocks(*upload([list(plan.copies), list(plan.copies.values())], self.device))
         if plan.admitted:
             self.place(*plan.admitted)
-        if plan.grown:  # one new block each, at the end of its table
-            self.fill_tables([(r.row, len(r.block_table) - 1, r.block_table[-1]) for r in plan.grown])
 
     def place(self, *requests: Request):
         """Fill the rows of requests that start to run, start again, or were forked."""
         starts = [(r.row, (r.generated_tokens or r.prompt_tokens)[-1], r.num_filled_slots) for r in requests]
         rows, last_token, context_len = upload(starts, self.device).unbind(1)
         self.last_token[rows], self.context_len[rows] = last_token, context_len
-        self.fill_tables([(r.row, i, block) for r in requests for i, block in enumerate(r.block_table)])
+        entries = chain.from_iterable((r.row, i, b) for r in requests for i, b in enumerate(r.block_table))
+        rows, columns, blocks = upload(array("q", entries), self.device).view(-1, 3).unbind(1)
+        self.block_tables[rows, columns] = blocks.int()
         self.sampling.set(*map(sampling_row, requests))
         for r in requests:
             scored = r.params is not None and r.params.logprobs is not None
             (self.scored_rows.add if scored else self.scored_rows.discard)(r.row)
-
-    def fill_tables(self, entries: list[tuple[int, int, int]]):
-        """Put blocks into block tables: (row, logical block, physical block) each."""
-        rows, columns, blocks = upload(array("q", chain.from_iterable(entries)), self.device).view(-1, 3).unbind(1)
-        self.block_tables[rows, columns] = blocks.int()
 
     def padded_sizes(self, plan: Plan) -> tuple[int, int, int]:
         """Decodes, chunks and tokens of chunks that a step is padded to: one of the keys, if one is large enough."""
@@ -129,11 +124,12 @@ class Runner:
 
     def inputs(self, plan: Plan, n: int, C: int, T: int) -> array:
         """
-        What the device does not know yet: whose turn it is and, of chunks, their tokens. Padded to n decodes, C chunks
-        with T tokens together; the parts are those that `compute` splits it into.
+        What the device does not know yet: whose turn it is, who begins which block and, of chunks, their tokens. Padded
+        to n decodes, C chunks with T tokens together; the parts are those that `compute` splits it into.
         """
-        nobody, chunks = self.nobody, plan.chunks
+        nobody, chunks, grown = self.nobody, plan.chunks, set(plan.grown)
         packed = [r.row for r in plan.decodes] + [nobody] * (n - len(plan.decodes))
+        packed += [r.block_table[-1] if r in grown else -1 for r in plan.decodes] + [-1] * (n - len(plan.decodes))
         if C:
             none, starts = [nobody] * (C - len(chunks)), list(accumulate((m for _, m in chunks), initial=0))
             padding = T - starts[-1]
@@ -179,7 +175,7 @@ class Runner:
         if (n, C, T) not in self.graphs:
             return wanted, n, *self.compute(upload(inputs, self.device), n, C, T, plan)
         graph, *outputs = self.graphs[n, C, T]
-        if inputs != self.last_inputs:  # else the same requests decode on, and it is all there
+        if inputs != self.last_inputs:  # else the same requests decode on in their blocks: it is all there
             self.static_inputs[: len(inputs)] = upload(inputs, self.device)
             self.last_inputs = inputs
         graph.replay()
@@ -193,11 +189,11 @@ class Runner:
         """
         rows, S, device = inputs[:n], self.block_size, inputs.device
         decode_inputs = kernels.decode_inputs_triton if self.sizes and n else kernels.decode_inputs
-        of_decodes = decode_inputs(rows, self.last_token, self.context_len, self.block_tables, S)
+        of_decodes = decode_inputs(rows, inputs[n : 2 * n], self.last_token, self.context_len, self.block_tables, S)
         tokens, positions, slots, context_lens, tables = of_decodes
         query_start, sampling_rows = torch.arange(n + C + 1, dtype=torch.int32, device=device), rows
         if C:
-            parts = inputs[n:].split((C, C, C + 1, C, T, T, T))
+            parts = inputs[2 * n :].split((C, C, C + 1, C, T, T, T))
             chunk_rows, chunk_sampling_rows, starts, lens, chunk_tokens, chunk_positions, row_of = parts
             chunk_slots = self.block_tables[row_of, chunk_positions // S] * S + chunk_positions % S
             of_chunks = chunk_tokens, chunk_positions, chunk_slots, lens.int(), self.block_tables[chunk_rows]
@@ -275,7 +271,7 @@ class Runner:
         Capture every size, largest first, so that the smaller find room in what the larger leave. A step runs once
         before: that compiles its kernels.
         """
-        most = max(n + 4 * C + 1 + 3 * T for n, C, T in self.keys)
+        most = max(2 * n + 4 * C + 1 + 3 * T for n, C, T in self.keys)
         self.static_inputs = torch.full((most,), self.nobody, device=self.device)
         pool, stream, before = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.memory_reserved()
         for i, (n, C, T) in enumerate(sorted(self.keys, key=lambda key: -key[0] - key[2])):

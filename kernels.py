@@ -352,7 +352,7 @@ def jit(function):
 def wait(EARLY: tl.constexpr):
     """
     Until what the kernel before wrote is there. On Hopper a kernel may start before that, and let the next one start:
-    launching takes as long as a small kernel's work. Attention does neither: those who wait would sit in its room.
+    launching takes as long as a small kernel's work.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -426,6 +426,7 @@ def decode_kernel(
     scale, q_stride, out_stride, which_stride, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (Hk, SPLITS, B): a program attends from the G = H / Hk query heads of one KV head, padded to ROWS, to every
@@ -445,6 +446,8 @@ def decode_kernel(
     block = tl.load(table + t // S, mask=t // S < M, other=0)  # without waiting for `context`, if there is no window
     real = (row < G)[:, None] & (d < D)[None, :]
     at = (head * G + row)[:, None] * D + d[None, :]
+    if EARLY:  # so far, nothing was of the kernel before
+        gdc_wait()
     queries = tl.load(q + request * q_stride + at, mask=real, other=0.0)  # [ROWS, WIDTH]
     used = tl.minimum(tl.maximum(tl.cdiv(context - begin, TILE), 1), SPLITS)
     if split >= used:
@@ -461,6 +464,8 @@ def decode_kernel(
         block = tl.load(table + t // S, mask=t // S < M, other=0)  # of the next round, ahead of its use
         score = tl.dot(queries, k.T, input_precision="ieee")
         acc, top, total = absorb(tl.where(there[None, :], score, -float("inf")), scale, v, acc, top, total)
+    if EARLY:  # not before: those who wait would sit in its room
+        gdc_launch_dependents()
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if used == 1:
         tl.store(out + request * out_stride + at, acc.to(out.dtype.element_ty), mask=real)
@@ -544,6 +549,7 @@ class TritonPlan(NamedTuple):
     splits: int
     num_stages: int  # tiles of K and V that a program of the decode kernel has under way
     order: torch.Tensor  # [B] int32, see order_kernel
+    early: bool  # see wait; only with many more programs than run at a time: few crowd where there was room early
     partial_out: torch.Tensor  # [B * H * splits * WIDTH] fp32
     partial_lse: torch.Tensor  # [B * H * splits] fp32
     arrived: torch.Tensor  # [B * Hk] int32 zeros
@@ -571,8 +577,8 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
     (_, _, Hk, _, D), device, B = kv.shape, batch.tokens.device, batch.num_decodes
     assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    at_a_time = processors * (9 if padded(D) <= 64 else 6) // 2
-    splits = min(64, 1 << (max(1, at_a_time // max(1, B * Hk)).bit_length() - 1))
+    at_a_time = processors * (6 if padded(D) <= 64 else 4)
+    splits = min(64, 1 << (max(1, at_a_time * 3 // 4 // max(1, B * Hk)).bit_length() - 1))
     order = batch.block_tables.new_zeros(B)
     if B > 1:
         order_kernel[(B,)](batch.context_lens, order, B, WIDTH=triton.next_power_of_2(B), num_warps=1)
@@ -581,6 +587,7 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
         splits,
         3 if padded(D) <= 64 or B * Hk * splits <= 2 * processors else 2,
         order,
+        B * Hk >= 3 * at_a_time,
         torch.empty(B * H * splits * padded(D), device=device),
         torch.empty(B * H * splits, device=device),
         torch.zeros(B * Hk, dtype=torch.int32, device=device),
@@ -649,7 +656,7 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
             q, kv, out, plan.partial_out, plan.partial_lse, plan.arrived, batch.block_tables, batch.context_lens,
             plan.order, scale, *strides, **shape, SPLITS=plan.splits, ROWS=padded(H // Hk),
             AT_ONCE=max(1, min(triton.next_power_of_2(H // Hk), AT_ONCE // (plan.splits * padded(D)))),
-            num_warps=DECODE_WARPS, num_stages=plan.num_stages,
+            num_warps=DECODE_WARPS, num_stages=plan.num_stages, **(early(q) if plan.early else {"EARLY": False}),
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
@@ -668,45 +675,52 @@ class DecodeInputs(NamedTuple):
     block_tables: torch.Tensor  # [n, M] int32
 
 
-def decode_inputs(rows, last_token, context_len, block_tables, S: int) -> DecodeInputs:
+def decode_inputs(rows, new_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:
     """
-    The inputs of requests that decode one token each, in place of a dozen launches one with Triton. rows [n] int64,
-    their places in last_token and context_len [N + 1] int64 and block_tables [N + 1, M] int32. In place: context_len
-    grows by one, but for the last row, which is nobody's.
+    The inputs of requests that decode one token each, in place of a dozen launches one with Triton. rows and new_blocks
+    [n] int64: their places in last_token and context_len [N + 1] int64 and block_tables [N + 1, M] int32, and the block
+    that the new token begins, or -1. In place: block_tables get the new blocks, context_len grows by one, but for the
+    last row, which is nobody's.
     """
     positions = context_len[rows]
-    slots = block_tables[rows, positions // S] * S + positions % S
+    blocks = torch.where(new_blocks >= 0, new_blocks, block_tables[rows, positions // S])
+    block_tables[rows, positions // S] = blocks.int()
     context_len[rows] = positions + 1
     context_len[-1:].zero_()
+    slots = blocks * S + positions % S
     return DecodeInputs(last_token[rows], positions, slots, (positions + 1).int(), block_tables[rows])
 
 
 @jit
 def decode_inputs_kernel(
-    rows, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, nobody, M,
+    rows, new_blocks, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, nobody, M,
     WIDTH: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (n,): a program does what decode_inputs does for one request."""
     wait(EARLY)
     i, m = tl.program_id(0), tl.arange(0, WIDTH)
-    row = tl.load(rows + i)
+    row, new_block = tl.load(rows + i), tl.load(new_blocks + i)
     position, table = tl.load(context_len + row), block_tables + row * M
+    blocks = tl.load(table + m, mask=m < M, other=0).to(tl.int64)
+    blocks = tl.where((m == position // S) & (new_block >= 0), new_block, blocks)
+    block = tl.sum(tl.where(m == position // S, blocks, 0), axis=0)
+    tl.store(table + position // S, block.to(tl.int32), mask=new_block >= 0)
+    tl.store(tables + i.to(tl.int64) * M + m, blocks.to(tl.int32), mask=m < M)
     tl.store(tokens + i, tl.load(last_token + row))
     tl.store(positions + i, position)
-    tl.store(slots + i, tl.load(table + position // S).to(tl.int64) * S + position % S)
+    tl.store(slots + i, block * S + position % S)
     tl.store(lens + i, (position + 1).to(tl.int32))
     tl.store(context_len + row, position + 1, mask=row != nobody)
-    tl.store(tables + i.to(tl.int64) * M + m, tl.load(table + m, mask=m < M, other=0), mask=m < M)
 
 
-def decode_inputs_triton(rows, last_token, context_len, block_tables, S: int) -> DecodeInputs:
+def decode_inputs_triton(rows, new_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:
     """As decode_inputs."""
     n, M = len(rows), block_tables.shape[1]
     tokens, positions, slots = rows.new_empty(3, n)
     lens, tables = block_tables.new_empty(n), block_tables.new_empty(n, M)
     decode_inputs_kernel[(n,)](
-        rows, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, len(last_token) - 1, M,
-        WIDTH=triton.next_power_of_2(M), S=S, **early(rows),
+        rows, new_blocks, last_token, context_len, block_tables, tokens, positions, slots, lens, tables,
+        len(last_token) - 1, M, WIDTH=triton.next_power_of_2(M), S=S, **early(rows),
     )  # fmt: skip
     return DecodeInputs(tokens, positions, slots, lens, tables)
 
@@ -759,7 +773,7 @@ def activate(y, ACTIVATION: tl.constexpr):
 def finish(acc, bias, out, r, n, part, R, N: tl.constexpr, ACTIVATION: tl.constexpr):
     """activation(acc + bias) to rows r and columns n of a part of out [P, R, N]; bias, for the first, may be None."""
     if bias is not None:
-        acc += tl.load(bias + n, mask=(n < N) & (part == 0), other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + n, mask=n + part * N < N, other=0.0).to(tl.float32)[None, :]  # for part 0
     if ACTIVATION is not None:
         acc = activate(acc, ACTIVATION)
     at = (part * R + r).to(tl.int64)[:, None] * N + n[None, :]

@@ -431,17 +431,24 @@ needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="triton is no
 @needs_triton
 @pytest.mark.parametrize("n", [1, 3, 7])
 def test_the_inputs_of_decodes_in_one_launch(n):
-    """A position one off, or the neighbour's table, is another text; the padding's row must stay as it is."""
+    """A position one off, or the neighbour's table, is another text; so is a new block that only this step knows of.
+    The padding's row must stay as it is."""
     g, S, N, M = torch.Generator().manual_seed(0), 4, 8, 6
     last, lens = torch.randint(50, (N + 1,), generator=g), torch.randint(M * S, (N + 1,), generator=g)
     lens[N] = 0
     tables = torch.randint(100, (N + 1, M), generator=g, dtype=torch.int32)
     rows = torch.tensor([5, N, 0, 3, N, 7, 1][:n])
-    here, there = ([x.clone().to(DEVICE) for x in (rows, last, lens, tables)] for _ in range(2))
+    new, before = torch.tensor([70, -1, -1, 71, -1, -1, 0][:n]), tables.clone()
+    here, there = ([x.clone().to(DEVICE) for x in (rows, new, last, lens, tables)] for _ in range(2))
     wanted, found = kernels.decode_inputs(*here, S), kernels.decode_inputs_triton(*there, S)
     for name in wanted._fields:
         assert torch.equal(getattr(wanted, name), getattr(found, name)), name
-    assert torch.equal(here[2], there[2]) and here[2][N] == 0 and here[2][rows[0]] == lens[rows[0]] + 1
+    assert torch.equal(here[3], there[3]) and here[3][N] == 0 and here[3][rows[0]] == lens[rows[0]] + 1
+    for row, block in zip(rows.tolist(), new.tolist(), strict=True):
+        if block >= 0:
+            before[row, lens[row] // S] = block
+    assert torch.equal(here[4].cpu(), before) and torch.equal(there[4].cpu(), before)
+    assert found.slot_mapping[0] == 70 * S + lens[5] % S and found.block_tables[0].tolist() == before[5].tolist()
 
 
 @needs_triton
