@@ -147,10 +147,7 @@ class Job:
             else:  # echo of the prompt alone is no work for the engine
                 for choice in choices:
                     self.take(choice, [], "length", 0)
-        limit = self.service.args.request_seconds
-        late = (503, f"not finished within {limit:g} s, what the server allows", None, "timeout", RETRY)
-        timer = asyncio.get_running_loop().call_later(limit, self.fail, *late)
-        tasks = [asyncio.create_task(self.hang_up(receive))]
+        tasks = [asyncio.create_task(self.watch(receive))]
         try:
             if self.request.stream:
                 tasks.append(asyncio.create_task(self.ping()))
@@ -162,7 +159,7 @@ class Job:
                 answer = self.request.answer(self.choices)
                 await json_response(self.head | answer | {"usage": self.usage()})(scope, receive, send)
         finally:
-            for task in (timer, *tasks):
+            for task in tasks:
                 task.cancel()
             self.abort()
 
@@ -185,11 +182,16 @@ class Job:
             if self.client.abort(choice):
                 self.service.metrics.finished["abort"].inc()
 
-    async def hang_up(self, receive):
-        """Wait for the client to close the connection, which ASGI only tells those who ask."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.fail(499, "the client is gone")  # nobody reads it, but the log does
+    async def watch(self, receive):
+        """End the call when it takes too long, or when the client hangs up, which ASGI only tells those who ask."""
+        limit = self.service.args.request_seconds
+        try:
+            async with asyncio.timeout(limit):
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+            self.fail(499, "the client is gone")  # nobody reads it, but the log does
+        except TimeoutError:
+            self.fail(503, f"not finished within {limit:g} s, what the server allows", None, "timeout", RETRY)
 
     async def ping(self):
         """Now and then have the stream say something: a timeout for each of its tokens would cost more than a token."""
@@ -370,7 +372,7 @@ class Service:
                 return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
             if self.chat_template is None:
                 raise ValueError(
-                    f"{self.name} has no chat template: use /v1/completions, or put one into the checkpoint"
+                    f"{self.name} has no chat template: use /v1/completions or put one into the checkpoint"
                 )
             messages = [message.model_dump(exclude_none=True) for message in request.messages]
             text = self.chat_template(messages=messages, add_generation_prompt=request.add_generation_prompt)
@@ -396,11 +398,9 @@ class Service:
     async def tokenize(self, http: Request) -> Response:
         request = await self.read(http, protocol.TokenizeRequest)
         (ids,) = await asyncio.to_thread(self.encode, request)
-        names = (
-            [protocol.token_name(self.tokenizer.spelled_bytes(i)) for i in ids] if request.return_token_strs else None
-        )
-        limit = self.client.info["max_model_len"]
-        return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names})
+        answer = {"count": len(ids), "max_model_len": self.client.info["max_model_len"], "tokens": ids}
+        names = [protocol.token_name(self.tokenizer.spelled_bytes(i)) for i in ids]
+        return json_response(answer | {"token_strs": names if request.return_token_strs else None})
 
     async def detokenize(self, http: Request) -> Response:
         tokens, V = (await self.read(http, protocol.DetokenizeRequest)).tokens, self.client.info["vocab_size"]

@@ -300,7 +300,8 @@ def listen(args: argparse.Namespace) -> socket.socket:
     """Open the listening socket before anything is loaded. Exits with one message if it cannot be had."""
     try:
         family = socket.getaddrinfo(args.host, None)[0][0]
-        sock = socket.create_server((args.host, args.port), family=family)  # from here on a second server here fails
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is every address, of IPv4 too
+        sock = socket.create_server((args.host, args.port), family=family, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
         sys.exit(f"cannot listen at {args.host}:{args.port} ({error}): stop what is there, or choose another --port")
     if not (ipaddress.ip_address(sock.getsockname()[0]).is_loopback or api_keys(args) or args.allow_remote):

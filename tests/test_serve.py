@@ -1104,6 +1104,17 @@ def test_no_bytes_make_a_500(server, pieces):
     assert server.get("/livez") == 200
 
 
+@pytest.mark.parametrize("data", [b"nonsense\r\n\r\n", b"GET /livez HTTP/1.1\r\nHost localhost\r\n\r\n"])
+def test_what_is_no_http_gets_an_error_in_json(server, data):
+    """It was uvicorn's own plain text."""
+    with socket.create_connection(server.address, timeout=30) as sock:
+        sock.sendall(data)
+        head, _, body = read_until(sock, b"no such end").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"Content-Type: application/json" in head
+    error = {"message": "Invalid HTTP request received.", "type": "invalid_request_error", "param": None, "code": None}
+    assert json.loads(body) == {"error": error} and f"Content-Length: {len(body)}".encode() in head
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Loading, draining, dying
 
