@@ -3,9 +3,8 @@ The OpenAI-compatible HTTP surface: who may come in, what each path answers, and
 
 The way of a request: a `Connection` reads it, the `Gate` lets it in, a method of `Service` answers its path. For a
 completion that is a `Job` with a `Choice` for each continuation of each prompt: `EngineClient` (in serve.py, which
-starts all this) carries token ids to the engine's process and back, a `TextStream` makes them text, and protocol.py
-has the rules of what is taken and the shapes of what is said. Not run by itself; only this room and protocol.py
-import the HTTP packages.
+starts all this) carries token ids to the engine's process and back; protocol.py has the rules of what is taken, makes
+text of tokens and shapes what is said. Not run by itself; only these two rooms import the HTTP packages.
 """
 
 import argparse
@@ -29,8 +28,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import protocol
-from protocol import ApiError, error_body, error_response
-from tokenizer import TextStream
+from protocol import ApiError, Choice, error_body, error_response
 
 OPEN_PATHS = ("/livez", "/readyz")  # what a supervisor asks; everything else needs the key, if there is one
 PING_SECONDS = 10  # a stream that has nothing to say says so this often, or proxies take it for dead
@@ -55,70 +53,6 @@ def json_response(content: dict) -> Response:
 # The answer to one call
 
 
-class Choice:
-    """
-    One continuation of a prompt: EngineClient puts tokens in; `text`, `tokens`, `scores` (one for each token, if asked
-    for) and `offsets` (where in the whole text each token begins) are what the client was not told yet.
-    `prompt_scores`, of each token of the prompt but the first, is one list for all choices of a prompt.
-    """
-
-    def __init__(self, job: "Job", index: int, prompt: list[int], prompt_scores: list, max_tokens: int):
-        self.job, self.request, self.index, self.max_tokens = job, job.request, index, max_tokens
-        self.prompt, self.prompt_scores = prompt, prompt_scores
-        # to vLLM the end of text is a stop without a reason, and with ignore_eos a token like any other
-        self.eos = None if self.request.ignore_eos else job.client.info["eos_token_id"]
-        self.engine_id: str | None = None
-        self.num_tokens = self.cached_tokens = 0  # of the answer: none after a stop string; of the prompt
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None  # of finish_reason "stop": the stop string or id; None: end of text
-        self.is_first, self.is_over = True, False  # nothing was told yet; all was
-        self.last_step = 0.0  # when tokens came last
-        tokenizer = job.service.tokenizer
-        self.spell = tokenizer.spelled_bytes  # the bytes of a token, a control token's name included
-        token_bytes = tokenizer.token_bytes if self.request.skip_special_tokens else self.spell
-        self.stream = TextStream(token_bytes, [], self.request.include_stop_str_in_output)
-        self.text, self.tokens, self.scores, self.offsets = "", [], [], []
-        # an echo is not searched for stop strings, but a character may begin in it and end in the answer
-        for token in prompt if self.request.echo else ():
-            self.offsets.append(self.stream.num_characters)
-            self.text += self.stream.push(token)
-
-    def take(self, tokens: list[int], finish_reason: str | None, cached_tokens: int, score=None, prompt_scores=None):
-        """Add what a step brought. With finish_reason "stop" the last token is the one that stopped: it is no text."""
-        self.cached_tokens = cached_tokens
-        self.prompt_scores[:] = prompt_scores or self.prompt_scores
-        if self.max_tokens == 0:  # the prompt's scores were all that was wanted
-            tokens, score, finish_reason = [], None, "length"
-        self.scores += [] if score is None else [score]
-        stop_token = tokens[-1] if finish_reason == "stop" else None
-        num_shown = len(tokens) - (stop_token is not None and not self.request.include_stop_str_in_output)
-        for number, token in enumerate(tokens):
-            self.num_tokens += 1
-            self.tokens.append(token)
-            self.offsets.append(self.stream.num_characters)
-            if self.num_tokens > self.request.min_tokens:
-                self.stream.stop = self.request.stop
-            self.text += self.stream.push(token) if number < num_shown else ""
-            if self.stream.matched is not None:
-                break  # the tokens after a stop string do not count
-        if finish_reason and self.stream.matched is None:
-            self.text += self.stream.flush()
-            self.finish_reason, self.stop_reason = finish_reason, None if stop_token == self.eos else stop_token
-        if self.stream.matched is not None:
-            self.finish_reason, self.stop_reason = "stop", self.stream.matched
-
-    def has_news(self) -> bool:
-        if self.is_over or (self.request.prompt_candidates is not None and not (self.tokens or self.finish_reason)):
-            return False  # an echo waits for its prompt's scores
-        tokens = self.tokens and (self.request.return_token_ids or self.request.candidates is not None)
-        return bool(self.text or tokens or self.finish_reason)
-
-    def told(self):
-        """The client knows all that there is until now."""
-        self.text, self.tokens, self.scores, self.offsets = "", [], [], []
-        self.is_first, self.is_over = False, self.finish_reason is not None
-
-
 class Job:
     """
     The answer to one call, as an ASGI application: whole, or a stream of server-sent events. While a client reads
@@ -126,12 +60,12 @@ class Job:
     running in the engine.
     """
 
-    def __init__(self, service: "Service", request, prompts: list[list[int]], limits: list[int], salt: str):
+    def __init__(self, service: "Service", request, prompts: list[list[int]], salt: str):
         self.service, self.client, self.request, self.salt = service, service.client, request, salt
         self.changed, self.error, self.silent = asyncio.Event(), None, False
         self.choices: list[Choice] = []
-        for prompt, limit in zip(prompts, limits, strict=True):
-            shared = prompt, [], limit
+        for prompt in prompts:
+            shared = request, prompt, [], service.tokenizer, self.client.info["eos_token_id"]
             self.choices += [Choice(self, len(self.choices) + i, *shared) for i in range(request.n)]
         self.id = f"{request.id_prefix}{request.request_id or uuid.uuid4().hex}"
         self.head = {"id": self.id, "object": request.objects[request.stream], "created": int(time.time())}
@@ -142,7 +76,7 @@ class Job:
         self.service.check_room(len(self.choices))  # here: nothing is awaited between this and the submission
         for i in range(0, len(self.choices), self.request.n):
             choices = self.choices[i : i + self.request.n]
-            if choices[0].max_tokens or self.request.prompt_candidates is not None:
+            if self.request.max_tokens != 0 or self.request.prompt_candidates is not None:
                 self.client.submit(choices)
             else:  # echo of the prompt alone is no work for the engine
                 for choice in choices:
@@ -389,8 +323,8 @@ class Service:
         count = 1 if request.messages else len(request.prompt)
         self.check_room(count * request.n)  # before they are encoded: a million prompts take seconds
         prompts = await asyncio.to_thread(self.encode, request)  # a long text takes a while
-        limits = request.check_fits(prompts, **self.client.info)
-        job = Job(self, request, prompts, limits, f"{http.scope['salt']}:{request.cache_salt or ''}")
+        request.check_fits(prompts, **self.client.info)
+        job = Job(self, request, prompts, f"{http.scope['salt']}:{request.cache_salt or ''}")
         if self.args.log_requests:
             log("request", id=job.id, **request.model_dump(exclude_defaults=True))
         return job

@@ -2,7 +2,7 @@
 The JSON of the HTTP surface: what a request may say, what an answer looks like, how a refusal reads.
 
     request = CompletionRequest.model_validate_json(b'{"prompt": "def ", "max_tokens": 8}')
-    request.prompt, request.sampling_params(8)       # ["def "], {"temperature": 1.0, ..., "max_tokens": 8}
+    request.prompt, request.sampling_params(99)      # ["def "], {"temperature": 1.0, ..., "max_tokens": 8}
 
 Not run by itself: the server imports it. Shapes follow OpenAI's API and vLLM's extras. Three rules hold for every
 field: types are strict (a bool is no int), numbers are finite and in a stated range, and `null` means "not given". Bad
@@ -16,6 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from starlette.responses import Response
+
+from tokenizer import TextStream
 
 # What OpenAI calls the kinds of error; a client library turns status and type into an exception of its own.
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -228,33 +230,32 @@ class SamplingRequest(Strict):
         wanted = [self.prompt_logprobs, self.candidates if self.echo else None]
         return max((n for n in wanted if n is not None), default=None)
 
-    def sampling_params(self, max_tokens: int) -> dict:
-        """The fields of the engine's SamplingParams as plain data: the HTTP process never imports torch."""
+    def sampling_params(self, room: int) -> dict:
+        """
+        The fields of the engine's SamplingParams as plain data: the HTTP process never imports torch. `room` is for as
+        many tokens as the context has left.
+        """
         names = "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed "
         names += "allowed_token_ids stop_token_ids ignore_eos min_tokens"
-        changed = {"max_tokens": max(1, max_tokens), "logprobs": self.candidates, "top_k": max(self.top_k, 0)}
+        max_tokens = room if self.max_tokens is None else max(1, self.max_tokens)
+        changed = {"max_tokens": max_tokens, "logprobs": self.candidates, "top_k": max(self.top_k, 0)}
         return {name: getattr(self, name) for name in names.split()} | changed
 
-    def of_answer(self, choice, tokens: list[int], finish_reason: str | None) -> dict:
+    def of_answer(self, choice: "Choice", tokens: list[int], finish_reason: str | None) -> dict:
         """What an answer says of a choice besides its text."""
         fields = {"index": choice.index, "logprobs": self.scores(choice, tokens), "finish_reason": finish_reason}
         fields["stop_reason"] = choice.stop_reason if finish_reason else None
         return fields | ({"token_ids": tokens} if self.return_token_ids else {})
 
-    def of_prompt(self, choice) -> dict:
+    def of_prompt(self, choice: "Choice") -> dict:
         """What an answer says of its prompt, the ids only once."""
         fields = {"prompt_token_ids": choice.prompt} if self.return_token_ids and choice.is_first else {}
         if self.prompt_logprobs is not None:
             fields["prompt_logprobs"] = vllm_prompt_logprobs(choice, self.prompt_logprobs)
         return fields
 
-    def check_fits(
-        self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_id: int | None = None
-    ) -> list[int]:
-        """
-        Refuse at once what the model can never take: ApiError (400) with wanted, available, what to change. Returns
-        how many new tokens each prompt may get.
-        """
+    def check_fits(self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_id=None):
+        """Refuse at once what the model can never take: ApiError (400) with wanted, available, what to change."""
         own = [(name, getattr(self, name) or ()) for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")]
         for param, tokens in own + [("prompt", prompt) for prompt in prompts]:
             if min(tokens, default=0) < 0 or max(tokens, default=0) >= vocab_size:
@@ -265,13 +266,10 @@ class SamplingRequest(Strict):
             raise ApiError(400, "min_tokens: all tokens that are allowed are stop tokens", "min_tokens")
         longest, scored = max(map(len, prompts)), self.prompt_candidates is not None
         wanted = max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens or int(scored)
-        if longest + wanted > max_model_len:
-            message = (
-                f"{longest} prompt tokens and max_tokens {wanted} make {longest + wanted}, "
-                f"this model takes {max_model_len}: shorten the prompt or lower max_tokens"
-            )
+        if (total := longest + wanted) > max_model_len:
+            numbers = f"{longest} prompt tokens and max_tokens {wanted} make {total}, this model takes {max_model_len}"
+            message = f"{numbers}: shorten the prompt or lower max_tokens"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
-        return [max_model_len - len(p) if self.max_tokens is None else self.max_tokens for p in prompts]
 
 
 class CompletionRequest(SamplingRequest):
@@ -291,16 +289,16 @@ class CompletionRequest(SamplingRequest):
     def candidates(self) -> int | None:
         return self.logprobs
 
-    def scores(self, choice, tokens: list[int]) -> dict | None:
+    def scores(self, choice: "Choice", tokens: list[int]) -> dict | None:
         return None if self.logprobs is None else text_logprobs(choice, self.logprobs)
 
-    def answer(self, choices: list) -> dict:
-        def whole(choice) -> dict:
+    def answer(self, choices: list["Choice"]) -> dict:
+        def whole(choice: Choice) -> dict:
             return {"text": choice.text} | self.of_answer(choice, choice.tokens, choice.finish_reason)
 
         return {"choices": [whole(choice) | self.of_prompt(choice) for choice in choices]}
 
-    def chunks(self, choice) -> list[dict]:
+    def chunks(self, choice: "Choice") -> list[dict]:
         return [self.answer([choice])]
 
 
@@ -345,19 +343,19 @@ class ChatRequest(SamplingRequest):
     def candidates(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def scores(self, choice, tokens: list[int]) -> dict | None:
-        return (
-            {"content": chat_logprobs(choice, self.candidates), "refusal": None} if self.logprobs and tokens else None
-        )
+    def scores(self, choice: "Choice", tokens: list[int]) -> dict | None:
+        if not (self.logprobs and tokens):
+            return None
+        return {"content": chat_logprobs(choice, self.candidates), "refusal": None}
 
-    def answer(self, choices: list) -> dict:
-        def whole(choice) -> dict:
+    def answer(self, choices: list["Choice"]) -> dict:
+        def whole(choice: Choice) -> dict:
             message = {"role": "assistant", "content": choice.text}
             return {"message": message} | self.of_answer(choice, choice.tokens, choice.finish_reason)
 
         return {"choices": [whole(choice) for choice in choices]} | self.of_prompt(choices[0])
 
-    def chunks(self, choice) -> list[dict]:
+    def chunks(self, choice: "Choice") -> list[dict]:
         """The first says the role, the last nothing but how it ended, what is between has the text."""
         parts = [({"role": "assistant", "content": ""}, [], None)] if choice.is_first else []
         parts += [({"content": choice.text}, choice.tokens, None)] if choice.text or choice.tokens else []
@@ -391,8 +389,73 @@ class DetokenizeRequest(Strict):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The answers, as plain dictionaries: a few microseconds each. `choice` is an api.Choice: its text, tokens and scores
-# are what was not told yet. A score is [log-probability of the token, the likeliest ids, their log-probabilities]
+# The answers, as plain dictionaries: a few microseconds each
+
+
+class Choice:
+    """
+    One continuation of a prompt, for a `job`: steps of the engine put tokens in; `text`, `tokens`, `scores` (one for
+    each token, if asked for) and `offsets` (where in the whole text each token begins) are what the client was not told
+    yet. `prompt_scores`, of each token of the prompt but the first, is one list for all choices of a prompt. A score is
+    [log-probability of the token, the likeliest ids, their log-probabilities].
+    """
+
+    def __init__(
+        self, job, index: int, request: SamplingRequest, prompt: list[int], prompt_scores: list, tokenizer, eos
+    ):
+        self.job, self.index, self.request = job, index, request
+        self.prompt, self.prompt_scores = prompt, prompt_scores
+        # to vLLM the end of text is a stop without a reason, and with ignore_eos a token like any other
+        self.eos = None if request.ignore_eos else eos
+        self.engine_id: str | None = None
+        self.num_tokens = self.cached_tokens = 0  # of the answer: none after a stop string; of the prompt
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None  # of finish_reason "stop": the stop string or id; None: end of text
+        self.is_first, self.is_over = True, False  # nothing was told yet; all was
+        self.last_step = 0.0  # when tokens came last
+        self.spell = tokenizer.spelled_bytes  # the bytes of a token, a control token's name included
+        token_bytes = tokenizer.token_bytes if request.skip_special_tokens else self.spell
+        self.stream = TextStream(token_bytes, [], request.include_stop_str_in_output)
+        self.text, self.tokens, self.scores, self.offsets = "", [], [], []
+        # an echo is not searched for stop strings, but a character may begin in it and end in the answer
+        for token in prompt if request.echo else ():
+            self.offsets.append(self.stream.num_characters)
+            self.text += self.stream.push(token)
+
+    def take(self, tokens: list[int], finish_reason: str | None, cached_tokens: int, score=None, prompt_scores=None):
+        """Add what a step brought. With finish_reason "stop" the last token is the one that stopped: it is no text."""
+        self.cached_tokens = cached_tokens
+        self.prompt_scores[:] = prompt_scores or self.prompt_scores
+        if self.request.max_tokens == 0:  # the prompt's scores were all that was wanted
+            tokens, score, finish_reason = [], None, "length"
+        self.scores += [] if score is None else [score]
+        stop_token = tokens[-1] if finish_reason == "stop" else None
+        num_shown = len(tokens) - (stop_token is not None and not self.request.include_stop_str_in_output)
+        for number, token in enumerate(tokens):
+            self.num_tokens += 1
+            self.tokens.append(token)
+            self.offsets.append(self.stream.num_characters)
+            if self.num_tokens > self.request.min_tokens:
+                self.stream.stop = self.request.stop
+            self.text += self.stream.push(token) if number < num_shown else ""
+            if self.stream.matched is not None:
+                break  # the tokens after a stop string do not count
+        if finish_reason and self.stream.matched is None:
+            self.text += self.stream.flush()
+            self.finish_reason, self.stop_reason = finish_reason, None if stop_token == self.eos else stop_token
+        if self.stream.matched is not None:
+            self.finish_reason, self.stop_reason = "stop", self.stream.matched
+
+    def has_news(self) -> bool:
+        if self.is_over or (self.request.prompt_candidates is not None and not (self.tokens or self.finish_reason)):
+            return False  # an echo waits for its prompt's scores
+        tokens = self.tokens and (self.request.return_token_ids or self.request.candidates is not None)
+        return bool(self.text or tokens or self.finish_reason)
+
+    def told(self):
+        """The client knows all that there is until now."""
+        self.text, self.tokens, self.scores, self.offsets = "", [], [], []
+        self.is_first, self.is_over = False, self.finish_reason is not None
 
 
 def token_name(data: bytes) -> str:
@@ -410,7 +473,7 @@ def candidates(token: int, score: list, n: int) -> dict[int, float]:
     return {i: max(p, LOWEST) for i, p in (found | {token: found.get(token, logprob)}).items()}
 
 
-def text_logprobs(choice, n: int) -> dict:
+def text_logprobs(choice: Choice, n: int) -> dict:
     """OpenAI's shape for completions: four lists, an entry for each token, an echo's too; null: nothing predicts it."""
     tokens, scores = choice.tokens, choice.scores
     if choice.is_first and choice.request.echo:
@@ -424,7 +487,7 @@ def text_logprobs(choice, n: int) -> dict:
     return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": choice.offsets}
 
 
-def chat_logprobs(choice, n: int) -> list[dict]:
+def chat_logprobs(choice: Choice, n: int) -> list[dict]:
     """OpenAI's shape for chats: an object for each token."""
 
     def entry(token: int, logprob: float) -> dict:
@@ -439,7 +502,7 @@ def chat_logprobs(choice, n: int) -> list[dict]:
     return content
 
 
-def vllm_prompt_logprobs(choice, n: int) -> list[dict | None]:
+def vllm_prompt_logprobs(choice: Choice, n: int) -> list[dict | None]:
     """vLLM's shape: for each prompt token but the first {id: {logprob, rank, decoded_token}}; rank null: not known."""
 
     def place(token: int, score: list) -> dict:

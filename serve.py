@@ -21,13 +21,12 @@ import itertools
 import json
 import multiprocessing
 import os
-import queue
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from tokenizer import TextStream, load_chat_template, load_tokenizer
@@ -180,18 +179,16 @@ class EngineClient:
 
     def _connect(self):
         self.process, self.to_engine, self.from_engine = self.start()
-        self.letters, self.last_words = queue.SimpleQueue(), ""
+        self.writer, self.last_words = ThreadPoolExecutor(1), ""  # one thread: letters stay in order
 
     def attach(self):
-        """Begin to read and write, on the running event loop."""
+        """Begin to read, on the running event loop."""
         asyncio.get_running_loop().add_reader(self.from_engine.fileno(), self._read)
-        threading.Thread(target=self._write, args=(self.to_engine, self.letters), daemon=True).start()
 
     def close(self):
         """Tell the engine to stop, and read no more from it."""
         asyncio.get_running_loop().remove_reader(self.from_engine.fileno())
-        self.letters.put({"op": "stop"})
-        self.letters.put(None)
+        self._write(op="stop")
 
     def submit(self, choices: list):
         """Have the choices of one prompt computed."""
@@ -204,14 +201,14 @@ class EngineClient:
         request, salt = first.request, first.job.salt
         options = {"n": len(choices), "priority": request.priority, "cache_salt": salt}
         options["prompt_logprobs"] = request.prompt_candidates
-        params = request.sampling_params(first.max_tokens)
-        self.letters.put({"op": "add", "id": id, "prompt": first.prompt, "params": params, "options": options})
+        params = request.sampling_params(self.info["max_model_len"] - len(first.prompt))
+        self._write(op="add", id=id, prompt=first.prompt, params=params, options=options)
 
     def abort(self, choice) -> bool:
         """Stop a choice's request; what it still sends is dropped. False if it has ended or was never submitted."""
         if not self.choices.pop(choice.engine_id, None):
             return False
-        self.letters.put({"op": "abort", "id": choice.engine_id})
+        self._write(op="abort", id=choice.engine_id)
         return True
 
     def fail_all(self, *error):
@@ -226,12 +223,9 @@ class EngineClient:
         stalls = self.choices and time.monotonic() - self.heard > STALL_SECONDS
         return f"no step in {STALL_SECONDS} s" if stalls else ""
 
-    @staticmethod
-    def _write(to_engine, letters):
-        # a full pipe blocks the writer until the engine reads, which it does once a step
-        with contextlib.suppress(OSError):  # the engine is gone: `_read` will say so
-            while (letter := letters.get()) is not None:
-                to_engine.send_bytes(json.dumps(letter).encode())
+    def _write(self, **letter):
+        # a full pipe blocks the thread until the engine reads, which it does once a step; if it is gone, `_read` knows
+        self.writer.submit(self.to_engine.send_bytes, json.dumps(letter).encode())
 
     def _read(self):
         """All messages that are there: when this process is behind, the tokens of several steps go out as one event."""
@@ -255,8 +249,8 @@ class EngineClient:
                             self.abort(choice)
                 self.on_stats(message["stats"])
             case "ready":
-                self.info = message
-                self._become("ready")
+                self.state, self.info = "ready", message
+                self.on_state("ready")
             case "error":
                 if choice := self.choices.get(message["id"]):
                     choice.job.fail(400 if message["kind"] == "invalid" else 500, message["message"])
@@ -266,19 +260,15 @@ class EngineClient:
     def _end(self, reason: str):
         """The engine is gone: so is all it was working at. The first time, start another one."""
         asyncio.get_running_loop().remove_reader(self.from_engine.fileno())
-        self.letters.put(None)
         restart = self.state == "ready" and self.may_restart
         self.reason = f"{reason}, it is started again" if restart else reason
-        self._become("restarting" if restart else "dead")
+        self.state = "restarting" if restart else "dead"
+        self.on_state(self.state)
         self.fail_all(500, self.reason, None, "engine_dead")
         if restart:
             self.may_restart = False
             self._connect()
             self.attach()
-
-    def _become(self, state: str):
-        self.state = state
-        self.on_state(state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

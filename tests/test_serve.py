@@ -26,7 +26,7 @@ from starlette.requests import Request
 
 import api
 import serve
-from protocol import ApiError, CompletionRequest
+from protocol import ApiError, Choice, CompletionRequest
 from serve import EngineClient
 from tokenizer import TextStream, load_chat_template
 
@@ -381,11 +381,7 @@ def test_no_stop_string_before_min_tokens(server):
 def test_late_tokens_cost_as_little_as_early_ones():
     """The last 1,000 of 10,000 tokens, each told at once, with stop strings: nothing grows with the text."""
     request = CompletionRequest(prompt="x", stop=["never", "xxxy"], logprobs=1)
-    job = SimpleNamespace(
-        request=request, client=SimpleNamespace(info={"eos_token_id": EOS}),
-        service=SimpleNamespace(tokenizer=ByteTokenizer()),
-    )  # fmt: skip
-    choice, times = api.Choice(job, 0, [120], [], 10_000), []
+    choice, times = Choice(None, 0, request, [120], [], ByteTokenizer(), EOS), []
     for _ in range(10):
         started = time.process_time()
         for _ in range(1000):
@@ -1271,10 +1267,11 @@ def test_a_silent_engine_is_not_alive(monkeypatch):
 
 def test_silence_counts_from_the_first_request():
     """An engine that was idle for an hour has not been silent for an hour when the next request comes."""
-    client = EngineClient(lambda: (None, None, None))
+    client = EngineClient(lambda: (None, SimpleNamespace(send_bytes=print), None))
     client.heard -= 3600
+    client.info["max_model_len"] = 9
     job = SimpleNamespace(salt="")
-    client.submit([SimpleNamespace(request=CompletionRequest(prompt="x"), prompt=[1], max_tokens=1, job=job)])
+    client.submit([SimpleNamespace(request=CompletionRequest(prompt="x"), prompt=[1], job=job)])
     assert not client.trouble()
     client.heard -= 3600
     assert client.trouble() == "no step in 120 s"
