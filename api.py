@@ -281,7 +281,7 @@ class Service:
     async def read(self, http: Request, kind: type[protocol.Strict]):
         """The request's body, as one of protocol.py's requests to this model. Raises ApiError."""
         # what a page of another origin may send without asking first is of another type
-        if not http.headers.get("content-type", "").startswith("application/json"):
+        if not http.headers.get("content-type", "").lower().startswith("application/json"):
             raise ApiError(400, "the body must be JSON, sent with the header Content-Type: application/json")
         body, limit = bytearray(), self.args.max_body_mib * 2**20
         async for part in http.stream():  # counted: a length may be wrong, and a chunked body announces none

@@ -682,6 +682,7 @@ def nowhere(call):
         (POST, JSON, b"null", 400, "the body must be a JSON object"),
         (POST, {}, b'{"prompt": "a"}', 400, NO_TYPE),
         (POST, {"content-type": "text/plain"}, b'{"prompt": "a"}', 400, NO_TYPE),
+        (POST, {"content-type": "Application/JSON; charset=utf-8"}, b"[1]", 400, "the body must be a JSON object"),
         (POST, JSON, b'{"prompt": "\xff"}', 400, NOT_JSON.format("invalid unicode code point", 13)),
         (POST, JSON, b'{"seed": ' + b"9" * 5000 + b"}", 400, NOT_JSON.format("number out of range", 4311)),
         (POST, JSON, b"[" * 90_000, 400, NOT_JSON.format("recursion limit exceeded", 202)),
