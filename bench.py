@@ -468,8 +468,11 @@ def bench_server(args) -> dict:
     """
     The offline workload over HTTP, as many requests as streams, all at once: 1, 32 and 256. Output tokens per second,
     milliseconds to the first token, and between tokens, (last - first) / (tokens - 1) of a request. Client, HTTP and
-    engine are three processes. Where the model's context is too short, the workload's lengths are divided.
+    engine are three processes. Where the model's context is too short, the workload's lengths are divided. Afterwards
+    the same without a server, by Engine.generate with all threads: the share of that speed that is left over HTTP.
     """
+    from serve import build_engine, parse_args
+
     config = load_config(args.model)
     scale = max(1, -(-2048 // config.context_length))
     command = [sys.executable, "serve.py", "--model", args.model, "--port", "0", "--no-access-log", *args.flags]
@@ -494,7 +497,20 @@ def bench_server(args) -> dict:
     finally:
         process.terminate()
         process.wait(60)
+    engine = build_engine(parse_args(["--model", args.model, *args.flags]))
+    generate_speed(engine, offline_workload(8, 8, config.vocab_size))  # warm-up
+    for seed, n in enumerate(args.streams):
+        alone, over_http = generate_speed(engine, offline_workload(n, scale, config.vocab_size, seed)), f"{n} streams"
+        result[over_http]["of the engine alone"] = f"{result[over_http]['output tok/s'] / alone:.0%}"
     return result
+
+
+def generate_speed(engine: Engine, work: list[tuple[list[int], int]]) -> float:
+    """Output tokens per second of Engine.generate."""
+    params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True) for _, n in work]
+    started = time.perf_counter()
+    engine.generate([prompt for prompt, _ in work], params, progress=False)
+    return sum(n for _, n in work) / (time.perf_counter() - started)
 
 
 async def streams(host: str, port: int, work: list[tuple[list[int], int]]) -> list[tuple[float, float]]:

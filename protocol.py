@@ -1,10 +1,10 @@
 """
 The JSON of the HTTP surface: what a request may say, what an answer looks like, how a refusal reads.
 
-    request = CompletionRequest.model_validate({"prompt": "def ", "max_tokens": 8})
-    request.prompt, request.sampling_params(8)       # ["def "], {"temperature": 1.0, ..., "max_tokens": 8}
+    request = CompletionRequest.model_validate_json(b'{"prompt": "def ", "max_tokens": 8}')
+    request.prompt, request.sampling_params(99)      # ["def "], {"temperature": 1.0, ..., "max_tokens": 8}
 
-Not run by itself: `serve.py` imports it. Shapes follow OpenAI's API and vLLM's extras. Three rules hold for every
+Not run by itself: the server imports it. Shapes follow OpenAI's API and vLLM's extras. Three rules hold for every
 field: types are strict (a bool is no int), numbers are finite and in a stated range, and `null` means "not given". Bad
 input is a 400 that names the field, because clients retry 408, 409, 429 and everything from 500 up.
 """
@@ -12,23 +12,12 @@ input is a 400 that names the field, because clients retry 408, 409, 429 and eve
 import difflib
 import json
 import reprlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    PlainValidator,
-    WithJsonSchema,
-    model_validator,
-)
-from starlette.exceptions import HTTPException
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from starlette.responses import Response
+
+from tokenizer import TextStream
 
 # What OpenAI calls the kinds of error; a client library turns status and type into an exception of its own.
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -56,45 +45,38 @@ LOWEST = -9999.0  # JSON has no infinity
 # Refusals
 
 
-class ApiError(HTTPException):
-    """
-    A refusal in OpenAI's shape. `param` names the field at fault, `code` is for programs ("model_not_found"),
-    `retry_after` is in seconds and goes out as a header.
-    """
+class ApiError(Exception):
+    """A refusal. `param` names the field at fault, `code` is for programs ("model_not_found")."""
 
-    def __init__(self, status: int, message: str, param=None, code=None, retry_after: int | None = None):
-        super().__init__(status, message, headers={"Retry-After": str(retry_after)} if retry_after else None)
-        self.param, self.code = param, code
+    def __init__(self, status: int, message: str, param=None, code=None, headers: dict[str, str] | None = None):
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
 
-def error_body(error: HTTPException) -> bytes:
-    """The one shape of every error, ours or the framework's (which has neither param nor code)."""
-    kind = ERROR_TYPES.get(error.status_code, "invalid_request_error")
-    param, code = getattr(error, "param", None), getattr(error, "code", None)
-    # ASCII only: a message may quote half a surrogate pair, which JSON can spell and UTF-8 cannot hold
-    return json.dumps({"error": {"message": error.detail, "type": kind, "param": param, "code": code}}).encode()
+def error_body(error: ApiError) -> bytes:
+    """The one shape of every error."""
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error")
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return json.dumps({"error": fields}).encode()
 
 
-def error_response(error: HTTPException) -> Response:
-    return Response(error_body(error), error.status_code, error.headers, "application/json")
+def error_response(error: ApiError) -> Response:
+    return Response(error_body(error), error.status, error.headers, "application/json")
 
 
-def validation_error(errors: list[dict]) -> ApiError:
+def body_refusal(found: ValidationError) -> ApiError:
     """
     Turn pydantic's findings on a request body into one 400 about the first of them. Our own validators raise ApiError
     themselves, which pydantic lets through: they know best what to say.
     """
-    error = errors[0]
-    path = [str(part)[:200] for part in error["loc"] if part != "body"]  # a name may be as long as the body
-    if error["type"] == "json_invalid":  # here the path is a position in the body
-        return ApiError(400, f"the body is not JSON: {error['ctx']['error']} at character {path[0]}")
-    if not path:
-        return ApiError(400, "the body must be a JSON object, sent with the header Content-Type: application/json")
+    error = found.errors(include_url=False)[0]
+    if error["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {error['ctx']['error']}")
+    if not error["loc"]:
+        return ApiError(400, "the body must be a JSON object")
+    path = [str(part)[:200] for part in error["loc"]]  # a name may be as long as the body
     param, name = path[0], ".".join(path)  # stop, stop.1
     if error["type"] == "missing":
         return ApiError(400, f"{name} is missing", param)
-    if error["type"] == "extra_forbidden":
-        return ApiError(400, f"there is no field {name!r}", param)
     return ApiError(400, f"{name}: {error['msg'].lower()}, got {reprlib.repr(error['input'])}", param)
 
 
@@ -102,30 +84,21 @@ def validation_error(errors: list[dict]) -> ApiError:
 # The kinds of values
 
 
-def is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)  # isinstance takes True for an int
-
-
 def list_of_prompts(value: Any) -> list[str | list[int]]:
     """Bring the four forms of `prompt` into one: a list of texts, or a list of lists of token ids."""
-    prompts = [value] if isinstance(value, str) or (value and is_token_ids(value)) else value
-    is_list = isinstance(prompts, list)
-    if is_list and len(prompts) > MAX_PROMPTS:  # before each is looked at
+
+    def all_are(kind: type, items: Any) -> bool:
+        return isinstance(items, list) and all(type(item) is kind for item in items)  # isinstance takes True for an int
+
+    prompts = [value] if isinstance(value, str) or (value and all_are(int, value)) else value
+    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:  # before each is looked at
         raise ApiError(400, f"prompt has {len(prompts)} prompts, at most {MAX_PROMPTS} are taken: split it", "prompt")
-    if not is_list or not (all(isinstance(p, str) for p in prompts) or all(is_token_ids(p) for p in prompts)):
+    if not (all_are(str, prompts) or (all_are(list, prompts) and all(all_are(int, prompt) for prompt in prompts))):
         message = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
         raise ApiError(400, message, "prompt")
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt is empty: give at least one character or token id for each answer", "prompt")
     return prompts
-
-
-def check_stops(stops: list[str]) -> list[str]:
-    if len(stops) > MAX_STOPS:
-        raise ApiError(400, f"stop has {len(stops)} strings, at most {MAX_STOPS} are taken", "stop")
-    if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-        raise ApiError(400, f"each stop string must have 1 to {MAX_STOP_LENGTH} characters", "stop")
-    return stops
 
 
 def bias_of_ids(value: Any) -> dict[int, float]:
@@ -144,31 +117,23 @@ def content_text(value: Any) -> Any:
     """A message's content: a text, or parts of which each is a text."""
     if not isinstance(value, list):
         return value
-    for part in value:
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-            raise ApiError(400, 'content has a part that is no {"type": "text", "text": ...}', "messages")
-        if not isinstance(part["text"], str):
-            raise ApiError(400, "content has a part whose text is no string", "messages")
-    return "".join(part["text"] for part in value)
+    parts = [part for part in value if isinstance(part, dict) and part.keys() == {"type", "text"}]
+    texts = [part["text"] for part in parts if part["type"] == "text" and isinstance(part["text"], str)]
+    if len(texts) < len(value):
+        raise ApiError(400, 'content has a part that is no {"type": "text", "text": "..."}', "messages")
+    return "".join(texts)
 
 
-def wrap_string(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-PROMPT_FORMS = str | list[str] | list[int] | list[list[int]]
-BIAS_FORM = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
-Prompts = Annotated[list[str | list[int]], PlainValidator(list_of_prompts, json_schema_input_type=PROMPT_FORMS)]
-# FailFast: a finding for each of a million wrong items would hold up the event loop for seconds
+Prompts = Annotated[list[str | list[int]], PlainValidator(list_of_prompts)]
+# fail_fast: a finding for each of a million wrong items would hold up the event loop for seconds
+Ids = Annotated[list[int], Field(fail_fast=True)]
 Stops = Annotated[
-    list[str],
-    FailFast(),
-    AfterValidator(check_stops),
-    BeforeValidator(wrap_string, json_schema_input_type=str | list[str]),
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
-Ids = Annotated[list[int], FailFast()]
-Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids), WithJsonSchema(BIAS_FORM)]
-Content = Annotated[str, BeforeValidator(content_text, json_schema_input_type=str | list[dict[str, str]])]
+Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids)]
+Content = Annotated[str, BeforeValidator(content_text)]
 Candidates = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -230,10 +195,10 @@ class SamplingRequest(Strict):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: Bias = {}
-    allowed_token_ids: Ids = Field([], min_length=1, max_length=MAX_ALLOWED)
+    logit_bias: Bias | None = None
+    allowed_token_ids: Ids | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     stop: Stops = []
     include_stop_str_in_output: bool = False
     stop_token_ids: Ids = Field([], max_length=MAX_STOP_IDS)
@@ -248,43 +213,51 @@ class SamplingRequest(Strict):
 
     @model_validator(mode="after")
     def check_combinations(self):
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise ApiError(400, "stream_options is for streams: send stream true or leave it out", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs is not for streams: send stream false", "prompt_logprobs")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens is 0, wanted at least 1; 0 is only for echo", "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             message = f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}"
             raise ApiError(400, message, "min_tokens")
         return self
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
     def prompt_candidates(self) -> int | None:
         """How many candidates to score at each place of the prompt; None: the prompt is not scored."""
-        return self.prompt_logprobs
+        wanted = [self.prompt_logprobs, self.candidates if self.echo else None]
+        return max((n for n in wanted if n is not None), default=None)
 
-    def sampling_params(self, max_tokens: int) -> dict:
-        """The fields of the engine's SamplingParams as plain data: the HTTP process never imports torch."""
-        names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        names += ("stop_token_ids", "ignore_eos", "min_tokens", "seed")
-        params = {name: getattr(self, name) for name in names}
-        params |= {"max_tokens": max(1, max_tokens), "logprobs": self.candidates, "logit_bias": self.logit_bias or None}
-        params["allowed_token_ids"] = self.allowed_token_ids or None
-        return params | {"top_k": max(self.top_k, 0)}
+    def sampling_params(self, room: int) -> dict:
+        """
+        The fields of the engine's SamplingParams as plain data: the HTTP process never imports torch. `room` is for as
+        many tokens as the context has left.
+        """
+        names = "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed "
+        names += "allowed_token_ids stop_token_ids ignore_eos min_tokens"
+        max_tokens = room if self.max_tokens is None else max(1, self.max_tokens)
+        changed = {"max_tokens": max_tokens, "logprobs": self.candidates, "top_k": max(self.top_k, 0)}
+        return {name: getattr(self, name) for name in names.split()} | changed
 
-    def check_fits(
-        self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_id: int | None = None
-    ) -> list[int]:
-        """
-        Refuse at once what the model can never take: ApiError (400) with wanted, available, what to change. Returns
-        how many new tokens each prompt may get.
-        """
-        ids = [("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)]
-        ids += [("allowed_token_ids", self.allowed_token_ids), *(("prompt", prompt) for prompt in prompts)]
-        for param, tokens in ids:
+    def of_answer(self, choice: "Choice", tokens: list[int], finish_reason: str | None) -> dict:
+        """What an answer says of a choice besides its text."""
+        fields = {"index": choice.index, "logprobs": self.scores(choice, tokens), "finish_reason": finish_reason}
+        fields["stop_reason"] = choice.stop_reason if finish_reason else None
+        return fields | ({"token_ids": tokens} if self.return_token_ids else {})
+
+    def of_prompt(self, choice: "Choice") -> dict:
+        """What an answer says of its prompt, the ids only once."""
+        fields = {"prompt_token_ids": choice.prompt} if self.return_token_ids and choice.is_first else {}
+        if self.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = vllm_prompt_logprobs(choice, self.prompt_logprobs)
+        return fields
+
+    def check_fits(self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_id=None):
+        """Refuse at once what the model can never take: ApiError (400) with wanted, available, what to change."""
+        own = [(name, getattr(self, name) or ()) for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")]
+        for param, tokens in own + [("prompt", prompt) for prompt in prompts]:
             if min(tokens, default=0) < 0 or max(tokens, default=0) >= vocab_size:
                 wrong = next(token for token in tokens if not 0 <= token < vocab_size)
                 raise ApiError(400, f"token id {wrong} is outside the vocabulary, 0..{vocab_size - 1}", param)
@@ -293,13 +266,10 @@ class SamplingRequest(Strict):
             raise ApiError(400, "min_tokens: all tokens that are allowed are stop tokens", "min_tokens")
         longest, scored = max(map(len, prompts)), self.prompt_candidates is not None
         wanted = max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens or int(scored)
-        if longest + wanted > max_model_len:
-            message = (
-                f"{longest} prompt tokens and max_tokens {wanted} make {longest + wanted}, "
-                f"this model takes {max_model_len}: shorten the prompt or lower max_tokens"
-            )
+        if (total := longest + wanted) > max_model_len:
+            numbers = f"{longest} prompt tokens and max_tokens {wanted} make {total}, this model takes {max_model_len}"
+            message = f"{numbers}: shorten the prompt or lower max_tokens"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
-        return [max_model_len - len(p) if self.max_tokens is None else self.max_tokens for p in prompts]
 
 
 class CompletionRequest(SamplingRequest):
@@ -313,39 +283,23 @@ class CompletionRequest(SamplingRequest):
     max_tokens: int | None = Field(16, ge=0)  # 0: score the prompt
     logprobs: Candidates | None = None  # of the model's distribution, before temperature and penalties
     echo: bool = False
-
-    @model_validator(mode="after")
-    def check_max_tokens(self):
-        if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens is 0, wanted at least 1; 0 is only for echo", "max_tokens")
-        return self
+    messages: ClassVar[tuple] = ()
 
     @property
     def candidates(self) -> int | None:
         return self.logprobs
 
-    @property
-    def prompt_candidates(self) -> int | None:
-        both = [n for n in (self.prompt_logprobs, self.logprobs if self.echo else None) if n is not None]
-        return max(both, default=None)
+    def scores(self, choice: "Choice", tokens: list[int]) -> dict | None:
+        return None if self.logprobs is None else text_logprobs(choice, self.logprobs)
 
-    def whole(self, news: "News") -> dict:
-        choice = {"index": news.index, "text": news.text, "logprobs": None}
-        choice |= {"finish_reason": news.finish_reason, "stop_reason": news.stop_reason}
-        if self.logprobs is not None:
-            choice["logprobs"] = text_logprobs(news, self.logprobs)
-        if self.return_token_ids:
-            choice |= {"token_ids": news.tokens} | ({"prompt_token_ids": news.prompt} if news.is_first else {})
-        if self.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = vllm_prompt_logprobs(news, self.prompt_logprobs)
-        return choice
+    def answer(self, choices: list["Choice"]) -> dict:
+        def whole(choice: Choice) -> dict:
+            return {"text": choice.text} | self.of_answer(choice, choice.tokens, choice.finish_reason)
 
-    def chunks(self, news: "News") -> list[dict]:
-        return [self.whole(news)]
+        return {"choices": [whole(choice) | self.of_prompt(choice) for choice in choices]}
 
-    def outside(self, news: "News") -> dict:
-        """What an answer says of the prompt, outside of its choices."""
-        return {}
+    def chunks(self, choice: "Choice") -> list[dict]:
+        return [self.answer([choice])]
 
 
 class Message(Strict):
@@ -354,7 +308,7 @@ class Message(Strict):
     name: str | None = None
 
 
-Messages = Annotated[list[Message], FailFast()]
+Messages = Annotated[list[Message], Field(fail_fast=True)]
 
 
 class ChatRequest(SamplingRequest):
@@ -389,29 +343,26 @@ class ChatRequest(SamplingRequest):
     def candidates(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def whole(self, news: "News") -> dict:
-        return {"message": {"role": "assistant", "content": news.text}} | self.rest(news, news.finish_reason)
+    def scores(self, choice: "Choice", tokens: list[int]) -> dict | None:
+        if not (self.logprobs and tokens):
+            return None
+        return {"content": chat_logprobs(choice, self.candidates), "refusal": None}
 
-    def chunks(self, news: "News") -> list[dict]:
+    def answer(self, choices: list["Choice"]) -> dict:
+        def whole(choice: Choice) -> dict:
+            message = {"role": "assistant", "content": choice.text}
+            return {"message": message} | self.of_answer(choice, choice.tokens, choice.finish_reason)
+
+        return {"choices": [whole(choice) for choice in choices]} | self.of_prompt(choices[0])
+
+    def chunks(self, choice: "Choice") -> list[dict]:
         """The first says the role, the last nothing but how it ended, what is between has the text."""
-        deltas = [({"role": "assistant", "content": ""}, False)] if news.is_first else []
-        deltas += [({"content": news.text}, True)] if news.text or news.tokens else []
-        chunks = [{"delta": delta} | self.rest(news if tells else news.empty(), None) for delta, tells in deltas]
-        return chunks + ([{"delta": {}} | self.rest(news.empty(), news.finish_reason)] if news.finish_reason else [])
-
-    def rest(self, news: "News", finish_reason: str | None) -> dict:
-        choice = {"index": news.index, "logprobs": None, "finish_reason": finish_reason}
-        choice["stop_reason"] = news.stop_reason if finish_reason else None
-        if self.logprobs and news.tokens:
-            choice["logprobs"] = {"content": chat_logprobs(news, self.candidates), "refusal": None}
-        return choice | ({"token_ids": news.tokens} if self.return_token_ids else {})
-
-    def outside(self, news: "News") -> dict:
-        """What an answer says of the prompt, outside of its choices."""
-        ids = {"prompt_token_ids": news.prompt} if self.return_token_ids and news.is_first else {}
-        if self.prompt_logprobs is None:
-            return ids
-        return ids | {"prompt_logprobs": vllm_prompt_logprobs(news, self.prompt_logprobs)}
+        parts = [({"role": "assistant", "content": ""}, [], None)] if choice.is_first else []
+        parts += [({"content": choice.text}, choice.tokens, None)] if choice.text or choice.tokens else []
+        parts += [({}, [], choice.finish_reason)] if choice.finish_reason else []
+        chunks = [{"choices": [{"delta": delta} | self.of_answer(choice, *rest)]} for delta, *rest in parts]
+        chunks[0] |= self.of_prompt(choice)
+        return chunks
 
 
 class TokenizeRequest(Strict):
@@ -434,35 +385,77 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The answers. They are written as plain dictionaries, a few microseconds each; the models below are their documentation
+# The answers, as plain dictionaries: a few microseconds each
 
 
-@dataclass(slots=True)
-class News:
+class Choice:
     """
-    What the client was not told yet of one choice. A score is [log-probability of the token, the likeliest ids, their
-    log-probabilities], or None for a first token, which nothing predicts.
+    One continuation of a prompt, for a `job`: steps of the engine put tokens in; `text`, `tokens`, `scores` (one for
+    each token, if asked for) and `offsets` (where in the whole text each token begins) are what the client was not told
+    yet. `prompt_scores`, of each token of the prompt but the first, is one list for all choices of a prompt. A score is
+    [log-probability of the token, the likeliest ids, their log-probabilities].
     """
 
-    index: int
-    text: str
-    tokens: list[int]
-    finish_reason: str | None
-    stop_reason: str | int | None
-    is_first: bool
-    prompt: list[int]
-    spell: Callable[[int], bytes]  # the bytes of a token, a control token's name included
-    scores: list = ()  # of what `offsets` counts: with echo the prompt's tokens, then `tokens`
-    scored: list[int] = ()  # these tokens
-    offsets: list[int] = ()  # where in the whole text each of them begins
-    prompt_scores: list | None = None
+    def __init__(
+        self, job, index: int, request: SamplingRequest, prompt: list[int], prompt_scores: list, tokenizer, eos
+    ):
+        self.job, self.index, self.request = job, index, request
+        self.prompt, self.prompt_scores = prompt, prompt_scores
+        # to vLLM the end of text is a stop without a reason, and with ignore_eos a token like any other
+        self.eos = None if request.ignore_eos else eos
+        self.engine_id: str | None = None
+        self.num_tokens = self.cached_tokens = 0  # of the answer: none after a stop string; of the prompt
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None  # of finish_reason "stop": the stop string or id; None: end of text
+        self.is_first, self.is_over = True, False  # nothing was told yet; all was
+        self.last_step = 0.0  # when tokens came last
+        self.spell = tokenizer.spelled_bytes  # the bytes of a token, a control token's name included
+        token_bytes = tokenizer.token_bytes if request.skip_special_tokens else self.spell
+        self.stream = TextStream(token_bytes, [], request.include_stop_str_in_output)
+        self.text, self.tokens, self.scores, self.offsets = "", [], [], []
+        # an echo is not searched for stop strings, but a character may begin in it and end in the answer
+        for token in prompt if request.echo else ():
+            self.offsets.append(self.stream.num_characters)
+            self.text += self.stream.push(token)
 
-    def empty(self) -> "News":
-        return News(self.index, "", [], None, self.stop_reason, False, [], self.spell)
+    def take(self, tokens: list[int], finish_reason: str | None, cached_tokens: int, score=None, prompt_scores=None):
+        """Add what a step brought. With finish_reason "stop" the last token is the one that stopped: it is no text."""
+        self.cached_tokens = cached_tokens
+        self.prompt_scores[:] = prompt_scores or self.prompt_scores
+        if self.request.max_tokens == 0:  # the prompt's scores were all that was wanted
+            tokens, score, finish_reason = [], None, "length"
+        self.scores += [] if score is None else [score]
+        stop_token = tokens[-1] if finish_reason == "stop" else None
+        num_shown = len(tokens) - (stop_token is not None and not self.request.include_stop_str_in_output)
+        for number, token in enumerate(tokens):
+            self.num_tokens += 1
+            self.tokens.append(token)
+            self.offsets.append(self.stream.num_characters)
+            if self.num_tokens > self.request.min_tokens:
+                self.stream.stop = self.request.stop
+            self.text += self.stream.push(token) if number < num_shown else ""
+            if self.stream.matched is not None:
+                break  # the tokens after a stop string do not count
+        if finish_reason and self.stream.matched is None:
+            self.text += self.stream.flush()
+            self.finish_reason, self.stop_reason = finish_reason, None if stop_token == self.eos else stop_token
+        if self.stream.matched is not None:
+            self.finish_reason, self.stop_reason = "stop", self.stream.matched
+
+    def has_news(self) -> bool:
+        if self.is_over or (self.request.prompt_candidates is not None and not (self.tokens or self.finish_reason)):
+            return False  # an echo waits for its prompt's scores
+        tokens = self.tokens and (self.request.return_token_ids or self.request.candidates is not None)
+        return bool(self.text or tokens or self.finish_reason)
+
+    def told(self):
+        """The client knows all that there is until now."""
+        self.text, self.tokens, self.scores, self.offsets = "", [], [], []
+        self.is_first, self.is_over = False, self.finish_reason is not None
 
 
 def token_name(data: bytes) -> str:
@@ -480,145 +473,43 @@ def candidates(token: int, score: list, n: int) -> dict[int, float]:
     return {i: max(p, LOWEST) for i, p in (found | {token: found.get(token, logprob)}).items()}
 
 
-def text_logprobs(news: News, n: int) -> dict:
-    """OpenAI's shape for completions: four lists, an entry for each token."""
+def text_logprobs(choice: Choice, n: int) -> dict:
+    """OpenAI's shape for completions: four lists, an entry for each token, an echo's too; null: nothing predicts it."""
+    tokens, scores = choice.tokens, choice.scores
+    if choice.is_first and choice.request.echo:
+        tokens, scores = choice.prompt + tokens, [None, *choice.prompt_scores, *scores]
     names, values, tops = [], [], []
-    for token, score in zip(news.scored, news.scores, strict=True):
-        names.append(token_name(news.spell(token)))
+    for token, score in zip(tokens, scores, strict=True):
+        names.append(token_name(choice.spell(token)))
         found = candidates(token, score, n) if score else None
         values.append(found[token] if score else None)
-        tops.append({token_name(news.spell(i)): p for i, p in found.items()} if score else None)
-    return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": list(news.offsets)}
+        tops.append({token_name(choice.spell(i)): p for i, p in found.items()} if score else None)
+    return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": choice.offsets}
 
 
-def chat_logprobs(news: News, n: int) -> list[dict]:
+def chat_logprobs(choice: Choice, n: int) -> list[dict]:
     """OpenAI's shape for chats: an object for each token."""
 
     def entry(token: int, logprob: float) -> dict:
-        data = news.spell(token)
+        data = choice.spell(token)
         return {"token": token_name(data), "logprob": logprob, "bytes": list(data)}
 
     content = []
-    for token, score in zip(news.scored, news.scores, strict=True):
+    for token, score in zip(choice.tokens, choice.scores, strict=True):
         found = candidates(token, score, n)
         top = [entry(i, p) for i, p in list(found.items())[:n]]
         content.append(entry(token, found[token]) | {"top_logprobs": top})
     return content
 
 
-def vllm_prompt_logprobs(news: News, n: int) -> list[dict | None]:
+def vllm_prompt_logprobs(choice: Choice, n: int) -> list[dict | None]:
     """vLLM's shape: for each prompt token but the first {id: {logprob, rank, decoded_token}}; rank null: not known."""
-    found = [candidates(t, score, n) for t, score in zip(news.prompt[1:], news.prompt_scores or [], strict=True)]
-    spelled = [
-        {
-            str(i): {"logprob": p, "rank": rank if rank <= n else None, "decoded_token": token_name(news.spell(i))}
-            for rank, (i, p) in enumerate(place.items(), 1)
+
+    def place(token: int, score: list) -> dict:
+        ranked = enumerate(candidates(token, score, n).items(), 1)
+        return {
+            str(i): {"logprob": p, "rank": rank if rank <= n else None, "decoded_token": token_name(choice.spell(i))}
+            for rank, (i, p) in ranked
         }
-        for place in found
-    ]
-    return [None, *spelled]
 
-
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int  # of all prompts: how many tokens were found in the prefix cache
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class TextLogprobs(BaseModel):
-    tokens: list[str]
-    token_logprobs: list[float | None]  # null: a first token, which nothing predicts
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class PromptLogprob(BaseModel):
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-class AnyChoice(BaseModel):
-    index: int
-    finish_reason: Literal["stop", "length"] | None = None  # null while streaming
-    stop_reason: str | int | None = None  # the stop string or stop id that ended it; null at the end of the text
-    token_ids: list[int] | None = None  # with return_token_ids
-
-
-class CompletionChoice(AnyChoice):
-    text: str
-    logprobs: TextLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
-
-
-class CompletionAnswer(BaseModel):
-    """The whole answer; with `usage` null or absent, one chunk of a stream."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int  # seconds since 1970
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class Candidate(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(Candidate):
-    top_logprobs: list[Candidate]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class ChatMessage(BaseModel):
-    role: Literal["assistant"] | None = None  # in a stream: only in the first delta
-    content: str | None = None
-
-
-class ChatChoice(AnyChoice):
-    message: ChatMessage | None = None  # of a whole answer
-    delta: ChatMessage | None = None  # of a chunk
-    logprobs: ChatLogprobs | None = None
-
-
-class ChatAnswer(BaseModel):
-    """The whole answer, or one chunk of a stream."""
-
-    id: str
-    object: Literal["chat.completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
-
-
-class TokenizeAnswer(BaseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class DetokenizeAnswer(BaseModel):
-    prompt: str
-
-
-class ErrorAnswer(BaseModel):
-    """The shape of `error_body`, for the OpenAPI page."""
-
-    error: dict[Literal["message", "type", "param", "code"], str | None]
+    return [None, *map(place, choice.prompt[1:], choice.prompt_scores)]

@@ -194,6 +194,7 @@ class TextStream:
     def __init__(self, token_bytes: Callable[[int], bytes], stop: list[str] = (), include_stop: bool = False):
         self.token_bytes, self.stop, self.include_stop = token_bytes, stop, include_stop
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the bytes of a character not yet whole
+        self.num_characters = 0  # decoded so far
         self.held = ""  # text that could turn out to be the beginning of a stop string
         self.matched: str | None = None
 
@@ -208,6 +209,7 @@ class TextStream:
         return text
 
     def _release(self, text: str) -> str:
+        self.num_characters += len(text)
         text = self.held + text
         # (end, -length, stop) of each match: the one that ends first counts, of several that do the longest
         matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stop if stop in text]

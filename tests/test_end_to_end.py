@@ -356,7 +356,8 @@ def test_server_killed(checkpoint):
 # At the terminal
 
 # Python with the packages of the HTTP server missing: `--prompt` must do without.
-BARE = "import sys; sys.modules |= dict.fromkeys(['fastapi', 'uvicorn', 'pydantic', 'starlette']); import serve; "
+ABSENT = ["uvicorn", "pydantic", "starlette", "prometheus_client"]
+BARE = f"import sys; sys.modules |= dict.fromkeys({ABSENT}); import serve; "
 
 
 def at_terminal(checkpoint, *flags):

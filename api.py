@@ -1,0 +1,542 @@
+"""
+The OpenAI-compatible HTTP surface: who may come in, what each path answers, and how long clients may take.
+
+The way of a request: a `Connection` reads it, the `Gate` lets it in, a method of `Service` answers its path. For a
+completion that is a `Job` with a `Choice` for each continuation of each prompt: `EngineClient` (in serve.py, which
+starts all this) carries token ids to the engine's process and back; protocol.py has the rules of what is taken, makes
+text of tokens and shapes what is said. Not run by itself; only these two rooms import the HTTP packages.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+import protocol
+from protocol import ApiError, Choice, error_body, error_response
+
+OPEN_PATHS = ("/livez", "/readyz")  # what a supervisor asks; everything else needs the key, if there is one
+PING_SECONDS = 10  # a stream that has nothing to say says so this often, or proxies take it for dead
+LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
+RETRY = {"Retry-After": "1"}  # seconds
+MAX_HEAD = 2**16  # bytes of a request before its body
+PING = b": ping\n\n"
+
+compact = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def log(event: str, **fields):
+    """One line of JSON on stderr: nothing that a client sends can look like a line of its own."""
+    print(json.dumps({"time": round(time.time(), 3), "event": event, **fields}), file=sys.stderr, flush=True)
+
+
+def json_response(content: dict) -> Response:
+    return Response(compact(content), media_type="application/json")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The answer to one call
+
+
+class Job:
+    """
+    The answer to one call, as an ASGI application: whole, or a stream of server-sent events. While a client reads
+    slowly `send` waits and tokens gather; they then go out as one event. However it ends, nothing of it goes on
+    running in the engine.
+    """
+
+    def __init__(self, service: "Service", request, prompts: list[list[int]], salt: str):
+        self.service, self.client, self.request, self.salt = service, service.client, request, salt
+        self.changed, self.error, self.silent = asyncio.Event(), None, False
+        self.choices: list[Choice] = []
+        for prompt in prompts:
+            shared = request, prompt, [], service.tokenizer, self.client.info["eos_token_id"]
+            self.choices += [Choice(self, len(self.choices) + i, *shared) for i in range(request.n)]
+        self.id = f"{request.id_prefix}{request.request_id or uuid.uuid4().hex}"
+        self.head = {"id": self.id, "object": request.objects[request.stream], "created": int(time.time())}
+        self.head["model"] = service.name
+        self.started, self.num_unfinished = time.monotonic(), len(self.choices)
+
+    async def __call__(self, scope, receive, send):
+        self.service.check_room(len(self.choices))  # here: nothing is awaited between this and the submission
+        for i in range(0, len(self.choices), self.request.n):
+            choices = self.choices[i : i + self.request.n]
+            if self.request.max_tokens != 0 or self.request.prompt_candidates is not None:
+                self.client.submit(choices)
+            else:  # echo of the prompt alone is no work for the engine
+                for choice in choices:
+                    self.take(choice, [], "length", 0)
+        tasks = [asyncio.create_task(self.watch(receive))]
+        try:
+            if self.request.stream:
+                tasks.append(asyncio.create_task(self.ping()))
+                await self.stream(send)
+            else:
+                await self.changed.wait()
+                if self.error:
+                    raise self.error
+                answer = self.request.answer(self.choices)
+                await json_response(self.head | answer | {"usage": self.usage()})(scope, receive, send)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.abort()
+
+    def take(self, choice: Choice, tokens: list[int], *output):
+        """EngineClient brings what a step made of a choice."""
+        choice.take(tokens, *output)
+        self.service.metrics.took(choice, len(tokens))
+        self.num_unfinished -= choice.finish_reason is not None
+        if self.request.stream or self.is_done:
+            self.changed.set()
+
+    def fail(self, *error):
+        """End the call, all its choices, with ApiError(*error)."""
+        self.error = self.error or ApiError(*error)
+        self.abort()
+        self.changed.set()
+
+    def abort(self):
+        for choice in self.choices:
+            if self.client.abort(choice):
+                self.service.metrics.finished["abort"].inc()
+
+    async def watch(self, receive):
+        """End the call when it takes too long, or when the client hangs up, which ASGI only tells those who ask."""
+        limit = self.service.args.request_seconds
+        try:
+            async with asyncio.timeout(limit):
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+            self.fail(499, "the client is gone")  # nobody reads it, but the log does
+        except TimeoutError:
+            self.fail(503, f"not finished within {limit:g} s, what the server allows", None, "timeout", RETRY)
+
+    async def ping(self):
+        """Now and then have the stream say something: a timeout for each of its tokens would cost more than a token."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            self.silent = True
+            self.changed.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self.error is not None or self.num_unfinished == 0
+
+    async def stream(self, send):
+        """Headers go out with the first event, so what fails before it still has a status of its own."""
+        started = done = False
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        while not done:
+            await self.changed.wait()
+            if self.error and not started:
+                raise self.error
+            # Until `send` nothing is awaited, so no token comes between what is told and what is remembered.
+            events = self.events() or (PING if self.silent else b"")  # b"": new text is all held back
+            done, self.silent = self.is_done, False
+            self.changed.clear()
+            if events and not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": not done})
+
+    def events(self) -> bytes:
+        """All that is new, for each choice; after the last tokens the usage, if asked for, and the end."""
+        with_usage = self.request.stream_options.include_usage
+        head, events = self.head | ({"usage": None} if with_usage else {}), []
+        for choice in self.choices:
+            if choice.has_news():
+                events += [compact(head | chunk) for chunk in self.request.chunks(choice)]
+                choice.told()
+        if self.error:
+            events.append(error_body(self.error).decode())
+        elif self.is_done:
+            events += [compact(head | {"choices": [], "usage": self.usage()})] if with_usage else []
+            events.append("[DONE]")
+        return "".join(f"data: {event}\n\n" for event in events).encode()
+
+    def usage(self) -> dict:
+        # tokens after a stop string are not in num_tokens, so nobody is charged for them
+        firsts = self.choices[:: self.request.n]
+        prompt, completion = sum(len(c.prompt) for c in firsts), sum(c.num_tokens for c in self.choices)
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return counts | {"prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)}}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The server
+
+
+class Metrics:
+    """What /metrics shows, under vLLM's names, so that its dashboards work."""
+
+    def __init__(self, model_name: str):
+        self.registry, self.totals = CollectorRegistry(), {}
+
+        def metric(kind, name: str, about: str, **options):
+            return kind(f"vllm:{name}", about, ["model_name"], registry=self.registry, **options).labels(model_name)
+
+        # by their names in Engine.stats()
+        self.gauges = {
+            "running": metric(Gauge, "num_requests_running", "Choices being computed."),
+            "waiting": metric(Gauge, "num_requests_waiting", "Choices waiting for their turn."),
+            "kv_usage": metric(Gauge, "kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0..1."),
+        }
+        self.counters = {
+            "queries": metric(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+            "hits": metric(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+            "preemptions": metric(Counter, "num_preemptions", "Requests sent back to the queue for lack of blocks."),
+        }
+        self.prompt_tokens = metric(Counter, "prompt_tokens", "Prompt tokens computed or found.")
+        self.generation_tokens = metric(Counter, "generation_tokens", "Tokens generated.")
+        bounds = [m * 10**e for e in range(-3, 3) for m in (1, 2.5, 5)]  # 1 ms .. 500 s
+        timing = partial(metric, Histogram, buckets=bounds)
+        self.first_token = timing("time_to_first_token_seconds", "From the request to its first token.")
+        self.inter_token = timing("inter_token_latency_seconds", "From one token of a choice to the next.")
+        self.latency = timing("e2e_request_latency_seconds", "From the request to its last token.")
+        self.queue_time = timing("request_queue_time_seconds", "From the request to its first step.")
+        labels = ["model_name", "finished_reason"]
+        success = Counter("vllm:request_success", "Choices finished, and how.", labels, registry=self.registry)
+        self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length", "abort")}
+
+    def took(self, choice: Choice, num_tokens: int):
+        """A choice took so many tokens of a step."""
+        now, before, choice.last_step = time.monotonic(), choice.last_step, time.monotonic()
+        self.generation_tokens.inc(num_tokens)
+        if before:
+            self.inter_token.observe((now - before) / max(1, num_tokens))
+        else:
+            self.first_token.observe(now - choice.job.started)
+            self.prompt_tokens.inc(0 if choice.index % choice.request.n else len(choice.prompt))
+        if choice.finish_reason:
+            self.finished[choice.finish_reason].inc()
+            self.latency.observe(now - choice.job.started)
+
+    def update(self, stats: dict):
+        """Take in Engine.stats(). Its totals begin at 0 again when the engine is started again, ours must not."""
+        for name, gauge in self.gauges.items():
+            gauge.set(stats[name])
+        for name, counter in self.counters.items():
+            new, self.totals[name] = stats[name] - self.totals.get(name, 0), stats[name]
+            counter.inc(new if new >= 0 else stats[name])
+        for waited in stats["waited"]:
+            self.queue_time.observe(waited)
+
+
+class Service:
+    """What all requests share: the engine's client, the tokenizer, the flags, and whether new work is taken."""
+
+    def __init__(self, client, tokenizer, args: argparse.Namespace, keys: list[str], chat_template: Callable | None):
+        self.client, self.tokenizer, self.args, self.keys = client, tokenizer, args, keys
+        self.chat_template = chat_template  # None: the checkpoint has none
+        self.name, self.created = args.served_model_name or args.model, int(time.time())
+        self.capacity = (args.max_num_seqs or 256) + args.max_queue  # choices that may run and wait together
+        self.metrics, self.draining, self.deadline = Metrics(self.name), False, 0.0
+        client.on_stats, client.on_state = self.metrics.update, self.engine_changed
+        self.routes = {
+            ("POST", "/v1/completions"): partial(self.complete, protocol.CompletionRequest),
+            ("POST", "/v1/chat/completions"): partial(self.complete, protocol.ChatRequest),
+            ("POST", "/tokenize"): self.tokenize,
+            ("POST", "/detokenize"): self.detokenize,
+            ("GET", "/v1/models"): self.models,
+            ("GET", "/livez"): self.alive,
+            ("GET", "/readyz"): self.ready,
+            ("GET", "/health"): self.ready,
+            ("GET", "/metrics"): self.show_metrics,
+        }
+
+    def check_ready(self):
+        """Raises ApiError (503) while the server takes no work: it is loading, draining or dead."""
+        state = "draining" if self.draining else self.client.state
+        if state != "ready":
+            why = self.client.reason if state in ("restarting", "dead") else "try again later"
+            raise ApiError(503, f"the server is {state}: {why}", None, state, RETRY)
+
+    def check_room(self, count: int):
+        """Raises ApiError for `count` choices more than the queue can take: now (429), or ever (400)."""
+        self.check_ready()  # again: the engine may have died while the prompts were encoded
+        waiting, capacity = len(self.client.choices), self.capacity
+        if count > capacity:
+            raise ApiError(400, f"{count} prompts x n in one call, at most {capacity} are taken: split it", "prompt")
+        if count + waiting > capacity:
+            message = f"{count} prompts x n beside {waiting} in work are more than {capacity}: try again later"
+            raise ApiError(429, message, None, "queue_full", RETRY)
+
+    async def read(self, http: Request, kind: type[protocol.Strict]):
+        """The request's body, as one of protocol.py's requests to this model. Raises ApiError."""
+        # what a page of another origin may send without asking first is of another type
+        if not http.headers.get("content-type", "").lower().startswith("application/json"):
+            raise ApiError(400, "the body must be JSON, sent with the header Content-Type: application/json")
+        body, limit = bytearray(), self.args.max_body_mib * 2**20
+        async for part in http.stream():  # counted: a length may be wrong, and a chunked body announces none
+            body += part
+            if len(body) > limit:
+                raise ApiError(413, f"the body has more than {int(limit)} bytes: shorten it or raise --max-body-mib")
+        try:
+            request = kind.model_validate_json(body)
+        except ValidationError as found:
+            raise protocol.body_refusal(found) from None
+        self.check_ready()
+        if request.model not in (None, self.name):
+            message = f"there is no model {request.model!r:.200} here; there is {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+        return request
+
+    def encode(self, request) -> list[list[int]]:
+        """Token ids of each prompt. Raises ApiError for what the tokenizer or the chat template does not take."""
+        try:
+            if not request.messages:
+                prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+                return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            if self.chat_template is None:
+                raise ValueError(
+                    f"{self.name} has no chat template: use /v1/completions or put one into the checkpoint"
+                )
+            messages = [message.model_dump(exclude_none=True) for message in request.messages]
+            text = self.chat_template(messages=messages, add_generation_prompt=request.add_generation_prompt)
+            if not (ids := self.tokenizer.encode(text, allow_special=True)):  # a template may name control tokens
+                raise ValueError("the chat template makes no text of this conversation")
+            return [ids]
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages" if request.messages else "prompt") from None
+
+    # what the routes answer: an ASGI application each
+
+    async def complete(self, kind: type[protocol.Strict], http: Request) -> Job:
+        request = await self.read(http, kind)
+        count = 1 if request.messages else len(request.prompt)
+        self.check_room(count * request.n)  # before they are encoded: a million prompts take seconds
+        prompts = await asyncio.to_thread(self.encode, request)  # a long text takes a while
+        request.check_fits(prompts, **self.client.info)
+        job = Job(self, request, prompts, f"{http.scope['salt']}:{request.cache_salt or ''}")
+        if self.args.log_requests:
+            log("request", id=job.id, **request.model_dump(exclude_defaults=True))
+        return job
+
+    async def tokenize(self, http: Request) -> Response:
+        request = await self.read(http, protocol.TokenizeRequest)
+        (ids,) = await asyncio.to_thread(self.encode, request)
+        answer = {"count": len(ids), "max_model_len": self.client.info["max_model_len"], "tokens": ids}
+        names = [protocol.token_name(self.tokenizer.spelled_bytes(i)) for i in ids]
+        return json_response(answer | {"token_strs": names if request.return_token_strs else None})
+
+    async def detokenize(self, http: Request) -> Response:
+        tokens, V = (await self.read(http, protocol.DetokenizeRequest)).tokens, self.client.info["vocab_size"]
+        if max(tokens, default=0) >= V:
+            raise ApiError(400, f"token id {max(tokens)} is outside the vocabulary, 0..{V - 1}", "tokens")
+        text = b"".join(map(self.tokenizer.spelled_bytes, tokens)).decode("utf-8", "replace")
+        return json_response({"prompt": text})
+
+    async def models(self, http: Request) -> Response:
+        self.check_ready()
+        model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "pagedgpt"}
+        model["max_model_len"] = self.client.info["max_model_len"]
+        return json_response({"object": "list", "data": [model]})
+
+    async def ready(self, http: Request) -> Response:
+        self.check_ready()
+        return json_response({"status": "ready"})
+
+    async def alive(self, http: Request) -> Response:
+        if trouble := self.client.trouble():
+            raise ApiError(503, f"the engine is not alive: {trouble}", None, "dead")
+        return json_response({"status": "alive"})
+
+    async def show_metrics(self, http: Request) -> Response:
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    # its life
+
+    async def run(self, sock: socket.socket) -> str | None:
+        """Serve until a signal or until the engine is gone for good. Returns what went wrong, None if nothing did."""
+        flags = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none", "http": Connection}
+        config = uvicorn.Config(Gate(self), timeout_graceful_shutdown=LINGER_SECONDS, **flags)
+        self.server, self.loop, self.sock = uvicorn.Server(config), asyncio.get_running_loop(), sock
+        self.server.handle_exit = lambda *_: self.loop.call_soon_threadsafe(self.stop)  # ours drains first
+        # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
+        self.client.attach()
+        await self.server.serve(sockets=[sock])
+        self.client.close()
+        return self.client.reason if self.client.state == "dead" else None
+
+    def engine_changed(self, state: str):
+        if state == "ready" and not self.draining:
+            print(greeting(self.name, self.sock), flush=True)
+        elif state == "restarting":
+            log("engine_died", reason=self.client.reason)
+        elif state == "dead":
+            self.server.should_exit = True
+
+    def stop(self):
+        """The first time: take no new work and let what runs finish, for a while. The second: the while is over."""
+        if self.draining:
+            self.deadline = 0.0
+            return
+        self.draining, self.deadline = True, time.monotonic() + self.args.drain_seconds
+        if running := len(self.client.choices):
+            print(f"finishing {running} requests; a second signal ends them", file=sys.stderr)
+        self.drainer = asyncio.create_task(self._drain())  # kept: the loop itself holds tasks weakly
+
+    async def _drain(self):
+        while self.client.choices and time.monotonic() < self.deadline:
+            await asyncio.sleep(0.02)
+        self.client.fail_all(503, "the server stopped before this was finished", None, "stopping", RETRY)
+        self.server.should_exit = True  # uvicorn closes its sockets and waits until the last answers are out
+
+
+def greeting(name: str, sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    example = """{"prompt": "def ", "max_tokens": 32}"""
+    return f"""serving {name} at {url}
+    curl {url}/v1/completions -H 'Content-Type: application/json' -d '{example}'"""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who may come in, and how long clients may take
+
+
+class Gate:
+    """The ASGI application: who may come in, errors in the one shape they have, and a line of log for each request."""
+
+    def __init__(self, service: Service):
+        self.args, self.routes = service.args, service.routes
+        self.salts = {hashlib.sha256(key.encode()).digest(): f"key {i}" for i, key in enumerate(service.keys)}
+        self.hosts = {"localhost", self.args.host.lower(), *map(str.lower, self.args.allowed_hosts)}
+
+    async def __call__(self, scope, receive, send):
+        started, path, status = time.perf_counter(), scope["path"], 200
+        try:
+            scope["salt"] = self.admit(scope)
+            answer = await self.route(scope["method"], path)(Request(scope, receive))
+            await answer(scope, receive, send)
+        except (ClientDisconnect, asyncio.CancelledError):
+            status = 499  # who sends half a body and goes, or does not read while the server stops, is told no more
+        except ApiError as error:
+            status = error.status
+            await error_response(error)(scope, receive, send)
+        except Exception as bug:
+            status = 500
+            error = ApiError(500, f"a bug of this server: {type(bug).__name__}")
+            await error_response(error)(scope, receive, send)
+            raise  # uvicorn logs its traceback
+        finally:
+            if self.args.access_log and path not in OPEN_PATHS:
+                ms, client = round(1000 * (time.perf_counter() - started), 1), (scope["client"] or [None])[0]
+                log("access", client=client, method=scope["method"], path=path[:200], status=status, ms=ms)
+
+    def route(self, method: str, path: str) -> Callable:
+        if (method, path) not in self.routes:
+            status = 405 if any(path == other for _, other in self.routes) else 404
+            raise ApiError(status, f"there is no {method} {path} here")
+        return self.routes[method, path]
+
+    def admit(self, scope) -> str:
+        """The salt of the client's part of the prefix cache. Raises ApiError (401, 403)."""
+        values = dict(scope["headers"])
+        host = host_name(values.get(b"host", b""))
+        # A page in a browser can reach us under a name of its own that it made point here: no name but ours is served.
+        # With a key this gains it nothing.
+        if not (self.salts or host in self.hosts or is_address(host)):
+            raise ApiError(403, f"the Host {host!r:.200} is not served here: --allowed-hosts adds names")
+        if (origin := values.get(b"origin")) is not None and host_name(origin.partition(b"://")[2]) != host:
+            raise ApiError(403, "pages of another origin are not served here")
+        if not self.salts or scope["path"] in OPEN_PATHS:
+            return ""
+        scheme, _, key = values.get(b"authorization", b"").partition(b" ")
+        given = hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
+        salts = [salt for digest, salt in self.salts.items() if hmac.compare_digest(digest, given)]
+        if not salts:
+            what = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, "send a valid API key: Authorization: Bearer KEY", None, "invalid_api_key", what)
+        return salts[0]
+
+
+def host_name(value: bytes) -> str:
+    """The name in a Host header: without the port, and without the brackets of an IPv6 address."""
+    text = value.decode("latin-1").lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.rpartition(":")[0] or text
+
+
+def is_address(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
+
+
+class Connection(HttpToolsProtocol):
+    """
+    A client's connection: uvicorn's, cut off when it takes longer than --client-seconds to send a whole request or to
+    read what waits for it, and when there are too many. What it was computing ends with it.
+    """
+
+    sending = reading = None  # timers: of the client's request, of our answer
+    in_head, head_size = False, 0
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self.args = self.config.app.args
+        transport.set_write_buffer_limits(high=0)  # whatever the client has not read pauses writing
+        if len(self.connections) > self.args.max_connections:
+            return transport.abort()
+        self.sending = self.cut_off_later()
+
+    def cut_off_later(self):
+        return self.loop.call_later(self.args.client_seconds, self.transport.abort)
+
+    def data_received(self, data):
+        self.sending = self.sending or self.cut_off_later()
+        super().data_received(data)
+        self.head_size += len(data) if self.in_head else 0
+        if self.head_size > MAX_HEAD:
+            self.transport.abort()
+
+    def on_message_begin(self):
+        super().on_message_begin()
+        self.in_head, self.head_size = True, 0
+
+    def on_headers_complete(self):
+        self.in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self):
+        super().on_message_complete()
+        self.sending = self.sending and self.sending.cancel()
+
+    def pause_writing(self):
+        super().pause_writing()
+        self.reading = self.reading or self.cut_off_later()
+
+    def resume_writing(self):
+        super().resume_writing()
+        self.reading = self.reading and self.reading.cancel()
+
+    def connection_lost(self, exc):
+        super().connection_lost(exc)
+        for timer in (self.sending, self.reading):
+            if timer:
+                timer.cancel()
+
+    def send_400_response(self, msg):
+        """What is no HTTP gets an error of the same shape as all others."""
+        body = error_body(ApiError(400, msg))
+        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
