@@ -158,7 +158,7 @@ def test_a_directory_with_a_model_is_not_overwritten_by_accident(tiny, tmp_path)
 
 
 def test_minutes_end_the_run_in_time(tiny, tmp_path):
-    """Four seconds of them are kept for what follows the last step; the learning rate reaches its end with the clock."""
+    """Four seconds of them are for what follows the last step; the learning rate reaches its end with the clock."""
     started = time.monotonic()
     train.main([*tiny, "--minutes", "0.08"])
     assert 0.5 < time.monotonic() - started < 60 * 0.08 + 3
