@@ -34,7 +34,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 # Read when torch loads OpenMP: how long a thread that waits spins before it sleeps. Without a limit, one
@@ -57,13 +56,38 @@ MODELS = {
 }
 
 
-def a_model(name: str) -> GPT:
-    """Random weights of a named shape, or the model in a directory."""
-    return GPT(MODELS[name]).eval() if name in MODELS else load_checkpoint(name)
+FLAGS = {  # what --help says of them; which a command has, and their defaults, stands above its function
+    "--model": "1M, 10M or gpt2-124M (random weights), or a model directory",
+    "--repeats": "counted runs of each, in turn; the median is printed",
+    "--backends": "ways of attention to measure",
+    "--block-size": "tokens per KV block",
+    "--dtype": "of our weights",
+    "--quantize": "our weights as integers",
+    "--data": "what the model was trained on: a name in data/, or a folder",
+    "--seeds": "of the workloads, once each",
+    "--no-graphs": "launch each kernel by itself",
+    "--no-overlap": "wait for each step before the next is planned",
+    "--streams": "requests at once",
+    "--flags": "of serve.py, as in --flags='--dtype bf16'",
+    "--device": "cpu, in fp32, or cuda, in bf16",
+    "--out": "where to write the picture",
+}
+COMMANDS: dict[str, tuple[Callable, dict]] = {}  # name -> its function, its flags with their defaults
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
 
 
-class BenchError(ValueError):
-    """What keeps a benchmark from running; the message says what to do."""
+def command(**defaults) -> Callable:
+    """
+    Makes `bench_NAME(args)` the command NAME, with these flags: a list takes several values, False is switched on, and
+    of a tuple one is chosen, by default the first.
+    """
+
+    def register(bench: Callable) -> Callable:
+        COMMANDS[bench.__name__.removeprefix("bench_")] = bench, defaults
+        return bench
+
+    return register
 
 
 def median_ms(work: Callable, repeats: int, setup: Callable = lambda: ()) -> float:
@@ -107,14 +131,79 @@ def read_bandwidth(device: str = "cpu") -> float:
 
 def conditions() -> dict:
     """What the figures depend on besides the code."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "device": gpu or f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    cpu = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else cpu
+    return {"device": device, "python": platform.python_version(), "torch": torch.__version__}
 
 
+def a_model(name: str, device: str = "cpu") -> GPT:
+    """Random weights of a named shape, or the model in a directory: in fp32 on a CPU, in bf16 on a GPU."""
+    torch.manual_seed(0)
+    model = GPT(MODELS[name]).eval() if name in MODELS else load_checkpoint(name)
+    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_(False)
+
+
+def exactly(n: int, temperature: float = 0, seed: int | None = None) -> SamplingParams:
+    """An answer of n tokens, greedy if not said otherwise."""
+    return SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, seed=seed)
+
+
+def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed: int = 0) -> Work:
+    """n requests of the same size, with random prompts."""
+    rng = random.Random(seed)
+    return [([rng.randrange(V) for _ in range(tokens_in)], tokens_out) for _ in range(n)]
+
+
+def offline_workload(n: int = 256, scale: int = 1, V: int = 10_001, seed: int = 0) -> Work:
+    """
+    nano-vLLM's workload of 256 requests (prompt, tokens to answer), 100 to 1024 tokens each; or the first n of them,
+    lengths over `scale`, in a vocabulary of V.
+    """
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    answers = [rng.randint(100, 1024) for _ in range(256)]
+    totals = sum(map(len, prompts)), sum(answers)
+    assert seed != 0 or totals == (142_827, 133_966), "not the workload that others measure"
+    both = list(zip(prompts, answers, strict=True))[:n]
+    return [([token % V for token in prompt[: len(prompt) // scale]], answer // scale) for prompt, answer in both]
+
+
+def scale_for(config: GPTConfig) -> int:
+    """What the offline workload's lengths must be divided by to fit."""
+    return max(1, -(-2048 // config.context_length))
+
+
+def timed(engine: Engine, work: Work, temperature: float = 0.6) -> tuple[float, list[list[int]]]:
+    """Seconds to serve requests that are all there at the start, and the answers. Tokens in and out are asserted."""
+    prompts, lengths = map(list, zip(*work, strict=True))
+    params = [exactly(n, temperature, seed=i) for i, n in enumerate(lengths)]
+    before, started = engine.counts(), time.perf_counter()
+    answers = engine.generate(prompts, params, progress=False)
+    seconds, after = time.perf_counter() - started, engine.counts()
+    assert [len(answer) for answer in answers] == lengths, "a request has not its tokens"
+    computed, again = (after[name] - before[name] for name in ("prefill tokens", "preemptions"))
+    assert again or computed == sum(map(len, prompts)), f"{computed} prompt tokens computed"
+    return seconds, answers
+
+
+def a_figure(columns: int = 1):
+    """A figure of matplotlib, which needs no display, and its axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(1, columns, figsize=(9, 4.2), layout="constrained")
+
+
+def save_picture(figure, path: Path) -> dict:
+    """Write the figure and say where."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return {"picture": str(path)}
+
+
+@command()
 def bench_scheduler(args) -> dict:
     """plan + update of steps in which every request decodes, S = 16, prompts of 100 to 1000 tokens, prefix cache on."""
     result = {}
@@ -159,6 +248,7 @@ def made_up_batch(requests: list[tuple[int, int]], S: int, backend: str, device:
     )
 
 
+@command(repeats=5)
 def bench_attention(args) -> dict:
     """
     One layer of store_kv + paged_attention on a CPU, torch's path: 31 decodes at context 512 and a chunk of 256 tokens,
@@ -253,6 +343,7 @@ def varlen_us(batch: kernels.Batch, q: torch.Tensor, pools: list[torch.Tensor]) 
     return graph_us(attend, len(pools))
 
 
+@command(backends=["triton", "flex", "torch", "varlen"], block_size=16)
 def bench_kernels(args) -> dict:
     """
     One layer of paged attention in bf16 on a GPU, S = 16 unless said otherwise, block tables permuted, each call in a
@@ -260,10 +351,9 @@ def bench_kernels(args) -> dict:
     once takes. Token-major pools, [slots, Hk, D], are blocks of one token.
     """
     if not torch.cuda.is_available():
-        raise BenchError("bench.py kernels measures a GPU, there is none: on a CPU run `python bench.py attention`")
-    read, (x, y) = read_bandwidth("cuda"), torch.empty(2, 2**29, device="cuda")
-    copy = 2e6 * x.nbytes / graph_us(lambda i: torch.mul(x, 1, out=y), 4)
-    result: dict = {"read, GB/s": round(read / 1e9), "copy, GB/s": round(copy / 1e9)}
+        raise ValueError("bench.py kernels measures a GPU, there is none: on a CPU run `python bench.py attention`")
+    read = read_bandwidth("cuda")
+    result: dict = {"read, GB/s": round(read / 1e9)}
     for B, context, H, Hk, D, goal in DECODES:
         floor = 1e6 * 4 * B * context * Hk * D / read
         row: dict = {"floor": round(floor, 1), "goal": goal}
@@ -282,47 +372,36 @@ def bench_kernels(args) -> dict:
     result["128 decodes + 8 chunks"] = {"together": both, "apart": apart, "goal": round(sum(apart), 1)}
     for B, context, H, Hk, D, _ in (DECODES[0], DECODES[3]):
         sizes = {S: round(attention_us([(1, context)] * B, H, Hk, D, S), 1) for S in (1, 4, 8, 16, 32, 64, 128)}
-        result[f"block sizes, {B} x {context}, {H}/{Hk} x {D}"] = {
-            "token-major" if S == 1 else S: sizes[S] for S in sizes
-        }
+        result[f"block sizes, {B} x {context}, {H}/{Hk} x {D}"] = {"token-major": sizes.pop(1)} | sizes
     return result
 
 
-def hugging_face(model: GPT) -> Callable | None:
-    """The same weights in transformers, as a function (prompts, max_tokens) -> answers; None if it is not installed."""
-    try:
-        from transformers import GPT2LMHeadModel
-    except ImportError:
-        return None
+def hugging_face(model: GPT) -> Callable:
+    """The same weights in transformers, as a function: a workload of prompts as long as each other -> answers."""
+    from transformers import GPT2LMHeadModel
+
     with tempfile.TemporaryDirectory() as directory:
         save_checkpoint(model, directory)
         theirs = GPT2LMHeadModel.from_pretrained(directory).eval()
 
     @torch.inference_mode()
-    def generate(prompts, max_tokens):
-        tokens = torch.tensor(prompts)
-        answers = theirs.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-        return answers[:, tokens.shape[1] :].tolist()
+    def generate(work: Work) -> list[list[int]]:
+        prompts = torch.tensor([prompt for prompt, _ in work])
+        greedy = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        lengths = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": work[0][1]}
+        return theirs.generate(prompts, **greedy, **lengths)[:, prompts.shape[1] :].tolist()
 
     return generate
 
 
+@command(model="10M", repeats=5, dtype=("auto", "fp32", "bf16"), quantize=("none", "int8"))
 def bench_generate(args) -> dict:
     """
     64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine and Hugging Face, in
     fp32, in turn, so that both see the same machine. The floor is the time to read all weights from memory once.
     """
-    torch.manual_seed(0)
     model = a_model(args.model)
-    theirs, rng = hugging_face(model), random.Random(0)
-    params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+    theirs, V = hugging_face(model), model.config.vocab_size
     model.to(dtype := serving_dtype(args.dtype, "cpu"))
     engine = Engine(model, prefix_cache=False, quantize=args.quantize)  # each answer is computed whole
     size = 1 if args.quantize == "int8" else dtype.itemsize
@@ -330,24 +409,21 @@ def bench_generate(args) -> dict:
     weights = {"dtype": args.dtype, "quantize": args.quantize}
     result = {"model": args.model} | weights | {"floor, ms a step": round(floor, 2)}
     for concurrent in (1, 8):
-        ours_ms, theirs_ms, equal = [], [], []
-        for _ in range(args.repeats + 1):
-            prompts = [[rng.randrange(model.config.vocab_size) for _ in range(64)] for _ in range(concurrent)]
+        times, equal = [], []
+        for seed in range(args.repeats + 1):
+            work = even_workload(concurrent, 64, 128, V, seed)
+            seconds, answers = timed(engine, work, temperature=0)
             started = time.perf_counter()
-            answers = engine.generate(prompts, params, progress=False)
-            between = time.perf_counter()
-            if theirs:
-                equal += [a == b for a, b in zip(answers, theirs(prompts, 128), strict=True)]
-            ours_ms.append(1e3 * (between - started) / 128)
-            theirs_ms.append(1e3 * (time.perf_counter() - between) / 128)
-        ms = statistics.median(ours_ms[1:])  # the first is warm-up
-        result[f"{concurrent} at once"] = row = {"ms a step": round(ms, 2), "tok/s": round(1e3 * concurrent / ms)}
-        if theirs:
-            row["Hugging Face, ms a step"] = round(statistics.median(theirs_ms[1:]), 2)
-            row["equal answers"] = f"{sum(equal)} of {len(equal)}"
+            equal += [a == b for a, b in zip(answers, theirs(work), strict=True)]
+            times.append((1e3 * seconds / 128, 1e3 * (time.perf_counter() - started) / 128))
+        ms, theirs_ms = (statistics.median(each) for each in zip(*times[1:], strict=True))  # the first is warm-up
+        row = {"ms a step": round(ms, 2), "tok/s": round(1e3 * concurrent / ms)}
+        row |= {"Hugging Face, ms a step": round(theirs_ms, 2), "equal answers": f"{sum(equal)} of {len(equal)}"}
+        result[f"{concurrent} at once"] = row
     return result
 
 
+@command(model="out/stdlib", data="stdlib")
 def bench_quality(args) -> dict:
     """
     Held-out text, each token scored once as at the end of training, with the weights in each format that a CPU serves.
@@ -359,7 +435,7 @@ def bench_quality(args) -> dict:
     for name, dtype, quantize in ("fp32", "fp32", "none"), ("bf16", "bf16", "none"), ("int8", "fp32", "int8"):
         model = packed_for_cpu(load_checkpoint(args.model, dtype=DTYPES[dtype]), quantize)
         if model.config.vocab_size != corpus.tokenizer.vocab_size:
-            raise BenchError(f"{args.model} was not trained on {args.data}: name its data with --data")
+            raise ValueError(f"{args.model} was not trained on {args.data}: name its data with --data")
         nats, count = evaluate(model, corpus, machine)
         # where the first token could not be scored, its bytes do not count either
         data = corpus.tokenizer.decode_bytes(corpus.val[-count:].tolist())
@@ -368,81 +444,53 @@ def bench_quality(args) -> dict:
     return result
 
 
-def bench_model(name: str, device: str) -> GPT:
-    """A named model with random weights, or a checkpoint; bf16 on a GPU."""
-    torch.manual_seed(0)
-    model = a_model(name)
-    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_(False)
-
-
+@command(
+    model="gpt2-124M",
+    seeds=[0, 1, 2],
+    block_size=16,
+    no_graphs=False,
+    no_overlap=False,
+)
 def bench_engine(args) -> dict:
     """
     Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each seed. Latency: 1 and 32
-    requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on a CPU. Tokens in and out are asserted.
+    requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on a CPU. Lengths are divided for a model of
+    shorter context. Tokens in and out are asserted.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = bench_model(args.model, device)
-    V, started = model.config.vocab_size, time.perf_counter()
-    overlap = False if args.no_overlap else None
+    model, started = a_model(args.model, DEVICE), time.perf_counter()
+    V, overlap = model.config.vocab_size, False if args.no_overlap else None
     engine = Engine(model, block_size=args.block_size, graphs=not args.no_graphs, overlap=overlap)
     result: dict = {"model": args.model, "start-up, s": round(time.perf_counter() - started, 1)}
     result["engine"] = engine.statement()
-
-    def serve(prompts, lengths) -> float:
-        params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True, seed=i) for i, n in enumerate(lengths)]
-        before, started = engine.counts(), time.perf_counter()
-        answers = engine.generate(prompts, params, progress=False)
-        seconds = time.perf_counter() - started
-        assert [len(a) for a in answers] == lengths, "a request has not its tokens"
-        again = engine.counts()["preemptions"] - before["preemptions"]
-        computed = engine.counts()["prefill tokens"] - before["prefill tokens"]
-        assert again or computed == sum(map(len, prompts)), f"{computed} prompt tokens computed"
-        return seconds
-
-    serve([[1] * 100] * 4, [8] * 4)
+    timed(engine, even_workload(4, 100, 8, V))  # warm-up
     for seed in args.seeds:
-        prompts, lengths = map(list, zip(*offline_workload(args.requests, V=V, seed=seed), strict=True))
-        rows = engine.runner.num_rows, engine.runner.num_padded_rows
-        seconds = serve(prompts, lengths)
-        rows = [
-            new - old for new, old in zip((engine.runner.num_rows, engine.runner.num_padded_rows), rows, strict=True)
-        ]
-        result[f"offline, seed {seed}"] = {
-            "in": sum(map(len, prompts)),
-            "out": sum(lengths),
-            "s": round(seconds, 2),
-            "output tok/s": round(sum(lengths) / seconds),
-            "padded rows": f"{rows[1] / max(1, rows[0]):.1%}",
-        }
-    rng = random.Random(1)
+        work = offline_workload(256, scale_for(model.config), V, seed)
+        seconds, tokens = timed(engine, work)[0], sum(n for _, n in work)
+        row = {"in": sum(len(prompt) for prompt, _ in work), "out": tokens, "s": round(seconds, 2)}
+        result[f"offline, seed {seed}"] = row | {"output tok/s": round(tokens / seconds)}
+    N = min(512, model.config.context_length // 2)
     for n in (1, 32):
-        prompts = [[rng.randrange(V) for _ in range(args.latency_tokens)] for _ in range(n)]
-        first = serve(prompts, [1] * n)  # also leaves the prompts in the prefix cache, so that what follows is decoding
-        prompts = [[rng.randrange(V) for _ in range(args.latency_tokens)] for _ in range(n)]
-        seconds = serve(prompts, [args.latency_tokens] * n)
-        ms = 1e3 * (seconds - first) / (args.latency_tokens - 1)
-        result[f"{n} at once"] = {
-            "ms a step": round(ms, 3),
-            "whole, ms a token": round(1e3 * seconds / args.latency_tokens, 3),
-        }
+        first, _ = timed(engine, even_workload(n, N, 1, V, seed=n))
+        whole, _ = timed(engine, even_workload(n, N, N, V, seed=-n - 1))  # other prompts: none is in the cache
+        row = {"ms a step": 1e3 * (whole - first) / (N - 1), "whole, ms a token": 1e3 * whole / N}
+        result[f"{n} at once"] = {name: round(ms, 3) for name, ms in row.items()}
     return result
 
 
+@command(model="out/stdlib")
 def bench_equality(args) -> dict:
     """
     The offline workload on a trained model, lengths over 8, greedy: whether answers are the same with CUDA graphs and
     overlap on and off, and in fp32 those of the dense model, which is given each answer and must choose each of its
     tokens (unless its best two logits lie within 1e-4). In bf16, the share of tokens equal to fp32's, place by place.
     """
-    device, answers = "cuda" if torch.cuda.is_available() else "cpu", {}
-    models = {dtype: load_checkpoint(args.model, device, DTYPES[dtype]) for dtype in ("fp32", "bf16")}
-    config = models["fp32"].config
+    models = {dtype: load_checkpoint(args.model, DEVICE, DTYPES[dtype]) for dtype in ("fp32", "bf16")}
+    config, answers = models["fp32"].config, {}
     work = [(p[-(config.context_length - n) :], n) for p, n in offline_workload(scale=8, V=config.vocab_size)]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in work]
     for dtype, model in models.items():
         for graphs, overlap in itertools.product((True, False), repeat=2):
             engine = Engine(model, graphs=graphs, overlap=overlap)
-            answers[dtype, graphs, overlap] = engine.generate([p for p, _ in work], params, progress=False)
+            answers[dtype, graphs, overlap] = timed(engine, work, temperature=0)[1]
     exact, rounded = answers["fp32", True, True], answers["bf16", True, True]
     wrong = sum(not_greedy(models["fp32"], p, answer) for (p, _), answer in zip(work, exact, strict=True))
     equal = [a == b for one, other in zip(exact, rounded, strict=True) for a, b in zip(one, other, strict=True)]
@@ -464,6 +512,7 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
     return int((logits.amax(1) - chosen > 1e-4).sum())
 
 
+@command(model="out/stdlib", streams=[1, 32, 256], flags="")
 def bench_server(args) -> dict:
     """
     The offline workload over HTTP, as many requests as streams, all at once: 1, 32 and 256. Output tokens per second,
@@ -474,17 +523,16 @@ def bench_server(args) -> dict:
     from serve import build_engine, parse_args
 
     config = load_config(args.model)
-    scale = max(1, -(-2048 // config.context_length))
-    command = [sys.executable, "serve.py", "--model", args.model, "--port", "0", "--no-access-log", *args.flags]
+    command = [sys.executable, "serve.py", "--model", args.model, "--port", "0", "--no-access-log", *args.flags.split()]
     process, result = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), {"model": args.model}
     try:
         greeting = process.stdout.readline()
         if not greeting:
-            raise BenchError("the server did not start: see above")
+            raise ValueError("the server did not start: see above")
         host, port = greeting.split("//")[1].strip().split(":")
         asyncio.run(streams(host, int(port), offline_workload(8, 8, config.vocab_size)))  # warm-up
         for seed, n in enumerate(args.streams):
-            work, started = offline_workload(n, scale, config.vocab_size, seed), time.perf_counter()
+            work, started = offline_workload(n, scale_for(config), config.vocab_size, seed), time.perf_counter()
             times = asyncio.run(streams(host, int(port), work))
             seconds, tokens = time.perf_counter() - started, [answer for _, answer in work]
             first = [1e3 * (one - started) for one, _ in times]
@@ -497,23 +545,15 @@ def bench_server(args) -> dict:
     finally:
         process.terminate()
         process.wait(60)
-    engine = build_engine(parse_args(["--model", args.model, *args.flags]))
-    generate_speed(engine, offline_workload(8, 8, config.vocab_size))  # warm-up
+    engine = build_engine(parse_args(["--model", args.model, *args.flags.split()]))
+    timed(engine, offline_workload(8, 8, config.vocab_size, seed=99))  # warm-up
     for seed, n in enumerate(args.streams):
-        alone, over_http = generate_speed(engine, offline_workload(n, scale, config.vocab_size, seed)), f"{n} streams"
-        result[over_http]["of the engine alone"] = f"{result[over_http]['output tok/s'] / alone:.0%}"
+        alone, _ = timed(engine, offline_workload(n, scale_for(config), config.vocab_size, seed))
+        result[f"{n} streams"]["of the engine alone"] = f"{alone / result[f'{n} streams']['s']:.0%}"
     return result
 
 
-def generate_speed(engine: Engine, work: list[tuple[list[int], int]]) -> float:
-    """Output tokens per second of Engine.generate."""
-    params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True) for _, n in work]
-    started = time.perf_counter()
-    engine.generate([prompt for prompt, _ in work], params, progress=False)
-    return sum(n for _, n in work) / (time.perf_counter() - started)
-
-
-async def streams(host: str, port: int, work: list[tuple[list[int], int]]) -> list[tuple[float, float]]:
+async def streams(host: str, port: int, work: Work) -> list[tuple[float, float]]:
     """Send all requests (prompt, tokens to answer) at once; when the first and the last token of each came."""
 
     async def stream(prompt: list[int], tokens: int) -> tuple[float, float]:
@@ -530,66 +570,56 @@ async def streams(host: str, port: int, work: list[tuple[list[int], int]]) -> li
                 first = first or last
         writer.close()
         if f'"completion_tokens":{tokens},'.encode() not in received.replace(b" ", b""):
-            raise BenchError(f"wanted {tokens} tokens, the answer ends with {received[-300:].decode(errors='replace')}")
+            raise ValueError(f"wanted {tokens} tokens, the answer ends with {received[-300:].decode(errors='replace')}")
         return first, last
 
     return await asyncio.gather(*(stream(*request) for request in work))
 
 
+@command(model="gpt2-124M")
 def bench_overhead(args) -> dict:
     """
     Decode steps of 1, 32 and 256 requests at context 900: milliseconds a step, what part of it the host works, kernels
     a step, and on a GPU where the device's time goes (each kernel started only when the one before has ended, for else
     they overlap). The floor is to read weights, K and V from memory once.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, steps = bench_model(args.model, device), 64
-    config, bandwidth, result = model.config, read_bandwidth(device), {"model": args.model}
-    context, numbers = min(900, config.context_length // 2), (1, 32, 256) if device == "cuda" else (1, 8, 32)
+    model, bandwidth, steps = a_model(args.model, DEVICE), read_bandwidth(DEVICE), 64
+    context, numbers = min(900, model.config.context_length // 2), (1, 32, 256) if DEVICE == "cuda" else (1, 8, 32)
     weights = sum(w.nbytes for w in model.parameters())
     engine = Engine(model, prefix_cache=False)
     kv_bytes = engine.runner.pool.kv.nbytes / (engine.num_blocks + 1) / engine.scheduler.block_size  # of a token
+    result: dict = {"model": args.model}
     for n in numbers:
-        times, waits = [], []
-        with decoding(engine, n, context):
-            collect = waiting_time(engine, waits)
-            for _ in range(steps):
-                started = time.perf_counter()
-                engine.step()
-                times.append(time.perf_counter() - started)
-            engine.runner.collect = collect
-        host = statistics.median(t - w for t, w in zip(times, waits, strict=True))
+        let_decode(engine, n, context)
+        seconds, host = step_times(engine, steps)
         floor = (weights + n * (context + steps / 2) * kv_bytes) / bandwidth
-        seconds = {"ms a step": statistics.median(times), "host, ms": host, "floor, ms": floor}
-        result[f"{n} requests"] = {name: round(1e3 * value, 3) for name, value in seconds.items()}
-    if device == "cuda":
+        row = {"ms a step": seconds, "host, ms": host, "floor, ms": floor}
+        result[f"{n} requests"] = {name: round(1e3 * value, 3) for name, value in row.items()}
+    if DEVICE == "cuda":
         kernels.early = lambda x: {"EARLY": False}
         engine = Engine(model, prefix_cache=False)
         for n in numbers:
-            with decoding(engine, n, context):
-                result[f"{n} requests"] |= device_time(engine, 8)
+            let_decode(engine, n, context)
+            result[f"{n} requests"] |= device_time(engine, 8)
     return result
 
 
-@contextmanager
-def decoding(engine: Engine, n: int, context: int):
-    """Have n requests decode from a prompt of so many tokens on; afterwards they are gone."""
-    most, rng = engine.config.context_length - context, random.Random(0)
-    for i in range(n):
-        prompt = [rng.randrange(engine.config.vocab_size) for _ in range(context)]
-        engine.add_request(i, prompt, SamplingParams(temperature=0.6, max_tokens=most, ignore_eos=True, seed=i))
-    while engine.scheduler.waiting or engine.scheduler.prefilling:
-        engine.step()
-    yield
-    for i in range(n):
-        engine.abort(i)
+def let_decode(engine: Engine, n: int, context: int):
+    """Instead of what the engine does, have it decode n requests from a prompt of so many tokens on."""
+    for id in list(engine.requests):
+        engine.abort(id)
     while engine.has_work:
         engine.step()
+    most, V = engine.config.context_length - context, engine.config.vocab_size
+    for i, (prompt, _) in enumerate(even_workload(n, context, most, V)):
+        engine.add_request(i, prompt, exactly(most, 0.6, seed=i))
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
 
 
-def waiting_time(engine: Engine, waits: list[float]) -> Callable:
-    """Have the engine note how long it waits for the device in each step. Returns what was there before."""
-    collect = engine.runner.collect
+def step_times(engine: Engine, steps: int) -> tuple[float, float]:
+    """Median seconds of a step, and of what the host does in it besides waiting for the device."""
+    collect, times, waits = engine.runner.collect, [], []
 
     def noted(flight):
         started = time.perf_counter()
@@ -599,7 +629,12 @@ def waiting_time(engine: Engine, waits: list[float]) -> Callable:
         return collect(flight)
 
     engine.runner.collect = noted
-    return collect
+    for _ in range(steps):
+        started = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - started)
+    engine.runner.collect = collect
+    return statistics.median(times), statistics.median(t - w for t, w in zip(times, waits, strict=True))
 
 
 KINDS = {  # what a kernel's name says of its work
@@ -627,57 +662,28 @@ def device_time(engine: Engine, steps: int) -> dict:
     return {"kernels": round(launches / steps)} | {kind: round(time, 3) for kind, time in ms.items()}
 
 
-def pyplot():
-    """matplotlib without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def save_picture(figure, path: Path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def offline_workload(n: int = 256, scale: int = 1, V: int = 10_001, seed: int = 0) -> list[tuple[list[int], int]]:
+def serve_batches(engine: Engine, batches: list[Work]) -> tuple[list[float], list[list[int]]]:
     """
-    nano-vLLM's workload of 256 requests (prompt, tokens to answer), 100 to 1024 tokens each; or the first n of them,
-    lengths over `scale`, in a vocabulary of V.
-    """
-    rng = random.Random(seed)
-    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
-    answers = [rng.randint(100, 1024) for _ in range(256)]
-    totals = sum(map(len, prompts)), sum(answers)
-    assert seed != 0 or totals == (142_827, 133_966), "not the workload that others measure"
-    both = list(zip(prompts, answers, strict=True))[:n]
-    return [([token % V for token in prompt[: len(prompt) // scale]], answer // scale) for prompt, answer in both]
-
-
-def serve_batches(engine: Engine, batches: list[list[tuple[list[int], int]]]) -> tuple[list[float], list[list[int]]]:
-    """
-    Serve batches of (prompt, tokens to answer), the next when the last has ended. Returns the seconds from the start
-    at which requests ended, and the answers.
+    Serve a batch when the last has ended, greedily. Returns the seconds from the start at which requests ended, and
+    the answers.
     """
     ended, requests, started = [], [], time.perf_counter()
     for batch in batches:
         for prompt, n in batch:
-            params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
-            requests.append(engine.add_request(len(requests), prompt, params))
+            requests.append(engine.add_request(len(requests), prompt, exactly(n)))
         while engine.has_work:
             num_ended = sum(output.finish_reason is not None for output in engine.step())
             ended += [time.perf_counter() - started] * num_ended
     return ended, [r.generated_tokens for r in requests]
 
 
-def padded(batch: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
+def padded(batch: Work) -> Work:
     """The batch as a rectangle: every prompt as long as the longest, every answer too."""
     P, n = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
     return [([0] * (P - len(prompt)) + prompt, n) for prompt, _ in batch]
 
 
+@command(model="1M", device="cpu", repeats=3, out=Path("assets/batching.png"))
 def bench_batching(args) -> dict:
     """
     96 requests, all there at the start: prompts and answers of 12 to 128 tokens (the offline workload's 100 to 1024
@@ -685,8 +691,7 @@ def bench_batching(args) -> dict:
     of 16, a slab of 256 tokens each, padded to the longest prompt and run to the longest answer; continuously, 16 at
     once; and continuously with as many as blocks of 16 have room for. Only tokens that were asked for count.
     """
-    torch.manual_seed(0)
-    model = a_model(args.model).to(args.device, torch.float32 if args.device == "cpu" else torch.bfloat16)
+    model = a_model(args.model, args.device)
     requests = offline_workload(96, 8, model.config.vocab_size)
     lengths = [n for _, n in requests]
     ways = {
@@ -696,7 +701,7 @@ def bench_batching(args) -> dict:
         "continuous": (64, [requests]),
     }
     result: dict = {"tokens in": sum(len(prompt) for prompt, _ in requests), "tokens out": sum(lengths)}
-    figure, axes = pyplot().subplots(figsize=(9, 4.2), layout="constrained")
+    figure, axes = a_figure()
     runs: dict = {name: [] for name in ways}
     for _ in range(args.repeats):  # in turn, so that all see the same machine
         for name, (at_once, batches) in ways.items():
@@ -715,8 +720,7 @@ def bench_batching(args) -> dict:
         axes.step([0, *ended], range(97), where="post", label=f"{name}: {row['tok/s']} tok/s")
     axes.set(xlabel="seconds", ylabel="requests ended", title="96 requests, the same model, kernels and KV memory")
     axes.legend()
-    save_picture(figure, args.out)
-    return result | {"picture": str(args.out)}
+    return result | save_picture(figure, args.out)
 
 
 def fill_pool(S: int, room: int) -> dict:
@@ -757,6 +761,7 @@ def append_us(context: int, H: int = 12, D: int = 64) -> dict[str, float]:
     return {"torch.cat": round(1e3 * cat, 1), "store_kv": round(1e3 * store, 1)}
 
 
+@command(out=Path("assets/memory.png"))
 def bench_memory(args) -> dict:
     """
     KV memory for 32,768 tokens, as slabs of the longest text (2,048) or as blocks: how many of 256 requests (prompts
@@ -768,7 +773,7 @@ def bench_memory(args) -> dict:
     sizes = (2048, 128, 64, 32, 16, 8, 4)
     pools = {f"{'slabs' if S == 2048 else 'blocks'} of {S}": fill_pool(S, 32_768) for S in sizes}
     appends = {context: append_us(context) for context in (128, 256, 512, 1024, 2048)}
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    figure, (left, right) = a_figure(2)
     ticks, bottom = [name.replace(" of ", "\n") for name in pools], [0.0] * len(pools)
     for part in ("tokens, %", "waste inside, %", "waste outside, %"):
         heights = [row[part] for row in pools.values()]
@@ -782,16 +787,15 @@ def bench_memory(args) -> dict:
         right.plot([f"{context}" for context in appends], [us[way] for us in appends.values()], "o-", label=way)
     right.set(xlabel="tokens so far", title="microseconds of a layer\nto append a token", yscale="log")
     right.legend()
-    save_picture(figure, args.out)
-    return pools | {"append a token at, us": appends, "picture": str(args.out)}
+    return pools | {"append a token at, us": appends} | save_picture(figure, args.out)
 
 
+@command(out=Path("assets/blockmap.png"))
 def bench_blockmap(args) -> dict:
     """
     A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are requests, grey is
     cached and idle, white is free; a block that several requests hold at once is striped by turns.
     """
-    plt = pyplot()
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=64, context_length=64, n_layer=1, n_head=1, n_embd=16)).eval()
     engine = Engine(model, block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0)
@@ -799,91 +803,57 @@ def bench_blockmap(args) -> dict:
     prefix, arrivals = [rng.randrange(64) for _ in range(12)], {}
     for i in range(9):  # one every four steps; every second one begins like the others
         prompt = (prefix if i % 2 else []) + [rng.randrange(64) for _ in range(rng.randint(4, 24))]
-        arrivals[4 * i] = i, prompt, SamplingParams(temperature=0, max_tokens=rng.randint(12, 36))
-    colours = [colour for i, colour in enumerate(plt.cm.tab10.colors) if i != 7]  # its grey means cached here
-    columns = []
+        arrivals[4 * i] = i, prompt, exactly(rng.randint(12, 36))
+    colours = [f"C{i}" for i in range(10) if i != 7]  # which is grey
+    columns: list[list[str]] = []  # [step][block] -> colour, by its name in matplotlib
     while arrivals or engine.has_work:
         if len(columns) in arrivals:
             engine.add_request(*arrivals.pop(len(columns)))
         engine.step()
-        owners: dict[int, list[int]] = {block: [] for block in range(allocator.num_blocks)}  # who holds each block
-        for request in engine.scheduler.running:
-            for block in request.block_table:
-                owners[block].append(request.id)
-        step = len(columns)
-        idle = [(0.82, 0.82, 0.82) if block in allocator.idle else (1.0, 1.0, 1.0) for block in owners]
-        columns.append([colours[o[step % len(o)]] if o else idle[b] for b, o in owners.items()])
-    image = list(zip(*columns, strict=True))  # [block][step] -> colour
-    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+        running, step = engine.scheduler.running, len(columns)
+        owners = {b: [r.id for r in running if b in r.block_table] for b in range(allocator.num_blocks)}
+        idle = ["lightgrey" if block in allocator.idle else "white" for block in owners]
+        columns.append([colours[o[step % len(o)]] if o else idle[block] for block, o in owners.items()])
+    from matplotlib.colors import to_rgb
+
+    figure, axes = a_figure()
+    image = [[to_rgb(name) for name in row] for row in zip(*columns, strict=True)]
     axes.imshow(image, aspect="auto", interpolation="nearest", origin="lower")
-    axes.set(
-        xlabel="step",
-        ylabel="block",
-        title="9 requests in a pool of 32 blocks: a colour is a request, grey is cached and idle",
-    )
-    save_picture(figure, args.out)
-    counts = engine.counts()
-    return {"picture": str(args.out), "preemptions": counts["preemptions"], "hit tokens": counts["hit tokens"]}
+    title = "9 requests in a pool of 32 blocks: a colour is a request, grey is cached and idle"
+    axes.set(xlabel="step", ylabel="block", title=title)
+    return {name: engine.counts()[name] for name in ("preemptions", "hit tokens")} | save_picture(figure, args.out)
+
+
+def add_flag(parser: argparse.ArgumentParser, name: str, default):
+    """A flag as `command` describes it."""
+    name = "--" + name.replace("_", "-")
+    kind: dict = {"default": default, "type": type(default)}
+    if default is False:
+        kind = {"action": "store_true"}
+    elif isinstance(default, list):
+        kind = {"default": default, "type": type(default[0]), "nargs": "+"}
+    elif isinstance(default, tuple):
+        kind = {"default": default[0], "choices": default}
+    parser.add_argument(name, help=FLAGS[name], **kind)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    as_it_stands = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(description=__doc__, **as_it_stands)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (bench, defaults) in COMMANDS.items():
+        command = commands.add_parser(name, description=inspect.getdoc(bench), **as_it_stands)
+        for flag, default in defaults.items():
+            add_flag(command, flag, default)
+    return parser
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("scheduler", help="Python time of plan + update").set_defaults(run=bench_scheduler)
-    attention = commands.add_parser("attention", help="one layer of the torch path, on a CPU")
-    attention.add_argument("--repeats", type=int, default=5, help="medians of ours and theirs, in turn")
-    attention.set_defaults(run=bench_attention)
-    layer = commands.add_parser("kernels", help="paged attention on a GPU against the floor")
-    layer.add_argument("--backends", nargs="+", default=["triton", "flex", "torch", "varlen"], help="which to measure")
-    layer.add_argument("--block-size", type=int, default=16, help="tokens per KV block")
-    layer.set_defaults(run=bench_kernels)
-    generate = commands.add_parser("generate", help="engine against Hugging Face's generate")
-    generate.add_argument("--model", default="10M", help="1M, 10M or gpt2-124M (random weights), or a model directory")
-    generate.add_argument("--repeats", type=int, default=5, help="counted runs of each; the median is printed")
-    generate.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16"], help="of our weights")
-    generate.add_argument("--quantize", default="none", choices=["none", "int8"], help="our weights as integers")
-    generate.set_defaults(run=bench_generate)
-    offline = commands.add_parser("engine", help="throughput and latency of the engine")
-    offline.add_argument("--model", default="gpt2-124M", help="10M or gpt2-124M (random weights), or a model directory")
-    offline.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the workloads, once each")
-    offline.add_argument("--requests", type=int, default=256, help="of a workload")
-    offline.add_argument("--latency-tokens", type=int, default=512, help="in, and out, when latency is measured")
-    offline.add_argument("--block-size", type=int, default=16, help="tokens per KV block")
-    offline.add_argument("--no-graphs", action="store_true", help="launch each kernel by itself")
-    offline.add_argument("--no-overlap", action="store_true", help="wait for each step before the next is planned")
-    offline.set_defaults(run=bench_engine)
-    equality = commands.add_parser("equality", help="whether answers depend on how steps are computed")
-    equality.add_argument("--model", default="out/stdlib", help="checkpoint directory")
-    equality.set_defaults(run=bench_equality)
-    server = commands.add_parser("server", help="throughput and latency over HTTP")
-    server.add_argument("--model", default="out/stdlib", help="checkpoint directory")
-    server.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256], help="requests at once")
-    server.add_argument("--flags", type=str.split, default=[], help="of serve.py, as in --flags='--dtype bf16'")
-    server.set_defaults(run=bench_server)
-    overhead = commands.add_parser("overhead", help="where the time of a decode step goes")
-    overhead.add_argument(
-        "--model", default="gpt2-124M", help="10M or gpt2-124M (random weights), or a model directory"
-    )
-    overhead.set_defaults(run=bench_overhead)
-    batching = commands.add_parser("batching", help="one by one, in static batches, continuously")
-    batching.add_argument("--model", default="1M", help="1M, 10M or gpt2-124M (random weights), or a model directory")
-    batching.add_argument("--device", default="cpu", help="cpu, in fp32, or cuda, in bf16")
-    batching.add_argument("--repeats", type=int, default=3, help="runs of each; the median is printed")
-    batching.set_defaults(run=bench_batching)
-    memory = commands.add_parser("memory", help="contiguous slabs against blocks")
-    memory.set_defaults(run=bench_memory)
-    quality = commands.add_parser("quality", help="bits per byte in fp32, bf16 and int8")
-    quality.add_argument("--model", default="out/stdlib", help="checkpoint directory")
-    quality.add_argument("--data", default="stdlib", help="what it was trained on: a name in data/, or a folder")
-    quality.set_defaults(run=bench_quality)
-    blockmap = commands.add_parser("blockmap", help="picture of a mixed run")
-    blockmap.set_defaults(run=bench_blockmap)
-    for name, command in ("batching", batching), ("memory", memory), ("blockmap", blockmap):
-        command.add_argument("--out", type=Path, default=Path(f"assets/{name}.png"), help="where to write the picture")
-    args = parser.parse_args()
-    print(inspect.getdoc(args.run), file=sys.stderr)
+    args = build_parser().parse_args()
+    bench, _ = COMMANDS[args.command]
+    print(inspect.getdoc(bench), file=sys.stderr)
     try:
-        result = {"bench": args.command} | conditions() | args.run(args)
+        result = {"bench": args.command} | conditions() | bench(args)
     except ValueError as error:  # a --model that is not there, or broken; what this machine cannot do
         sys.exit(str(error))
     for name, value in result.items():

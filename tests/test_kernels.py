@@ -352,25 +352,47 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# FlexAttention: the compiler takes seconds for each kind of call, so fewer shapes, and most of them in `make test-all`
+# FlexAttention: the compiler takes 10 s for each kind of call, so one here, and the others in `make test-all`
 
 FLEX = [
     Shape(MIXED.requests, 4, H=4, Hk=2),
     *[Shape(MIXED.requests, 4, H=6, Hk=3, S=S) for S in (1, 4, 7, 8, 24, 100, 128)],
-    *[Shape(MIXED.requests, 4, S=16, window=window) for window in (1, 5, 100)],
+    *[Shape(MIXED.requests, 4, S=16, window=window) for window in (1, 5, 31, 100)],
     Shape(DECODES.requests, 6, H=6, Hk=1, D=80),
     Shape([*PROMPTS.requests, (100, 799)], H=2, Hk=1, D=16),
     *[Shape(MIXED.requests, 4, D=64, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)],
 ]
 
 
-@pytest.mark.parametrize(
-    "shape", [FLEX[0], *[pytest.param(shape, marks=pytest.mark.slow) for shape in FLEX[1:]]], ids=str
-)
+@pytest.mark.parametrize("shape", [DECODES, *[pytest.param(shape, marks=pytest.mark.slow) for shape in FLEX]], ids=str)
 def test_flex_attention(shape):
     """As for the other backends: wrong tile, mask off by one, heads or requests mixed up, a tile counted twice."""
     torch._dynamo.reset()
     check_attention(shape, "flex")
+
+
+@pytest.mark.parametrize("shape", FLEX, ids=str)
+def test_what_flex_attention_is_to_see(shape):
+    """The same without the compiler: for each token the mask shows the slots of its own text and no other, and each
+    tile with such slots is listed once, as whole only if it needs no mask."""
+    batch, S = (step := Step(shape, "flex")).batch, shape.S
+    owners = [i for i, (n, _) in enumerate(shape.requests) for _ in range(n)]
+    for call in batch.prepared.calls:
+        mask, (rows, tile), num_keys = call.mask, call.mask.BLOCK_SIZE, call.mask.seq_lengths[1]
+        keys = torch.arange(num_keys, device=DEVICE)
+        for t, b, query in zip(range(*call.tokens.indices(len(owners))), call.request, call.offset, strict=True):
+            position = batch.positions[t].item()
+            for h in range(shape.Hk):
+                entry, table = b * shape.Hk + h, step.tables[owners[t]]
+                context = range(shape.first_seen(position), position + 1)
+                expected = sorted((table[p // S] * shape.Hk + h) * S + p % S for p in context)
+                assert mask.mask_mod(entry, 0, query, keys).nonzero()[:, 0].tolist() == expected
+                row = entry, 0, query // rows
+                some = mask.kv_indices[row][: mask.kv_num_blocks[row]].tolist()
+                whole = mask.full_kv_indices[row][: mask.full_kv_num_blocks[row]].tolist()
+                assert len({*some, *whole}) == len(some + whole), "a tile is listed twice"
+                assert {key // tile for key in expected} <= {*some, *whole}, "a tile is left out"
+                assert {key for first in whole for key in range(first * tile, (first + 1) * tile)} <= {*expected}
 
 
 @pytest.mark.slow

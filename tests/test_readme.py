@@ -33,11 +33,11 @@ def test_line_counts_are_true(name, lines):
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
 def test_flags_and_subcommands_exist(program, arguments):
     """A reader types what stands there."""
+    if program == "bench.py":
+        return bench.build_parser().parse_args(arguments.split())  # exits at what it does not know
     source = (ROOT / program).read_text()
     for flag in re.findall(r"--[a-z][\w-]*", arguments):
         assert f'"{flag}"' in source, f"{program} has no {flag}"
-    if program == "bench.py":
-        assert f'"{arguments.split()[0]}"' in source
 
 
 def test_make_targets_exist():

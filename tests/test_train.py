@@ -158,12 +158,12 @@ def test_a_directory_with_a_model_is_not_overwritten_by_accident(tiny, tmp_path)
 
 
 def test_minutes_end_the_run_in_time(tiny, tmp_path):
-    """And the learning rate reaches its end with the clock."""
+    """Four seconds of them are for what follows the last step; the learning rate reaches its end with the clock."""
     started = time.monotonic()
-    train.main([*tiny, "--minutes", "0.12"])
-    assert 2 < time.monotonic() - started < 60 * 0.12 + 3
+    train.main([*tiny, "--minutes", "0.08"])
+    assert 0.5 < time.monotonic() - started < 60 * 0.08 + 3
     state = assert_loads(tmp_path / "out")
-    assert state["share"] == 1
+    assert state["share"] == 1 and state["step"] > 5
     assert all(group["lr"] < 0.01 for optimizer in state["optimizers"] for group in optimizer["param_groups"])
 
 
@@ -240,32 +240,25 @@ def wait_for(path: Path, process: subprocess.Popen):
         time.sleep(0.02)
 
 
-def test_ctrl_c_saves_and_exits_with_0(tiny, tmp_path):
-    process = start([*tiny, "--steps", "1000000"], tmp_path)
-    wait_for(tmp_path / "out" / "config.json", process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
-    assert "stopped and saved at step" in (tmp_path / "stdout").read_text()
-    assert assert_loads(tmp_path / "out")["step"] >= 5
-
-
-@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(tiny, tmp_path, kills):
-    """Each life saves after every step, so that most kills fall into a save; the next life resumes what is left."""
+    """Each life saves after every step, so that most kills fall into a save; the next life resumes what is left. The
+    last one ends by Ctrl-C, with status 0 and what it had."""
     out, moments, step = tmp_path / "out", random.Random(kills), 0
     flags = [*tiny, "--steps", "1000000", "--eval_every", "1", "--sample_tokens", "0"]
-    for _ in range(kills):
+    for sign in [signal.SIGKILL] * kills + [signal.SIGINT]:
         process = start(flags, tmp_path)
         wait_for(out / "config.json", process)
         mark = (out / "train_state.pt").stat().st_mtime_ns
         while (out / "train_state.pt").stat().st_mtime_ns == mark and process.poll() is None:
             time.sleep(0.001)
         time.sleep(moments.random() * 0.2)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
+        process.send_signal(sign)
+        assert process.wait(60) == (-sign if sign == signal.SIGKILL else 0)
         state = assert_loads(out)
         assert state["step"] > step
         step, flags = state["step"], ["--resume", "--out", str(out)]
+    assert f"stopped and saved at step {step}" in (tmp_path / "stdout").read_text()
 
 
 @pytest.mark.slow
