@@ -115,19 +115,24 @@ class Gather(NamedTuple):
     """Requests that the torch path serves in one SDPA: b requests of n queries each, contexts padded to C."""
 
     tokens: slice | torch.Tensor  # where their b * n queries are on the flat axis
-    kv_rows: torch.Tensor  # [b, Hk, C] int64: rows of the pool seen as [.., D]
-    mask: torch.Tensor  # [b, 1, G * n, C] bool: may this query see this key?
+    kv_rows: torch.Tensor  # [2, b, Hk, C] int64: rows of K and V, as `pool_rows`
+    mask: torch.Tensor | None  # [b, 1, G * n, C] as kv: 0 where a query may see a key, else -inf; None: it sees all
 
 
 class TorchPlan(NamedTuple):
-    store_rows: torch.Tensor  # [T * Hk] int64: rows of the pool seen as [.., D] that the step writes
+    store_rows: torch.Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes, as `pool_rows`
     gathers: list[Gather]
 
 
-def pool_rows(slots: torch.Tensor, Hk: int, S: int) -> torch.Tensor:
-    """Rows of slots [...] in one layer's K, [num_blocks + 1, Hk, S, D] seen as [.., D], for each head: [..., Hk]."""
-    blocks, offsets = slots[..., None] // S, slots[..., None] % S
-    return (blocks * Hk + torch.arange(Hk, device=slots.device)) * S + offsets
+def pool_rows(slots: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """
+    Rows of slots [..., C] in one layer's pool [2, num_blocks + 1, Hk, S, D] seen as [.., D], of K and V, for each head:
+    [2, ..., Hk, C].
+    """
+    _, num_blocks, Hk, S, _ = kv.shape
+    first = slots + slots // S * ((Hk - 1) * S)  # the row of head 0: block * Hk * S + offset
+    k_rows = first[..., None, :] + torch.arange(0, Hk * S, S, device=slots.device)[:, None]
+    return torch.stack((k_rows, k_rows + num_blocks * Hk * S))
 
 
 def may_see(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int) -> torch.Tensor:
@@ -155,24 +160,24 @@ def length_classes(lens: list[int]) -> list[list[int]]:
 def prepare_torch(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> TorchPlan:
     """Work out, once for all layers, which rows of the pool the step writes and which it reads."""
     check_ranges(batch, H, kv)
-    _, _, Hk, S, _ = kv.shape
     lens, gathers = batch.context_lens_host, []
     decodes = [i for i in range(batch.num_decodes) if lens[i]]  # the others are padding
     groups = [[decodes[i] for i in group] for group in length_classes([lens[i] for i in decodes])]
     for group in groups:  # a decoding request has one token: its place on the token axis is its number
         whole = len(group) == batch.num_decodes
         index = slice(0, len(group)) if whole else torch.tensor(group, device=batch.tokens.device)
-        gathers.append(gather(batch, index, index, max(lens[i] for i in group), H, Hk, S, window))
+        gathers.append(gather(batch, index, index, max(lens[i] for i in group), H, kv, window))
     start = batch.num_decodes
     for i in range(batch.num_decodes, len(lens)):
         n = batch.query_lens_host[i]
-        gathers.append(gather(batch, slice(i, i + 1), slice(start, start + n), lens[i], H, Hk, S, window))
+        gathers.append(gather(batch, slice(i, i + 1), slice(start, start + n), lens[i], H, kv, window))
         start += n
-    return TorchPlan(pool_rows(batch.slot_mapping, Hk, S).flatten(), gathers)
+    return TorchPlan(pool_rows(batch.slot_mapping[:, None], kv).flatten(), gathers)
 
 
-def gather(batch: Batch, requests, tokens, longest: int, H: int, Hk: int, S: int, window: int) -> Gather:
+def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: torch.Tensor, window: int) -> Gather:
     """Plan one SDPA. The padding of shorter contexts repeats their last token, masked: nothing else is ever read."""
+    Hk, S = kv.shape[2:4]
     lens = batch.context_lens[requests].long()[:, None]  # [b, 1]
     positions = batch.positions[tokens].view(len(lens), -1)  # [b, n]
     n = positions.shape[1]
@@ -181,16 +186,17 @@ def gather(batch: Batch, requests, tokens, longest: int, H: int, Hk: int, S: int
         keys = keys + (positions[:, :1] - window + 1).clamp(min=0)  # from the first that any query sees
     slots_at = torch.minimum(keys, lens - 1)  # [b, C]
     slots = batch.block_tables[requests].long().gather(1, slots_at // S) * S + slots_at % S
-    kv_rows = pool_rows(slots, Hk, S).transpose(1, 2).contiguous()  # [b, C, Hk] -> [b, Hk, C]
+    if positions.numel() == 1:  # one token, that sees all
+        return Gather(tokens, pool_rows(slots, kv), None)
     mask = may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]
-    return Gather(tokens, kv_rows, mask.repeat(1, H // Hk, 1)[:, None])
+    mask = torch.zeros_like(mask, dtype=kv.dtype).masked_fill_(~mask, -torch.inf)
+    return Gather(tokens, pool_rows(slots, kv), mask.repeat(1, H // Hk, 1)[:, None])
 
 
 def store_kv_torch(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: Batch):
     """Write k, v [T, Hk, D] into one layer's pool kv [2, num_blocks + 1, Hk, S, D], in place, at `slot_mapping`."""
     D = k.shape[-1]
-    kv[0].view(-1, D).index_copy_(0, batch.prepared.store_rows, k.reshape(-1, D).to(kv.dtype))
-    kv[1].view(-1, D).index_copy_(0, batch.prepared.store_rows, v.reshape(-1, D).to(kv.dtype))
+    kv.view(-1, D).index_copy_(0, batch.prepared.store_rows, torch.stack((k, v)).view(-1, D).to(kv.dtype))
 
 
 def paged_attention_torch(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -198,14 +204,18 @@ def paged_attention_torch(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> to
     Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables; scale 1 / sqrt(D).
     The G query heads that share a KV head become G * n queries of it, so K and V are gathered once and not repeated.
     """
-    out, D = torch.zeros_like(q), q.shape[-1]
+    out, D = None, q.shape[-1]
     for tokens, kv_rows, mask in batch.prepared.gathers:
-        b, Hk, _ = kv_rows.shape
-        k, v = F.embedding(kv_rows, kv[0].view(-1, D)), F.embedding(kv_rows, kv[1].view(-1, D))  # [b, Hk, C, D]
+        _, b, Hk, _ = kv_rows.shape
+        k, v = F.embedding(kv_rows, kv.view(-1, D)).unbind()  # [b, Hk, C, D] each
         grouped = q[tokens].reshape(b, -1, Hk, q.shape[1] // Hk, D).permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
         y = F.scaled_dot_product_attention(grouped.flatten(2, 3).to(k.dtype), k, v, attn_mask=mask)
-        out[tokens] = y.view(grouped.shape).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:]).to(q.dtype)
-    return out
+        y = y.view(grouped.shape).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:]).to(q.dtype)
+        if len(y) == len(q):  # nobody else is there
+            return y
+        out = torch.zeros_like(q) if out is None else out
+        out[tokens] = y
+    return torch.zeros_like(q) if out is None else out
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -236,7 +246,7 @@ def prepare_flex(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> Fle
     B, nd, lens = len(batch.query_lens_host), batch.num_decodes, batch.query_lens_host
     ranges = [(first, last) for first, last in ((0, nd), (nd, B)) if first < last]
     calls = [flex_call(batch, first, last, max(lens[first:last]), kv, window) for first, last in ranges]
-    return FlexPlan(pool_rows(batch.slot_mapping, *kv.shape[2:4]).flatten(), calls)
+    return FlexPlan(pool_rows(batch.slot_mapping[:, None], kv).flatten(), calls)
 
 
 def flex_call(batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, window: int) -> FlexCall:

@@ -86,7 +86,8 @@ class Attention(nn.Module):
 
     def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(..., T, (H + 2 Hk) D) -> q (..., T, H, D), k and v (..., T, Hk, D), views"""
-        return qkv.unflatten(-1, (self.H + 2 * self.Hk, self.D)).split((self.H, self.Hk, self.Hk), dim=-2)
+        heads = qkv.view(*qkv.shape[:-1], self.H + 2 * self.Hk, self.D)
+        return heads.split_with_sizes((self.H, self.Hk, self.Hk), -2)
 
 
 class MLP(nn.Module):

@@ -553,11 +553,11 @@ def test_length_classes_at_most_double_the_memory(lens):
 
 
 def test_one_long_context_among_short_ones_gathers_hardly_more_than_there_is():
-    """The same, counted in what a step really gathers: rows of K, and as many of V."""
+    """The same, counted in what a step really gathers: rows of K and of V."""
     shape = Shape([(1, 4096)] + [(1, 10)] * 31 + [(64, 200)], num_decodes=32, H=2, Hk=2, D=16)
     gathers = Step(shape, "torch").batch.prepared.gathers
     rows = sum(gather.kv_rows.numel() for gather in gathers)
-    assert rows == shape.Hk * sum(context for _, context in shape.requests)
+    assert rows == 2 * shape.Hk * sum(context for _, context in shape.requests)
     assert len(gathers) == 3  # the long decode, the short ones together, the chunk
 
 
@@ -574,11 +574,14 @@ def test_block_ids_of_a_pool_beyond_2_to_the_31():
     block = 2**27
     batch.block_tables[:, :2] = torch.tensor([[block, block + 1], [block + 2, 0]])
     batch.slot_mapping = torch.tensor([(block + 1) * 16 + 1, (block + 2) * 16, (block + 2) * 16 + 1])
-    plan = kernels.prepare_torch(batch, 4, torch.empty(2, 0, 4, 16, 1))
-    first = [block * 64 + head * 16 for head in range(4)]  # of block 2^27, for each head: 2^33 and more
-    assert plan.gathers[0].kv_rows.tolist() == [[[*range(n, n + 16), n + 64, n + 65] for n in first]]
-    assert plan.gathers[1].kv_rows.tolist() == [[[n + 128, n + 129] for n in first]]
-    assert plan.store_rows.tolist() == [n + offset for offset in (65, 128, 129) for n in first]
+    num_blocks = block + 3
+    plan = kernels.prepare_torch(batch, 4, torch.empty(2, num_blocks, 4, 16, 1, device="meta"))
+    of_k = [block * 64 + head * 16 for head in range(4)]  # of block 2^27, for each head: 2^33 and more
+    firsts = of_k, [n + num_blocks * 64 for n in of_k]  # and V's
+    long, short = [*range(16), 64, 65], [128, 129]
+    for gather, offsets in zip(plan.gathers, (long, short), strict=True):
+        assert gather.kv_rows.tolist() == [[[[n + i for i in offsets] for n in first]] for first in firsts]
+    assert plan.store_rows.tolist() == [n + offset for first in firsts for offset in (65, 128, 129) for n in first]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
