@@ -322,7 +322,10 @@ class Service:
         request = await self.read(http, kind)
         count = 1 if request.messages else len(request.prompt)
         self.check_room(count * request.n)  # before they are encoded: a million prompts take seconds
-        prompts = await asyncio.to_thread(self.encode, request)  # a long text takes a while
+        given = not request.messages and isinstance(request.prompt[0], list)  # as token ids
+        prompts = (
+            request.prompt if given else await asyncio.to_thread(self.encode, request)
+        )  # a long text takes a while
         request.check_fits(prompts, **self.client.info)
         job = Job(self, request, prompts, f"{http.scope['salt']}:{request.cache_salt or ''}")
         if self.args.log_requests:

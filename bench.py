@@ -532,10 +532,9 @@ def bench_server(args) -> dict:
         host, port = greeting.split("//")[1].strip().split(":")
         asyncio.run(streams(host, int(port), offline_workload(8, 8, config.vocab_size)))  # warm-up
         for seed, n in enumerate(args.streams):
-            work, started = offline_workload(n, scale_for(config), config.vocab_size, seed), time.perf_counter()
-            times = asyncio.run(streams(host, int(port), work))
-            seconds, tokens = time.perf_counter() - started, [answer for _, answer in work]
-            first = [1e3 * (one - started) for one, _ in times]
+            work = offline_workload(n, scale_for(config), config.vocab_size, seed)
+            times, tokens = asyncio.run(streams(host, int(port), work)), [answer for _, answer in work]
+            seconds, first = max(last for _, last in times), [1e3 * one for one, _ in times]
             between = [1e3 * (last - one) / (t - 1) for (one, last), t in zip(times, tokens, strict=True) if t > 1]
             result[f"{n} streams"] = {"output tok/s": round(sum(tokens) / seconds), "s": round(seconds, 2)} | {
                 f"{name} p{p}, ms": round(sorted(values)[min(len(values) - 1, len(values) * p // 100)], 2)
@@ -554,26 +553,31 @@ def bench_server(args) -> dict:
 
 
 async def streams(host: str, port: int, work: Work) -> list[tuple[float, float]]:
-    """Send all requests (prompt, tokens to answer) at once; when the first and the last token of each came."""
+    """Send all requests (prompt, tokens to answer) at once; seconds until the first and the last token of each came."""
 
-    async def stream(prompt: list[int], tokens: int) -> tuple[float, float]:
+    def message(prompt: list[int], tokens: int) -> bytes:
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True, "stream": True}
         body = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
-        reader, writer = await asyncio.open_connection(host, port)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+    async def stream(message: bytes, tokens: int) -> tuple[float, float]:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(message)
         received, first, last = b"", 0.0, 0.0
         while chunk := await reader.read(65536):
             received = received[-4096:] + chunk
             if b'"text"' in chunk:
-                last = time.perf_counter()
+                last = time.perf_counter() - started
                 first = first or last
         writer.close()
         if f'"completion_tokens":{tokens},'.encode() not in received.replace(b" ", b""):
             raise ValueError(f"wanted {tokens} tokens, the answer ends with {received[-300:].decode(errors='replace')}")
         return first, last
 
-    return await asyncio.gather(*(stream(*request) for request in work))
+    messages = [(message(*request), request[1]) for request in work]
+    started = time.perf_counter()
+    return await asyncio.gather(*(stream(*each) for each in messages))
 
 
 @command(model="gpt2-124M")

@@ -88,7 +88,7 @@ def list_of_prompts(value: Any) -> list[str | list[int]]:
     """Bring the four forms of `prompt` into one: a list of texts, or a list of lists of token ids."""
 
     def all_are(kind: type, items: Any) -> bool:
-        return isinstance(items, list) and all(type(item) is kind for item in items)  # isinstance takes True for an int
+        return isinstance(items, list) and set(map(type, items)) <= {kind}  # isinstance takes True for an int
 
     prompts = [value] if isinstance(value, str) or (value and all_are(int, value)) else value
     if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:  # before each is looked at
