@@ -465,8 +465,10 @@ def bench_engine(args) -> dict:
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
     for seed in args.seeds:
         work = offline_workload(256, scale_for(model.config), V, seed)
+        engine.runner.num_rows = engine.runner.num_padded_rows = 0
         seconds, tokens = timed(engine, work)[0], sum(n for _, n in work)
         row = {"in": sum(len(prompt) for prompt, _ in work), "out": tokens, "s": round(seconds, 2)}
+        row["padded rows"] = f"{engine.runner.num_padded_rows / engine.runner.num_rows:.1%}"
         result[f"offline, seed {seed}"] = row | {"output tok/s": round(tokens / seconds)}
     N = min(512, model.config.context_length // 2)
     for n in (1, 32):

@@ -19,6 +19,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -266,6 +267,13 @@ class Runner:
     # -- CUDA graphs ---------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
+    def warm_up(self):
+        """Compute the largest step there is, of padding alone: so its kernels are compiled, and its memory is taken."""
+        for key in sorted(self.keys, key=lambda key: key[0] + key[2])[-1:]:
+            self.compute(upload(self.inputs(Plan(), *key), self.device), *key)
+            torch.cuda.synchronize()
+
+    @torch.inference_mode()
     def capture_all(self):
         """
         Capture every size, largest first, so that the smaller find room in what the larger leave. A step runs once
@@ -273,7 +281,8 @@ class Runner:
         """
         most = max(2 * n + 4 * C + 1 + 3 * T for n, C, T in self.keys)
         self.static_inputs = torch.full((most,), self.nobody, device=self.device)
-        pool, stream, before = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.memory_reserved()
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        before, started = torch.cuda.memory_reserved(), time.perf_counter()
         for i, (n, C, T) in enumerate(sorted(self.keys, key=lambda key: -key[0] - key[2])):
             print(f"\rCUDA graphs: {i + 1} of {len(self.keys)} ", end="", file=sys.stderr, flush=True)
             empty = upload(self.inputs(Plan(), n, C, T), self.device)
@@ -290,7 +299,8 @@ class Runner:
         print(file=sys.stderr)
         gc.collect()
         gc.freeze()  # what is there by now stays: to look through all of it would hold up a step for 50 ms
-        self.graph_bytes = torch.cuda.memory_reserved() - before
+        taken = (torch.cuda.memory_reserved() - before) / 2**20, time.perf_counter() - started
+        self.graph_statement = "{} CUDA graphs, {:,.0f} MiB, captured in {:.1f} s".format(len(self.graphs), *taken)
 
 
 def sampling_row(r: Request) -> Row:
@@ -335,8 +345,8 @@ def bytes_per_block(model: GPT, block_size: int) -> int:
 
 def blocks_that_fit(model: GPT, block_size: int) -> int:
     """
-    How many KV blocks there is memory for, when nobody says: 90% of what is free on the GPU, or a quarter of what is
-    free on the CPU (others live there too), over the bytes of a block.
+    How many KV blocks there is memory for, when nobody says: 90% of what is free on the GPU (the rest is for CUDA
+    graphs), or a quarter of what is free on the CPU (others live there too), over the bytes of a block.
     """
     device = model.wte.weight.device
     if device.type == "cuda":
@@ -422,6 +432,10 @@ class Engine:
                 "request can decode in every step: raise --token-budget or lower --max-num-seqs"
             )
         self.config = model.config
+        shape = {"block_size": block_size, "max_num_seqs": max_num_seqs, "token_budget": token_budget}
+        build = partial(Runner, model, attention=attention, quantize=quantize, **shape)
+        if on_gpu and num_blocks is None:  # what a step takes is not free for the pool
+            build(num_blocks=1, graphs=False).warm_up()
         self.num_blocks = num_blocks = pool_size(model, num_blocks, block_size, max_num_seqs)
         self.max_model_len = longest_text(model.config, num_blocks, block_size, max_model_len)
         self.scheduler = Scheduler(
@@ -440,7 +454,7 @@ class Engine:
         self.weights = f"{sum(w.nbytes for w in model.parameters()) / 2**20:,.0f} MiB of weights"
         self.weights += f" ({str(model.wte.weight.dtype).removeprefix('torch.')}, quantize {quantize})"
         try:
-            self.runner = Runner(model, num_blocks, block_size, max_num_seqs, attention, quantize, graphs, token_budget)
+            self.runner = build(num_blocks=num_blocks, graphs=graphs)
         except torch.OutOfMemoryError as error:
             wanted = f"{self.weights} and a KV pool of {num_blocks} blocks of {block_size}"
             mend = "lower --kv-blocks, --max-num-seqs or --token-budget, or try --no-graphs"
@@ -465,7 +479,7 @@ class Engine:
             f"attention: {backend.name}, {backend.reason}",
         ]
         if runner.graphs:
-            parts.append(f"{len(runner.graphs)} CUDA graphs, {runner.graph_bytes / 2**20:,.0f} MiB")
+            parts.append(runner.graph_statement)
         return "; ".join(parts)
 
     @property

@@ -786,10 +786,25 @@ def test_a_hundred_steps_without_waiting_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU nothing is warmed up")
+def test_on_a_gpu_the_pool_is_sized_after_a_warm_up(monkeypatch):
+    """What a step and its kernels take would be given to the pool, and missing later."""
+    happened, warm_up = [], engine_module.Runner.warm_up
+
+    def free(*device):
+        happened.append("sized")
+        return int(10.5 * 2 * 2 * 2 * 16 * 16 * 4 / 0.9), 2**30  # ten blocks and a half
+
+    monkeypatch.setattr(engine_module.Runner, "warm_up", lambda self: (warm_up(self), happened.append("warmed up")))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    engine = Engine(deepcopy(trained_model(num_kv_heads=2)).cuda(), block_size=16, max_num_seqs=8)
+    assert engine.num_blocks == 10 and happened[:2] == ["warmed up", "sized"]
+
+
 def test_out_of_memory_says_what_to_change(monkeypatch):
     """A reader of torch's message learns how many bytes, and not which flag."""
 
-    def no_memory(*arguments):
+    def no_memory(*arguments, **named):
         raise torch.OutOfMemoryError("tried to allocate 5 GiB")
 
     monkeypatch.setattr(engine_module, "Runner", no_memory)
