@@ -23,6 +23,7 @@ from functools import partial
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -259,6 +260,7 @@ class Service:
             ("GET", "/readyz"): self.ready,
             ("GET", "/health"): self.ready,
             ("GET", "/metrics"): self.show_metrics,
+            ("GET", "/openapi.json"): self.describe,
         }
 
     def check_ready(self):
@@ -364,6 +366,9 @@ class Service:
     async def show_metrics(self, http: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def describe(self, http: Request) -> Response:
+        return json_response(openapi(self.routes))
+
     # its life
 
     async def run(self, sock: socket.socket) -> str | None:
@@ -411,6 +416,41 @@ def greeting(name: str, sock: socket.socket) -> str:
     curl {url}/v1/completions -H 'Content-Type: application/json' -d '{example}'"""
 
 
+REQUESTS = {"/v1/completions": protocol.CompletionRequest, "/v1/chat/completions": protocol.ChatRequest}
+REQUESTS |= {"/tokenize": protocol.TokenizeRequest, "/detokenize": protocol.DetokenizeRequest}
+ANSWERS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), "id object created model choices usage")
+ANSWERS |= {"/tokenize": "count max_model_len tokens", "/detokenize": "prompt", "/v1/models": "object data"}
+ANSWERS |= {"/livez": "status", "/readyz": "status", "/health": "status", "/openapi.json": "openapi info paths"}
+
+
+def openapi(routes: dict[tuple[str, str], Callable]) -> dict:
+    """The OpenAPI document: what each path takes, by protocol.py's models, and the fields of what it answers."""
+
+    def content(kind: str, schema: dict) -> dict:
+        return {"content": {kind: {"schema": schema}}}
+
+    def answer(fields: str) -> dict:
+        names = fields.split()
+        return content(
+            "application/json", {"type": "object", "required": names, "properties": {name: {} for name in names}}
+        )
+
+    models, paths = [(model, "validation") for model in REQUESTS.values()], {}
+    refs, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    error = {"description": "what was wrong, and what to change"} | answer("error")
+    for method, path in routes:
+        good = answer(ANSWERS[path]) if path in ANSWERS else content("text/plain", {"type": "string"})
+        call: dict = {"responses": {"200": {"description": "the answer"} | good}}
+        call["responses"] |= dict.fromkeys(("400", "401", "403", "404", "405", "408", "413", "429", "503"), error)
+        if model := REQUESTS.get(path):
+            call["requestBody"] = {"required": True} | content("application/json", refs[model, "validation"])
+        if path.endswith("completions"):
+            good["content"] |= content("text/event-stream", {"type": "string"})["content"]
+        paths[path] = {method.lower(): call}
+    info = {"title": "pagedGPT", "version": "1"}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas["$defs"]}}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Who may come in, and how long clients may take
 
@@ -446,8 +486,10 @@ class Gate:
 
     def route(self, method: str, path: str) -> Callable:
         if (method, path) not in self.routes:
-            status = 405 if any(path == other for _, other in self.routes) else 404
-            raise ApiError(status, f"there is no {method} {path} here")
+            allowed = ", ".join(method for method, other in self.routes if path == other)
+            header = {"Allow": allowed} if allowed else None
+            message = f"there is no {method} {path} here; /openapi.json lists what there is"
+            raise ApiError(405 if allowed else 404, message, None, None, header)
         return self.routes[method, path]
 
     def admit(self, scope) -> str:

@@ -124,16 +124,19 @@ def content_text(value: Any) -> Any:
     return "".join(texts)
 
 
-Prompts = Annotated[list[str | list[int]], PlainValidator(list_of_prompts)]
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(list_of_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
 # fail_fast: a finding for each of a million wrong items would hold up the event loop for seconds
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
     Field(max_length=MAX_STOPS, fail_fast=True),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]),
 ]
-Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids)]
-Content = Annotated[str, BeforeValidator(content_text)]
+Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids, json_schema_input_type=dict[str, float])]
+Content = Annotated[str, BeforeValidator(content_text, json_schema_input_type=str | list[dict[str, str]])]
 Candidates = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 

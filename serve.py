@@ -184,6 +184,7 @@ class EngineClient:
     def attach(self):
         """Begin to read, on the running event loop."""
         asyncio.get_running_loop().add_reader(self.from_engine.fileno(), self._read)
+        os.set_blocking(self.from_engine.fileno(), True)  # uvloop unsets it, and half a message would be an error
 
     def close(self):
         """Tell the engine to stop, and read no more from it."""

@@ -679,8 +679,36 @@ TOO_LONG = "the body has more than 104857 bytes: shorten it or raise --max-body-
 POST, GET = ("POST", "/v1/completions"), ("GET", "/v1/completions")
 
 
+def test_a_message_larger_than_a_pipe_arrives_whole():
+    """uvloop makes what it watches non-blocking: the rest of a long message was an OSError, taken for the engine's death.
+    The log-probabilities of a prompt are such a message."""
+    from_engine, outbox = multiprocessing.Pipe(duplex=False)
+    client, states = EngineClient(lambda: (None, None, from_engine)), []
+    client.on_state, client.on_stats = states.append, None
+    message = json.dumps({"op": "ready", "padding": "x" * 2**22}).encode()
+
+    async def attached():
+        client.attach()
+        await asyncio.to_thread(outbox.send_bytes, message)
+        while not states:
+            await asyncio.sleep(0.01)
+
+    serve.run_on_loop(asyncio.wait_for(attached(), 10))
+    assert states == ["ready"]
+
+
+def test_openapi_describes_what_is_taken_and_answered(server):
+    """Fuzzers and client generators read it: a path or a limit that is not in it is none to them."""
+    document = server.http.get("/openapi.json").json()
+    assert {(m.upper(), path) for path, calls in document["paths"].items() for m in calls} == set(server.service.routes)
+    completions, schemas = document["paths"]["/v1/completions"]["post"], document["components"]["schemas"]
+    assert completions["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/CompletionRequest")
+    assert schemas["CompletionRequest"]["properties"]["temperature"]["maximum"] == 2
+    assert {"200", "400", "401", "404", "429", "503"} <= completions["responses"].keys()
+
+
 def nowhere(call):
-    return f"there is no {call} here"
+    return f"there is no {call} here; /openapi.json lists what there is"
 
 
 @pytest.mark.parametrize(
