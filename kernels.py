@@ -886,7 +886,7 @@ def linear_triton(x: torch.Tensor, layer, activation: str | None, parts: bool) -
         )  # fmt: skip
         return out
     rows, cols, block, warps, stages = linear_tiles(R, N)
-    stages = min(stages, 150_000 // ((rows + cols) * block * x.element_size()))  # what shared memory holds
+    stages = max(1, min(stages, shared_memory(x.device) // ((rows + cols) * block * x.element_size())))
     programs, P = -(-N // cols) * -(-R // rows), 1
     while parts and programs * P <= (96 if R <= 32 else 48) and K >= 768 * P:
         P *= 2
@@ -896,6 +896,12 @@ def linear_triton(x: torch.Tensor, layer, activation: str | None, parts: bool) -
         ROWS=rows, COLS=cols, BLOCK=block, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it for the tiles of a program: 150 kB, measured best on an H200, or what a smaller chip has."""
+    on_chip = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
+    return min(150_000, on_chip)
 
 
 def linear_tiles(R: int, N: int) -> tuple[int, int, int, int, int]:
