@@ -80,7 +80,7 @@ class Runner:
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         padded = device.type == "cuda" and self.backend.name == "triton"
         self.sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N] if padded else []
-        coarse = [n for n in self.sizes if n in (8, 32, 64, 128, 256)] or self.sizes[-1:]
+        coarse = [n for n in self.sizes if n in (8, 32, 64, 128, 256, N)]  # with N, no step has too many decodes
         # decodes, chunks and their tokens: to these a step is padded where one is large enough, graphs or not
         self.keys = [(n, 0, 0) for n in self.sizes]
         mixed = [128 << i for i in range(20) if 128 << i < token_budget] + [token_budget] * (token_budget > 0)
@@ -213,7 +213,7 @@ class Runner:
             context_lens=context_lens,
             block_tables=tables if self.sizes else tables[:, : -(-max(lens) // S)],  # no wider than is needed
             rows=rows,
-            logits_index=(query_start[1:] - 1).clamp(min=0),
+            logits_index=query_start[1:] - 1 if C else query_start[:n],  # the same: 0, 1, ..
             num_decodes=n,
             query_lens_host=[1] * n + [m for _, m in chunks],
             context_lens_host=lens,

@@ -52,7 +52,7 @@ class Batch:
     context_lens: torch.Tensor  # [B] int32: tokens in the pool after this step
     block_tables: torch.Tensor  # [B, M] int32: [request, logical block] -> physical block
     rows: torch.Tensor  # [B] the requests' rows in the engine's device arrays
-    logits_index: torch.Tensor  # [R] places on the flat axis whose logits are wanted
+    logits_index: torch.Tensor  # [R] int32: places on the flat axis whose logits are wanted
     num_decodes: int  # the first requests, with one token each
     query_lens_host: list[int]  # [B]
     context_lens_host: list[int]  # [B]
