@@ -386,6 +386,18 @@ def longest_text(config: GPTConfig, num_blocks: int, block_size: int, max_model_
     return max_model_len or most
 
 
+def step_size(on_gpu: bool, max_num_seqs: int | None, token_budget: int | None) -> tuple[int, int]:
+    """The most requests and tokens of a step: what is asked for, or else suits the device. May raise ValueError."""
+    max_num_seqs = max_num_seqs or (256 if on_gpu else 64)
+    token_budget = token_budget or max(8192 if on_gpu else 512, max_num_seqs)
+    if token_budget < max_num_seqs:
+        raise ValueError(
+            f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so that every running "
+            "request can decode in every step: raise --token-budget or lower --max-num-seqs"
+        )
+    return max_num_seqs, token_budget
+
+
 class Engine:
     """Requests in, tokens out, a step at a time. All its methods belong to one thread."""
 
@@ -414,13 +426,7 @@ class Engine:
         check: bool = False,  # verify the scheduler's invariants after each step
     ):
         on_gpu = model.wte.weight.is_cuda
-        max_num_seqs = max_num_seqs or (256 if on_gpu else 64)
-        token_budget = token_budget or max(8192 if on_gpu else 512, max_num_seqs)
-        if token_budget < max_num_seqs:
-            raise ValueError(
-                f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so that every running "
-                "request can decode in every step: raise --token-budget or lower --max-num-seqs"
-            )
+        max_num_seqs, token_budget = step_size(on_gpu, max_num_seqs, token_budget)
         self.config = model.config
         self.num_blocks = num_blocks = pool_size(model, num_blocks, block_size, max_num_seqs)
         self.max_model_len = longest_text(model.config, num_blocks, block_size, max_model_len)
