@@ -93,7 +93,7 @@ class Runner:
     # -- host to device ------------------------------------------------------------------------------------------------
 
     def bring_up_to_date(self, plan: Plan):
-        """Tell the device's arrays what the plan has changed."""
+        """Tell the device's arrays what the plan has changed; of new blocks, `inputs` tells."""
         if plan.copies:  # before the step writes into them
             self.pool.copy_blocks(*upload([list(plan.copies), list(plan.copies.values())], self.device))
         if plan.admitted:

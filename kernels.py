@@ -1,5 +1,6 @@
 """
-What a step carries (`Batch`), and the two operations on the KV pool: store K, V and attend through block tables.
+What a step carries (`Batch`), and the two operations on the KV pool: store K, V and attend through block tables. Below
+them, for CUDA, what else of a step is worth a kernel: the inputs of decodes, linear layers, norms.
 
 A step lays its requests out on one flat token axis, without padding: first one token of each decoding request, then
 the prefill chunks. Decodes and chunks so share one forward pass:
@@ -11,8 +12,9 @@ the prefill chunks. Decodes and chunks so share one forward pass:
 A `Backend` is one way to do both operations: torch's gathers and runs anywhere, FlexAttention's and Triton's read K
 and V where they are. Backends have one signature and one in-place effect: `store_kv` writes the pool,
 `paged_attention` only reads it. A request with context length 0, as the padding of chunks in a CUDA graph, gets zeros.
-Letters: B requests, T tokens, R rows of logits, H query heads, Hk KV heads, D head size, M blocks per table, S block
-size, and only here C context length (padded), G = H / Hk.
+Letters: B requests, T tokens, H query heads, Hk KV heads, D head size, M blocks per table, S block size, R rows (of
+logits, or that a layer is given), and only here C context length (padded), G = H / Hk, a layer's K inputs and N
+outputs, and P parts of a sum.
 """
 
 import math
@@ -559,7 +561,7 @@ class TritonPlan(NamedTuple):
     splits: int
     num_stages: int  # tiles of K and V that a program of the decode kernel has under way
     order: torch.Tensor  # [B] int32, see order_kernel
-    early: bool  # see wait; only with many more programs than run at a time: few crowd where there was room early
+    early: bool  # see `wait`; only with many programs: few, started early, crowd where there was room first
     partial_out: torch.Tensor  # [B * H * splits * WIDTH] fp32
     partial_lse: torch.Tensor  # [B * H * splits] fp32
     arrived: torch.Tensor  # [B * Hk] int32 zeros
@@ -582,7 +584,7 @@ def padded(n: int) -> int:
 
 
 def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> TritonPlan:
-    """Allocate the scratch and map tiles to chunks, on the device: nothing here looks at a tensor's content."""
+    """Allocate scratch, sort the decodes and map tiles to chunks, on the device: the host looks at no tensor."""
     check_ranges(batch, H, kv)
     (_, _, Hk, _, D), device, B = kv.shape, batch.tokens.device, batch.num_decodes
     assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
