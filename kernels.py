@@ -571,16 +571,27 @@ class TritonPlan(NamedTuple):
 
 
 # Measured on an H200 over head sizes 64 and 128, batches 1 to 256, contexts 100 to 32768, all alike or not: best are as
-# many splits as the chip runs at a time, and three stages; but two where three would fill the shared memory with two
-# programs while more are waiting.
+# many splits as the chip runs at a time, and three stages; but two where three would fill the shared memory, of decodes
+# with two programs while more are waiting.
 TILE, DECODE_WARPS = 64, 4
-PREFILL_ROWS, PREFILL_OPTIONS = 64, {"num_warps": 4, "num_stages": 3}
+PREFILL_ROWS, PREFILL_WARPS = 64, 4
 AT_ONCE = 8192  # numbers a program combines at a time
 
 
 def padded(n: int) -> int:
     """Tiles of tensor cores have sides that are powers of two, at least 16."""
     return max(16, triton.next_power_of_2(n))
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that one program may take."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
+
+
+def stages_that_fit(kv: torch.Tensor) -> int:
+    """Three need up to 3.5 times the room of a tile of K and V, as compiled for head sizes 64 to 256 in bf16, fp32."""
+    tiles = 2 * TILE * padded(kv.shape[-1]) * kv.element_size()
+    return 3 if 3.5 * tiles <= shared_memory(kv.device) else 2
 
 
 def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> TritonPlan:
@@ -597,7 +608,7 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
     return TritonPlan(
         window,
         splits,
-        3 if padded(D) <= 64 or B * Hk * splits <= 2 * processors else 2,
+        stages_that_fit(kv) if padded(D) <= 64 or B * Hk * splits <= 2 * processors else 2,
         order,
         B * Hk >= 3 * at_a_time,
         torch.empty(B * H * splits * padded(D), device=device),
@@ -661,7 +672,8 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
         with torch.cuda.stream(plan.side):
             prefill_kernel[(H, len(plan.tile_request))](
                 q, kv, out, batch.block_tables, batch.context_lens, batch.query_start,
-                plan.tile_request, plan.tile_start, scale, *strides, **shape, ROWS=PREFILL_ROWS, **PREFILL_OPTIONS,
+                plan.tile_request, plan.tile_start, scale, *strides, **shape, ROWS=PREFILL_ROWS,
+                num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv),
             )  # fmt: skip
     if B := batch.num_decodes:
         decode_kernel[(Hk, plan.splits, B)](
@@ -888,7 +900,8 @@ def linear_triton(x: torch.Tensor, layer, activation: str | None, parts: bool) -
         )  # fmt: skip
         return out
     rows, cols, block, warps, stages = linear_tiles(R, N)
-    stages = max(1, min(stages, shared_memory(x.device) // ((rows + cols) * block * x.element_size())))
+    room = min(150_000, shared_memory(x.device))  # as tuned on an H200
+    stages = max(1, min(stages, room // ((rows + cols) * block * x.element_size())))
     programs, P = -(-N // cols) * -(-R // rows), 1
     while parts and programs * P <= (96 if R <= 32 else 48) and K >= 768 * P:
         P *= 2
@@ -898,12 +911,6 @@ def linear_triton(x: torch.Tensor, layer, activation: str | None, parts: bool) -
         ROWS=rows, COLS=cols, BLOCK=block, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of it for the tiles of a program: 150 kB, measured best on an H200, or what a smaller chip has."""
-    on_chip = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
-    return min(150_000, on_chip)
 
 
 def linear_tiles(R: int, N: int) -> tuple[int, int, int, int, int]:
