@@ -81,7 +81,7 @@ class Runner:
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         padded = device.type == "cuda" and self.backend.name == "triton"
         self.sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N] if padded else []
-        coarse = [n for n in self.sizes if n in (8, 32, 64, 128, 256)] or self.sizes[-1:]
+        coarse = [n for n in self.sizes if n in (8, 32, 64, 128, 256, N)]  # with N, no step has too many decodes
         # decodes, chunks and their tokens: to these a step is padded where one is large enough, graphs or not
         self.keys = [(n, 0, 0) for n in self.sizes]
         mixed = [128 << i for i in range(20) if 128 << i < token_budget] + [token_budget] * (token_budget > 0)
@@ -94,7 +94,7 @@ class Runner:
     # -- host to device ------------------------------------------------------------------------------------------------
 
     def bring_up_to_date(self, plan: Plan):
-        """Tell the device's arrays what the plan has changed."""
+        """Tell the device's arrays what the plan has changed; of new blocks, `inputs` tells."""
         if plan.copies:  # before the step writes into them
             self.pool.copy_blocks(*upload([list(plan.copies), list(plan.copies.values())], self.device))
         if plan.admitted:
@@ -214,7 +214,7 @@ class Runner:
             context_lens=context_lens,
             block_tables=tables if self.sizes else tables[:, : -(-max(lens) // S)],  # no wider than is needed
             rows=rows,
-            logits_index=(query_start[1:] - 1).clamp(min=0),
+            logits_index=query_start[1:] - 1 if C else query_start[:n],  # the same: 0, 1, ..
             num_decodes=n,
             query_lens_host=[1] * n + [m for _, m in chunks],
             context_lens_host=lens,
@@ -396,6 +396,18 @@ def longest_text(config: GPTConfig, num_blocks: int, block_size: int, max_model_
     return max_model_len or most
 
 
+def step_size(on_gpu: bool, max_num_seqs: int | None, token_budget: int | None) -> tuple[int, int]:
+    """The most requests and tokens of a step: what is asked for, or else suits the device. May raise ValueError."""
+    max_num_seqs = max_num_seqs or (256 if on_gpu else 64)
+    token_budget = token_budget or max(8192 if on_gpu else 512, max_num_seqs)
+    if token_budget < max_num_seqs:
+        raise ValueError(
+            f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so that every running "
+            "request can decode in every step: raise --token-budget or lower --max-num-seqs"
+        )
+    return max_num_seqs, token_budget
+
+
 class Engine:
     """Requests in, tokens out, a step at a time. All its methods belong to one thread."""
 
@@ -424,13 +436,7 @@ class Engine:
         check: bool = False,  # verify the scheduler's invariants after each step
     ):
         on_gpu = model.wte.weight.is_cuda
-        max_num_seqs = max_num_seqs or (256 if on_gpu else 64)
-        token_budget = token_budget or max(8192 if on_gpu else 512, max_num_seqs)
-        if token_budget < max_num_seqs:
-            raise ValueError(
-                f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so that every running "
-                "request can decode in every step: raise --token-budget or lower --max-num-seqs"
-            )
+        max_num_seqs, token_budget = step_size(on_gpu, max_num_seqs, token_budget)
         self.config = model.config
         shape = {"block_size": block_size, "max_num_seqs": max_num_seqs, "token_budget": token_budget}
         build = partial(Runner, model, attention=attention, quantize=quantize, **shape)

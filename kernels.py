@@ -1,5 +1,6 @@
 """
-What a step carries (`Batch`), and the two operations on the KV pool: store K, V and attend through block tables.
+What a step carries (`Batch`), and the two operations on the KV pool: store K, V and attend through block tables. Below
+them, for CUDA, what else of a step is worth a kernel: the inputs of decodes, linear layers, norms.
 
 A step lays its requests out on one flat token axis, without padding: first one token of each decoding request, then
 the prefill chunks. Decodes and chunks so share one forward pass:
@@ -11,8 +12,9 @@ the prefill chunks. Decodes and chunks so share one forward pass:
 A `Backend` is one way to do both operations: torch's gathers and runs anywhere, FlexAttention's and Triton's read K
 and V where they are. Backends have one signature and one in-place effect: `store_kv` writes the pool,
 `paged_attention` only reads it. A request with context length 0, as the padding of chunks in a CUDA graph, gets zeros.
-Letters: B requests, T tokens, R rows of logits, H query heads, Hk KV heads, D head size, M blocks per table, S block
-size, and only here C context length (padded), G = H / Hk.
+Letters: B requests, T tokens, H query heads, Hk KV heads, D head size, M blocks per table, S block size, R rows (of
+logits, or that a layer is given), and only here C context length (padded), G = H / Hk, a layer's K inputs and N
+outputs, and P parts of a sum.
 """
 
 import math
@@ -52,7 +54,7 @@ class Batch:
     context_lens: torch.Tensor  # [B] int32: tokens in the pool after this step
     block_tables: torch.Tensor  # [B, M] int32: [request, logical block] -> physical block
     rows: torch.Tensor  # [B] the requests' rows in the engine's device arrays
-    logits_index: torch.Tensor  # [R] places on the flat axis whose logits are wanted
+    logits_index: torch.Tensor  # [R] int32: places on the flat axis whose logits are wanted
     num_decodes: int  # the first requests, with one token each
     query_lens_host: list[int]  # [B]
     context_lens_host: list[int]  # [B]
@@ -559,7 +561,7 @@ class TritonPlan(NamedTuple):
     splits: int
     num_stages: int  # tiles of K and V that a program of the decode kernel has under way
     order: torch.Tensor  # [B] int32, see order_kernel
-    early: bool  # see wait; only with many more programs than run at a time: few crowd where there was room early
+    early: bool  # see `wait`; only with many programs: few, started early, crowd where there was room first
     partial_out: torch.Tensor  # [B * H * splits * WIDTH] fp32
     partial_lse: torch.Tensor  # [B * H * splits] fp32
     arrived: torch.Tensor  # [B * Hk] int32 zeros
@@ -569,10 +571,10 @@ class TritonPlan(NamedTuple):
 
 
 # Measured on an H200 over head sizes 64 and 128, batches 1 to 256, contexts 100 to 32768, all alike or not: best are as
-# many splits as the chip runs at a time, and three stages; but two where three would fill the shared memory with two
-# programs while more are waiting.
+# many splits as the chip runs at a time, and three stages; but two where three would fill the shared memory, of decodes
+# with two programs while more are waiting.
 TILE, DECODE_WARPS = 64, 4
-PREFILL_ROWS, PREFILL_OPTIONS = 64, {"num_warps": 4, "num_stages": 3}
+PREFILL_ROWS, PREFILL_WARPS = 64, 4
 AT_ONCE = 8192  # numbers a program combines at a time
 
 
@@ -581,8 +583,19 @@ def padded(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that one program may take."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
+
+
+def stages_that_fit(kv: torch.Tensor) -> int:
+    """Three need up to 3.5 times the room of a tile of K and V, as compiled for head sizes 64 to 256 in bf16, fp32."""
+    tiles = 2 * TILE * padded(kv.shape[-1]) * kv.element_size()
+    return 3 if 3.5 * tiles <= shared_memory(kv.device) else 2
+
+
 def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> TritonPlan:
-    """Allocate the scratch and map tiles to chunks, on the device: nothing here looks at a tensor's content."""
+    """Allocate scratch, sort the decodes and map tiles to chunks, on the device: the host looks at no tensor."""
     check_ranges(batch, H, kv)
     (_, _, Hk, _, D), device, B = kv.shape, batch.tokens.device, batch.num_decodes
     assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
@@ -595,7 +608,7 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
     return TritonPlan(
         window,
         splits,
-        3 if padded(D) <= 64 or B * Hk * splits <= 2 * processors else 2,
+        stages_that_fit(kv) if padded(D) <= 64 or B * Hk * splits <= 2 * processors else 2,
         order,
         B * Hk >= 3 * at_a_time,
         torch.empty(B * H * splits * padded(D), device=device),
@@ -659,7 +672,8 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
         with torch.cuda.stream(plan.side):
             prefill_kernel[(H, len(plan.tile_request))](
                 q, kv, out, batch.block_tables, batch.context_lens, batch.query_start,
-                plan.tile_request, plan.tile_start, scale, *strides, **shape, ROWS=PREFILL_ROWS, **PREFILL_OPTIONS,
+                plan.tile_request, plan.tile_start, scale, *strides, **shape, ROWS=PREFILL_ROWS,
+                num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv),
             )  # fmt: skip
     if B := batch.num_decodes:
         decode_kernel[(Hk, plan.splits, B)](
@@ -886,7 +900,8 @@ def linear_triton(x: torch.Tensor, layer, activation: str | None, parts: bool) -
         )  # fmt: skip
         return out
     rows, cols, block, warps, stages = linear_tiles(R, N)
-    stages = min(stages, 150_000 // ((rows + cols) * block * x.element_size()))  # what shared memory holds
+    room = min(150_000, shared_memory(x.device))  # as tuned on an H200
+    stages = max(1, min(stages, room // ((rows + cols) * block * x.element_size())))
     programs, P = -(-N // cols) * -(-R // rows), 1
     while parts and programs * P <= (96 if R <= 32 else 48) and K >= 768 * P:
         P *= 2

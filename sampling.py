@@ -126,7 +126,7 @@ class Row(NamedTuple):
     row: int
     params: SamplingParams
     seed: int
-    choice: int = 0  # the how-manieth fork of its prompt
+    choice: int = 0  # which answer to its prompt, the first is 0
     prompt_tokens: Sequence[int] = ()
     generated_tokens: Sequence[int] = ()  # so far, after a preemption
     stop_token_ids: Iterable[int] = ()
@@ -537,11 +537,7 @@ def pick_kernel(
 
 
 WIDTH, THRESHOLD_WARPS = 2048, 16  # tokens a program of the threshold kernel takes at a time
-QUADS, PICK_WARPS, PICK_PROGRAMS = (
-    256,
-    4,
-    4096,
-)  # of the pick kernel; four times as many programs as an H200 runs at a time
+QUADS, PICK_WARPS, PICK_PROGRAMS = 256, 4, 4096  # of the pick kernel: four times what an H200 runs at a time
 
 
 def sample_triton(logits, rows, positions, params: SamplingRows, asked=None) -> torch.Tensor:

@@ -8,9 +8,11 @@ at most twice that of plain torch attention in the same dtype. A new backend is 
 """
 
 import doctest
+from collections import defaultdict
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -524,6 +526,26 @@ def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
         found, delta = apply(kernels.linear_triton, kernels.add_norm_triton, DEVICE, dtype)
         assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
         assert R == 1 or not K or len(delta) == (4 if K == 1600 else 2)  # else the parts are not tested
+
+
+@needs_triton
+@pytest.mark.parametrize("chip", [101_376, 166_912, 232_448])  # an L4, an A100, an H200
+def test_tiles_fit_into_the_shared_memory(chip, monkeypatch):
+    """Tuned on an H200, the six stages of a layer of GPT-2 were too large for an L4, and heads of 256 in fp32 for an
+    H200 itself."""
+    launched = []
+    monkeypatch.setattr(kernels, "shared_memory", lambda device: chip)
+    monkeypatch.setattr(kernels, "matrix_kernel", defaultdict(lambda: lambda *_, **given: launched.append(given)))
+    for dtype in torch.bfloat16, torch.float32:
+        for R in 2, 17, 33, 64, 65, 128, 129, 256:
+            for N in 768, 3072, 50257:
+                layer = SimpleNamespace(weight=torch.empty(N, 768, dtype=dtype), bias=None)
+                kernels.linear_triton(torch.empty(R, 768, dtype=dtype), layer, None, False)
+                given = launched.pop()
+                tile = (given["ROWS"] + given["COLS"]) * given["BLOCK"] * dtype.itemsize
+                assert 1 <= given["num_stages"] <= chip // tile
+    stages = [kernels.stages_that_fit(torch.empty(2, 1, 1, 16, D)) for D in (64, 128, 256)]  # as compiled
+    assert stages == {101_376: [2, 2, 2], 166_912: [3, 2, 2], 232_448: [3, 3, 2]}[chip]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter compiles nothing")
