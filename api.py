@@ -247,7 +247,6 @@ class Service:
         self.client, self.tokenizer, self.args, self.keys = client, tokenizer, args, keys
         self.chat_template = chat_template  # None: the checkpoint has none
         self.name, self.created = args.served_model_name or args.model, int(time.time())
-        self.capacity = (args.max_num_seqs or 256) + args.max_queue  # choices that may run and wait together
         self.metrics, self.draining, self.deadline = Metrics(self.name), False, 0.0
         client.on_stats, client.on_state = self.metrics.update, self.engine_changed
         self.routes = {
@@ -273,7 +272,7 @@ class Service:
     def check_room(self, count: int):
         """Raises ApiError for `count` choices more than the queue can take: now (429), or ever (400)."""
         self.check_ready()  # again: the engine may have died while the prompts were encoded
-        waiting, capacity = len(self.client.choices), self.capacity
+        waiting, capacity = len(self.client.choices), self.client.info["max_num_seqs"] + self.args.max_queue
         if count > capacity:
             raise ApiError(400, f"{count} prompts x n in one call, at most {capacity} are taken: split it", "prompt")
         if count + waiting > capacity:

@@ -85,7 +85,7 @@ class Runner:
         # decodes, chunks and their tokens: to these a step is padded where one is large enough, graphs or not
         self.keys = [(n, 0, 0) for n in self.sizes]
         mixed = [128 << i for i in range(20) if 128 << i < token_budget] + [token_budget] * (token_budget > 0)
-        self.keys += [(n, max(8, T // 128), T) for T in mixed for n in coarse]
+        self.keys += [(n, max(8, T // 64), T) for T in mixed for n in coarse]
         self.graphs: dict[tuple, tuple] = {}  # one of the keys -> (graph, its outputs)
         self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
         if graphs and padded:
@@ -857,7 +857,7 @@ def run(engine: Engine, inbox, outbox):
 
         in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
              {"op": "abort", "id"}   {"op": "stop"}
-        out  {"op": "ready", "max_model_len", "vocab_size", "eos_token_id"}
+        out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_id"}
              {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores...], ...], "stats": of the engine}
              {"op": "error", "id", "message", "kind": "invalid" for what the client can change, else "internal"}
     """
@@ -880,7 +880,8 @@ def run(engine: Engine, inbox, outbox):
                 send("step", out=[], stats=engine.stats())
         return message["op"] != "stop"
 
-    limits = {"max_model_len": engine.max_model_len, "vocab_size": engine.config.vocab_size}
+    limits = {"max_model_len": engine.max_model_len, "max_num_seqs": engine.scheduler.max_num_seqs}
+    limits |= {"vocab_size": engine.config.vocab_size}
     try:
         send("ready", **limits, eos_token_id=engine.config.eos_token_id)
         while True:

@@ -562,6 +562,7 @@ def test_the_loop_over_pipes():
     assert loop.receive() == {
         "op": "ready",
         "max_model_len": CONTEXT,
+        "max_num_seqs": 4,
         "vocab_size": VOCABULARY,
         "eos_token_id": None,
     }

@@ -252,6 +252,20 @@ def test_length(length, max_tokens, fits):
         request.check_fits(prompts, vocab_size=2, max_model_len=10)
 
 
+def test_more_scores_than_can_be_told_are_refused():
+    """Four prompts, 128 choices of each with 20 log-probabilities a token: 183 MB of JSON, and 21 s for which /livez
+    was silent."""
+    prompts, limits = [[1] * 256] * 2, {"vocab_size": 5, "max_model_len": 1000}
+    for n in 64, 65:
+        request = parse(prompt_logprobs=15, n=n)
+        if n == 64:
+            request.check_fits(prompts, **limits)
+        else:
+            with pytest.raises(ApiError) as caught:
+                request.check_fits(prompts, **limits)
+            assert "532480 log-probabilities of prompts, at most 524288" in caught.value.message
+
+
 def test_token_ids_are_in_the_vocabulary():
     parse(stop_token_ids=[0, 4]).check_fits([[0, 4]], vocab_size=5, max_model_len=100)
     with pytest.raises(ApiError, match=r"token id 5 is outside the vocabulary, 0..4") as caught:

@@ -68,7 +68,7 @@ class FakeEngine(threading.Thread):
 
     def __init__(self, ready=True, max_model_len=100_000, pace=0.0005, successor=None):
         super().__init__(daemon=True)
-        self.successor = successor  # who comes after it dies
+        self.successor, self.max_num_seqs = successor, 256  # who comes after it dies
         context = multiprocessing.get_context("spawn")
         self.inbox, self.to_engine = context.Pipe(duplex=False)
         self.from_engine, self.outbox = context.Pipe(duplex=False)
@@ -82,7 +82,8 @@ class FakeEngine(threading.Thread):
         self.outbox.send_bytes(json.dumps({"op": op, **message}).encode())
 
     def say_ready(self):
-        self.send("ready", max_model_len=self.max_model_len, vocab_size=257, eos_token_id=EOS)
+        limits = {"max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs}
+        self.send("ready", **limits, vocab_size=257, eos_token_id=EOS)
 
     def run(self):
         if self.ready:
@@ -153,6 +154,8 @@ class Server:
     def __init__(self, *flags, engine=None, send_buffer=None, chat_template=None):
         self.engine = engine or FakeEngine()
         self.args = args = serve.parse_args(["--model", "fake", "--port", "0", "--no-access-log", *flags])
+        for fake in filter(None, (self.engine, self.engine.successor)):
+            fake.max_num_seqs = args.max_num_seqs or fake.max_num_seqs
         self.sock = serve.listen(args)
         if send_buffer:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -680,8 +683,8 @@ POST, GET = ("POST", "/v1/completions"), ("GET", "/v1/completions")
 
 
 def test_a_message_larger_than_a_pipe_arrives_whole():
-    """uvloop makes what it watches non-blocking: the rest of a long message was an OSError, taken for the engine's death.
-    The log-probabilities of a prompt are such a message."""
+    """uvloop makes what it watches non-blocking: the rest of a long message was an OSError, taken for the engine's
+    death. The log-probabilities of a prompt are such a message."""
     from_engine, outbox = multiprocessing.Pipe(duplex=False)
     client, states = EngineClient(lambda: (None, None, from_engine)), []
     client.on_state, client.on_stats = states.append, None
