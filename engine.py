@@ -4,316 +4,27 @@ One step of serving: plan -> batch -> forward -> sample -> update.
     engine = Engine(load_checkpoint("out/stdlib"))
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))     # prompts and answers are lists of token ids
 
-The `Scheduler` (paged.py) decides what a step computes, the `Runner` here computes it on the device, the `Engine` ties
-both to requests that come and go. `run` is the engine's own loop, for a thread or a process of its own.
+The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py) computes it on the device, and the
+`Engine` ties both to requests that come and go. `run` is its own loop, for a thread or a process of its own.
 Letters: B requests, T tokens, M blocks per table, S block size, R sampled tokens.
 """
 
-import gc
 import json
 import os
 import random
 import sys
 import time
-from array import array
-from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 
-import kernels
-from model import GPT, GPTConfig, packed_for_cpu
-from paged import KVBlockPool, Plan, Request, Scheduler
-from sampling import GREEDY, Row, SamplingParams, SamplingRows, logprobs, sample, upload
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The device side of a step
-
-
-@dataclass
-class InFlight:
-    """A step under way: its plan, and where its results arrive."""
-
-    plan: Plan
-    tokens: torch.Tensor  # on the host; of the decodes, padding, and the chunks
-    wanted: list[int]  # where those of plan.sampled are among them
-    scores: list[tuple]  # (what is scored, log-probabilities, the likeliest ids, theirs), tensors on the host
-    done: torch.cuda.Event | None = None
-
-
-class Runner:
-    """
-    The model, the KV pool, and what the device must know of each running request, in arrays indexed by its row. A plan
-    carries only what changed; the last token, its position and the block table are already here. Nothing here waits
-    for the device but `collect`. The last row is nobody's: padding uses it, and its block table is all sink.
-
-    On CUDA with Triton, steps are padded to a few sizes, each captured once as a CUDA graph: forward, sampling and the
-    update of these arrays are one launch.
-    """
-
-    def __init__(
-        self,
-        model: GPT,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        attention="auto",
-        quantize="none",
-        graphs=True,
-        token_budget=0,  # of the largest step that is captured
-    ):
-        config, device = model.config, model.wte.weight.device
-        self.model, self.block_size, self.device = packed_for_cpu(model, quantize), block_size, device
-        self.backend = kernels.choose_backend(attention, device)
-        heads = config.n_kv_head, config.head_size
-        self.pool = KVBlockPool(num_blocks, block_size, config.n_layer, *heads, device, kv_dtype(model))
-        M, N = -(-config.context_length // block_size), max_num_seqs
-        self.last_token = torch.zeros(N + 1, dtype=torch.int64, device=device)  # the next input of a decode
-        self.context_len = torch.zeros(N + 1, dtype=torch.int64, device=device)  # tokens in the pool
-        self.block_tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device)
-        self.sampling = SamplingRows(N + 1, config.vocab_size, device)
-        self.nobody = N
-        self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
-        self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
-        padded = device.type == "cuda" and self.backend.name == "triton"
-        self.sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N] if padded else []
-        coarse = [n for n in self.sizes if n in (8, 32, 64, 128, 256, N)]  # with N, no step has too many decodes
-        # decodes, chunks and their tokens: to these a step is padded where one is large enough, graphs or not
-        self.keys = [(n, 0, 0) for n in self.sizes]
-        mixed = [128 << i for i in range(20) if 128 << i < token_budget] + [token_budget] * (token_budget > 0)
-        self.keys += [(n, max(8, T // 64), T) for T in mixed for n in coarse]
-        self.graphs: dict[tuple, tuple] = {}  # one of the keys -> (graph, its outputs)
-        self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
-        if graphs and padded:
-            self.capture_all()
-
-    # -- host to device ------------------------------------------------------------------------------------------------
-
-    def bring_up_to_date(self, plan: Plan):
-        """Tell the device's arrays what the plan has changed; of new blocks, `inputs` tells."""
-        if plan.copies:  # before the step writes into them
-            self.pool.copy_blocks(*upload([list(plan.copies), list(plan.copies.values())], self.device))
-        if plan.admitted:
-            self.place(*plan.admitted)
-
-    def place(self, *requests: Request):
-        """Fill the rows of requests that start to run, start again, or were forked."""
-        starts = [(r.row, (r.generated_tokens or r.prompt_tokens)[-1], r.num_filled_slots) for r in requests]
-        rows, last_token, context_len = upload(starts, self.device).unbind(1)
-        self.last_token[rows], self.context_len[rows] = last_token, context_len
-        entries = chain.from_iterable((r.row, i, b) for r in requests for i, b in enumerate(r.block_table))
-        rows, columns, blocks = upload(array("q", entries), self.device).view(-1, 3).unbind(1)
-        self.block_tables[rows, columns] = blocks.int()
-        self.sampling.set(*map(sampling_row, requests))
-        for r in requests:
-            scored = r.params is not None and r.params.logprobs is not None
-            (self.scored_rows.add if scored else self.scored_rows.discard)(r.row)
-
-    def padded_sizes(self, plan: Plan) -> tuple[int, int, int]:
-        """Decodes, chunks and tokens of chunks that a step is padded to: one of the keys, if one is large enough."""
-        n, C, T = len(plan.decodes), len(plan.chunks), plan.num_tokens - len(plan.decodes)
-        if not self.sizes:
-            return n, C, T
-        fitting = [key for key in self.keys if key[0] >= n and key[1] >= C and key[2] >= T and bool(key[1]) == bool(C)]
-        if fitting:
-            return min(fitting, key=lambda key: (key[2], key[0]))
-        return self.sizes[bisect_left(self.sizes, n)] if n else 0, C, T
-
-    def inputs(self, plan: Plan, n: int, C: int, T: int) -> array:
-        """
-        What the device does not know yet: whose turn it is, who begins which block and, of chunks, their tokens. Padded
-        to n decodes, C chunks with T tokens together; the parts are those that `compute` splits it into.
-        """
-        nobody, chunks, grown = self.nobody, plan.chunks, set(plan.grown)
-        packed = [r.row for r in plan.decodes] + [nobody] * (n - len(plan.decodes))
-        packed += [r.block_table[-1] if r in grown else -1 for r in plan.decodes] + [-1] * (n - len(plan.decodes))
-        if C:
-            none, starts = [nobody] * (C - len(chunks)), list(accumulate((m for _, m in chunks), initial=0))
-            padding = T - starts[-1]
-            packed += [r.row for r, _ in chunks] + none
-            packed += [r.row if r.prefill_cursor + m == r.prefill_target else nobody for r, m in chunks] + none
-            packed += starts + starts[-1:] * len(none)
-            packed += [r.prefill_cursor + m for r, m in chunks] + [0] * len(none)
-            for r, m in chunks:
-                packed += r.tokens_between(r.prefill_cursor, r.prefill_cursor + m)
-            packed += [0] * padding
-            for r, m in chunks:
-                packed += range(r.prefill_cursor, r.prefill_cursor + m)
-            packed += [0] * padding
-            for r, m in chunks:
-                packed += [r.row] * m
-            packed += [nobody] * padding
-        return array("q", packed)  # which a tensor is made of ten times as fast
-
-    # -- a step on the device ------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def launch(self, plan: Plan) -> InFlight:
-        """Start to compute a plan, and to bring its results to the host."""
-        wanted, n, tokens, logits, x = self.start(plan)
-        scores = self.score(plan, wanted, n, tokens, logits, x)
-        flight = InFlight(plan, tokens.to("cpu", non_blocking=True), wanted, scores)
-        if tokens.is_cuda:
-            flight.done = torch.cuda.Event()
-            flight.done.record()
-        return flight
-
-    def start(self, plan: Plan):
-        """
-        Start to compute a plan: write the K, V of its tokens, and sample. Returns where the requests of plan.sampled
-        are, the number of decodes with padding, and what `compute` does.
-        """
-        self.bring_up_to_date(plan)
-        n, C, T = self.padded_sizes(plan)
-        wanted = list(range(len(plan.decodes)))
-        wanted += [n + i for i, (r, m) in enumerate(plan.chunks) if r.prefill_cursor + m == r.prefill_target]
-        self.num_rows, self.num_padded_rows = self.num_rows + n, self.num_padded_rows + n - len(plan.decodes)
-        inputs = self.inputs(plan, n, C, T)
-        if (n, C, T) not in self.graphs:
-            return wanted, n, *self.compute(upload(inputs, self.device), n, C, T, plan)
-        graph, *outputs = self.graphs[n, C, T]
-        if inputs != self.last_inputs:  # else the same requests decode on in their blocks: it is all there
-            self.static_inputs[: len(inputs)] = upload(inputs, self.device)
-            self.last_inputs = inputs
-        graph.replay()
-        return wanted, n, *outputs
-
-    def compute(self, inputs: torch.Tensor, n: int, C: int, T: int, plan: Plan | None = None):
-        """
-        A step of n decodes and C chunks of T tokens together, from `inputs`. Returns the sampled tokens [n + C] of all
-        of them, their logits (n + C, V), and what the last layer says of each token, (n + T, width). The host looks at
-        no tensor, and at `plan` only for what spares work (None: a graph is captured).
-        """
-        rows, S, device = inputs[:n], self.block_size, inputs.device
-        decode_inputs = kernels.decode_inputs_triton if self.sizes and n else kernels.decode_inputs
-        of_decodes = decode_inputs(rows, inputs[n : 2 * n], self.last_token, self.context_len, self.block_tables, S)
-        tokens, positions, slots, context_lens, tables = of_decodes
-        query_start, sampling_rows = torch.arange(n + C + 1, dtype=torch.int32, device=device), rows
-        if C:
-            parts = inputs[2 * n :].split((C, C, C + 1, C, T, T, T))
-            chunk_rows, chunk_sampling_rows, starts, lens, chunk_tokens, chunk_positions, row_of = parts
-            chunk_slots = self.block_tables[row_of, chunk_positions // S] * S + chunk_positions % S
-            of_chunks = chunk_tokens, chunk_positions, chunk_slots, lens.int(), self.block_tables[chunk_rows]
-            tokens, positions, slots, context_lens, tables = map(torch.cat, zip(of_decodes, of_chunks, strict=True))
-            sampling_rows, rows = torch.cat([rows, chunk_sampling_rows]), torch.cat([rows, chunk_rows])
-            query_start = torch.cat([query_start[:n], (n + starts).int()])
-            self.context_len[chunk_rows] = lens
-        chunks = [(r.num_filled_slots + m, m) for r, m in plan.chunks] if plan else []
-        chunks += [(0, 0)] * (C - len(chunks))
-        lens = [r.num_filled_slots + 1 for r in plan.decodes] if plan else []
-        lens += [1] * (n - len(lens)) + [length for length, _ in chunks]
-        batch = kernels.Batch(
-            tokens=tokens,
-            positions=positions,
-            slot_mapping=slots,
-            query_start=query_start,
-            context_lens=context_lens,
-            block_tables=tables if self.sizes else tables[:, : -(-max(lens) // S)],  # no wider than is needed
-            rows=rows,
-            logits_index=query_start[1:] - 1 if C else query_start[:n],  # the same: 0, 1, ..
-            num_decodes=n,
-            query_lens_host=[1] * n + [m for _, m in chunks],
-            context_lens_host=lens,
-            backend=self.backend,
-        )
-        batch.prepared = self.backend.prepare(batch, self.model.config.n_head, self.pool.kv[0])
-        x = self.model.forward_paged(batch, self.pool.kv)  # (n + T, width)
-        logits = self.model.logits(x[batch.logits_index] if C else x)  # (n + C, V)
-        asked = None
-        if plan:
-            whom = plan.decodes + [None] * (n - len(plan.decodes)) + [r for r, _ in plan.chunks]
-            asked = [GREEDY if r is None else r.params or GREEDY for r in whom]
-        sampled = sample(logits, sampling_rows, context_lens, self.sampling, asked)
-        self.last_token[sampling_rows] = sampled.clamp(min=0)  # the next input, without a way through the host
-        return sampled, logits, x
-
-    def score(self, plan: Plan, wanted: list[int], n: int, tokens, logits, x) -> list[tuple]:
-        """Start to score the sampled tokens of requests that want it, and the prompts that are to be scored."""
-        found = []
-        whom = zip(plan.sampled, wanted, strict=True) if self.scored_rows else ()
-        if asked := [(r, i) for r, i in whom if r.row in self.scored_rows]:
-            at, most = upload([i for _, i in asked], self.device), max(r.params.logprobs for r, _ in asked)
-            found.append(([r for r, _ in asked], *logprobs(logits[at], tokens[at], most)))
-        for request, m in plan.chunks:
-            if count := num_scored(request, m):
-                start = request.prefill_cursor + 1
-                targets = upload(request.prompt_tokens[start : start + count], self.device)
-                scored = logprobs(self.model.logits(x[n : n + count]), targets, request.prompt_logprobs)
-                found.append(((request, request.prefill_cursor), *scored))
-            n += m
-        return [(whom, *(part.to("cpu", non_blocking=True) for part in parts)) for whom, *parts in found]
-
-    def collect(self, flight: InFlight) -> list[int]:
-        """Wait for a step; the tokens of plan.sampled. Fills plan.logprobs and plan.prompt_scores."""
-        if flight.done:
-            flight.done.synchronize()
-        for whom, *parts in flight.scores:
-            rows = [list(row) for row in zip(*(part.tolist() for part in parts), strict=True)]
-            if isinstance(whom, list):
-                flight.plan.logprobs.update(zip(whom, rows, strict=True))
-            else:
-                flight.plan.prompt_scores[whom[0]] = whom[1], rows
-        tokens, wanted = flight.tokens.tolist(), flight.wanted
-        return tokens[: len(wanted)] if wanted[-1:] == [len(wanted) - 1] else [tokens[i] for i in wanted]
-
-    def run(self, plan: Plan) -> list[int]:
-        """Compute a plan and wait for its tokens, one for each of `plan.sampled`."""
-        return self.collect(self.launch(plan))
-
-    # -- CUDA graphs ---------------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def warm_up(self):
-        """Compute the largest step there is, of padding alone: so its kernels are compiled, and its memory is taken."""
-        for key in sorted(self.keys, key=lambda key: key[0] + key[2])[-1:]:
-            self.compute(upload(self.inputs(Plan(), *key), self.device), *key)
-            torch.cuda.synchronize()
-
-    @torch.inference_mode()
-    def capture_all(self):
-        """
-        Capture every size, largest first, so that the smaller find room in what the larger leave. A step runs once
-        before: that compiles its kernels.
-        """
-        most = max(2 * n + 4 * C + 1 + 3 * T for n, C, T in self.keys)
-        self.static_inputs = torch.full((most,), self.nobody, device=self.device)
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        before, started = torch.cuda.memory_reserved(), time.perf_counter()
-        for i, (n, C, T) in enumerate(sorted(self.keys, key=lambda key: -key[0] - key[2])):
-            print(f"\rCUDA graphs: {i + 1} of {len(self.keys)} ", end="", file=sys.stderr, flush=True)
-            empty = upload(self.inputs(Plan(), n, C, T), self.device)
-            inputs = self.static_inputs[: len(empty)]
-            inputs.copy_(empty)
-            stream.wait_stream(torch.cuda.current_stream())  # where all that it reads was made
-            with torch.cuda.stream(stream):
-                self.compute(inputs, n, C, T)
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                outputs = self.compute(inputs, n, C, T)
-            self.graphs[n, C, T] = graph, *outputs
-        print(file=sys.stderr)
-        gc.collect()
-        gc.freeze()  # what is there by now stays: to look through all of it would hold up a step for 50 ms
-        taken = (torch.cuda.memory_reserved() - before) / 2**20, time.perf_counter() - started
-        self.graph_statement = "{} CUDA graphs, {:,.0f} MiB, captured in {:.1f} s".format(len(self.graphs), *taken)
-
-
-def sampling_row(r: Request) -> Row:
-    params = r.params or GREEDY
-    return Row(r.row, params, params.seed or 0, r.choice, r.prompt_tokens, r.generated_tokens, r.stop_token_ids)
-
-
-def num_scored(request: Request, n: int) -> int:
-    """How many of a request's next n prefill tokens predict a token of its prompt that is to be scored."""
-    if request.prompt_logprobs is None or request.generated_tokens:  # the latter: computed again after a preemption
-        return 0
-    return min(n, len(request.prompt_tokens) - 1 - request.prefill_cursor)
-
+from model import GPT, GPTConfig
+from paged import Plan, Request, Scheduler
+from runner import InFlight, Runner, kv_dtype
+from sampling import GREEDY, SamplingParams
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The engine
@@ -329,12 +40,6 @@ class Output(NamedTuple):
     error: str | None = None
     logprobs: list | None = None  # [log-probability of the token, the likeliest ids, their log-probabilities]
     prompt_logprobs: list[list] | None = None  # with the first token: such a score of each prompt token but the first
-
-
-def kv_dtype(model: GPT) -> torch.dtype:
-    """K and V are kept as the model computes; in fp32 on a CPU, where attention of one query in bf16 is slow."""
-    weight = model.wte.weight
-    return torch.float32 if weight.device.type == "cpu" else weight.dtype
 
 
 def bytes_per_block(model: GPT, block_size: int) -> int:
