@@ -43,6 +43,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 import torch
 
 import kernels
+import layers
 from engine import Engine
 from model import DTYPES, GPT, GPTConfig, load_checkpoint, load_config, packed_for_cpu, save_checkpoint, serving_dtype
 from paged import Request, Scheduler
@@ -602,7 +603,7 @@ def bench_overhead(args) -> dict:
         row = {"ms a step": seconds, "host, ms": host, "floor, ms": floor}
         result[f"{n} requests"] = {name: round(1e3 * value, 3) for name, value in row.items()}
     if DEVICE == "cuda":
-        kernels.early = lambda x: {"EARLY": False}
+        kernels.early = layers.early = lambda x: {"EARLY": False}
         engine = Engine(model, prefix_cache=False)
         for n in numbers:
             let_decode(engine, n, context)

@@ -1,6 +1,5 @@
 """
-What a step carries (`Batch`), and the two operations on the KV pool: store K, V and attend through block tables. Below
-them, for CUDA, what else of a step is worth a kernel: the inputs of decodes, linear layers, norms.
+What a step carries (`Batch`), and the two operations on the KV pool: store K, V and attend through block tables.
 
 A step lays its requests out on one flat token axis, without padding: first one token of each decoding request, then
 the prefill chunks. Decodes and chunks so share one forward pass:
@@ -12,9 +11,8 @@ the prefill chunks. Decodes and chunks so share one forward pass:
 A `Backend` is one way to do both operations: torch's gathers and runs anywhere, FlexAttention's and Triton's read K
 and V where they are. Backends have one signature and one in-place effect: `store_kv` writes the pool,
 `paged_attention` only reads it. A request with context length 0, as the padding of chunks in a CUDA graph, gets zeros.
-Letters: B requests, T tokens, H query heads, Hk KV heads, D head size, M blocks per table, S block size, R rows (of
-logits, or that a layer is given), and only here C context length (padded), G = H / Hk, a layer's K inputs and N
-outputs, and P parts of a sum.
+Letters: B requests, T tokens, R rows of logits, H query heads, Hk KV heads, D head size, M blocks per table, S block
+size, and only here C context length (padded), G = H / Hk.
 """
 
 import math
@@ -23,7 +21,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -685,239 +683,3 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
     return out.to(dtype)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The inputs of decodes, from what the engine knows of each row
-
-
-class DecodeInputs(NamedTuple):
-    tokens: torch.Tensor  # [n] int64, and so on as in Batch
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    context_lens: torch.Tensor  # int32
-    block_tables: torch.Tensor  # [n, M] int32
-
-
-def decode_inputs(rows, new_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:
-    """
-    The inputs of requests that decode one token each, in place of a dozen launches one with Triton. rows and new_blocks
-    [n] int64: their places in last_token and context_len [N + 1] int64 and block_tables [N + 1, M] int32, and the block
-    that the new token begins, or -1. In place: block_tables get the new blocks, context_len grows by one, but for the
-    last row, which is nobody's.
-    """
-    positions = context_len[rows]
-    blocks = torch.where(new_blocks >= 0, new_blocks, block_tables[rows, positions // S])
-    block_tables[rows, positions // S] = blocks.int()
-    context_len[rows] = positions + 1
-    context_len[-1:].zero_()
-    slots = blocks * S + positions % S
-    return DecodeInputs(last_token[rows], positions, slots, (positions + 1).int(), block_tables[rows])
-
-
-@jit
-def decode_inputs_kernel(
-    rows, new_blocks, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, nobody, M,
-    WIDTH: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Grid (n,): a program does what decode_inputs does for one request."""
-    wait(EARLY)
-    i, m = tl.program_id(0), tl.arange(0, WIDTH)
-    row, new_block = tl.load(rows + i), tl.load(new_blocks + i)
-    position, table = tl.load(context_len + row), block_tables + row * M
-    blocks = tl.load(table + m, mask=m < M, other=0).to(tl.int64)
-    blocks = tl.where((m == position // S) & (new_block >= 0), new_block, blocks)
-    block = tl.sum(tl.where(m == position // S, blocks, 0), axis=0)
-    tl.store(table + position // S, block.to(tl.int32), mask=new_block >= 0)
-    tl.store(tables + i.to(tl.int64) * M + m, blocks.to(tl.int32), mask=m < M)
-    tl.store(tokens + i, tl.load(last_token + row))
-    tl.store(positions + i, position)
-    tl.store(slots + i, block * S + position % S)
-    tl.store(lens + i, (position + 1).to(tl.int32))
-    tl.store(context_len + row, position + 1, mask=row != nobody)
-
-
-def decode_inputs_triton(rows, new_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:
-    """As decode_inputs."""
-    n, M = len(rows), block_tables.shape[1]
-    tokens, positions, slots = rows.new_empty(3, n)
-    lens, tables = block_tables.new_empty(n), block_tables.new_empty(n, M)
-    decode_inputs_kernel[(n,)](
-        rows, new_blocks, last_token, context_len, block_tables, tokens, positions, slots, lens, tables,
-        len(last_token) - 1, M, WIDTH=triton.next_power_of_2(M), S=S, **early(rows),
-    )  # fmt: skip
-    return DecodeInputs(tokens, positions, slots, lens, tables)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Linear layers with what stands around them
-
-ACTIVATIONS = {
-    "gelu_new": partial(F.gelu, approximate="tanh"),  # GPT-2's own, transformers' name for it
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
-LINEAR_ROWS = 256  # up to here the kernels; beyond, the matrix products fill the chip and are cuBLAS's
-
-
-def linear(x: torch.Tensor, layer, activation: str | None = None, parts: bool = False) -> torch.Tensor:
-    """
-    activation(layer(x)): x [R, K], a layer with weight [N, K] and bias [N] or None -> [R, N], in one launch on CUDA for
-    up to LINEAR_ROWS rows: a small model's decode step is otherwise spent on launches. With `parts`, the result may
-    also be several fp32 matrices [P, R, N], whose sum it is: `add_norm` adds them.
-    """
-    if x.is_cuda and triton and len(x) <= LINEAR_ROWS:
-        return linear_triton(x, layer, activation, parts)
-    if activation == "gelu_new" and x.is_cuda and layer.bias is not None:  # cuBLAS does it as it stores the product
-        return torch._addmm_activation(layer.bias, x, layer.weight.T, use_gelu=True)
-    y = layer(x) if callable(layer) else F.linear(x, layer.weight, layer.bias)
-    return ACTIVATIONS[activation](y) if activation else y
-
-
-def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: torch.nn.LayerNorm) -> torch.Tensor:
-    """Add `delta`, of `linear` or None, to x [R, K] in place. Returns norm(x), in the same launch on CUDA."""
-    if x.is_cuda and triton:
-        return add_norm_triton(x, delta, norm)
-    return norm(x if delta is None else x.add_(delta))
-
-
-@jit
-def activate(y, ACTIVATION: tl.constexpr):
-    """As ACTIVATIONS; GELU's tanh(u) is 2 sigmoid(2 u) - 1."""
-    if ACTIVATION == "gelu_new":
-        return y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))  # 2 sqrt(2 / pi)
-    if ACTIVATION == "gelu":
-        return 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
-    y = tl.maximum(y, 0.0)
-    return y * y if ACTIVATION == "relu2" else y
-
-
-@jit
-def finish(acc, bias, out, r, n, part, R, N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """activation(acc + bias) to rows r and columns n of a part of out [P, R, N]; bias, for the first, may be None."""
-    if bias is not None:
-        acc += tl.load(bias + n, mask=n + part * N < N, other=0.0).to(tl.float32)[None, :]  # for part 0
-    if ACTIVATION is not None:
-        acc = activate(acc, ACTIVATION)
-    at = (part * R + r).to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(r < R)[:, None] & (n < N)[None, :])
-
-
-@jit
-def vector_kernel(
-    x, weight, bias, out,
-    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
-    COLS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """
-    Grid (N / COLS,): a program computes COLS outputs of the one row there is, too little for tensor cores. Its weights
-    are under way before the kernel before has ended.
-    """
-    n, k = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, BLOCK)
-    weight += n.to(tl.int64)[:, None] * K
-    w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-    wait(EARLY)
-    acc = tl.zeros([COLS, BLOCK], tl.float32)
-    for _ in range(0, K, BLOCK):
-        acc += w.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        k += BLOCK
-        w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-    finish(tl.sum(acc, axis=1)[None, :], bias, out, tl.arange(0, 1), n, 0, 1, N, ACTIVATION)
-
-
-@jit
-def matrix_kernel(
-    x, weight, bias, out, R,
-    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr,
-):  # fmt: skip
-    """
-    Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS rows from LENGTH = K / P inputs, BLOCK at a
-    time: one of the P parts of out [P, R, N].
-    """
-    wait(EARLY)
-    r, n = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLS + tl.arange(0, COLS)
-    part = tl.program_id(2)
-    x += r.to(tl.int64)[:, None] * K
-    weight += n.to(tl.int64)[:, None] * K
-    acc = tl.zeros([ROWS, COLS], tl.float32)
-    for start in range(part * LENGTH, tl.minimum(part * LENGTH + LENGTH, K), BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
-        w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-        acc = tl.dot(value, w.T, acc, input_precision="ieee")
-    finish(acc, bias, out, r, n, part, R, N, ACTIVATION)
-
-
-@jit
-def add_norm_kernel(
-    x, delta, weight, bias, out, eps, R,
-    P: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """
-    Grid (R,): a program adds P rows, those of delta [P, R, K], to its row of x [R, K], and normalises that to `out` as
-    nn.LayerNorm does; bias may be None.
-    """
-    wait(EARLY)
-    k = tl.arange(0, WIDTH)
-    at = tl.program_id(0).to(tl.int64) * K + k
-    value = tl.load(x + at, mask=k < K, other=0.0).to(tl.float32)
-    for part in tl.static_range(P):
-        value += tl.load(delta + part * R * K + at, mask=k < K, other=0.0).to(tl.float32)
-    if P:
-        tl.store(x + at, value.to(x.dtype.element_ty), mask=k < K)
-    value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
-    value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
-    value *= tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
-    if bias is not None:
-        value += tl.load(bias + k, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=k < K)
-
-
-def add_norm_triton(x: torch.Tensor, delta: torch.Tensor | None, norm) -> torch.Tensor:
-    """As add_norm."""
-    assert x.is_contiguous() and (delta is None or delta.is_contiguous()), "x and delta must be contiguous"
-    (R, K), out = x.shape, torch.empty_like(x)
-    add_norm_kernel[(R,)](
-        x, delta, norm.weight, norm.bias, out, norm.eps, R,
-        P=0 if delta is None else delta.numel() // x.numel(), K=K, WIDTH=triton.next_power_of_2(K), **early(x),
-    )  # fmt: skip
-    return out
-
-
-def linear_triton(x: torch.Tensor, layer, activation: str | None, parts: bool) -> torch.Tensor:
-    """As linear."""
-    (R, K), N = x.shape, len(layer.weight)
-    assert x.is_contiguous() and layer.weight.is_contiguous(), "rows and weights must be contiguous"
-    assert not (parts and activation), "the activation is of the sum, not of its parts"
-    given = {"N": N, "K": K, "ACTIVATION": activation} | early(x)
-    if R == 1:
-        out = x.new_empty(R, N, dtype=torch.float32 if parts else x.dtype)
-        cols, block, warps = (4, 256, 1) if N > 8192 else (2, 1024, 4)
-        vector_kernel[(-(-N // cols),)](
-            x, layer.weight, layer.bias, out, **given, COLS=cols, BLOCK=block, num_warps=warps
-        )  # fmt: skip
-        return out
-    rows, cols, block, warps, stages = linear_tiles(R, N)
-    room = min(150_000, shared_memory(x.device))  # as tuned on an H200
-    stages = max(1, min(stages, room // ((rows + cols) * block * x.element_size())))
-    programs, P = -(-N // cols) * -(-R // rows), 1
-    while parts and programs * P <= (96 if R <= 32 else 48) and K >= 768 * P:
-        P *= 2
-    out = x.new_empty(P, R, N, dtype=torch.float32) if parts else x.new_empty(R, N)
-    matrix_kernel[(-(-N // cols), -(-R // rows), P)](
-        x, layer.weight, layer.bias, out, R, **given, LENGTH=-(-K // P // block) * block,
-        ROWS=rows, COLS=cols, BLOCK=block, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    return out
-
-
-def linear_tiles(R: int, N: int) -> tuple[int, int, int, int, int]:
-    """ROWS, COLS, BLOCK, warps and stages: measured on an H200 within decode steps, widths 768 to 50257."""
-    if N > 8192:
-        rows = min(128, padded(R))
-        return rows, 128, 64, 8 if rows == 128 else 4, 3
-    if R <= 64:  # all of 768 inputs are under way at once
-        return padded(R), 32, 128, 4, 6
-    return (64, 64, 128, 4, 4) if R <= 128 else (128, 64, 64, 8, 6)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import kernels
-from kernels import ACTIVATIONS, add_norm, linear
+from layers import ACTIVATIONS, add_norm, linear
 from tokenizer import write_atomically, write_json
 
 

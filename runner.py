@@ -18,6 +18,7 @@ from itertools import accumulate, chain
 import torch
 
 import kernels
+import layers
 from model import GPT, packed_for_cpu
 from paged import KVBlockPool, Plan, Request
 from sampling import GREEDY, Row, SamplingRows, logprobs, sample, upload
@@ -184,7 +185,7 @@ class Runner:
         no tensor, and at `plan` only for what spares work (None: a graph is captured).
         """
         rows, S, device = inputs[:n], self.block_size, inputs.device
-        decode_inputs = kernels.decode_inputs_triton if self.sizes and n else kernels.decode_inputs
+        decode_inputs = layers.decode_inputs_triton if self.sizes and n else layers.decode_inputs
         of_decodes = decode_inputs(rows, inputs[n : 2 * n], self.last_token, self.context_len, self.block_tables, S)
         tokens, positions, slots, context_lens, tables = of_decodes
         query_start, sampling_rows = torch.arange(n + C + 1, dtype=torch.int32, device=device), rows

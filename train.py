@@ -631,6 +631,7 @@ def main(argv: list[str] | None = None):
         tell(f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` continues", machine)
     tell(f"{time.monotonic() - started:.0f} s in all; checkpoint in {run.out}", machine)
     if machine.world > 1:
+        dist.barrier()  # who leaves while another still talks may be aborted
         dist.destroy_process_group()
 
 

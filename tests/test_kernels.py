@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
+import layers
 import paged
 from kernels import Batch, choose_backend, length_classes
 from model import GPT, GPTConfig
@@ -466,7 +467,7 @@ def test_the_inputs_of_decodes_in_one_launch(n):
     rows = torch.tensor([5, N, 0, 3, N, 7, 1][:n])
     new, before = torch.tensor([70, -1, -1, 71, -1, -1, 0][:n]), tables.clone()
     here, there = ([x.clone().to(DEVICE) for x in (rows, new, last, lens, tables)] for _ in range(2))
-    wanted, found = kernels.decode_inputs(*here, S), kernels.decode_inputs_triton(*there, S)
+    wanted, found = layers.decode_inputs(*here, S), layers.decode_inputs_triton(*there, S)
     for name in wanted._fields:
         assert torch.equal(getattr(wanted, name), getattr(found, name)), name
     assert torch.equal(here[3], there[3]) and here[3][N] == 0 and here[3][rows[0]] == lens[rows[0]] + 1
@@ -482,7 +483,7 @@ def test_the_inputs_of_decodes_in_one_launch(n):
 @pytest.mark.parametrize(
     ("R", "N", "K", "activation"),
     [(1, 50, 130, "gelu_new"), (3, 96, 48, "gelu_new"), (33, 200, 64, "gelu_new"), (70, 65, 48, "gelu_new")]
-    + [(17, 40, 96, activation) for activation in (None, *kernels.ACTIVATIONS)]
+    + [(17, 40, 96, activation) for activation in (None, *layers.ACTIVATIONS)]
     + [(2, 8200, 24, None)],
 )
 def test_linear_layers_with_their_activations(R, N, K, activation, dtype):
@@ -499,8 +500,8 @@ def test_linear_layers_with_their_activations(R, N, K, activation, dtype):
                     function(x.to(device, dtype), deepcopy(layer).to(device, dtype), activation, False).cpu().double()
                 )
 
-        exact, plain = apply(kernels.linear, "cpu", torch.float64), apply(kernels.linear, "cpu", dtype)
-        error = (apply(kernels.linear_triton, DEVICE, dtype) - exact).abs().max()
+        exact, plain = apply(layers.linear, "cpu", torch.float64), apply(layers.linear, "cpu", dtype)
+        error = (apply(layers.linear_triton, DEVICE, dtype) - exact).abs().max()
         assert error <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
 
 
@@ -524,8 +525,8 @@ def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
                 y = add_norm(before, delta, norm.to(device, dtype))
             return torch.stack([before, y]).cpu().double(), delta
 
-        (exact, _), (plain, _) = (apply(kernels.linear, kernels.add_norm, "cpu", d) for d in (torch.float64, dtype))
-        found, delta = apply(kernels.linear_triton, kernels.add_norm_triton, DEVICE, dtype)
+        (exact, _), (plain, _) = (apply(layers.linear, layers.add_norm, "cpu", d) for d in (torch.float64, dtype))
+        found, delta = apply(layers.linear_triton, layers.add_norm_triton, DEVICE, dtype)
         assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
         assert R == 1 or not K or len(delta) == (4 if K == 1600 else 2)  # else the parts are not tested
 
@@ -536,13 +537,14 @@ def test_tiles_fit_into_the_shared_memory(chip, monkeypatch):
     """Tuned on an H200, the six stages of a layer of GPT-2 were too large for an L4, and heads of 256 in fp32 for an
     H200 itself."""
     launched = []
-    monkeypatch.setattr(kernels, "shared_memory", lambda device: chip)
-    monkeypatch.setattr(kernels, "matrix_kernel", defaultdict(lambda: lambda *_, **given: launched.append(given)))
+    for module in kernels, layers:
+        monkeypatch.setattr(module, "shared_memory", lambda device: chip)
+    monkeypatch.setattr(layers, "matrix_kernel", defaultdict(lambda: lambda *_, **given: launched.append(given)))
     for dtype in torch.bfloat16, torch.float32:
         for R in 2, 17, 33, 64, 65, 128, 129, 256:
             for N in 768, 3072, 50257:
                 layer = SimpleNamespace(weight=torch.empty(N, 768, dtype=dtype), bias=None)
-                kernels.linear_triton(torch.empty(R, 768, dtype=dtype), layer, None, False)
+                layers.linear_triton(torch.empty(R, 768, dtype=dtype), layer, None, False)
                 given = launched.pop()
                 tile = (given["ROWS"] + given["COLS"]) * given["BLOCK"] * dtype.itemsize
                 assert 1 <= given["num_stages"] <= chip // tile
