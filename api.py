@@ -327,7 +327,8 @@ class Service:
         prompts = (
             request.prompt if given else await asyncio.to_thread(self.encode, request)
         )  # a long text takes a while
-        request.check_fits(prompts, **self.client.info)
+        info = self.client.info
+        request.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_id"])
         job = Job(self, request, prompts, f"{http.scope['salt']}:{request.cache_salt or ''}")
         if self.args.log_requests:
             log("request", id=job.id, **request.model_dump(exclude_defaults=True))

@@ -235,8 +235,10 @@ class EngineClient:
                 self._take(json.loads(self.from_engine.recv_bytes()))
                 if not self.from_engine.poll():
                     break
-        except (EOFError, OSError):
+        except EOFError:
             self._end(self.last_words or "the engine's process ended")
+        except OSError as error:
+            self._end(f"the engine's pipe is broken ({error})")
 
     def _take(self, message: dict):
         self.heard = time.monotonic()
