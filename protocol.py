@@ -35,7 +35,7 @@ NEUTRAL_IN_CHAT |= {"chat_template": None, "chat_template_kwargs": {}, "continue
 NEUTRAL_IN_CHAT |= {"add_special_tokens": False, "reasoning_effort": None}
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 1000  # every token's text is searched for each stop string: both bound that work
-MAX_SCORES = 2**19  # log-probabilities of prompt tokens in one answer: 15 MB of JSON, made in one go
+MAX_SCORES = 2**18  # log-probabilities of prompt tokens in one answer: 18 MB of JSON, which is made in one go
 MAX_STOP_IDS, MAX_BIASES, MAX_ALLOWED, MAX_LOGPROBS, MAX_CHOICES = 64, 1024, 2**18, 20, 128
 MAX_PROMPTS, MAX_MESSAGES = 4096, 4096
 INT64 = 2**63
@@ -258,7 +258,7 @@ class SamplingRequest(Strict):
             fields["prompt_logprobs"] = vllm_prompt_logprobs(choice, self.prompt_logprobs)
         return fields
 
-    def check_fits(self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_id=None, **more):
+    def check_fits(self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_id=None):
         """Refuse at once what the model can never take: ApiError (400) with wanted, available, what to change."""
         own = [(name, getattr(self, name) or ()) for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")]
         for param, tokens in own + [("prompt", prompt) for prompt in prompts]:
@@ -268,12 +268,11 @@ class SamplingRequest(Strict):
         stops = {*self.stop_token_ids, eos_token_id}
         if self.min_tokens and not set(self.allowed_token_ids or range(vocab_size)) - stops:
             raise ApiError(400, "min_tokens: all tokens that are allowed are stop tokens", "min_tokens")
-        if self.prompt_candidates is not None:  # each choice has all of them, and their JSON is made in one go
-            scores = sum(map(len, prompts)) * self.n * (1 + self.prompt_candidates)
-            if scores > MAX_SCORES:
-                message = f"{scores} log-probabilities of prompts, at most {MAX_SCORES} are told: split the call"
-                raise ApiError(400, message, "prompt")
         longest, scored = max(map(len, prompts)), self.prompt_candidates is not None
+        scores = sum(map(len, prompts)) * self.n * (1 + self.prompt_candidates) if scored else 0  # each choice has all
+        if scores > MAX_SCORES:
+            message = f"{scores} log-probabilities of prompts, at most {MAX_SCORES} are told: split the call"
+            raise ApiError(400, message, "prompt")
         wanted = max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens or int(scored)
         if (total := longest + wanted) > max_model_len:
             numbers = f"{longest} prompt tokens and max_tokens {wanted} make {total}, this model takes {max_model_len}"
