@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -57,9 +58,8 @@ def blocks_that_fit(model: GPT, block_size: int) -> int:
     if device.type == "cuda":
         available = 0.9 * torch.cuda.mem_get_info(device)[0]
     else:
-        pages = (
-            "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-        )  # macOS has no free ones
+        # macOS does not count the free ones
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
         available = 0.25 * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     return int(available // bytes_per_block(model, block_size))
 
@@ -113,6 +113,16 @@ def step_size(on_gpu: bool, max_num_seqs: int | None, token_budget: int | None) 
     return max_num_seqs, token_budget
 
 
+@contextmanager
+def memory_for(what: str):
+    """Turns torch's error into a ValueError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        mend = "lower --kv-blocks, --max-num-seqs or --token-budget, or try --no-graphs"
+        raise ValueError(f"the GPU has no memory for {what}: {mend} ({error})") from error
+
+
 class Engine:
     """Requests in, tokens out, a step at a time. All its methods belong to one thread."""
 
@@ -146,7 +156,8 @@ class Engine:
         shape = {"block_size": block_size, "max_num_seqs": max_num_seqs, "token_budget": token_budget}
         build = partial(Runner, model, attention=attention, quantize=quantize, **shape)
         if on_gpu and num_blocks is None:  # what a step takes is not free for the pool
-            build(num_blocks=1, graphs=False).warm_up()
+            with memory_for("the weights and a step"):
+                build(num_blocks=1, graphs=False).warm_up()
         self.num_blocks = num_blocks = pool_size(model, num_blocks, block_size, max_num_seqs)
         self.max_model_len = longest_text(model.config, num_blocks, block_size, max_model_len)
         self.scheduler = Scheduler(
@@ -164,12 +175,8 @@ class Engine:
         )
         self.weights = f"{sum(w.nbytes for w in model.parameters()) / 2**20:,.0f} MiB of weights"
         self.weights += f" ({str(model.wte.weight.dtype).removeprefix('torch.')}, quantize {quantize})"
-        try:
+        with memory_for(f"{self.weights} and a KV pool of {num_blocks} blocks of {block_size}"):
             self.runner = build(num_blocks=num_blocks, graphs=graphs)
-        except torch.OutOfMemoryError as error:
-            wanted = f"{self.weights} and a KV pool of {num_blocks} blocks of {block_size}"
-            mend = "lower --kv-blocks, --max-num-seqs or --token-budget, or try --no-graphs"
-            raise ValueError(f"the GPU has no memory for {wanted}: {mend} ({error})") from error
         self.overlap = on_gpu if overlap is None else overlap
         self.in_flight: InFlight | None = None
         self.requests: dict[int | str, Request] = {}  # waiting or running

@@ -96,8 +96,8 @@ LINEAR_ROWS = 256  # up to here the kernels; beyond, the matrix products fill th
 def linear(x: torch.Tensor, layer, activation: str | None = None, parts: bool = False) -> torch.Tensor:
     """
     activation(layer(x)): x [R, K], a layer with weight [N, K] and bias [N] or None -> [R, N], in one launch on CUDA for
-    up to LINEAR_ROWS rows: a small model's decode step is otherwise spent on launches. With `parts`, the result may
-    also be several fp32 matrices [P, R, N], whose sum it is: `add_norm` adds them.
+    up to LINEAR_ROWS rows. With `parts`, the result may also be several fp32 matrices [P, R, N], whose sum it is:
+    `add_norm` adds them.
     """
     if x.is_cuda and triton and len(x) <= LINEAR_ROWS:
         return linear_triton(x, layer, activation, parts)
