@@ -422,12 +422,20 @@ def combine(
 
 
 @jit
-def order_kernel(context_lens, order, B, WIDTH: tl.constexpr):
-    """Grid (B,): a program finds the place of its request in `order`, the longest context first."""
-    i, other = tl.program_id(0), tl.arange(0, WIDTH)
+def order_kernel(
+    context_lens, order, arrived, B,
+    WIDTH: tl.constexpr, Hk: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (B,): a program finds the place of its request in `order`, the longest context first, and writes that nobody
+    has `arrived`, see decode_kernel.
+    """
+    wait(EARLY)
+    i, other, head = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, HEADS)
     mine, lens = tl.load(context_lens + i), tl.load(context_lens + other, mask=other < B, other=-1)
     before = (lens > mine) | ((lens == mine) & (other < i))
     tl.store(order + tl.sum(before.to(tl.int32), axis=0), i)
+    tl.store(arrived + i * Hk + head, tl.zeros([HEADS], tl.int32), mask=head < Hk)
 
 
 @jit
@@ -600,9 +608,12 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
     at_a_time = processors * (6 if padded(D) <= 64 else 4)
     splits = min(64, 1 << (max(1, at_a_time * 3 // 4 // max(1, B * Hk)).bit_length() - 1))
-    order = batch.block_tables.new_zeros(B)
-    if B > 1:
-        order_kernel[(B,)](batch.context_lens, order, B, WIDTH=triton.next_power_of_2(B), num_warps=1)
+    order, arrived = batch.block_tables.new_empty(B), batch.block_tables.new_empty(B * Hk)
+    if B:
+        width, heads = triton.next_power_of_2(B), triton.next_power_of_2(Hk)
+        order_kernel[(B,)](
+            batch.context_lens, order, arrived, B, WIDTH=width, Hk=Hk, HEADS=heads, num_warps=1, **early(order)
+        )  # fmt: skip
     return TritonPlan(
         window,
         splits,
@@ -611,7 +622,7 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
         B * Hk >= 3 * at_a_time,
         torch.empty(B * H * splits * padded(D), device=device),
         torch.empty(B * H * splits, device=device),
-        torch.zeros(B * Hk, dtype=torch.int32, device=device),
+        arrived,
         *prefill_tiles(batch),
         torch.cuda.Stream(device) if device.type == "cuda" and 0 < B < len(batch.query_lens_host) else None,
     )

@@ -1,10 +1,11 @@
 """
 What else of a decode step is worth a kernel: its inputs, linear layers, norms. A small model's step is otherwise spent
-on launches: plain torch has some 230 of them, here are 110, and most start before the one before has ended.
+on launches: plain torch has some 230 of them, here are 93, and most start before the one before has ended.
 
-    y = linear(x, layer, activation="gelu_new")       # up to 256 rows on CUDA: one launch
+    y = add_norm(x, delta, norm)                      # x += the sum of delta's parts, in place; returns norm(x)
+    q = project_qkv(y, attention, kv, batch)          # stores K and V; up to 256 rows on CUDA: one launch
+    y = linear(y, layer, activation="gelu_new")       # as well
     delta = linear(y, layer, parts=True)              # K inputs cut into parts: more programs at once
-    y = add_norm(x, delta, norm)                      # x += the sum of the parts, in place; returns norm(x)
 
 Each has torch's operations as its fallback, with the same name, signature and in-place effect.
 Letters: n requests that decode, M blocks per table, S block size; of a layer, R rows, K inputs, N outputs, P parts of a
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernels import early, jit, padded, shared_memory, tl, triton, wait
+from kernels import Batch, early, jit, padded, shared_memory, tl, triton, wait
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The inputs of decodes, from what the engine knows of each row
@@ -107,11 +108,23 @@ def linear(x: torch.Tensor, layer, activation: str | None = None, parts: bool = 
     return ACTIVATIONS[activation](y) if activation else y
 
 
-def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: torch.nn.LayerNorm) -> torch.Tensor:
-    """Add `delta`, of `linear` or None, to x [R, K] in place. Returns norm(x), in the same launch on CUDA."""
+def project_qkv(x: torch.Tensor, attention, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """
+    The queries [T, H, D] of x [T, C], an `Attention` of model.py; keys and values go to their slots in one layer's pool
+    kv [2, num_blocks + 1, Hk, S, D].
+    """
+    if x.is_cuda and triton and len(x) <= LINEAR_ROWS:
+        return linear_triton(x, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping).view(len(x), -1, attention.D)
+    q, k, v = attention.heads(linear(x, attention.c_attn))
+    batch.backend.store_kv(k, v, kv, batch)
+    return q
+
+
+def add_norm(x: torch.Tensor, delta: torch.Tensor, norm: torch.nn.LayerNorm) -> torch.Tensor:
+    """Add `delta`, as of `linear`, to x [R, K] in place. Returns norm(x), in the same launch on CUDA."""
     if x.is_cuda and triton:
         return add_norm_triton(x, delta, norm)
-    return norm(x if delta is None else x.add_(delta))
+    return norm(x.add_(delta))
 
 
 @jit
@@ -126,20 +139,34 @@ def activate(y, ACTIVATION: tl.constexpr):
 
 
 @jit
-def finish(acc, bias, out, r, n, part, R, N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """activation(acc + bias) to rows r and columns n of a part of out [P, R, N]; bias, for the first, may be None."""
+def finish(
+    acc, bias, out, kv, slot_mapping, which_stride, r, n, part, R,
+    N: tl.constexpr, ACTIVATION: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """
+    activation(acc + bias) to rows r and columns n of a part of out [P, R, N]; bias, for the first, may be None. With
+    kv, one layer's pool, the columns are those of q, k and v: out [R, H D] gets q, the slots of the rows get k and v.
+    """
     if bias is not None:
         acc += tl.load(bias + n, mask=n + part * N < N, other=0.0).to(tl.float32)[None, :]  # for part 0
     if ACTIVATION is not None:
         acc = activate(acc, ACTIVATION)
-    at = (part * R + r).to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(r < R)[:, None] & (n < N)[None, :])
+    real, wide = (r < R)[:, None] & (n < N)[None, :], N
+    if kv is not None:
+        wide = N - 2 * Hk * D
+        i, slot = n[None, :] - wide, tl.load(slot_mapping + r, mask=r < R, other=0)[:, None]
+        to = kv + i // (Hk * D) * which_stride + ((slot // S * Hk + i // D % Hk) * S + slot % S) * D + i % D
+        tl.store(to, acc.to(kv.dtype.element_ty), mask=real & (i >= 0))
+        real &= i < 0
+    at = (part * R + r).to(tl.int64)[:, None] * wide + n[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
 
 
 @jit
 def vector_kernel(
-    x, weight, bias, out,
+    x, weight, bias, out, kv, slot_mapping, which_stride,
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
+    Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     COLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """
@@ -155,13 +182,15 @@ def vector_kernel(
         acc += w.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
         k += BLOCK
         w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-    finish(tl.sum(acc, axis=1)[None, :], bias, out, tl.arange(0, 1), n, 0, 1, N, ACTIVATION)
+    acc = tl.sum(acc, axis=1)[None, :]
+    finish(acc, bias, out, kv, slot_mapping, which_stride, tl.arange(0, 1), n, 0, 1, N, ACTIVATION, Hk, S, D)
 
 
 @jit
 def matrix_kernel(
-    x, weight, bias, out, R,
+    x, weight, bias, out, kv, slot_mapping, which_stride, R,
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
+    Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """
@@ -179,7 +208,7 @@ def matrix_kernel(
         value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
         w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
         acc = tl.dot(value, w.T, acc, input_precision="ieee")
-    finish(acc, bias, out, r, n, part, R, N, ACTIVATION)
+    finish(acc, bias, out, kv, slot_mapping, which_stride, r, n, part, R, N, ACTIVATION, Hk, S, D)
 
 
 @jit
@@ -197,8 +226,7 @@ def add_norm_kernel(
     value = tl.load(x + at, mask=k < K, other=0.0).to(tl.float32)
     for part in tl.static_range(P):
         value += tl.load(delta + part * R * K + at, mask=k < K, other=0.0).to(tl.float32)
-    if P:
-        tl.store(x + at, value.to(x.dtype.element_ty), mask=k < K)
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=k < K)
     value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
     value *= tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
@@ -207,28 +235,34 @@ def add_norm_kernel(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=k < K)
 
 
-def add_norm_triton(x: torch.Tensor, delta: torch.Tensor | None, norm) -> torch.Tensor:
+def add_norm_triton(x: torch.Tensor, delta: torch.Tensor, norm) -> torch.Tensor:
     """As add_norm."""
-    assert x.is_contiguous() and (delta is None or delta.is_contiguous()), "x and delta must be contiguous"
+    assert x.is_contiguous() and delta.is_contiguous(), "x and delta must be contiguous"
     (R, K), out = x.shape, torch.empty_like(x)
     add_norm_kernel[(R,)](
         x, delta, norm.weight, norm.bias, out, norm.eps, R,
-        P=0 if delta is None else delta.numel() // x.numel(), K=K, WIDTH=triton.next_power_of_2(K), **early(x),
+        P=delta.numel() // x.numel(), K=K, WIDTH=triton.next_power_of_2(K), **early(x),
     )  # fmt: skip
     return out
 
 
-def linear_triton(x: torch.Tensor, layer, activation: str | None, parts: bool) -> torch.Tensor:
-    """As linear."""
+def linear_triton(
+    x: torch.Tensor, layer, activation: str | None = None, parts=False, kv=None, slot_mapping=None
+) -> torch.Tensor:
+    """As linear; or with a layer's pool and the slots of the rows as project_qkv, but q is [R, H D]."""
     (R, K), N = x.shape, len(layer.weight)
     assert x.is_contiguous() and layer.weight.is_contiguous(), "rows and weights must be contiguous"
     assert not (parts and activation), "the activation is of the sum, not of its parts"
-    given = {"N": N, "K": K, "ACTIVATION": activation} | early(x)
+    assert kv is None or kv.is_contiguous(), "the pool of a layer must be contiguous"
+    _, _, Hk, S, D = (1, 1, 1, 1, 0) if kv is None else kv.shape
+    given = {"N": N, "K": K, "ACTIVATION": activation, "Hk": Hk, "S": S, "D": D} | early(x)
+    store = kv, slot_mapping, None if kv is None else kv.stride(0)
+    wide, out_dtype = N - 2 * Hk * D, torch.float32 if parts else x.dtype
     if R == 1:
-        out = x.new_empty(R, N, dtype=torch.float32 if parts else x.dtype)
+        out = x.new_empty(R, wide, dtype=out_dtype)
         cols, block, warps = (4, 256, 1) if N > 8192 else (2, 1024, 4)
         vector_kernel[(-(-N // cols),)](
-            x, layer.weight, layer.bias, out, **given, COLS=cols, BLOCK=block, num_warps=warps
+            x, layer.weight, layer.bias, out, *store, **given, COLS=cols, BLOCK=block, num_warps=warps
         )  # fmt: skip
         return out
     rows, cols, block, warps, stages = linear_tiles(R, N)
@@ -237,9 +271,9 @@ def linear_triton(x: torch.Tensor, layer, activation: str | None, parts: bool) -
     programs, P = -(-N // cols) * -(-R // rows), 1
     while parts and programs * P <= (96 if R <= 32 else 48) and K >= 768 * P:
         P *= 2
-    out = x.new_empty(P, R, N, dtype=torch.float32) if parts else x.new_empty(R, N)
+    out = x.new_empty(*([P] if parts else []), R, wide, dtype=out_dtype)
     matrix_kernel[(-(-N // cols), -(-R // rows), P)](
-        x, layer.weight, layer.bias, out, R, **given, LENGTH=-(-K // P // block) * block,
+        x, layer.weight, layer.bias, out, *store, R, **given, LENGTH=-(-K // P // block) * block,
         ROWS=rows, COLS=cols, BLOCK=block, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -4,7 +4,7 @@ The GPT: GPT-2's architecture, one set of weights, two ways through it.
     logits, loss = model(tokens, targets)              # dense and causal, tokens (B, T): training, evaluation
     logits = model.logits(model.forward_paged(batch, pool.kv)[batch.logits_index])   # flat and paged: serving
 
-Both use the same layers and differ in `attend`: what q, k and v of a layer do with each other.
+Both use the same layers and differ in attention: to what came before in the text, or in the KV pool.
 A checkpoint is a directory in the Hugging Face layout; `GPT2LMHeadModel.from_pretrained` opens it, and what it saves
 opens here. Letters: B requests, T tokens, L layers, H query heads, Hk KV heads, D head size, V vocabulary, R rows of
 logits, S block size, and only here C = n_embd, the width.
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import kernels
-from layers import ACTIVATIONS, add_norm, linear
+from layers import ACTIVATIONS, add_norm, linear, project_qkv
 from tokenizer import write_atomically, write_json
 
 
@@ -118,13 +118,15 @@ class Block(nn.Module):
         x = x + self.drop(self.mlp(self.ln_2(x)))
         return x
 
-    def serve(self, x: torch.Tensor, delta: torch.Tensor | None, attend: Callable) -> torch.Tensor:
+    def serve(self, x: torch.Tensor, delta: torch.Tensor, kv: torch.Tensor, batch: kernels.Batch) -> torch.Tensor:
         """
-        The same of (T, C), without dropout, in few launches. What a layer adds to x is added, in place, where the next
-        norm reads x: `delta` is of the block before, and what this one's MLP adds is returned.
+        The same of (T, C), without dropout, in few launches, with keys and values in this layer's pool kv. What a layer
+        adds to x is added, in place, where the next norm reads x: `delta` is of the block before, and what this one's
+        MLP adds is returned.
         """
-        q, k, v = self.attn.heads(linear(add_norm(x, delta, self.ln_1), self.attn.c_attn))
-        delta = linear(attend(q, k, v).flatten(-2), self.attn.c_proj, parts=True)
+        q = project_qkv(add_norm(x, delta, self.ln_1), self.attn, kv, batch)  # K and V go to the pool
+        mixed = batch.backend.paged_attention(q, kv, batch)
+        delta = linear(mixed.flatten(-2), self.attn.c_proj, parts=True)
         wide = linear(add_norm(x, delta, self.ln_2), self.mlp.c_fc, activation=self.mlp.activation)
         return linear(wide, self.mlp.c_proj, parts=True)
 
@@ -212,9 +214,6 @@ class GPT(nn.Module):
         if isinstance(module, Attention | MLP):
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.wte(tokens) + self.wpe(positions))  # (..., T) -> (..., T, C)
-
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Compare what `forward_paged` returns with every word: (R, C) -> (R, V)"""
         return linear(x, self.head or SimpleNamespace(weight=self.wte.weight, bias=None))
@@ -229,7 +228,7 @@ class GPT(nn.Module):
         if self.config.context_length < T:
             raise ValueError(f"{T} tokens do not fit the model's context_length of {self.config.context_length}")
         attend = partial(causal_attention, dropout=self.config.dropout if self.training else 0.0)
-        x = self.embed(tokens, torch.arange(T, device=tokens.device))  # (B, T, C)
+        x = self.drop(self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device)))  # (B, T, C)
         for block in self.h:
             x = block(x, attend)
         x = self.ln_f(x)
@@ -245,14 +244,9 @@ class GPT(nn.Module):
         [L, 2, num_blocks + 1, Hk, S, D] at `batch.slot_mapping` (in place), then attends through the block tables.
         Returns (T, C), normalised, which `logits` turns into logits where they are wanted.
         """
-
-        def attend(layer, q, k, v):  # q (T, H, D), k and v (T, Hk, D)
-            batch.backend.store_kv(k, v, kv[layer], batch)
-            return batch.backend.paged_attention(q, kv[layer], batch)
-
-        x, delta = self.embed(batch.tokens, batch.positions), None  # (T, C)
-        for layer, block in enumerate(self.h):
-            delta = block.serve(x, delta, partial(attend, layer))
+        x, delta = self.wte(batch.tokens), self.wpe(batch.positions)  # (T, C); the first norm adds them
+        for block, kv_of_layer in zip(self.h, kv, strict=True):
+            delta = block.serve(x, delta, kv_of_layer, batch)
         return add_norm(x, delta, self.ln_f)
 
     @torch.no_grad()

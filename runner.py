@@ -68,11 +68,10 @@ class Runner:
         heads = config.n_kv_head, config.head_size
         self.pool = KVBlockPool(num_blocks, block_size, config.n_layer, *heads, device, kv_dtype(model))
         M, N = -(-config.context_length // block_size), max_num_seqs
-        self.last_token = torch.zeros(N + 1, dtype=torch.int64, device=device)  # the next input of a decode
         self.context_len = torch.zeros(N + 1, dtype=torch.int64, device=device)  # tokens in the pool
         self.block_tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device)
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
-        self.nobody = N
+        self.nobody, self.counting = N, torch.arange(N + 1, dtype=torch.int32, device=device)
         self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         padded = device.type == "cuda" and self.backend.name == "triton"
@@ -100,7 +99,7 @@ class Runner:
         """Fill the rows of requests that start to run, start again, or were forked."""
         starts = [(r.row, (r.generated_tokens or r.prompt_tokens)[-1], r.num_filled_slots) for r in requests]
         rows, last_token, context_len = upload(starts, self.device).unbind(1)
-        self.last_token[rows], self.context_len[rows] = last_token, context_len
+        self.sampling.last_token[rows], self.context_len[rows] = last_token, context_len
         entries = chain.from_iterable((r.row, i, b) for r in requests for i, b in enumerate(r.block_table))
         rows, columns, blocks = upload(array("q", entries), self.device).view(-1, 3).unbind(1)
         self.block_tables[rows, columns] = blocks.int()
@@ -184,11 +183,12 @@ class Runner:
         of them, their logits (n + C, V), and what the last layer says of each token, (n + T, width). The host looks at
         no tensor, and at `plan` only for what spares work (None: a graph is captured).
         """
-        rows, S, device = inputs[:n], self.block_size, inputs.device
+        rows, S = inputs[:n], self.block_size
         decode_inputs = layers.decode_inputs_triton if self.sizes and n else layers.decode_inputs
-        of_decodes = decode_inputs(rows, inputs[n : 2 * n], self.last_token, self.context_len, self.block_tables, S)
+        arrays = self.sampling.last_token, self.context_len, self.block_tables
+        of_decodes = decode_inputs(rows, inputs[n : 2 * n], *arrays, S)
         tokens, positions, slots, context_lens, tables = of_decodes
-        query_start, sampling_rows = torch.arange(n + C + 1, dtype=torch.int32, device=device), rows
+        query_start, sampling_rows = self.counting[: n + 1], rows
         if C:
             parts = inputs[2 * n :].split((C, C, C + 1, C, T, T, T))
             chunk_rows, chunk_sampling_rows, starts, lens, chunk_tokens, chunk_positions, row_of = parts
@@ -196,7 +196,7 @@ class Runner:
             of_chunks = chunk_tokens, chunk_positions, chunk_slots, lens.int(), self.block_tables[chunk_rows]
             tokens, positions, slots, context_lens, tables = map(torch.cat, zip(of_decodes, of_chunks, strict=True))
             sampling_rows, rows = torch.cat([rows, chunk_sampling_rows]), torch.cat([rows, chunk_rows])
-            query_start = torch.cat([query_start[:n], (n + starts).int()])
+            query_start = torch.cat([self.counting[:n], (n + starts).int()])
             self.context_len[chunk_rows] = lens
         chunks = [(r.num_filled_slots + m, m) for r, m in plan.chunks] if plan else []
         chunks += [(0, 0)] * (C - len(chunks))
@@ -224,7 +224,6 @@ class Runner:
             whom = plan.decodes + [None] * (n - len(plan.decodes)) + [r for r, _ in plan.chunks]
             asked = [GREEDY if r is None else r.params or GREEDY for r in whom]
         sampled = sample(logits, sampling_rows, context_lens, self.sampling, asked)
-        self.last_token[sampling_rows] = sampled.clamp(min=0)  # the next input, without a way through the host
         return sampled, logits, x
 
     def score(self, plan: Plan, wanted: list[int], n: int, tokens, logits, x) -> list[tuple]:

@@ -20,14 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # nothing but the Triton path needs it
-    triton = None
-
-    class tl:
-        constexpr = int  # for the kernels' signatures
+from kernels import early, jit, tl, triton, wait
 
 
 @dataclass(frozen=True)
@@ -144,6 +137,7 @@ class SamplingRows:
         self.bias = torch.zeros(num_rows, vocab_size, device=device)  # -inf: not allowed
         # of each token: 4 * times generated + 2 if a stop token + 1 if in the prompt
         self.marks = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)  # the next input of a decode
         # views of the columns, each [num_rows]; kernels read them by number
         self.temperature, self.top_p, self.min_p, self.repetition, self.frequency, self.presence = self.floats.unbind(1)
         self.top_k, self.seed, self.choice, self.stop_from, self.biased, self.penalised = self.ints.unbind(1)
@@ -187,7 +181,8 @@ def sample(
     the tokens that the filters keep, is a sample of the softmax (the Gumbel-max trick, Gumbel 1954). rows [R] are the
     requests' rows in `params`, positions [R] the places of the new tokens in their texts; `asked`, the SamplingParams
     of the rows, lets the host of the torch path skip what nobody asked for. Returns [R] int64: ties go to the lowest
-    token, and a row without a finite maximum (NaN anywhere, all -inf) gives -1. Counts the tokens of penalised rows.
+    token, and a row without a finite maximum (NaN anywhere, all -inf) gives -1. The rows remember their last token (0
+    for -1), those that are penalised count all of them.
     """
     path = sample_triton if triton and logits.is_cuda else sample_torch
     return path(logits, rows, positions, params, asked)
@@ -237,6 +232,7 @@ def sample_torch(logits, rows, positions, params: SamplingRows, asked=None) -> t
     if anybody(lambda p: p.penalises):
         at = rows * params.marks.shape[1] + tokens
         params.marks.view(-1).scatter_add_(0, at, (4 * params.penalised[rows] * valid).int())
+    params.last_token[rows] = torch.where(valid, tokens, 0)
     return torch.where(valid, tokens, -1)
 
 
@@ -325,11 +321,6 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Te
 # Triton: the same in two launches, without sorting; what a row did not ask for is skipped on the device
 
 
-def jit(function):
-    """`triton.jit` where triton is installed; elsewhere the kernels below are only text."""
-    return triton.jit(function) if triton else function
-
-
 @jit
 def source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
     """Row r of logits and what is asked of it, as load_scores wants them; the pointers are the row's own."""
@@ -416,13 +407,14 @@ def collect(source, V, floor, scores, WIDTH: tl.constexpr):
 @jit
 def threshold_kernel(
     logits, rows, positions, floats, ints, bias, marks, thresholds, arrived, scratch, stride, scratch_stride, V,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (R,): a program finds the least score that the filters of its row keep, as `threshold` but before the
     temperature; -inf where there is nothing to filter. Two or three passes over the row leave only the scores that
     come into question, in its `scratch`, and these are searched.
     """
+    wait(EARLY)
     r, lane = tl.program_id(0), tl.arange(0, WIDTH)
     source = source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
     floats, scratch = source[1], scratch + r.to(tl.int64) * scratch_stride
@@ -489,13 +481,15 @@ def better(best, token, score, t, noise, inverse, floor):
 
 @jit
 def pick_kernel(
-    logits, rows, positions, floats, ints, bias, marks, thresholds, arrived, partial, partial_token, tokens, stride, V,
-    SPLITS: tl.constexpr, QUADS: tl.constexpr,
+    logits, rows, positions, floats, ints, bias, marks, thresholds, arrived,
+    partial, partial_token, tokens, last_token, stride, V,
+    SPLITS: tl.constexpr, QUADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (R, SPLITS): a program takes every SPLITS-th tile of a row, QUADS Philox calls with four tokens each. Whoever
-    arrives last of a row picks the best of all and counts it; `arrived` is zero before.
+    arrives last of a row picks the best of all, remembers and counts it; `arrived` is zero before.
     """
+    wait(EARLY)
     r, split = tl.program_id(0), tl.program_id(1)
     source = source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
     _, floats, ints, _, marks, _, _, _, penalised = source
@@ -532,6 +526,7 @@ def pick_kernel(
         winner = tl.min(tl.where(scores == most, found, V), axis=0)  # of a tie the lowest
         valid = (most > -float("inf")) & (most < float("inf"))
         tl.store(tokens + r, tl.where(valid, winner, -1).to(tl.int64))
+        tl.store(last_token + tl.load(rows + r), tl.where(valid, winner, 0).to(tl.int64))
         if valid & penalised:
             tl.atomic_add(marks + winner, 4)
 
@@ -557,10 +552,11 @@ def sample_triton(logits, rows, positions, params: SamplingRows, asked=None) -> 
     width = min(WIDTH, triton.next_power_of_2(V))
     scratch = thresholds.new_empty(R, -(-V // width) * width)  # fp32, of which little is ever written
     threshold_kernel[(R,)](
-        *given, scratch, logits.stride(0), scratch.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS
+        *given, scratch, logits.stride(0), scratch.stride(0), V,
+        WIDTH=width, num_warps=THRESHOLD_WARPS, **early(logits),
     )  # fmt: skip
     pick_kernel[(R, splits)](
-        *given, partial, partial_token, tokens, logits.stride(0), V,
-        SPLITS=splits, QUADS=quads, num_warps=PICK_WARPS,
+        *given, partial, partial_token, tokens, params.last_token, logits.stride(0), V,
+        SPLITS=splits, QUADS=quads, num_warps=PICK_WARPS, **early(logits),
     )  # fmt: skip
     return tokens

@@ -24,7 +24,7 @@ import kernels
 import layers
 import paged
 from kernels import Batch, choose_backend, length_classes
-from model import GPT, GPTConfig
+from model import GPT, Attention, GPTConfig
 from paged import KVBlockPool, gather_kv_from_pool, write_kv_to_pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -507,28 +507,52 @@ def test_linear_layers_with_their_activations(R, N, K, activation, dtype):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
-@pytest.mark.parametrize(("R", "N", "K"), [(1, 48, 100), (3, 40, 1600), (20, 130, 800), (2, 48, None)])
+@pytest.mark.parametrize(("R", "N", "K"), [(1, 48, 100), (3, 40, 1600), (20, 130, 800)])
 def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
     """A part of the sum that is left out or added twice, its bias in each part, an x that does not grow, a norm of what
-    x was before. K None: nothing is added."""
+    x was before."""
     torch.manual_seed(R)
     for bias in True, False:
-        layer, norm = torch.nn.Linear(K or 1, N, bias=bias), torch.nn.LayerNorm(N, bias=bias)
+        layer, norm = torch.nn.Linear(K, N, bias=bias), torch.nn.LayerNorm(N, bias=bias)
         for parameter in [*layer.parameters(), *norm.parameters()]:
             torch.nn.init.normal_(parameter, std=0.5)
-        x, before = torch.randn(R, K or 1), 3 * torch.randn(R, N) + 1
+        x, before = torch.randn(R, K), 3 * torch.randn(R, N) + 1
 
         def apply(linear, add_norm, device, dtype, both=(layer, norm), tensors=(x, before)):
             (layer, norm), (x, before) = deepcopy(both), (t.to(device, dtype, copy=True) for t in tensors)
             with torch.no_grad():
-                delta = linear(x, layer.to(device, dtype), None, True) if K else None
+                delta = linear(x, layer.to(device, dtype), None, True)
                 y = add_norm(before, delta, norm.to(device, dtype))
             return torch.stack([before, y]).cpu().double(), delta
 
         (exact, _), (plain, _) = (apply(layers.linear, layers.add_norm, "cpu", d) for d in (torch.float64, dtype))
         found, delta = apply(layers.linear_triton, layers.add_norm_triton, DEVICE, dtype)
         assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
-        assert R == 1 or not K or len(delta) == (4 if K == 1600 else 2)  # else the parts are not tested
+        assert R == 1 or len(delta) == (4 if K == 1600 else 2)  # else the parts are not tested
+
+
+@needs_triton
+@pytest.mark.parametrize(("H", "Hk", "D"), [(4, 4, 16), (6, 2, 24), (1, 1, 40)])
+@pytest.mark.parametrize("R", [1, 5, 70])
+def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
+    """Heads of K taken for those of V or q, a slot of another row, tokens beyond the last that write to slot 0."""
+    torch.manual_seed(R)
+    config = GPTConfig(vocab_size=8, n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
+    attention, x = Attention(config).requires_grad_(False), torch.randn(R, H * D)
+    slots, found = torch.randperm(20 * 8)[:R], []
+    for device, project in ("cpu", layers.project_qkv), (DEVICE, project_qkv_triton):
+        kv = torch.full((2, 21, Hk, 8, D), 7.0, device=device)
+        batch = SimpleNamespace(slot_mapping=slots.to(device), backend=choose_backend("torch"))
+        batch.prepared = SimpleNamespace(store_rows=kernels.pool_rows(slots[:, None], kv).flatten())
+        q = project(x.to(device), deepcopy(attention).to(device), kv, batch)
+        found.append((q.view(R, H, D).cpu(), kv.cpu()))
+    for wanted, triton in zip(*found, strict=True):
+        assert torch.allclose(wanted, triton, atol=1e-5)
+    assert (found[1][1] == 7).sum() == kv.numel() - 2 * R * Hk * D
+
+
+def project_qkv_triton(x, attention, kv, batch):
+    return layers.linear_triton(x, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping)
 
 
 @needs_triton

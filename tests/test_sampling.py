@@ -287,7 +287,7 @@ def threshold_triton(scores, top_k, top_p, min_p) -> torch.Tensor:
     sampling.threshold_kernel[(R,)](
         *(scores, rows, rows, params.floats, params.ints, params.bias, params.marks, thresholds, arrived, scratch),
         *(scores.stride(0), scratch.stride(0), V),
-        WIDTH=width,
+        EARLY=False, WIDTH=width,
     )
     return thresholds
 
@@ -674,6 +674,8 @@ def test_both_paths_choose_alike(monkeypatch, dtype, V, width, quads):
     by_triton = sampling.sample_triton(logits, places, positions, rows[1])
     assert (by_torch != by_triton).sum() <= 1
     assert (rows[0].marks != rows[1].marks).sum() <= 2 * (by_torch != by_triton).sum()
+    for each, tokens in (rows[0], by_torch), (rows[1], by_triton):
+        assert torch.equal(each.last_token[places], tokens.clamp(min=0))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs and their streams")
