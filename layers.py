@@ -97,10 +97,10 @@ LINEAR_ROWS = 256  # up to here the kernels; beyond, the matrix products fill th
 def linear(x: torch.Tensor, layer, activation: str | None = None, parts: bool = False) -> torch.Tensor:
     """
     activation(layer(x)): x [R, K], a layer with weight [N, K] and bias [N] or None -> [R, N], in one launch on CUDA for
-    up to LINEAR_ROWS rows. With `parts`, the result may also be several fp32 matrices [P, R, N], whose sum it is:
-    `add_norm` adds them.
+    up to LINEAR_ROWS rows, or 50257 outputs: cuBLAS, which wants a multiple of 8, takes 7 times as long. With `parts`,
+    the result may also be several fp32 matrices [P, R, N], whose sum it is: `add_norm` adds them.
     """
-    if x.is_cuda and triton and len(x) <= LINEAR_ROWS:
+    if x.is_cuda and triton and (len(x) <= LINEAR_ROWS or len(layer.weight) % 8):
         return linear_triton(x, layer, activation, parts)
     if activation == "gelu_new" and x.is_cuda and layer.bias is not None:  # cuBLAS does it as it stores the product
         return torch._addmm_activation(layer.bias, x, layer.weight.T, use_gelu=True)
@@ -282,8 +282,8 @@ def linear_triton(
 def linear_tiles(R: int, N: int) -> tuple[int, int, int, int, int]:
     """ROWS, COLS, BLOCK, warps and stages: measured on an H200 within decode steps, widths 768 to 50257."""
     if N > 8192:
-        rows = min(128, padded(R))
-        return rows, 128, 64, 8 if rows == 128 else 4, 3
+        rows = min(256, padded(R))
+        return rows, 128, 64, 8 if rows >= 128 else 4, 3
     if R <= 64:  # all of 768 inputs are under way at once
         return padded(R), 32, 128, 4, 6
     return (64, 64, 128, 4, 4) if R <= 128 else (128, 64, 64, 8, 6)

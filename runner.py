@@ -172,7 +172,7 @@ class Runner:
             return wanted, n, *self.compute(upload(inputs, self.device), n, C, T, plan)
         graph, *outputs = self.graphs[n, C, T]
         if inputs != self.last_inputs:  # else the same requests decode on in their blocks: it is all there
-            self.static_inputs[: len(inputs)] = upload(inputs, self.device)
+            upload(inputs, self.device, to=self.static_inputs)
             self.last_inputs = inputs
         graph.replay()
         return wanted, n, *outputs
@@ -280,9 +280,7 @@ class Runner:
         before, started = torch.cuda.memory_reserved(), time.perf_counter()
         for i, (n, C, T) in enumerate(sorted(self.keys, key=lambda key: -key[0] - key[2])):
             print(f"\rCUDA graphs: {i + 1} of {len(self.keys)} ", end="", file=sys.stderr, flush=True)
-            empty = upload(self.inputs(Plan(), n, C, T), self.device)
-            inputs = self.static_inputs[: len(empty)]
-            inputs.copy_(empty)
+            inputs = upload(self.inputs(Plan(), n, C, T), self.device, to=self.static_inputs)
             stream.wait_stream(torch.cuda.current_stream())  # where all that it reads was made
             with torch.cuda.stream(stream):
                 self.compute(inputs, n, C, T)

@@ -610,7 +610,7 @@ def test_both_paths_draw_the_same_words_and_the_same_noise():
     key = (seeds & ONES)[:, None], ((seeds >> 32) & ONES)[:, None]
     assert torch.equal(words, torch.stack(philox(counter, key), dim=-1).flatten(1))
     found, expected = noise[:, ::4], gumbel_noise(seeds, positions, choices, 32)[:, ::4]
-    torch.testing.assert_close(found, expected, rtol=3e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-6)  # the chip's own logarithm
 
 
 @needs_triton
