@@ -82,6 +82,34 @@ def decode_inputs_triton(rows, new_blocks, last_token, context_len, block_tables
     return DecodeInputs(tokens, positions, slots, lens, tables)
 
 
+def embed(tokens: torch.Tensor, positions: torch.Tensor, wte: torch.nn.Embedding, wpe: torch.nn.Embedding):
+    """wte(tokens) + wpe(positions): tokens and positions [T] int64 -> [T, C], in one launch on CUDA."""
+    if tokens.is_cuda and triton:
+        return embed_triton(tokens, positions, wte, wpe)
+    return wte(tokens) + wpe(positions)
+
+
+@jit
+def embed_kernel(tokens, positions, wte, wpe, out, C: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    """Grid (T,): a program does what embed does for one token."""
+    wait(EARLY)
+    t, c = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    token = tl.load(wte + tl.load(tokens + t) * C + c, mask=c < C).to(tl.float32)
+    position = tl.load(wpe + tl.load(positions + t) * C + c, mask=c < C).to(tl.float32)
+    tl.store(out + t * C + c, (token + position).to(out.dtype.element_ty), mask=c < C)
+
+
+def embed_triton(tokens: torch.Tensor, positions: torch.Tensor, wte, wpe) -> torch.Tensor:
+    """As embed."""
+    assert wte.weight.is_contiguous() and wpe.weight.is_contiguous(), "embeddings must be contiguous"
+    T, C = len(tokens), wte.weight.shape[1]
+    out = wte.weight.new_empty(T, C)
+    embed_kernel[(T,)](
+        tokens, positions, wte.weight, wpe.weight, out, C=C, WIDTH=triton.next_power_of_2(C), **early(out)
+    )  # fmt: skip
+    return out
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Linear layers with what stands around them
 
@@ -120,11 +148,11 @@ def project_qkv(x: torch.Tensor, attention, kv: torch.Tensor, batch: Batch) -> t
     return q
 
 
-def add_norm(x: torch.Tensor, delta: torch.Tensor, norm: torch.nn.LayerNorm) -> torch.Tensor:
-    """Add `delta`, as of `linear`, to x [R, K] in place. Returns norm(x), in the same launch on CUDA."""
+def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: torch.nn.LayerNorm) -> torch.Tensor:
+    """Add `delta`, of `linear` or None, to x [R, K] in place. Returns norm(x), in the same launch on CUDA."""
     if x.is_cuda and triton:
         return add_norm_triton(x, delta, norm)
-    return norm(x.add_(delta))
+    return norm(x if delta is None else x.add_(delta))
 
 
 @jit
@@ -226,7 +254,8 @@ def add_norm_kernel(
     value = tl.load(x + at, mask=k < K, other=0.0).to(tl.float32)
     for part in tl.static_range(P):
         value += tl.load(delta + part * R * K + at, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(x + at, value.to(x.dtype.element_ty), mask=k < K)
+    if P:
+        tl.store(x + at, value.to(x.dtype.element_ty), mask=k < K)
     value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
     value *= tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
@@ -235,13 +264,13 @@ def add_norm_kernel(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=k < K)
 
 
-def add_norm_triton(x: torch.Tensor, delta: torch.Tensor, norm) -> torch.Tensor:
+def add_norm_triton(x: torch.Tensor, delta: torch.Tensor | None, norm) -> torch.Tensor:
     """As add_norm."""
-    assert x.is_contiguous() and delta.is_contiguous(), "x and delta must be contiguous"
+    assert x.is_contiguous() and (delta is None or delta.is_contiguous()), "x and delta must be contiguous"
     (R, K), out = x.shape, torch.empty_like(x)
     add_norm_kernel[(R,)](
         x, delta, norm.weight, norm.bias, out, norm.eps, R,
-        P=delta.numel() // x.numel(), K=K, WIDTH=triton.next_power_of_2(K), **early(x),
+        P=0 if delta is None else delta.numel() // x.numel(), K=K, WIDTH=triton.next_power_of_2(K), **early(x),
     )  # fmt: skip
     return out
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import kernels
-from layers import ACTIVATIONS, add_norm, linear, project_qkv
+from layers import ACTIVATIONS, add_norm, embed, linear, project_qkv
 from tokenizer import write_atomically, write_json
 
 
@@ -118,7 +118,7 @@ class Block(nn.Module):
         x = x + self.drop(self.mlp(self.ln_2(x)))
         return x
 
-    def serve(self, x: torch.Tensor, delta: torch.Tensor, kv: torch.Tensor, batch: kernels.Batch) -> torch.Tensor:
+    def serve(self, x: torch.Tensor, delta: torch.Tensor | None, kv: torch.Tensor, batch: kernels.Batch):
         """
         The same of (T, C), without dropout, in few launches, with keys and values in this layer's pool kv. What a layer
         adds to x is added, in place, where the next norm reads x: `delta` is of the block before, and what this one's
@@ -244,7 +244,7 @@ class GPT(nn.Module):
         [L, 2, num_blocks + 1, Hk, S, D] at `batch.slot_mapping` (in place), then attends through the block tables.
         Returns (T, C), normalised, which `logits` turns into logits where they are wanted.
         """
-        x, delta = self.wte(batch.tokens), self.wpe(batch.positions)  # (T, C); the first norm adds them
+        x, delta = embed(batch.tokens, batch.positions, self.wte, self.wpe), None  # (T, C)
         for block, kv_of_layer in zip(self.h, kv, strict=True):
             delta = block.serve(x, delta, kv_of_layer, batch)
         return add_norm(x, delta, self.ln_f)

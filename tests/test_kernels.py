@@ -507,28 +507,37 @@ def test_linear_layers_with_their_activations(R, N, K, activation, dtype):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
-@pytest.mark.parametrize(("R", "N", "K"), [(1, 48, 100), (3, 40, 1600), (20, 130, 800)])
+@pytest.mark.parametrize(("R", "N", "K"), [(1, 48, 100), (3, 40, 1600), (20, 130, 800), (2, 48, None)])
 def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
     """A part of the sum that is left out or added twice, its bias in each part, an x that does not grow, a norm of what
-    x was before."""
+    x was before. K None: nothing is added."""
     torch.manual_seed(R)
     for bias in True, False:
-        layer, norm = torch.nn.Linear(K, N, bias=bias), torch.nn.LayerNorm(N, bias=bias)
+        layer, norm = torch.nn.Linear(K or 1, N, bias=bias), torch.nn.LayerNorm(N, bias=bias)
         for parameter in [*layer.parameters(), *norm.parameters()]:
             torch.nn.init.normal_(parameter, std=0.5)
-        x, before = torch.randn(R, K), 3 * torch.randn(R, N) + 1
+        x, before = torch.randn(R, K or 1), 3 * torch.randn(R, N) + 1
 
         def apply(linear, add_norm, device, dtype, both=(layer, norm), tensors=(x, before)):
             (layer, norm), (x, before) = deepcopy(both), (t.to(device, dtype, copy=True) for t in tensors)
             with torch.no_grad():
-                delta = linear(x, layer.to(device, dtype), None, True)
+                delta = linear(x, layer.to(device, dtype), None, True) if K else None
                 y = add_norm(before, delta, norm.to(device, dtype))
             return torch.stack([before, y]).cpu().double(), delta
 
         (exact, _), (plain, _) = (apply(layers.linear, layers.add_norm, "cpu", d) for d in (torch.float64, dtype))
         found, delta = apply(layers.linear_triton, layers.add_norm_triton, DEVICE, dtype)
         assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
-        assert R == 1 or len(delta) == (4 if K == 1600 else 2)  # else the parts are not tested
+        assert R == 1 or not K or len(delta) == (4 if K == 1600 else 2)  # else the parts are not tested
+
+
+@needs_triton
+def test_embeddings_of_tokens_and_positions():
+    """A token's position taken for the token, a row of the neighbour."""
+    wte, wpe = (torch.nn.Embedding(n, 24).requires_grad_(False) for n in (50, 9))
+    tokens, positions = torch.tensor([49, 0, 7, 7, 3]), torch.tensor([8, 2, 1, 0, 5])
+    there = (t.to(DEVICE) for t in (tokens, positions, deepcopy(wte), deepcopy(wpe)))
+    assert torch.equal(layers.embed_triton(*there).cpu(), layers.embed(tokens, positions, wte, wpe))
 
 
 @needs_triton

@@ -287,7 +287,8 @@ def threshold_triton(scores, top_k, top_p, min_p) -> torch.Tensor:
     sampling.threshold_kernel[(R,)](
         *(scores, rows, rows, params.floats, params.ints, params.bias, params.marks, thresholds, arrived, scratch),
         *(scores.stride(0), scratch.stride(0), V),
-        EARLY=False, WIDTH=width,
+        EARLY=False,
+        WIDTH=width,
     )
     return thresholds
 
