@@ -456,9 +456,10 @@ def bench_engine(args) -> dict:
     """
     Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each seed. Latency: 1 and 32
     requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on a CPU. Lengths are divided for a model of
-    shorter context. Tokens in and out are asserted.
+    shorter context. Tokens in and out are asserted. The floor of a run is to read the weights from memory once for each
+    token of the longest answer, and K and V for each token of all.
     """
-    model, started = a_model(args.model, DEVICE), time.perf_counter()
+    model, bandwidth, started = a_model(args.model, DEVICE), read_bandwidth(DEVICE), time.perf_counter()
     V, overlap = model.config.vocab_size, False if args.no_overlap else None
     engine = Engine(model, block_size=args.block_size, graphs=not args.no_graphs, overlap=overlap)
     result: dict = {"model": args.model, "start-up, s": round(time.perf_counter() - started, 1)}
@@ -470,6 +471,9 @@ def bench_engine(args) -> dict:
         seconds, tokens = timed(engine, work)[0], sum(n for _, n in work)
         row = {"in": sum(len(prompt) for prompt, _ in work), "out": tokens, "s": round(seconds, 2)}
         row["padded rows"] = f"{engine.runner.num_padded_rows / engine.runner.num_rows:.1%}"
+        bytes_read = sum(n * len(prompt) + n * (n + 1) / 2 for prompt, n in work) * kv_bytes_per_token(engine)
+        bytes_read += max(n for _, n in work) * sum(w.nbytes for w in model.parameters())
+        row["share of the floor"] = round(bytes_read / bandwidth / seconds, 3)
         result[f"offline, seed {seed}"] = row | {"output tok/s": round(tokens / seconds)}
     N = min(512, model.config.context_length // 2)
     for n in (1, 32):
@@ -594,7 +598,7 @@ def bench_overhead(args) -> dict:
     context, numbers = min(900, model.config.context_length // 2), (1, 32, 256) if DEVICE == "cuda" else (1, 8, 32)
     weights = sum(w.nbytes for w in model.parameters())
     engine = Engine(model, prefix_cache=False)
-    kv_bytes = engine.runner.pool.kv.nbytes / (engine.num_blocks + 1) / engine.scheduler.block_size  # of a token
+    kv_bytes = kv_bytes_per_token(engine)
     result: dict = {"model": args.model}
     for n in numbers:
         let_decode(engine, n, context)
@@ -609,6 +613,10 @@ def bench_overhead(args) -> dict:
             let_decode(engine, n, context)
             result[f"{n} requests"] |= device_time(engine, 8)
     return result
+
+
+def kv_bytes_per_token(engine: Engine) -> float:
+    return engine.runner.pool.kv.nbytes / (engine.num_blocks + 1) / engine.scheduler.block_size
 
 
 def let_decode(engine: Engine, n: int, context: int):
