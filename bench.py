@@ -64,6 +64,7 @@ FLAGS = {  # what --help says of them; which a command has, and their defaults, 
     "--block-size": "tokens per KV block",
     "--dtype": "of our weights",
     "--quantize": "our weights as integers",
+    "--compile": "our step of one request",
     "--data": "what the model was trained on: a name in data/, or a folder",
     "--seeds": "of the workloads, once each",
     "--no-graphs": "launch each kernel by itself",
@@ -395,7 +396,7 @@ def hugging_face(model: GPT) -> Callable:
     return generate
 
 
-@command(model="10M", repeats=5, dtype=("auto", "fp32", "bf16"), quantize=("none", "int8"))
+@command(model="10M", repeats=5, dtype=("auto", "fp32", "bf16"), quantize=("none", "int8"), compile=False)
 def bench_generate(args) -> dict:
     """
     64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine and Hugging Face, in
@@ -404,10 +405,12 @@ def bench_generate(args) -> dict:
     model = a_model(args.model)
     theirs, V = hugging_face(model), model.config.vocab_size
     model.to(dtype := serving_dtype(args.dtype, "cpu"))
-    engine = Engine(model, prefix_cache=False, quantize=args.quantize)  # each answer is computed whole
+    engine = Engine(
+        model, prefix_cache=False, quantize=args.quantize, compile=args.compile
+    )  # each answer is computed whole
     size = 1 if args.quantize == "int8" else dtype.itemsize
     floor = 1e3 * size * sum(weight.numel() for weight in model.parameters()) / read_bandwidth()
-    weights = {"dtype": args.dtype, "quantize": args.quantize}
+    weights = {"dtype": args.dtype, "quantize": args.quantize, "compile": args.compile}
     result = {"model": args.model} | weights | {"floor, ms a step": round(floor, 2)}
     for concurrent in (1, 8):
         times, equal = [], []

@@ -137,6 +137,7 @@ class Engine:
         max_model_len: int | None = None,  # longest prompt plus answer; None: what model and pool allow
         attention: str = "auto",
         quantize: str = "none",  # or int8: weights and the rows that they multiply as integers; on a CPU
+        compile: bool = False,  # on a CPU: the step of a single request that decodes
         prefix_cache: bool = True,
         policy: str = "fcfs",
         prefill_share: float = 0.25,  # of the token budget, for prompts while some are under way
@@ -154,7 +155,7 @@ class Engine:
         max_num_seqs, token_budget = step_size(on_gpu, max_num_seqs, token_budget)
         self.config = model.config
         shape = {"block_size": block_size, "max_num_seqs": max_num_seqs, "token_budget": token_budget}
-        build = partial(Runner, model, attention=attention, quantize=quantize, **shape)
+        build = partial(Runner, model, attention=attention, quantize=quantize, compile=compile, **shape)
         if on_gpu and num_blocks is None:  # what a step takes is not free for the pool
             with memory_for("the weights and a step"):
                 build(num_blocks=1, graphs=False).warm_up()

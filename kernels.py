@@ -68,13 +68,18 @@ class Backend(NamedTuple):
     paged_attention: Callable  # (q [T, H, D], kv, batch) -> [T, H, D]
 
 
+def cpp_compiler() -> str | None:
+    """What torch.compile needs on a CPU."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
 def choose_backend(name: str = "auto", device: str | torch.device = "cpu") -> Backend:
     """
     The backend of that name, or with "auto" the best for the device: Triton on CUDA, torch elsewhere. Raises
     ValueError for one that does not work there.
     """
     cuda = torch.device(device).type == "cuda"
-    compiler = triton if cuda else shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    compiler = triton if cuda else cpp_compiler()
     works = {"torch": True, "triton": triton and (cuda or INTERPRETED), "flex": compiler}
     needs = {"triton": "a CUDA device and the package triton", "flex": "triton on CUDA, a C++ compiler elsewhere"}
     parts = {

@@ -286,6 +286,13 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "").float()
 
 
+def int8_weights(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [out, in] as integers from -127 to 127, and the fp32 scale of each output, [out]."""
+    weight = weight.detach().float()
+    scale = weight.abs().amax(1).clamp(min=1e-12) / 127
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
 class Int8Linear(nn.Module):
     """
     A linear layer of 8-bit integers, for oneDNN too: x and the result are fp32, a quarter of the bytes of fp32. Weights
@@ -297,9 +304,9 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
-        weight, self.bias = weight.detach().float(), bias
-        scale = weight.abs().amax(1).clamp(min=1e-12) / 127  # [out]
-        self.weight = torch.ops.onednn.qlinear_prepack((weight / scale[:, None]).round().to(torch.int8), None)
+        self.bias = bias
+        weights, scale = int8_weights(weight)
+        self.weight = torch.ops.onednn.qlinear_prepack(weights, None)
         self.scale, self.zero = scale / 127, torch.zeros_like(scale, dtype=torch.int64)  # 127, too, is that of x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -309,6 +316,29 @@ class Int8Linear(nn.Module):
         y = torch.ops.onednn.qlinear_pointwise(steps, 1.0, 128, self.weight, self.scale, self.zero, *options)
         y *= largest
         return y if self.bias is None else y.add_(self.bias)
+
+
+class OneRowLinear(nn.Module):
+    """
+    What PackedLinear or Int8Linear compute, of one row of x, for the compiler: it makes of the sum of products a loop
+    that reads the weights as fast as memory can, where libraries reach a half.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, quantize: str):
+        super().__init__()
+        self.weight, self.bias, self.scale = weight.detach(), None if bias is None else bias.detach().float(), None
+        if quantize == "int8":
+            weights, scale = int8_weights(self.weight)
+            self.weight, self.scale = weights, scale / 127
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            y = (self.weight * x.to(self.weight.dtype).float()).sum(-1)
+        else:
+            largest = x.abs().amax().clamp(min=1e-30)
+            steps = (x * (127 / largest) + 128.5).floor() - 128
+            y = (self.weight * steps).sum(-1) * self.scale * largest
+        return (y if self.bias is None else y + self.bias)[None]
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -337,14 +367,47 @@ def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
     packs = {torch.float32: lambda: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported} if onednn else {}
     if quantize == "none" and not packs.get(weight.dtype, bool)():
         return model
-    layer = Int8Linear if quantize == "int8" else PackedLinear
-    model = deepcopy(model)
+    return with_layers(model, Int8Linear if quantize == "int8" else PackedLinear)
+
+
+def with_layers(model: GPT, layer: Callable) -> GPT:
+    """A copy of the model with layer(weight, bias) for each matrix, and fp32 for all else."""
+    model, head = deepcopy(model), layer(model.wte.weight, None)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
                 setattr(module, name, layer(child.weight, child.bias))
-    model.head = layer(weight, None)
+    model.head = head
     return model.float().requires_grad_(False)  # packed weights are no parameters, and stay what they are
+
+
+def compiled_decode(model: GPT, quantize: str = "none") -> Callable:
+    """
+    A step of one request that decodes, on a CPU, as one compiled function: step(tokens [1], positions [1], kv_rows
+    [2, 1, Hk, C], kv), where kv_rows are those of its context, as `kernels.pool_rows`, without the new token. Returns
+    logits (1, V) and the new K, V, [L, 2, 1, Hk, D], for the caller to store: a graph that wrote into the pool would
+    copy it. Compiles in the first call, 10 to 60 s; from then on the weights and C may change, nothing else.
+    """
+    model = with_layers(model, partial(OneRowLinear, quantize=quantize))
+
+    def step(tokens, positions, kv_rows, kv):
+        new = []
+
+        def attend(q, kv_of_layer, batch):  # q (1, H, D)
+            k, v = torch.cat([F.embedding(kv_rows, kv_of_layer.view(-1, q.shape[-1])), new[-1].transpose(2, 3)], dim=3)
+            return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=q.shape[1] != k.shape[1])[:, :, 0]
+
+        def store(k, v, kv_of_layer, batch):  # (1, Hk, D)
+            new.append(torch.stack((k, v))[:, :, None])
+
+        backend = kernels.Backend("compiled", "", None, store, attend)
+        batch = kernels.Batch(tokens, positions, *[None] * 6, 1, [1], [], backend)
+        x = model.forward_paged(batch, kv)
+        return model.logits(x), torch.stack(new)[:, :, 0]
+
+    step.__code__ = step.__code__.replace()  # compiled code is found by this object: another model's must not be
+    options = {"guard_filter_fn": lambda guards: [False] * len(guards)}  # whose checks took 0.2 ms a step
+    return torch.compile(step, fullgraph=True, options=options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

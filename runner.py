@@ -19,7 +19,7 @@ import torch
 
 import kernels
 import layers
-from model import GPT, packed_for_cpu
+from model import GPT, compiled_decode, packed_for_cpu
 from paged import KVBlockPool, Plan, Request
 from sampling import GREEDY, Row, SamplingRows, logprobs, sample, upload
 
@@ -59,6 +59,7 @@ class Runner:
         max_num_seqs: int,
         attention="auto",
         quantize="none",
+        compile=False,
         graphs=True,
         token_budget=0,  # of the largest step that is captured
     ):
@@ -85,6 +86,9 @@ class Runner:
         self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
         if graphs and padded:
             self.capture_all()
+        self.decode_one = None
+        if compile:
+            self.compile(model, quantize)
 
     # -- host to device ------------------------------------------------------------------------------------------------
 
@@ -217,8 +221,11 @@ class Runner:
             backend=self.backend,
         )
         batch.prepared = self.backend.prepare(batch, self.model.config.n_head, self.pool.kv[0])
-        x = self.model.forward_paged(batch, self.pool.kv)  # (n + T, width)
-        logits = self.model.logits(x[batch.logits_index] if C else x)  # (n + C, V)
+        if self.decode_one and n == 1 and not C:
+            x, logits = None, self.decode_one(batch)
+        else:
+            x = self.model.forward_paged(batch, self.pool.kv)  # (n + T, width)
+            logits = self.model.logits(x[batch.logits_index] if C else x)  # (n + C, V)
         asked = None
         if plan:
             whom = plan.decodes + [None] * (n - len(plan.decodes)) + [r for r, _ in plan.chunks]
@@ -258,6 +265,30 @@ class Runner:
     def run(self, plan: Plan) -> list[int]:
         """Compute a plan and wait for its tokens, one for each of `plan.sampled`."""
         return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def compile(self, model: GPT, quantize: str):
+        """On a CPU: compile the step of one request that decodes."""
+        if self.device.type != "cpu" or self.backend.name != "torch" or not kernels.cpp_compiler():
+            raise ValueError(
+                "--compile is for CPUs with a C++ compiler (g++ or clang++) and --attention torch; here the device is "
+                f"{self.device}, the compiler {kernels.cpp_compiler()}, attention {self.backend.name}: leave it out"
+            )
+        step, kv, started = compiled_decode(model, quantize), self.pool.kv, time.perf_counter()
+        L, D = kv.shape[0], kv.shape[-1]
+
+        def decode_one(batch: kernels.Batch) -> torch.Tensor:
+            (gathered,), rows = batch.prepared.gathers, batch.prepared.store_rows
+            logits, new = step(batch.tokens, batch.positions, gathered.kv_rows[..., :-1].contiguous(), kv)
+            kv.view(L, -1, D).index_copy_(1, rows, new.view(L, -1, D))
+            return logits
+
+        rows = torch.zeros(2, 1, kv.shape[3], 3, dtype=torch.int64)
+        torch._dynamo.mark_dynamic(rows, 3)
+        print("compiling ..", end="", file=sys.stderr, flush=True)
+        step(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), rows, kv)
+        print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
+        self.decode_one = decode_one
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------------------
 

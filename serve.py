@@ -59,6 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="auto: bf16 on a GPU, else fp32")
     # the engine's own options: each `dest` is the name of an argument of Engine
     add("--quantize", default="none", choices=["none", "int8"], help="weights as integers, on a CPU")
+    add("--compile", action="store_true", help="on a CPU: faster where one request runs alone; takes 10 to 60 s once")
     add("--attention", default="auto", help="attention backend: triton, flex or torch; auto takes the fastest here")
     add("--kv-blocks", dest="num_blocks", type=positive, help="KV blocks in the pool; not given: all that are useful")
     add("--block-size", type=positive, default=16, help="tokens in a KV block")
@@ -114,10 +115,9 @@ def build_engine(args: argparse.Namespace):
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch sees no GPU here; leave the flag out to serve on the CPU")
     model = load_checkpoint(args.model, device, serving_dtype(args.dtype, device))
-    names = (
-        "attention num_blocks block_size max_model_len max_num_seqs token_budget prefill_share prefix_cache quantize "
-    )
-    names += "policy max_num_partial_prefills max_long_partial_prefills long_prefill_threshold graphs trace check"
+    names = "attention num_blocks block_size max_model_len max_num_seqs token_budget prefill_share prefix_cache "
+    names += "quantize compile policy max_num_partial_prefills max_long_partial_prefills long_prefill_threshold "
+    names += "graphs trace check"
     return Engine(model, **{name: getattr(args, name) for name in names.split()})
 
 
