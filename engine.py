@@ -176,6 +176,7 @@ class Engine:
         )
         self.weights = f"{sum(w.nbytes for w in model.parameters()) / 2**20:,.0f} MiB of weights"
         self.weights += f" ({str(model.wte.weight.dtype).removeprefix('torch.')}, quantize {quantize})"
+        self.weights += ", once more for the compiled step" if compile else ""
         with memory_for(f"{self.weights} and a KV pool of {num_blocks} blocks of {block_size}"):
             self.runner = build(num_blocks=num_blocks, graphs=graphs)
         self.overlap = on_gpu if overlap is None else overlap

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kernels
 from engine import Engine
 from model import GPT, Int8Linear, PackedLinear, packed_for_cpu, serving_dtype
 from sampling import SamplingParams
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.skipif(
     not (torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_vnni_supported()),
     reason="needs a CPU with AVX-512 and VNNI",
 )
+needs_compiler = pytest.mark.skipif(not kernels.cpp_compiler(), reason="needs a C++ compiler")
 ROWS = (1, 3, 8, 64, 257)
 FORMATS = [("fp32", "none"), ("bf16", "none"), ("fp32", "int8"), ("bf16", "int8")]
 
@@ -91,14 +93,41 @@ def test_engine_is_the_same_model_run_densely(dtype, quantize):
     answers = engine.generate(prompts, params, progress=False)
     answers += engine.generate(prompts[3:4], params, progress=False)
     answers += Engine(model, quantize=quantize).generate(prompts, params, progress=False)
+    check_greedy(reference, prompts + prompts[3:4] + prompts, answers, tie)
+
+
+def check_greedy(reference: GPT, prompts: list[list[int]], answers: list[list[int]], tie: float):
+    """That answers are the likeliest tokens of the model run densely; of two within `tie`, now and then the other."""
     equal = count = 0
     with torch.no_grad():
-        for text, answer in zip(prompts + prompts[3:4] + prompts, answers, strict=True):
+        for text, answer in zip(prompts, answers, strict=True):
             logits = reference(torch.tensor([text + answer]))[0][0, len(text) - 1 : -1]
             chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
             assert (logits.amax(1) - chosen).max() <= tie
             equal, count = equal + (logits.argmax(1) == torch.tensor(answer)).sum().item(), count + len(answer)
     assert equal >= 0.99 * count
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "quantize"), FORMATS[:3])
+def test_compiled_steps_are_the_same_model(dtype, quantize):
+    """Alone, after others and beside them, a prompt of one token too; a second engine's model is not taken for the
+    first's, though both compile the same function."""
+    tie = {"fp32": 1e-4, "bf16": 0.05}[dtype] if quantize == "none" else 0.05
+    prompts = [prompt(i, n) for i, n in enumerate((1, 2, 17, 30))]
+    for sign in 1, -1:
+        model = model_in(dtype)
+        model.wpe.weight.data *= sign
+        reference = packed_for_cpu(model, quantize)
+        engine = Engine(model, block_size=4, quantize=quantize, compile=True, check=True)
+        calls, decode_one = [], engine.runner.decode_one
+        engine.runner.decode_one = lambda batch, calls=calls, f=decode_one: calls.append(1) or f(batch)
+        params = [SamplingParams(temperature=0, max_tokens=n) for n in (24, 9, 20, 30)]
+        alone = [engine.generate([text], p, progress=False)[0] for text, p in zip(prompts, params, strict=True)]
+        assert len(calls) == sum(p.max_tokens - 1 for p in params)
+        together = engine.generate(prompts, params, progress=False)
+        assert len(calls) > sum(p.max_tokens - 1 for p in params)  # the longest ends alone
+        check_greedy(reference, prompts + prompts, alone + together, tie)
 
 
 @pytest.mark.parametrize(("dtype", "quantize", "bound"), [("bf16", "none", 0.003), ("fp32", "int8", 0.01)])
@@ -131,3 +160,6 @@ def test_refusals(monkeypatch):
         Engine(trained_model(), quantize="int4")
     with raises(ValueError, "--quantize int8", "VNNI"):
         Engine(trained_model(), quantize="int8")
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    with raises(ValueError, "--compile", "C++ compiler", "leave it out"):
+        Engine(trained_model(), compile=True)
