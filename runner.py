@@ -84,9 +84,9 @@ class Runner:
         self.keys += [(n, max(8, T // 64), T) for T in mixed for n in coarse]
         self.graphs: dict[tuple, tuple] = {}  # one of the keys -> (graph, its outputs)
         self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
+        self.decode_one = None  # or a compiled step of one request
         if graphs and padded:
             self.capture_all()
-        self.decode_one = None
         if compile:
             self.compile(model, quantize)
 
