@@ -668,6 +668,7 @@ def device_time(engine: Engine, steps: int) -> dict:
     """Kernels a step, and the milliseconds of a step that the device spends in each kind of them."""
     from torch.profiler import ProfilerActivity, profile
 
+    torch.cuda.synchronize()  # what was under way does not count
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             engine.step()

@@ -104,9 +104,9 @@ class Runner:
         starts = [(r.row, (r.generated_tokens or r.prompt_tokens)[-1], r.num_filled_slots) for r in requests]
         rows, last_token, context_len = upload(starts, self.device).unbind(1)
         self.sampling.last_token[rows], self.context_len[rows] = last_token, context_len
-        entries = chain.from_iterable((r.row, i, b) for r in requests for i, b in enumerate(r.block_table))
-        rows, columns, blocks = upload(array("q", entries), self.device).view(-1, 3).unbind(1)
-        self.block_tables[rows, columns] = blocks.int()
+        M, sink = max(len(r.block_table) for r in requests), [self.pool.sink]
+        entries = chain.from_iterable(r.block_table + sink * (M - len(r.block_table)) for r in requests)
+        self.block_tables[rows, :M] = upload(array("q", entries), self.device).view(-1, M).int()
         self.sampling.set(*map(sampling_row, requests))
         for r in requests:
             scored = r.params is not None and r.params.logprobs is not None
