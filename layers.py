@@ -1,6 +1,6 @@
 """
 What else of a decode step is worth a kernel: its inputs, linear layers, norms. A small model's step is otherwise spent
-on launches: plain torch has some 230 of them, here are 93, and most start before the one before has ended.
+on launches: plain torch has some 230 of them, here are 91, and most start before the one before has ended.
 
     y = add_norm(x, delta, norm)                      # x += the sum of delta's parts, in place; returns norm(x)
     q = project_qkv(y, attention, kv, batch)          # stores K and V; up to 256 rows on CUDA: one launch
