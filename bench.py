@@ -405,9 +405,8 @@ def bench_generate(args) -> dict:
     model = a_model(args.model)
     theirs, V = hugging_face(model), model.config.vocab_size
     model.to(dtype := serving_dtype(args.dtype, "cpu"))
-    engine = Engine(
-        model, prefix_cache=False, quantize=args.quantize, compile=args.compile
-    )  # each answer is computed whole
+    # without prefix cache each answer is computed whole
+    engine = Engine(model, prefix_cache=False, quantize=args.quantize, compile=args.compile)
     size = 1 if args.quantize == "int8" else dtype.itemsize
     floor = 1e3 * size * sum(weight.numel() for weight in model.parameters()) / read_bandwidth()
     weights = {"dtype": args.dtype, "quantize": args.quantize, "compile": args.compile}

@@ -18,6 +18,7 @@ size, and only here C context length (padded), G = H / Hk.
 import math
 import os
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ try:
 
     INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernels run on CPU tensors, slowly
 except ImportError:  # nothing but the Triton backend needs it
-    triton, INTERPRETED = None, False
+    triton, INTERPRETED, gdc_wait = None, False, None
 
     class tl:
         constexpr = int  # for the kernels' signatures
@@ -64,13 +65,14 @@ class Backend(NamedTuple):
     name: str
     reason: str  # why this one
     prepare: Callable  # (batch, H, kv of any layer, window=0) -> batch.prepared: once per step, before the first layer
-    store_kv: Callable  # (k [T, Hk, D], v [T, Hk, D], kv [2, num_blocks + 1, Hk, S, D], batch): writes kv
+    store_kv: Callable  # (k [T, Hk, D], v [T, Hk, D], kv [2, num_blocks + 1, Hk, S, D], batch): writes kv, where
+    # layers.project_qkv has not done so
     paged_attention: Callable  # (q [T, H, D], kv, batch) -> [T, H, D]
 
 
 def cpp_compiler() -> str | None:
     """What torch.compile needs on a CPU."""
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
 
 
 def choose_backend(name: str = "auto", device: str | torch.device = "cpu") -> Backend:
@@ -469,7 +471,7 @@ def decode_kernel(
     block = tl.load(table + t // S, mask=t // S < M, other=0)  # without waiting for `context`, if there is no window
     real = (row < G)[:, None] & (d < D)[None, :]
     at = (head * G + row)[:, None] * D + d[None, :]
-    if EARLY:  # so far, nothing was of the kernel before
+    if EARLY:  # so far, nothing was of the kernels since the embedding, see embed_kernel
         gdc_wait()
     queries = tl.load(q + request * q_stride + at, mask=real, other=0.0)  # [ROWS, WIDTH]
     used = tl.minimum(tl.maximum(tl.cdiv(context - begin, TILE), 1), SPLITS)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernels import Batch, early, jit, padded, shared_memory, tl, triton, wait
+from kernels import Batch, early, gdc_wait, jit, padded, shared_memory, tl, triton, wait
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The inputs of decodes, from what the engine knows of each row
@@ -91,8 +91,12 @@ def embed(tokens: torch.Tensor, positions: torch.Tensor, wte: torch.nn.Embedding
 
 @jit
 def embed_kernel(tokens, positions, wte, wpe, out, C: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
-    """Grid (T,): a program does what embed does for one token."""
-    wait(EARLY)
+    """
+    Grid (T,): a program does what embed does for one token. Nobody starts before all have ended: unlike `wait`, for the
+    kernels that follow read the step's inputs, and those were written before this one, without waiting.
+    """
+    if EARLY:
+        gdc_wait()
     t, c = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     token = tl.load(wte + tl.load(tokens + t) * C + c, mask=c < C).to(tl.float32)
     position = tl.load(wpe + tl.load(positions + t) * C + c, mask=c < C).to(tl.float32)
@@ -120,15 +124,17 @@ ACTIVATIONS = {
     "relu2": lambda x: F.relu(x).square(),
 }
 LINEAR_ROWS = 256  # up to here the kernels; beyond, the matrix products fill the chip and are cuBLAS's
+HEAD = 8192  # outputs above which a layer is the head: cuBLAS takes five times as long where 8 does not divide them
 
 
 def linear(x: torch.Tensor, layer, activation: str | None = None, parts: bool = False) -> torch.Tensor:
     """
     activation(layer(x)): x [R, K], a layer with weight [N, K] and bias [N] or None -> [R, N], in one launch on CUDA for
-    up to LINEAR_ROWS rows, or 50257 outputs: cuBLAS, which wants a multiple of 8, takes 7 times as long. With `parts`,
-    the result may also be several fp32 matrices [P, R, N], whose sum it is: `add_norm` adds them.
+    up to LINEAR_ROWS rows, and for any number of them if it is the head, in 16 bits. With `parts`, the result may also
+    be several fp32 matrices [P, R, N], whose sum it is: `add_norm` adds them.
     """
-    if x.is_cuda and triton and (len(x) <= LINEAR_ROWS or len(layer.weight) % 8):
+    head = len(layer.weight) > HEAD
+    if x.is_cuda and triton and (len(x) == 1 or x.element_size() == 2 if head else len(x) <= LINEAR_ROWS):
         return linear_triton(x, layer, activation, parts)
     if activation == "gelu_new" and x.is_cuda and layer.bias is not None:  # cuBLAS does it as it stores the product
         return torch._addmm_activation(layer.bias, x, layer.weight.T, use_gelu=True)
@@ -289,7 +295,7 @@ def linear_triton(
     wide, out_dtype = N - 2 * Hk * D, torch.float32 if parts else x.dtype
     if R == 1:
         out = x.new_empty(R, wide, dtype=out_dtype)
-        cols, block, warps = (4, 256, 1) if N > 8192 else (2, 1024, 4)
+        cols, block, warps = (4, 256, 1) if N > HEAD else (2, 1024, 4)
         vector_kernel[(-(-N // cols),)](
             x, layer.weight, layer.bias, out, *store, **given, COLS=cols, BLOCK=block, num_warps=warps
         )  # fmt: skip
@@ -310,7 +316,7 @@ def linear_triton(
 
 def linear_tiles(R: int, N: int) -> tuple[int, int, int, int, int]:
     """ROWS, COLS, BLOCK, warps and stages: measured on an H200 within decode steps, widths 768 to 50257."""
-    if N > 8192:
+    if N > HEAD:
         rows = min(256, padded(R))
         return rows, 128, 64, 8 if rows >= 128 else 4, 3
     if R <= 64:  # all of 768 inputs are under way at once

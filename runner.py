@@ -13,6 +13,7 @@ import time
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 
 import torch
@@ -85,10 +86,10 @@ class Runner:
         self.graphs: dict[tuple, tuple] = {}  # one of the keys -> (graph, its outputs)
         self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
         self.decode_one = None  # or a compiled step of one request
-        if graphs and padded:
-            self.capture_all()
         if compile:
             self.compile(model, quantize)
+        if graphs and padded:
+            self.capture_all()
 
     # -- host to device ------------------------------------------------------------------------------------------------
 
@@ -184,8 +185,8 @@ class Runner:
     def compute(self, inputs: torch.Tensor, n: int, C: int, T: int, plan: Plan | None = None):
         """
         A step of n decodes and C chunks of T tokens together, from `inputs`. Returns the sampled tokens [n + C] of all
-        of them, their logits (n + C, V), and what the last layer says of each token, (n + T, width). The host looks at
-        no tensor, and at `plan` only for what spares work (None: a graph is captured).
+        of them, their logits (n + C, V), and what the last layer says of each token, (n + T, width), or None after a
+        compiled step. The host looks at no tensor, and at `plan` only for what spares work (None: a graph is captured).
         """
         rows, S = inputs[:n], self.block_size
         decode_inputs = layers.decode_inputs_triton if self.sizes and n else layers.decode_inputs
@@ -271,8 +272,9 @@ class Runner:
         """On a CPU: compile the step of one request that decodes."""
         if self.device.type != "cpu" or self.backend.name != "torch" or not kernels.cpp_compiler():
             raise ValueError(
-                "--compile is for CPUs with a C++ compiler (g++ or clang++) and --attention torch; here the device is "
-                f"{self.device}, the compiler {kernels.cpp_compiler()}, attention {self.backend.name}: leave it out"
+                "--compile is for CPUs with a C++ compiler (g++, or what CXX names) and --attention torch: here the "
+                f"device is {self.device}, the compiler {kernels.cpp_compiler()}, attention {self.backend.name}; leave "
+                "it out"
             )
         step, kv, started = compiled_decode(model, quantize), self.pool.kv, time.perf_counter()
         L, D = kv.shape[0], kv.shape[-1]
@@ -283,10 +285,9 @@ class Runner:
             kv.view(L, -1, D).index_copy_(1, rows, new.view(L, -1, D))
             return logits
 
-        rows = torch.zeros(2, 1, kv.shape[3], 3, dtype=torch.int64)
-        torch._dynamo.mark_dynamic(rows, 3)
         print("compiling ..", end="", file=sys.stderr, flush=True)
-        step(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), rows, kv)
+        zeros = partial(torch.zeros, dtype=torch.int64)
+        step(zeros(1), zeros(1), zeros(2, 1, kv.shape[3], 3), kv)
         print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
         self.decode_one = decode_one
 

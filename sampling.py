@@ -128,8 +128,9 @@ class Row(NamedTuple):
 
 class SamplingRows:
     """
-    The parameters of every running request in device arrays, indexed by the request's row. The tensors stay the same
-    for ever, for CUDA graphs know them by address. What a row does not ask for is never read, so never cleared either.
+    The parameters of every running request, and its last token, in device arrays, indexed by the request's row. The
+    tensors stay the same for ever, for CUDA graphs know them by address. What a row does not ask for is never read, so
+    never cleared either.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device):

@@ -560,6 +560,22 @@ def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
     assert (found[1][1] == 7).sum() == kv.numel() - 2 * R * Hk * D
 
 
+@needs_triton
+@pytest.mark.parametrize("R", [1, 3])
+def test_keys_and_values_are_stored_beyond_2_to_the_31(R):
+    """As above: a product of slots and sizes in int32. Three blocks of the pool are touched."""
+    attention, far = Attention(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=16)), 2**31 // 256
+    attention, x = attention.to(DEVICE, torch.float16).requires_grad_(False), torch.randn(R, 16, dtype=torch.float16)
+    slots = 16 * (far + torch.arange(R)) + 5
+    found = []
+    for first in far, 0:
+        kv = torch.empty(2, far + 3 if first else 3, 1, 16, 16, dtype=torch.float16, device=DEVICE)
+        batch = SimpleNamespace(slot_mapping=(slots - 16 * (far - first)).to(DEVICE))
+        project_qkv_triton(x.to(DEVICE), attention, kv, batch)
+        found.append(kv[:, first : first + R, :, 5].cpu())
+    assert torch.equal(*found) and found[0].abs().sum() > 0
+
+
 def project_qkv_triton(x, attention, kv, batch):
     return layers.linear_triton(x, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping)
 
