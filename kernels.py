@@ -72,7 +72,7 @@ class Backend(NamedTuple):
 
 def cpp_compiler() -> str | None:
     """What torch.compile needs on a CPU."""
-    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
 
 
 def choose_backend(name: str = "auto", device: str | torch.device = "cpu") -> Backend:

@@ -386,7 +386,7 @@ def compiled_decode(model: GPT, quantize: str = "none") -> Callable:
     A step of one request that decodes, on a CPU, as one compiled function: step(tokens [1], positions [1], kv_rows
     [2, 1, Hk, C], kv), where kv_rows are those of its context, as `kernels.pool_rows`, without the new token. Returns
     logits (1, V) and the new K, V, [L, 2, 1, Hk, D], for the caller to store: a graph that wrote into the pool would
-    copy it. Compiles in the first call, 10 to 60 s; from then on the weights and C may change, nothing else.
+    copy it. Compiles in the first call, 10 to 60 s; from then on only values and C may change, which nobody checks.
     """
     model = with_layers(model, partial(OneRowLinear, quantize=quantize))
 

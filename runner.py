@@ -8,6 +8,7 @@ Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary; o
 """
 
 import gc
+import os
 import sys
 import time
 from array import array
@@ -270,14 +271,27 @@ class Runner:
     @torch.inference_mode()
     def compile(self, model: GPT, quantize: str):
         """On a CPU: compile the step of one request that decodes."""
-        if self.device.type != "cpu" or self.backend.name != "torch" or not kernels.cpp_compiler():
-            raise ValueError(
-                "--compile is for CPUs with a C++ compiler (g++, or what CXX names) and --attention torch: here the "
-                f"device is {self.device}, the compiler {kernels.cpp_compiler()}, attention {self.backend.name}; leave "
-                "it out"
-            )
-        step, kv, started = compiled_decode(model, quantize), self.pool.kv, time.perf_counter()
+        if self.device.type != "cpu":
+            raise ValueError(f"--compile is for CPUs, here the device is {self.device}: leave --compile out")
+        if self.backend.name != "torch":
+            raise ValueError(f"--compile wants --attention torch, not {self.backend.name}: leave one of them out")
+        if not kernels.cpp_compiler():
+            there = f"CXX names {os.environ['CXX']!r}" if os.environ.get("CXX") else "there is no g++"
+            raise ValueError(f"--compile needs a C++ compiler, {there}: let CXX name one, or leave --compile out")
+        kv, zeros, started = self.pool.kv, partial(torch.zeros, dtype=torch.int64), time.perf_counter()
         L, D = kv.shape[0], kv.shape[-1]
+        print("compiling ..", end="", file=sys.stderr, flush=True)
+        try:
+            step = compiled_decode(model, quantize)
+            step(zeros(1), zeros(1), zeros(2, 1, kv.shape[3], 3), kv)
+        except Exception as error:  # of the compiler, its cache on disk, or torch
+            print(file=sys.stderr)
+            told = [line for line in str(error).splitlines() if line and not line.startswith("backend=")]
+            raise ValueError(
+                f"--compile failed ({type(error).__name__}: {told[0] if told else ''}): mend the C++ compiler, let "
+                "TORCHINDUCTOR_CACHE_DIR name a folder with room to write, or leave --compile out"
+            ) from error
+        print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
 
         def decode_one(batch: kernels.Batch) -> torch.Tensor:
             (gathered,), rows = batch.prepared.gathers, batch.prepared.store_rows
@@ -285,10 +299,6 @@ class Runner:
             kv.view(L, -1, D).index_copy_(1, rows, new.view(L, -1, D))
             return logits
 
-        print("compiling ..", end="", file=sys.stderr, flush=True)
-        zeros = partial(torch.zeros, dtype=torch.int64)
-        step(zeros(1), zeros(1), zeros(2, 1, kv.shape[3], 3), kv)
-        print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
         self.decode_one = decode_one
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+import runner
 from engine import Engine
 from model import GPT, Int8Linear, PackedLinear, packed_for_cpu, serving_dtype
 from sampling import SamplingParams
@@ -160,6 +161,21 @@ def test_refusals(monkeypatch):
         Engine(trained_model(), quantize="int4")
     with raises(ValueError, "--quantize int8", "VNNI"):
         Engine(trained_model(), quantize="int8")
+
+
+def test_refusals_of_compile(monkeypatch):
+    """Without a compiler, or with one that fails, one message says what to change."""
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/usr/bin/" + name)
+    with raises(ValueError, "--compile", "not flex", "leave one of them out"):
+        Engine(trained_model(), compile=True, attention="flex")
+
+    def broken(*_):
+        raise RuntimeError("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand: g++ ..")
+
+    monkeypatch.setattr(runner, "compiled_decode", lambda *_: broken)
+    with raises(ValueError, "--compile", "CppCompileError: C++ compile error)", "TORCHINDUCTOR_CACHE_DIR"):
+        Engine(trained_model(), compile=True)
     monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
-    with raises(ValueError, "--compile", "C++ compiler", "leave it out"):
+    monkeypatch.setenv("CXX", "/nowhere")
+    with raises(ValueError, "--compile", "C++ compiler", "'/nowhere'", "leave --compile out"):
         Engine(trained_model(), compile=True)
