@@ -133,8 +133,10 @@ def linear(x: torch.Tensor, layer, activation: str | None = None, parts: bool = 
     up to LINEAR_ROWS rows, and for any number of them if it is the head, in 16 bits. With `parts`, the result may also
     be several fp32 matrices [P, R, N], whose sum it is: `add_norm` adds them.
     """
-    head = len(layer.weight) > HEAD
-    if x.is_cuda and triton and (len(x) == 1 or x.element_size() == 2 if head else len(x) <= LINEAR_ROWS):
+    ours = len(x) <= LINEAR_ROWS
+    if len(layer.weight) > HEAD:
+        ours = len(x) == 1 or x.element_size() == 2
+    if x.is_cuda and triton and ours:
         return linear_triton(x, layer, activation, parts)
     if activation == "gelu_new" and x.is_cuda and layer.bias is not None:  # cuBLAS does it as it stores the product
         return torch._addmm_activation(layer.bias, x, layer.weight.T, use_gelu=True)
