@@ -123,6 +123,12 @@ def memory_for(what: str):
         raise ValueError(f"the GPU has no memory for {what}: {mend} ({error})") from error
 
 
+def weights_statement(model: GPT, quantize: str, compile: bool) -> str:
+    said = f"{sum(w.nbytes for w in model.parameters()) / 2**20:,.0f} MiB of weights"
+    said += f" ({str(model.wte.weight.dtype).removeprefix('torch.')}, quantize {quantize})"
+    return said + (", and a second copy for the compiled step" if compile else "")
+
+
 class Engine:
     """Requests in, tokens out, a step at a time. All its methods belong to one thread."""
 
@@ -174,9 +180,7 @@ class Engine:
             long_prefill_threshold=long_prefill_threshold,
             prefix_cache=prefix_cache,
         )
-        self.weights = f"{sum(w.nbytes for w in model.parameters()) / 2**20:,.0f} MiB of weights"
-        self.weights += f" ({str(model.wte.weight.dtype).removeprefix('torch.')}, quantize {quantize})"
-        self.weights += ", and a second copy for the compiled step" if compile else ""
+        self.weights = weights_statement(model, quantize, compile)
         with memory_for(f"{self.weights} and a KV pool of {num_blocks} blocks of {block_size}"):
             self.runner = build(num_blocks=num_blocks, graphs=graphs)
         self.overlap = on_gpu if overlap is None else overlap
