@@ -35,8 +35,19 @@ OPEN_PATHS = ("/livez", "/readyz")  # what a supervisor asks; everything else ne
 PING_SECONDS = 10  # a stream that has nothing to say says so this often, or proxies take it for dead
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 RETRY = {"Retry-After": "1"}  # seconds
+GONE = "the client is gone"
 MAX_HEAD = 2**16  # bytes of a request before its body
 PING = b": ping\n\n"
+
+# Upper bounds of the histograms in /metrics: vLLM's, so that its rules and boards find them, and finer ones in front
+# for what is faster here. The same for every model: only so can histograms of several servers be added up.
+TOKEN_GAPS = (0.0005, 0.001, 0.0025, 0.005)
+TOKEN_GAPS += (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+FIRST_TOKENS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+FIRST_TOKENS += (160, 640, 2560)
+LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2)
+LATENCIES += (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+LENGTHS = [m * 10**e for e in range(6) for m in (1, 2, 5)]  # 1 to 500,000 tokens
 
 compact = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -113,9 +124,11 @@ class Job:
         self.changed.set()
 
     def abort(self):
+        is_gone = self.error is None or self.error.status == 499
+        reason = "abort" if is_gone else "error"
         for choice in self.choices:
             if self.client.abort(choice):
-                self.service.metrics.finished["abort"].inc()
+                self.service.metrics.finished[reason].inc()
 
     async def watch(self, receive):
         """End the call when it takes too long, or when the client hangs up, which ASGI only tells those who ask."""
@@ -124,7 +137,7 @@ class Job:
             async with asyncio.timeout(limit):
                 while (await receive())["type"] != "http.disconnect":
                     pass
-            self.fail(499, "the client is gone")  # nobody reads it, but the log does
+            self.fail(499, GONE)  # nobody reads it, but the log does
         except TimeoutError:
             self.fail(503, f"not finished within {limit:g} s, what the server allows", None, "timeout", RETRY)
 
@@ -206,28 +219,69 @@ class Metrics:
         }
         self.prompt_tokens = metric(Counter, "prompt_tokens", "Prompt tokens computed or found.")
         self.generation_tokens = metric(Counter, "generation_tokens", "Tokens generated.")
-        bounds = [m * 10**e for e in range(-3, 3) for m in (1, 2.5, 5)]  # 1 ms .. 500 s
-        timing = partial(metric, Histogram, buckets=bounds)
-        self.first_token = timing("time_to_first_token_seconds", "From the request to its first token.")
-        self.inter_token = timing("inter_token_latency_seconds", "From one token of a choice to the next.")
+
+        # of each choice that has finished
+        timing = partial(metric, Histogram, buckets=LATENCIES)
+        length = partial(metric, Histogram, buckets=LENGTHS)
+        self.first_token = metric(
+            Histogram, "time_to_first_token_seconds", "From the request to its first token.", buckets=FIRST_TOKENS
+        )
+        self.inter_token = metric(
+            Histogram, "inter_token_latency_seconds", "From one token of a choice to the next.", buckets=TOKEN_GAPS
+        )
         self.latency = timing("e2e_request_latency_seconds", "From the request to its last token.")
-        self.queue_time = timing("request_queue_time_seconds", "From the request to its first step.")
+        self.decode_time = timing("request_decode_time_seconds", "From the first token of a choice to its last.")
+        self.prompt_length = length("request_prompt_tokens", "Tokens of the prompt, for each choice.")
+        self.generation_length = length("request_generation_tokens", "Tokens of the answer, for each choice.")
+        self.longest_choice = length("request_max_num_generation_tokens", "Tokens of the longest of n choices.")
+        self.num_choices = metric(Histogram, "request_params_n", "The parameter n.", buckets=(1, 2, 5, 10, 20))
+        self.max_tokens = length("request_params_max_tokens", "The parameter max_tokens, where it was given.")
+        # by their names in Engine.stats(): of each request, whose n choices share a prompt
+        self.delays = {
+            "waited": timing("request_queue_time_seconds", "From the request to its first step."),
+            "prefilled": timing("request_prefill_time_seconds", "From the first step to the first token."),
+        }
         labels = ["model_name", "finished_reason"]
         success = Counter("vllm:request_success", "Choices finished, and how.", labels, registry=self.registry)
-        self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length", "abort")}
+        self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
+        about = "Calls refused or failed, by HTTP status; the access log says why."
+        refused = Counter("pagedgpt:requests_refused", about, ["model_name", "status"], registry=self.registry)
+        self.refused = partial(refused.labels, model_name)
 
     def took(self, choice: Choice, num_tokens: int):
         """A choice took so many tokens of a step."""
-        now, before, choice.last_step = time.monotonic(), choice.last_step, time.monotonic()
+        now = time.monotonic()
         self.generation_tokens.inc(num_tokens)
-        if before:
-            self.inter_token.observe((now - before) / max(1, num_tokens))
+        if choice.first_step:
+            self.inter_token.observe((now - choice.last_step) / max(1, num_tokens))
         else:
+            choice.first_step = now
             self.first_token.observe(now - choice.job.started)
             self.prompt_tokens.inc(0 if choice.index % choice.request.n else len(choice.prompt))
+        choice.last_step = now
         if choice.finish_reason:
-            self.finished[choice.finish_reason].inc()
-            self.latency.observe(now - choice.job.started)
+            self.completed(choice)
+
+    def completed(self, choice: Choice):
+        """A choice came to its own end, at its last step."""
+        self.finished[choice.finish_reason].inc()
+        self.latency.observe(choice.last_step - choice.job.started)
+        self.decode_time.observe(choice.last_step - choice.first_step)
+        self.prompt_length.observe(len(choice.prompt))
+        self.generation_length.observe(choice.num_tokens)
+        n = choice.request.n
+        first = choice.index - choice.index % n
+        siblings = choice.job.choices[first : first + n]
+        if all(sibling.finish_reason for sibling in siblings):
+            self.longest_choice.observe(max(sibling.num_tokens for sibling in siblings))
+            self.num_choices.observe(n)
+            if choice.request.max_tokens:
+                self.max_tokens.observe(choice.request.max_tokens)
+
+    def answered(self, status: int):
+        """A call has ended with this status; 499 is a client that hung up, whom nobody refused."""
+        if status >= 400 and status != 499:
+            self.refused(status).inc()
 
     def update(self, stats: dict):
         """Take in Engine.stats(). Its totals begin at 0 again when the engine is started again, ours must not."""
@@ -236,8 +290,9 @@ class Metrics:
         for name, counter in self.counters.items():
             new, self.totals[name] = stats[name] - self.totals.get(name, 0), stats[name]
             counter.inc(new if new >= 0 else stats[name])
-        for waited in stats["waited"]:
-            self.queue_time.observe(waited)
+        for name, histogram in self.delays.items():
+            for delay in stats[name]:
+                histogram.observe(delay)
 
 
 class Service:
@@ -459,30 +514,44 @@ class Gate:
     """The ASGI application: who may come in, errors in the one shape they have, and a line of log for each request."""
 
     def __init__(self, service: Service):
-        self.args, self.routes = service.args, service.routes
+        self.args, self.routes, self.service = service.args, service.routes, service
         self.salts = {hashlib.sha256(key.encode()).digest(): f"key {i}" for i, key in enumerate(service.keys)}
         self.hosts = {"localhost", self.args.host.lower(), *map(str.lower, self.args.allowed_hosts)}
 
     async def __call__(self, scope, receive, send):
-        started, path, status = time.perf_counter(), scope["path"], 200
+        started = time.perf_counter()
+        status = 200
+        error: ApiError | None = None
         try:
             scope["salt"] = self.admit(scope)
-            answer = await self.route(scope["method"], path)(Request(scope, receive))
+            answer = await self.route(scope["method"], scope["path"])(Request(scope, receive))
             await answer(scope, receive, send)
+            error = getattr(answer, "error", None)  # of a stream that had begun
         except (ClientDisconnect, asyncio.CancelledError):
-            status = 499  # who sends half a body and goes, or does not read while the server stops, is told no more
-        except ApiError as error:
+            # who sends half a body and goes, or does not read while the server stops, is told no more
+            error = ApiError(499, GONE)
+            status = error.status
+        except ApiError as refusal:
+            error = refusal
             status = error.status
             await error_response(error)(scope, receive, send)
         except Exception as bug:
-            status = 500
             error = ApiError(500, f"a bug of this server: {type(bug).__name__}")
+            status = error.status
             await error_response(error)(scope, receive, send)
             raise  # uvicorn logs its traceback
         finally:
-            if self.args.access_log and path not in OPEN_PATHS:
-                ms, client = round(1000 * (time.perf_counter() - started), 1), (scope["client"] or [None])[0]
-                log("access", client=client, method=scope["method"], path=path[:200], status=status, ms=ms)
+            self.service.metrics.answered(status)
+            self.log_access(scope, started, status, error)
+
+    def log_access(self, scope, started: float, status: int, error: ApiError | None):
+        path = scope["path"]
+        if not self.args.access_log or path in OPEN_PATHS:
+            return
+        client = (scope["client"] or [None])[0]
+        ms = round(1000 * (time.perf_counter() - started), 1)
+        why = {"error": error.reason} if error else {}
+        log("access", client=client, method=scope["method"], path=path[:200], status=status, ms=ms, **why)
 
     def route(self, method: str, path: str) -> Callable:
         if (method, path) not in self.routes:
@@ -582,6 +651,7 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg):
         """What is no HTTP gets an error of the same shape as all others."""
         body = error_body(ApiError(400, msg))
+        self.config.app.service.metrics.answered(400)
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()

@@ -189,7 +189,7 @@ class Engine:
         self.num_choices: dict[int | str, int] = {}  # of those whose other choices are still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of those whose prompts are being scored
         self.seeds = random.Random(seed)
-        self.waited: list[float] = []  # seconds in the queue, of those admitted since the last `stats`
+        self.delays: dict[str, list[float]] = {"waited": [], "prefilled": []}  # in seconds, see `stats`
         self.trace, self.check = trace, check
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
 
@@ -312,6 +312,7 @@ class Engine:
         if not plan.num_tokens:
             return [], None
         self.num_steps += 1
+        self._note_admissions(plan)  # now: on a CPU, launching a step is computing it
         try:
             if self.check:
                 self.scheduler.check(plan)
@@ -320,12 +321,26 @@ class Engine:
             return self._fail(plan, error), None
         if self.trace:
             print(describe(plan, self.scheduler))
-        now = time.monotonic()
-        self.waited += [now - r.arrival_time for r in plan.admitted if not r.num_preemptions]
         self.num_decode_tokens += len(plan.decodes)
         self.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
         self.scheduler.advance(plan)
         return [], flight
+
+    def _note_admissions(self, plan: Plan):
+        """A request waits until its first admission: what comes after a preemption counts as work."""
+        now = time.monotonic()
+        for request in plan.admitted:
+            if not request.num_preemptions:
+                request.admitted_time = now
+                self.delays["waited"].append(now - request.arrival_time)
+
+    def _note_first_tokens(self, completed_prefills: list[Request]):
+        """Not of those that were aborted since, nor of those that had tokens before a preemption."""
+        now = time.monotonic()
+        for request in completed_prefills:
+            known = request.num_generated - request.num_to_come
+            if known == 1 and request.admitted_time is not None:
+                self.delays["prefilled"].append(now - request.admitted_time)
 
     def _collect(self, flight: InFlight) -> list[Output]:
         plan = flight.plan
@@ -339,7 +354,9 @@ class Engine:
         live = [r.num_to_come for r in plan.sampled]  # the others have ended since they were planned
         for request in self.scheduler.resolve(plan, tokens):
             del self.requests[request.id]
-        for request in plan.sampled[len(plan.decodes) :] if self.num_choices else ():
+        completed_prefills = plan.sampled[len(plan.decodes) :]
+        self._note_first_tokens(completed_prefills)
+        for request in completed_prefills if self.num_choices else ():
             if request.num_generated:  # not aborted since
                 self._fork_choices(request)
         if self.check:
@@ -424,8 +441,13 @@ class Engine:
         }
 
     def stats(self) -> dict:
-        """What a server's metrics show; `waited` is in seconds, one for each request admitted since the last time."""
-        scheduler, waited, self.waited = self.scheduler, self.waited, []
+        """
+        What a server's metrics show. `waited` has the seconds in the queue of each request that was admitted since the
+        last call, `prefilled` those from there to the first token, of each that got its first.
+        """
+        scheduler = self.scheduler
+        delays = self.delays
+        self.delays = {name: [] for name in delays}
         return {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -433,7 +455,7 @@ class Engine:
             "queries": scheduler.num_queried_tokens,
             "hits": scheduler.num_hit_tokens,
             "preemptions": scheduler.num_preemptions,
-            "waited": waited,
+            **delays,
         }
 
     def summary(self, before: dict[str, int], seconds: float) -> str:

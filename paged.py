@@ -170,6 +170,7 @@ class Request:
     prefill_target: int = 0  # tokens to compute before sampling: the prompt, after a preemption also what was generated
     num_hit_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
     num_preemptions: int = 0
+    admitted_time: float | None = None  # when it first was; None: not yet, or a fork, which never waits
     row: int | None = None  # its place in the engine's device arrays while it runs
     arrival_number: int = 0  # breaks ties of arrival_time
     block_keys: list[bytes] = field(default_factory=list)  # root key, then the key of each full block, once computed
@@ -634,7 +635,7 @@ class Scheduler:
         if not self.free_rows:
             raise RuntimeError(f"no room to fork {parent.id}: wanted 1 row, available 0 of {self.max_num_seqs}")
         own = {name: list(getattr(parent, name)) for name in ("generated_tokens", "block_table", "block_keys")}
-        child = replace(parent, id=id, row=self.free_rows.pop(), num_to_come=0, **(own | changes))
+        child = replace(parent, id=id, row=self.free_rows.pop(), num_to_come=0, admitted_time=None, **(own | changes))
         child.num_computed_slots = child.num_filled_slots
         child.arrival_number = self.num_added = self.num_added + 1
         self.block_allocator.share(child.block_table)

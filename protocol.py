@@ -52,6 +52,11 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param=None, code=None, headers: dict[str, str] | None = None):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
+    @property
+    def reason(self) -> str:
+        """For the log: the code, else the message without the value that it quotes, which may be a client's text."""
+        return self.code or self.message.partition(", got ")[0][:200]
+
 
 def error_body(error: ApiError) -> bytes:
     """The one shape of every error."""
@@ -420,7 +425,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None  # of finish_reason "stop": the stop string or id; None: end of text
         self.is_first, self.is_over = True, False  # nothing was told yet; all was
-        self.last_step = 0.0  # when tokens came last
+        self.first_step = self.last_step = 0.0  # when tokens came first, and last
         self.spell = tokenizer.spelled_bytes  # the bytes of a token, a control token's name included
         token_bytes = tokenizer.token_bytes if request.skip_special_tokens else self.spell
         self.stream = TextStream(token_bytes, [], request.include_stop_str_in_output)

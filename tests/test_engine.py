@@ -11,6 +11,7 @@ import threading
 from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -655,6 +656,39 @@ def varied_work(engine: Engine, on_step=lambda step: None) -> dict:
             answers.setdefault(o.id, []).append((o.tokens, o.finish_reason, o.logprobs and o.logprobs[1]))
     assert_idle(engine)
     return answers
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_delays_are_told_once_for_each_request(overlap, monkeypatch):
+    """
+    By a clock that counts launched steps. The prompt of 38 tokens takes three steps, and of its two choices only the
+    first has a prefill; with overlap a token's value is known a step later. Would catch: the step that a launch
+    computes counted as waiting, a preempted request told twice, a fork told at all.
+    """
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    engine = new_engine(trained_model(), overlap=overlap, token_budget=16, max_num_seqs=2, num_blocks=17)
+    engine.add_request("a", prompt(0, 38), greedy(26), n=2)
+    clock.now = 7.0
+    engine.add_request("late", prompt(50, 5), greedy(3))
+    launch = engine.runner.launch
+
+    def launch_in_a_second(plan):
+        clock.now += 1
+        return launch(plan)
+
+    engine.runner.launch = launch_in_a_second
+    waited, prefilled = [], []
+    while engine.has_work:
+        engine.step()
+        stats = engine.stats()
+        waited += stats["waited"]
+        prefilled += stats["prefilled"]
+        forks = [r for r in engine.requests.values() if r.choice and not r.num_preemptions]
+        assert all(fork.admitted_time is None for fork in forks)
+    assert engine.scheduler.num_forks == 1 and engine.scheduler.num_preemptions > 0
+    assert sorted(waited) == [0, 7]
+    assert sorted(prefilled) == ([2, 4] if overlap else [1, 3])
 
 
 @pytest.mark.parametrize("num_blocks", [200, 24])

@@ -23,6 +23,7 @@ import pytest
 import uvicorn.server
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
 import api
@@ -139,7 +140,7 @@ class FakeEngine(threading.Thread):
             if reason:
                 del self.running[id]
         stats = dict.fromkeys(["running", "waiting", "kv_usage", "queries", "hits", "preemptions"], 0)
-        self.send("step", out=out, stats=stats | {"running": len(self.running), "waited": []})
+        self.send("step", out=out, stats=stats | {"running": len(self.running), "waited": [], "prefilled": []})
 
     def die(self):
         """As a killed process would: both pipes close."""
@@ -1068,6 +1069,38 @@ def test_too_many_connections():
             sock.close()
 
 
+# What the twelve panels of vLLM's Grafana board ask for (examples/observability/prometheus_grafana/grafana.json).
+GRAFANA_BOARD = {
+    "E2E Request Latency": "e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum "
+    "e2e_request_latency_seconds_count",
+    "Token Throughput": "prompt_tokens_total generation_tokens_total",
+    "Inter Token Latency": "inter_token_latency_seconds_bucket inter_token_latency_seconds_sum "
+    "inter_token_latency_seconds_count",
+    "Scheduler State": "num_requests_running num_requests_waiting",
+    "Time To First Token Latency": "time_to_first_token_seconds_bucket time_to_first_token_seconds_sum "
+    "time_to_first_token_seconds_count",
+    "Cache Utilization": "kv_cache_usage_perc",
+    "Request Prompt Length": "request_prompt_tokens_bucket",
+    "Request Generation Length": "request_generation_tokens_bucket",
+    "Finish Reason": "request_success_total",
+    "Queue Time": "request_queue_time_seconds_sum",
+    "Requests Prefill and Decode Time": "request_prefill_time_seconds_sum request_decode_time_seconds_sum",
+    "Max Generation Token in Sequence Group": "request_max_num_generation_tokens_sum",
+}
+
+
+def samples(server):
+    """{name without vllm:, with its labels but model_name: value} of all that /metrics shows of this model."""
+    found = {}
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == "fake"
+            labels = ",".join(f"{name}={value}" for name, value in sample.labels.items())
+            name = sample.name.removeprefix("vllm:")
+            found[f"{name}{{{labels}}}" if labels else name] = sample.value
+    return found
+
+
 def test_metrics():
     """vLLM's names, so that its dashboards work."""
     with Server() as server:
@@ -1076,22 +1109,81 @@ def test_metrics():
         server.engine.gate.clear()
         server.connect(prompt="loop", max_tokens=9).close()
         wait_until(lambda: server.engine.aborted)
-        text = server.http.get("/metrics").text
-        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        own = {name.replace('{model_name="fake"}', "").removeprefix("vllm:"): float(v) for name, v in values.items()}
-        assert own["generation_tokens_total"] == 3 + 3 + 3 and own["prompt_tokens_total"] == 9 + 6
-        assert own["time_to_first_token_seconds_count"] == 3 and own["inter_token_latency_seconds_count"] == 2 + 2 + 2
-        assert own["e2e_request_latency_seconds_count"] == 3 and own["num_requests_running"] == 0
-        for reason, count in (("length", 2), ("stop", 1), ("abort", 1)):
-            assert own[f'request_success_total{{finished_reason="{reason}",model_name="fake"}}'] == count
-        names = "num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total"
-        assert own.keys() >= {*names.split(), "num_preemptions_total", "request_queue_time_seconds_count"}
+        server.engine.gate.set()
+        server.post("break", max_tokens=9)
+        own = samples(server)
+    assert own["generation_tokens_total"] == 3 + 3 + 3 + 2 and own["prompt_tokens_total"] == 9 + 6 + 5
+    assert own["time_to_first_token_seconds_count"] == 4 and own["inter_token_latency_seconds_count"] == 2 + 2 + 2 + 1
+    assert own["e2e_request_latency_seconds_count"] == 3 and own["num_requests_running"] == 0
+    for reason, count in (("length", 2), ("stop", 1), ("abort", 1), ("error", 1)):
+        assert own[f"request_success_total{{finished_reason={reason}}}"] == count
+    names = "prefix_cache_queries_total prefix_cache_hits_total num_preemptions_total"
+    assert own.keys() >= set(names.split())
+
+
+@pytest.mark.parametrize("panel", GRAFANA_BOARD)
+def test_the_panels_of_vllms_grafana_board_have_their_metrics(panel, board_samples):
+    """Of its twelve panels four stayed empty: prompt and generation length, prefill and decode time, longest choice."""
+    without_labels = {name.partition("{")[0] for name in board_samples}
+    assert without_labels >= set(GRAFANA_BOARD[panel].split())
+
+
+@pytest.fixture(scope="module")
+def board_samples():
+    """After a prompt of 7 tokens with choices of 3 and 3, and one of 9 tokens with an answer of 6."""
+    with Server() as server:
+        server.answer("say abc", n=2, max_tokens=3)
+        server.stream("say hello")
+        return samples(server)
+
+
+def test_the_boards_values_are_right(board_samples):
+    """Lengths are of each choice that finished; the longest, n and max_tokens of each prompt."""
+    own = board_samples
+    assert own["request_prompt_tokens_count"] == 3 and own["request_prompt_tokens_sum"] == 7 + 7 + 9
+    assert own["request_prompt_tokens_bucket{le=5.0}"] == 0 and own["request_prompt_tokens_bucket{le=10.0}"] == 3
+    assert own["request_generation_tokens_count"] == 3 and own["request_generation_tokens_sum"] == 3 + 3 + 6
+    assert own["request_max_num_generation_tokens_count"] == 2 and own["request_max_num_generation_tokens_sum"] == 9
+    assert own["request_params_n_sum"] == 2 + 1 and own["request_params_max_tokens_sum"] == 3 + 1000
+    assert 0 < own["request_decode_time_seconds_sum"] < own["e2e_request_latency_seconds_sum"]
+    assert own["request_decode_time_seconds_count"] == 3
+
+
+def test_queue_and_prefill_times_are_those_that_the_engine_tells():
+    """The board's sums of seconds: each delay that a step brings is counted once, under its own name."""
+    metrics = api.Metrics("fake")
+    stats = {"running": 0, "waiting": 0, "kv_usage": 0, "queries": 0, "hits": 0, "preemptions": 0}
+    for waited, prefilled in (([0.5, 0.25], []), ([], [0.125])):
+        metrics.update(stats | {"waited": waited, "prefilled": prefilled})
+    for name, total in (("queue", 0.75), ("prefill", 0.125)):
+        value = metrics.registry.get_sample_value(f"vllm:request_{name}_time_seconds_sum", {"model_name": "fake"})
+        assert value == total
+
+
+def test_refusals_are_counted_by_status():
+    """Somebody who was refused left no trace but a line of log: no board could show that half of the calls were."""
+    with Server("--max-queue", "0", "--max-num-seqs", "2") as server:
+        server.engine.gate.clear()
+        sock = server.connect(prompt="loop", n=2, max_tokens=9)
+        wait_until(lambda: server.service.client.choices)
+        assert server.post().status_code == 429
+        sock.close()
+        wait_until(lambda: not server.service.client.choices)
+        for fields in ({"temperature": 9}, {"temperature": "x"}, {"model": "y"}):
+            assert server.post(**fields).status_code in (400, 404)
+        with socket.create_connection(server.address, timeout=30) as sock:
+            sock.sendall(b"this is no HTTP\r\n\r\n")
+            assert b"400" in read_until(sock, b"}}")
+        own = samples(server)
+    counts = {name: value for name, value in own.items() if name.startswith("pagedgpt:requests_refused_total")}
+    wanted = {"429": 1, "400": 3, "404": 1}
+    assert counts == {f"pagedgpt:requests_refused_total{{status={status}}}": n for status, n in wanted.items()}
 
 
 def test_totals_survive_another_engine():
     """The engine's counts begin at 0 again when it is started again; a counter that falls would look like a reset."""
     metrics = api.Metrics("fake")
-    stats = {"running": 0, "waiting": 0, "kv_usage": 0, "hits": 1, "preemptions": 0, "waited": [0.1]}
+    stats = {"running": 0, "waiting": 0, "kv_usage": 0, "hits": 1, "preemptions": 0, "waited": [0.1], "prefilled": []}
     for queries in (5, 7, 2, 3):
         metrics.update(stats | {"queries": queries})
     for name, total in (("queries", 10), ("hits", 1)):
@@ -1108,11 +1200,33 @@ def test_log_lines(capfd):
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert all(line.pop("time") and line.pop("ms", 1) for line in lines)
     # a call is logged when it has ended, which may be after its client sent the next
+    client = {"event": "access", "client": "127.0.0.1"}
+    missing = "there is no GET /v1/x\r\nevil here; /openapi.json lists what there is"
     assert sorted(lines, key=lambda line: line.get("path", "")) == [
         {"event": "request", "id": "cmpl-r", "max_tokens": 1000, "prompt": ["say hi"], "request_id": "r"},
-        {"event": "access", "client": "127.0.0.1", "method": "POST", "path": "/v1/completions", "status": 200},
-        {"event": "access", "client": "127.0.0.1", "method": "GET", "path": "/v1/x\r\nevil", "status": 404},
+        client | {"method": "POST", "path": "/v1/completions", "status": 200},
+        client | {"method": "GET", "path": "/v1/x\r\nevil", "status": 404, "error": missing},
     ]
+
+
+def test_the_log_says_why_a_call_was_refused(capfd):
+    """It had the status alone: with 400 for every wrong field, nobody could help whom a server refused."""
+    calls = [
+        ({"model": 'x"}\n{"event": "forged"}'}, 404, "model_not_found"),
+        ({"temperature": "secret"}, 400, "temperature: input should be a valid number"),
+        ({"prompt": "break"}, 500, "the step failed"),
+        ({"prompt": "break", "stream": True}, 200, "the step failed"),  # after the headers
+    ]
+    with Server() as server:
+        server.args.access_log = True
+        for fields, status, _ in calls:
+            assert server.post(**fields).status_code == status
+    text = capfd.readouterr().err
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["event"] for line in lines] == ["access"] * len(calls)
+    for line, (_, status, error) in zip(lines, calls, strict=True):
+        assert line["status"] == status and line["error"].startswith(error)
+    assert "secret" not in text
 
 
 def test_texts_are_not_logged(capfd):
