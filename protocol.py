@@ -14,7 +14,17 @@ import json
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from tokenizer import TextStream
@@ -22,8 +32,10 @@ from tokenizer import TextStream
 # What OpenAI calls the kinds of error; a client library turns status and type into an exception of its own.
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
-# Accepted for other servers' sake: they change nothing in the answer.
-IGNORED = {"user", "metadata", "store"}
+# Accepted for other servers' sake: they change nothing in the answer. They are about bills, caches and statistics, or
+# (verbosity, prediction) hints that a server may follow or not.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", "prediction"}
+IGNORED |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 
 # Fields that would change the answer and that this server does not serve, each with the value that asks for nothing
 # (None: only null does). To implement one, move it from here to a field of a request.
@@ -33,8 +45,17 @@ NEUTRAL_IN_CHAT = NEUTRAL | {"tools": [], "tool_choice": "none", "functions": []
 NEUTRAL_IN_CHAT |= {"response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True}
 NEUTRAL_IN_CHAT |= {"chat_template": None, "chat_template_kwargs": {}, "continue_final_message": False, "echo": False}
 NEUTRAL_IN_CHAT |= {"add_special_tokens": False, "reasoning_effort": None}
+NEUTRAL_IN_CHAT |= {"web_search_options": None, "audio": None, "moderation": None}
+# Of a message nothing else is refused: clients send back whole answers, with all their fields.
+NEUTRAL_IN_MESSAGE = {"tool_calls": [], "function_call": None, "audio": None, "images": [], "prefix": False}
 
-MAX_STOPS, MAX_STOP_LENGTH = 4, 1000  # every token's text is searched for each stop string: both bound that work
+# What to do without a field, where leaving it out is not all there is to say.
+NO_TOOLS = "leave tools and tool_choice out and ask for the form of the answer in a message, or use vLLM"
+NO_IMAGES = "only text is, send parts of the type text"
+REMEDIES = {"tools": NO_TOOLS, "functions": NO_TOOLS, "tool_calls": NO_TOOLS, "function_call": NO_TOOLS}
+
+MAX_STOPS = 64
+MAX_STOP_BYTES = 2**14  # of all stop strings of a call: what is held back of a text can be as long
 MAX_SCORES = 2**18  # log-probabilities of prompt tokens in one answer: 18 MB of JSON, which is made in one go
 MAX_STOP_IDS, MAX_BIASES, MAX_ALLOWED, MAX_LOGPROBS, MAX_CHOICES = 64, 1024, 2**18, 20, 128
 MAX_PROMPTS, MAX_MESSAGES = 4096, 4096
@@ -77,13 +98,36 @@ def body_refusal(found: ValidationError) -> ApiError:
     error = found.errors(include_url=False)[0]
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {error['ctx']['error']}")
+    if error["type"] in REFUSALS:
+        return named_refusal(error)
     if not error["loc"]:
         return ApiError(400, "the body must be a JSON object")
     path = [str(part)[:200] for part in error["loc"]]  # a name may be as long as the body
-    param, name = path[0], ".".join(path)  # stop, stop.1
+    param = path[0]  # stop
+    name = ".".join(path)  # stop.1
     if error["type"] == "missing":
         return ApiError(400, f"{name} is missing", param)
     return ApiError(400, f"{name}: {error['msg'].lower()}, got {reprlib.repr(error['input'])}", param)
+
+
+# Errors of ours that pydantic gives a place: inside a validator only it knows the way to the field, "messages", 0.
+REFUSALS = {
+    "unknown": "there is no field {name!r}{remedy}",
+    "not_served": "{name} is not served here: {remedy}",
+}
+
+
+def refusal(kind: str, field: str, remedy: str) -> PydanticCustomError:
+    """An error of one of the REFUSALS, about a field of the object that is being validated: tool_calls, 1.image_url."""
+    return PydanticCustomError(kind, "refused", {"field": field[:200], "remedy": remedy})
+
+
+def named_refusal(error: dict) -> ApiError:
+    """Put the way to a field before what `refusal` was told of it: messages.0.tool_calls."""
+    field, remedy = error["ctx"]["field"], error["ctx"]["remedy"]
+    path = [*map(str, error["loc"]), field]
+    message = REFUSALS[error["type"]].format(name=".".join(path), remedy=remedy)
+    return ApiError(400, message, path[0])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -123,11 +167,24 @@ def content_text(value: Any) -> Any:
     """A message's content: a text, or parts of which each is a text."""
     if not isinstance(value, list):
         return value
-    parts = [part for part in value if isinstance(part, dict) and part.keys() == {"type", "text"}]
-    texts = [part["text"] for part in parts if part["type"] == "text" and isinstance(part["text"], str)]
-    if len(texts) < len(value):
-        raise ApiError(400, 'content has a part that is no {"type": "text", "text": "..."}', "messages")
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+            continue
+        # a part is named like what it has: {"type": "image_url", "image_url": ..}
+        field = kind if isinstance(kind, str) and kind in part else "type"
+        raise refusal("not_served", f"{number}.{field}", NO_IMAGES)
     return "".join(texts)
+
+
+def stops_that_fit(stops: list[str]) -> list[str]:
+    total = sum(len(stop.encode()) for stop in stops)
+    if total > MAX_STOP_BYTES:
+        message = f"stop: {total} bytes of stop strings, at most {MAX_STOP_BYTES} are taken: shorten them"
+        raise ApiError(400, message, "stop")
+    return stops
 
 
 Prompts = Annotated[
@@ -137,8 +194,9 @@ Prompts = Annotated[
 # fail_fast: a finding for each of a million wrong items would hold up the event loop for seconds
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+    list[Annotated[str, Field(min_length=1)]],
     Field(max_length=MAX_STOPS, fail_fast=True),
+    AfterValidator(stops_that_fit),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]),
 ]
 Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids, json_schema_input_type=dict[str, float])]
@@ -154,6 +212,8 @@ class Strict(BaseModel):
     """A JSON object with no other fields than ours. Nulls, ignored fields and neutral values count as not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ignored: ClassVar[set[str]] = IGNORED
+    ignores_others: ClassVar[bool] = False  # fields of which nothing is known are ignored, too
     neutral: ClassVar[dict] = {}
 
     @model_validator(mode="before")
@@ -166,25 +226,38 @@ class Strict(BaseModel):
         if not isinstance(body, dict):
             return body
         given = {}
-        for name, value in body.items():
-            if value is None or name in IGNORED:
+        # Whoever sends tools sends fields beside them that mean nothing without: tools are what to speak of.
+        for name in [*(body.keys() & {"tools"}), *body]:
+            value = body[name]
+            if value is None or name in cls.ignored:
                 continue
             if name in cls.model_fields:
                 given[name] = value
-                continue
-            if name not in cls.neutral:
-                close = difflib.get_close_matches(name[:50], [*cls.model_fields, *cls.neutral], 1, cutoff=0.85)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise ApiError(400, f"there is no field {name!r:.200}{hint}", name[:200])
-            neutral = cls.neutral[name]
-            if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):  # to Python True is 1
-                raise ApiError(400, f"{name} is not served here: leave it out or send {json.dumps(neutral)}", name)
+            elif name in cls.neutral:
+                cls.check_neutral(name, value)
+            elif not cls.ignores_others:
+                raise refusal("unknown", name, cls.hint(name))
         return given
+
+    @classmethod
+    def check_neutral(cls, name: str, value: Any):
+        neutral = cls.neutral[name]
+        if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):  # to Python True is 1
+            remedy = f"leave it out or send {json.dumps(neutral)}"
+            raise refusal("not_served", name, REMEDIES.get(name, remedy))
+
+    @classmethod
+    def hint(cls, name: str) -> str:
+        """What an unknown name may have meant."""
+        close = difflib.get_close_matches(name[:50], [*cls.model_fields, *cls.neutral], 1, cutoff=0.85)
+        return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class StreamOptions(Strict):
+    ignored: ClassVar[set[str]] = {"include_obfuscation"}  # OpenAI's random padding of chunks
+
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False  # only beside include_usage, as in vLLM
 
 
 class SamplingRequest(Strict):
@@ -263,6 +336,13 @@ class SamplingRequest(Strict):
             fields["prompt_logprobs"] = vllm_prompt_logprobs(choice, self.prompt_logprobs)
         return fields
 
+    def usage_so_far(self, choice: "Choice", num_tokens: int) -> dict:
+        """What a chunk says of its own choice, if usage is wanted in every chunk; else nothing. As vLLM's."""
+        options = self.stream_options
+        if not (options.include_usage and options.continuous_usage_stats):
+            return {}
+        return {"usage": token_counts(len(choice.prompt), num_tokens)}
+
     def check_fits(self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_id=None):
         """Refuse at once what the model can never take: ApiError (400) with wanted, available, what to change."""
         own = [(name, getattr(self, name) or ()) for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")]
@@ -280,8 +360,10 @@ class SamplingRequest(Strict):
             raise ApiError(400, message, "prompt")
         wanted = max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens or int(scored)
         if (total := longest + wanted) > max_model_len:
-            numbers = f"{longest} prompt tokens and max_tokens {wanted} make {total}, this model takes {max_model_len}"
-            message = f"{numbers}: shorten the prompt or lower max_tokens"
+            # client libraries look for these very words, and for the code
+            limit = f"this model's maximum context length is {max_model_len} tokens"
+            numbers = f"{longest} prompt tokens and max_tokens {wanted} make {total}"
+            message = f"{limit}, {numbers}: shorten the prompt or lower max_tokens"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
 
 
@@ -312,10 +394,13 @@ class CompletionRequest(SamplingRequest):
         return {"choices": [whole(choice) | self.of_prompt(choice) for choice in choices]}
 
     def chunks(self, choice: "Choice") -> list[dict]:
-        return [self.answer([choice])]
+        return [self.answer([choice]) | self.usage_so_far(choice, choice.num_tokens)]
 
 
 class Message(Strict):
+    ignores_others: ClassVar[bool] = True
+    neutral: ClassVar[dict] = NEUTRAL_IN_MESSAGE
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: str | None = None
@@ -373,7 +458,12 @@ class ChatRequest(SamplingRequest):
         parts = [({"role": "assistant", "content": ""}, [], None)] if choice.is_first else []
         parts += [({"content": choice.text}, choice.tokens, None)] if choice.text or choice.tokens else []
         parts += [({}, [], choice.finish_reason)] if choice.finish_reason else []
-        chunks = [{"choices": [{"delta": delta} | self.of_answer(choice, *rest)]} for delta, *rest in parts]
+        chunks = []
+        num_tokens = choice.num_tokens - len(choice.tokens)  # that the client knows of
+        for delta, tokens, finish_reason in parts:
+            num_tokens += len(tokens)
+            answer = {"delta": delta} | self.of_answer(choice, tokens, finish_reason)
+            chunks.append({"choices": [answer]} | self.usage_so_far(choice, num_tokens))
         chunks[0] |= self.of_prompt(choice)
         return chunks
 
@@ -403,6 +493,11 @@ class DetokenizeRequest(Strict):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The answers, as plain dictionaries: a few microseconds each
+
+
+def token_counts(prompt_tokens: int, completion_tokens: int) -> dict:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 class Choice:
@@ -448,8 +543,8 @@ class Choice:
             self.num_tokens += 1
             self.tokens.append(token)
             self.offsets.append(self.stream.num_characters)
-            if self.num_tokens > self.request.min_tokens:
-                self.stream.stop = self.request.stop
+            if self.num_tokens == self.request.min_tokens + 1:
+                self.stream.stop_at(self.request.stop)
             self.text += self.stream.push(token) if number < num_shown else ""
             if self.stream.matched is not None:
                 break  # the tokens after a stop string do not count

@@ -11,6 +11,7 @@ what we save and gives the same ids. `tokenizers` itself is needed only to train
 This file also holds what the corpora in data/ share: writing files that are never half there, and token files.
 """
 
+import bisect
 import codecs
 import json
 import os
@@ -192,11 +193,17 @@ class TextStream:
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], stop: list[str] = (), include_stop: bool = False):
-        self.token_bytes, self.stop, self.include_stop = token_bytes, stop, include_stop
+        self.token_bytes, self.include_stop = token_bytes, include_stop
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the bytes of a character not yet whole
         self.num_characters = 0  # decoded so far
-        self.held = ""  # text that could turn out to be the beginning of a stop string
+        self.held = ""  # the longest end of the text that a stop string begins with
         self.matched: str | None = None
+        self.stop_at(stop)
+
+    def stop_at(self, stop: list[str]):
+        """From here on end the text at these strings."""
+        self.stop = tuple(sorted(stop))
+        self.first_characters = frozenset(string[0] for string in stop)
 
     def push(self, token: int) -> str:
         """The text that this token makes certain, often but not always the token's own."""
@@ -210,23 +217,36 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self.num_characters += len(text)
-        text = self.held + text
-        # (end, -length, stop) of each match: the one that ends first counts, of several that do the longest
-        matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stop if stop in text]
-        if matches:
-            end, _, self.matched = min(matches)
+        if not self.held and self.first_characters.isdisjoint(text):
+            return text  # most tokens: no stop string is under way and none begins here
+        certain = []
+        for character in text:
+            certain.append(self._read(character))
+            if self.matched is not None:
+                break
+        return "".join(certain)
+
+    def _read(self, character: str) -> str:
+        """
+        Read on by a character, as the automaton of Aho and Corasick does, with `held` as its state; returns what can be
+        no part of a stop string any more. Each character is held and let go once, so a text costs no more than a few
+        steps a character, however many stop strings there are.
+        """
+        text = self.held + character
+        start = 0
+        while not self._begins_stop(text[start:]):
+            start += 1
+        certain, self.held = text[:start], text[start:]
+        if self.held.endswith(self.stop):
+            self.matched = max(filter(self.held.endswith, self.stop), key=len)
+            certain += self.held if self.include_stop else self.held.removesuffix(self.matched)
             self.held = ""
-            return text[: end if self.include_stop else end - len(self.matched)]
-        # nothing matched, so a match to come can only begin where the text ends like a stop string begins
-        keep = max((overlap(text, stop) for stop in self.stop), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return certain
 
-
-def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that a stop string could begin with: overlap("a b", "b c") is 1."""
-    longest = min(len(text), len(stop) - 1)
-    return next(n for n in range(longest, -1, -1) if text.endswith(stop[:n]))
+    def _begins_stop(self, text: str) -> bool:
+        """Whether a stop string begins with this text; in sorted order that one comes next. "" begins anything."""
+        place = bisect.bisect_left(self.stop, text)
+        return not text or (place < len(self.stop) and self.stop[place].startswith(text))
 
 
 def load_chat_template(directory: str | Path) -> Callable[..., str] | None:

@@ -8,11 +8,14 @@ import math
 import time
 
 import pytest
+from openai.types import completion_create_params as text_create_params
+from openai.types.chat import completion_create_params
 from pydantic import ValidationError
 
 from protocol import (
     IGNORED,
     NEUTRAL,
+    NEUTRAL_IN_CHAT,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -142,9 +145,12 @@ def test_flags_are_bools(name):
 @pytest.mark.parametrize(
     "body, param, message",
     [
-        ({"stop": ["a"] * 5}, "stop", None),
+        ({"stop": ["a"] * 65}, "stop", None),
         ({"stop": ""}, "stop", "stop.0: string should have at least 1 character, got ''"),
-        ({"stop": ["a", "b" * 1001]}, "stop", None),
+        (
+            {"stop": ["a", "\u20ac" * 5461 + "b"]}, "stop",
+            "stop: 16385 bytes of stop strings, at most 16384 are taken: shorten them",
+        ),
         ({"stop": ["a", 1]}, "stop", "stop.1: input should be a valid string, got 1"),
         ({"stop_token_ids": [True]}, "stop_token_ids", "stop_token_ids.0: input should be a valid integer, got True"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, wanted at least 1; 0 is only for echo"),
@@ -153,8 +159,8 @@ def test_flags_are_bools(name):
             "stream_options is for streams: send stream true or leave it out",
         ),
         (
-            {"stream": True, "stream_options": {"usage": True}}, "usage",
-            "there is no field 'usage'",
+            {"stream": True, "stream_options": {"usage": True}}, "stream_options",
+            "there is no field 'stream_options.usage'",
         ),
         ({"request_id": "a b"}, "request_id", None),
         ({"request_id": "a" * 129}, "request_id", None),
@@ -185,7 +191,7 @@ def test_refusals_name_field_and_remedy(body, param, message):
 def test_many_unknown_fields_end_at_the_first(body):
     """pydantic collected a finding for each: 400,000 fields held up the event loop for seconds."""
     started = time.perf_counter()
-    assert refusal(**body).message.startswith("there is no field 'x")
+    assert refusal(**body).message.startswith("there is no field ")
     assert time.perf_counter() - started < 0.5
 
 
@@ -203,7 +209,9 @@ def test_only_the_first_wrong_item_is_reported():
 
 def test_allowed_combinations():
     """The positive controls of the refusals above."""
-    assert parse(stop=["a", "b", "c", "d" * 1000]).stop == ["a", "b", "c", "d" * 1000]
+    assert len(parse(stop=["a"] * 64).stop) == 64
+    longest = ["a", "\u20ac" * 5461]  # 16384 bytes
+    assert parse(stop=longest).stop == longest
     assert parse(stop="a").stop == ["a"]
     assert parse(max_tokens=0, echo=True).max_tokens == 0
     assert parse(stream=True, stream_options={"include_usage": True}).stream_options.include_usage
@@ -231,6 +239,24 @@ def test_ignored_fields(name):
     assert parse(**{name: {"any": "thing"}}) == parse()
 
 
+def test_every_field_of_the_openai_client_is_known():
+    """service_tier, safety_identifier, prompt_cache_key and verbosity were typing errors to us. A field that the client
+    has is served, ignored, or refused as not served."""
+    chat = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
+    text = set(text_create_params.CompletionCreateParamsBase.__annotations__)
+    assert chat - ChatRequest.model_fields.keys() - IGNORED == {
+        "audio", "function_call", "functions", "modalities", "moderation", "parallel_tool_calls", "reasoning_effort",
+        "response_format", "tool_choice", "tools", "web_search_options",
+    }  # fmt: skip
+    assert chat <= ChatRequest.model_fields.keys() | IGNORED | NEUTRAL_IN_CHAT.keys()
+    assert text <= CompletionRequest.model_fields.keys() | IGNORED | NEUTRAL.keys()
+
+
+def test_ignored_fields_of_stream_options():
+    options = parse(stream=True, stream_options={"include_obfuscation": True, "continuous_usage_stats": True})
+    assert options.stream_options.continuous_usage_stats and not options.stream_options.include_usage
+
+
 def test_sampling_params_are_those_of_the_engine():
     """The names must be the engine's: they cross to another process, where a typo would be a refused request."""
     from sampling import SamplingParams
@@ -248,8 +274,11 @@ def test_length(length, max_tokens, fits):
     if fits:
         request.check_fits(prompts, vocab_size=2, max_model_len=10)
         return
-    with pytest.raises(ApiError, match=f"{length} prompt tokens and max_tokens {max_tokens} make 11, .* takes 10"):
+    with pytest.raises(ApiError, match=f"{length} prompt tokens and max_tokens {max_tokens} make 11: ") as caught:
         request.check_fits(prompts, vocab_size=2, max_model_len=10)
+    # litellm knows an error of length by these words, others by the code
+    assert caught.value.message.startswith("this model's maximum context length is 10 tokens, ")
+    assert caught.value.code == "context_length_exceeded"
 
 
 def test_more_scores_than_can_be_told_are_refused():
@@ -307,6 +336,64 @@ def test_chats_that_are_refused(body, param):
     error = caught.value
     error = body_refusal(error) if isinstance(error, ValidationError) else error
     assert (error.status, error.param) == (400, param)
+
+
+def chat_refusal(**body) -> ApiError:
+    with pytest.raises((ApiError, ValidationError)) as caught:
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]} | body)
+    error = caught.value
+    return body_refusal(error) if isinstance(error, ValidationError) else error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tool_choice": "required", "tools": [{"type": "function"}]},
+        {"parallel_tool_calls": False, "n": "wrong", "tools": [{"type": "function"}], "tool_choice": "auto"},
+    ],
+)
+def test_tools_are_what_clients_with_tools_are_told_about(body):
+    """instructor, pydantic-ai and llama-index send tool_choice too, and were told to leave out that."""
+    error = chat_refusal(**body)
+    assert error.param == "tools"
+    assert error.message == (
+        "tools is not served here: leave tools and tool_choice out and ask for the form of the answer in a message, "
+        "or use vLLM"
+    )
+
+
+HARMLESS = {"id": "m1", "refusal": None, "annotations": [], "tool_calls": [], "function_call": None, "audio": None}
+HARMLESS |= {"reasoning_content": "hm", "timestamp": 1.5, "prefix": False, "metadata": {"a": 1}}
+
+
+def test_what_changes_nothing_in_a_message_is_ignored():
+    """Clients keep whole answers as their history and send them back, with all fields that those had."""
+    part = {"type": "text", "text": "x", "annotations": [], "prompt_cache_breakpoint": {"mode": "explicit"}}
+    message = {"role": "assistant", "content": [part], "name": "bot"}
+    chat = ChatRequest.model_validate({"messages": [message | HARMLESS]})
+    assert chat.messages[0].model_dump() == {"role": "assistant", "content": "x", "name": "bot"}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+@pytest.mark.parametrize(
+    "message, path",
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages.1.tool_calls"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages.1.function_call"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages.1.audio"),
+        ({"role": "assistant", "content": "x", "prefix": True}, "messages.1.prefix"),
+        ({"role": "user", "content": "x", "images": ["aGk="]}, "messages.1.images"),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}, "messages.1.content.1.image_url"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages.1.content.0.type"),
+        ({"role": "user", "content": ["x"]}, "messages.1.content.0.type"),
+        ({"role": "user", "content": [{"type": "x" * 1000}]}, "messages.1.content.0.type"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_with_its_path(message, path):
+    error = chat_refusal(messages=[{"role": "user", "content": "x"}, message])
+    assert error.param == "messages" and error.message.startswith(f"{path} is not served here: ")
 
 
 def test_chat_takes_text_parts_and_both_names_of_the_length():

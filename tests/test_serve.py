@@ -283,7 +283,7 @@ def certain(text, stops):
 @settings(max_examples=400, deadline=None)
 @given(
     text=st.text("ab€", max_size=14),
-    stops=st.lists(st.text("ab€", min_size=1, max_size=4), max_size=4),
+    stops=st.lists(st.text("ab€", min_size=1, max_size=4), max_size=8),
     cuts=st.sets(st.integers(1, 40)),
     include=st.booleans(),
 )
@@ -348,6 +348,21 @@ def test_stream_says_the_same_in_pieces(server):
 
 def test_stream_without_usage_never_mentions_it(server):
     assert all("usage" not in event for event in server.stream() if event != "[DONE]")
+    alone = server.stream(stream_options={"continuous_usage_stats": True})  # means nothing alone, as in vLLM
+    assert all("usage" not in event for event in alone if event != "[DONE]")
+
+
+def test_usage_in_every_chunk(server):
+    """guidellm counts tokens by it; every request of it was refused. Each chunk has that of its own choice."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, done = server.stream(["say one", "say three"], stream_options=options)
+    for index, (prompt_tokens, count) in enumerate([(7, 4), (9, 6)]):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts == sorted(set(counts)) and counts[-1] == count  # more with each chunk
+        assert all(usage["prompt_tokens"] == prompt_tokens for usage in usages)
+        assert all(usage["total_tokens"] == prompt_tokens + usage["completion_tokens"] for usage in usages)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 10 and done == "[DONE]"
 
 
 def test_parameters_reach_the_engine(server):
@@ -404,6 +419,27 @@ def test_late_tokens_cost_as_little_as_early_ones():
             choice.told()
         times.append(time.process_time() - started)
     assert min(times[-3:]) < 2 * min(times[:3])
+
+
+def test_many_stop_strings_cost_as_little_as_few():
+    """Each token's text was searched for each stop string, and each end of it tried as the beginning of each: 64 long
+    ones took 80 times as long as one, where the text begins like them a thousand times as long."""
+    text = ("the quick brown fox " * 250).encode()
+    tokens = [text[i : i + 4] for i in range(0, len(text), 4)]
+
+    def seconds(stops, tokens):
+        stream = TextStream(tokens.__getitem__, stops)
+        started = time.process_time()
+        for number in range(len(tokens)):
+            stream.push(number)
+        assert stream.matched is None
+        return time.process_time() - started
+
+    few = min(seconds(["\nclass"], tokens) for _ in range(5))
+    letters = [letter + "ZQ" * 120 for letter in "abcdefghijklmnopqrstuvwxyz\n0123456789"]
+    assert min(seconds(letters, tokens) for _ in range(3)) < 60 * few
+    alike = ["xy" * 4000 + "z", *["y" * 100 + "z"] * 60]
+    assert min(seconds(alike, [b"xyxy"] * len(tokens)) for _ in range(3)) < 60 * few
 
 
 def test_stop_string_ends_its_own_prompt_only():
@@ -639,6 +675,16 @@ def test_chat_stream(chat):
     assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [list(b"say hello")] * 2
 
 
+def test_usage_in_every_chunk_of_a_chat(chat):
+    """The role costs no token yet."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = ask(chat, stream=True, stream_options=options)
+    chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-3:] == [6, 6, 6]
+    assert all(chunk["usage"]["prompt_tokens"] == 9 for chunk in chunks)
+
+
 def test_chat_logprobs(chat):
     content = ask(chat, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
     top = {"token": "i", "logprob": -1.0, "bytes": [105]}
@@ -780,7 +826,7 @@ def test_body_is_counted_as_it_comes(sizes, fits):
         ({"stop_token_ids": [300]}, 400, "stop_token_ids", None, "token id 300 is outside the vocabulary, 0..256"),
         (
             {"prompt": "abcd", "max_tokens": 99_997}, 400, "max_tokens", "context_length_exceeded",
-            "4 prompt tokens and max_tokens 99997 make 100001, this model takes 100000: "
+            "this model's maximum context length is 100000 tokens, 4 prompt tokens and max_tokens 99997 make 100001: "
             "shorten the prompt or lower max_tokens",
         ),
         ({"prompt": ["a"] * 17}, 400, "prompt", None, "17 prompts x n in one call, at most 16 are taken: split it"),
