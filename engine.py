@@ -151,7 +151,7 @@ class Engine:
         max_long_partial_prefills: int = 1,  # of these, how many may be long; short ones overtake the other long ones
         long_prefill_threshold: int = 512,  # long: more tokens than this, prefix hits aside
         watermark: float = 0.01,  # share of the blocks kept free for running requests when a new one is admitted
-        seed: int = 0,  # of the seeds drawn for requests that bring none
+        seed: int | None = None,  # of the seeds drawn for requests that bring none; None: of the system's own noise
         graphs: bool = True,  # on CUDA: capture steps; without, the same sizes run launch by launch
         overlap: bool | None = None,  # plan a step while the one before runs; None: on CUDA
         trace: bool = False,  # print each step

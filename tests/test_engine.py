@@ -371,6 +371,17 @@ def test_requests_without_a_seed_are_drawn_one():
     assert runs[0] == runs[1] != runs[2]
 
 
+def test_unseeded_engines_say_different_things():
+    """Every start of the server or of the terminal said the same text again: the seeds that were drawn were always
+    drawn from 0. The one that was drawn is told, and gives the text again."""
+    params = SamplingParams(max_tokens=16)
+    engine, other = new_engine(trained_model()), new_engine(trained_model())
+    drawn = engine.add_request("a", prompt(3, 11), params).params.seed
+    assert drawn != other.add_request("a", prompt(3, 11), params).params.seed
+    answer, _ = finish(engine)["a"]
+    assert new_engine(trained_model()).generate([prompt(3, 11)], replace(params, seed=drawn), False) == [answer]
+
+
 @pytest.mark.parametrize("P", [1, 7, 8, 9, 21])
 @pytest.mark.parametrize(
     "changes, forks",
