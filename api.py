@@ -386,7 +386,7 @@ class Service:
         request.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_id"])
         job = Job(self, request, prompts, f"{http.scope['salt']}:{request.cache_salt or ''}")
         if self.args.log_requests:
-            log("request", id=job.id, **request.model_dump(exclude_defaults=True))
+            log("request", id=job.id, **request.model_dump(exclude_defaults=True, exclude={"cache_salt"}))  # a secret
         return job
 
     async def tokenize(self, http: Request) -> Response:

@@ -285,11 +285,21 @@ class Plan:
 # What is served first has the smallest key: its arrival, made later by what else counts against it. So whoever comes
 # late enough goes behind, and nobody starves. The keys are static, and a sorted queue stays sorted: all tokens of a
 # request that waits are left to compute, those of its answer again if it was preempted.
-PRIORITY_AGEING = 60.0  # seconds (the unit of arrival times) for one unit of priority
+PRIORITY_AGEING = 240.0  # seconds (the unit of arrival times): less than this a priority delays or hastens
 SJF_AGEING = 0.05  # seconds for one token: 1,000 tokens more, and who comes within 50 seconds overtakes
+
+
+def priority_delay(priority: int) -> float:
+    """
+    Seconds that a priority counts against a request: 60 for 1, 96 for 2, 185 for 10, below PRIORITY_AGEING for any.
+    So a request waits at most for those who come within 2 * PRIORITY_AGEING seconds after it, whatever they ask for.
+    """
+    return PRIORITY_AGEING * (priority / (abs(priority) + 3))
+
+
 POLICIES = {
     "fcfs": lambda r: (r.arrival_time, r.arrival_number),
-    "priority": lambda r: (r.arrival_time + PRIORITY_AGEING * r.priority, r.arrival_number),
+    "priority": lambda r: (r.arrival_time + priority_delay(r.priority), r.arrival_number),
     "sjf": lambda r: (r.arrival_time + SJF_AGEING * (len(r.prompt_tokens) + r.max_new_tokens), r.arrival_number),
 }
 

@@ -56,9 +56,11 @@ REMEDIES = {"tools": NO_TOOLS, "functions": NO_TOOLS, "tool_calls": NO_TOOLS, "f
 
 MAX_STOPS = 64
 MAX_STOP_BYTES = 2**14  # of all stop strings of a call: what is held back of a text can be as long
-MAX_SCORES = 2**18  # log-probabilities of prompt tokens in one answer: 18 MB of JSON, which is made in one go
+MAX_SCORES = 2**18  # log-probabilities in one answer, of prompts and of what is generated: 18 MB of JSON
 MAX_STOP_IDS, MAX_BIASES, MAX_ALLOWED, MAX_LOGPROBS, MAX_CHOICES = 64, 1024, 2**18, 20, 128
 MAX_PROMPTS, MAX_MESSAGES = 4096, 4096
+MAX_PRIORITY = 1000
+INT32 = 2**31  # counts are below: sums of them can be told, those of JSON's longest numbers cannot
 INT64 = 2**63
 LOWEST = -9999.0  # JSON has no infinity
 
@@ -193,6 +195,7 @@ Prompts = Annotated[
 ]
 # fail_fast: a finding for each of a million wrong items would hold up the event loop for seconds
 Ids = Annotated[list[int], Field(fail_fast=True)]
+AllowedIds = Annotated[Ids, AfterValidator(lambda ids: sorted(set(ids)))]  # a client may repeat them for ever
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     Field(max_length=MAX_STOPS, fail_fast=True),
@@ -267,10 +270,10 @@ class SamplingRequest(Strict):
     """
 
     model: str | None = None  # None: the one model there is
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0, lt=INT32)
     temperature: float = Field(1.0, ge=0, le=2)  # 0: always the most likely token
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31)  # 0 and -1: all tokens
+    top_k: int = Field(0, ge=-1, lt=INT32)  # 0 and -1: all tokens
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
@@ -278,18 +281,18 @@ class SamplingRequest(Strict):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     logit_bias: Bias | None = None
-    allowed_token_ids: Ids | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
+    allowed_token_ids: AllowedIds | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     stop: Stops = []
     include_stop_str_in_output: bool = False
     stop_token_ids: Ids = Field([], max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = Field(0, ge=0, lt=INT32)
     skip_special_tokens: bool = True
     prompt_logprobs: Candidates | None = None
     return_token_ids: bool = False
-    priority: int = Field(0, ge=-INT64, lt=INT64)  # lower is served first
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is served first
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)  # prefixes are shared within one salt
     request_id: str | None = Field(None, pattern="^[!-~]{1,128}$")  # printable ASCII: it becomes the answer's id
 
@@ -349,15 +352,15 @@ class SamplingRequest(Strict):
         for param, tokens in own + [("prompt", prompt) for prompt in prompts]:
             if min(tokens, default=0) < 0 or max(tokens, default=0) >= vocab_size:
                 wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-                raise ApiError(400, f"token id {wrong} is outside the vocabulary, 0..{vocab_size - 1}", param)
+                message = f"token id {reprlib.repr(wrong)} is outside the vocabulary, 0..{vocab_size - 1}"
+                raise ApiError(400, message, param)
+        if (listed := len(self.allowed_token_ids or ()) * len(prompts)) > MAX_ALLOWED:
+            message = f"allowed_token_ids of all prompts are {listed}, at most {MAX_ALLOWED} are taken: split the call"
+            raise ApiError(400, message, "allowed_token_ids")
         stops = {*self.stop_token_ids, eos_token_id}
-        if self.min_tokens and not set(self.allowed_token_ids or range(vocab_size)) - stops:
+        if self.min_tokens and all(token in stops for token in self.allowed_token_ids or range(vocab_size)):
             raise ApiError(400, "min_tokens: all tokens that are allowed are stop tokens", "min_tokens")
         longest, scored = max(map(len, prompts)), self.prompt_candidates is not None
-        scores = sum(map(len, prompts)) * self.n * (1 + self.prompt_candidates) if scored else 0  # each choice has all
-        if scores > MAX_SCORES:
-            message = f"{scores} log-probabilities of prompts, at most {MAX_SCORES} are told: split the call"
-            raise ApiError(400, message, "prompt")
         wanted = max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens or int(scored)
         if (total := longest + wanted) > max_model_len:
             # client libraries look for these very words, and for the code
@@ -365,6 +368,18 @@ class SamplingRequest(Strict):
             numbers = f"{longest} prompt tokens and max_tokens {wanted} make {total}"
             message = f"{limit}, {numbers}: shorten the prompt or lower max_tokens"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+        scores = sum(self.num_scores(len(prompt), max_model_len) for prompt in prompts)
+        if scores > MAX_SCORES:
+            message = f"{scores} log-probabilities in one answer, at most {MAX_SCORES} are told: "
+            message += "lower max_tokens, n or the number of log-probabilities, or split the call"
+            raise ApiError(400, message, "logprobs" if self.prompt_candidates is None else "prompt")
+
+    def num_scores(self, prompt_length: int, max_model_len: int) -> int:
+        """The most log-probabilities that an answer to such a prompt can have; each choice tells the prompt's too."""
+        most_tokens = max_model_len - prompt_length if self.max_tokens is None else self.max_tokens
+        generated = 0 if self.candidates is None else most_tokens * (1 + self.candidates)
+        of_prompt = 0 if self.prompt_candidates is None else prompt_length * (1 + self.prompt_candidates)
+        return self.n * (generated + of_prompt)
 
 
 class CompletionRequest(SamplingRequest):
@@ -375,7 +390,7 @@ class CompletionRequest(SamplingRequest):
     objects: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # of a whole answer, of a chunk
 
     prompt: Prompts
-    max_tokens: int | None = Field(16, ge=0)  # 0: score the prompt
+    max_tokens: int | None = Field(16, ge=0, lt=INT32)  # 0: score the prompt
     logprobs: Candidates | None = None  # of the model's distribution, before temperature and penalties
     echo: bool = False
     messages: ClassVar[tuple] = ()
@@ -418,8 +433,8 @@ class ChatRequest(SamplingRequest):
     echo: ClassVar[bool] = False
 
     messages: Messages = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)  # goes before the older max_tokens
+    max_tokens: int | None = Field(None, ge=1, lt=INT32)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=INT32)  # goes before the older max_tokens
     logprobs: bool = False
     top_logprobs: Candidates | None = None
     add_generation_prompt: bool = True

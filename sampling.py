@@ -14,6 +14,7 @@ decides on the device, so that a CUDA graph can hold it.
 """
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,7 +43,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # once more for each time it was
     repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or answer
     logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
-    allowed_token_ids: tuple[int, ...] | None = None  # no other token is ever chosen
+    allowed_token_ids: Sequence[int] | None = None  # no other token is ever chosen; a tuple, or an array of a server
     min_tokens: int = 0  # no stop token before so many tokens
     logprobs: int | None = None  # how many log-probabilities are wanted besides the chosen token's; None: not even that
 
@@ -65,7 +66,7 @@ class SamplingParams:
             self._require("logit_bias", dict, is_bias, "a dict from token ids to numbers from -100 to 100, or None")
         if self.allowed_token_ids is not None:
             wanted = "a tuple of token ids, at least one, or None"
-            self._require("allowed_token_ids", tuple | list, lambda x: x and all(type(t) is int for t in x), wanted)
+            self._require("allowed_token_ids", tuple | list | array, is_ids, wanted)
         if self.logprobs is not None:
             self._require("logprobs", int, lambda x: 0 <= x <= 20, "a whole number, 0 to 20, or None")
 
@@ -78,7 +79,8 @@ class SamplingParams:
     def check_vocabulary(self, V: int):
         """Raises ValueError for a token id outside 0..V-1 among those that must exist."""
         for name in "logit_bias", "allowed_token_ids":
-            for t in getattr(self, name) or ():
+            tokens = getattr(self, name) or ()
+            for t in (min(tokens, default=0), max(tokens, default=0)):
                 if not 0 <= t < V:
                     raise ValueError(f"{name} has token {t}, outside 0..{V - 1}: leave it out")
 
@@ -93,6 +95,11 @@ class SamplingParams:
     @property
     def filters(self) -> bool:
         return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+
+def is_ids(ids: Sequence) -> bool:
+    """At least one integer; an array's type must be a tensor's, which is made of its bytes."""
+    return set(map(type, ids)) == {int} and getattr(ids, "typecode", "q") == "q"
 
 
 def is_bias(bias: dict) -> bool:
@@ -160,9 +167,11 @@ class SamplingRows:
             if p.biases:
                 bias = torch.zeros(V)
                 if p.allowed_token_ids is not None:
-                    bias.fill_(-torch.inf)[list(p.allowed_token_ids)] = 0.0
-                for token, value in (p.logit_bias or {}).items():
-                    bias[token] += value
+                    allowed = torch.asarray(p.allowed_token_ids, dtype=torch.int64)
+                    bias.fill_(-torch.inf)[allowed] = 0.0
+                if p.logit_bias:
+                    tokens = torch.tensor(list(p.logit_bias))
+                    bias[tokens] += torch.tensor(list(p.logit_bias.values()), dtype=bias.dtype)
                 self.bias[row] = upload(bias, device, bias.dtype)
             if p.penalises or stop_from:
                 stops = [t for t in set(stop_token_ids) if 0 <= t < V]

@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -147,7 +148,7 @@ def start_engine(args: argparse.Namespace):
     from_engine, outbox = context.Pipe(duplex=False)
     process = context.Process(target=engine_process, args=(args, inbox, outbox), daemon=True)
     # A terminal signals both processes, but when to stop is HTTP's to say. The engine's inherits that both are ignored.
-    handlers = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     process.start()
     for sig, handler in handlers.items():
         signal.signal(sig, handler)
@@ -279,14 +280,27 @@ class EngineClient:
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:
-    """The keys of --api-key-file, one a line, or the one in the environment. Raises ValueError or OSError."""
+    """
+    The keys of --api-key-file, one a line, blank lines and repetitions aside, or the one in the environment. Raises
+    ValueError or OSError.
+    """
     if args.api_key_file is None:
-        return [os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else []
-    with open(args.api_key_file, encoding="utf-8") as f:
+        key = os.environ.get(KEY_VARIABLE)
+        if key is not None and not key.strip():  # a secret that did not arrive must not open the server
+            raise ValueError(f"${KEY_VARIABLE} is blank: give it a key, or unset it to serve without one")
+        return [] if key is None else [key.strip()]
+    with open(args.api_key_file, encoding="utf-8-sig") as f:
         keys = [line.strip() for line in f if line.strip()]
     if not keys:
         raise ValueError(f"--api-key-file {args.api_key_file} has no key in it: write one a line")
-    return keys
+    return list(dict.fromkeys(keys))
+
+
+def warn_of_readable_keys(path: str):
+    """Who can read the keys can use them: on stderr, if that is more than the file's owner."""
+    others = stat.S_IRWXG | stat.S_IRWXO
+    if os.stat(path).st_mode & others:
+        print(f"warning: other users can read --api-key-file {path}: chmod 600 {path}", file=sys.stderr)
 
 
 def listen(args: argparse.Namespace) -> socket.socket:
@@ -312,6 +326,12 @@ def run_on_loop(main):
         return runner.run(main)
 
 
+def terminate_on_hang_up():
+    """SIGHUP, of a terminal that is closed, ends the server as SIGTERM does, with a drain; nohup's ignores it."""
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+
+
 def serve_http(args: argparse.Namespace) -> str | None:
     """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
     try:  # found missing now, not after the model is loaded
@@ -321,6 +341,9 @@ def serve_http(args: argparse.Namespace) -> str | None:
         return f"{error.name} is missing: `pip install {packages}` to serve HTTP, or use --prompt without it"
     gc.set_threshold(50_000)  # a body of a million lists is read in 0.2 s, not in 0.6, with nobody served meanwhile
     sock = listen(args)
+    if args.api_key_file is not None:
+        warn_of_readable_keys(args.api_key_file)
+    terminate_on_hang_up()
     tokenizer, chat_template = load_tokenizer(args.model), load_chat_template(args.model)
     client = EngineClient(partial(start_engine, args))
     try:

@@ -18,7 +18,7 @@ import torch
 
 import engine as engine_module
 from engine import Engine
-from paged import Request, Scheduler
+from paged import PRIORITY_AGEING, Request, Scheduler, priority_delay
 from sampling import GREEDY, SamplingParams
 from test_paged import (
     CONTEXT,
@@ -508,6 +508,17 @@ def test_priority_and_its_ageing():
         requests = [replace(r) for r in waiting]
         assert admission_order(Scheduler(policy, max_num_seqs=1), requests) == order
     assert new_engine(trained_model(), policy="priority").scheduler.urgency(waiting[0])[0] == 70.0
+
+
+def test_no_priority_beats_ageing():
+    """-2**63 went before all others for 10**13 years. Now any two priorities are less than 480 s apart, in their order;
+    a server drops what is older than 600."""
+    scheduler = Scheduler("priority", max_num_seqs=1)
+    urgent = [Request(f"{when}", [1], 1, arrival_time=when, priority=-(10**400)) for when in (1.0, 479.0, 480.0)]
+    old = Request("old", [1], 1, arrival_time=0.0, priority=10**400)
+    assert admission_order(scheduler, [old, *urgent]) == ["1.0", "479.0", "old", "480.0"]
+    delays = [priority_delay(priority) for priority in range(-1000, 1001)]
+    assert delays == sorted(set(delays)) and delays[-1] < PRIORITY_AGEING
 
 
 def test_the_engine_passes_its_limits_on_to_the_scheduler():

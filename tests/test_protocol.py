@@ -93,7 +93,11 @@ def test_other_prompts_are_refused(prompt, message):
 
 # field, the values at the edges that pass, the values just outside with the end of their message
 RANGES = [
-    ("max_tokens", [1, 10**9], {-1: "greater than or equal to 0, got -1", 1.0: "a valid integer, got 1.0"}),
+    (
+        "max_tokens",
+        [1, 2**31 - 1],
+        {-1: "greater than or equal to 0, got -1", 2**31: f"less than {2**31}, got {2**31}"},
+    ),
     (
         "temperature",
         [0, 0.0, 2],
@@ -106,7 +110,7 @@ RANGES = [
     ("frequency_penalty", [-2, 2], {-2.1: "or equal to -2, got -2.1", 2.1: "less than or equal to 2, got 2.1"}),
     ("repetition_penalty", [1e-9, 10], {0: "greater than 0, got 0", 10.1: "less than or equal to 10, got 10.1"}),
     ("min_tokens", [0, 16], {-1: "greater than or equal to 0, got -1", 0.5: "a valid integer, got 0.5"}),
-    ("priority", [-(2**63), 2**63 - 1], {2**63: f"less than {2**63}, got {2**63}"}),
+    ("priority", [-1000, 1000], {-1001: "or equal to -1000, got -1001", 1001: "less than or equal to 1000, got 1001"}),
     ("top_p", [1e-9, 1], {0: "greater than 0, got 0", 1.01: "less than or equal to 1, got 1.01"}),
     (
         "top_k",
@@ -292,7 +296,45 @@ def test_more_scores_than_can_be_told_are_refused():
         else:
             with pytest.raises(ApiError) as caught:
                 request.check_fits(prompts, **limits)
-            assert "270336 log-probabilities of prompts, at most 262144" in caught.value.message
+            assert "270336 log-probabilities in one answer, at most 262144" in caught.value.message
+
+
+def test_scores_of_what_is_generated_count_too():
+    """128 choices of 250 tokens with 20 log-probabilities each took 1.9 s to tell, with /livez silent meanwhile."""
+    limits = {"vocab_size": 5, "max_model_len": 1000}
+    parse(n=64, max_tokens=195, logprobs=20).check_fits([[1]], **limits)
+    with pytest.raises(ApiError, match="672000 log-probabilities in one answer") as caught:
+        parse(n=128, max_tokens=250, logprobs=20).check_fits([[1]], **limits)
+    assert caught.value.param == "logprobs"
+    chat = ChatRequest(messages=[{"role": "user", "content": "x"}], n=20, logprobs=True, top_logprobs=20)
+    with pytest.raises(ApiError, match="419580 log-probabilities"):  # without max_tokens, 999 may come
+        chat.check_fits([[1]], **limits)
+
+
+def test_allowed_tokens_of_all_prompts_are_limited():
+    """320 prompts with a list of 262,144 each, half a megabyte of body, took 36 s and kept 650 MiB of the engine."""
+    ids = [3, 1, 3, 2] * 2**16
+    assert parse(allowed_token_ids=ids).allowed_token_ids == [1, 2, 3]  # said again means nothing more
+    limits, allowed = {"vocab_size": 2**17, "max_model_len": 10}, list(range(2**17))
+    parse(allowed_token_ids=allowed, max_tokens=1).check_fits([[1]] * 2, **limits)
+    with pytest.raises(ApiError, match="allowed_token_ids of all prompts are 393216, at most 262144") as caught:
+        parse(allowed_token_ids=allowed, max_tokens=1).check_fits([[1]] * 3, **limits)
+    assert caught.value.param == "allowed_token_ids"
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+@pytest.mark.parametrize("number", ["9" * 4300, "-" + "9" * 4300, "9" * 5000, "1e999", "-1e999", "1" + "0" * 4299])
+def test_numbers_of_any_length_are_refused(kind, number):
+    """max_tokens of 4,300 nines: the longest that JSON may bring, and a sum with it was too long to be told: a 500."""
+    start = b'{"prompt": "p", ' if kind is CompletionRequest else b'{"messages": [{"role": "user", "content": "x"}], '
+    for name in kind.model_fields:
+        for value in (number, f"[{number}]", f'{{"1": {number}}}'):
+            with pytest.raises((ApiError, ValidationError)) as caught:
+                body = start + f'"{name}": {value}}}'.encode()
+                kind.model_validate_json(body).check_fits([[1]], vocab_size=5, max_model_len=9)
+            error = caught.value
+            error = body_refusal(error) if isinstance(error, ValidationError) else error
+            assert error.status == 400 and len(error_body(error)) < 1000
 
 
 def test_token_ids_are_in_the_vocabulary():

@@ -7,6 +7,7 @@ same counts are held against the distribution of a wrong sampler.
 
 import math
 import random
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -508,7 +509,9 @@ ADJUSTED = {
     "all penalties": replace(GREEDY, presence_penalty=0.3, frequency_penalty=-0.4, repetition_penalty=1.2),
     "bias": replace(GREEDY, logit_bias={3: 1.0, 5: -100, 0: 0.25}),
     "allowed": replace(GREEDY, allowed_token_ids=(4, 9, 2)),
-    "allowed and biased": replace(GREEDY, allowed_token_ids=[4, 9], logit_bias={9: 2.5, 1: 100.0}, min_tokens=3),
+    "allowed and biased": replace(
+        GREEDY, allowed_token_ids=array("q", [4, 9]), logit_bias={9: 2.5, 1: 100.0}, min_tokens=3
+    ),
     "min_tokens": replace(GREEDY, min_tokens=6),
     "everything": replace(
         GREEDY, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.3, logit_bias={1: 1.5}, min_tokens=4
@@ -756,7 +759,7 @@ REFUSED = [
     ),
     *(
         ("allowed_token_ids", x, "a tuple of token ids, at least one, or None")
-        for x in ((), [], (1.0,), (True,), ("1",), 1, "1", {1})
+        for x in ((), [], (1.0,), (True,), ("1",), 1, "1", {1}, array("i", [1]))
     ),
 ]
 

@@ -874,7 +874,14 @@ def test_error_after_the_headers(server):
     assert events[-1]["error"]["message"] == "the step failed" and events[-1]["error"]["type"] == "server_error"
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from([10**4299, -(10**4299), 2**63])
+    | st.text(st.characters(), max_size=5)
+)
 VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=2))
 NAMES = st.sampled_from([*CompletionRequest.model_fields, *NEUTRAL]) | st.text(st.characters(), max_size=5)
 
@@ -1014,10 +1021,42 @@ def test_keys_come_from_environment_or_file(tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEDGPT_API_KEY", "one")
     assert serve.api_keys(serve.parse_args([])) == ["one"]
     serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0"])).close()  # it has a key: no need to force
+    for blank in ("", " \n"):
+        monkeypatch.setenv("PAGEDGPT_API_KEY", blank)
+        with pytest.raises(ValueError, match="PAGEDGPT_API_KEY is blank: give it a key, or unset it"):
+            serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0"]))
+    several = tmp_path / "several"
+    several.write_text("\ufeffone\n\n  two \none\n")
+    assert serve.api_keys(serve.parse_args(["--api-key-file", str(several)])) == ["one", "two"]
     empty = tmp_path / "empty"
     empty.write_text("\n")
     with pytest.raises(ValueError, match="has no key in it"):
         serve.api_keys(serve.parse_args(["--api-key-file", str(empty)]))
+
+
+def test_a_key_file_that_others_can_read_is_told(tmp_path, capsys):
+    path = tmp_path / "keys"
+    path.write_text("sesame")
+    for mode, is_told in ((0o600, False), (0o400, False), (0o640, True), (0o604, True)):
+        path.chmod(mode)
+        serve.warn_of_readable_keys(path)
+        assert (f"chmod 600 {path}" in capsys.readouterr().err) == is_told
+
+
+@pytest.mark.parametrize("before, ended_by", [("SIG_DFL", "SIGTERM"), ("SIG_IGN", None)])
+def test_a_terminal_that_closes_ends_the_server_as_sigterm_does(before, ended_by):
+    """SIGHUP cut all streams without a drain; under nohup, which ignores it, the server must go on."""
+    code = f"""
+import serve, signal
+caught = []
+signal.signal(signal.SIGHUP, signal.{before})
+signal.signal(signal.SIGTERM, lambda *_: caught.append("SIGTERM"))
+serve.terminate_on_hang_up()
+signal.raise_signal(signal.SIGHUP)
+assert caught == {[ended_by] if ended_by else []}
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -1241,7 +1280,7 @@ def test_log_lines(capfd):
     """One line of JSON each; texts only with --log-requests; nothing a client sends makes a line of its own."""
     with Server("--log-requests") as server:
         server.args.access_log = True
-        server.answer("say hi", user="me", request_id="r")
+        server.answer("say hi", user="me", request_id="r", cache_salt="a secret")
         server.get("/v1/x%0d%0aevil")
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert all(line.pop("time") and line.pop("ms", 1) for line in lines)
