@@ -38,4 +38,4 @@ $(MODEL)/loss.png: | .venv/ready
 	@touch $@
 
 clean:
-	rm -rf .venv out data/*/*.bin data/*/*.json
+	rm -rf .venv .venv-clients out data/*/*.bin data/*/*.json
