@@ -154,10 +154,10 @@ def bits_per_byte(checkpoint) -> float:
     tokenizer = load_tokenizer(checkpoint)
     nats = 0.0
     for text in DOCUMENTS:
-        ids = torch.tensor([tokenizer.eos_token_id, *tokenizer.encode(text)])
+        ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer.encode(text)]])
         with torch.no_grad():
-            logprobs = model(ids[None, :-1])[0].log_softmax(dim=-1)
-        nats -= logprobs.gather(1, ids[1:, None]).sum().item()
+            _, loss = model(ids[:, :-1], ids[:, 1:])
+        nats += loss.item() * (ids.shape[1] - 1)
     return nats / math.log(2) / sum(len(text.encode()) for text in DOCUMENTS)
 
 
