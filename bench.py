@@ -72,7 +72,7 @@ FLAGS = {  # what --help says of them; which a command has, and their defaults, 
     "--streams": "requests at once",
     "--flags": "of serve.py, as in --flags='--dtype bf16'",
     "--device": "cpu, in fp32, or cuda, in bf16",
-    "--out": "where to write the picture",
+    "--out": "where to write the picture; those of the README are in assets/",
 }
 COMMANDS: dict[str, tuple[Callable, dict]] = {}  # name -> its function, its flags with their defaults
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,9 +199,12 @@ def a_figure(columns: int = 1):
 
 
 def save_picture(figure, path: Path) -> dict:
-    """Write the figure and say where."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    """Write the figure and say where, or why it could not be: the figures of a long run are printed all the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: a kind of file that matplotlib does not write
+        return {"picture": f"not written to {path} ({error}): choose another --out"}
     return {"picture": str(path)}
 
 
@@ -702,7 +705,7 @@ def padded(batch: Work) -> Work:
     return [([0] * (P - len(prompt)) + prompt, n) for prompt, _ in batch]
 
 
-@command(model="1M", device="cpu", repeats=3, out=Path("assets/batching.png"))
+@command(model="1M", device="cpu", repeats=3, out=Path("out/batching.png"))
 def bench_batching(args) -> dict:
     """
     96 requests, all there at the start: prompts and answers of 12 to 128 tokens (the offline workload's 100 to 1024
@@ -780,7 +783,7 @@ def append_us(context: int, H: int = 12, D: int = 64) -> dict[str, float]:
     return {"torch.cat": round(1e3 * cat, 1), "store_kv": round(1e3 * store, 1)}
 
 
-@command(out=Path("assets/memory.png"))
+@command(out=Path("out/memory.png"))
 def bench_memory(args) -> dict:
     """
     KV memory for 32,768 tokens, as slabs of the longest text (2,048) or as blocks: how many of 256 requests (prompts
@@ -809,7 +812,7 @@ def bench_memory(args) -> dict:
     return pools | {"append a token at, us": appends} | save_picture(figure, args.out)
 
 
-@command(out=Path("assets/blockmap.png"))
+@command(out=Path("out/blockmap.png"))
 def bench_blockmap(args) -> dict:
     """
     A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are requests, grey is

@@ -1,8 +1,15 @@
 """The benchmarks that need no quiet machine: workloads are what they are said to be, and waste is counted right."""
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 
+import bench
 from bench import fill_pool, offline_workload, padded
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_workload_is_the_one_that_others_measure_and_its_parts_fit():
@@ -26,3 +33,41 @@ def test_waste_is_half_a_block_of_each_text(S, at_once, inside):
     assert row["at once"] == at_once
     assert row["waste inside, %"] == inside
     assert row["tokens, %"] + row["waste inside, %"] + row["waste outside, %"] == pytest.approx(100, abs=0.2)
+
+
+PICTURES = [name for name, (_, defaults) in bench.COMMANDS.items() if "out" in defaults]
+
+
+def run_bench(monkeypatch, capsys, *argv) -> dict:
+    """The line of JSON that `bench.py ARGV` ends with."""
+    monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, argv)])
+    bench.main()
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_goes_where_git_does_not_look(name):
+    """`bench.py memory` and `blockmap` wrote over the README's pictures, so whoever tried them had a changed repo."""
+    path = bench.build_parser().parse_args([name]).out
+    assert path == Path(f"out/{name}.png") and "out/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ["blockmap", "memory"])
+def test_drawing_leaves_the_tracked_pictures_alone(name, monkeypatch, capsys, tmp_path):
+    """The same bug, by what the commands do: each writes one file, below the folder it is run in."""
+    monkeypatch.setattr(bench, "offline_workload", lambda: offline_workload(64))
+    tracked = {path: path.read_bytes() for path in (ROOT / "assets").iterdir()}
+    monkeypatch.chdir(tmp_path)
+    assert run_bench(monkeypatch, capsys, name)["picture"] == f"out/{name}.png"
+    (written,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert written == tmp_path / "out" / f"{name}.png" and written.read_bytes().startswith(b"\x89PNG")
+    assert tracked == {path: path.read_bytes() for path in (ROOT / "assets").iterdir()}
+
+
+@pytest.mark.parametrize("path", ["/proc/no/picture.png", "picture.nonsense"])
+def test_a_picture_that_cannot_be_written_costs_no_figures(path, monkeypatch, capsys, tmp_path):
+    """A wrong --out was found when all was measured, and a traceback was all that came of it."""
+    monkeypatch.chdir(tmp_path)
+    result = run_bench(monkeypatch, capsys, "blockmap", "--out", path)
+    assert result["preemptions"] > 0
+    assert path in result["picture"] and "choose another --out" in result["picture"]
