@@ -17,8 +17,8 @@ import json
 import os
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,8 +30,15 @@ END_OF_TEXT = "<|endoftext|>"
 # with at most one space before them, and runs of white space that leave their last space to the word that follows.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# tiktoken's regular expressions give up on a run of a million blanks: a text is cut inside runs of half of that.
-ENDLESS_BLANKS = re.compile(r"(\s{500000})")
+# tiktoken's regular expressions give up on a run of a million blanks, so a longer run than this is cut here. That is
+# the one place where the ids may differ from those of transformers: the two ends of a cut are not merged.
+MAX_BLANKS = 500_000
+# Without the look behind, a run just below the limit would be tried again from each of its blanks.
+ENDLESS_BLANKS = re.compile(rf"(?<!\s)(?:\s{{{MAX_BLANKS}}})+")
+
+# Ids index a list, so one of 10**9 would cost gigabytes; the largest vocabularies in use have 262,144 tokens.
+MAX_VOCABULARY = 2**20
+MAX_NAME = 256  # characters of a control token's name; real ones have up to 40
 
 
 class TokenizerError(ValueError):
@@ -58,16 +65,42 @@ class Tokenizer:
     `vocab_size` counts the control tokens; `eos_token_id` is None where there is no such token (character level).
     """
 
+    has_known_pattern = True  # how it cuts texts takes time in proportion to their length, for sure
+
     def __init__(self, spec: dict, piece_bytes: Callable[[str], bytes], eos_token: str = END_OF_TEXT):
         self.spec = spec
-        self.control = {t["content"]: t["id"] for t in spec.get("added_tokens", [])}
+        self.control = read_control_tokens(spec)
         self.vocab: dict[str, int] = spec["model"]["vocab"]
+        check_ids(self.vocab, self.control)
         self.vocab_size = max([*self.vocab.values(), *self.control.values()]) + 1
         self.eos_token_id: int | None = self.control.get(eos_token)
         # a control token has no text: it decodes to nothing, wherever it stands
         text = {i: piece_bytes(piece) for piece, i in self.vocab.items() if piece not in self.control}
         self._bytes = [text.get(i, b"") for i in range(self.vocab_size)]
         self.names = {i: name for name, i in self.control.items()}
+        # the longest first: of two names that begin alike, transformers takes the longer
+        longest_first = sorted(self.control, key=len, reverse=True)
+        self.control_names = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self.control else None
+
+    def encode(
+        self, text: str | bytes, allow_special: bool = False, stand_ins: dict[int, str] | None = None
+    ) -> list[int]:
+        """
+        Token ids of a text, or of bytes. Text that spells a control token is text; with allow_special=True it is that
+        token, as in transformers. `stand_ins`, for `str.translate`, says which characters stand for others from then
+        on: a name that is spelled with them is text in any case. Raises TokenizerError.
+        """
+        if isinstance(text, bytes):
+            return self._encode_bytes(text, allow_special)
+        # every second piece is a name
+        pieces = self.control_names.split(text) if allow_special and self.control else [text]
+        ids = []
+        for i, piece in enumerate(pieces):
+            if i % 2:
+                ids.append(self.control[piece])
+            else:
+                ids += self._encode_text(piece.translate(stand_ins) if stand_ins else piece)
+        return ids
 
     def token_bytes(self, token: int) -> bytes:
         """
@@ -104,11 +137,16 @@ class CharTokenizer(Tokenizer):
     """One token a character: the tokenizer of nanoGPT's shakespeare_char. A character it does not know is an error."""
 
     def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
+        if read_pattern(spec) != EVERY_CHARACTER or spec.get("normalizer"):
+            raise foreign("is a WordLevel of other pieces than single characters")
+        check_around(spec, decoder="Fuse")
         super().__init__(spec, str.encode, eos_token)
 
-    def encode(self, text: str | bytes, allow_special: bool = False) -> list[int]:
+    def _encode_bytes(self, data: bytes, allow_special: bool) -> list[int]:
+        return self.encode(data.decode("utf-8"), allow_special)
+
+    def _encode_text(self, text: str) -> list[int]:
         """Raises TokenizerError that names the first unknown character."""
-        text = text.decode("utf-8") if isinstance(text, bytes) else text
         try:
             return [self.vocab[character] for character in text]
         except KeyError as error:
@@ -123,32 +161,32 @@ class BPETokenizer(Tokenizer):
     """Byte-level BPE, run by tiktoken: every text and every sequence of bytes has an encoding, and comes back."""
 
     def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
-        super().__init__(spec, lambda piece: bytes(BYTE_OF[c] for c in piece), eos_token)
         self.normalize = read_normalizer(spec)
+        pattern = read_pattern(spec)
+        self.has_known_pattern = pattern == GPT2_PATTERN
+        check_around(spec, decoder="ByteLevel")
+        check_model(spec)
+        super().__init__(spec, lambda piece: bytes(BYTE_OF[c] for c in piece), eos_token)
         # tiktoken merges the pair with the lowest id first, so ids must rise in the order in which merges were learnt.
         merges = [m.split(" ") if isinstance(m, str) else m for m in spec["model"]["merges"]]
         merged = list(dict.fromkeys(self.vocab[a + b] for a, b in merges))
         if merged != sorted(merged):
-            raise TokenizerError("tokenizer.json numbers its tokens in another order than its merges: not supported")
+            raise foreign("numbers its tokens in another order than its merges")
         self.byte_ids = [self.vocab[character] for character in byte_alphabet()]
         ranks = {self._bytes[i]: i for i in [*self.byte_ids, *merged]}
-        self.bpe = tiktoken.Encoding(
-            "tokenizer.json", pat_str=read_pattern(spec), mergeable_ranks=ranks, special_tokens=self.control
-        )
+        if spec["model"].get("ignore_merges") and len(ranks) < len(self.vocab.keys() - self.control.keys()):
+            raise foreign("has tokens that no merge makes (ignore_merges)")
+        self.bpe = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
-    def encode(self, text: str | bytes, allow_special: bool = False) -> list[int]:
-        """
-        Token ids of a text, or of bytes (any bytes: what is not UTF-8 is spelt byte by byte, so that they come back).
-        Text that spells a control token is text; with allow_special=True it is that token. A lone surrogate, which no
-        UTF-8 can hold, is read as U+FFFD.
-        """
-        if isinstance(text, bytes):
-            return self._encode_bytes(text, allow_special)
-        special = "all" if allow_special else set()
-        pieces = ENDLESS_BLANKS.split(self.normalize(text))
-        return [i for piece in pieces for i in self.bpe.encode(piece, allowed_special=special, disallowed_special=())]
+    def _encode_text(self, text: str) -> list[int]:
+        """A lone surrogate, which no UTF-8 can hold, is read as U+FFFD."""
+        try:
+            return [i for piece in cut_blanks(self.normalize(text)) for i in self.bpe.encode_ordinary(piece)]
+        except ValueError as error:  # of tiktoken's regular expressions
+            raise TokenizerError(f"the tokenizer's pattern gives up on this text: shorten it ({error})") from None
 
     def _encode_bytes(self, data: bytes, allow_special: bool) -> list[int]:
+        """What is not UTF-8 is spelt byte by byte, so that it comes back."""
         ids = []
         # surrogateescape turns each byte that is not UTF-8 into U+DC80..U+DCFF; every second piece is a run of those
         for i, piece in enumerate(re.split("([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape"))):
@@ -156,28 +194,131 @@ class BPETokenizer(Tokenizer):
         return ids
 
 
+def cut_blanks(text: str) -> list[str]:
+    """The text, cut inside runs of more than MAX_BLANKS blanks; once through it, whatever the runs."""
+    edges = [0]
+    for run in ENDLESS_BLANKS.finditer(text):
+        edges += range(run.start() + MAX_BLANKS, run.end() + 1, MAX_BLANKS)
+    return [text[start:end] for start, end in pairwise([*edges, len(text)])]
+
+
+def token_name(data: bytes) -> str:
+    """A token's text; bytes that are no whole characters are spelled out, so that no two tokens are called the same."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a tokenizer.json may say: all of it is understood, or it is refused by name
+
+EVERY_CHARACTER = r"[\s\S]"
+# Where tokenizers' regular expressions (Oniguruma's) mean something else than tiktoken's, or a match depends on more
+# than the text from there on: anchors, back references, and a few escapes and quantifiers.
+FOREIGN_REGEX = re.compile(r"(?<![\[\\])\^|(?<!\\)\$|\\[1-9AGHKRXZhkz]|\}\+|\(\?[<P]?[#&0-9R]")
+
+
+def foreign(what: str) -> TokenizerError:
+    return TokenizerError(f"tokenizer.json {what}: not supported here, vLLM or transformers open such a directory")
+
+
+def read_control_tokens(spec: dict) -> dict[str, int]:
+    """{name: id} of the added tokens. Raises TokenizerError for those that are more than a name for an id."""
+    added = spec.get("added_tokens") or []
+    for token in added:
+        check_added_token(token, spec.get("normalizer") is not None)
+    names = [token["content"] for token in added]
+    if len(set(names)) < len(names):
+        raise TokenizerError("tokenizer.json has an added token twice: restore it")
+    return {token["content"]: token["id"] for token in added}
+
+
+def check_added_token(token: dict, has_normalizer: bool):
+    for flag in ("lstrip", "rstrip", "single_word"):
+        if token.get(flag):
+            raise foreign(f"has the added token {token['content']!r} with {flag}")
+    if has_normalizer and token.get("normalized"):
+        raise foreign(f"has the added token {token['content']!r} that is found in normalized text")
+    if not token.get("special"):
+        raise foreign(f"has the added token {token['content']!r} that is text (special: false)")
+    if not 0 < len(token["content"]) <= MAX_NAME:
+        raise TokenizerError(f"tokenizer.json has an added token of {len(token['content'])} characters: restore it")
+
+
+def check_ids(vocab: dict[str, int], control: dict[str, int]):
+    """Raises TokenizerError unless each token has an id of its own, a whole number below MAX_VOCABULARY."""
+    ids = vocab | control
+    for name, i in ids.items():
+        if type(i) is not int or not 0 <= i < MAX_VOCABULARY:
+            raise TokenizerError(
+                f"token {name!r:.100} has the id {i!r:.30}, wanted 0 to {MAX_VOCABULARY - 1}: restore it"
+            )
+        if vocab.get(name, i) != i:
+            raise TokenizerError(f"token {name!r:.100} has two ids, {vocab[name]} and {i}: restore it")
+    if len(set(ids.values())) < len(ids):
+        counts = Counter(ids.values()).most_common(1)
+        raise TokenizerError(f"{counts[0][1]} tokens share the id {counts[0][0]}: restore it")
+
+
+def check_around(spec: dict, decoder: str):
+    """Raises TokenizerError for a post-processor that adds tokens, and for a decoder that is not the one expected."""
+    post = spec.get("post_processor") or {"type": "ByteLevel"}
+    for part in post.get("processors", [post]):
+        plain_template = part["type"] == "TemplateProcessing" and not part.get("special_tokens")
+        if part["type"] != "ByteLevel" and not plain_template:
+            raise foreign(f"adds tokens to every text (post-processor {part['type']})")
+    found = (spec.get("decoder") or {}).get("type")
+    if found != decoder:
+        raise foreign(f"makes text of tokens by {found}")
+
+
+def check_model(spec: dict):
+    """Raises TokenizerError for options of a BPE that change what it does to bytes, and for bytes that it lacks."""
+    model = spec["model"]
+    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(option):
+            raise foreign(f"is a BPE with {option}")
+    if missing := BYTE_OF.keys() - model["vocab"].keys():
+        raise foreign(f"lacks {len(missing)} of the 256 bytes")
+
+
 def read_pattern(spec: dict) -> str:
     """The regular expression that cuts a text into pieces. Raises TokenizerError for what tiktoken cannot do."""
     pre = spec.get("pre_tokenizer") or {}
-    for part in pre.get("pretokenizers", [pre]):
-        if part.get("add_prefix_space"):
-            break
-        if part.get("type") == "Split" and "Regex" in part["pattern"]:
-            return part["pattern"]["Regex"]
-        if part.get("type") == "ByteLevel" and part.get("use_regex", True):
-            return GPT2_PATTERN
-    raise TokenizerError(f"tokenizer.json cuts text by {pre}: supported are ByteLevel without prefix space, and Split")
+    parts = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
+    kinds = [part.get("type") for part in parts]
+    if any(part.get("add_prefix_space") for part in parts):
+        raise foreign("puts a prefix space before every text")
+    if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
+        return GPT2_PATTERN
+    if kinds == ["Split"] or (kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True)):
+        return read_split(parts[0])
+    raise foreign(f"cuts text by {' and '.join(map(str, kinds))}, supported are ByteLevel or one Split")
+
+
+def read_split(split: dict) -> str:
+    pattern = split["pattern"].get("Regex")
+    behavior = str(split.get("behavior"))
+    if pattern is None or behavior.lower() != "isolated" or split.get("invert"):
+        raise foreign(f"cuts text by a Split (behaviour {behavior}) other than of isolated regular expressions")
+    if FOREIGN_REGEX.search(pattern):
+        raise foreign(f"cuts text by the regular expression {pattern!r:.200}")
+    if pattern == EVERY_CHARACTER:
+        return pattern
+    # tiktoken drops what no piece matches; to the tokenizers library it is a piece, too
+    return rf"{pattern}|(?:(?!{pattern}){EVERY_CHARACTER})+"
 
 
 def read_normalizer(spec: dict) -> Callable[[str], str]:
     kind = (spec.get("normalizer") or {"type": None})["type"]
     if kind not in (None, "NFC"):
-        raise TokenizerError(f"tokenizer.json normalizes text by {kind}: supported are none and NFC")
+        raise foreign(f"normalizes text by {kind}, supported are none and NFC")
     return (lambda text: unicodedata.normalize("NFC", text)) if kind else (lambda text: text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tokens to text, as they come; a conversation to text
+# Tokens to text, as they come
 
 
 class TextStream:
@@ -249,47 +390,6 @@ class TextStream:
         return not text or (place < len(self.stop) and self.stop[place].startswith(text))
 
 
-def load_chat_template(directory: str | Path) -> Callable[..., str] | None:
-    """
-    What turns a conversation into the text to continue: render(messages=[{"role", "content"}], ...). None where the
-    checkpoint brings no template. It is a program, so it runs in jinja2's sandbox. Raises TokenizerError.
-    """
-    directory, template = Path(directory), None
-    config_path, own_path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
-    template = own_path.read_text(encoding="utf-8") if own_path.is_file() else config.get("chat_template")
-    if isinstance(template, list):  # several, each with a name
-        template = {t["name"]: t["template"] for t in template}.get("default")
-    if template is None:
-        return None
-    from jinja2.exceptions import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str):
-        raise TokenizerError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    tokens = {name: config.get(name) for name in ("bos_token", "eos_token")}
-    tokens = {name: t["content"] if isinstance(t, dict) else t or "" for name, t in tokens.items()}
-    now = datetime.now
-    environment.globals |= tokens | {"raise_exception": refuse, "strftime_now": lambda form: now().strftime(form)}
-    try:
-        compiled = environment.from_string(template)
-    except TemplateError as error:
-        raise TokenizerError(f"the chat template in {directory} is broken: {error}") from None
-
-    def render(**conversation) -> str:
-        try:
-            return compiled.render(**conversation)
-        except TokenizerError:
-            raise
-        except Exception as error:  # whatever a template does wrong with a conversation is no fault of ours
-            raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
-
-    return render
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Making a tokenizer
 
@@ -297,7 +397,7 @@ def load_chat_template(directory: str | Path) -> Callable[..., str] | None:
 def char_tokenizer(text: str) -> CharTokenizer:
     """The character tokenizer of a text: its distinct characters, sorted, numbered from 0."""
     vocab = {character: i for i, character in enumerate(sorted(set(text)))}
-    split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": EVERY_CHARACTER}, "behavior": "Isolated", "invert": False}
     # no character is longer than one, so this unknown token is never found and an unknown character stays an error
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unknown>"}
     return CharTokenizer(make_spec(model, split, {"type": "Fuse"}))
@@ -366,18 +466,52 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     if not path.is_file():
         raise TokenizerError(f"no tokenizer in {directory}: run `python train.py --out {directory}`, or copy it there")
     try:
-        spec = json.loads(path.read_text(encoding="utf-8"))
-        config_path = path.with_name("tokenizer_config.json")
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
-        eos_token = config.get("eos_token") or END_OF_TEXT  # the hub writes a string or a dictionary
-        eos_token = eos_token["content"] if isinstance(eos_token, dict) else eos_token
-        kind = {"WordLevel": CharTokenizer, "BPE": BPETokenizer}[spec["model"]["type"]]
-        return kind(spec, eos_token)
+        spec = read_json(path)
+        config = read_json(path.with_name("tokenizer_config.json"))
+        kinds = {"WordLevel": CharTokenizer, "BPE": BPETokenizer}
+        kind = spec["model"]["type"]
+        if kind not in kinds:
+            raise foreign(f"is of the kind {kind}, supported are byte-level BPE and single characters")
+        tokenizer = kinds[kind](spec, token_text(config.get("eos_token")) or END_OF_TEXT)
+        check_config(tokenizer, config)
+        check_fits_model(tokenizer, path.parent)
+        return tokenizer
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise TokenizerError(f"{path} is not a tokenizer this code reads ({why}): restore it") from error
+
+
+def read_json(path: Path) -> dict:
+    """What a file says, {} where there is none. Raises ValueError or RecursionError."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def token_text(token: str | dict | None) -> str | None:
+    """The hub writes a control token as a text or as a dictionary."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def check_config(tokenizer: Tokenizer, config: dict):
+    """Raises TokenizerError for control tokens that only tokenizer_config.json has: transformers reads them, too."""
+    for token in config.get("added_tokens_decoder", {}).values():
+        check_added_token(token, tokenizer.spec.get("normalizer") is not None)
+        if token["content"] not in tokenizer.control:
+            raise foreign(f"lacks {token['content']!r}, which tokenizer_config.json adds")
+
+
+def check_fits_model(tokenizer: Tokenizer, directory: Path):
+    """Raises TokenizerError if the model beside it, if there is one, lacks rows for some tokens."""
+    try:
+        rows = read_json(directory / "config.json").get("vocab_size")
+    except (ValueError, AttributeError, RecursionError):
+        return  # whoever reads the model says it better
+    if type(rows) is int and rows < tokenizer.vocab_size:
+        raise TokenizerError(
+            f"it has {tokenizer.vocab_size} tokens, but config.json beside it says that the model has {rows}: "
+            "they do not belong together, copy the model's own tokenizer there"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
