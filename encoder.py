@@ -29,7 +29,7 @@ from tokenizer import Tokenizer, TokenizerError, load_tokenizer, token_name
 
 # Encoding takes 20 to 500 ns a byte, whatever the text: 4,096 characters or ids are at most 2 ms.
 SHORT = 4096
-JOB_SECONDS = 10  # of CPU time for one job: 4 MiB, the largest body, take 2
+JOB_SECONDS = 20  # of CPU time for one job: 4 MiB, the largest body, take 1 to 5
 JOB_MEMORY = 2**30  # bytes that a job may take: 4 MiB take 0.4 GiB
 MAX_WAITING = 2**26  # characters and ids of all jobs that wait or are worked at: so much memory they hold here
 MAX_NAMES = 2**18  # tokens that one answer names
