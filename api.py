@@ -9,6 +9,7 @@ text of tokens and shapes what is said. Not run by itself; only these two rooms 
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -29,7 +30,9 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import protocol
+from encoder import Encoder, EncoderBusy, read_ids
 from protocol import ApiError, Choice, error_body, error_response
+from tokenizer import TokenizerError
 
 OPEN_PATHS = ("/livez", "/readyz")  # what a supervisor asks; everything else needs the key, if there is one
 PING_SECONDS = 10  # a stream that has nothing to say says so this often, or proxies take it for dead
@@ -38,6 +41,8 @@ RETRY = {"Retry-After": "1"}  # seconds
 GONE = "the client is gone"
 MAX_HEAD = 2**16  # bytes of a request before its body
 PING = b": ping\n\n"
+MAX_LONG_ANSWERS = 4  # of /tokenize and /detokenize, in memory at once
+SLICE = 2**18  # bytes of such an answer that go out at a time
 
 # Upper bounds of the histograms in /metrics: vLLM's, so that its rules and boards find them, and finer ones in front
 # for what is faster here. The same for every model: only so can histograms of several servers be added up.
@@ -296,11 +301,12 @@ class Metrics:
 
 
 class Service:
-    """What all requests share: the engine's client, the tokenizer, the flags, and whether new work is taken."""
+    """What all requests share: the engine's client, the encoder, the flags, and whether new work is taken."""
 
-    def __init__(self, client, tokenizer, args: argparse.Namespace, keys: list[str], chat_template: Callable | None):
-        self.client, self.tokenizer, self.args, self.keys = client, tokenizer, args, keys
-        self.chat_template = chat_template  # None: the checkpoint has none
+    def __init__(self, client, encoder: Encoder, args: argparse.Namespace, keys: list[str]):
+        self.client, self.encoder, self.args, self.keys = client, encoder, args, keys
+        self.tokenizer = encoder.tokenizer
+        self.telling = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.name, self.created = args.served_model_name or args.model, int(time.time())
         self.metrics, self.draining, self.deadline = Metrics(self.name), False, 0.0
         client.on_stats, client.on_state = self.metrics.update, self.engine_changed
@@ -354,23 +360,40 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
         return request
 
-    def encode(self, request) -> list[list[int]]:
-        """Token ids of each prompt. Raises ApiError for what the tokenizer or the chat template does not take."""
+    def encoding(self, request) -> tuple[dict, int]:
+        """The encoder's job for a request's texts or messages, and how many characters they have."""
+        if not request.messages:
+            texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+            return {"texts": texts}, sum(map(len, texts))
+        if not self.encoder.has_chat:
+            message = f"{self.name} has no chat template: use /v1/completions or put one into the checkpoint"
+            raise ApiError(400, message, "messages")
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        options = {"add_generation_prompt": request.add_generation_prompt}
+        return {"messages": messages, "options": options}, sum(len(message["content"]) for message in messages)
+
+    async def ask_encoder(self, job: dict, size: int, param: str) -> tuple[dict, bytes]:
+        """What encoder.py makes of a job. Raises ApiError, about the field `param`."""
         try:
-            if not request.messages:
-                prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-                return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-            if self.chat_template is None:
-                raise ValueError(
-                    f"{self.name} has no chat template: use /v1/completions or put one into the checkpoint"
-                )
-            messages = [message.model_dump(exclude_none=True) for message in request.messages]
-            text = self.chat_template(messages=messages, add_generation_prompt=request.add_generation_prompt)
-            if not (ids := self.tokenizer.encode(text, allow_special=True)):  # a template may name control tokens
-                raise ValueError("the chat template makes no text of this conversation")
-            return [ids]
-        except ValueError as error:
-            raise ApiError(400, str(error), "messages" if request.messages else "prompt") from None
+            return await self.encoder.ask(job, size)
+        except TokenizerError as error:
+            raise ApiError(400, str(error), param) from None
+        except EncoderBusy:
+            message = "too much text is waiting to be encoded: try again later"
+            raise ApiError(429, message, None, "encoder_busy", RETRY) from None
+        except RuntimeError as error:
+            raise ApiError(503, f"{error}: try again", None, "encoder_ended", RETRY) from None
+
+    async def encode(self, request) -> list[list[int]]:
+        """Token ids of each prompt. Raises ApiError."""
+        if not request.messages and isinstance(request.prompt[0], list):
+            return request.prompt  # given as token ids
+        limit = self.client.info["max_model_len"]
+        job, size = self.encoding(request)
+        param = "messages" if request.messages else "prompt"
+        head, data = await self.ask_encoder(job | {"limit": limit}, size, param)
+        request.check_length(max(head["counts"]), limit)  # of a prompt that is too long there are no ids
+        return read_ids(head, data)
 
     # what the routes answer: an ASGI application each
 
@@ -378,10 +401,7 @@ class Service:
         request = await self.read(http, kind)
         count = 1 if request.messages else len(request.prompt)
         self.check_room(count * request.n)  # before they are encoded: a million prompts take seconds
-        given = not request.messages and isinstance(request.prompt[0], list)  # as token ids
-        prompts = (
-            request.prompt if given else await asyncio.to_thread(self.encode, request)
-        )  # a long text takes a while
+        prompts = await self.encode(request)
         info = self.client.info
         request.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_id"])
         job = Job(self, request, prompts, f"{http.scope['salt']}:{request.cache_salt or ''}")
@@ -391,17 +411,32 @@ class Service:
 
     async def tokenize(self, http: Request) -> Response:
         request = await self.read(http, protocol.TokenizeRequest)
-        (ids,) = await asyncio.to_thread(self.encode, request)
-        answer = {"count": len(ids), "max_model_len": self.client.info["max_model_len"], "tokens": ids}
-        names = [protocol.token_name(self.tokenizer.spelled_bytes(i)) for i in ids]
-        return json_response(answer | {"token_strs": names if request.return_token_strs else None})
+        job, size = self.encoding(request)
+        answer = {"names": request.return_token_strs, "max_model_len": self.client.info["max_model_len"]}
+        return self.told(job | {"answer": answer}, size, "messages" if request.messages else "prompt")
 
     async def detokenize(self, http: Request) -> Response:
         tokens, V = (await self.read(http, protocol.DetokenizeRequest)).tokens, self.client.info["vocab_size"]
         if max(tokens, default=0) >= V:
             raise ApiError(400, f"token id {max(tokens)} is outside the vocabulary, 0..{V - 1}", "tokens")
-        text = b"".join(map(self.tokenizer.spelled_bytes, tokens)).decode("utf-8", "replace")
-        return json_response({"prompt": text})
+        return self.told({"tokens": tokens}, len(tokens), "tokens")
+
+    def told(self, job: dict, size: int, param: str) -> Callable:
+        """
+        The ASGI application that answers with the JSON which the encoder makes. Of long ones only a few are there at
+        once, until their clients have read them: each may have 30 MB.
+        """
+
+        async def answer(scope, receive, send):
+            async with contextlib.nullcontext() if self.encoder.is_short(job, size) else self.telling:
+                _, data = await self.ask_encoder(job, size, param)
+                headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                for start in range(0, len(data), SLICE):  # each `send` waits until the one before is on its way
+                    more = start + SLICE < len(data)
+                    await send({"type": "http.response.body", "body": data[start : start + SLICE], "more_body": more})
+
+        return answer
 
     async def models(self, http: Request) -> Response:
         self.check_ready()
@@ -436,6 +471,7 @@ class Service:
         self.client.attach()
         await self.server.serve(sockets=[sock])
         self.client.close()
+        self.encoder.close()
         return self.client.reason if self.client.state == "dead" else None
 
     def engine_changed(self, state: str):

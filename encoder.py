@@ -69,7 +69,7 @@ class Encoder:
         What `work` makes of a job whose texts have so many characters, or ids. Raises TokenizerError for what the
         client can change, EncoderBusy, and RuntimeError should the process end for another reason.
         """
-        if self._is_short(job, size):
+        if self.is_short(job, size):
             return work(job, self.tokenizer, None)
         if self.waiting + size > MAX_WAITING:
             raise EncoderBusy
@@ -87,14 +87,14 @@ class Encoder:
             process.kill()
             process.wait()
 
-    def _is_short(self, job: dict, size: int) -> bool:
+    def is_short(self, job: dict, size: int) -> bool:
         """Whether a job takes 2 ms at most. A template can be any program, and a checkpoint's own pattern is one."""
         if "messages" in job or not self.tokenizer.has_known_pattern:
             return False
         return size + 16 * len(job.get("texts", ())) <= SHORT
 
     def _do(self, job: dict, size: int) -> tuple[dict, bytes]:
-        if self._is_short(job, size):
+        if self.is_short(job, size):
             return work(job, self.tokenizer, None)
         return self.thread.submit(self._exchange, job).result()
 

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
-from tokenizer import TextStream
+from tokenizer import TextStream, token_name
 
 # What OpenAI calls the kinds of error; a client library turns status and type into an exception of its own.
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -40,11 +40,11 @@ IGNORED |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"
 # Fields that would change the answer and that this server does not serve, each with the value that asks for nothing
 # (None: only null does). To implement one, move it from here to a field of a request.
 NEUTRAL = {"best_of": 1, "length_penalty": 1, "suffix": "", "use_beam_search": False, "early_stopping": False}
-NEUTRAL |= {"spaces_between_special_tokens": True, "add_special_tokens": True}
+NEUTRAL |= {"spaces_between_special_tokens": True}
 NEUTRAL_IN_CHAT = NEUTRAL | {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"}
 NEUTRAL_IN_CHAT |= {"response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True}
 NEUTRAL_IN_CHAT |= {"chat_template": None, "chat_template_kwargs": {}, "continue_final_message": False, "echo": False}
-NEUTRAL_IN_CHAT |= {"add_special_tokens": False, "reasoning_effort": None}
+NEUTRAL_IN_CHAT |= {"reasoning_effort": None}
 NEUTRAL_IN_CHAT |= {"web_search_options": None, "audio": None, "moderation": None}
 # Of a message nothing else is refused: clients send back whole answers, with all their fields.
 NEUTRAL_IN_MESSAGE = {"tool_calls": [], "function_call": None, "audio": None, "images": [], "prefix": False}
@@ -360,7 +360,16 @@ class SamplingRequest(Strict):
         stops = {*self.stop_token_ids, eos_token_id}
         if self.min_tokens and all(token in stops for token in self.allowed_token_ids or range(vocab_size)):
             raise ApiError(400, "min_tokens: all tokens that are allowed are stop tokens", "min_tokens")
-        longest, scored = max(map(len, prompts)), self.prompt_candidates is not None
+        self.check_length(max(map(len, prompts)), max_model_len)
+        scores = sum(self.num_scores(len(prompt), max_model_len) for prompt in prompts)
+        if scores > MAX_SCORES:
+            message = f"{scores} log-probabilities in one answer, at most {MAX_SCORES} are told: "
+            message += "lower max_tokens, n or the number of log-probabilities, or split the call"
+            raise ApiError(400, message, "logprobs" if self.prompt_candidates is None else "prompt")
+
+    def check_length(self, longest: int, max_model_len: int):
+        """Raises ApiError if a prompt of so many tokens, and the tokens asked for, are more than the model takes."""
+        scored = self.prompt_candidates is not None
         wanted = max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens or int(scored)
         if (total := longest + wanted) > max_model_len:
             # client libraries look for these very words, and for the code
@@ -368,11 +377,6 @@ class SamplingRequest(Strict):
             numbers = f"{longest} prompt tokens and max_tokens {wanted} make {total}"
             message = f"{limit}, {numbers}: shorten the prompt or lower max_tokens"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
-        scores = sum(self.num_scores(len(prompt), max_model_len) for prompt in prompts)
-        if scores > MAX_SCORES:
-            message = f"{scores} log-probabilities in one answer, at most {MAX_SCORES} are told: "
-            message += "lower max_tokens, n or the number of log-probabilities, or split the call"
-            raise ApiError(400, message, "logprobs" if self.prompt_candidates is None else "prompt")
 
     def num_scores(self, prompt_length: int, max_model_len: int) -> int:
         """The most log-probabilities that an answer to such a prompt can have; each choice tells the prompt's too."""
@@ -393,6 +397,7 @@ class CompletionRequest(SamplingRequest):
     max_tokens: int | None = Field(16, ge=0, lt=INT32)  # 0: score the prompt
     logprobs: Candidates | None = None  # of the model's distribution, before temperature and penalties
     echo: bool = False
+    add_special_tokens: bool = True  # changes nothing: tokenizers that would add some are refused at start
     messages: ClassVar[tuple] = ()
 
     @property
@@ -438,6 +443,7 @@ class ChatRequest(SamplingRequest):
     logprobs: bool = False
     top_logprobs: Candidates | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False  # as in completions
 
     @model_validator(mode="before")
     @classmethod
@@ -490,7 +496,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Messages = Field([], min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool = True  # our tokenizers add none
+    add_special_tokens: bool = True  # as in completions
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
@@ -579,14 +585,6 @@ class Choice:
         """The client knows all that there is until now."""
         self.text, self.tokens, self.scores, self.offsets = "", [], [], []
         self.is_first, self.is_over = False, self.finish_reason is not None
-
-
-def token_name(data: bytes) -> str:
-    """A token's text; bytes that are no whole characters are spelled out, so that no two tokens are called the same."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def candidates(token: int, score: list, n: int) -> dict[int, float]:

@@ -30,7 +30,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from tokenizer import TextStream, load_chat_template, load_tokenizer
+from encoder import Encoder
+from tokenizer import TextStream
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
@@ -344,11 +345,13 @@ def serve_http(args: argparse.Namespace) -> str | None:
     if args.api_key_file is not None:
         warn_of_readable_keys(args.api_key_file)
     terminate_on_hang_up()
-    tokenizer, chat_template = load_tokenizer(args.model), load_chat_template(args.model)
+    encoder = Encoder(args.model)
     client = EngineClient(partial(start_engine, args))
     try:
-        return run_on_loop(Service(client, tokenizer, args, api_keys(args), chat_template).run(sock))
+        encoder.check()  # while the model loads
+        return run_on_loop(Service(client, encoder, args, api_keys(args)).run(sock))
     finally:
+        encoder.close()
         client.process.join(5 if client.state == "ready" else 0)  # one that is loading does not hear us
         client.process.kill()
 
@@ -361,12 +364,12 @@ def complete_at_terminal(args: argparse.Namespace):
     """Continue --prompt on stdout as the tokens come, with the engine in this process; Ctrl-C ends it."""
     from sampling import SamplingParams
 
-    tokenizer, engine = load_tokenizer(args.model), build_engine(args)
-    prompt = tokenizer.encode(args.prompt)
+    encoder, engine = Encoder(args.model), build_engine(args)
+    prompt = encoder.encode(args.prompt)
     room = max(1, min(200, engine.max_model_len - len(prompt)))
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens or room, seed=args.seed)
     engine.add_request("terminal", prompt, params)
-    text, started, count = TextStream(tokenizer.token_bytes), time.perf_counter(), 0
+    text, started, count = TextStream(encoder.tokenizer.token_bytes), time.perf_counter(), 0
     print(args.prompt, end="", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         while engine.has_work:

@@ -4,14 +4,18 @@ says what the test's prompt tells it to. So every test here takes milliseconds a
 """
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from itertools import pairwise
@@ -28,9 +32,10 @@ from starlette.requests import Request
 
 import api
 import serve
+from encoder import Encoder
 from protocol import NEUTRAL, ApiError, Choice, CompletionRequest
 from serve import EngineClient
-from tokenizer import TextStream, load_chat_template
+from tokenizer import TextStream, TokenizerError, bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
 EOS = 256
@@ -40,10 +45,11 @@ class ByteTokenizer:
     """A token a byte, so that every character beyond ASCII is split over tokens. It does not know the character \\0."""
 
     vocab_size, eos_token_id = 257, EOS
+    has_known_pattern = True
 
     def encode(self, text, allow_special=False):
         if "\0" in text:
-            raise ValueError("character '\\x00' is not in the vocabulary")
+            raise TokenizerError("character '\\x00' is not in the vocabulary")
         return list(text.encode("utf-8", "replace"))
 
     def token_bytes(self, token):
@@ -149,10 +155,19 @@ class FakeEngine(threading.Thread):
         self.inbox.close(), self.outbox.close()
 
 
+@functools.cache
+def bytes_directory() -> str:
+    """A directory whose tokens are bytes as well: what the encoding process opens."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    bpe_tokenizer([]).save(folder)
+    return folder
+
+
 class Server:
     """api.Service on a free port, in a thread."""
 
-    def __init__(self, *flags, engine=None, send_buffer=None, chat_template=None):
+    def __init__(self, *flags, engine=None, send_buffer=None, directory=None):
         self.engine = engine or FakeEngine()
         self.args = args = serve.parse_args(["--model", "fake", "--port", "0", "--no-access-log", *flags])
         for fake in filter(None, (self.engine, self.engine.successor)):
@@ -163,7 +178,9 @@ class Server:
         self.address = self.sock.getsockname()
         self.engines = iter([self.engine, self.engine.successor])
         client = EngineClient(self.start_engine)
-        self.service = api.Service(client, ByteTokenizer(), args, serve.api_keys(args), chat_template)
+        self.service = api.Service(
+            client, Encoder(directory or bytes_directory(), ByteTokenizer()), args, serve.api_keys(args)
+        )
         self.result = "still running"
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.http = httpx.Client(base_url="http://{}:{}".format(*self.address), timeout=30, verify=False)
@@ -629,8 +646,9 @@ def chat(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     template = "{{ 'say ' if add_generation_prompt }}{{ messages[-1].content }}"
     template += "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with Server(chat_template=load_chat_template(folder)) as server:
+    bpe_tokenizer([]).save(folder)  # its tokens are the bytes, too
+    (folder / "chat_template.jinja").write_text(template)
+    with Server(directory=folder) as server:
         yield server
 
 
@@ -700,17 +718,6 @@ def test_chats_refused(chat, server):
     assert error_of(ask(chat, [{"role": "system", "content": "x"}]))["message"] == "no system message"
     assert error_of(ask(chat, tools=[{"type": "function"}]))["param"] == "tools"
     assert ask(chat, model="other").status_code == 404
-
-
-def test_a_template_cannot_leave_its_sandbox(tmp_path):
-    """It comes with the checkpoint, from anywhere: it must not reach the machine."""
-    for template in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"):
-        (tmp_path / "chat_template.jinja").write_text(template)
-        with pytest.raises(ValueError, match="the chat template refuses"):
-            load_chat_template(tmp_path)(messages=[])
-    (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(ValueError, match="is broken"):
-        load_chat_template(tmp_path)
 
 
 def test_models(server):
@@ -1462,10 +1469,11 @@ def test_engine_dies_while_a_prompt_is_encoded():
     with Server(engine=FakeEngine(successor=FakeEngine(ready=False))) as server:
         encode = server.service.encode
 
-        def slow(request):
-            server.engine.die()
-            wait_until(lambda: server.service.client.state == "restarting")
-            return encode(request)
+        async def slow(request):
+            await asyncio.to_thread(server.engine.die)
+            while server.service.client.state != "restarting":
+                await asyncio.sleep(0.002)
+            return await encode(request)
 
         server.service.encode = slow
         assert server.post("say hi").status_code == 503
