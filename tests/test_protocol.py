@@ -48,7 +48,7 @@ def test_defaults():
         "stream_options": {"include_usage": False, "continuous_usage_stats": False},
         "include_stop_str_in_output": False, "stop_token_ids": [], "ignore_eos": False, "min_tokens": 0,
         "skip_special_tokens": True, "prompt_logprobs": None, "echo": False, "logprobs": None,
-        "return_token_ids": False, "priority": 0, "cache_salt": None, "request_id": None,
+        "return_token_ids": False, "priority": 0, "cache_salt": None, "request_id": None, "add_special_tokens": True,
     }  # fmt: skip
     chat = ChatRequest(messages=[{"role": "user", "content": "x"}])
     assert (chat.max_tokens, chat.logprobs, chat.candidates, chat.add_generation_prompt) == (None, False, None, True)
