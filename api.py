@@ -2,9 +2,9 @@
 The OpenAI-compatible HTTP surface: who may come in, what each path answers, and how long clients may take.
 
 The way of a request: a `Connection` reads it, the `Gate` lets it in, a method of `Service` answers its path. For a
-completion that is a `Job` with a `Choice` for each continuation of each prompt: `EngineClient` (in serve.py, which
-starts all this) carries token ids to the engine's process and back; protocol.py has the rules of what is taken, makes
-text of tokens and shapes what is said. Not run by itself; only these two rooms import the HTTP packages.
+completion that is a `Job` with a `Choice` for each continuation of each prompt: `EngineClient` (in client.py) carries
+token ids to the engine's process and back; protocol.py has the rules of what is taken, makes text of tokens and shapes
+what is said. Not run by itself: serve.py starts it. Only this room and protocol.py import the HTTP packages.
 """
 
 import argparse
@@ -98,6 +98,7 @@ class Job:
             else:  # echo of the prompt alone is no work for the engine
                 for choice in choices:
                     self.take(choice, [], "length", 0)
+                self.changed.set()
         tasks = [asyncio.create_task(self.watch(receive))]
         try:
             if self.request.stream:
@@ -119,8 +120,20 @@ class Job:
         choice.take(tokens, *output)
         self.service.metrics.took(choice, len(tokens))
         self.num_unfinished -= choice.finish_reason is not None
-        if self.request.stream or self.is_done:
+        if self.request.stream:
+            self.client.rounds.add(self)
+        elif self.is_done:
             self.changed.set()
+
+    def refuse(self, kind: str, message: str):
+        """The engine does not take a choice, or failed at it."""
+        match kind:
+            case "invalid":
+                self.fail(400, message)
+            case "full":
+                self.fail(429, message, None, "queue_full", RETRY)
+            case _:
+                self.fail(500, message)
 
     def fail(self, *error):
         """End the call, all its choices, with ApiError(*error)."""
@@ -468,7 +481,7 @@ class Service:
         self.server, self.loop, self.sock = uvicorn.Server(config), asyncio.get_running_loop(), sock
         self.server.handle_exit = lambda *_: self.loop.call_soon_threadsafe(self.stop)  # ours drains first
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
-        self.client.attach()
+        await self.client.attach()
         await self.server.serve(sockets=[sock])
         self.client.close()
         self.encoder.close()

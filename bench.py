@@ -20,7 +20,6 @@ cores makes 100 ms of a token of 1 ms, because threads that wait for each other 
 """
 
 import argparse
-import asyncio
 import inspect
 import itertools
 import json
@@ -34,6 +33,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 # Read when torch loads OpenMP: how long a thread that waits spins before it sleeps. Without a limit, one
@@ -44,6 +45,7 @@ import torch
 
 import kernels
 import layers
+import load
 from engine import Engine
 from model import DTYPES, GPT, GPTConfig, load_checkpoint, load_config, packed_for_cpu, save_checkpoint, serving_dtype
 from paged import Request, Scheduler
@@ -70,11 +72,15 @@ FLAGS = {  # what --help says of them; which a command has, and their defaults, 
     "--no-graphs": "launch each kernel by itself",
     "--no-overlap": "wait for each step before the next is planned",
     "--streams": "requests at once",
+    "--client-processes": "that the clients are spread over",
+    "--slow-clients": "how many of them read 1 KB/s",
+    "--rate": "requests a second of the run at random times; 0: by what was managed at once",
     "--flags": "of serve.py, as in --flags='--dtype bf16'",
     "--device": "cpu, in fp32, or cuda, in bf16",
     "--out": "where to write the picture; those of the README are in assets/",
 }
 COMMANDS: dict[str, tuple[Callable, dict]] = {}  # name -> its function, its flags with their defaults
+SLOW = 1000  # bytes a second that a slow client reads
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
 
@@ -524,72 +530,77 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
     return int((logits.amax(1) - chosen > 1e-4).sum())
 
 
-@command(model="out/stdlib", streams=[1, 32, 256], flags="")
+@command(
+    model="out/stdlib",
+    streams=[1, 32, 256],
+    client_processes=max(1, 3 * os.cpu_count() // 4),
+    slow_clients=0,
+    rate=0.0,
+    repeats=1,
+    flags="",
+)
 def bench_server(args) -> dict:
     """
-    The offline workload over HTTP, as many requests as streams, all at once: 1, 32 and 256. Output tokens per second,
-    milliseconds to the first token, and between tokens, (last - first) / (tokens - 1) of a request. Client, HTTP and
-    engine are three processes. Where the model's context is too short, the workload's lengths are divided. Afterwards
-    the same without a server, by Engine.generate with all threads: the share of that speed that is left over HTTP.
+    The offline workload over HTTP: as many requests as streams, all at once, and then again, with other prompts, at
+    random times (Poisson) at --rate requests a second (0: at 70% of what was managed at once). The clients are
+    processes of their own with raw sockets, see load.py. Output tokens per second until the last token; milliseconds
+    from when a request was due to its first token; milliseconds between arrivals of text. --slow-clients of the streams
+    read 1 KB/s: once as fast as the others, then slowly; both rows are of the others. Where the model's context is too
+    short, the workload's lengths are divided. Afterwards the same requests, all at once, without a server, by
+    Engine.generate with as many threads as the server's engine has: the share of that speed that is left over HTTP.
     """
-    from serve import build_engine, parse_args
+    from serve import build_engine, engine_threads, parse_args
 
-    config = load_config(args.model)
+    config, result, seconds, seeds = load_config(args.model), {"model": args.model}, {}, itertools.count(1)
+    works = {n: [offline_workload(n, scale_for(config), config.vocab_size, next(seeds)) for _ in range(args.repeats)]
+             for n in args.streams}  # fmt: skip
+    with server(args) as (host, port):
+        ask = partial(load.load, host, port, processes=args.client_processes)
+        ask(requests(offline_workload(8, 8, config.vocab_size)))  # warm-up
+        for n in args.streams:
+            runs = [load.summary(ask(requests(work))) for work in works[n]]
+            seconds[n] = statistics.median(run["s"] for run in runs)
+            result[f"{n} streams"] = sorted(runs, key=lambda run: run["s"])[len(runs) // 2]
+            if n == 1:
+                continue
+            rate = args.rate or round(0.7 * n / seconds[n], 1)
+            work = offline_workload(n, scale_for(config), config.vocab_size, next(seeds))
+            result[f"{n} at {rate}/s"] = load.summary(ask(requests(work, rate)))
+            for slow in [0, args.slow_clients] if 0 < args.slow_clients < n else []:
+                work = offline_workload(n, scale_for(config), config.vocab_size, next(seeds))
+                others = ask(requests(work, num_slow=slow))[args.slow_clients :]
+                result[f"{n} streams, {slow} slow"] = load.summary(others)
+    torch.set_num_threads(engine_threads())
+    engine = build_engine(parse_args(["--model", args.model, *args.flags.split()]))
+    timed(engine, offline_workload(8, 8, config.vocab_size, seed=99))  # warm-up
+    for n in args.streams:
+        alone = statistics.median(timed(engine, work)[0] for work in works[n])
+        result[f"{n} streams"]["of the engine alone"] = f"{alone / seconds[n]:.0%}"
+    return result
+
+
+@contextmanager
+def server(args):
+    """serve.py with --model and --flags in a process of its own: its host and port."""
     command = [sys.executable, "serve.py", "--model", args.model, "--port", "0", "--no-access-log", *args.flags.split()]
-    process, result = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), {"model": args.model}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         greeting = process.stdout.readline()
         if not greeting:
             raise ValueError("the server did not start: see above")
-        host, port = greeting.split("//")[1].strip().split(":")
-        asyncio.run(streams(host, int(port), offline_workload(8, 8, config.vocab_size)))  # warm-up
-        for seed, n in enumerate(args.streams):
-            work = offline_workload(n, scale_for(config), config.vocab_size, seed)
-            times, tokens = asyncio.run(streams(host, int(port), work)), [answer for _, answer in work]
-            seconds, first = max(last for _, last in times), [1e3 * one for one, _ in times]
-            between = [1e3 * (last - one) / (t - 1) for (one, last), t in zip(times, tokens, strict=True) if t > 1]
-            result[f"{n} streams"] = {"output tok/s": round(sum(tokens) / seconds), "s": round(seconds, 2)} | {
-                f"{name} p{p}, ms": round(sorted(values)[min(len(values) - 1, len(values) * p // 100)], 2)
-                for name, values in (("first token", first), ("inter-token", between))
-                for p in (50, 99)
-            }
+        yield greeting.split("//")[1].strip().split(":")
     finally:
         process.terminate()
         process.wait(60)
-    engine = build_engine(parse_args(["--model", args.model, *args.flags.split()]))
-    timed(engine, offline_workload(8, 8, config.vocab_size, seed=99))  # warm-up
-    for seed, n in enumerate(args.streams):
-        alone, _ = timed(engine, offline_workload(n, scale_for(config), config.vocab_size, seed))
-        result[f"{n} streams"]["of the engine alone"] = f"{alone / result[f'{n} streams']['s']:.0%}"
-    return result
 
 
-async def streams(host: str, port: int, work: Work) -> list[tuple[float, float]]:
-    """Send all requests (prompt, tokens to answer) at once; seconds until the first and the last token of each came."""
-
-    def message(prompt: list[int], tokens: int) -> bytes:
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True, "stream": True}
-        body = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
-
-    async def stream(message: bytes, tokens: int) -> tuple[float, float]:
-        reader, writer = await asyncio.open_connection(host, port)
-        writer.write(message)
-        received, first, last = b"", 0.0, 0.0
-        while chunk := await reader.read(65536):
-            received = received[-4096:] + chunk
-            if b'"text"' in chunk:
-                last = time.perf_counter() - started
-                first = first or last
-        writer.close()
-        if f'"completion_tokens":{tokens},'.encode() not in received.replace(b" ", b""):
-            raise ValueError(f"wanted {tokens} tokens, the answer ends with {received[-300:].decode(errors='replace')}")
-        return first, last
-
-    messages = [(message(*request), request[1]) for request in work]
-    started = time.perf_counter()
-    return await asyncio.gather(*(stream(*each) for each in messages))
+def requests(work: Work, rate: float = 0, num_slow: int = 0) -> list[dict]:
+    """What load.py sends: all at once or, with a rate, as a Poisson process; the first num_slow clients are slow."""
+    rng, at, found = random.Random(0), 0.0, []
+    for i, (prompt, tokens) in enumerate(work):
+        at += rng.expovariate(rate) if rate else 0.0
+        found.append(load.completion(prompt, tokens, at, SLOW if i < num_slow else None))
+    return found
 
 
 @command(model="gpt2-124M")

@@ -9,7 +9,6 @@ The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py
 Letters: B requests, T tokens, M blocks per table, S block size, R sampled tokens.
 """
 
-import json
 import os
 import random
 import sys
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from links import Link, Links
 from model import GPT, GPTConfig
 from paged import Plan, Request, Scheduler
 from runner import InFlight, Runner, kv_dtype
@@ -193,6 +193,11 @@ class Engine:
         self.delays: dict[str, list[float]] = {"waited": [], "prefilled": []}  # in seconds, see `stats`
         self.trace, self.check = trace, check
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
+
+    @property
+    def num_at_work(self) -> int:
+        """Choices that wait or run, those still to be forked included."""
+        return len(self.requests) + sum(n - 1 for n in self.num_choices.values())
 
     def statement(self) -> str:
         """What was built: memory, room, graphs and the way of attention, to be said once before it serves."""
@@ -456,6 +461,7 @@ class Engine:
             "queries": scheduler.num_queried_tokens,
             "hits": scheduler.num_hit_tokens,
             "preemptions": scheduler.num_preemptions,
+            "at_work": self.num_at_work,
             **delays,
         }
 
@@ -593,56 +599,82 @@ def interleaved_generate(
     return scheduler
 
 
-def run(engine: Engine, inbox, outbox):
+def run(engine: Engine, links: Links, max_queue: int | None = None):
     """
     The engine's own loop, for a thread or a process: take in what has arrived, compute a step, send out what it
-    brought, until told to stop or the other side is gone. `inbox` and `outbox` are ends of `multiprocessing.Pipe`s;
-    messages are JSON, never pickles, so neither side can run code in the other:
+    brought, until all other sides are gone. Over each link go (links.py has the wire):
 
         in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
-             {"op": "abort", "id"}   {"op": "stop"}
+             {"op": "abort", "id"}
         out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_id"}
              {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores...], ...], "stats": of the engine}
-             {"op": "error", "id", "message", "kind": "invalid" for what the client can change, else "internal"}
+             {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, "full" when more than
+             `max_queue` choices would wait for a row, else "internal"
+
+    Ids are the link's own. What a link has added ends with it.
     """
-
-    def send(op: str, **message):
-        outbox.send_bytes(json.dumps({"op": op, **message}).encode())
-
-    def take(message: dict) -> bool:
-        if message["op"] == "add":
-            params, options = message["params"], message.get("options", {})
-            if bias := params.get("logit_bias"):
-                params["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON's keys are texts
-            if allowed := params.get("allowed_token_ids"):
-                params["allowed_token_ids"] = array("q", allowed)  # 8 bytes for each, a list takes 40
-            try:
-                engine.add_request(message["id"], message["prompt"], SamplingParams(**params), **options)
-            except (ValueError, TypeError) as error:
-                send("error", id=message["id"], message=str(error), kind="invalid")
-        elif message["op"] == "abort":
-            engine.abort(message["id"])
-            if not engine.has_work:  # no step will tell
-                send("step", out=[], stats=engine.stats())
-        return message["op"] != "stop"
-
     limits = {"max_model_len": engine.max_model_len, "max_num_seqs": engine.scheduler.max_num_seqs}
-    limits |= {"vocab_size": engine.config.vocab_size}
-    try:
-        send("ready", **limits, eos_token_id=engine.config.eos_token_id)
-        while True:
-            while not engine.has_work or inbox.poll():  # idle: wait for a message; busy: take those that are there
-                if not take(json.loads(inbox.recv_bytes())):
-                    return
-            outputs = engine.step()
-            for output in outputs:
-                if output.error:
-                    send("error", id=output.id, message=output.error, kind="internal")
-            good = [o for o in outputs if not o.error]
-            rows = [[o.id, o.tokens, o.finish_reason, o.cached_tokens] for o in good]
-            for row, o in zip(rows, good, strict=True):
-                if o.logprobs or o.prompt_logprobs:
-                    row += [o.logprobs, o.prompt_logprobs]
-            send("step", out=rows, stats=engine.stats())
-    except (EOFError, BrokenPipeError):  # the server is gone: nobody is left to answer
+    limits |= {"vocab_size": engine.config.vocab_size, "eos_token_id": engine.config.eos_token_id}
+    links.greet({"op": "ready"} | limits)
+    while links.is_wanted:
+        for link, message in links.receive(timeout=0 if engine.has_work else None):
+            take_in(engine, link, message, max_queue)
+        for output in engine.step():
+            send_out(links, output)
+        links.flush(engine.stats, idle=not engine.has_work)
+
+
+def take_in(engine: Engine, link: Link, message: dict, max_queue: int | None):
+    """Carry out what an HTTP process wants."""
+    match message["op"]:
+        case "add":
+            try:
+                if problem := no_room(engine, message, max_queue):
+                    link.put({"op": "error", "id": message["id"], "message": problem, "kind": "full"})
+                else:
+                    add(engine, link, message)
+            except (ValueError, TypeError) as error:
+                link.put({"op": "error", "id": message["id"], "message": str(error), "kind": "invalid"})
+        case "abort":
+            engine.abort(f"{link.number}:{message['id']}")
+        case "gone":
+            for id in [*engine.requests, *engine.num_choices]:
+                if id.startswith(f"{link.number}:"):
+                    engine.abort(id)
+
+
+def add(engine: Engine, link: Link, message: dict):
+    """Raises ValueError or TypeError for what the engine does not take."""
+    params = message["params"]
+    if bias := params.get("logit_bias"):
+        params["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON's keys are texts
+    if allowed := params.get("allowed_token_ids"):
+        params["allowed_token_ids"] = array("q", allowed)  # 8 bytes for each, a list takes 40
+    id = f"{link.number}:{message['id']}"
+    engine.add_request(id, message["prompt"], SamplingParams(**params), **message.get("options", {}))
+
+
+def no_room(engine: Engine, message: dict, max_queue: int | None) -> str:
+    """Why the queue cannot take a request, "" if it can. Decided here, since here all HTTP processes' requests meet."""
+    if max_queue is None:
+        return ""
+    count, at_work = message.get("options", {}).get("n", 1), engine.num_at_work
+    capacity = engine.scheduler.max_num_seqs + max_queue
+    if count + at_work <= capacity:
+        return ""
+    return f"{count} choices beside {at_work} in work are more than {capacity}: try again later"
+
+
+def send_out(links: Links, output: Output):
+    """Give what a step brought for a request to the link that added it."""
+    number, _, id = output.id.partition(":")
+    link = links.links.get(int(number))
+    if link is None:  # its process is gone, and this was on its way
         return
+    if output.error:
+        link.put({"op": "error", "id": id, "message": output.error, "kind": "internal"})
+        return
+    row = [id, output.tokens, output.finish_reason, output.cached_tokens]
+    if output.logprobs or output.prompt_logprobs:
+        row += [output.logprobs and [output.logprobs], output.prompt_logprobs]
+    link.put_row(row)

@@ -551,18 +551,22 @@ class Choice:
             self.offsets.append(self.stream.num_characters)
             self.text += self.stream.push(token)
 
-    def take(self, tokens: list[int], finish_reason: str | None, cached_tokens: int, score=None, prompt_scores=None):
-        """Add what a step brought. With finish_reason "stop" the last token is the one that stopped: it is no text."""
+    def take(self, tokens: list[int], finish_reason: str | None, cached_tokens: int, scores=None, prompt_scores=None):
+        """
+        Add what a step brought, or several. With finish_reason "stop" the last token is the one that stopped: it is no
+        text. `scores`, if asked for, has one for each token.
+        """
         self.cached_tokens = cached_tokens
         self.prompt_scores[:] = prompt_scores or self.prompt_scores
         if self.request.max_tokens == 0:  # the prompt's scores were all that was wanted
-            tokens, score, finish_reason = [], None, "length"
-        self.scores += [] if score is None else [score]
+            tokens, finish_reason = [], "length"
         stop_token = tokens[-1] if finish_reason == "stop" else None
         num_shown = len(tokens) - (stop_token is not None and not self.request.include_stop_str_in_output)
         for number, token in enumerate(tokens):
             self.num_tokens += 1
             self.tokens.append(token)
+            if scores:
+                self.scores.append(scores[number])
             self.offsets.append(self.stream.num_characters)
             if self.num_tokens == self.request.min_tokens + 1:
                 self.stream.stop_at(self.request.stop)

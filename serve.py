@@ -17,24 +17,22 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
-import itertools
-import json
 import multiprocessing
 import os
 import signal
 import socket
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from client import EngineClient
 from encoder import Encoder
 from tokenizer import TextStream
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
-STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 
 
 def at_least(least: int, number: type = int) -> Callable:
@@ -123,157 +121,56 @@ def build_engine(args: argparse.Namespace):
     return Engine(model, **{name: getattr(args, name) for name in names.split()})
 
 
-def engine_process(args: argparse.Namespace, inbox, outbox):
-    """What the engine's process runs: its loop, until "stop" or until the HTTP process is gone."""
+def engine_process(args: argparse.Namespace, listener: socket.socket):
+    """What the engine's process runs: its loop, until all HTTP processes are gone."""
+    from links import Links
+
+    links = Links(listener)
+    links.accept()  # now, so that they notice it if this process dies while it loads
     try:
         import torch
 
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # one core is HTTP's: on two, a p99 of 5 ms, not 30
+        torch.set_num_threads(engine_threads())
         engine = build_engine(args)
         print(engine.statement(), file=sys.stderr, flush=True)
     except Exception as error:  # whatever it is, one line says it to whoever started the server
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        with contextlib.suppress(BrokenPipeError):  # unless whoever it was has gone
-            outbox.send_bytes(json.dumps({"op": "fatal", "message": message}).encode())
+        links.greet({"op": "fatal", "message": message})
         return
     from engine import run
 
-    run(engine, inbox, outbox)
+    run(engine, links, args.max_queue)
 
 
-def start_engine(args: argparse.Namespace):
-    """Start the engine's process. Returns it and our ends of its two pipes."""
+def engine_threads() -> int:
+    """How many threads the engine computes with: one core is HTTP's. On two cores that is a p99 of 5 ms, not 30."""
+    import torch
+
+    return max(1, torch.get_num_threads() - 1)
+
+
+def start_engine(args: argparse.Namespace, listener: socket.socket) -> multiprocessing.Process:
+    """Start the engine's process, which takes in whoever connects to `listener`."""
     # not a fork, which would inherit our sockets and keep the port open; and CUDA does not survive one
     context = multiprocessing.get_context("spawn")
-    inbox, to_engine = context.Pipe(duplex=False)
-    from_engine, outbox = context.Pipe(duplex=False)
-    process = context.Process(target=engine_process, args=(args, inbox, outbox), daemon=True)
-    # A terminal signals both processes, but when to stop is HTTP's to say. The engine's inherits that both are ignored.
+    process = context.Process(target=engine_process, args=(args, listener), daemon=True)
+    with signals_ignored():
+        process.start()
+    return process
+
+
+@contextlib.contextmanager
+def signals_ignored():
+    """
+    For the start of a process, which inherits it: a terminal signals all of them, but when to stop is for the first
+    HTTP process to say.
+    """
     handlers = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    process.start()
-    for sig, handler in handlers.items():
-        signal.signal(sig, handler)
-    inbox.close(), outbox.close()  # the process has its own: with ours closed, its death is an end of file here
-    return process, to_engine, from_engine
-
-
-class EngineClient:
-    """
-    The HTTP side of the engine's two pipes, and the table of who waits for what. It belongs to the event loop and
-    never blocks it: reading is done when there is something to read, writing by a thread.
-
-        HTTP process  -- add, abort, stop -->  engine process
-                      <-- ready, step, error, fatal --
-
-    `start` is called for the engine's process and our ends of its pipes: once, and once more if the engine dies.
-    `state` goes loading -> ready -> restarting -> ready -> dead; `info` is what the engine says when it is ready,
-    `reason` what happened to it. `on_state(state)` and `on_stats(stats)` are for whoever wants to know.
-    """
-
-    def __init__(self, start: Callable):
-        self.start, self.may_restart = start, True
-        self.state, self.info, self.reason = "loading", {}, ""
-        self.choices: dict = {}  # engine's request id -> the api.Choice that waits for its tokens
-        self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
-        self.heard = time.monotonic()
-        self.on_state = self.on_stats = lambda news: None
-        self._connect()
-
-    def _connect(self):
-        self.process, self.to_engine, self.from_engine = self.start()
-        self.writer, self.last_words = ThreadPoolExecutor(1), ""  # one thread: letters stay in order
-
-    def attach(self):
-        """Begin to read, on the running event loop."""
-        asyncio.get_running_loop().add_reader(self.from_engine.fileno(), self._read)
-        os.set_blocking(self.from_engine.fileno(), True)  # uvloop unsets it, and half a message would be an error
-
-    def close(self):
-        """Tell the engine to stop, and read no more from it."""
-        asyncio.get_running_loop().remove_reader(self.from_engine.fileno())
-        self._write(op="stop")
-
-    def submit(self, choices: list):
-        """Have the choices of one prompt computed."""
-        if not self.choices:
-            self.heard = time.monotonic()  # an idle engine says nothing: its silence counts from here
-        first, id = choices[0], next(self.ids)
-        for number, choice in enumerate(choices):
-            choice.engine_id = f"{id}.{number}" if number else id  # the engine names its forks so
-            self.choices[choice.engine_id] = choice
-        request, salt = first.request, first.job.salt
-        options = {"n": len(choices), "priority": request.priority, "cache_salt": salt}
-        options["prompt_logprobs"] = request.prompt_candidates
-        params = request.sampling_params(self.info["max_model_len"] - len(first.prompt))
-        self._write(op="add", id=id, prompt=first.prompt, params=params, options=options)
-
-    def abort(self, choice) -> bool:
-        """Stop a choice's request; what it still sends is dropped. False if it has ended or was never submitted."""
-        if not self.choices.pop(choice.engine_id, None):
-            return False
-        self._write(op="abort", id=choice.engine_id)
-        return True
-
-    def fail_all(self, *error):
-        """End everything that waits. `error` is the arguments of protocol.ApiError: status, message, ..."""
-        for choice in list(self.choices.values()):
-            choice.job.fail(*error)
-
-    def trouble(self) -> str:
-        """Why the engine is not alive: it is gone, or has work and said nothing for STALL_SECONDS. "" if it is."""
-        if self.state in ("restarting", "dead"):
-            return self.reason
-        stalls = self.choices and time.monotonic() - self.heard > STALL_SECONDS
-        return f"no step in {STALL_SECONDS} s" if stalls else ""
-
-    def _write(self, **letter):
-        # a full pipe blocks the thread until the engine reads, which it does once a step; if it is gone, `_read` knows
-        self.writer.submit(self.to_engine.send_bytes, json.dumps(letter).encode())
-
-    def _read(self):
-        """All messages that are there: when this process is behind, the tokens of several steps go out as one event."""
-        try:
-            for _ in range(4):  # not for ever: others have a turn too
-                self._take(json.loads(self.from_engine.recv_bytes()))
-                if not self.from_engine.poll():
-                    break
-        except EOFError:
-            self._end(self.last_words or "the engine's process ended")
-        except OSError as error:
-            self._end(f"the engine's pipe is broken ({error})")
-
-    def _take(self, message: dict):
-        self.heard = time.monotonic()
-        match message.pop("op"):
-            case "step":
-                for id, tokens, finish_reason, *more in message["out"]:
-                    choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
-                    if choice:  # else aborted: this was already under way
-                        choice.job.take(choice, tokens, finish_reason, *more)
-                        if choice.finish_reason:  # perhaps for a stop string, which the engine knows nothing of
-                            self.abort(choice)
-                self.on_stats(message["stats"])
-            case "ready":
-                self.state, self.info = "ready", message
-                self.on_state("ready")
-            case "error":
-                if choice := self.choices.get(message["id"]):
-                    choice.job.fail(400 if message["kind"] == "invalid" else 500, message["message"])
-            case "fatal":
-                self.last_words = message["message"]
-
-    def _end(self, reason: str):
-        """The engine is gone: so is all it was working at. The first time, start another one."""
-        asyncio.get_running_loop().remove_reader(self.from_engine.fileno())
-        restart = self.state == "ready" and self.may_restart
-        self.reason = f"{reason}, it is started again" if restart else reason
-        self.state = "restarting" if restart else "dead"
-        self.on_state(self.state)
-        self.fail_all(500, self.reason, None, "engine_dead")
-        if restart:
-            self.may_restart = False
-            self._connect()
-            self.attach()
+    try:
+        yield
+    finally:
+        for sig, handler in handlers.items():
+            signal.signal(sig, handler)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -346,14 +243,29 @@ def serve_http(args: argparse.Namespace) -> str | None:
         warn_of_readable_keys(args.api_key_file)
     terminate_on_hang_up()
     encoder = Encoder(args.model)
-    client = EngineClient(partial(start_engine, args))
+    with tempfile.TemporaryDirectory(prefix="pagedgpt-") as folder, listen_to_http(folder) as listener:
+        client = EngineClient(listener.getsockname(), partial(start_engine, args, listener))
+        try:
+            encoder.check()  # while the model loads
+            return run_on_loop(Service(client, encoder, args, api_keys(args)).run(sock))
+        finally:
+            encoder.close()
+            client.process.join(5 if client.state == "ready" else 0)  # one that is loading does not hear us
+            client.process.kill()
+
+
+def listen_to_http(folder: str) -> socket.socket:
+    """
+    The socket where HTTP processes find the engine, in a folder of this user alone. It outlives the engine's process:
+    whoever connects before there is one, or between two, is taken in by the next.
+    """
     try:
-        encoder.check()  # while the model loads
-        return run_on_loop(Service(client, encoder, args, api_keys(args)).run(sock))
-    finally:
-        encoder.close()
-        client.process.join(5 if client.state == "ready" else 0)  # one that is loading does not hear us
-        client.process.kill()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.path.join(folder, "engine"))
+        listener.listen()
+    except OSError as error:
+        raise OSError(f"no socket can be had in {folder} ({error}): set TMPDIR to another folder") from error
+    return listener
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class SteppedEngine(FakeEngine):
         self.engine.step = stepped
 
     def run(self):
-        engine_module.run(self.engine, self.inbox, self.outbox)
+        engine_module.run(self.engine, self.links)
 
     def advance(self):
         """One step more, if there is anything to do."""
@@ -76,7 +76,7 @@ def one_round(server, rng, counts: Counter, reference):
     stepped.gate.clear()
     clients = [Client(server, rng, sum(counts.values()) + i) for i in range(12)]
     wait_until(lambda: len(choices) == 12)
-    by_id = {id: choice.job.id.removeprefix("cmpl-") for id, choice in choices.items()}
+    by_id = {f"0:{id}": choice.job.id.removeprefix("cmpl-") for id, choice in choices.items()}
     of = {str(json_id): client for client in clients for json_id in [client.fields["seed"]]}
     while len(engine.requests) < 12:  # it takes in what has arrived between two steps
         stepped.advance()
@@ -90,7 +90,7 @@ def one_round(server, rng, counts: Counter, reference):
             counts[victim.status, client.stream] += 1
             gone.add(victim.id)
             client.sock.close()
-            wait_until(lambda id=victim.id: id not in choices)
+            wait_until(lambda id=victim.id: id.removeprefix("0:") not in choices)
             stepped.advance()
             while victim.finish_reason is None:  # the message may have been a step late, not more
                 stepped.advance()

@@ -5,9 +5,10 @@ is changed by what happens to another.
 
 import io
 import json
-import multiprocessing
 import random
+import tempfile
 import threading
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import replace
@@ -17,9 +18,12 @@ import pytest
 import torch
 
 import engine as engine_module
+from client import connect
 from engine import Engine
+from links import Links, line
 from paged import PRIORITY_AGEING, Request, Scheduler, priority_delay
 from sampling import GREEDY, SamplingParams
+from serve import listen_to_http
 from test_paged import (
     CONTEXT,
     VOCABULARY,
@@ -558,28 +562,39 @@ def test_nothing_leaks_whatever_happens():
 
 
 class Loop:
-    """`run` in a thread, with the two pipes that a server would hold."""
+    """`run` in a thread, with one link to it, as an HTTP process has."""
 
-    def __init__(self, **settings):
+    def __init__(self, max_queue=None, **settings):
         self.engine = new_engine(trained_model(), **settings)
-        inbox, self.inbox = multiprocessing.Pipe(duplex=False)
-        self.outbox, outbox = multiprocessing.Pipe(duplex=False)
-        self.thread = threading.Thread(target=engine_module.run, args=(self.engine, inbox, outbox), daemon=True)
+        self.folder = tempfile.TemporaryDirectory()
+        self.listener = listen_to_http(self.folder.name)
+        self.links = [self.connect()]
+        arguments = (self.engine, Links(self.listener), max_queue)
+        self.thread = threading.Thread(target=engine_module.run, args=arguments, daemon=True)
         self.thread.start()
 
-    def send(self, op: str, **message):
-        self.inbox.send_bytes(json.dumps({"op": op, **message}).encode())
+    def connect(self):
+        link = connect(self.listener.getsockname())
+        link.settimeout(20)
+        return link.makefile("rwb", 0)
 
-    def receive(self) -> dict:
-        assert self.outbox.poll(20), "the loop says nothing"
-        return json.loads(self.outbox.recv_bytes())
+    def send(self, op: str, link: int = 0, **message):
+        self.links[link].write(line({"op": op, **message}))
+
+    def receive(self, link: int = 0) -> dict:
+        return json.loads(self.links[link].readline())
+
+    def stop(self):
+        for link in self.links:
+            link.close()
+        assert self.ended()
 
     def ended(self) -> bool:
         self.thread.join(20)
         return not self.thread.is_alive()
 
 
-def test_the_loop_over_pipes():
+def test_the_loop_over_a_link():
     """Would catch: a message lost or mixed up, a refusal that ends the loop, an abort that is not carried out."""
     loop = Loop(max_num_seqs=4)
     assert loop.receive() == {
@@ -614,8 +629,7 @@ def test_the_loop_over_pipes():
                 assert cached == 0
                 if reason:
                     finished[id] = reason
-    loop.send("stop")
-    assert loop.ended()
+    loop.stop()
     assert_idle(loop.engine)  # what was aborted, too
     assert all(part in errors[id] for id, _, _, part in invalid)
     assert finished == {f"good {i}": "length" for i in range(3)}, "and never what was aborted"
@@ -629,22 +643,64 @@ def test_the_loop_reports_a_failed_step_and_serves_on():
     loop.receive()
     Faulty(loop.engine, 3, FloatingPointError("bad number"))
     loop.send("add", id="a", prompt=prompt(0, 5), params={"max_tokens": 9})
-    messages = [loop.receive() for _ in range(3)]
-    assert [m["op"] for m in messages] == ["step", "step", "error"]
-    assert messages[2] == {"op": "error", "id": "a", "message": "FloatingPointError: bad number", "kind": "internal"}
+    messages = [loop.receive() for _ in range(5)]
+    assert [len(m["out"]) for m in messages[:4]] == [0, 1, 1, 0]  # the first and last tell how the engine is
+    assert messages[4] == {"op": "error", "id": "a", "message": "FloatingPointError: bad number", "kind": "internal"}
     loop.send("add", id="a", prompt=prompt(0, 5), params={"max_tokens": 1, "temperature": 0})
-    assert loop.receive()["out"] == []  # nobody got a token in the step that failed; the message has the counts
     assert loop.receive()["out"][0][2] == "length"
-    loop.send("stop")
-    assert loop.ended()
+    loop.stop()
 
 
-def test_a_server_that_is_gone_before_the_engine_is_ready():
+def test_links_have_requests_of_their_own():
+    """Two HTTP processes choose the same id. Would catch: tokens that reach another process's client; an engine that
+    computes on for a process that died, or ends with it."""
+    loop = Loop(max_num_seqs=4)
+    loop.links.append(loop.connect())
+    for link in (0, 1):
+        loop.receive(link)
+        params = {"max_tokens": 12 + 38 * link, "temperature": 0}
+        loop.send("add", link, id="a", prompt=prompt(link, 7), params=params)
+    loop.send("add", 1, id="b", prompt=prompt(3, 7), params={"max_tokens": 50}, options={"n": 3})
+    while not loop.receive(1)["out"]:
+        pass
+    loop.links[1].close()
+    tokens, reason = [], None
+    while reason is None:
+        for row in loop.receive(0)["out"]:
+            tokens += row[1]
+            reason = row[2]
+    assert_equals_dense(trained_model(), prompt(0, 7), tokens, greedy(12))
+    while loop.engine.requests:
+        time.sleep(0.001)
+    assert_idle(loop.engine)
+    loop.stop()
+
+
+def test_the_queue_has_one_limit_for_all_links():
+    """Each HTTP process knows only its own requests; the engine counts those of all, choices to be forked included."""
+    loop = Loop(max_num_seqs=2, max_queue=2)
+    loop.links.append(loop.connect())
+    long = {"max_tokens": 55, "seed": 0}
+    loop.engine.step, step = lambda: time.sleep(0.001) or [], loop.engine.step  # nothing ends meanwhile
+    loop.send("add", 0, id="a", prompt=prompt(0, 5), params=long, options={"n": 3})
+    answers = [loop.receive(0) for _ in range(2)]
+    while not answers[-1].get("stats", {}).get("at_work"):
+        answers.append(loop.receive(0))
+    loop.send("add", 1, id="fits", prompt=prompt(0, 5), params=long)
+    loop.send("add", 1, id="does not", prompt=prompt(0, 5), params=long)
+    while (error := loop.receive(1))["op"] != "error":
+        pass
+    message = "1 choices beside 4 in work are more than 4: try again later"
+    assert error == {"op": "error", "id": "does not", "message": message, "kind": "full"}
+    loop.engine.step = step
+    loop.stop()
+
+
+def test_a_server_that_is_gone_before_the_engine_is_ready(tmp_path):
     """A server killed while its model loaded left a traceback at the terminal, seconds later."""
-    inbox, to_engine = multiprocessing.Pipe(duplex=False)
-    from_engine, outbox = multiprocessing.Pipe(duplex=False)
-    to_engine.close(), from_engine.close()
-    assert engine_module.run(new_engine(trained_model()), inbox, outbox) is None
+    with listen_to_http(str(tmp_path)) as listener:
+        connect(listener.getsockname()).close()
+        assert engine_module.run(new_engine(trained_model()), Links(listener)) is None
 
 
 def test_the_loop_ends_when_the_other_side_is_gone():
@@ -655,9 +711,7 @@ def test_the_loop_ends_when_the_other_side_is_gone():
         if busy:
             loop.send("add", id="a", prompt=prompt(0, 5), params={"max_tokens": 55})
             loop.receive()
-        loop.outbox.close()
-        loop.inbox.close()
-        assert loop.ended()
+        loop.stop()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -31,10 +30,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
 import api
+import client as client_module
+import load
 import serve
+from client import EngineClient
 from encoder import Encoder
+from links import Links
 from protocol import NEUTRAL, ApiError, Choice, CompletionRequest
-from serve import EngineClient
 from tokenizer import TextStream, TokenizerError, bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +68,7 @@ def fake_score(token, n):
 
 class FakeEngine(threading.Thread):
     """
-    Speaks the engine's protocol over its two pipes. The prompt is the script:
+    Speaks the engine's protocol over links. The prompt is the script:
     "say TEXT" answers the bytes of TEXT and the end of text, with scores that `fake_score` makes up if asked for;
     "say3 TEXT" three tokens a step; "loop" (and anything
     else) x after x; "invalid", "internal" are refused; "break" fails after two tokens. Nothing moves while `gate` is
@@ -76,35 +78,36 @@ class FakeEngine(threading.Thread):
     def __init__(self, ready=True, max_model_len=100_000, pace=0.0005, successor=None):
         super().__init__(daemon=True)
         self.successor, self.max_num_seqs = successor, 256  # who comes after it dies
-        context = multiprocessing.get_context("spawn")
-        self.inbox, self.to_engine = context.Pipe(duplex=False)
-        self.from_engine, self.outbox = context.Pipe(duplex=False)
+        self.links: Links | None = None  # set before it is started
         self.gate, self.ready, self.max_model_len, self.pace = threading.Event(), ready, max_model_len, pace
         self.gate.set()
         self.running: dict[str, list] = {}  # id -> steps to come, each (tokens, finish_reason)
         self.added, self.aborted, self.died = [], [], False
         self.scores, self.prompt_scores = {}, {}
 
-    def send(self, op, **message):
-        self.outbox.send_bytes(json.dumps({"op": op, **message}).encode())
-
     def say_ready(self):
         limits = {"max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs}
-        self.send("ready", **limits, vocab_size=257, eos_token_id=EOS)
+        self.ready = {"op": "ready", **limits, "vocab_size": 257, "eos_token_id": EOS}
 
     def run(self):
         if self.ready:
             self.say_ready()
-        with contextlib.suppress(OSError, EOFError):
-            while not self.died:
-                while self.inbox.poll(0 if self.running and self.gate.is_set() else 0.005):
-                    if not self.handle(json.loads(self.inbox.recv_bytes())):
-                        return
-                if self.running and self.gate.is_set():
-                    time.sleep(self.pace)
-                    self.step()
+        self.links.accept()
+        while not self.died and self.links.is_wanted:
+            if self.ready and not self.links.greeting:
+                self.links.greet(self.ready)
+            moves = bool(self.running) and self.gate.is_set()
+            for link, message in self.links.receive(timeout=0 if moves else 0.005):
+                self.handle(link, message)
+            if moves:
+                time.sleep(self.pace)
+                self.step()
+            if moves or not self.running:  # one that hangs in a step says nothing
+                self.links.flush(self.stats, idle=True)
+        self.links.close()
 
-    def handle(self, message):
+    def handle(self, link, message):
+        self.link = link
         if message["op"] == "add":
             self.added.append(message)
             for choice in range(message["options"]["n"]):
@@ -113,14 +116,16 @@ class FakeEngine(threading.Thread):
         elif message["op"] == "abort":
             self.aborted.append(message["id"])
             self.running.pop(message["id"], None)
-        return message["op"] != "stop"
+
+    def refuse(self, id, message, kind):
+        self.link.put({"op": "error", "id": id, "message": message, "kind": kind})
 
     def add(self, id, prompt, params):
         command, _, text = prompt.partition(" ")
         limit, per_step = params["max_tokens"], 3 if command == "say3" else 1
         tokens = [*text.encode(), EOS] if command.startswith("say") else [ord("x")] * limit
         if command in ("invalid", "internal"):
-            return self.send("error", id=id, message=f"the engine finds this {command}", kind=command)
+            return self.refuse(id, f"the engine finds this {command}", command)
         stop = next((i for i, t in enumerate(tokens, 1) if t in [EOS, *params["stop_token_ids"]]), len(tokens) + 1)
         reason = "stop" if stop <= limit else "length"
         tokens = tokens[: min(stop, limit)]
@@ -135,24 +140,25 @@ class FakeEngine(threading.Thread):
         )
 
     def step(self):
-        out = []
         for id, steps in list(self.running.items()):
             tokens, reason = steps.pop(0)
             if reason == "break":
-                self.send("error", id=id, message=tokens, kind="internal")
+                self.refuse(id, tokens, "internal")
             else:
-                scores = [self.scores[id].pop(0), self.prompt_scores.pop(id, None)]
-                out.append([id, tokens, reason, len(self.added[-1]["prompt"]) // 2, *scores])
+                score = self.scores[id].pop(0)
+                scores = [score and [score], self.prompt_scores.pop(id, None)]
+                self.link.put_row([id, tokens, reason, len(self.added[-1]["prompt"]) // 2, *scores])
             if reason:
                 del self.running[id]
-        stats = dict.fromkeys(["running", "waiting", "kv_usage", "queries", "hits", "preemptions"], 0)
-        self.send("step", out=out, stats=stats | {"running": len(self.running), "waited": [], "prefilled": []})
+
+    def stats(self):
+        stats = dict.fromkeys(["kv_usage", "queries", "hits", "preemptions", "waiting"], 0)
+        return stats | {"running": len(self.running), "at_work": len(self.running), "waited": [], "prefilled": []}
 
     def die(self):
-        """As a killed process would: both pipes close."""
+        """As a killed process would: all links are closed."""
         self.died = True
         self.join()
-        self.inbox.close(), self.outbox.close()
 
 
 @functools.cache
@@ -177,19 +183,20 @@ class Server:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.address = self.sock.getsockname()
         self.engines = iter([self.engine, self.engine.successor])
-        client = EngineClient(self.start_engine)
-        self.service = api.Service(
-            client, Encoder(directory or bytes_directory(), ByteTokenizer()), args, serve.api_keys(args)
-        )
+        self.folder = tempfile.TemporaryDirectory()
+        self.listener = serve.listen_to_http(self.folder.name)
+        client = EngineClient(self.listener.getsockname(), self.start_engine)
+        encoder = Encoder(directory or bytes_directory(), ByteTokenizer())
+        self.service = api.Service(client, encoder, args, serve.api_keys(args))
         self.result = "still running"
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.http = httpx.Client(base_url="http://{}:{}".format(*self.address), timeout=30, verify=False)
 
     def start_engine(self):
         engine = next(self.engines)
+        engine.links = Links(self.listener)
         if engine is not self.engine:
             engine.start()
-        return None, engine.to_engine, engine.from_engine
 
     def run(self):
         self.result = serve.run_on_loop(self.service.run(self.sock))
@@ -209,6 +216,8 @@ class Server:
             self.stop()
         self.thread.join(30)
         assert not self.thread.is_alive()
+        self.listener.close()
+        self.folder.cleanup()
 
     def stop(self):
         """What the signal handler does on SIGTERM."""
@@ -431,7 +440,7 @@ def test_late_tokens_cost_as_little_as_early_ones():
     for _ in range(10):
         started = time.process_time()
         for _ in range(1000):
-            choice.take([120], None, 0, fake_score(120, 1))
+            choice.take([120], None, 0, [fake_score(120, 1)])
             assert choice.has_news() and request.chunks(choice)
             choice.told()
         times.append(time.process_time() - started)
@@ -736,22 +745,35 @@ TOO_LONG = "the body has more than 104857 bytes: shorten it or raise --max-body-
 POST, GET = ("POST", "/v1/completions"), ("GET", "/v1/completions")
 
 
-def test_a_message_larger_than_a_pipe_arrives_whole():
-    """uvloop makes what it watches non-blocking: the rest of a long message was an OSError, taken for the engine's
-    death. The log-probabilities of a prompt are such a message."""
-    from_engine, outbox = multiprocessing.Pipe(duplex=False)
-    client, states = EngineClient(lambda: (None, None, from_engine)), []
-    client.on_state, client.on_stats = states.append, None
-    message = json.dumps({"op": "ready", "padding": "x" * 2**22}).encode()
+@pytest.fixture
+def listener(tmp_path):
+    with serve.listen_to_http(str(tmp_path)) as listener:
+        yield listener
+
+
+def test_a_message_larger_than_a_link_takes_at_a_time(listener):
+    """The rest of a long message was an error once, taken for the engine's death; the log-probabilities of a prompt are
+    such a message. It comes in many parts, and so does a long prompt on its way to the engine."""
+    client, links = EngineClient(listener.getsockname()), Links(listener)
+    states, found, long = [], [], "x" * 2**22
+    client.on_state = states.append
+
+    def engine():
+        links.accept()
+        links.greet({"op": "ready", "padding": long})
+        while not found:
+            found.extend(links.receive(timeout=1))
 
     async def attached():
-        client.attach()
-        await asyncio.to_thread(outbox.send_bytes, message)
+        await client.attach()
+        client._write(op="add", padding=long)
+        await asyncio.to_thread(engine)
         while not states:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
 
     serve.run_on_loop(asyncio.wait_for(attached(), 10))
-    assert states == ["ready"]
+    assert states == ["ready"] and client.info["padding"] == long
+    assert found[0][1] == {"op": "add", "padding": long}
 
 
 def test_openapi_describes_what_is_taken_and_answered(server):
@@ -931,6 +953,37 @@ def test_queue_full():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Many at once
+
+
+def test_the_load_generator_measures_what_it_says():
+    """A row for each request, in their order; a slow client has none, and nobody waits for it."""
+    with Server(engine=FakeEngine(pace=0.001)) as server:
+        requests = [load.completion(list(b"loop"), 5 + i, at=0.1 * (i == 4)) for i in range(5)]
+        requests.insert(1, load.completion(list(b"loop"), 4000, speed=100))
+        rows = load.load(*map(str, server.address), requests, processes=2)
+        assert [row and row["tokens"] for row in rows] == [5, None, 6, 7, 8, 9]
+        for row in filter(None, rows):
+            waited = row["first"] + sum(row["gaps"])
+            assert 0 < row["first"] < waited and 0 < len(row["gaps"]) < row["tokens"]
+            assert row["end"] == pytest.approx(waited + 0.1 * (row["tokens"] == 9))
+        wait_until(lambda: not server.service.client.choices)
+        with pytest.raises(ValueError, match="wanted 3 tokens, the answer ends with HTTP"):
+            load.load(*map(str, server.address), [load.completion([300], 3)], processes=1)
+
+
+def test_percentiles_are_of_all_rows():
+    rows = [{"first": i / 1000, "gaps": [i / 500] * 2, "end": i, "tokens": 3} for i in range(1, 101)]
+    assert load.summary(rows) == {
+        "output tok/s": 3,
+        "s": 100,
+        "first token, ms": {"p50": 51, "p90": 91, "p99": 100},
+        "gaps, ms": {"p50": 102, "p90": 182, "p99": 200},
+        "tokens an event": 1,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Clients that go away, or read slowly
 
 
@@ -975,17 +1028,19 @@ def test_silence_is_filled_with_pings(monkeypatch):
     monkeypatch.setattr(api, "PING_SECONDS", 0.02)
     with Server() as server:
         server.engine.gate.clear()
-        threading.Timer(0.1, server.engine.gate.set).start()
-        response = server.post("say hi", stream=True)
-        assert response.text.startswith(": ping\n\n: ping\n\n") and response.text.endswith("data: [DONE]\n\n")
+        sock = server.connect(prompt="say hi", max_tokens=9, stream=True)
+        for _ in range(2):
+            assert b"data" not in read_until(sock, b": ping\n\n")
+        server.engine.gate.set()
+        assert b'"text":"h"' in read_until(sock, b"data: [DONE]\n\n")
         monkeypatch.setattr(api, "PING_SECONDS", 10)
         assert ": ping" not in server.post("say hi", stream=True).text
 
 
-def test_late_tokens_of_an_aborted_request_are_dropped():
+def test_late_tokens_of_an_aborted_request_are_dropped(listener):
     """Between our abort and the engine's reading it, tokens of the request still come; they must do no harm."""
-    client = EngineClient(lambda: (None, None, None))
-    client._take({"op": "step", "out": [["gone", [1], None, 0], ["gone", [2], "stop", 0]], "stats": {}})
+    client, stats = EngineClient(listener.getsockname()), {"at_work": 0}
+    client._take({"op": "step", "out": [["gone", [1], None, 0], ["gone", [2], "stop", 0]], "stats": stats})
     assert client.choices == {}
 
 
@@ -1387,15 +1442,17 @@ def test_stopped_while_loading(capsys):
     assert server.result is None and "serving" not in capsys.readouterr().out
 
 
-def test_signals_do_not_reach_the_engine():
+def test_signals_do_not_reach_the_engine(listener):
     """Ctrl-C at a terminal is for both processes; the engine's left a traceback if it came while Python started up."""
     before = signal.getsignal(signal.SIGINT)
-    process, _, from_engine = serve.start_engine(serve.parse_args(["--model", "/no/model"]))
+    link = client_module.connect(listener.getsockname())
+    process = serve.start_engine(serve.parse_args(["--model", "/no/model"]), listener)
     assert signal.getsignal(signal.SIGINT) is before
     for sig in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, sig)
-    assert from_engine.poll(60)
-    assert "no model in /no/model" in json.loads(from_engine.recv_bytes())["message"]
+    link.settimeout(60)
+    assert "no model in /no/model" in json.loads(read_until(link, b"\n"))["message"]
+    assert link.recv(1) == b""
     process.join(30)
     assert process.exitcode == 0
 
@@ -1505,7 +1562,7 @@ def test_death_of_the_engine():
 
 def test_a_silent_engine_is_not_alive(monkeypatch):
     """An engine that hangs in a step is found out; one that has nothing to do may be silent."""
-    monkeypatch.setattr(serve, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(client_module, "STALL_SECONDS", 0.05)
     with Server() as server:
         time.sleep(0.1)
         assert server.get("/livez") == 200
@@ -1517,9 +1574,9 @@ def test_a_silent_engine_is_not_alive(monkeypatch):
         assert server.get("/livez") == 200
 
 
-def test_silence_counts_from_the_first_request():
+def test_silence_counts_from_the_first_request(listener):
     """An engine that was idle for an hour has not been silent for an hour when the next request comes."""
-    client = EngineClient(lambda: (None, SimpleNamespace(send_bytes=print), None))
+    client = EngineClient(listener.getsockname())
     client.heard -= 3600
     client.info["max_model_len"] = 9
     job = SimpleNamespace(salt="")
@@ -1530,11 +1587,12 @@ def test_silence_counts_from_the_first_request():
 
 
 def test_engine_that_cannot_start():
-    """Its one line becomes the server's, and the server ends; that its pipe then ends too says nothing more."""
+    """Its one line becomes the server's, and the server ends; that its link then ends too says nothing more."""
     engine = FakeEngine(ready=False)
     server = Server(engine=engine)
-    engine.send("fatal", message="no model here: run `python train.py`")
-    engine.outbox.close()
+    engine.links.accept()
+    engine.links.greet({"op": "fatal", "message": "no model here: run `python train.py`"})
+    engine.links.close()
     assert serve.run_on_loop(server.service.run(server.sock)) == "no model here: run `python train.py`"
 
 

@@ -1,0 +1,231 @@
+"""
+The HTTP side of the link to the engine: requests go out, tokens come in, and streams are written in rounds.
+
+    client = EngineClient(path, start)     # before the event loop runs: the engine loads meanwhile
+    await client.attach()                  # in the event loop
+    client.submit(choices)                 # their job gets `take(choice, tokens, ...)` or `fail(...)`
+
+Not run by itself: serve.py makes one for each HTTP process. links.py is the other end, and says what a message is.
+"""
+
+import asyncio
+import itertools
+import json
+import socket
+import time
+from collections.abc import Callable
+
+from links import line
+
+STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
+LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until all that it said has been read, for certain
+REST = 1.0  # times as long as a round of writing took, streams are left alone
+
+
+def connect(path: str) -> socket.socket:
+    """A link to the engine whose listening socket is at `path`; it may still be loading, or about to be started."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)
+    return sock
+
+
+class EngineClient(asyncio.Protocol):
+    """
+    The link to the engine, and the table of who waits for what. It belongs to the event loop and never blocks it.
+
+        HTTP process  ----- add, abort ----->  engine process
+                      <-- ready, step, error, fatal --
+
+    `start` starts the engine's process, once, and once more if the engine dies; in all HTTP processes but the first it
+    does nothing. `state` goes loading -> ready -> restarting -> ready -> dead; `info` is what the engine says when it
+    is ready, `reason` what happened to it, `at_work` how many choices it said last that it works at, of all HTTP
+    processes. `on_state(state)` and `on_stats(stats)` are for whoever wants to know.
+    """
+
+    def __init__(self, path: str, start: Callable = lambda: None):
+        self.path = path
+        self.start = start
+        self.may_restart = True
+        self.state = "loading"
+        self.info: dict = {}
+        self.reason = ""
+        self.at_work = 0
+        self.choices: dict = {}  # the request's id -> the api.Choice that waits for its tokens
+        self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
+        self.heard = time.monotonic()
+        self.rounds = Rounds()
+        self.on_state = self.on_stats = lambda news: None
+        self._connect()
+
+    def _connect(self):
+        self.unread = bytearray()  # the beginning of a message
+        self.last_words = ""
+        self.transport = None
+        self.sock = connect(self.path)  # first: an engine whose last link is closed ends, so it cannot be left behind
+        self.process = self.start()
+
+    async def attach(self):
+        """Begin to read."""
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self, sock=self.sock)
+        if self.process:
+            loop.add_reader(self.process.sentinel, self._process_ended, self.process)
+
+    def close(self):
+        """End the link. An engine whose last link ends does so too."""
+        if self.transport:
+            transport, self.transport = self.transport, None
+            transport.close()
+
+    def submit(self, choices: list):
+        """Have the choices of one prompt computed."""
+        if not self.choices:
+            self.heard = time.monotonic()  # an idle engine says nothing: its silence counts from here
+        first, id = choices[0], next(self.ids)
+        for number, choice in enumerate(choices):
+            choice.engine_id = f"{id}.{number}" if number else id  # the engine names its forks so
+            self.choices[choice.engine_id] = choice
+        request, salt = first.request, first.job.salt
+        options = {"n": len(choices), "priority": request.priority, "cache_salt": salt}
+        options["prompt_logprobs"] = request.prompt_candidates
+        params = request.sampling_params(self.info["max_model_len"] - len(first.prompt))
+        self._write(op="add", id=id, prompt=first.prompt, params=params, options=options)
+
+    def abort(self, choice) -> bool:
+        """Stop a choice's request; what it still sends is dropped. False if it has ended or was never submitted."""
+        if not self.choices.pop(choice.engine_id, None):
+            return False
+        self._write(op="abort", id=choice.engine_id)
+        return True
+
+    def fail_all(self, *error):
+        """End everything that waits. `error` is the arguments of protocol.ApiError: status, message, ..."""
+        for choice in list(self.choices.values()):
+            choice.job.fail(*error)
+
+    def trouble(self) -> str:
+        """Why the engine is not alive: it is gone, or has work and said nothing for STALL_SECONDS. "" if it is."""
+        if self.state in ("restarting", "dead"):
+            return self.reason
+        stalls = self.choices and time.monotonic() - self.heard > STALL_SECONDS
+        return f"no step in {STALL_SECONDS} s" if stalls else ""
+
+    def _write(self, **message):
+        if self.transport:  # else the engine is gone, and forgets by itself what it did
+            self.transport.write(line(message))
+
+    # what asyncio calls
+
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def data_received(self, data: bytes):
+        """All messages that are there: when this process is behind, the tokens of several steps go out as one event."""
+        if b"\n" not in data:
+            self.unread += data
+            return
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        self.heard = time.monotonic()
+        for message in lines:
+            self._take(json.loads(message))
+        self.rounds.plan()
+
+    def connection_lost(self, error: Exception | None):
+        if self.transport:  # else it was us who closed it
+            self.transport = None
+            self._end(self.last_words or "the engine's process ended")
+
+    # what the engine says
+
+    def _take(self, message: dict):
+        match message.pop("op"):
+            case "step":
+                for id, tokens, finish_reason, *more in message["out"]:
+                    choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
+                    if choice:  # else aborted: this was already under way
+                        choice.job.take(choice, tokens, finish_reason, *more)
+                        if choice.finish_reason:  # perhaps for a stop string, which the engine knows nothing of
+                            self.abort(choice)
+                self.at_work = message["stats"]["at_work"]
+                self.on_stats(message["stats"])
+            case "ready":
+                self.state, self.info = "ready", message
+                self.on_state("ready")
+            case "error":
+                if choice := self.choices.get(message["id"]):
+                    choice.job.refuse(message["kind"], message["message"])
+            case "fatal":
+                self.last_words = message["message"]
+
+    def _process_ended(self, process):
+        """One that died before it took our link in left it open: nobody will ever answer there."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(process.sentinel)
+        loop.call_later(LAST_WORDS_SECONDS, self._end_unheard, process)
+
+    def _end_unheard(self, process):
+        if process is self.process and self.state in ("loading", "restarting"):
+            self._end("the engine's process ended")
+
+    def _end(self, reason: str):
+        """The engine is gone: so is all it was working at. The first time, start another one."""
+        restart = self.state == "ready" and self.may_restart
+        self.reason = f"{reason}, it is started again" if restart else reason
+        self.state = "restarting" if restart else "dead"
+        self.at_work = 0
+        self.on_state(self.state)
+        self.fail_all(500, self.reason, None, "engine_dead")
+        if restart:
+            self.may_restart = False
+            self._connect()
+            self.attaching = asyncio.create_task(self.attach())  # kept: the loop itself holds tasks weakly
+
+
+class Rounds:
+    """
+    When streams are written. Tokens that arrive only mark their job (`add`); a round wakes all marked jobs at once, and
+    each writes all that it has as one event.
+
+    A write costs much more than a token: with a write for each token of 256 streams this process would do nothing else,
+    and requests that have arrived would wait to be read until the streams before them have ended. So after a round
+    nothing is written for as long as the round took, or REST times that. Its time counts until the event loop has gone
+    round once, so it has in it what else the loop had to do: the further behind this process is, the more tokens are
+    joined, and whatever arrives is read between two rounds. A stream that is alone never waits for that: a round of it
+    is shorter than a step of the engine.
+    """
+
+    def __init__(self):
+        self.jobs: dict = {}  # those with something to tell, first come first: a set that keeps its order
+        self.is_planned = False
+        self.earliest = 0.0  # when the next round may begin
+
+    def add(self, job):
+        self.jobs[job] = None
+
+    def plan(self):
+        """Have a round begin as soon as it may, if there is anything to tell."""
+        if self.is_planned or not self.jobs:
+            return
+        self.is_planned = True
+        wait = self.earliest - time.monotonic()
+        if wait > 0:
+            asyncio.get_running_loop().call_later(wait, self._begin)
+        else:
+            self._begin()
+
+    def _begin(self):
+        started = time.monotonic()
+        jobs = self.jobs
+        self.jobs = {}
+        for job in jobs:
+            job.changed.set()
+        # The tasks that this woke come first, then this; at the end of this turn of the loop what they wrote is sent;
+        # then it looks for what has arrived, reads that, and comes to what was called last.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._end, started)
+
+    def _end(self, started: float):
+        now = time.monotonic()
+        self.earliest = now + REST * (now - started)
+        self.is_planned = False
+        self.plan()

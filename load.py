@@ -1,0 +1,177 @@
+"""
+Load for a server that speaks OpenAI's completions, from independent client processes with raw sockets.
+
+    python load.py 127.0.0.1 8000 < share.json      # one process's share: a list of requests; prints what it measured
+
+    rows = load(host, port, [completion(prompt, 100) for prompt in prompts], processes=12)
+
+A client that shares a process with all others, or a rich HTTP library, is slower than the server it measures, and what
+it reports as the server's lateness is its own. Here a process has a few connections, reads what comes, looks for texts
+in it, and notes the time. `completion` says what a request is, `Stream.row` what is measured of it; a slow client's row
+is None. The clock is the machine's, so processes share it.
+"""
+
+import itertools
+import json
+import selectors
+import socket
+import subprocess
+import sys
+import time
+
+READ_SIZE = 2**16  # bytes taken at a time
+START_SECONDS = 0.3  # until every client process has read its share
+SIP_SECONDS = 0.1  # how often a slow client reads
+SLOW_BUFFER = 4096  # bytes that the system may hold ready for a slow client
+
+
+def completion(prompt: list[int], tokens: int, at: float = 0.0, speed: float | None = None) -> dict:
+    """
+    A streamed request for an answer of so many tokens, to be sent `at` seconds after the start, by a client that reads
+    `speed` bytes a second, or, for None, all that comes.
+    """
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    return {"body": body, "tokens": tokens, "at": at, "bytes a second": speed}
+
+
+class Stream:
+    """One request on a connection of its own."""
+
+    def __init__(self, address: tuple[str, int], request: dict, start: float):
+        self.request = request
+        self.due = start + request["at"]
+        self.speed = request["bytes a second"]
+        self.arrivals: list[float] = []  # of text, on the clock
+        self.tail = b""  # the end of what has arrived
+        self.address = address
+
+    def connect(self):
+        self.sock = socket.socket()
+        if self.speed:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)
+        self.sock.connect(self.address)
+        body = json.dumps(self.request["body"]).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.address[0]}\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        self.sock.sendall(head.encode() + body)
+
+    def read(self) -> bool:
+        """Take what has arrived. False at the end."""
+        size = int(self.speed * SIP_SECONDS) if self.speed else READ_SIZE
+        data = self.sock.recv(size)
+        if b'"text"' in data:
+            self.arrivals.append(time.monotonic())
+        self.tail = self.tail[-1000:] + data
+        return bool(data)
+
+    def row(self) -> dict:
+        """
+        What was measured, in seconds: from when it was due to the first text; between arrivals of text; from the start
+        to the last text. Raises ValueError when the answer was not whole.
+        """
+        tokens = self.request["tokens"]
+        if f'"completion_tokens":{tokens},'.encode() not in self.tail:
+            raise ValueError(f"wanted {tokens} tokens, the answer ends with {self.tail.decode(errors='replace')}")
+        times = [moment - self.due for moment in self.arrivals]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        return {"first": times[0], "gaps": gaps, "end": self.request["at"] + times[-1], "tokens": tokens}
+
+
+def play(host: str, port: int, requests: list[dict], start: float) -> list[dict | None]:
+    """Send each request at its time and read all answers. Ends when the streams that are not slow have ended."""
+    streams = [Stream((host, port), request, start) for request in requests]
+    waiting = sorted(streams, key=lambda stream: -stream.due)
+    selector = selectors.DefaultSelector()
+    sipping: list[Stream] = []
+    unfinished = sum(not stream.speed for stream in streams)
+    next_sip = start
+    while unfinished:
+        now = time.monotonic()
+        while waiting and waiting[-1].due <= now:
+            stream = waiting.pop()
+            stream.connect()
+            if stream.speed:
+                stream.sock.setblocking(False)
+                sipping.append(stream)
+            else:
+                selector.register(stream.sock, selectors.EVENT_READ, stream)
+        if sipping and now >= next_sip:
+            next_sip = now + SIP_SECONDS
+            sip(sipping)
+        pause = max(0.0, waiting[-1].due - now) if waiting else 1.0
+        if sipping:
+            pause = min(pause, max(0.0, next_sip - now))
+        for key, _ in selector.select(pause):
+            if not key.data.read():
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+                unfinished -= 1
+    return [None if stream.speed else stream.row() for stream in streams]
+
+
+def sip(streams: list[Stream]):
+    """Have slow clients read a little; those whose answer has ended leave the list."""
+    for stream in list(streams):
+        try:
+            if not stream.read():
+                streams.remove(stream)
+        except BlockingIOError:
+            pass
+
+
+def load(host: str, port: int, requests: list[dict], processes: int) -> list[dict | None]:
+    """Spread requests over client processes; returns a row for each, in their order. Raises ValueError."""
+    shares = [requests[i::processes] for i in range(min(processes, len(requests)))]
+    command = [sys.executable, __file__, host, str(port)]
+    clients = []
+    for _ in shares:
+        clients.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    for client in clients:
+        client.stdout.readline()  # it is up
+    start = time.monotonic() + START_SECONDS
+    for client, share in zip(clients, shares, strict=True):
+        client.stdin.write(json.dumps({"start": start, "requests": share}).encode())
+        client.stdin.close()
+    outcomes = [json.loads(client.stdout.read()) for client in clients]
+    for client in clients:
+        client.wait()
+    rows: list = [None] * len(requests)
+    for i, outcome in enumerate(outcomes):
+        if "error" in outcome:
+            raise ValueError(outcome["error"])
+        rows[i :: len(shares)] = outcome["rows"]
+    return rows
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """In milliseconds, of seconds."""
+    ordered = sorted(values) or [float("nan")]
+    places = {p: min(len(ordered) - 1, len(ordered) * p // 100) for p in (50, 90, 99)}
+    return {f"p{p}": round(1e3 * ordered[place], 2) for p, place in places.items()}
+
+
+def summary(rows: list[dict]) -> dict:
+    """Of a run: output tokens a second, until the last one came, and the milliseconds that clients waited."""
+    seconds = max(row["end"] for row in rows)
+    tokens = sum(row["tokens"] for row in rows)
+    gaps = [gap for row in rows for gap in row["gaps"]]
+    result = {"output tok/s": round(tokens / seconds), "s": round(seconds, 2)}
+    result["first token, ms"] = percentiles([row["first"] for row in rows])
+    result["gaps, ms"] = percentiles(gaps)
+    result["tokens an event"] = round(tokens / (len(gaps) + len(rows)), 2)
+    return result
+
+
+def main():
+    host, port = sys.argv[1:]
+    print("ready", flush=True)
+    share = json.load(sys.stdin)
+    try:
+        print(json.dumps({"rows": play(host, int(port), share["requests"], share["start"])}))
+    except (OSError, ValueError) as error:
+        print(json.dumps({"error": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

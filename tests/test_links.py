@@ -1,0 +1,123 @@
+"""The engine's links to HTTP processes, without an engine: nobody waits for anybody, nothing is lost or mixed up."""
+
+import json
+import socket
+
+import pytest
+
+from client import connect
+from links import Links, join
+from serve import listen_to_http
+
+STATS = {"running": 0, "waited": []}
+
+
+@pytest.fixture
+def links(tmp_path):
+    """Made before the sockets that a test connects, and closed after them."""
+    with listen_to_http(str(tmp_path)) as listener:
+        links = Links(listener)
+        yield links
+        links.close()
+
+
+def link_to(links) -> socket.socket:
+    sock = connect(links.listener.getsockname())
+    sock.settimeout(10)
+    links.accept()
+    return sock
+
+
+def tell(links, idle=False, **stats):
+    links.flush(lambda: STATS | stats, idle)
+
+
+def read(sock) -> list[dict]:
+    """All messages that are there; waits for one."""
+    data = sock.recv(2**24)
+    while not data.endswith(b"\n"):
+        data += sock.recv(2**24)
+    return [json.loads(part) for part in data.splitlines()]
+
+
+def test_a_link_that_is_behind_holds_up_nobody(links):
+    """Would catch: an engine that waits for a busy HTTP process, and with it all other processes' streams; tokens lost,
+    doubled or in another order when they are joined; memory that grows by more than the tokens."""
+    slow, quick = link_to(links), link_to(links)
+    got = []
+    for step in range(20_000):  # some 2 MB, ten times what a link holds
+        for link in links.links.values():
+            link.put_row(["a", [step], None, 7])
+        tell(links)
+        got += read(quick)
+    assert [message["out"] for message in got] == [[["a", [step], None, 7]] for step in range(20_000)]
+    behind = links.links[0]
+    assert behind.is_behind and list(behind.rows) == ["a"] and len(behind.unsent) < 1000
+    behind.put_row(["b", [1], "stop", 0])  # one that came and ended in the meantime
+    tokens, rest = [], {}
+    while "b" not in rest:
+        for message in read(slow):
+            rest = {row[0]: row for row in message["out"]}
+            tokens += rest["a"][1] if "a" in rest else []
+        links.receive(timeout=0)
+        tell(links)
+    assert tokens == list(range(20_000)) and rest["b"] == ["b", [1], "stop", 0]
+    assert not behind.is_behind and not behind.rows
+
+
+def test_rows_are_joined_with_their_scores_and_their_end():
+    """A prompt's scores come with the first token, its own score with each, the reason with the last."""
+    row = ["a", [1], None, 4, [["s1"]], ["prompt"]]
+    join(row, ["a", [2], None, 4, [["s2"]], None])
+    join(row, ["a", [3], "length", 4, [["s3"]], None])
+    assert row == ["a", [1, 2, 3], "length", 4, [["s1"], ["s2"], ["s3"]], ["prompt"]]
+    plain = ["b", [1], None, 0]
+    join(plain, ["b", [2], "stop", 0])
+    assert plain == ["b", [1, 2], "stop", 0]
+
+
+def test_an_error_comes_after_the_tokens_before_it(links):
+    sock = link_to(links)
+    link = links.links[0]
+    link.put_row(["a", [1], None, 0])
+    link.put({"op": "error", "id": "a"})
+    tell(links)
+    assert [message["op"] for message in read(sock)] == ["step", "error"]
+
+
+def test_links_hear_how_the_engine_is(links):
+    """Who gets no tokens hears the stats now and then, so that it knows that the engine lives and how full it is, and
+    at once when the engine is idle. Each hears of each wait in the queue once, however seldom it is told."""
+    working, idle = link_to(links), link_to(links)
+    for step in range(3):
+        links.links[0].put_row(["a", [step], None, 0])
+        tell(links, running=1, waited=[step])
+    first, second, third = (message["stats"] for message in read(working))
+    assert [first["waited"], second["waited"], third["waited"]] == [[0], [1], [2]]
+    assert [message["stats"] for message in read(idle)] == [{"running": 1, "waited": [0]}]
+    tell(links, idle=True)
+    assert [message["stats"] for message in read(idle)] == [{"running": 0, "waited": [1, 2]}]
+
+
+def test_whoever_comes_is_greeted_and_whoever_goes_is_told_of(links):
+    early = link_to(links)
+    links.greet({"op": "ready"})
+    late = link_to(links)
+    assert read(early) == read(late) == [{"op": "ready"}]
+    assert links.is_wanted
+    early.close()
+    (link, message) = links.receive(timeout=10)[0]
+    assert (link.number, message) == (0, {"op": "gone"})
+    late.close()
+    links.receive(timeout=10)
+    assert not links.is_wanted
+
+
+def test_messages_arrive_in_parts(links):
+    """A part of a message is kept until its end comes, and several may come at once."""
+    sock = link_to(links)
+    found = []
+    for part in (b'{"op": "add", "id"', b': "1"}\n{"op"', b': "abort"}\n{}\n'):
+        sock.sendall(part)
+        found.append([message for _, message in links.receive(timeout=10)])
+    assert found == [[], [{"op": "add", "id": "1"}], [{"op": "abort"}, {}]]
