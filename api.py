@@ -14,6 +14,8 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import re
+import secrets
 import socket
 import sys
 import time
@@ -25,24 +27,29 @@ import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import protocol
+import welcome
 from encoder import Encoder, EncoderBusy, read_ids
 from protocol import ApiError, Choice, error_body, error_response
 from tokenizer import TokenizerError
 
-OPEN_PATHS = ("/livez", "/readyz")  # what a supervisor asks; everything else needs the key, if there is one
+OPEN_PATHS = ("/livez", "/readyz", "/")  # for supervisors and newcomers; all else needs the key, if there is one
 PING_SECONDS = 10  # a stream that has nothing to say says so this often, or proxies take it for dead
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 RETRY = {"Retry-After": "1"}  # seconds
 GONE = "the client is gone"
+SEED_BITS = 48  # of seeds that are drawn: readers of the log that take all numbers for floats keep so many whole
+MODEL_PATH = "/v1/models/"  # before a model's name, which may have slashes of its own
 MAX_HEAD = 2**16  # bytes of a request before its body
 PING = b": ping\n\n"
 MAX_LONG_ANSWERS = 4  # of /tokenize and /detokenize, in memory at once
 SLICE = 2**18  # bytes of such an answer that go out at a time
+REQUEST_ID = "x-request-id"
 
 # Upper bounds of the histograms in /metrics: vLLM's, so that its rules and boards find them, and finer ones in front
 # for what is faster here. The same for every model: only so can histograms of several servers be added up.
@@ -77,14 +84,17 @@ class Job:
     running in the engine.
     """
 
-    def __init__(self, service: "Service", request, prompts: list[list[int]], salt: str):
+    def __init__(self, service: "Service", request, prompts: list[list[int]], salt: str, id: str):
         self.service, self.client, self.request, self.salt = service, service.client, request, salt
         self.changed, self.error, self.silent = asyncio.Event(), None, False
+        # without a seed each prompt gets its own, this plus its number: equal prompts of a call get different answers
+        self.seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
         self.choices: list[Choice] = []
-        for prompt in prompts:
-            shared = request, prompt, [], service.tokenizer, self.client.info["eos_token_id"]
+        for number, prompt in enumerate(prompts):
+            own = request if request.seed is not None else request.model_copy(update={"seed": self.seed + number})
+            shared = own, prompt, [], service.tokenizer, self.client.info["eos_token_id"]
             self.choices += [Choice(self, len(self.choices) + i, *shared) for i in range(request.n)]
-        self.id = f"{request.id_prefix}{request.request_id or uuid.uuid4().hex}"
+        self.id = f"{request.id_prefix}{request.request_id or id}"
         self.head = {"id": self.id, "object": request.objects[request.stream], "created": int(time.time())}
         self.head["model"] = service.name
         self.started, self.num_unfinished = time.monotonic(), len(self.choices)
@@ -207,8 +217,9 @@ class Job:
         # tokens after a stop string are not in num_tokens, so nobody is charged for them
         firsts = self.choices[:: self.request.n]
         prompt, completion = sum(len(c.prompt) for c in firsts), sum(c.num_tokens for c in self.choices)
-        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        return counts | {"prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)}}
+        return protocol.token_counts(prompt, completion) | {
+            "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)}
+        }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -316,8 +327,9 @@ class Metrics:
 class Service:
     """What all requests share: the engine's client, the encoder, the flags, and whether new work is taken."""
 
-    def __init__(self, client, encoder: Encoder, args: argparse.Namespace, keys: list[str]):
+    def __init__(self, client, encoder: Encoder, args: argparse.Namespace, keys: list[str], key_in_shell: str = ""):
         self.client, self.encoder, self.args, self.keys = client, encoder, args, keys
+        self.key_in_shell = key_in_shell  # how a shell spells a key, where there is one
         self.tokenizer = encoder.tokenizer
         self.telling = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.name, self.created = args.served_model_name or args.model, int(time.time())
@@ -329,6 +341,8 @@ class Service:
             ("POST", "/tokenize"): self.tokenize,
             ("POST", "/detokenize"): self.detokenize,
             ("GET", "/v1/models"): self.models,
+            ("GET", "/v1/models/{id}"): self.model,
+            ("GET", "/"): self.welcome,
             ("GET", "/livez"): self.alive,
             ("GET", "/readyz"): self.ready,
             ("GET", "/health"): self.ready,
@@ -356,7 +370,8 @@ class Service:
     async def read(self, http: Request, kind: type[protocol.Strict]):
         """The request's body, as one of protocol.py's requests to this model. Raises ApiError."""
         # what a page of another origin may send without asking first is of another type
-        if not http.headers.get("content-type", "").lower().startswith("application/json"):
+        media_type = http.headers.get("content-type", "").partition(";")[0]  # without its parameters
+        if media_type.strip().lower() != "application/json":
             raise ApiError(400, "the body must be JSON, sent with the header Content-Type: application/json")
         body, limit = bytearray(), self.args.max_body_mib * 2**20
         async for part in http.stream():  # counted: a length may be wrong, and a chunked body announces none
@@ -368,10 +383,13 @@ class Service:
         except ValidationError as found:
             raise protocol.body_refusal(found) from None
         self.check_ready()
-        if request.model not in (None, self.name):
-            message = f"there is no model {request.model!r:.200} here; there is {self.name!r}"
-            raise ApiError(404, message, "model", "model_not_found")
+        self.check_model(request.model or self.name)
         return request
+
+    def check_model(self, name: str):
+        if name != self.name:
+            message = f"there is no model {name!r:.200} here; there is {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     def encoding(self, request) -> tuple[dict, int]:
         """The encoder's job for a request's texts or messages, and how many characters they have."""
@@ -417,9 +435,12 @@ class Service:
         prompts = await self.encode(request)
         info = self.client.info
         request.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_id"])
-        job = Job(self, request, prompts, f"{http.scope['salt']}:{request.cache_salt or ''}")
+        salt = f"{http.scope['salt']}:{request.cache_salt or ''}"
+        job = Job(self, request, prompts, salt, http.scope["request_id"])
+        http.scope["logged"]["seed"] = job.seed  # with it anybody gets this answer again
         if self.args.log_requests:
-            log("request", id=job.id, **request.model_dump(exclude_defaults=True, exclude={"cache_salt"}))  # a secret
+            fields = request.model_dump(exclude_defaults=True, exclude={"cache_salt"})  # a secret
+            log("request", id=job.id, **fields | {"seed": job.seed})
         return job
 
     async def tokenize(self, http: Request) -> Response:
@@ -452,10 +473,24 @@ class Service:
         return answer
 
     async def models(self, http: Request) -> Response:
+        return json_response({"object": "list", "data": [self.description()]})
+
+    async def model(self, http: Request) -> Response:
+        self.check_model(http.scope["path"].removeprefix(MODEL_PATH))
+        return json_response(self.description())
+
+    def description(self) -> dict:
+        """The model, as OpenAI's API describes one. Raises ApiError (503)."""
         self.check_ready()
         model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "pagedgpt"}
-        model["max_model_len"] = self.client.info["max_model_len"]
-        return json_response({"object": "list", "data": [model]})
+        return model | {"max_model_len": self.client.info["max_model_len"]}
+
+    async def welcome(self, http: Request) -> Response:
+        """The page for a browser, which asked for it under some name of ours."""
+        url = f"{http.scope['scheme']}://{http.headers.get('host', '')}"
+        state = "draining" if self.draining else self.client.state
+        page = welcome.page(self.name, state, url, self.encoder.has_chat, bool(self.keys))
+        return Response(page, headers=welcome.PAGE_HEADERS, media_type="text/html")
 
     async def ready(self, http: Request) -> Response:
         self.check_ready()
@@ -489,7 +524,8 @@ class Service:
 
     def engine_changed(self, state: str):
         if state == "ready" and not self.draining:
-            print(greeting(self.name, self.sock), flush=True)
+            chats = self.encoder.has_chat
+            print(welcome.greeting(self.name, base_url(self.sock), chats, self.key_in_shell), flush=True)
         elif state == "restarting":
             log("engine_died", reason=self.client.reason)
         elif state == "dead":
@@ -512,18 +548,16 @@ class Service:
         self.server.should_exit = True  # uvicorn closes its sockets and waits until the last answers are out
 
 
-def greeting(name: str, sock: socket.socket) -> str:
+def base_url(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    example = """{"prompt": "def ", "max_tokens": 32}"""
-    return f"""serving {name} at {url}
-    curl {url}/v1/completions -H 'Content-Type: application/json' -d '{example}'"""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 REQUESTS = {"/v1/completions": protocol.CompletionRequest, "/v1/chat/completions": protocol.ChatRequest}
 REQUESTS |= {"/tokenize": protocol.TokenizeRequest, "/detokenize": protocol.DetokenizeRequest}
 ANSWERS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), "id object created model choices usage")
 ANSWERS |= {"/tokenize": "count max_model_len tokens", "/detokenize": "prompt", "/v1/models": "object data"}
+ANSWERS |= {"/v1/models/{id}": "id object created owned_by max_model_len"}
 ANSWERS |= {"/livez": "status", "/readyz": "status", "/health": "status", "/openapi.json": "openapi info paths"}
 
 
@@ -543,11 +577,14 @@ def openapi(routes: dict[tuple[str, str], Callable]) -> dict:
     refs, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
     error = {"description": "what was wrong, and what to change"} | answer("error")
     for method, path in routes:
-        good = answer(ANSWERS[path]) if path in ANSWERS else content("text/plain", {"type": "string"})
+        text = "text/html" if path == "/" else "text/plain"
+        good = answer(ANSWERS[path]) if path in ANSWERS else content(text, {"type": "string"})
         call: dict = {"responses": {"200": {"description": "the answer"} | good}}
         call["responses"] |= dict.fromkeys(("400", "401", "403", "404", "405", "408", "413", "429", "503"), error)
         if model := REQUESTS.get(path):
             call["requestBody"] = {"required": True} | content("application/json", refs[model, "validation"])
+        if path.endswith("{id}"):
+            call["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
         if path.endswith("completions"):
             good["content"] |= content("text/event-stream", {"type": "string"})["content"]
         paths[path] = {method.lower(): call}
@@ -567,7 +604,34 @@ class Gate:
         self.salts = {hashlib.sha256(key.encode()).digest(): f"key {i}" for i, key in enumerate(service.keys)}
         self.hosts = {"localhost", self.args.host.lower(), *map(str.lower, self.args.allowed_hosts)}
 
+        # pages of these origins may read what is answered, errors too, and ask first, without the key, if they may
+        self.origins = frozenset(self.args.allowed_origins)
+        self.shared = CORSMiddleware(
+            self.respond,
+            allow_origins=self.origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=(REQUEST_ID, "retry-after"),
+            allow_private_network=True,
+        )
+
     async def __call__(self, scope, receive, send):
+        """Name the call, for its client and for the log, and tell browsers which pages may read the answer."""
+        headers = dict(scope["headers"])
+        scope["request_id"] = request_id(headers.get(REQUEST_ID.encode(), b""))
+        scope["logged"] = {"id": scope["request_id"]}  # more that the log is to say of this call
+        named = REQUEST_ID.encode(), scope["request_id"].encode()
+
+        async def send_named(message):
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], named]
+            await send(message)
+
+        origin = headers.get(b"origin")
+        respond = self.shared if self.is_allowed(origin) else self.respond
+        await respond(scope, receive, send_named)
+
+    async def respond(self, scope, receive, send):
         started = time.perf_counter()
         status = 200
         error: ApiError | None = None
@@ -599,16 +663,24 @@ class Gate:
             return
         client = (scope["client"] or [None])[0]
         ms = round(1000 * (time.perf_counter() - started), 1)
-        why = {"error": error.reason} if error else {}
-        log("access", client=client, method=scope["method"], path=path[:200], status=status, ms=ms, **why)
+        more = scope["logged"] | ({"error": error.reason} if error else {})
+        log("access", client=client, method=scope["method"], path=path[:200], status=status, ms=ms, **more)
 
     def route(self, method: str, path: str) -> Callable:
-        if (method, path) not in self.routes:
-            allowed = ", ".join(method for method, other in self.routes if path == other)
-            header = {"Allow": allowed} if allowed else None
-            message = f"there is no {method} {path} here; /openapi.json lists what there is"
-            raise ApiError(405 if allowed else 404, message, None, None, header)
-        return self.routes[method, path]
+        """The method of Service that answers. Raises ApiError (404, 405) that says what to call instead."""
+        known = "/v1/models/{id}" if path.startswith(MODEL_PATH) and path != MODEL_PATH else path
+        call = ("GET" if method == "HEAD" else method), known  # to HEAD, uvicorn sends the headers alone
+        if call not in self.routes:
+            methods = [method for method, other in self.routes if other == known]
+            methods += ["HEAD"] if "GET" in methods else []
+            header = {"Allow": ", ".join(methods)} if methods else None
+            message = welcome.not_found(method, path, list(self.routes))
+            raise ApiError(405 if methods else 404, message, None, None, header)
+        return self.routes[call]
+
+    def is_allowed(self, origin: bytes | None) -> bool:
+        """Whether --allowed-origins has the origin of the page that calls; null is one like any other."""
+        return origin is not None and ("*" in self.origins or origin.decode("latin-1") in self.origins)
 
     def admit(self, scope) -> str:
         """The salt of the client's part of the prefix cache. Raises ApiError (401, 403)."""
@@ -618,8 +690,7 @@ class Gate:
         # With a key this gains it nothing.
         if not (self.salts or host in self.hosts or is_address(host)):
             raise ApiError(403, f"the Host {host!r:.200} is not served here: --allowed-hosts adds names")
-        if (origin := values.get(b"origin")) is not None and host_name(origin.partition(b"://")[2]) != host:
-            raise ApiError(403, "pages of another origin are not served here")
+        self.check_origin(scope["scheme"], values)
         if not self.salts or scope["path"] in OPEN_PATHS:
             return ""
         scheme, _, key = values.get(b"authorization", b"").partition(b" ")
@@ -629,6 +700,21 @@ class Gate:
             what = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, "send a valid API key: Authorization: Bearer KEY", None, "invalid_api_key", what)
         return salts[0]
+
+    def check_origin(self, scheme: str, headers: dict[bytes, bytes]):
+        """Raises ApiError (403) for a page of another origin (scheme, host and port) than ours and those allowed."""
+        origin = headers.get(b"origin")
+        ours = scheme.encode() + b"://" + headers.get(b"host", b"")
+        if origin is None or origin.lower() == ours.lower() or self.is_allowed(origin):
+            return
+        name = origin.decode("latin-1")[:200]
+        message = f"pages of another origin, {name!r}, are not served here: --allowed-origins {name} would let them in"
+        raise ApiError(403, message)
+
+
+def request_id(given: bytes) -> str:
+    """The client's own X-Request-Id if it is printable ASCII and not long, else a new one."""
+    return given.decode() if re.fullmatch(b"[!-~]{1,128}", given) else uuid.uuid4().hex
 
 
 def host_name(value: bytes) -> str:
@@ -702,5 +788,6 @@ class Connection(HttpToolsProtocol):
         body = error_body(ApiError(400, msg))
         self.config.app.service.metrics.answered(400)
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head += f"{REQUEST_ID}: {request_id(b'')}\r\n"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()

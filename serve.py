@@ -19,6 +19,8 @@ import gc
 import ipaddress
 import multiprocessing
 import os
+import re
+import shlex
 import signal
 import socket
 import stat
@@ -50,6 +52,18 @@ def at_least(least: int, number: type = int) -> Callable:
 positive, seconds = at_least(1), at_least(0, float)
 
 
+def origin(text: str) -> str:
+    """The type of --allowed-origins: as browsers send them, without a path and without the port that is usual."""
+    if text in ("*", "null"):
+        return text
+    scheme, separator, host = text.lower().partition("://")
+    if not (scheme and separator and host) or re.search(r"[/?#@*\s]", host):
+        wanted = "SCHEME://HOST or SCHEME://HOST:PORT without a path, null or *"
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin, wanted {wanted}")
+    usual_port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return f"{scheme}://{host.removesuffix(usual_port)}"
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     about = "Serve a trained model over HTTP, or continue a --prompt at the terminal."
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -76,12 +90,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--trace", action="store_true", help="print what each step does")
     add("--check", action="store_true", help="verify the scheduler's invariants after each step")
 
-    http = parser.add_argument_group("HTTP").add_argument
+    group = parser.add_argument_group("HTTP")
+    http = group.add_argument
     http("--host", default="127.0.0.1", help="address to listen at; one that other machines reach wants an API key")
     http("--port", type=int, default=8000, help="port to listen at; 0: any free one")
-    http("--api-key-file", metavar="FILE", help=f"API keys, one a line; not given: that in ${KEY_VARIABLE}, or none")
+    key = group.add_mutually_exclusive_group().add_argument
+    key("--api-key-file", metavar="FILE", help=f"API keys, one a line; not given: that in ${KEY_VARIABLE}, or none")
+    key("--api-key", metavar="KEY", help="one API key; all users of this machine see it in `ps`, a file is safer")
     http("--allow-remote", action="store_true", help="let other machines in without an API key")
     http("--allowed-hosts", nargs="*", default=[], metavar="NAME", help="more names that the Host header may have")
+    about = "web pages that may call the server from a browser (CORS), by their origin, such as http://localhost:3000, "
+    about += "tauri://localhost or null; *: any page, which without an API key opens the model to every page you visit"
+    http("--allowed-origins", nargs="*", type=origin, default=[], metavar="ORIGIN", help=about)
     http("--served-model-name", help="the model's name in the API; not given: what --model says")
     http("--max-queue", type=at_least(0), default=256, help="choices that may wait for their turn; more are a 429")
     http("--max-body-mib", type=seconds, default=4.0, help="largest request body; a larger one is a 413")
@@ -179,13 +199,14 @@ def signals_ignored():
 
 def api_keys(args: argparse.Namespace) -> list[str]:
     """
-    The keys of --api-key-file, one a line, blank lines and repetitions aside, or the one in the environment. Raises
-    ValueError or OSError.
+    The keys of --api-key-file, one a line, blank lines and repetitions aside, that of --api-key, or the one in the
+    environment. Raises ValueError or OSError.
     """
     if args.api_key_file is None:
-        key = os.environ.get(KEY_VARIABLE)
+        where = "--api-key" if args.api_key is not None else f"${KEY_VARIABLE}"
+        key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
         if key is not None and not key.strip():  # a secret that did not arrive must not open the server
-            raise ValueError(f"${KEY_VARIABLE} is blank: give it a key, or unset it to serve without one")
+            raise ValueError(f"{where} is blank: give it a key, or unset it to serve without one")
         return [] if key is None else [key.strip()]
     with open(args.api_key_file, encoding="utf-8-sig") as f:
         keys = [line.strip() for line in f if line.strip()]
@@ -199,6 +220,14 @@ def warn_of_readable_keys(path: str):
     others = stat.S_IRWXG | stat.S_IRWXO
     if os.stat(path).st_mode & others:
         print(f"warning: other users can read --api-key-file {path}: chmod 600 {path}", file=sys.stderr)
+
+
+def key_in_shell(args: argparse.Namespace) -> str:
+    """How a shell's command spells an API key of this server, without showing it; "" where there is none."""
+    if args.api_key_file is not None:
+        return f"$(grep -m 1 '[^[:space:]]' {shlex.quote(os.path.abspath(args.api_key_file))})"
+    # where the variable is not set, in another terminal, the shell says this and runs nothing
+    return f"${{{KEY_VARIABLE}:?set it to the key of the server}}" if api_keys(args) else ""
 
 
 def listen(args: argparse.Namespace) -> socket.socket:
@@ -247,7 +276,8 @@ def serve_http(args: argparse.Namespace) -> str | None:
         client = EngineClient(listener.getsockname(), partial(start_engine, args, listener))
         try:
             encoder.check()  # while the model loads
-            return run_on_loop(Service(client, encoder, args, api_keys(args)).run(sock))
+            service = Service(client, encoder, args, api_keys(args), key_in_shell(args))
+            return run_on_loop(service.run(sock))
         finally:
             encoder.close()
             client.process.join(5 if client.state == "ready" else 0)  # one that is loading does not hear us

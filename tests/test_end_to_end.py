@@ -300,6 +300,33 @@ def test_errors_as_the_client_sees_them(client, checkpoint):
 def test_models(client, checkpoint):
     (model,) = client.models.list().data
     assert model.id == str(checkpoint) and model.max_model_len == 512
+    assert client.models.retrieve(str(checkpoint)) == model  # its name is a path
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here"):
+        client.models.retrieve("gpt-5")
+
+
+def test_every_answer_has_an_id(client, checkpoint):
+    fields = {"model": str(checkpoint), "prompt": "x", **GREEDY}
+    raw = client.completions.with_raw_response.create(**fields, extra_headers={"X-Request-Id": "mine"})
+    assert raw.request_id == "mine" and raw.parse().id == "cmpl-mine"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**fields, stop=["x"] * 65)
+    assert len(refused.value.request_id) == 32
+
+
+def test_usage_in_every_chunk(client, checkpoint):
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    stream = client.completions.create(model=str(checkpoint), prompt="x", stream=True, **usage, **GREEDY)
+    counts = [chunk.usage.completion_tokens for chunk in stream]
+    assert counts == sorted(counts) and counts[-2:] == [24, 24]
+
+
+def test_unseeded_answers_differ(client, checkpoint):
+    def text():
+        answer = client.completions.create(model=str(checkpoint), prompt=["class "] * 2, max_tokens=24)
+        return [choice.text for choice in answer.choices]
+
+    assert len({*text(), *text()}) == 4
 
 
 def test_sigterm_drains_and_exits_0(server, client, checkpoint):

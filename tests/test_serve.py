@@ -20,6 +20,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -33,6 +34,7 @@ import api
 import client as client_module
 import load
 import serve
+import welcome
 from client import EngineClient
 from encoder import Encoder
 from links import Links
@@ -733,6 +735,71 @@ def test_models(server):
     models = server.http.get("/v1/models").json()
     assert models["object"] == "list"
     assert [(m["id"], m["object"], m["max_model_len"]) for m in models["data"]] == [("fake", "model", 100_000)]
+    assert server.http.get("/v1/models/fake").json() == models["data"][0]
+
+
+@pytest.mark.parametrize("name", ["out/stdlib", "/data/model", "models/", "a b%2F"])
+def test_one_model_by_its_name(name):
+    """`models.retrieve` was a 404. The name of a model may be a path; clients write its slashes as they are, or not."""
+    with Server("--served-model-name", name) as server:
+        for path in (quote(name), quote(name, safe="")):
+            assert server.http.get(f"/v1/models/{path}").json()["id"] == name
+        missing = server.http.get("/v1/models/other")
+    assert missing.status_code == 404 and error_of(missing)["code"] == "model_not_found"
+    assert error_of(missing)["message"] == f"there is no model 'other' here; there is {name!r}"
+
+
+def test_the_page_in_a_browser():
+    """It was an error in JSON. A name cannot become markup, and nothing on the page can run."""
+    with Server("--served-model-name", "<script>alert(1)</script>") as server:
+        page = server.http.get("/", headers={"Host": "localhost:9"})
+    assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["content-security-policy"].startswith("default-src 'none'; ")
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page.text and "<script" not in page.text
+    assert "state: ready" in page.text and "curl http://localhost:9/v1/completions" in page.text
+
+
+def test_the_page_tells_no_secrets(tmp_path):
+    """It needs no key, so where there is one the model's name, its place and the key's are not on it."""
+    keys = tmp_path / "secret keys"
+    keys.write_text("sesame")
+    with Server("--api-key-file", str(keys)) as server:
+        page = server.http.get("/", headers={"Host": '"><b>x'})
+    assert page.status_code == 200 and "<b>x" not in page.text
+    assert "Authorization: Bearer YOUR_KEY" in page.text
+    assert all(secret not in page.text for secret in ("fake", "sesame", "secret"))
+
+
+def as_curl_sees_it(greeting, environment):
+    """The arguments that a shell makes of the greeting's command."""
+    command = greeting.splitlines()[1].strip().removeprefix("curl ")
+    done = subprocess.run(["sh", "-c", f"printf '%s\\n' {command}"], env=environment, capture_output=True, text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else done.stderr
+
+
+def test_the_greetings_command_works_as_it_stands(tmp_path):
+    """With a key it lacked it, and with a chat template it asked for a completion. The key itself is not printed."""
+    keys = tmp_path / "my keys"
+    keys.write_text("\n sesame \nsimsim\n")
+
+    def greeting(*flags, chats=False):
+        args = serve.parse_args(list(flags))
+        return welcome.greeting("m", "http://h:1", chats, serve.key_in_shell(args))
+
+    text = ["http://h:1/v1/completions", "-H", "Content-Type: application/json"]
+    body = ["-d", '{"prompt": "def ", "max_tokens": 32}']
+    assert as_curl_sees_it(greeting(), {}) == [*text, *body]
+    with_key = greeting("--api-key-file", str(keys))
+    assert "sesame" not in with_key
+    assert as_curl_sees_it(with_key, os.environ) == [*text, "-H", "Authorization: Bearer  sesame ", *body]
+    with_key = greeting("--api-key", "sesame")
+    assert "sesame" not in with_key
+    set = {"PAGEDGPT_API_KEY": "sesame"}
+    assert as_curl_sees_it(with_key, set) == [*text, "-H", "Authorization: Bearer sesame", *body]
+    assert "set it to the key of the server" in as_curl_sees_it(with_key, {})
+    url, *_, body = as_curl_sees_it(greeting(chats=True), {})
+    assert url == "http://h:1/v1/chat/completions"
+    assert json.loads(body)["messages"] == [{"role": "user", "content": "Hello"}]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -786,8 +853,8 @@ def test_openapi_describes_what_is_taken_and_answered(server):
     assert {"200", "400", "401", "404", "429", "503"} <= completions["responses"].keys()
 
 
-def nowhere(call):
-    return f"there is no {call} here; /openapi.json lists what there is"
+def nowhere(call, instead):
+    return f"there is no {call} here; call {instead}; /openapi.json lists what there is"
 
 
 @pytest.mark.parametrize(
@@ -807,9 +874,11 @@ def nowhere(call):
         (POST, JSON, b'{"prompt": "a", "\\ud800": 1}', 400, None),  # half a character is no JSON
         (POST, JSON, b'{"prompt": "\\ud800"}', 400, None),
         (POST, JSON, b" " * 110_000, 413, TOO_LONG),
-        (GET, {}, b"", 405, nowhere("GET /v1/completions")),
-        (("POST", "/v1/completion"), JSON, b"{}", 404, nowhere("POST /v1/completion")),
-        (("GET", "/v1/models/"), {}, b"", 404, nowhere("GET /v1/models/")),
+        (POST, {"content-type": "application/jsonp"}, b'{"prompt": "a"}', 400, NO_TYPE),
+        (POST, {"content-type": "application/json-seq; charset=utf-8"}, b'{"prompt": "a"}', 400, NO_TYPE),
+        (GET, {}, b"", 405, nowhere("GET /v1/completions", "POST /v1/completions")),
+        (("POST", "/v1/completion"), JSON, b"{}", 404, nowhere("POST /v1/completion", "POST /v1/completions")),
+        (("GET", "/v1/models/"), {}, b"", 404, nowhere("GET /v1/models/", "GET /v1/models")),
     ],
 )
 def test_bad_calls(server, call, headers, body, status, message):
@@ -817,6 +886,57 @@ def test_bad_calls(server, call, headers, body, status, message):
     assert response.status_code == status, response.text
     error = error_of(response)
     assert error["type"] == "invalid_request_error" and error["message"] == (message or error["message"])
+
+
+IN_OPENAI = ", as this is OpenAI's API"
+
+
+@pytest.mark.parametrize(
+    "call, hint",
+    [
+        ("POST /chat/completions", "call /v1/chat/completions, a base URL ends in /v1"),
+        ("GET /models", "call /v1/models, a base URL ends in /v1"),
+        ("POST /v1/v1/completions", "call POST /v1/completions"),
+        ("POST /v1/tokenize", "call POST /tokenize"),
+        ("POST /v1/completions/", "call POST /v1/completions"),
+        ("POST /api/generate", f"call POST /v1/completions{IN_OPENAI}"),
+        ("POST /api/chat", f"call POST /v1/chat/completions{IN_OPENAI}"),
+        ("GET /api/tags", f"call GET /v1/models{IN_OPENAI}"),
+        ("POST /v1/responses", f"call POST /v1/chat/completions{IN_OPENAI}"),
+        ("GET /v1/responses/resp_1", f"call POST /v1/chat/completions{IN_OPENAI}"),
+        ("POST /v1/messages", f"call POST /v1/chat/completions{IN_OPENAI}"),
+        ("POST /v1/messages/count_tokens", f"call POST /v1/chat/completions{IN_OPENAI}"),
+        ("POST /v1/embeddings", "embeddings are not served, vLLM serves them"),
+    ],
+)
+def test_paths_of_other_servers_are_told_what_to_call(server, call, hint):
+    response = server.http.request(*call.split())
+    assert response.status_code == 404
+    assert error_of(response)["message"] == f"there is no {call} here; {hint}; /openapi.json lists what there is"
+
+
+def test_unknown_paths_are_quoted_shortly(server):
+    response = server.http.get("/" + "x" * 10_000)
+    assert response.status_code == 404 and len(response.content) < 1000
+    assert error_of(response)["message"].endswith("x here; /openapi.json lists what there is")
+
+
+def test_other_methods_are_told_which_there_are(server):
+    for method, path, allowed in [
+        ("DELETE", "/v1/completions", "POST"),
+        ("OPTIONS", "/v1/models", "GET, HEAD"),
+        ("POST", "/v1/models/fake", "GET, HEAD"),
+    ]:
+        response = server.http.request(method, path)
+        assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+@pytest.mark.parametrize("path", ["/", "/livez", "/v1/models", "/v1/models/fake", "/openapi.json", "/nowhere"])
+def test_head_is_get_without_a_body(server, path):
+    """It was a 405: load balancers and download tools ask with it first."""
+    whole, head = server.http.get(path), server.http.head(path)
+    assert (head.status_code, head.content) == (whole.status_code, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
 
 
 def test_chunked_body_is_refused_too(server):
@@ -1079,6 +1199,21 @@ def test_api_key(tmp_path):
         assert len(salts) == 2 and all("sesame" not in salt and salt.endswith(":x") for salt in salts)
 
 
+def test_a_key_may_stand_in_the_command():
+    with Server("--api-key", " sesame ") as server:
+        assert server.get("/v1/models") == 401
+        server.http.headers["Authorization"] = "Bearer sesame"
+        assert server.get("/v1/models") == 200
+    with pytest.raises(ValueError, match="--api-key is blank"):
+        serve.api_keys(serve.parse_args(["--api-key", " "]))
+
+
+def test_two_places_of_keys_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        serve.parse_args(["--api-key", "a", "--api-key-file", "f"])
+    assert "--api-key-file: not allowed with argument --api-key" in capsys.readouterr().err
+
+
 def test_keys_come_from_environment_or_file(tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEDGPT_API_KEY", "one")
     assert serve.api_keys(serve.parse_args([])) == ["one"]
@@ -1135,19 +1270,181 @@ assert caught == {[ended_by] if ended_by else []}
         ({"Host": "localhost:8", "Origin": "http://localhost:8"}, 200),
         ({"Host": "localhost:8", "Origin": "http://evil.example"}, 403),
         ({"Host": "localhost:8", "Origin": "null"}, 403),
+        ({"Host": "localhost:8", "Origin": "HTTP://LocalHost:8"}, 200),
+        ({"Host": "localhost:8", "Origin": "http://localhost:9"}, 403),
+        ({"Host": "localhost:8", "Origin": "http://localhost"}, 403),
+        ({"Host": "localhost:8", "Origin": "https://localhost:8"}, 403),
+        ({"Host": "localhost:8", "Origin": "http://127.0.0.1:8"}, 403),
+        ({"Host": "localhost:8", "Origin": "http://localhost:8.evil.example"}, 403),
+        ({"Host": "localhost:8", "Origin": "tauri://localhost"}, 200),
+        ({"Host": "localhost:8", "Origin": "tauri://localhost:8"}, 403),
+        ({"Host": "evil.example", "Origin": "tauri://localhost"}, 403),
     ],
 )
 def test_hosts_and_origins(headers, status):
-    """A page on the web can make its own name point to 127.0.0.1: its requests then say so in Host or Origin."""
-    args = serve.parse_args(["--allowed-hosts", "GPT.example"])
+    """A page on the web can make its own name point to 127.0.0.1: its requests then say so in Host or Origin. Only the
+    name of an origin was compared: another server's pages on this machine, at another port, passed for ours."""
+    args = serve.parse_args(["--allowed-hosts", "GPT.example", "--allowed-origins", "tauri://localhost"])
     gate = api.Gate(SimpleNamespace(args=args, keys=[], routes={}))
     scope = {"path": "/v1/models", "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()]}
+    scope["scheme"] = "http"
     if status == 200:
         assert gate.admit(scope) == ""
     else:
         with pytest.raises(ApiError) as caught:
             gate.admit(scope)
         assert caught.value.status == status
+
+
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+ORIGINS = ["http://localhost:3000", "moz-extension://1f", "chrome-extension://abc", "tauri://localhost", "null"]
+
+
+@pytest.fixture(scope="module")
+def shared_server():
+    flags = ["--api-key", "sesame", "--max-num-seqs", "1", "--max-queue", "0"]
+    with Server("--allowed-origins", *ORIGINS, *flags) as server:
+        yield server
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_pages_of_allowed_origins_are_served(shared_server, origin):
+    """They got a 403, with a valid key too, and no flag could change it. A browser first asks, without the key, and
+    shows the page nothing that does not name its origin: errors do too, so that it can say what was wrong."""
+    http, key = shared_server.http, {"Authorization": "Bearer sesame"}
+    asked = http.options("/v1/completions", headers=PREFLIGHT | {"Origin": origin})
+    assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == origin
+    assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert "POST" in asked.headers["access-control-allow-methods"] and asked.headers["x-request-id"]
+    body = {"prompt": "say hi", "max_tokens": 9}
+    answers = {
+        200: http.post("/v1/completions", json=body | {"stream": True}, headers={"Origin": origin} | key),
+        401: http.post("/v1/completions", json=body, headers={"Origin": origin}),
+        400: http.post("/v1/completions", json={}, headers={"Origin": origin} | key),
+        404: http.get("/nowhere", headers={"Origin": origin} | key),
+    }
+    shared_server.engine.gate.clear()
+    waiting = threading.Thread(target=http.post, args=["/v1/completions"], kwargs={"json": body, "headers": key})
+    waiting.start()
+    wait_until(lambda: shared_server.service.client.choices)
+    answers[429] = http.post("/v1/completions", json=body, headers={"Origin": origin} | key)
+    shared_server.engine.gate.set()
+    waiting.join()
+    for status, answer in answers.items():
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == origin and answer.headers["vary"] == "Origin"
+        assert answer.headers["access-control-expose-headers"] == "x-request-id, retry-after"
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3001", "https://localhost:3000", "moz-extension://2f"])
+def test_pages_of_other_origins_are_told_of_the_flag(shared_server, origin):
+    for method, headers in (("GET", {}), ("OPTIONS", PREFLIGHT), ("GET", {"Authorization": "Bearer sesame"})):
+        refused = shared_server.http.request(method, "/v1/models", headers=headers | {"Origin": origin})
+        assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
+        message = (
+            f"pages of another origin, {origin!r}, are not served here: --allowed-origins {origin} would let them in"
+        )
+        assert error_of(refused)["message"] == message
+
+
+def test_any_origin_may_be_allowed():
+    with Server("--allowed-origins", "*") as server:
+        for origin in ("http://any.example", "null"):
+            answer = server.http.get("/v1/models", headers={"Origin": origin})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+            assert server.http.options("/v1/models", headers=PREFLIGHT | {"Origin": origin}).status_code == 200
+        assert server.http.get("/livez", headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_without_the_flag_nothing_speaks_of_origins(server):
+    own = {"Origin": str(server.http.base_url).rstrip("/")}
+    answer = server.http.post("/v1/completions", json={"prompt": "say hi"}, headers=own)
+    assert answer.status_code == 200
+    assert not any(name.startswith("access-control") for name in answer.headers)
+    assert server.http.options("/v1/models", headers=PREFLIGHT | own).status_code == 405
+
+
+@pytest.mark.parametrize(
+    "given, taken",
+    [
+        ("http://LocalHost:3000", "http://localhost:3000"),
+        ("http://a.example:80", "http://a.example"),
+        ("https://a.example:443", "https://a.example"),
+        ("https://a.example:80", "https://a.example:80"),
+        ("http://[::1]:80", "http://[::1]"),
+        ("null", "null"),
+        ("*", "*"),
+    ],
+)
+def test_origins_are_taken_as_browsers_send_them(given, taken):
+    assert serve.parse_args(["--allowed-origins", given]).allowed_origins == [taken]
+
+
+@pytest.mark.parametrize("text", ["localhost:3000", "http://localhost:3000/", "http://", "https://*.example", ""])
+def test_what_is_no_origin_is_refused(text, capsys):
+    """A path or a missing scheme would never match what a browser sends, and nobody would know why."""
+    with pytest.raises(SystemExit):
+        serve.parse_args(["--allowed-origins", text])
+    wanted = f"{text!r} is no origin, wanted SCHEME://HOST or SCHEME://HOST:PORT without a path, null or *"
+    assert wanted in capsys.readouterr().err
+
+
+def access_log(capfd, count: int) -> list[dict]:
+    """The next `count` lines. A call is logged when it has ended, which may be after its client knows it."""
+    lines = []
+
+    def are_there():
+        lines.extend(json.loads(line) for line in capfd.readouterr().err.splitlines())
+        return len(lines) >= count
+
+    wait_until(are_there)
+    return lines
+
+
+@pytest.fixture
+def logging_server(server):
+    server.args.access_log = True
+    yield server
+    server.args.access_log = False
+
+
+def test_every_answer_has_an_id(logging_server, capfd):
+    """The client's own, or else a new one, also in the log and in the name of a completion: so a user's report, the
+    answer and the line of the log are brought together."""
+    server = logging_server
+    ids = []
+    for call in (("GET", "/"), ("GET", "/nowhere"), ("HEAD", "/livez"), ("OPTIONS", "/v1/models")):
+        ids.append(server.http.request(*call).headers["x-request-id"])
+    completion = server.post()
+    assert completion.json()["id"] == f"cmpl-{completion.headers['x-request-id']}"
+    ids += [completion.headers["x-request-id"], server.post(stream=True).headers["x-request-id"]]
+    assert len(set(ids)) == len(ids) and all(len(id) == 32 for id in ids)
+    own = {"X-Request-Id": "my-request:1"}
+    assert server.http.get("/v1/models", headers=own).headers["x-request-id"] == "my-request:1"
+    logged = [line["id"] for line in access_log(capfd, 5)]
+    assert sorted(logged) == sorted([ids[1], *ids[3:], "my-request:1"])  # but those of the page and of /livez
+    for other in ("a b", "x" * 129, "", "caf\u00e9"):
+        answer = server.http.get("/livez", headers={"X-Request-Id": other.encode()})
+        assert len(answer.headers["x-request-id"]) == 32
+
+
+def test_an_unseeded_answer_can_be_had_again(logging_server, capfd):
+    """Each start of the server said the same, and no two starts in a row anything else. Now each call draws a seed,
+    which is in the log; equal prompts of a call have seeds of their own, so that their answers differ."""
+
+    def seeds(prompt, **fields):
+        added = logging_server.engine.added
+        before = len(added)
+        logging_server.answer(prompt, **fields)
+        return [message["params"]["seed"] for message in added[before:]]
+
+    (first,), (second,) = seeds("say hi"), seeds("say hi")
+    several = seeds(["say hi"] * 3)
+    given = seeds(["say hi"] * 2, seed=7)
+    assert first != second and all(0 <= seed < 2**53 for seed in (first, second))
+    assert several == [several[0], several[0] + 1, several[0] + 2] and given == [7, 7]
+    logged = [line["seed"] for line in access_log(capfd, 4)]
+    assert sorted(logged) == sorted([first, second, several[0], 7])
 
 
 def test_requests_have_a_deadline():
@@ -1346,12 +1643,21 @@ def test_log_lines(capfd):
         server.get("/v1/x%0d%0aevil")
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert all(line.pop("time") and line.pop("ms", 1) for line in lines)
+    drawn = lines[0]["seed"]
+    assert all(len(line.pop("id")) == 32 for line in lines if line["event"] == "access")
     # a call is logged when it has ended, which may be after its client sent the next
     client = {"event": "access", "client": "127.0.0.1"}
     missing = "there is no GET /v1/x\r\nevil here; /openapi.json lists what there is"
     assert sorted(lines, key=lambda line: line.get("path", "")) == [
-        {"event": "request", "id": "cmpl-r", "max_tokens": 1000, "prompt": ["say hi"], "request_id": "r"},
-        client | {"method": "POST", "path": "/v1/completions", "status": 200},
+        {
+            "event": "request",
+            "id": "cmpl-r",
+            "max_tokens": 1000,
+            "prompt": ["say hi"],
+            "request_id": "r",
+            "seed": drawn,
+        },
+        client | {"method": "POST", "path": "/v1/completions", "status": 200, "seed": drawn},
         client | {"method": "GET", "path": "/v1/x\r\nevil", "status": 404, "error": missing},
     ]
 
@@ -1415,6 +1721,7 @@ def test_what_is_no_http_gets_an_error_in_json(server, data):
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"Content-Type: application/json" in head
     error = {"message": "Invalid HTTP request received.", "type": "invalid_request_error", "param": None, "code": None}
     assert json.loads(body) == {"error": error} and f"Content-Length: {len(body)}".encode() in head
+    assert b"\r\nx-request-id: " in head
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""
+What newcomers are told: the greeting at the terminal, the page at /, what to call instead of a path that is not here.
+
+    print(greeting("out/stdlib", "http://127.0.0.1:8000", chats=False, key=""))
+
+Plain texts, made of what api.py knows. Not run by itself.
+"""
+
+import difflib
+import html
+import json
+
+# Nothing is loaded, run, framed or sent from the page; its icon is empty, so that browsers ask for none.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+# What clients of other servers ask for -> what there is for it here. All that begins so is meant.
+INSTEAD = {
+    "/v1/responses": "POST /v1/chat/completions",
+    "/v1/messages": "POST /v1/chat/completions",  # Anthropic's
+    "/api/chat": "POST /v1/chat/completions",  # Ollama's, as the next ones
+    "/api/generate": "POST /v1/completions",
+    "/api/tags": "GET /v1/models",
+    "/api/show": "GET /v1/models",
+    "/api/ps": "GET /v1/models",
+    "/api/version": "GET /v1/models",
+    "/generate": "POST /v1/completions",  # Text Generation Inference's
+    "/completion": "POST /v1/completions",  # llama.cpp's
+}
+EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings")
+
+
+def example_call(url: str, chats: bool, key: str) -> list[str]:
+    """The parts of a curl command that works when it is pasted into a shell; `key` as the shell is to spell it."""
+    path = "/v1/completions"
+    body: dict = {"prompt": "def ", "max_tokens": 32}
+    if chats:
+        path = "/v1/chat/completions"
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
+    parts = [f"curl {url}{path}", "-H 'Content-Type: application/json'"]
+    if key:
+        parts.append(f'-H "Authorization: Bearer {key}"')
+    parts.append(f"-d '{json.dumps(body)}'")
+    return parts
+
+
+def greeting(name: str, url: str, chats: bool, key: str) -> str:
+    """What the server prints when it is ready: people and scripts wait for the first line, and try the second."""
+    return f"serving {name} at {url}\n    {' '.join(example_call(url, chats, key))}"
+
+
+def page(name: str, state: str, url: str, chats: bool, has_key: bool) -> str:
+    """The page at /, as HTML. It is served without a key: where there is one, the model's name is not told."""
+    served = "a model, behind an API key" if has_key else f"<code>{html.escape(name)}</code>"
+    curl = " \\\n    ".join(example_call(url, chats, "YOUR_KEY" if has_key else ""))
+    client = f'OpenAI(base_url="{url}/v1", api_key="{"YOUR_KEY" if has_key else "none"}")'
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>pagedGPT</title><link rel="icon" href="data:,">
+<h1>pagedGPT</h1>
+<p>Serves {served}; state: {html.escape(state)}. It speaks OpenAI's API:</p>
+<pre>{html.escape(curl)}</pre>
+<p>In Python:</p>
+<pre>{html.escape(client)}</pre>
+<p>More: <a href="/v1/models">models</a>, <a href="/openapi.json">all paths and fields</a>,
+<a href="/metrics">metrics</a>, <a href="/readyz">readiness</a>.</p>
+"""
+
+
+def not_found(method: str, path: str, routes: list[tuple[str, str]]) -> str:
+    """The message for a path, or a method of it, that is not among the routes (method, path)."""
+    hint = hint_for(path.rstrip("/")[:200], routes)
+    return f"there is no {method} {path:.200} here; {hint}/openapi.json lists what there is"
+
+
+def hint_for(path: str, routes: list[tuple[str, str]]) -> str:
+    if path in EMBEDDINGS:
+        return "embeddings are not served, vLLM serves them; "
+    for prefix, call in INSTEAD.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return f"call {call}, as this is OpenAI's API; "
+    known = [other for _, other in routes]
+    if f"/v1{path}" in known:
+        return f"call /v1{path}, a base URL ends in /v1; "
+    meant = [path.removeprefix("/v1"), *difflib.get_close_matches(path, known, 1, cutoff=0.85)]
+    calls = [f"{method} {other}" for wanted in meant for method, other in routes if other == wanted]
+    return f"call {calls[0]}; " if calls else ""
