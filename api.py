@@ -1,10 +1,10 @@
 """
-The OpenAI-compatible HTTP surface: who may come in, what each path answers, and how long clients may take.
+The OpenAI-compatible HTTP surface: who may come in, and what each path answers.
 
-The way of a request: a `Connection` reads it, the `Gate` lets it in, a method of `Service` answers its path. For a
-completion that is a `Job` with a `Choice` for each continuation of each prompt: `EngineClient` (in client.py) carries
-token ids to the engine's process and back; protocol.py has the rules of what is taken, makes text of tokens and shapes
-what is said. Not run by itself: serve.py starts it. Only this room and protocol.py import the HTTP packages.
+The way of a request: a `Connection` (connection.py) reads it, the `Gate` lets it in, a method of `Service` answers its
+path. For a completion that is a `Job` with a `Choice` for each continuation of each prompt: `EngineClient` (in
+client.py) carries token ids to the engine's process and back; protocol.py has the rules of what is taken, makes text of
+tokens and shapes what is said. Not run by itself: serve.py starts it. Only these rooms import the HTTP packages.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import protocol
 import welcome
+from connection import Connection, LastAnswers, check_head
 from encoder import Encoder, EncoderBusy, read_ids
 from protocol import ApiError, Choice, error_body, error_response
 from tokenizer import TokenizerError
@@ -45,7 +45,6 @@ RETRY = {"Retry-After": "1"}  # seconds
 GONE = "the client is gone"
 SEED_BITS = 48  # of seeds that are drawn: readers of the log that take all numbers for floats keep so many whole
 MODEL_PATH = "/v1/models/"  # before a model's name, which may have slashes of its own
-MAX_HEAD = 2**16  # bytes of a request before its body
 PING = b": ping\n\n"
 MAX_LONG_ANSWERS = 4  # of /tokenize and /detokenize, in memory at once
 SLICE = 2**18  # bytes of such an answer that go out at a time
@@ -373,11 +372,15 @@ class Service:
         media_type = http.headers.get("content-type", "").partition(";")[0]  # without its parameters
         if media_type.strip().lower() != "application/json":
             raise ApiError(400, "the body must be JSON, sent with the header Content-Type: application/json")
+        self.check_ready()  # before the body is read, as it is long perhaps
         body, limit = bytearray(), self.args.max_body_mib * 2**20
-        async for part in http.stream():  # counted: a length may be wrong, and a chunked body announces none
+        too_long = ApiError(413, f"the body has more than {int(limit)} bytes: shorten it or raise --max-body-mib")
+        if int(http.headers.get("content-length", 0)) > limit:
+            raise too_long
+        async for part in http.stream():  # counted: a chunked body announces no length
             body += part
             if len(body) > limit:
-                raise ApiError(413, f"the body has more than {int(limit)} bytes: shorten it or raise --max-body-mib")
+                raise too_long
         try:
             request = kind.model_validate_json(body)
         except ValidationError as found:
@@ -512,7 +515,7 @@ class Service:
     async def run(self, sock: socket.socket) -> str | None:
         """Serve until a signal or until the engine is gone for good. Returns what went wrong, None if nothing did."""
         flags = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none", "http": Connection}
-        config = uvicorn.Config(Gate(self), timeout_graceful_shutdown=LINGER_SECONDS, **flags)
+        config = uvicorn.Config(LastAnswers(Gate(self)), timeout_graceful_shutdown=LINGER_SECONDS, **flags)
         self.server, self.loop, self.sock = uvicorn.Server(config), asyncio.get_running_loop(), sock
         self.server.handle_exit = lambda *_: self.loop.call_soon_threadsafe(self.stop)  # ours drains first
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
@@ -593,7 +596,7 @@ def openapi(routes: dict[tuple[str, str], Callable]) -> dict:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Who may come in, and how long clients may take
+# Who may come in
 
 
 class Gate:
@@ -636,6 +639,7 @@ class Gate:
         status = 200
         error: ApiError | None = None
         try:
+            check_head(scope["headers"])
             scope["salt"] = self.admit(scope)
             answer = await self.route(scope["method"], scope["path"])(Request(scope, receive))
             await answer(scope, receive, send)
@@ -728,66 +732,3 @@ def is_address(host: str) -> bool:
         return bool(ipaddress.ip_address(host))
     except ValueError:
         return False
-
-
-class Connection(HttpToolsProtocol):
-    """
-    A client's connection: uvicorn's, cut off when it takes longer than --client-seconds to send a whole request or to
-    read what waits for it, and when there are too many. What it was computing ends with it.
-    """
-
-    sending = reading = None  # timers: of the client's request, of our answer
-    in_head, head_size = False, 0
-
-    def connection_made(self, transport):
-        super().connection_made(transport)
-        self.args = self.config.app.args
-        transport.set_write_buffer_limits(high=0)  # whatever the client has not read pauses writing
-        if len(self.connections) > self.args.max_connections:
-            return transport.abort()
-        self.sending = self.cut_off_later()
-
-    def cut_off_later(self):
-        return self.loop.call_later(self.args.client_seconds, self.transport.abort)
-
-    def data_received(self, data):
-        self.sending = self.sending or self.cut_off_later()
-        super().data_received(data)
-        self.head_size += len(data) if self.in_head else 0
-        if self.head_size > MAX_HEAD:
-            self.transport.abort()
-
-    def on_message_begin(self):
-        super().on_message_begin()
-        self.in_head, self.head_size = True, 0
-
-    def on_headers_complete(self):
-        self.in_head = False
-        super().on_headers_complete()
-
-    def on_message_complete(self):
-        super().on_message_complete()
-        self.sending = self.sending and self.sending.cancel()
-
-    def pause_writing(self):
-        super().pause_writing()
-        self.reading = self.reading or self.cut_off_later()
-
-    def resume_writing(self):
-        super().resume_writing()
-        self.reading = self.reading and self.reading.cancel()
-
-    def connection_lost(self, exc):
-        super().connection_lost(exc)
-        for timer in (self.sending, self.reading):
-            if timer:
-                timer.cancel()
-
-    def send_400_response(self, msg):
-        """What is no HTTP gets an error of the same shape as all others."""
-        body = error_body(ApiError(400, msg))
-        self.config.app.service.metrics.answered(400)
-        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        head += f"{REQUEST_ID}: {request_id(b'')}\r\n"
-        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        self.transport.close()

@@ -956,7 +956,7 @@ def test_body_is_counted_as_it_comes(sizes, fits):
         read.append(next(parts))
         return {"type": "http.request", "body": b" " * read[-1], "more_body": sum(read) < sum(sizes)}
 
-    service = SimpleNamespace(args=serve.parse_args(["--max-body-mib", str(10 / 2**20)]))
+    service = SimpleNamespace(args=serve.parse_args(["--max-body-mib", str(10 / 2**20)]), check_ready=lambda: None)
     http = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
     with pytest.raises(ApiError) as caught:
         asyncio.run(api.Service.read(service, http, CompletionRequest))
@@ -1504,12 +1504,14 @@ def test_slow_readers_are_cut_off():
 
 def test_too_many_connections():
     with Server("--max-connections", "3") as server:
-        socks = [socket.create_connection(server.address, timeout=30) for _ in range(2)]  # ours is the third
-        server.answer()
+        server.engine.gate.clear()
+        busy = [server.connect(prompt="say hi", max_tokens=9) for _ in range(3)]
+        wait_until(lambda: len(server.service.client.choices) == 3)
         with socket.create_connection(server.address, timeout=30) as fourth, contextlib.suppress(ConnectionError):
             assert fourth.recv(10) == b""
-        assert server.answer()["choices"][0]["text"] == "hi"
-        for sock in socks:
+        server.engine.gate.set()
+        assert all(b'"text":"hi"' in read_until(sock, b"}}}") for sock in busy)
+        for sock in busy:
             sock.close()
 
 
