@@ -386,11 +386,12 @@ class Service:
         except ValidationError as found:
             raise protocol.body_refusal(found) from None
         self.check_ready()
-        self.check_model(request.model or self.name)
+        self.check_model(request.model)
         return request
 
-    def check_model(self, name: str):
-        if name != self.name:
+    def check_model(self, name: str | None):
+        """Raises ApiError (404) for another model than the one there is; None is that one."""
+        if name not in (None, self.name):
             message = f"there is no model {name!r:.200} here; there is {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 

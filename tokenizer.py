@@ -345,6 +345,7 @@ class TextStream:
         """From here on end the text at these strings."""
         self.stop = tuple(sorted(stop))
         self.first_characters = frozenset(string[0] for string in stop)
+        self.last_characters = frozenset(string[-1] for string in stop)
 
     def push(self, token: int) -> str:
         """The text that this token makes certain, often but not always the token's own."""
@@ -378,7 +379,7 @@ class TextStream:
         while not self._begins_stop(text[start:]):
             start += 1
         certain, self.held = text[:start], text[start:]
-        if self.held.endswith(self.stop):
+        if character in self.last_characters and self.held.endswith(self.stop):
             self.matched = max(filter(self.held.endswith, self.stop), key=len)
             certain += self.held if self.include_stop else self.held.removesuffix(self.matched)
             self.held = ""

@@ -969,6 +969,7 @@ def test_body_is_counted_as_it_comes(sizes, fits):
     "fields, status, param, code, message",
     [
         ({"model": "gpt-5"}, 404, "model", "model_not_found", "there is no model 'gpt-5' here; there is 'fake'"),
+        ({"model": ""}, 404, "model", "model_not_found", "there is no model '' here; there is 'fake'"),
         ({"prompt": "a\0b"}, 400, "prompt", None, "character '\\x00' is not in the vocabulary"),
         ({"prompt": [1, 257]}, 400, "prompt", None, "token id 257 is outside the vocabulary, 0..256"),
         ({"prompt": [-1]}, 400, "prompt", None, "token id -1 is outside the vocabulary, 0..256"),
