@@ -42,7 +42,7 @@ IGNORED |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"
 NEUTRAL = {"best_of": 1, "length_penalty": 1, "suffix": "", "use_beam_search": False, "early_stopping": False}
 NEUTRAL |= {"spaces_between_special_tokens": True}
 NEUTRAL_IN_CHAT = NEUTRAL | {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"}
-NEUTRAL_IN_CHAT |= {"response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True}
+NEUTRAL_IN_CHAT |= {"response_format": {"type": "text"}, "modalities": ["text"]}
 NEUTRAL_IN_CHAT |= {"chat_template": None, "chat_template_kwargs": {}, "continue_final_message": False, "echo": False}
 NEUTRAL_IN_CHAT |= {"reasoning_effort": None}
 NEUTRAL_IN_CHAT |= {"web_search_options": None, "audio": None, "moderation": None}
@@ -432,6 +432,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True)]
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions. Without max_completion_tokens an answer may be as long as the context allows."""
 
+    ignored: ClassVar[set[str]] = IGNORED | {"parallel_tool_calls"}  # without tools, which are told of first
     neutral: ClassVar[dict] = NEUTRAL_IN_CHAT
     id_prefix: ClassVar[str] = "chatcmpl-"
     objects: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")

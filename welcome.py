@@ -86,6 +86,6 @@ def hint_for(path: str, routes: list[tuple[str, str]]) -> str:
     known = [other for _, other in routes]
     if f"/v1{path}" in known:
         return f"call /v1{path}, a base URL ends in /v1; "
-    meant = [path.removeprefix("/v1"), *difflib.get_close_matches(path, known, 1, cutoff=0.85)]
+    meant = [path.removeprefix("/v1") or "/v1/models", *difflib.get_close_matches(path, known, 1, cutoff=0.85)]
     calls = [f"{method} {other}" for wanted in meant for method, other in routes if other == wanted]
     return f"call {calls[0]}; " if calls else ""

@@ -898,6 +898,7 @@ IN_OPENAI = ", as this is OpenAI's API"
         ("GET /models", "call /v1/models, a base URL ends in /v1"),
         ("POST /v1/v1/completions", "call POST /v1/completions"),
         ("POST /v1/tokenize", "call POST /tokenize"),
+        ("GET /v1/", "call GET /v1/models"),
         ("POST /v1/completions/", "call POST /v1/completions"),
         ("POST /api/generate", f"call POST /v1/completions{IN_OPENAI}"),
         ("POST /api/chat", f"call POST /v1/chat/completions{IN_OPENAI}"),
