@@ -4,12 +4,13 @@ Serve a trained model as vLLM would: OpenAI's HTTP interface in front, the paged
     python serve.py                                     # out/stdlib at http://127.0.0.1:8000
     python serve.py --model out/shakespeare_char --port 9000
     python serve.py --prompt "def " --max-tokens 100    # no HTTP: continues the text at the terminal
+    python serve.py --chat                              # no HTTP: a conversation at the terminal
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def "}'
 
 The engine has a process of its own, which never waits for HTTP; the HTTP process imports no torch, so it stays small
 and never waits for a step; `EngineClient` connects them. The HTTP surface itself is in api.py, imported only to serve
-it: neither `--prompt` nor the engine's process needs the HTTP packages.
+it: neither the terminal (terminal.py) nor the engine's process needs the HTTP packages.
 """
 
 import argparse
@@ -26,13 +27,12 @@ import socket
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 
+import terminal
 from client import EngineClient
 from encoder import Encoder
-from tokenizer import TextStream
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 
@@ -65,7 +65,7 @@ def origin(text: str) -> str:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    about = "Serve a trained model over HTTP, or continue a --prompt at the terminal."
+    about = "Serve a trained model over HTTP, or talk to it at the terminal."
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--model", default="out/stdlib", help="checkpoint directory, of train.py or of a GPT-2 downloaded from the hub")
@@ -112,11 +112,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     http("--log-requests", action="store_true", help="log the fields of each request, texts included")
     http("--no-access-log", dest="access_log", action="store_false", help="log no line for each request")
 
-    text = parser.add_argument_group("at the terminal").add_argument
-    text("--prompt", metavar="TEXT", help="continue TEXT here and now instead of serving HTTP")
-    text("--max-tokens", type=positive, help="length of the answer; not given: up to 200, as far as the context goes")
+    group = parser.add_argument_group("at the terminal")
+    what = group.add_mutually_exclusive_group().add_argument
+    what("--prompt", metavar="TEXT", help="answer TEXT here and now instead of serving HTTP; -: all of standard input")
+    what("--chat", action="store_true", help="a conversation, line by line")
+    text = group.add_argument
+    text("--raw", action="store_true", help="continue text as it stands, though there is a chat template")
+    about = "length of an answer; not given: with a chat template as far as the context goes, else up to 200"
+    text("--max-tokens", type=positive, help=about)
     text("--temperature", type=float, default=0.8, help="0: always the most likely token")
-    text("--seed", type=int, help="same seed, same text")
+    text("--seed", type=int, help="same seed, same text; not given: a random one, which is told")
     return parser.parse_args(argv)
 
 
@@ -298,32 +303,6 @@ def listen_to_http(folder: str) -> socket.socket:
     return listener
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# At the terminal
-
-
-def complete_at_terminal(args: argparse.Namespace):
-    """Continue --prompt on stdout as the tokens come, with the engine in this process; Ctrl-C ends it."""
-    from sampling import SamplingParams
-
-    encoder, engine = Encoder(args.model), build_engine(args)
-    prompt = encoder.encode(args.prompt)
-    room = max(1, min(200, engine.max_model_len - len(prompt)))
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens or room, seed=args.seed)
-    engine.add_request("terminal", prompt, params)
-    text, started, count = TextStream(encoder.tokenizer.token_bytes), time.perf_counter(), 0
-    print(args.prompt, end="", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        while engine.has_work:
-            for output in engine.step():
-                if output.error:
-                    raise RuntimeError(output.error)
-                count += len(output.tokens)
-                print("".join(map(text.push, output.tokens)), end="", flush=True)
-    print(text.flush())
-    print(f"[{count} tokens, {count / (time.perf_counter() - started):.1f} a second]", file=sys.stderr)
-
-
 def main(argv: list[str] | None = None):
     # Read when torch loads OpenMP: threads that wait spin less before they sleep, as HTTP needs the cores too.
     os.environ.setdefault("GOMP_SPINCOUNT", "100000")
@@ -332,7 +311,8 @@ def main(argv: list[str] | None = None):
         os.environ.setdefault(cache, "64")
     args = parse_args(argv)
     try:
-        problem = serve_http(args) if args.prompt is None else complete_at_terminal(args)
+        at_terminal = args.chat or args.prompt is not None
+        problem = terminal.run(args, build_engine) if at_terminal else serve_http(args)
     except (ValueError, RuntimeError, OSError) as error:  # no model, a broken one, or flags that do not go together
         problem = str(error)
     except KeyboardInterrupt:

@@ -403,7 +403,7 @@ def test_prompt_at_the_terminal(checkpoint, expected):
     process = at_terminal(checkpoint, "--prompt", "# \u20ac def ", "--temperature", "0", "--max-tokens", "24")
     out, errors = process.communicate(timeout=60)
     assert out == "# \u20ac def " + expected("# \u20ac def ") + "\n" and process.returncode == 0
-    assert re.fullmatch(r"\[24 tokens, [0-9.]+ a second\]\n", errors)
+    assert re.fullmatch(r"\[24 tokens, [0-9.]+ a second, seed \d+, cut off\]\n", errors)
 
 
 def test_ctrl_c_at_the_terminal(checkpoint, tmp_path):
