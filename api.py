@@ -91,7 +91,7 @@ class Job:
         self.choices: list[Choice] = []
         for number, prompt in enumerate(prompts):
             own = request if request.seed is not None else request.model_copy(update={"seed": self.seed + number})
-            shared = own, prompt, [], service.tokenizer, self.client.info["eos_token_id"]
+            shared = own, prompt, [], service.tokenizer, self.client.info["eos_token_ids"]
             self.choices += [Choice(self, len(self.choices) + i, *shared) for i in range(request.n)]
         self.id = f"{request.id_prefix}{request.request_id or id}"
         self.head = {"id": self.id, "object": request.objects[request.stream], "created": int(time.time())}
@@ -438,7 +438,7 @@ class Service:
         self.check_room(count * request.n)  # before they are encoded: a million prompts take seconds
         prompts = await self.encode(request)
         info = self.client.info
-        request.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_id"])
+        request.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
         salt = f"{http.scope['salt']}:{request.cache_salt or ''}"
         job = Job(self, request, prompts, salt, http.scope["request_id"])
         http.scope["logged"]["seed"] = job.seed  # with it anybody gets this answer again

@@ -256,7 +256,7 @@ class Engine:
                 f"{self.max_model_len} (context length {self.config.context_length}, KV pool of {self.num_blocks} "
                 f"blocks of {self.scheduler.block_size}): shorten the prompt, or lower max_tokens"
             )
-        eos = () if params.ignore_eos or self.config.eos_token_id is None else (self.config.eos_token_id,)
+        eos = () if params.ignore_eos else self.config.eos_token_ids
         request = Request(
             id,
             prompt_tokens,
@@ -524,7 +524,7 @@ class Engine:
         ended, going = [], []  # (beam, token, log-probability), best first
         for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             beam, token = plan.sampled[index // V], index % V
-            last = token == self.config.eos_token_id or beam.num_generated + 1 == beam.max_new_tokens
+            last = token in self.config.eos_token_ids or beam.num_generated + 1 == beam.max_new_tokens
             (ended if last else going).append((beam, token, score))
         answers = [([*beam.generated_tokens, token], score) for beam, token, score in ended]
         own = {beam: token for beam, token, _ in reversed(going[:width])}  # each beam's first, its best, wins
@@ -606,7 +606,7 @@ def run(engine: Engine, links: Links, max_queue: int | None = None):
 
         in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
              {"op": "abort", "id"}
-        out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_id"}
+        out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
              {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores...], ...], "stats": of the engine}
              {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, "full" when more than
              `max_queue` choices would wait for a row, else "internal"
@@ -614,7 +614,7 @@ def run(engine: Engine, links: Links, max_queue: int | None = None):
     Ids are the link's own. What a link has added ends with it.
     """
     limits = {"max_model_len": engine.max_model_len, "max_num_seqs": engine.scheduler.max_num_seqs}
-    limits |= {"vocab_size": engine.config.vocab_size, "eos_token_id": engine.config.eos_token_id}
+    limits |= {"vocab_size": engine.config.vocab_size, "eos_token_ids": engine.config.eos_token_ids}
     links.greet({"op": "ready"} | limits)
     while links.is_wanted:
         for link, message in links.receive(timeout=0 if engine.has_work else None):

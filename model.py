@@ -45,15 +45,21 @@ class GPTConfig:
     dropout: float = 0.0
     layer_norm_epsilon: float = 1e-5
     eos_token_id: int | None = None  # the token that ends a text; None where the tokenizer has none
+    more_eos_token_ids: tuple[int, ...] = ()  # others that end one, too
 
     def __post_init__(self):
-        self.n_kv_head = self.n_kv_head or self.n_head
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
         for name in ("vocab_size", "context_length", "n_layer", "n_head", "n_embd", "n_kv_head"):
             self._require(name, (int,), lambda x: 0 < x < 2**31, "a whole number of at least 1, and below 2**31,")
         self._require("dropout", (int, float), lambda x: 0 <= x < 1, "a number from 0 to below 1")
         self._require("layer_norm_epsilon", (int, float), lambda x: 0 <= x < 1, "a number from 0 to below 1")
         self._require("bias", (bool,), lambda x: True, "true or false")
-        self._require("eos_token_id", (int, type(None)), lambda x: True, "one token id, or none,")
+        for token in self.eos_token_ids:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"eos_token_id is {token!r}: a token id, 0 to {self.vocab_size - 1}, or none is wanted"
+                )
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: change one of them")
         if self.n_head % self.n_kv_head:
@@ -71,6 +77,11 @@ class GPTConfig:
     @property
     def head_size(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All tokens that end a text."""
+        return () if self.eos_token_id is None else (self.eos_token_id, *self.more_eos_token_ids)
 
 
 class Attention(nn.Module):
@@ -467,6 +478,12 @@ FIXED_OPTIONS = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
+# transformers' other names for the tanh approximation
+ACTIVATION_NAMES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
+# What transformers writes for a GPT-2 of any vocabulary when nobody names an end of text.
+DEFAULT_EOS = 50256
+# Of a directory from elsewhere: what holds weights, but not those that are read here.
+FOREIGN_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 
 
 def is_transposed(name: str) -> bool:
@@ -483,6 +500,8 @@ def save_checkpoint(model: GPT, directory: str | Path):
     directory.mkdir(parents=True, exist_ok=True)
     config = {CONFIG_NAMES.get(k, k): v for k, v in vars(model.config).items()}
     config |= FIXED_OPTIONS | {"architectures": ["GPT2LMHeadModel"], "bos_token_id": model.config.eos_token_id}
+    if more := config.pop("more_eos_token_ids"):
+        config["eos_token_id"] = [model.config.eos_token_id, *more]
     config |= {"embd_pdrop": model.config.dropout, "attn_pdrop": model.config.dropout}
     config["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
     tensors = {name: w.detach().cpu() for name, w in model.state_dict().items()}
@@ -499,18 +518,21 @@ class CheckpointError(ValueError):
 
 
 def load_config(directory: str | Path) -> GPTConfig:
-    """Read config.json. Raises CheckpointError where it is missing, broken or asks for what we do not compute."""
+    """
+    Read config.json, and what generation_config.json adds to it: tokens that end a text. Raises CheckpointError where
+    it is missing, broken or asks for what we do not compute.
+    """
     path = Path(directory) / "config.json"
     if not path.is_file():
-        raise CheckpointError(
-            f"no model in {directory}: run `python train.py --out {directory}`, or name another directory"
-        )
+        raise CheckpointError(no_model(path))
     try:
         saved = json.loads(path.read_text())
-        for name, wanted in FIXED_OPTIONS.items():
-            if saved.get(name, wanted) != wanted and not (name == "n_inner" and saved[name] == 4 * saved["n_embd"]):
-                raise CheckpointError(f"{path}: {name} is {saved[name]!r}, this code computes only {wanted!r}")
+        check_options(path, saved)
         ours = {field: saved.get(CONFIG_NAMES.get(field, field)) for field in GPTConfig.__dataclass_fields__}
+        ours["activation"] = ACTIVATION_NAMES.get(ours["activation"], ours["activation"])
+        eos = read_eos(path, saved)
+        ours["eos_token_id"] = eos[0] if eos else None
+        ours["more_eos_token_ids"] = tuple(eos[1:])
         return GPTConfig(**{field: value for field, value in ours.items() if value is not None})
     except CheckpointError:
         raise
@@ -520,16 +542,54 @@ def load_config(directory: str | Path) -> GPTConfig:
         ) from error
 
 
+def no_model(missing: Path) -> str:
+    """What to say of a directory that lacks a file which is read here: how it can be had."""
+    folder = missing.parent
+    found = sorted({path.name for pattern in FOREIGN_WEIGHTS for path in folder.glob(pattern)} - {"train_state.pt"})
+    if not found:
+        mend = f"run `python train.py --out {folder}`, or name another directory"
+        return f"no model in {folder}, {missing.name} is missing: {mend}"
+    if missing.name == "config.json":
+        return f"{missing} is missing beside {found[0]}: download it, too"
+    return (
+        f"{missing} is missing, the weights are in {', '.join(found[:3])}: they are read from one safetensors file. "
+        "Let transformers write it: GPT2LMHeadModel.from_pretrained(DIR).save_pretrained(NEW, max_shard_size='100GB')"
+    )
+
+
+def check_options(path: Path, saved: dict):
+    """Raises CheckpointError for options that change the computation."""
+    for name, wanted in FIXED_OPTIONS.items():
+        value = saved.get(name, wanted)
+        same = value == wanted or (value is None and wanted is False)
+        if not same and not (name == "n_inner" and value == 4 * saved["n_embd"]):
+            mend = "vLLM serves such a directory"
+            raise CheckpointError(f"{path}: {name} is {value!r}, this code computes only {wanted!r}: {mend}")
+
+
+def read_eos(path: Path, saved: dict) -> list[int]:
+    """The tokens that end a text, config.json's first; each file has one, a list, or none."""
+    other_path = path.with_name("generation_config.json")
+    other = json.loads(other_path.read_text()) if other_path.is_file() else {}
+    ids = []
+    for value in (saved.get("eos_token_id"), other.get("eos_token_id")):
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    ids = list(dict.fromkeys(ids))
+    if DEFAULT_EOS in ids and saved.get("vocab_size", DEFAULT_EOS + 1) <= DEFAULT_EOS:
+        ids.remove(DEFAULT_EOS)
+    return ids
+
+
 def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = torch.float32) -> GPT:
     """Build the model of a checkpoint directory, in evaluation mode. Raises CheckpointError with what to change."""
     config, path = load_config(directory), Path(directory) / "model.safetensors"
     try:
         saved = load_file(path)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: run `python train.py --out {directory}`") from None
+        raise CheckpointError(no_model(path)) from None
     except Exception as error:  # safetensors raises its own types for truncated or foreign files
         raise CheckpointError(f"{path} cannot be read ({error}): train again or restore the file") from error
-    # the hub's GPT-2 has no prefix; what it has beyond our weights (its causal masks) is left alone
+    # the hub's GPT-2 has no prefix
     saved = {n.removeprefix("transformer."): w for n, w in saved.items()}
     saved = {n: w.t() if is_transposed(n) else w for n, w in saved.items()}
     found = {n: tuple(w.shape) for n, w in saved.items()}
@@ -539,9 +599,26 @@ def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = to
     check_shapes(path, found, {f"h.{config.n_layer - 1}.ln_1.weight": (C,)})
     with torch.device("meta"):
         model = GPT(config)
-    check_shapes(path, found, {n: tuple(w.shape) for n, w in model.state_dict().items()})
-    model.load_state_dict({n: saved[n].to(device, dtype).contiguous() for n in model.state_dict()}, assign=True)
+    wanted = {n: tuple(w.shape) for n, w in model.state_dict().items()}
+    check_shapes(path, found, wanted)
+    check_rest(path, saved, wanted)
+    model.load_state_dict({n: saved[n].to(device, dtype).contiguous() for n in wanted}, assign=True)
     return model.eval()
+
+
+def check_rest(path: Path, saved: dict[str, torch.Tensor], wanted: dict):
+    """Raises CheckpointError for weights that the model does not have, unless it computes the same without them."""
+    for name, weight in saved.items():
+        if name in wanted or name.endswith((".attn.bias", ".attn.masked_bias")):  # the hub's causal masks
+            continue
+        if name == "lm_head.weight":
+            if not torch.equal(weight, saved["wte.weight"]):
+                what = "the head, lm_head.weight, is not the embedding"
+                raise CheckpointError(
+                    f"{path}: {what}: untied heads are not computed here, vLLM serves such a directory"
+                )
+        elif not name.endswith(".bias") or weight.any():  # a model without biases is saved with zeros
+            raise CheckpointError(f"{path} does not match config.json: {name} is no part of this model")
 
 
 def check_shapes(path: Path, found: dict[str, tuple], wanted: dict[str, tuple]):

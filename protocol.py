@@ -346,7 +346,7 @@ class SamplingRequest(Strict):
             return {}
         return {"usage": token_counts(len(choice.prompt), num_tokens)}
 
-    def check_fits(self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_id=None):
+    def check_fits(self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_ids=()):
         """Refuse at once what the model can never take: ApiError (400) with wanted, available, what to change."""
         own = [(name, getattr(self, name) or ()) for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")]
         for param, tokens in own + [("prompt", prompt) for prompt in prompts]:
@@ -357,7 +357,7 @@ class SamplingRequest(Strict):
         if (listed := len(self.allowed_token_ids or ()) * len(prompts)) > MAX_ALLOWED:
             message = f"allowed_token_ids of all prompts are {listed}, at most {MAX_ALLOWED} are taken: split the call"
             raise ApiError(400, message, "allowed_token_ids")
-        stops = {*self.stop_token_ids, eos_token_id}
+        stops = {*self.stop_token_ids, *eos_token_ids}
         if self.min_tokens and all(token in stops for token in self.allowed_token_ids or range(vocab_size)):
             raise ApiError(400, "min_tokens: all tokens that are allowed are stop tokens", "min_tokens")
         self.check_length(max(map(len, prompts)), max_model_len)
@@ -531,12 +531,20 @@ class Choice:
     """
 
     def __init__(
-        self, job, index: int, request: SamplingRequest, prompt: list[int], prompt_scores: list, tokenizer, eos
+        self,
+        job,
+        index: int,
+        request: SamplingRequest,
+        prompt: list[int],
+        prompt_scores: list,
+        tokenizer,
+        eos: list[int],
     ):
         self.job, self.index, self.request = job, index, request
         self.prompt, self.prompt_scores = prompt, prompt_scores
-        # to vLLM the end of text is a stop without a reason, and with ignore_eos a token like any other
-        self.eos = None if request.ignore_eos else eos
+        # To vLLM the end of text, the first if there are several, is a stop without a reason; with ignore_eos it is a
+        # token like any other.
+        self.eos = None if request.ignore_eos or not eos else eos[0]
         self.engine_id: str | None = None
         self.num_tokens = self.cached_tokens = 0  # of the answer: none after a stop string; of the prompt
         self.finish_reason: str | None = None

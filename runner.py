@@ -258,7 +258,10 @@ class Runner:
         for whom, *parts in flight.scores:
             rows = [list(row) for row in zip(*(part.tolist() for part in parts), strict=True)]
             if isinstance(whom, list):
-                flight.plan.logprobs.update(zip(whom, rows, strict=True))
+                # the step scored as many candidates as any request wants, each gets its own number
+                for request, score in zip(whom, rows, strict=True):
+                    n = request.params.logprobs
+                    flight.plan.logprobs[request] = [score[0], score[1][:n], score[2][:n]]
             else:
                 flight.plan.prompt_scores[whom[0]] = whom[1], rows
         tokens, wanted = flight.tokens.tolist(), flight.wanted

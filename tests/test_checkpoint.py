@@ -104,7 +104,8 @@ def test_a_directory_without_config_holds_no_model(tmp_path):
         "", "{", "[]", "null", "[" * 100_000, '{"n_layer": "three"}', '{"n_layer": true}', '{"n_layer": 2.0}',
         '{"n_embd": 1' + "0" * 30 + "}", '{"activation_function": "swish"}', '{"resid_pdrop": "x"}',
         '{"resid_pdrop": 1}', '{"layer_norm_epsilon": "1e-5"}', '{"layer_norm_epsilon": NaN}', '{"bias": "no"}',
-        '{"eos_token_id": [1, 2]}',
+        '{"eos_token_id": [1, "2"]}', '{"eos_token_id": -1}', '{"eos_token_id": 1000000000}', '{"eos_token_id": true}',
+        '{"n_kv_head": 0}', '{"n_head": 0}', '{"n_head": 7}', '{"n_head": 1000000000}', '{"n_layer": -1}',
     ],
 )  # fmt: skip
 def test_broken_configurations(tmp_path, content):
@@ -131,7 +132,7 @@ def test_options_that_we_do_not_compute_are_refused(tmp_path, option, value):
     save_checkpoint(random_model(), tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {option: value}))
-    with pytest.raises(CheckpointError, match=f"{option} is {value!r}, this code computes only"):
+    with pytest.raises(CheckpointError, match=f"{option} is {value!r}, this code computes only .*: vLLM serves"):
         load_config(tmp_path)
 
 
@@ -150,6 +151,127 @@ def test_broken_weights(tmp_path):
             load_checkpoint(tmp_path)
     path.unlink()
     with pytest.raises(CheckpointError, match="is missing"):
+        load_checkpoint(tmp_path)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder, **changes):
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | changes, path)
+
+
+@pytest.mark.parametrize("name", ["gelu_pytorch_tanh", "gelu_fast"])
+def test_other_names_of_gelu_new(tmp_path, name):
+    """They are the same function, and were refused."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "n_positions": 33, "n_layer": 3, "n_head": 4, "n_embd": 32, "initializer_range": 0.3}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(activation_function=name, **sizes)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = load_checkpoint(tmp_path)
+    assert ours.config.activation == "gelu_new" and ours.config.eos_token_ids == ()  # 50256 is only their default
+    with torch.no_grad():
+        assert (ours(TOKENS)[0] - theirs(TOKENS).logits).abs().max() <= 1e-4
+
+
+def test_no_cross_attention_may_be_null(tmp_path):
+    save_checkpoint(random_model(), tmp_path)
+    change_config(tmp_path, add_cross_attention=None)
+    assert load_config(tmp_path) == random_model().config
+
+
+@pytest.mark.parametrize(
+    ("own", "generation", "ids"),
+    [
+        (None, None, ()),
+        (5, None, (5,)),
+        ([5, 7], None, (5, 7)),
+        ([5, 7], 7, (5, 7)),
+        (None, 5, (5,)),
+        (None, [5, 7], (5, 7)),
+        (7, [5, 7, 9], (7, 5, 9)),
+        ([], [], ()),
+        (0, 0, (0,)),
+        (50256, 5, (5,)),
+    ],
+)
+def test_all_tokens_that_end_a_text_are_read(tmp_path, own, generation, ids):
+    """A list was refused, and one that stands only in generation_config.json never ended a text."""
+    save_checkpoint(random_model(), tmp_path)
+    change_config(tmp_path, eos_token_id=own)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    config = load_config(tmp_path)
+    assert config.eos_token_ids == ids
+    assert config.eos_token_id == (ids[0] if ids else None)
+
+
+def test_several_ends_of_text_come_back(tmp_path):
+    ours = random_model(eos_token_id=5, more_eos_token_ids=(7, 9))
+    save_checkpoint(ours, tmp_path)
+    assert load_config(tmp_path) == ours.config
+    assert transformers.GPT2Config.from_pretrained(tmp_path).eos_token_id == [5, 7, 9]
+
+
+def test_an_end_of_text_outside_the_vocabulary_is_refused(tmp_path):
+    """One of 10**9 in generation_config.json would never be seen; a negative one would be another token."""
+    save_checkpoint(random_model(), tmp_path)
+    for bad in (97, 10**9, -1, [5, 97]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": bad}))
+        with pytest.raises(CheckpointError, match=r"eos_token_id is .*: a token id, 0 to 96, or none is wanted"):
+            load_config(tmp_path)
+
+
+def test_an_untied_head_is_refused(tmp_path):
+    """A head that is not the embedding was ignored: another model than the file's, without a word."""
+    save_checkpoint(random_model(), tmp_path)
+    embedding = load_file(tmp_path / "model.safetensors")["transformer.wte.weight"]
+    change_weights(tmp_path, **{"lm_head.weight": embedding.clone()})
+    assert load_checkpoint(tmp_path).config == random_model().config  # a copy of the embedding is no other head
+    for other in (embedding + 1, embedding[:96].clone()):
+        change_weights(tmp_path, **{"lm_head.weight": other})
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight, is not the embedding: .* vLLM serves"):
+            load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["h.3.ln_1.weight", "h.0.attn.q_norm.weight", "score.weight", "h.0.crossattention.x"])
+def test_weights_that_the_model_lacks_are_refused(tmp_path, name):
+    """A file of four layers with n_layer 3 opened as another model."""
+    save_checkpoint(random_model(), tmp_path)
+    change_weights(tmp_path, **{f"transformer.{name}": torch.ones(32)})
+    with pytest.raises(CheckpointError, match=f"does not match config.json: {name} is no part of this model"):
+        load_checkpoint(tmp_path)
+
+
+def test_biases_beside_a_config_without_are_refused(tmp_path):
+    """We save zeros for transformers' sake; others were ignored."""
+    save_checkpoint(random_model(bias=False), tmp_path)
+    change_weights(tmp_path, **{"transformer.ln_f.bias": torch.full((32,), 0.5)})
+    with pytest.raises(CheckpointError, match=r"ln_f\.bias is no part of this model"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["pytorch_model.bin"],
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"],
+        ["tf_model.h5", "flax_model.msgpack"],
+    ],
+)
+def test_downloads_are_not_told_to_train(tmp_path, files):
+    """Weights in shards or pickles were "missing: run train.py", which would have trained another model over them."""
+    save_checkpoint(random_model(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for name in files:
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing, the weights are in .*save_") as caught:
+        load_checkpoint(tmp_path)
+    assert "train.py" not in str(caught.value) and all(name in str(caught.value) for name in files)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing beside .*: download it, too"):
         load_checkpoint(tmp_path)
 
 

@@ -176,6 +176,44 @@ def test_stop_tokens():
     assert_idle(engine)
 
 
+def test_several_ends_of_text():
+    """Only the first of config.json's list ended a text, or the list was refused. All of them stop a request, none
+    does before min_tokens or with ignore_eos, and beams end at each."""
+    text = prompt(12, 17)
+    first, second = text[7], text[10]
+    full = trained_model().generate(torch.tensor([text]), 12)[0, 17:].tolist()
+    assert full.index(first) < full.index(second) < 11
+    for ends in ((first, second), (second, first)):
+        model = trained_model(eos_token_id=ends[0])
+        model.config.more_eos_token_ids = ends[1:]
+        engine = new_engine(model)
+        engine.add_request("either", text, greedy(12))
+        engine.add_request("ignored", text, replace(GREEDY, max_tokens=12, ignore_eos=True))
+        engine.add_request("late", text, replace(GREEDY, max_tokens=12, min_tokens=12))
+        answers = finish(engine)
+        assert answers["either"] == (full[: full.index(first) + 1], "stop")
+        assert answers["ignored"] == (full, "length")
+        assert not {*answers["late"][0][:11]} & {first, second}
+        found = engine.beam_search(text, 3, 12)
+        assert any(tokens[-1] == first and len(tokens) < 12 for tokens, _ in found)
+        assert all(not {*tokens[:-1]} & {first, second} for tokens, _ in found)
+
+
+def test_each_request_gets_its_own_number_of_logprobs():
+    """A request with logprobs 1 beside a neighbour with 5 got 5 candidates."""
+    engine = new_engine(trained_model())
+    numbers = {"none": None, "chosen": 0, "one": 1, "five": 5}
+    for number, (id, n) in enumerate(numbers.items()):
+        engine.add_request(id, prompt(number, 9), replace(greedy(4), logprobs=n), prompt_logprobs=n)
+    told = {id: [] for id in numbers}
+    while engine.has_work:
+        for output in engine.step():
+            told[output.id] += [output.logprobs, *(output.prompt_logprobs or [])]
+    assert all(score is None for score in told.pop("none"))
+    for id, scores in told.items():
+        assert [(len(ids), len(logprobs)) for _, ids, logprobs in scores] == [(numbers[id], numbers[id])] * (4 + 8)
+
+
 def test_abort_in_every_state():
     """Would catch: blocks or rows of an aborted request that are never given back, a request that comes back, another
     request's answer changed by it."""
@@ -602,7 +640,7 @@ def test_the_loop_over_a_link():
         "max_model_len": CONTEXT,
         "max_num_seqs": 4,
         "vocab_size": VOCABULARY,
-        "eos_token_id": None,
+        "eos_token_ids": [],
     }
     params = {"temperature": 1.2, "seed": 3, "max_tokens": 20}
     loop.send("add", id="never ends", prompt=prompt(90, 5), params={"max_tokens": 50, "seed": 0})

@@ -352,7 +352,7 @@ def test_min_tokens_leaves_something_to_say():
     request = parse(min_tokens=2, allowed_token_ids=[3, 4], stop_token_ids=[3])
     request.check_fits([[1]], vocab_size=5, max_model_len=100)
     with pytest.raises(ApiError, match="all tokens that are allowed are stop tokens"):
-        request.check_fits([[1]], vocab_size=5, max_model_len=100, eos_token_id=4)
+        request.check_fits([[1]], vocab_size=5, max_model_len=100, eos_token_ids=[3, 4])
 
 
 @pytest.mark.parametrize(

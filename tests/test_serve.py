@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from starlette.requests import Request
 
 import api
 import client as client_module
+import encoder
 import load
 import serve
 import welcome
@@ -89,7 +91,7 @@ class FakeEngine(threading.Thread):
 
     def say_ready(self):
         limits = {"max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs}
-        self.ready = {"op": "ready", **limits, "vocab_size": 257, "eos_token_id": EOS}
+        self.ready = {"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]}
 
     def run(self):
         if self.ready:
@@ -438,7 +440,7 @@ def test_no_stop_string_before_min_tokens(server):
 def test_late_tokens_cost_as_little_as_early_ones():
     """The last 1,000 of 10,000 tokens, each told at once, with stop strings: nothing grows with the text."""
     request = CompletionRequest(prompt="x", stop=["never", "xxxy"], logprobs=1)
-    choice, times = Choice(None, 0, request, [120], [], ByteTokenizer(), EOS), []
+    choice, times = Choice(None, 0, request, [120], [], ByteTokenizer(), [EOS]), []
     for _ in range(10):
         started = time.process_time()
         for _ in range(1000):
@@ -477,6 +479,15 @@ def test_stop_string_ends_its_own_prompt_only():
         wait_until(lambda: server.engine.aborted == ["1"])
         assert list(server.engine.running) == ["0"]
         sock.close()
+
+
+def test_of_several_ends_of_text_only_the_first_is_no_reason():
+    """As in vLLM: its stop_reason is null, that of the others is their id."""
+    request = CompletionRequest(prompt="x")
+    for last, reason in ((7, None), (8, 8), (9, 9)):
+        choice = Choice(None, 0, request, [120], [], ByteTokenizer(), [7, 8])
+        choice.take([120, last], "stop", 0)
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == ("x", "stop", reason)
 
 
 def test_text_that_only_looked_like_a_stop_string(server):
@@ -643,6 +654,55 @@ def test_tokenize_and_back(server):
     assert error_of(post("/tokenize", prompt="\0"))["param"] == "prompt"
     assert post("/tokenize", prompt="a", model="other").status_code == 404
     assert "no chat template" in error_of(post("/tokenize", messages=[{"role": "user", "content": "x"}]))["message"]
+
+
+@pytest.mark.parametrize("size", [2**18, pytest.param(2**22, marks=pytest.mark.slow)])
+def test_no_text_holds_up_the_server(size):
+    """
+    8 runs of 499,999 blanks stopped the server for minutes, six calls with 4 MiB of one rare character for 60 s (with
+    869 MiB of memory): texts were encoded, and tokens named, where the interpreter was held. /livez answers within a
+    second meanwhile, and so do short calls.
+    """
+    runs = (" " * (size // 8 - 1) + "x") * 8
+    rare = "\U0001f9ff" * (size // 4)
+    calls = [("/tokenize", {"prompt": text}) for text in (runs, rare, rare, rare)]
+    calls.append(("/tokenize", {"prompt": rare, "return_token_strs": True}))
+    calls.append(("/detokenize", {"tokens": [200] * (size // 5)}))
+    calls.append(("/v1/completions", {"prompt": runs}))
+    with Server("--max-body-mib", "16") as server, ThreadPoolExecutor(len(calls)) as pool:
+        longest = 0.0
+        answers = [pool.submit(server.http.post, path, json=body, timeout=250) for path, body in calls]
+        while not all(answer.done() for answer in answers):
+            started = time.perf_counter()
+            assert server.get("/livez") == 200
+            assert server.http.post("/tokenize", json={"prompt": "short"}).json()["count"] == 5
+            longest = max(longest, time.perf_counter() - started)
+            time.sleep(0.01)
+        assert longest < 1
+        results = [answer.result() for answer in answers]
+    statuses = [200, 200, 200, 200, 200 if size <= 2**18 else 400, 200, 400]
+    assert [result.status_code for result in results] == statuses
+    assert results[0].json()["tokens"] == list(runs.encode())
+    assert results[1].json()["tokens"] == list(rare.encode())
+    assert results[5].json() == {"prompt": "\ufffd" * (size // 5)}
+    assert error_of(results[6])["code"] == "context_length_exceeded"
+
+
+def test_what_cannot_be_encoded_now_is_refused_at_once(server, monkeypatch):
+    monkeypatch.setattr(encoder, "MAX_WAITING", 0)
+    response = server.http.post("/tokenize", json={"prompt": "a" * 5000})
+    assert response.status_code == 429 and response.headers["retry-after"]
+    assert "too much text is waiting to be encoded" in error_of(response)["message"]
+
+
+def test_the_process_that_encodes_is_started_again(server):
+    """The client whose text it was working at gets one error, the next call another process."""
+    long = {"prompt": "a" * 5000}
+    assert server.http.post("/tokenize", json=long).status_code == 200
+    server.service.encoder.process.kill()
+    response = server.http.post("/tokenize", json=long)
+    assert response.status_code == 503 and "the encoding process ended" in error_of(response)["message"]
+    assert server.http.post("/tokenize", json=long).json()["count"] == 5000
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,201 @@
+"""encoder.py: nothing that is encoded or rendered holds up the one who asks, and everything has an end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import encoder as module
+from encoder import Encoder, EncoderBusy, read_ids, tokenize_answer
+from tokenizer import TokenizerError, bpe_tokenizer, char_tokenizer, load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+END = "<|endoftext|>"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint whose tokens are bytes, and whose template does what the message says."""
+    folder = tmp_path_factory.mktemp("model")
+    bpe_tokenizer([(b" ", b" "), (b"a", b"a")]).save(folder)
+    template = """{% for m in messages %}
+        {%- if m.content == 'for ever' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+        {%- elif m.content == 'large' %}{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}
+        {%- elif m.content == 'larger' %}{{ ('x' * 10**10) | length }}
+        {%- else %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endif %}
+    {%- endfor %}"""
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    encoder = Encoder(folder)
+    yield encoder
+    encoder.close()
+
+
+def test_short_texts_need_no_process(folder):
+    encoder = Encoder(folder)
+    assert encoder.encode(f"a{END}b") == [97, 258, 98]
+    assert encoder.process is None
+    encoder.close()
+
+
+@pytest.mark.parametrize("text", ["  aaa" * 2000, f"é{END}" * 3000, "\ud800" * 5000, " " * 5000 + END])
+def test_the_process_says_what_the_tokenizer_says(encoder, text):
+    assert encoder.encode(text) == encoder.tokenizer.encode(text, allow_special=True)
+    assert encoder.process is not None
+
+
+def test_texts_come_back_in_order_and_too_long_ones_without_ids(encoder):
+    texts = ["a" * 4999, "", "b" * 7]
+    head, data = asyncio.run(encoder.ask({"texts": texts}, 5006))
+    assert head == {"counts": [2500, 0, 7]}
+    assert read_ids(head, data) == [encoder.tokenizer.encode(text) for text in texts]
+    assert asyncio.run(encoder.ask({"texts": texts, "limit": 2500}, 5006)) == (head, data)
+    assert asyncio.run(encoder.ask({"texts": texts, "limit": 2499}, 5006)) == (head, b"")
+
+
+def test_templates_are_always_rendered_there(encoder):
+    assert encoder.chat(HELLO) == [*b"user: hello", 258]
+    assert encoder.chat([{"role": "user", "content": END}]) == [*b"user: ", *END.encode(), 258]
+
+
+def test_the_answer_of_tokenize_is_json(encoder):
+    ids = encoder.tokenizer.encode(f'a"\\\n\0é語{END}', allow_special=True)
+    answer = json.loads(tokenize_answer(ids, encoder.tokenizer, names=True, max_model_len=9))
+    strings = ["a", '"', "\\", "\n", "\0", *(f"bytes:\\x{byte:02x}" for byte in "é語".encode()), END]
+    assert answer == {"count": len(ids), "max_model_len": 9, "tokens": ids, "token_strs": strings}
+    many = [5] * (2**16 * 2 + 1)  # more than are written at a time
+    assert json.loads(tokenize_answer(many, encoder.tokenizer, names=False))["tokens"] == many
+    assert json.loads(tokenize_answer([], encoder.tokenizer, names=True)) == {
+        "count": 0,
+        "tokens": [],
+        "token_strs": [],
+    }
+
+
+def test_names_are_made_for_so_many_tokens_only(encoder, monkeypatch):
+    """Names of 4 million tokens took 60 s and 869 MiB, even when nobody asked for them."""
+    monkeypatch.setattr(module, "MAX_NAMES", 3)
+    assert json.loads(tokenize_answer([1, 2, 3], encoder.tokenizer, names=True))["token_strs"]
+    with pytest.raises(TokenizerError, match="return_token_strs for 4 tokens, at most 3 are named: leave it out"):
+        tokenize_answer([1, 2, 3, 4], encoder.tokenizer, names=True)
+    assert json.loads(tokenize_answer([1, 2, 3, 4], encoder.tokenizer, names=False))["token_strs"] is None
+
+
+def test_templates_without_end_have_one(folder, monkeypatch, tmp_path):
+    """A loop in a template held the server for ever. The kernel ends it, and the next job starts another process."""
+    source = (ROOT / "encoder.py").read_text()
+    assert "JOB_SECONDS = 20 " in source
+    quick = tmp_path / "encoder.py"  # the same with a second
+    quick.write_text(source.replace("JOB_SECONDS = 20 ", "JOB_SECONDS = 1 "))
+    monkeypatch.setattr(module, "__file__", str(quick))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    encoder = Encoder(folder)
+    with pytest.raises(TokenizerError, match=r"this takes more than 20 s of CPU time to encode or render: shorten it"):
+        encoder.chat([{"role": "user", "content": "for ever"}])
+    assert encoder.chat(HELLO) == [*b"user: hello", 258]
+    encoder.close()
+
+
+def test_templates_that_fill_the_memory_are_stopped(encoder):
+    with pytest.raises(TokenizerError, match="the chat template makes more than 16777216 characters"):
+        encoder.chat([{"role": "user", "content": "large"}])
+    if sys.platform == "linux":
+        with pytest.raises(TokenizerError, match="takes more than 1024 MiB to encode or render"):
+            encoder.chat([{"role": "user", "content": "larger"}])
+    process = encoder.process
+    assert encoder.chat(HELLO) == [*b"user: hello", 258] and encoder.process is process
+
+
+def test_broken_templates_are_told_at_start(folder, tmp_path):
+    """The process compiles them: even that may compute."""
+    load_tokenizer(folder).save(tmp_path)
+    for source, message in (("{% if %}", "the chat template is broken"), ("{{ 1 | nothing }}", "No filter named")):
+        (tmp_path / "chat_template.jinja").write_text(source)
+        encoder = Encoder(tmp_path)
+        with pytest.raises(TokenizerError, match=message):
+            encoder.check()
+        assert encoder.process is None
+        encoder.close()
+
+
+def test_a_process_that_dies_is_replaced(encoder):
+    encoder.chat(HELLO)
+    encoder.process.kill()
+    with pytest.raises(RuntimeError, match=r"the encoding process ended \(exit code -9\)"):
+        encoder.chat(HELLO)
+    assert encoder.chat(HELLO) == [*b"user: hello", 258]
+
+
+def test_what_the_tokenizer_refuses_is_said(tmp_path):
+    """From the process, too."""
+    char_tokenizer("abc").save(tmp_path)
+    encoder = Encoder(tmp_path)
+    for text in ("abx", "abc" * 3000 + "x"):
+        with pytest.raises(TokenizerError, match=r"character 'x' \(U\+0078, at position"):
+            encoder.encode(text)
+    encoder.close()
+
+
+def test_only_so_much_waits(encoder, monkeypatch):
+    """What waits is in memory; it is refused at once, not when its turn comes."""
+    monkeypatch.setattr(module, "MAX_WAITING", 9999)
+
+    async def ask_all():
+        jobs = [encoder.ask({"texts": ["a" * 5000]}, 5000) for _ in range(3)]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    results = asyncio.run(ask_all())
+    assert [type(result) for result in results] == [tuple, EncoderBusy, EncoderBusy]
+    assert encoder.waiting == 0
+
+
+def test_a_directorys_own_pattern_runs_in_the_process(folder, tmp_path):
+    """It may be one that looks at a text again and again: known ones do not."""
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": r"a|\s+|\S"}, "behavior": "Isolated", "invert": False}
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, spec["pre_tokenizer"] | {"use_regex": False}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    encoder = Encoder(tmp_path)
+    assert encoder.encode("aa") == [97, 97] and encoder.process is not None
+    encoder.close()
+
+
+def test_the_process_ends_with_its_parent(folder):
+    """However the parent dies; and it has loaded no torch."""
+    program = """
+import sys
+from encoder import Encoder
+encoder = Encoder(sys.argv[1])
+encoder.check()
+assert "torch" not in sys.modules
+print(encoder.process.pid, flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, str(folder)]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    child = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while is_running(child):
+        assert time.monotonic() < deadline, "an orphan is left"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"  # in a container nobody may collect it
+    except (ProcessLookupError, FileNotFoundError):
+        return False
