@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import os
 import re
 import secrets
 import socket
@@ -25,6 +26,7 @@ from functools import partial
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
@@ -37,6 +39,7 @@ from connection import Connection, LastAnswers, check_head
 from encoder import Encoder, EncoderBusy, read_ids
 from protocol import ApiError, Choice, error_body, error_response
 from tokenizer import TokenizerError
+from workers import METRICS_FOLDER, Seat, Workers
 
 OPEN_PATHS = ("/livez", "/readyz", "/")  # for supervisors and newcomers; all else needs the key, if there is one
 PING_SECONDS = 10  # a stream that has nothing to say says so this often, or proxies take it for dead
@@ -234,11 +237,12 @@ class Metrics:
         def metric(kind, name: str, about: str, **options):
             return kind(f"vllm:{name}", about, ["model_name"], registry=self.registry, **options).labels(model_name)
 
-        # by their names in Engine.stats()
+        # by their names in Engine.stats(), which one process alone takes in
+        gauge = partial(metric, Gauge, multiprocess_mode="mostrecent")
         self.gauges = {
-            "running": metric(Gauge, "num_requests_running", "Choices being computed."),
-            "waiting": metric(Gauge, "num_requests_waiting", "Choices waiting for their turn."),
-            "kv_usage": metric(Gauge, "kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0..1."),
+            "running": gauge("num_requests_running", "Choices being computed."),
+            "waiting": gauge("num_requests_waiting", "Choices waiting for their turn."),
+            "kv_usage": gauge("kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0..1."),
         }
         self.counters = {
             "queries": metric(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
@@ -275,6 +279,14 @@ class Metrics:
         about = "Calls refused or failed, by HTTP status; the access log says why."
         refused = Counter("pagedgpt:requests_refused", about, ["model_name", "status"], registry=self.registry)
         self.refused = partial(refused.labels, model_name)
+
+    def text(self) -> bytes:
+        """All metrics; where several HTTP processes write theirs to files, of all processes that ever were."""
+        registry = self.registry
+        if METRICS_FOLDER in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)
+        return generate_latest(registry)
 
     def took(self, choice: Choice, num_tokens: int):
         """A choice took so many tokens of a step."""
@@ -326,14 +338,27 @@ class Metrics:
 class Service:
     """What all requests share: the engine's client, the encoder, the flags, and whether new work is taken."""
 
-    def __init__(self, client, encoder: Encoder, args: argparse.Namespace, keys: list[str], key_in_shell: str = ""):
+    def __init__(
+        self,
+        client,
+        encoder: Encoder,
+        args: argparse.Namespace,
+        keys: list[str],
+        key_in_shell: str = "",
+        seat: Seat | None = None,
+        workers: Workers | None = None,
+    ):
         self.client, self.encoder, self.args, self.keys = client, encoder, args, keys
         self.key_in_shell = key_in_shell  # how a shell spells a key, where there is one
+        self.seat = seat or Seat()
+        self.workers = workers  # of the first HTTP process; None: there are none
         self.tokenizer = encoder.tokenizer
         self.telling = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.name, self.created = args.served_model_name or args.model, int(time.time())
         self.metrics, self.draining, self.deadline = Metrics(self.name), False, 0.0
-        client.on_stats, client.on_state = self.metrics.update, self.engine_changed
+        client.on_state = self.engine_changed
+        if self.seat.is_first:  # all hear them, but they count once
+            client.on_stats = self.metrics.update
         self.routes = {
             ("POST", "/v1/completions"): partial(self.complete, protocol.CompletionRequest),
             ("POST", "/v1/chat/completions"): partial(self.complete, protocol.ChatRequest),
@@ -359,7 +384,9 @@ class Service:
     def check_room(self, count: int):
         """Raises ApiError for `count` choices more than the queue can take: now (429), or ever (400)."""
         self.check_ready()  # again: the engine may have died while the prompts were encoded
-        waiting, capacity = len(self.client.choices), self.client.info["max_num_seqs"] + self.args.max_queue
+        # of other HTTP processes' choices the engine tells now and then; it has the last word, see Job.refuse
+        waiting = max(len(self.client.choices), self.client.at_work)
+        capacity = self.client.info["max_num_seqs"] + self.args.max_queue
         if count > capacity:
             raise ApiError(400, f"{count} prompts x n in one call, at most {capacity} are taken: split it", "prompt")
         if count + waiting > capacity:
@@ -506,7 +533,7 @@ class Service:
         return json_response({"status": "alive"})
 
     async def show_metrics(self, http: Request) -> Response:
-        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def describe(self, http: Request) -> Response:
         return json_response(openapi(self.routes))
@@ -518,38 +545,68 @@ class Service:
         flags = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none", "http": Connection}
         config = uvicorn.Config(LastAnswers(Gate(self)), timeout_graceful_shutdown=LINGER_SECONDS, **flags)
         self.server, self.loop, self.sock = uvicorn.Server(config), asyncio.get_running_loop(), sock
-        self.server.handle_exit = lambda *_: self.loop.call_soon_threadsafe(self.stop)  # ours drains first
+        self.server.handle_exit = self.on_signal  # ours drains first
+        if self.seat.orders:
+            self.loop.add_reader(self.seat.orders.fileno(), self.take_order)
+        if self.workers:
+            self.workers.on_death = lambda process: log("worker_died", pid=process.pid, code=process.exitcode)
+            self.workers.watch()
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
         await self.client.attach()
         await self.server.serve(sockets=[sock])
+        if self.workers:
+            self.workers.stop()
+            await self.workers.ended(LINGER_SECONDS + 1)
         self.client.close()
         self.encoder.close()
         return self.client.reason if self.client.state == "dead" else None
 
+    def on_signal(self, *_):
+        """Signals are for the first HTTP process; the others take its orders."""
+        if self.seat.is_first:
+            self.loop.call_soon_threadsafe(self.stop)
+
+    def take_order(self):
+        """The first HTTP process says stop, once or twice, or is gone."""
+        order = os.read(self.seat.orders.fileno(), 1)
+        self.stop()
+        if not order:
+            self.loop.remove_reader(self.seat.orders.fileno())
+            self.stop()
+
     def engine_changed(self, state: str):
-        if state == "ready" and not self.draining:
+        if state == "dead":
+            self.server.should_exit = True
+        elif not self.seat.is_first:
+            return  # one process says it
+        elif state == "ready" and not self.draining:
             chats = self.encoder.has_chat
             print(welcome.greeting(self.name, base_url(self.sock), chats, self.key_in_shell), flush=True)
         elif state == "restarting":
             log("engine_died", reason=self.client.reason)
-        elif state == "dead":
-            self.server.should_exit = True
 
     def stop(self):
         """The first time: take no new work and let what runs finish, for a while. The second: the while is over."""
+        if self.workers:
+            self.workers.stop()
         if self.draining:
             self.deadline = 0.0
             return
         self.draining, self.deadline = True, time.monotonic() + self.args.drain_seconds
-        if running := len(self.client.choices):
+        running = max(len(self.client.choices), self.client.at_work)
+        if running and self.seat.is_first:
             print(f"finishing {running} requests; a second signal ends them", file=sys.stderr)
         self.drainer = asyncio.create_task(self._drain())  # kept: the loop itself holds tasks weakly
 
     async def _drain(self):
-        while self.client.choices and time.monotonic() < self.deadline:
+        while self.is_busy() and time.monotonic() < self.deadline:
             await asyncio.sleep(0.02)
         self.client.fail_all(503, "the server stopped before this was finished", None, "stopping", RETRY)
         self.server.should_exit = True  # uvicorn closes its sockets and waits until the last answers are out
+
+    def is_busy(self) -> bool:
+        """Something runs here, or, for the first HTTP process, in another one."""
+        return bool(self.client.choices or (self.workers and self.workers.processes))
 
 
 def base_url(sock: socket.socket) -> str:

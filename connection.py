@@ -55,6 +55,7 @@ class LastAnswers:
 
     def __init__(self, app):
         self.app, self.args, self.metrics = app, app.args, app.service.metrics
+        self.seat = app.service.seat
 
     async def __call__(self, scope, receive, send):
         if not announces_body(scope["headers"]):
@@ -102,6 +103,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.args, self.metrics = self.config.app.args, self.config.app.metrics
+        self.seat = self.config.app.seat
         self.sending = self.reading = None  # timers: of the client's request, of our answer
         self.in_body = False
         self.is_upgrade = False  # of the request that is being parsed
@@ -114,13 +116,19 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # whatever the client has not read pauses writing
         self.sending = self.cut_off_later()
-        if len(self.connections) > self.args.max_connections:
+        self.count_connections()
+        if sum(self.seat.connections) > self.args.max_connections:
             self.make_room()
 
+    def count_connections(self):
+        """Tell the other HTTP processes how many there are here: --max-connections holds for all together."""
+        self.seat.connections[self.seat.number] = len(self.connections)
+
     def make_room(self):
-        """Close the connection that is idle for longest, perhaps this one: it has sent nothing yet."""
+        """Close the connection here that is idle for longest, perhaps this one: it has sent nothing yet."""
         others = [c for c in self.connections if not c.transport.is_closing()]
-        if len(others) > self.args.max_connections:
+        elsewhere = sum(self.seat.connections) - self.seat.connections[self.seat.number]
+        if len(others) + elsewhere > self.args.max_connections:
             min((c for c in others if c.is_idle), key=lambda c: c.idle_since).transport.abort()
 
     @property
@@ -242,6 +250,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
+        self.count_connections()
         for cycle in self.unanswered:  # uvicorn tells the last only
             cycle.disconnected = True
             cycle.message_event.set()

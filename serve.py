@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
-import multiprocessing
 import os
 import re
 import shlex
@@ -33,6 +32,7 @@ from functools import partial
 import terminal
 from client import EngineClient
 from encoder import Encoder
+from workers import METRICS_FOLDER, Seat, Workers, can_share_port, context, default_count, share_port, shared_counts
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 
@@ -103,6 +103,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     about += "tauri://localhost or null; *: any page, which without an API key opens the model to every page you visit"
     http("--allowed-origins", nargs="*", type=origin, default=[], metavar="ORIGIN", help=about)
     http("--served-model-name", help="the model's name in the API; not given: what --model says")
+    http("--http-workers", type=positive, help="HTTP processes on the port; not given: one for 4 cores, at most 8")
     http("--max-queue", type=at_least(0), default=256, help="choices that may wait for their turn; more are a 429")
     http("--max-body-mib", type=seconds, default=4.0, help="largest request body; a larger one is a 413")
     http("--max-connections", type=positive, default=512, help="connections at once; more are closed at once")
@@ -174,28 +175,26 @@ def engine_threads() -> int:
     return max(1, torch.get_num_threads() - 1)
 
 
-def start_engine(args: argparse.Namespace, listener: socket.socket) -> multiprocessing.Process:
+def start_engine(args: argparse.Namespace, listener: socket.socket) -> context.Process:
     """Start the engine's process, which takes in whoever connects to `listener`."""
     # not a fork, which would inherit our sockets and keep the port open; and CUDA does not survive one
-    context = multiprocessing.get_context("spawn")
     process = context.Process(target=engine_process, args=(args, listener), daemon=True)
-    with signals_ignored():
+    with signals_held():
         process.start()
     return process
 
 
 @contextlib.contextmanager
-def signals_ignored():
+def signals_held():
     """
-    For the start of a process, which inherits it: a terminal signals all of them, but when to stop is for the first
-    HTTP process to say.
+    For the start of a process, which inherits that it gets none: a terminal signals all of them, but when to stop is
+    for the first HTTP process to say. Ours come when this ends.
     """
-    handlers = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         yield
     finally:
-        for sig, handler in handlers.items():
-            signal.signal(sig, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -266,27 +265,65 @@ def terminate_on_hang_up():
 
 def serve_http(args: argparse.Namespace) -> str | None:
     """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
-    try:  # found missing now, not after the model is loaded
-        from api import Service
-    except ImportError as error:
-        packages = "starlette pydantic uvicorn httptools prometheus-client jinja2"
-        return f"{error.name} is missing: `pip install {packages}` to serve HTTP, or use --prompt without it"
-    gc.set_threshold(50_000)  # a body of a million lists is read in 0.2 s, not in 0.6, with nobody served meanwhile
-    sock = listen(args)
-    if args.api_key_file is not None:
-        warn_of_readable_keys(args.api_key_file)
-    terminate_on_hang_up()
+    count = args.http_workers or default_count()
+    if count > 1 and not can_share_port():
+        return f"--http-workers {count}: this system does not spread connections over processes, leave the flag out"
+    with tempfile.TemporaryDirectory(prefix="pagedgpt-") as folder:
+        if count > 1:  # read when its package is imported: the counts of all processes are added up in files
+            os.environ[METRICS_FOLDER] = folder
+        try:  # found missing now, not after the model is loaded
+            import api  # noqa: F401
+        except ImportError as error:
+            packages = "starlette pydantic uvicorn httptools prometheus-client jinja2"
+            return f"{error.name} is missing: `pip install {packages}` to serve HTTP, or use --prompt without it"
+        sockets = share_port(listen(args), count) if count > 1 else [listen(args)]
+        if args.api_key_file is not None:
+            warn_of_readable_keys(args.api_key_file)
+        terminate_on_hang_up()
+        with listen_to_http(folder) as listener:
+            return lead(args, listener, sockets)
+
+
+def lead(args: argparse.Namespace, listener: socket.socket, sockets: list[socket.socket]) -> str | None:
+    """Be the first HTTP process: start the engine and the other HTTP processes, serve, and end them."""
+    path, keys = listener.getsockname(), api_keys(args)
+    connections = shared_counts(len(sockets))
     encoder = Encoder(args.model)
-    with tempfile.TemporaryDirectory(prefix="pagedgpt-") as folder, listen_to_http(folder) as listener:
-        client = EngineClient(listener.getsockname(), partial(start_engine, args, listener))
-        try:
-            encoder.check()  # while the model loads
-            service = Service(client, encoder, args, api_keys(args), key_in_shell(args))
-            return run_on_loop(service.run(sock))
-        finally:
-            encoder.close()
-            client.process.join(5 if client.state == "ready" else 0)  # one that is loading does not hear us
-            client.process.kill()
+    client = EngineClient(path, partial(start_engine, args, listener))
+    workers = Workers(partial(start_worker, args, keys, path), sockets[1:], connections)
+    try:
+        encoder.check()  # while the model loads
+        return serve_port(sockets[0], client, encoder, args, keys, key_in_shell(args), Seat(0, connections), workers)
+    finally:
+        workers.kill()
+        encoder.close()
+        client.process.join(5 if client.state == "ready" else 0)  # one that is loading does not hear us
+        client.process.kill()
+
+
+def start_worker(args: argparse.Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat):
+    """Start another HTTP process, on its own socket on the port."""
+    process = context.Process(target=worker_process, args=(args, keys, path, sock, seat), daemon=True)
+    with signals_held():
+        process.start()
+    return process
+
+
+def worker_process(args: argparse.Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat):
+    """What an HTTP process but the first runs."""
+    encoder = Encoder(args.model)
+    try:
+        serve_port(sock, EngineClient(path), encoder, args, keys, key_in_shell(args), seat)
+    finally:
+        encoder.close()
+
+
+def serve_port(sock: socket.socket, *service) -> str | None:
+    """Answer whoever connects to one socket, by api.Service(*service), until the end. Returns what went wrong."""
+    from api import Service
+
+    gc.set_threshold(50_000)  # a body of a million lists is read in 0.2 s, not in 0.6, with nobody served meanwhile
+    return run_on_loop(Service(*service).run(sock))
 
 
 def listen_to_http(folder: str) -> socket.socket:

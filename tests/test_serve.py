@@ -74,9 +74,8 @@ class FakeEngine(threading.Thread):
     """
     Speaks the engine's protocol over links. The prompt is the script:
     "say TEXT" answers the bytes of TEXT and the end of text, with scores that `fake_score` makes up if asked for;
-    "say3 TEXT" three tokens a step; "loop" (and anything
-    else) x after x; "invalid", "internal" are refused; "break" fails after two tokens. Nothing moves while `gate` is
-    closed.
+    "say3 TEXT" three tokens a step; "loop" (and anything else) x after x; "invalid", "internal", "full" are refused;
+    "break" fails after two tokens. Nothing moves while `gate` is closed.
     """
 
     def __init__(self, ready=True, max_model_len=100_000, pace=0.0005, successor=None):
@@ -88,6 +87,7 @@ class FakeEngine(threading.Thread):
         self.running: dict[str, list] = {}  # id -> steps to come, each (tokens, finish_reason)
         self.added, self.aborted, self.died = [], [], False
         self.scores, self.prompt_scores = {}, {}
+        self.owners: dict[str, tuple] = {}  # id -> its link, and the link's own id for it
 
     def say_ready(self):
         limits = {"max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs}
@@ -111,24 +111,31 @@ class FakeEngine(threading.Thread):
         self.links.close()
 
     def handle(self, link, message):
-        self.link = link
         if message["op"] == "add":
-            self.added.append(message)
+            self.added.append(message | {"link": link.number})
             for choice in range(message["options"]["n"]):
                 id = f"{message['id']}.{choice}" if choice else message["id"]
-                self.add(id, bytes(t for t in message["prompt"] if t < 256).decode(), message["params"])
+                name = id if link.number == 0 else f"{link.number}:{id}"  # in the tests that have one link, its own
+                self.owners[name] = link, id
+                self.add(name, bytes(t for t in message["prompt"] if t < 256).decode(), message["params"])
         elif message["op"] == "abort":
-            self.aborted.append(message["id"])
-            self.running.pop(message["id"], None)
+            name = message["id"] if link.number == 0 else f"{link.number}:{message['id']}"
+            self.aborted.append(name)
+            self.running.pop(name, None)
+        elif message["op"] == "gone":
+            for name in [name for name in self.running if self.owners[name][0] is link]:
+                self.aborted.append(name)
+                del self.running[name]
 
-    def refuse(self, id, message, kind):
-        self.link.put({"op": "error", "id": id, "message": message, "kind": kind})
+    def refuse(self, name, message, kind):
+        link, id = self.owners[name]
+        link.put({"op": "error", "id": id, "message": message, "kind": kind})
 
     def add(self, id, prompt, params):
         command, _, text = prompt.partition(" ")
         limit, per_step = params["max_tokens"], 3 if command == "say3" else 1
         tokens = [*text.encode(), EOS] if command.startswith("say") else [ord("x")] * limit
-        if command in ("invalid", "internal"):
+        if command in ("invalid", "internal", "full"):
             return self.refuse(id, f"the engine finds this {command}", command)
         stop = next((i for i, t in enumerate(tokens, 1) if t in [EOS, *params["stop_token_ids"]]), len(tokens) + 1)
         reason = "stop" if stop <= limit else "length"
@@ -151,12 +158,14 @@ class FakeEngine(threading.Thread):
             else:
                 score = self.scores[id].pop(0)
                 scores = [score and [score], self.prompt_scores.pop(id, None)]
-                self.link.put_row([id, tokens, reason, len(self.added[-1]["prompt"]) // 2, *scores])
+                link, own = self.owners[id]
+                link.put_row([own, tokens, reason, len(self.added[-1]["prompt"]) // 2, *scores])
             if reason:
                 del self.running[id]
 
     def stats(self):
-        stats = dict.fromkeys(["kv_usage", "queries", "hits", "preemptions", "waiting"], 0)
+        stats = dict.fromkeys(["kv_usage", "hits", "preemptions", "waiting"], 0)
+        stats |= {"queries": sum(len(message["prompt"]) for message in self.added)}
         return stats | {"running": len(self.running), "at_work": len(self.running), "waited": [], "prefilled": []}
 
     def die(self):
@@ -1043,6 +1052,7 @@ def test_body_is_counted_as_it_comes(sizes, fits):
         ({"prompt": ["a"] * 17}, 400, "prompt", None, "17 prompts x n in one call, at most 16 are taken: split it"),
         ({"prompt": "invalid"}, 400, None, None, "the engine finds this invalid"),
         ({"prompt": "internal"}, 500, None, None, "the engine finds this internal"),
+        ({"prompt": "full"}, 429, None, "queue_full", "the engine finds this full"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
@@ -1052,7 +1062,8 @@ def test_refused_requests(server, fields, status, param, code, message, stream):
     assert response.status_code == status, response.text
     error = error_of(response)
     assert (error["param"], error["code"], error["message"]) == (param, code, message)
-    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert error["type"] == {429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
+    assert response.headers.get("retry-after") == ("1" if status == 429 else None)
 
 
 def test_too_many_prompts_are_counted_before_they_are_encoded(server, monkeypatch):

@@ -1,0 +1,215 @@
+"""
+Several HTTP processes, real ones, on one port, with one fake engine behind them: what holds for one server holds for
+all of them together.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+
+import httpx
+import pytest
+from test_serve import FakeEngine, bytes_directory, read_until, wait_until
+
+import serve
+from links import Links
+from workers import Seat, Workers, share_port, shared_counts
+
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="one port for several processes is Linux's")
+
+KEYS = ["sesame", "simsim"]
+BEARER = {"Authorization": "Bearer sesame"}
+
+
+class Crew:
+    """HTTP processes, the first of which would lead; here the test does, with its event loop in a thread."""
+
+    def __init__(self, folder, count, *flags):
+        self.engine = FakeEngine()
+        self.folder = folder
+        flags = ["--model", bytes_directory(), "--served-model-name", "fake", "--port", "0", "--no-access-log", *flags]
+        self.args = serve.parse_args(flags)
+        self.listener = serve.listen_to_http(str(folder))
+        self.engine.links = Links(self.listener)
+        self.counts = shared_counts(count + 1)
+        sockets = share_port(serve.listen(self.args), count)
+        self.address = sockets[0].getsockname()
+        self.url = "http://{}:{}".format(*self.address)
+        self.deaths = []
+        self.workers = Workers(self.start, sockets, self.counts)
+        self.workers.on_death = self.deaths.append
+        self.thread = threading.Thread(target=asyncio.run, args=(self.watch(),), daemon=True)
+
+    def start(self, sock, seat):
+        """Seat 1 plays the first: it alone counts what the engine says of itself."""
+        if seat.number == 1:
+            seat = Seat(0, self.counts, seat.orders)
+        return serve.start_worker(self.args, KEYS, self.listener.getsockname(), sock, seat)
+
+    async def watch(self):
+        self.loop = asyncio.get_running_loop()
+        self.workers.watch()
+        while self.workers.processes or not self.workers.stopping:
+            await asyncio.sleep(0.005)
+
+    def __enter__(self):
+        self.thread.start()
+        wait_until(lambda: self.listener and len(self.pids()) == len(self.workers.sockets))
+        self.engine.start()
+        self.wait_for_links(len(self.workers.sockets))
+        return self
+
+    def wait_for_links(self, count):
+        wait_until(lambda: len(self.engine.links.links) == count)
+        wait_until(lambda: all(self.get("/readyz").status_code == 200 for _ in range(8)))
+
+    def __exit__(self, *exception):
+        self.engine.gate.set()
+        for _ in range(2):
+            self.stop()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        self.engine.join(10)
+        self.listener.close()
+
+    def stop(self):
+        with contextlib.suppress(RuntimeError):  # its loop has ended already
+            self.loop.call_soon_threadsafe(self.workers.stop)
+
+    def pids(self):
+        return [process.pid for process in self.workers.processes.values()]
+
+    def get(self, path, headers=BEARER):
+        """On a connection of its own: to whichever process the kernel chooses."""
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=30)
+
+    def post(self, prompt="say hi", headers=BEARER, **fields):
+        body = {"prompt": prompt, "max_tokens": 1000} | fields
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=30)
+
+    def connect(self, **body) -> socket.socket:
+        body = json.dumps(body)
+        sock = socket.create_connection(self.address, timeout=30)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer sesame\r\nContent-Length: {len(body)}\r\n\r\n"
+        sock.sendall(head.encode() + body.encode())
+        return sock
+
+    def spread(self, **body) -> list[socket.socket]:
+        """Connections with a request each, until every process has one."""
+        socks, before = [], len(self.engine.added)
+        while len({message["link"] for message in self.engine.added[before:]}) < len(self.workers.sockets):
+            socks.append(self.connect(**body))
+            wait_until(lambda: len(self.engine.added) == before + len(socks))
+        return socks
+
+    def metric(self, name):
+        return sum(map(float, re.findall(rf"^vllm:{name}{{.*}} (\S+)", self.get("/metrics").text, re.MULTILINE)))
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("crew")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+        with Crew(folder, 2, "--max-connections", "40") as crew:
+            yield crew
+
+
+def test_processes_share_the_port_and_the_engine(crew):
+    for sock in crew.spread(prompt="say hi", max_tokens=9):
+        assert b'"text":"hi"' in read_until(sock, b"}}}")
+
+
+def test_metrics_are_of_all_processes(crew):
+    """Whoever is asked tells the sum; what the engine says of itself reaches all of them and counts once."""
+    before = [crew.metric(name) for name in ("generation_tokens_total", "prefix_cache_queries_total")]
+    socks = crew.spread(prompt="say hi", max_tokens=9)
+    for sock in socks:
+        read_until(sock, b"}}}")
+    for _ in range(6):
+        wait_until(lambda: crew.metric("generation_tokens_total") == before[0] + 3 * len(socks))
+        wait_until(lambda: crew.metric("prefix_cache_queries_total") == before[1] + 6 * len(socks))
+
+
+def test_a_key_has_one_prefix_cache_in_all_processes(crew):
+    """Would catch: a salt drawn by each process, with which a prefix is found only where it was computed."""
+    before = len(crew.engine.added)
+    while len({message["link"] for message in crew.engine.added[before:]}) < 2:
+        for key in KEYS:
+            assert crew.post(headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    salts = [message["options"]["cache_salt"] for message in crew.engine.added[before:]]
+    assert len(set(salts)) == 2 and salts == salts[:2] * (len(salts) // 2)
+    assert crew.post(headers={"Authorization": "Bearer wrong"}).status_code == 401
+
+
+def test_connections_are_counted_over_all_processes(crew):
+    """Each process refuses what is more than --max-connections for all of them, though it has but a part of these."""
+    crew.engine.gate.clear()
+    wait_until(lambda: sum(crew.counts) == 0)
+    before = len(crew.engine.added)
+    socks = [crew.connect(prompt="say hi", max_tokens=9) for _ in range(40)]
+    wait_until(lambda: len(crew.engine.added) == before + 40)
+    assert sum(crew.counts) == 40 and 0 < crew.counts[0] < 40
+    with crew.connect(prompt="say hi", max_tokens=9) as one_more, contextlib.suppress(ConnectionError):
+        assert one_more.recv(10) == b""
+    crew.engine.gate.set()
+    for sock in socks:
+        assert b'"text":"hi"' in read_until(sock, b"}}}")
+        sock.close()
+    wait_until(lambda: sum(crew.counts) == 0)
+
+
+def test_a_process_that_dies_is_started_again(crew, capfd):
+    """Its requests end in the engine and its connections count no more; the other process's clients notice nothing."""
+    crew.engine.gate.clear()
+    socks = crew.spread(prompt="loop", max_tokens=50)
+    crew.engine.aborted.clear()
+    own = [message for message in crew.engine.added[-len(socks) :] if message["link"] == crew.engine.added[-1]["link"]]
+    victim = 2 if crew.counts[2] == len(own) else 1  # the seats of the two processes are 0 and 2
+    os.kill(crew.workers.processes[victim].pid, 9)
+    wait_until(lambda: len(crew.deaths) == 1 and crew.engine.aborted)
+    crew.engine.gate.set()
+    answers = []
+    for sock in socks:
+        with contextlib.suppress(ConnectionError):
+            answers.append(read_until(sock, b"}}}"))
+    whole = [answer for answer in answers if b'"length"' in answer]
+    assert len(whole) + len(crew.engine.aborted) == len(socks) and len(whole) and len(crew.engine.aborted)
+    crew.wait_for_links(2)
+    wait_until(lambda: len(crew.pids()) == 2)
+    for sock in crew.spread(prompt="say hi", max_tokens=9):
+        assert b'"text":"hi"' in read_until(sock, b"}}}")
+
+
+def test_all_processes_drain(tmp_path, monkeypatch):
+    """After the order: new work refused, running work finished in each of them, then the port is closed."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    with Crew(tmp_path, 2) as crew:
+        crew.engine.gate.clear()
+        socks = crew.spread(prompt="say hi", max_tokens=9)
+        crew.stop()
+        wait_until(lambda: crew.get("/readyz").status_code == 503)
+        assert crew.post().status_code == 503 and len(crew.pids()) == 2
+        crew.engine.gate.set()
+        for sock in socks:
+            assert b'"text":"hi"' in read_until(sock, b"}}}")
+        crew.thread.join(30)
+        assert not crew.pids() and not crew.engine.aborted
+        with pytest.raises(OSError):
+            socket.create_connection(crew.address).close()
+
+
+def test_a_port_is_shared_with_nobody_else():
+    """SO_REUSEPORT lets any process of the same user in: two servers would share one port's clients, in silence."""
+    with contextlib.ExitStack() as stack:
+        sockets = share_port(serve.listen(serve.parse_args(["--port", "0"])), 3)
+        for sock in sockets:
+            stack.enter_context(sock)
+        assert len({sock.getsockname() for sock in sockets}) == 1
+        with pytest.raises(SystemExit, match="choose another --port"):
+            serve.listen(serve.parse_args(["--port", str(sockets[0].getsockname()[1])]))

@@ -1,0 +1,146 @@
+"""
+Several HTTP processes on one port: the first one, which serve.py is, starts the others, starts again those that die,
+and has them end with it.
+
+    workers = Workers(start, sockets[1:], counts)        # start(sock, seat) -> the process
+    workers.watch()                                      # on the event loop
+    workers.stop()                                       # drain; the second time: now
+
+Each has a listening socket of its own on the same port (SO_REUSEPORT), among which the kernel spreads connections, and
+a link to the engine of its own (client.py). What is left to share is in a `Seat`. Not run by itself.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+RESTART_SECONDS = 1.0  # until one that died is started again: one that cannot start must not keep a core busy
+CORES_EACH = 4  # how many cores there are for each HTTP process, if nobody says how many it shall be
+MAX_BY_DEFAULT = 8
+METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # names prometheus_client's variable: where several processes count
+
+# Not a fork: it would inherit connections, and the event loop.
+context = multiprocessing.get_context("spawn")
+
+
+@dataclass
+class Seat:
+    """What an HTTP process has of the others."""
+
+    number: int = 0  # 0: the first, which leads
+    connections: Any = field(default_factory=lambda: [0])  # how many each process has, by number; all see it
+    orders: Connection | None = None  # from the first: a byte is one `stop`, the end of the file its death
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+
+def default_count() -> int:
+    """One HTTP process on small machines; on large ones as many as keep up with a GPU's 256 streams."""
+    if not can_share_port():
+        return 1
+    return max(1, min(MAX_BY_DEFAULT, (os.cpu_count() or 1) // CORES_EACH))
+
+
+def can_share_port() -> bool:
+    """Whether the kernel spreads connections among sockets on one port. macOS gives all of them to the last."""
+    return os.uname().sysname == "Linux"
+
+
+def shared_counts(count: int):
+    """A number for each process, which all of them see."""
+    return context.RawArray("i", count) if count > 1 else [0]
+
+
+def share_port(first: socket.socket, count: int) -> list[socket.socket]:
+    """The socket and further ones on its port. It was opened without sharing, so nobody else listens there."""
+    sockets = [first]
+    first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    for _ in range(count - 1):
+        both = first.family == socket.AF_INET6 and not first.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+        address = first.getsockname()[:2]
+        sock = socket.create_server(address, family=first.family, dualstack_ipv6=both, reuse_port=True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sockets.append(sock)
+    return sockets
+
+
+class Workers:
+    """
+    All HTTP processes but the first, for the first. A worker's socket stays open here while it is started again:
+    whoever connects meanwhile waits for the next one.
+    """
+
+    def __init__(self, start: Callable, sockets: list[socket.socket], connections):
+        self.start = start
+        self.sockets = sockets
+        self.connections = connections
+        self.processes: dict[int, Any] = {}  # by number
+        self.orders: dict[int, Connection] = {}  # our ends
+        self.stopping = False
+        for number in range(1, len(sockets) + 1):
+            self._start(number)
+
+    def _start(self, number: int):
+        if self.stopping:
+            return
+        theirs, self.orders[number] = context.Pipe(duplex=False)
+        seat = Seat(number, self.connections, theirs)
+        self.processes[number] = self.start(self.sockets[number - 1], seat)
+        theirs.close()  # the process has its own: were ours open, it would not see our end
+
+    def watch(self):
+        """Notice when a worker dies, from now on."""
+        for number in self.processes:
+            self._watch(number)
+
+    def _watch(self, number: int):
+        sentinel = self.processes[number].sentinel
+        asyncio.get_running_loop().add_reader(sentinel, self._ended, number)
+
+    def _ended(self, number: int):
+        loop = asyncio.get_running_loop()
+        process = self.processes.pop(number)
+        loop.remove_reader(process.sentinel)
+        process.join()
+        self.orders.pop(number).close()
+        self.connections[number] = 0
+        if not self.stopping:
+            self.on_death(process)
+            loop.call_later(RESTART_SECONDS, self._restart, number)
+
+    def _restart(self, number: int):
+        if not self.stopping:
+            self._start(number)
+            self._watch(number)
+
+    def on_death(self, process):
+        """For whoever wants to know."""
+
+    def stop(self):
+        """Have all workers take no new work and end when theirs is done; the second time, end at once."""
+        self.stopping = True
+        for sock in self.sockets:
+            sock.close()  # so that the port is closed with the last worker
+        for orders in self.orders.values():
+            with contextlib.suppress(BrokenPipeError):  # it has just ended
+                os.write(orders.fileno(), b".")
+
+    async def ended(self, seconds: float):
+        """Wait until all workers have ended; those who take longer are killed."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while self.processes and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        self.kill()
+
+    def kill(self):
+        """End those that are left."""
+        for process in self.processes.values():
+            process.kill()
