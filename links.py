@@ -4,7 +4,7 @@ The engine's end of its links to the HTTP processes: who says what, and nobody w
     links = Links(listener)                     # a listening Unix socket; an HTTP process connects to its path
     for link, message in links.receive(timeout=None):
         link.put({"op": "error", "id": message["id"], "message": "no", "kind": "invalid"})
-    links.flush(engine.stats, idle=not engine.has_work)
+    links.flush(engine.stats)
 
 A message is one line of JSON (JSON writes line breaks inside of texts as \\n), never a pickle, so neither side can run
 code in the other. Not run by itself: the engine's loop, `engine.run`, uses it.
@@ -57,6 +57,7 @@ class Link:
         self.messages: list[dict] = []  # what else it was not told yet
         self.lists: dict[str, list] = {}  # those in the engine's stats, gathered until it is told
         self.told = 0.0  # when it heard last
+        self.at_work: int | None = None  # what it heard then of how much the engine has to do
         sock.setblocking(False)
 
     def receive(self) -> list[dict]:
@@ -99,6 +100,7 @@ class Link:
         self.messages = []
         self.lists = {}
         self.told = time.monotonic()
+        self.at_work = stats["at_work"]
 
     def send(self):
         """Send as much of `unsent` as there is room for."""
@@ -172,18 +174,18 @@ class Links:
                 found.append((link, {"op": "gone"}))
         return found
 
-    def flush(self, stats: Callable[[], dict], idle: bool):
+    def flush(self, stats: Callable[[], dict]):
         """
-        Send what was put, with the engine's `stats()`, to all links that took their last message whole. Those who
-        were told nothing for a while, and everybody when the engine is `idle` now, hear the stats alone.
+        Send what was put, with the engine's `stats()`, to all links that took their last message whole. The others hear
+        the stats alone, when work has come or gone, or when they were told nothing for a while.
         """
         now = time.monotonic()
         news = stats()
         lists = {name: value for name, value in news.items() if isinstance(value, list)}
         for link in list(self.links.values()):
             link.gather(lists)
-            is_due = idle or link.rows or link.messages or now - link.told > STATS_SECONDS
-            if is_due and not link.unsent:
+            has_news = link.rows or link.messages or link.at_work != news["at_work"]
+            if (has_news or now - link.told > STATS_SECONDS) and not link.unsent:
                 link.compose(news)
                 self._send(link)
 

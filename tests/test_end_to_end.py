@@ -23,6 +23,7 @@ import torch
 
 from model import GPT, load_checkpoint, load_config, save_checkpoint
 from tokenizer import load_tokenizer
+from workers import can_share_port
 
 ROOT = Path(__file__).parents[1]
 # One thread: so small a model gains nothing from two, and on a busy machine two lose seconds waiting for each other.
@@ -57,6 +58,9 @@ def checkpoint(tmp_path_factory):
     return out
 
 
+TWO_HTTP_PROCESSES = ["--http-workers", "2"] if can_share_port() else []
+
+
 class Process:
     """serve.py as a user starts it, on a free port; ready when it says so."""
 
@@ -83,15 +87,20 @@ class Process:
 
     @property
     def engine_pid(self) -> int:
-        """Of its children, the one that multiprocessing spawned to run code (another tracks resources)."""
+        """The only child, where there is no other HTTP process."""
+        return self.children[0]
+
+    @property
+    def children(self) -> list[int]:
+        """Those that multiprocessing spawned to run code (another tracks resources)."""
         listing = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
         rows = [line.split(None, 2) for line in listing]
-        return next(int(pid) for pid, parent, args in rows if parent == str(self.process.pid) and "spawn_main" in args)
+        return [int(pid) for pid, parent, args in rows if parent == str(self.process.pid) and "spawn_main" in args]
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    with Process(checkpoint) as server:
+    with Process(checkpoint, *TWO_HTTP_PROCESSES) as server:
         yield server
 
 
@@ -373,17 +382,25 @@ def test_engine_killed(chat_server, expected):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
 def test_server_killed(checkpoint):
-    """kill -9 of the server: the engine finds its pipe closed and leaves, instead of keeping the memory for ever."""
-    with Process(checkpoint) as server:
-        engine = server.engine_pid
+    """kill -9 of the server: the engine and the other HTTP process find their links and orders closed and leave,
+    instead of keeping the memory and the port for ever."""
+    with Process(checkpoint, *TWO_HTTP_PROCESSES) as server:
+        left = set(server.children)
+        assert len(left) == 1 + bool(TWO_HTTP_PROCESSES)
         server.process.kill()
-        for _ in range(500):
-            try:
-                os.kill(engine, 0)
-            except ProcessLookupError:
-                return
+        deadline = time.monotonic() + 10
+        while left and time.monotonic() < deadline:
             time.sleep(0.01)
-    pytest.fail("the engine's process outlived its server")
+            left = {pid for pid in left if is_alive(pid)}
+    assert not left, "a process outlived its server"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 # ----------------------------------------------------------------------------------------------------------------------

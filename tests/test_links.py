@@ -5,11 +5,12 @@ import socket
 
 import pytest
 
+import links as links_module
 from client import connect
 from links import Links, join
 from serve import listen_to_http
 
-STATS = {"running": 0, "waited": []}
+STATS = {"at_work": 0, "waited": []}
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def link_to(links) -> socket.socket:
     return sock
 
 
-def tell(links, idle=False, **stats):
-    links.flush(lambda: STATS | stats, idle)
+def tell(links, **stats):
+    links.flush(lambda: STATS | stats)
 
 
 def read(sock) -> list[dict]:
@@ -85,18 +86,21 @@ def test_an_error_comes_after_the_tokens_before_it(links):
     assert [message["op"] for message in read(sock)] == ["step", "error"]
 
 
-def test_links_hear_how_the_engine_is(links):
-    """Who gets no tokens hears the stats now and then, so that it knows that the engine lives and how full it is, and
-    at once when the engine is idle. Each hears of each wait in the queue once, however seldom it is told."""
+def test_links_hear_how_the_engine_is(links, monkeypatch):
+    """Who gets no tokens hears at once when work has come or gone, and else now and then, so that it knows that the
+    engine lives. Each hears of each wait in the queue once, however seldom it is told."""
     working, idle = link_to(links), link_to(links)
     for step in range(3):
         links.links[0].put_row(["a", [step], None, 0])
-        tell(links, running=1, waited=[step])
-    first, second, third = (message["stats"] for message in read(working))
-    assert [first["waited"], second["waited"], third["waited"]] == [[0], [1], [2]]
-    assert [message["stats"] for message in read(idle)] == [{"running": 1, "waited": [0]}]
-    tell(links, idle=True)
-    assert [message["stats"] for message in read(idle)] == [{"running": 0, "waited": [1, 2]}]
+        tell(links, at_work=1, waited=[step])
+    assert [message["stats"]["waited"] for message in read(working)] == [[0], [1], [2]]
+    assert [message["stats"] for message in read(idle)] == [{"at_work": 1, "waited": [0]}]
+    tell(links, at_work=0)
+    assert [message["stats"] for message in read(idle)] == [{"at_work": 0, "waited": [1, 2]}]
+    tell(links, waited=[3])
+    monkeypatch.setattr(links_module, "STATS_SECONDS", 0)
+    tell(links)
+    assert [message["stats"] for message in read(idle)] == [{"at_work": 0, "waited": [3]}]
 
 
 def test_whoever_comes_is_greeted_and_whoever_goes_is_told_of(links):

@@ -107,7 +107,7 @@ class FakeEngine(threading.Thread):
                 time.sleep(self.pace)
                 self.step()
             if moves or not self.running:  # one that hangs in a step says nothing
-                self.links.flush(self.stats, idle=True)
+                self.links.flush(self.stats)
         self.links.close()
 
     def handle(self, link, message):
