@@ -1151,7 +1151,7 @@ def test_queue_full():
 
 def test_the_load_generator_measures_what_it_says():
     """A row for each request, in their order; a slow client has none, and nobody waits for it."""
-    with Server(engine=FakeEngine(pace=0.001)) as server:
+    with Server(engine=FakeEngine(pace=0.02)) as server:
         requests = [load.completion(list(b"loop"), 5 + i, at=0.1 * (i == 4)) for i in range(5)]
         requests.insert(1, load.completion(list(b"loop"), 4000, speed=100))
         rows = load.load(*map(str, server.address), requests, processes=2)
