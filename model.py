@@ -176,24 +176,35 @@ class ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """x (N, C), head (V, C), targets (N,) with -100 where there is none; matrix products in `dtype`."""
-        w, N, total = head.to(dtype), (targets >= 0).sum(), x.new_zeros(())
-        dx, dw = torch.empty_like(x), torch.zeros_like(head)
-        for x_rows, dx_rows, t in zip(*(a.split(ChunkedHeadLoss.ROWS) for a in (x, dx, targets)), strict=True):
-            x_rows, there, t = x_rows.to(dtype), (t >= 0)[:, None], t.clamp(min=0)[:, None]
-            logits = (x_rows @ w.T).float()  # (rows, V)
-            norm = logits.logsumexp(-1, keepdim=True)
-            total += ((norm - logits.gather(1, t)) * there).sum()
+        rows = ChunkedHeadLoss.ROWS
+        w = head.to(dtype)
+        count = (targets >= 0).sum()
+        total = x.new_zeros(())
+        dx = torch.empty_like(x)
+        dw = torch.zeros_like(head)
+        for x_rows, dx_rows, t in zip(x.split(rows), dx.split(rows), targets.split(rows), strict=True):
+            x_rows = x_rows.to(dtype)
+            there = (t >= 0)[:, None]
+            t = t.clamp(min=0)[:, None]
+            # one buffer (rows, V) is in turn logits, exponentials and gradient: each pass finds it in the cache
+            scores = (x_rows @ w.T).float()
+            scores -= scores.amax(-1, keepdim=True)
+            target_scores = scores.gather(1, t)
+            scores.exp_()
+            norm = scores.sum(-1, keepdim=True)
+            total += ((norm.log() - target_scores) * there).sum()
             if any(ctx.needs_input_grad):
-                grad = logits.sub_(norm).exp_().scatter_add_(1, t, torch.full_like(norm, -1.0)).mul_(there).to(dtype)
+                scores.mul_(there / norm).scatter_add_(1, t, -there.float())
+                grad = scores.to(dtype)
                 dx_rows.copy_(grad @ w)
                 dw += grad.T @ x_rows
-        ctx.save_for_backward(dx, dw, N)
-        return total / N
+        ctx.save_for_backward(dx, dw, count)
+        return total / count
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        dx, dw, N = ctx.saved_tensors
-        return dx * (grad / N), dw * (grad / N), None, None
+        dx, dw, count = ctx.saved_tensors
+        return dx * (grad / count), dw * (grad / count), None, None
 
 
 def head_loss(x: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

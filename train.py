@@ -294,7 +294,8 @@ def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         a = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        a = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, a, x, beta=3.4445)
     return x
 
 
