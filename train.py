@@ -1,12 +1,13 @@
 """
 Train a small GPT and leave a checkpoint directory that serve.py (and transformers, and vLLM) can open.
 
-    python train.py                              # the Python standard library -> out/stdlib, 2 min 15 s
+    python train.py                              # the Python standard library -> out/stdlib, 2 min 25 s
     python train.py --preset shakespeare_char    # nanoGPT's Shakespeare -> out/shakespeare_char
     python train.py --resume                     # continue a run that was stopped or killed
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M
 
-It prepares the corpus if that is missing, sizes itself for the device and says what it chose. Ctrl-C saves and stops.
+It prepares the corpus if that is missing, measures the machine, chooses a size that fits the time (sizes.py) and says
+what it chose. Ctrl-C saves and stops.
 Everything random is a function of (seed, step), so a resumed run sees the losses of an uninterrupted one.
 """
 
@@ -20,8 +21,7 @@ import runpy
 import signal
 import sys
 import time
-import timeit
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -35,12 +35,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from model import GPT, GPTConfig, save_checkpoint
+from samples import last_samples, sample, sample_tokens_in_all
+from sizes import PROBE, SIZES, choose_size, end_of_run, minutes_and_seconds
 from tokenizer import Tokenizer, load_tokenizer, read_corpus, write_atomically
 
 ROOT = Path(__file__).resolve().parent
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Knobs. The argparse line of a knob holds its default; a preset lists only what it changes, for CPUs and for GPUs.
+# Knobs. The argparse line of a knob holds its default; a preset lists only what it changes, for CPUs and for GPUs. The
+# default run on a CPU is one of the sizes in sizes.py.
 
 MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "context_length": 1024, "bias": True, "activation": "gelu_new"}
@@ -53,6 +56,8 @@ PRESETS = {
     },
     "gpt2-124M": {"cpu": GPT2, "gpu": GPT2},
 }
+PROBE_SECONDS = 0.3  # for each of two or three ways to train: together about a second
+CLOSING_SECONDS = 4  # what follows the last step and takes no tokens: the compressors, the picture, two saves
 # what may differ from the interrupted run when --resume continues it
 RESUMABLE = {"--out", "--preset", "--resume", "--device", "--threads", "--compile", "--no-compile"}
 
@@ -69,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     flag, switch = parser.add_argument, argparse.BooleanOptionalAction
     flag("--preset", default="stdlib", choices=PRESETS, help="a corpus with a model and a recipe sized for the device")
+    flag("--size", choices=SIZES, help="of the preset stdlib; the best that this CPU has time for, if not given")
     flag("--out", help="directory of the checkpoint; out/PRESET if not given")
     flag("--resume", action="store_true", help="continue the run in --out with its own settings")
     flag("--overwrite", action="store_true", help="start again in an --out that holds a checkpoint, deleting it")
@@ -83,10 +89,14 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--dropout", type=float, default=0.0, help="probability to drop, for corpora that are read many times")
     # recipe
     flag("--minutes", type=float, default=2.25, help="time of the whole run, if --steps is not given")
+    flag("--max_minutes", type=float, help="a run short of --least_steps may take so long; --minutes if not given")
+    flag("--least_steps", type=positive, default=1, help="steps for which a run goes on after --minutes")
     flag("--steps", type=positive, help="optimizer steps, exactly")
     flag("--batch_size", type=positive, default=8, help="sequences a step, over all devices")
     flag("--matrix_lr", type=float, default=0.02, help="peak learning rate of Muon, which trains the matrices")
     flag("--vector_lr", type=float, default=4e-3, help="peak learning rate of AdamW, which trains embeddings and norms")
+    flag("--momentum", type=float, default=0.95, help="of Muon: the share of its mean gradient that a step keeps")
+    flag("--beta2", type=float, default=0.95, help="of AdamW: the share of its mean squared gradient that a step keeps")
     flag("--weight_decay", type=float, default=0.0, help="of the matrices, as a share of the learning rate")
     flag("--warmup", type=positive, default=10, help="steps over which the learning rate rises")
     flag("--decay", type=float, default=0.8, help="share of the run, at its end, over which it falls to zero")
@@ -95,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     # watching
     flag("--eval_every", type=positive, default=100, help="steps between evaluations, samples and checkpoints")
     flag("--eval_tokens", type=positive, default=16384, help="held-out tokens of an evaluation but the last")
-    flag("--sample_tokens", type=int, default=64, help="length of the sample")
+    flag("--sample_tokens", type=int, default=64, help="length of a sample; the last ones are twice as long")
     # machine
     flag("--device", help="cpu, cuda, cuda:1, ...; the first GPU, else the CPU, if not given")
     flag("--threads", type=positive, help="CPU threads; all cores we may use if not given")
@@ -104,12 +114,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Flags over preset over defaults. Exits with a message on unknown flags and impossible combinations."""
+def parse_args(argv: list[str], size: str | None = None) -> argparse.Namespace:
+    """
+    Flags over size over preset over defaults; `size` is the one chosen where no flag names it. Exits with a message on
+    unknown flags and impossible combinations.
+    """
     parser = build_parser()
     args = parser.parse_args(argv)
-    kind = "cpu" if pick_device(args.device).type == "cpu" else "gpu"
+    size = args.size or size
+    if size and args.preset != "stdlib":
+        parser.error(f"--size is for the preset stdlib, {args.preset} has one size: leave out --size or --preset")
+    kind = "cpu" if size or pick_device(args.device).type == "cpu" else "gpu"
     parser.set_defaults(**PRESETS[args.preset][kind])
+    if size:
+        parser.set_defaults(size=size, **SIZES[size].flags())
     args = parser.parse_args(argv)
     args.out = args.out or f"out/{args.preset}"
     given = {a.split("=")[0] for a in argv if a.startswith("--")}
@@ -118,6 +136,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--resume continues a run with the settings it began with: leave out {fixed}")
     if "--minutes" in given and "--steps" not in given:
         args.steps = None  # the user's minutes before the preset's steps
+    if args.max_minutes is None or ("--minutes" in given and "--max_minutes" not in given):
+        args.max_minutes = args.minutes  # and exactly these
     return args
 
 
@@ -159,7 +179,7 @@ class Machine:
 
 
 def choose_machine(args: argparse.Namespace) -> Machine:
-    """Join the other processes of torchrun, and choose what the flags leave open."""
+    """Join the other processes of torchrun, and take the device and what the flags say about it."""
     device = pick_device(args.device)
     if device.type == "cpu":
         allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -167,27 +187,14 @@ def choose_machine(args: argparse.Namespace) -> Machine:
     else:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
-    if args.dtype is None:
-        args.dtype = "bfloat16" if bfloat16_pays(device) else "float32"
+        if args.dtype is None:
+            args.dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch_size % world:
-        sys.exit(f"--batch_size {args.batch_size} does not divide among {world} processes: choose a multiple")
     if world > 1:
         dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     compiled = device.type == "cuda" if args.compile is None else args.compile
-    return Machine(device, getattr(torch, args.dtype), compiled, int(os.environ.get("RANK", 0)), world)
-
-
-def bfloat16_pays(device: torch.device) -> bool:
-    """On a CPU this depends on its instructions (AVX512-BF16, AMX, SVE), and emulation is slow: so measure."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-
-    def seconds(dtype):
-        a = torch.ones(512, 512, dtype=dtype)
-        return min(timeit.repeat(lambda: a @ a, number=1, repeat=8))
-
-    return seconds(torch.bfloat16) < 0.7 * seconds(torch.float32)
+    dtype = getattr(torch, args.dtype or "float32")
+    return Machine(device, dtype, compiled, int(os.environ.get("RANK", 0)), world)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -305,8 +312,8 @@ def make_optimizers(model: GPT, args: argparse.Namespace, machine: Machine) -> l
     others = [p for name, p in model.named_parameters() if p.ndim < 2 or not name.startswith("h.")]
     fused = machine.device.type == "cuda"
     return [
-        Muon(inside, lr=args.matrix_lr, weight_decay=args.weight_decay, dtype=machine.dtype),
-        torch.optim.AdamW(others, lr=args.vector_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused),
+        Muon(inside, args.matrix_lr, args.momentum, args.weight_decay, machine.dtype),
+        torch.optim.AdamW(others, lr=args.vector_lr, betas=(0.9, args.beta2), weight_decay=0.0, fused=fused),
     ]
 
 
@@ -345,21 +352,6 @@ def evaluate(model: GPT, corpus: Corpus, machine: Machine, limit: int | None = N
     model.train()
     nats, count = (machine.mean(total) * machine.world).tolist()
     return nats, round(count)
-
-
-def sample(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace, machine: Machine) -> str:
-    """Some text of the model, at temperature 0.8."""
-    start = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else tokenizer.encode("\n")
-    generator = torch.Generator(machine.device).manual_seed(args.seed)
-
-    def choose(logits, position):
-        return torch.multinomial((logits.float() / 0.8).softmax(-1), 1, generator=generator)[:, 0]
-
-    model.eval()
-    with machine.autocast():
-        tokens = model.generate(torch.tensor([start], device=machine.device), args.sample_tokens, choose)
-    model.train()
-    return tokenizer.decode(tokens[0, 1:].tolist())
 
 
 def compare_with_compressors(nats: float, data: bytes) -> str:
@@ -405,6 +397,52 @@ def tell(text: str, machine: "Machine", bar=None):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The run
+
+
+def fit_to_machine(args: argparse.Namespace, argv: list[str], corpus: Corpus, machine: Machine, started: float):
+    """
+    Choose what the flags leave open on a CPU, by training steps that are timed: how many threads, the dtype, the size.
+    Sets the threads; returns the arguments and the machine. `started`: time.monotonic() when --minutes began.
+    """
+    size_is_open = args.preset == "stdlib" and args.size is None and not args.resume
+    threads = torch.get_num_threads()
+    threads_are_open = args.threads is None and threads > 1
+    if machine.device.type != "cpu" or not (size_is_open or threads_are_open or args.dtype is None):
+        return args, machine
+    # where another process keeps a core busy, a thread less is faster: each step waits for its slowest thread
+    counts = [threads, threads - 1] if threads_are_open else [threads]
+    dtype = args.dtype or "float32"
+    seconds = {(dtype, n): time_step(args, corpus, machine, dtype, n) for n in counts}
+    if args.dtype is None:  # depends on the CPU's instructions (AVX512-BF16, AMX, SVE): emulation is slow
+        _, fastest = min(seconds, key=seconds.get)
+        seconds["bfloat16", fastest] = time_step(args, corpus, machine, "bfloat16", fastest)
+    best = min(seconds, key=seconds.get)
+    # the evaluations and the samples take as long as some twenty steps
+    step_seconds = seconds[best]
+    seconds_left = 60 * args.minutes - (time.monotonic() - started) - CLOSING_SECONDS - 20 * step_seconds
+    if size_is_open:
+        args = parse_args(argv, choose_size(step_seconds, seconds_left))
+    if args.size and not args.resume:
+        size = SIZES[args.size]
+        args.expected = size.expected(seconds_left / (size.cost * step_seconds))
+    args.dtype, threads = best
+    torch.set_num_threads(threads)
+    return args, replace(machine, dtype=getattr(torch, args.dtype))
+
+
+def time_step(args: argparse.Namespace, corpus: Corpus, machine: Machine, dtype: str, threads: int) -> float:
+    """Seconds of a training step of the probe, the mean over processes: the median of those in PROBE_SECONDS."""
+    torch.set_num_threads(threads)
+    args = argparse.Namespace(**vars(args) | SIZES[PROBE].flags())
+    run = Run(args, corpus, replace(machine, dtype=getattr(torch, dtype)))
+    tokens = torch.randint(corpus.tokenizer.vocab_size, (2, args.batch_size, args.context_length))
+    run.update(run.model, *tokens)  # the first also allocates
+    seconds = []
+    while sum(seconds) < PROBE_SECONDS:
+        began = time.perf_counter()
+        run.update(run.model, *tokens)
+        seconds.append(time.perf_counter() - began)
+    return machine.mean(torch.tensor(median(seconds), dtype=torch.float64)).item()
 
 
 class Run:
@@ -471,7 +509,9 @@ class Run:
         """Evaluate on a part of the held-out text, and sample; what to print about it."""
         nats, count = evaluate(self.model, self.corpus, self.machine, self.args.eval_tokens)
         self.record(step=self.step, val_loss=round(nats / count, 5))
-        text = sample(self.model, self.corpus.tokenizer, self.args, self.machine)
+        tokenizer = self.corpus.tokenizer
+        start = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else tokenizer.encode("\n")
+        (text,) = sample(self, [start], self.args.sample_tokens, temperature=0.8)
         return f"step {self.step}, {self.share:.0%}: held out {nats / count:.3f}\n    " + text.replace("\n", "\n    ")
 
     def save(self):
@@ -531,9 +571,24 @@ def catch_signals() -> list[int]:
 
 
 def closing_seconds(run: Run, step_seconds: float) -> float:
-    """What comes after the last step: scoring the held-out text, the compressors, the picture, two saves."""
+    """What comes after the last step: scoring the held-out text, the last samples, the compressors, the picture."""
+    args = run.args
+    forward_tokens = len(run.corpus.val) + sample_tokens_in_all(args)
     # of the 6 operations a weight takes part in per token, 2 are the forward pass; some more for what is no matrix
-    return 0.4 * step_seconds / (run.args.batch_size * run.args.context_length) * len(run.corpus.val) + 4
+    return 0.4 * step_seconds / (args.batch_size * args.context_length) * forward_tokens + CLOSING_SECONDS
+
+
+def share_of_rest(run: Run, elapsed: float, spent: float, step_seconds: float) -> float:
+    """
+    The part of what was left of the run that its last `spent` seconds were, by the clock: 1 when time is up. `elapsed`:
+    seconds since its start.
+    """
+    closing = closing_seconds(run, step_seconds)
+    steps_left = run.args.least_steps - run.step
+    planned = 60 * run.args.minutes - closing
+    latest = 60 * run.args.max_minutes - closing
+    left = end_of_run(elapsed, steps_left, step_seconds, planned, latest) - elapsed
+    return spent / (spent + left) if left > 0 else 1.0
 
 
 def train(run: Run, caught: list[int], started: float) -> bool:
@@ -547,7 +602,7 @@ def train(run: Run, caught: list[int], started: float) -> bool:
     # To read a loss is to wait for the device: after each step on a CPU, where that is free, else after each tenth.
     stride = 1 if machine.device.type == "cpu" else 10
     pending, seconds, mark = [], [], time.perf_counter()
-    stop = 0.0
+    clock, stop = time.monotonic(), 0.0
     while run.share < 1 and not stop:
         pending.append(run.update(module, *batches(run.step, machine)))
         look = run.step % args.eval_every == 0
@@ -556,12 +611,14 @@ def train(run: Run, caught: list[int], started: float) -> bool:
         losses = machine.mean(torch.stack(pending)).tolist()
         run.check_finite(losses)
         seconds = [*seconds[-20:], (time.perf_counter() - mark) / len(losses)]
-        limit = 60 * args.minutes - closing_seconds(run, median(seconds))
+        now = time.monotonic()
+        part = share_of_rest(run, now - started, now - clock, median(seconds))
+        clock = now
         # all processes must stop alike
-        status = torch.tensor([float(bool(caught)), (time.monotonic() - started) / max(limit, 1)], dtype=torch.float64)
-        stop, share = machine.mean(status.to(machine.device)).tolist()
+        status = torch.tensor([float(bool(caught)), part], dtype=torch.float64)
+        stop, part = machine.mean(status.to(machine.device)).tolist()
         if not args.steps:
-            run.share = min(1.0, max(run.share, share))
+            run.share = 1.0 if part == 1 else run.share + (1 - run.share) * part
         rate = args.batch_size * args.context_length / seconds[-1]
         for i, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
             run.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=round(rate))
@@ -587,11 +644,25 @@ def finish(run: Run):
     # where the first token could not be scored, its bytes do not count either
     data = run.corpus.tokenizer.decode_bytes(run.corpus.val[-count:].tolist())
     run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(nats / math.log(2) / len(data), 5))
-    draw(run.log, run.out / "loss.png")
     T = run.args.context_length
     print(f"held out: {count:,} tokens, {len(data):,} bytes, each scored once, in windows of {T}")
     print(f"val loss: {nats / count:.4f} nats a token")
+    if run.args.sample_tokens > 0:
+        print(last_samples(run))
     print(compare_with_compressors(nats, data))
+    draw(run.log, run.out / "loss.png")  # last: for the Makefile, this is what ends a training
+
+
+def describe_size(args: argparse.Namespace) -> str:
+    """The size, what to expect of it and when, as a line to be printed."""
+    time_told = f"in {minutes_and_seconds(60 * args.minutes)}"
+    if args.max_minutes > args.minutes:
+        time_told += f", at most {minutes_and_seconds(60 * args.max_minutes)} if the machine becomes busy"
+    if args.steps:
+        time_told = f"{args.steps} steps"
+    expected = getattr(args, "expected", None)
+    quality = f"expect about {expected:.2f} bits per byte, " if expected and not args.steps else ""
+    return f"size:   {args.size} of {', '.join(SIZES)} (--size): {quality}{time_told}\n"
 
 
 def introduce(run: Run) -> str:
@@ -599,8 +670,9 @@ def introduce(run: Run) -> str:
     args, c, corpus = run.args, run.model.config, run.corpus
     size = sum(p.numel() for p in run.model.parameters()) / 1e6
     length = f"{args.steps} steps" if args.steps else f"what fits in {args.minutes:g} minutes"
+    chosen = describe_size(args) if args.size else ""
     return (
-        f"device: {run.machine}\n"
+        f"device: {run.machine}\n{chosen}"
         f"model:  {size:.2f}M parameters: {c.n_layer} layers of width {c.n_embd}, {c.n_head} heads, {c.activation}\n"
         f"data:   {args.data}: {len(corpus.train):,} tokens of {c.vocab_size:,} kinds, {len(corpus.val):,} held out\n"
         f"run:    {length}, from step {run.step}, of {args.batch_size} x {args.context_length} tokens -> {run.out}"
@@ -609,15 +681,20 @@ def introduce(run: Run) -> str:
 
 def main(argv: list[str] | None = None):
     started = time.monotonic()  # --minutes counts from here: what the user waits for includes the preparation
-    args = parse_args(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse_args(argv)
     caught = catch_signals()
     state = open_out(args)
     if state is not None:
         chosen = {name: getattr(args, name) for name in ("out", "resume", "device", "threads", "compile")}
-        args = argparse.Namespace(**state["args"] | chosen)
+        args = argparse.Namespace(**vars(args) | state["args"] | chosen)
     machine = choose_machine(args)
     try:
-        run = Run(args, load_corpus(args.data, machine), machine)
+        corpus = load_corpus(args.data, machine)
+        args, machine = fit_to_machine(args, argv, corpus, machine, started)
+        if args.batch_size % machine.world:
+            sys.exit(f"--batch_size {args.batch_size} does not divide among {machine.world} processes: take a multiple")
+        run = Run(args, corpus, machine)
     except ValueError as error:  # of the tokenizer or the model's configuration, and written to be read
         sys.exit(str(error))
     if state is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenizer import char_tokenizer, load_tokenizer, read_corpus, write_atomically, write_corpus
+from tokenizer import char_tokenizer, load_tokenizer, read_corpus, train_bpe, write_atomically, write_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 stdlib = runpy.run_path(str(ROOT / "data" / "stdlib" / "prepare.py"))
@@ -128,3 +128,19 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old"
     write_atomically(path, lambda temporary: temporary.write_text("new"))
     assert path.read_text() == "new" and [p.name for p in tmp_path.iterdir() if p.suffix != ".tmp"] == ["file"]
+
+
+def test_held_out_bytes_are_the_same_whatever_the_vocabulary(library, tmp_path):
+    """Bits per byte of two vocabularies compare only if both are of the same bytes."""
+    held_out = []
+    for size in (257, 300):
+        text = "".join(path.read_text("utf-8", "replace") for path in library.glob("*.py"))
+        out = tmp_path / str(size)
+        out.mkdir()
+        stdlib["prepare"](out, library, train_bpe([text], size))
+        ids = read_corpus(out, "val").tolist()
+        held_out.append((len(ids), load_tokenizer(out).decode_bytes(ids)))
+    (longer, first), (shorter, second) = held_out
+    assert first == second and longer > shorter
+    expected = documents(tmp_path / "257", "val")
+    assert first.replace(b"<|endoftext|>", b"") == b"".join(expected)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import samples
 import train
 from model import GPT, GPTConfig, causal_attention, head_loss, load_checkpoint
 from tokenizer import load_tokenizer, train_bpe, write_corpus
@@ -23,6 +24,7 @@ from tokenizer import load_tokenizer, train_bpe, write_corpus
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "context_length": 32, "batch_size": 4, "warmup": 2, "dropout": 0.1}
 SIZES |= {"dtype": "float32", "threads": 1, "device": "cpu", "eval_every": 5, "eval_tokens": 64, "sample_tokens": 4}
+SIZES |= {"size": "tiny"}  # named, so that nothing is measured
 TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 
 
@@ -171,8 +173,9 @@ def test_the_clock_keeps_time_for_what_follows_the_last_step(tiny, corpus):
     args = train.parse_args(tiny)
     machine = train.choose_machine(args)
     run = train.Run(args, train.load_corpus(str(corpus), machine), machine)
-    # 1,001 held-out tokens are 7.8 batches of 4 x 32, each a forward pass of 0.4 steps; and 4 seconds for the rest
-    assert train.closing_seconds(run, step_seconds=2.0) == pytest.approx(0.4 * 2.0 * 1001 / 128 + 4)
+    # Batches of 4 x 32 tokens, each a forward pass of 0.4 steps: of 1,001 held-out tokens, and of 16 samples that grow
+    # from 8 tokens by 8. And 4 seconds for the rest.
+    assert train.closing_seconds(run, step_seconds=2.0) == pytest.approx(0.4 * 2.0 * (1001 + 16 * 8 * 12) / 128 + 4)
 
 
 def test_runs_without_the_optional_packages(tiny, tmp_path, monkeypatch, capsys):
@@ -193,6 +196,8 @@ def test_runs_without_the_optional_packages(tiny, tmp_path, monkeypatch, capsys)
         (["--resume", "--steps", "9", "--seed=1"], "leave out --seed, --steps"),
         (["--eval_every", "0"], "argument --eval_every: 0 is less than 1"),
         (["--data", "nowhere"], "there is shakespeare_char, stdlib"),
+        (["--size", "huge"], "argument --size: invalid choice: 'huge' (choose from "),
+        (["--preset", "gpt2-124M"], "--size is for the preset stdlib, gpt2-124M has one size"),
         (["--n_head", "3"], "n_embd 16 is not a multiple of n_head 3"),
         (["--context_length", "1000000"], "too few for windows of 1000000"),
     ],
@@ -218,10 +223,205 @@ def test_presets_fill_in_and_flags_win():
     assert (args.n_layer, args.n_embd, args.data, args.out) == (2, 768, "stdlib_gpt2", "out/gpt2-124M")
     assert train.parse_args(["--preset", "gpt2-124M", "--device", "cpu", "--minutes", "1"]).steps is None
     assert train.parse_args([]).out == "out/stdlib"
+    args = train.parse_args(["--size", "tiny", "--n_embd", "32"])
+    assert (args.n_layer, args.n_embd, args.matrix_lr) == (2, 32, 0.012)
     parser = train.build_parser()
     assert all(action.help for action in parser._actions)
     knobs = {action.dest for action in parser._actions}
     assert all(set(preset) <= knobs for sizes in train.PRESETS.values() for preset in sizes.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The choice of a size, and the clock
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Pretend what steps of the probe take: {(dtype, threads): seconds}. Holds what was asked for, in order."""
+    asked = []
+
+    def pretend(seconds: dict):
+        def time_step(args, corpus, machine, dtype, threads):
+            asked.append((dtype, threads))
+            return seconds[dtype, threads]
+
+        monkeypatch.setattr(train, "time_step", time_step)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: max(n for _, n in seconds))
+        monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+        return asked
+
+    return pretend
+
+
+def fit(flags: list[str], corpus: Path):
+    argv = ["--device", "cpu", "--data", str(corpus), *flags]
+    args = train.parse_args(argv)
+    return train.fit_to_machine(args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "size", "dtype"),
+    [
+        ({("float32", 2): 0.15, ("float32", 1): 0.28, ("bfloat16", 2): 0.90}, "small", "float32"),  # AVX2
+        ({("float32", 2): 0.10, ("float32", 1): 0.19, ("bfloat16", 2): 0.07}, "medium", "bfloat16"),  # AMX
+        ({("float32", 2): 3.70, ("float32", 1): 0.25, ("bfloat16", 1): 0.90}, "small", "float32"),  # a busy core
+        ({("float32", 2): 9.00, ("float32", 1): 5.00, ("bfloat16", 1): 9.00}, "tiny", "float32"),
+    ],
+)
+def test_what_the_machine_does_fastest_is_chosen(measured, corpus, seconds, size, dtype):
+    asked = measured(seconds)
+    args, machine = fit([], corpus)
+    assert (args.size, args.dtype, machine.dtype) == (size, dtype, getattr(torch, dtype))
+    assert set(asked) == set(seconds)  # bfloat16 is timed with the better number of threads
+    assert args.n_embd == train.SIZES[size].knobs["n_embd"] and args.least_steps == train.SIZES[size].least_steps
+    assert 1.1 < args.expected < 1.8
+
+
+def test_flags_win_over_the_chosen_size(measured, corpus):
+    measured({("float32", 2): 0.15, ("float32", 1): 0.28})
+    args, _ = fit(["--n_embd", "64", "--dtype", "float32", "--minutes", "2.3"], corpus)
+    assert (args.size, args.n_layer, args.n_embd) == ("small", 2, 64)
+    assert args.max_minutes == 2.3  # minutes that the user names are not stretched
+
+
+def test_a_named_size_is_taken_on_any_machine():
+    args = train.parse_args(["--size", "large", "--batch_size", "4"])
+    assert (args.size, args.n_layer, args.context_length, args.batch_size, args.steps) == ("large", 4, 256, 4, None)
+    assert args.max_minutes > args.minutes
+
+
+def test_other_presets_keep_their_recipe(measured, corpus):
+    """Only the dtype and the threads are measured for them."""
+    measured({("float32", 2): 0.15, ("float32", 1): 0.28, ("bfloat16", 2): 0.9})
+    args, _ = fit(["--preset", "shakespeare_char"], corpus)
+    assert (args.size, args.n_layer, args.n_embd, args.matrix_lr, args.momentum) == (None, 3, 128, 0.02, 0.95)
+    assert (args.minutes, args.max_minutes, args.dtype) == (2.25, 2.25, "float32")
+
+
+def test_a_timed_step_is_a_real_one(corpus):
+    """Of the probe's shape, in the dtype asked for; and it leaves no trace in the random numbers of the run."""
+    args = train.parse_args([*TINY, "--data", str(corpus)])
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "PROBE_SECONDS", 1e-9)
+        patch.setitem(train.SIZES, "small", train.SIZES["tiny"])  # less to compute
+        seconds = train.time_step(args, loaded, MACHINE, "float32", 1)
+    assert 1e-4 < seconds < 10
+
+
+def test_the_chosen_size_is_stored_and_resumed(tiny, tmp_path, monkeypatch, measured, capsys):
+    """On another machine, or a busier one, a resumed run would measure another size: that of the directory stays."""
+    asked = measured({("float32", 1): 0.15})
+    flags = [flag for flag in tiny if not flag.startswith("--size")]
+    update = train.Run.update
+
+    def update_then_terminate(self, *batch):
+        if self.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(self, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "update", update_then_terminate)
+        train.main([*flags, "--minutes", "2.35"])
+    assert asked == [("float32", 1)]
+    first = capsys.readouterr().out
+    assert "size:   small of tiny, small, medium, large (--size): expect about 1.4" in first
+    measured({("float32", 1): 60.0})
+    saved = torch.load(tmp_path / "out" / "train_state.pt", weights_only=True)["args"]
+    monkeypatch.setattr(train, "train", lambda *run: False)  # what it would do is told before it begins
+    train.main(["--resume", "--out", str(tmp_path / "out")])
+    assert "size:   small" in capsys.readouterr().out and asked == [("float32", 1)]
+    assert saved["size"] == "small" and 1.4 < saved["expected"] < 1.6 and saved["least_steps"] == 420
+
+
+class Clock:
+    """A clock that only a training step moves."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "least_steps", "ends"),
+    [
+        (lambda step: 1.0, 20, (56, 62)),  # quiet: as planned
+        (lambda step: 1.0 if step < 10 else 2.5, 32, (64, 68)),  # busy: until 32 steps are done
+        (lambda step: 1.0 if step < 10 else 20.0, 30, (60, 92)),  # too busy: to the limit, less than a step beyond
+    ],
+)
+def test_a_busy_machine_stretches_the_run_within_its_limit(
+    tiny, tmp_path, monkeypatch, step_seconds, least_steps, ends
+):
+    """Before, a run ended after its minutes whatever it had learnt; the learning rate reaches its end all the same."""
+    clock, update = Clock(), train.Run.update
+
+    def timed_update(self, *batch):
+        clock.now += step_seconds(self.step)
+        return update(self, *batch)
+
+    monkeypatch.setattr(train, "time", clock)
+    monkeypatch.setattr(train.Run, "update", timed_update)
+    monkeypatch.setattr(train, "closing_seconds", lambda run, seconds: 0.0)
+    flags = ["--minutes", "1", "--max_minutes", "1.2", "--least_steps", str(least_steps), "--eval_every", "1000"]
+    train.main([*tiny, *flags])
+    assert ends[0] <= clock.now - 1000 <= ends[1]
+    state = assert_loads(tmp_path / "out")
+    assert state["share"] == 1
+    last = [group["lr"] for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
+    assert max(last) < 0.02 * 0.35  # of the peak
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The samples
+
+
+@pytest.fixture
+def run(tiny, corpus):
+    args = train.parse_args([*tiny, "--sample_tokens", "64", "--context_length", "256"])
+    return train.Run(args, train.load_corpus(str(corpus), MACHINE), MACHINE)
+
+
+def test_the_last_samples_are_whole_lines_and_their_statements_are_counted(run, monkeypatch):
+    """A line that the prompt began or that the length cut off would read badly, and parse by chance."""
+    texts = ["rest\n", " rest\nx = 1\nif x:\n    y = = 2\nz = cut o", "\ndef f():\n    retu", "", "\na b\n", "no line"]
+    monkeypatch.setattr(samples, "sample", lambda *arguments, **named: texts)
+    lines = samples.last_samples(run).split("\n")
+    assert lines[:4] == ["sample 1:", "    x = 1", "    if x:", "        y = = 2"]
+    assert lines[4:8] == ["sample 2:", "    def f():", "sample 3:", "    a b"]
+    # x = 1, if x: and def f(): parse, y = = 2 and a b do not
+    assert re.fullmatch(r"statements that parse: 60% of the sampled, \d\d% of the held-out text's", lines[8])
+
+
+def test_samples_that_are_the_truth_have_its_share_of_statements(run, monkeypatch):
+    """Both shares are of text that is cut alike, so they compare."""
+    val = run.corpus.val.tolist()
+
+    def follow(run, prompts, length, temperature):
+        starts = [next(i for i in range(len(val)) if val[i : i + len(p)] == p) + len(p) for p in prompts]
+        return [run.corpus.tokenizer.decode(val[i : i + length]) for i in starts]
+
+    monkeypatch.setattr(samples, "sample", follow)
+    shares = re.findall(r"(\d+)% of", samples.last_samples(run))
+    assert len(shares) == 2 and shares[0] == shares[1]
+
+
+def test_a_corpus_that_is_no_python_gets_no_share_of_statements(run, monkeypatch):
+    monkeypatch.setattr(samples, "sample", lambda *arguments, **named: ["\nFirst Citizen:\nSpeak, speak.\n"])
+    monkeypatch.setattr(run.corpus.tokenizer, "decode", lambda ids: "\nSecond Citizen:\nOne word, good citizens.\n")
+    assert samples.last_samples(run) == "sample 1:\n    First Citizen:\n    Speak, speak."
+
+
+def test_a_sample_ends_where_the_model_ends_it(run, monkeypatch):
+    """Text behind the end of a text is another text."""
+    line = run.corpus.tokenizer.encode("x = 1\n")
+    rows = torch.tensor([[5, *line, 299, *line], [5, *line, *line, 299]])
+    monkeypatch.setattr(run.model, "generate", lambda prompts, length, choose: rows)
+    assert samples.sample(run, [[5], [5]], 64, temperature=0.6) == ["x = 1\n", "x = 1\nx = 1\n"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

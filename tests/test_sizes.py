@@ -1,0 +1,77 @@
+"""sizes.py: which size a machine gets, what it may expect, and how far a busy machine stretches the clock."""
+
+import pytest
+
+import train
+from sizes import PROBE, RESERVE, SIZES, choose_size, end_of_run, minutes_and_seconds
+
+TIME = 125.0  # seconds that the default run has for its steps, about
+
+
+def fastest(name: str) -> float:
+    """The slowest step of the probe, in seconds, at which a size is still chosen."""
+    return TIME / (RESERVE * SIZES[name].least_steps * SIZES[name].cost)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "expected"),
+    [
+        (0.0001, "large"),
+        (fastest("large") * 0.999, "large"),
+        (fastest("large") * 1.001, "medium"),
+        (0.080, "medium"),  # AVX-512
+        (fastest("medium") * 0.999, "medium"),
+        (fastest("medium") * 1.001, "small"),
+        (0.150, "small"),  # AVX2
+        (fastest("small") * 0.999, "small"),
+        (fastest("small") * 1.001, "tiny"),
+        (100.0, "tiny"),  # nothing fits: the least of all
+    ],
+)
+def test_the_largest_size_whose_steps_fit_is_chosen(step_seconds, expected):
+    assert choose_size(step_seconds, TIME) == expected
+
+
+def test_more_time_is_as_good_as_a_faster_machine():
+    assert [choose_size(0.15, seconds) for seconds in (-5, 30, 125, 300, 3000)] == [
+        "tiny", "tiny", "small", "medium", "large",
+    ]  # fmt: skip
+
+
+def test_sizes_are_in_order_and_name_flags_that_exist():
+    costs = [size.cost for size in SIZES.values()]
+    assert costs == sorted(costs) and SIZES[PROBE].cost == 1
+    knobs = {action.dest for action in train.build_parser()._actions}
+    assert all(set(size.flags()) <= knobs for size in SIZES.values())
+
+
+def test_the_expectation_is_the_measured_one_and_between_two_of_them():
+    small = SIZES["small"]
+    assert small.expected(850) == pytest.approx(1.49) and small.expected(200) == pytest.approx(1.82)
+    assert small.expected((450 * 850) ** 0.5) == pytest.approx((1.61 + 1.49) / 2)  # half way, in the logarithm
+    assert small.expected(5) == pytest.approx(1.82)  # nothing is promised beyond what was measured
+    assert small.expected(10**6) == pytest.approx(1.38)
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "steps_left", "step_seconds", "expected"),
+    [
+        (0, 800, 0.15, 140),  # a quiet machine: as planned
+        (100, 200, 0.2, 140),  # exactly in time
+        (100, 200, 0.3, 160),  # busy: until the steps are done
+        (100, 200, 0.9, 180),  # too busy: not beyond the limit
+        (100, -50, 0.9, 140),  # the steps are done: as planned
+    ],
+)
+def test_a_busy_machine_stretches_the_clock_within_the_limit(elapsed, steps_left, step_seconds, expected):
+    assert end_of_run(elapsed, steps_left, step_seconds, planned=140, latest=180) == pytest.approx(expected)
+
+
+def test_a_limit_before_the_plan_changes_nothing():
+    assert end_of_run(0, 10**6, 1.0, planned=140, latest=100) == 140
+
+
+def test_times_are_told_in_minutes_and_seconds():
+    assert [minutes_and_seconds(s) for s in (4.8, 59.4, 60, 141, 183.2)] == [
+        "5 s", "59 s", "1 min 0 s", "2 min 21 s", "3 min 3 s",
+    ]  # fmt: skip
