@@ -552,13 +552,14 @@ class Choice:
         self.is_first, self.is_over = True, False  # nothing was told yet; all was
         self.first_step = self.last_step = 0.0  # when tokens came first, and last
         self.spell = tokenizer.spelled_bytes  # the bytes of a token, a control token's name included
-        token_bytes = tokenizer.token_bytes if request.skip_special_tokens else self.spell
-        self.stream = TextStream(token_bytes, [], request.include_stop_str_in_output)
+        self.stream = TextStream(self.spell, [], request.include_stop_str_in_output)
         self.text, self.tokens, self.scores, self.offsets = "", [], [], []
-        # an echo is not searched for stop strings, but a character may begin in it and end in the answer
+        # An echo is the prompt as it was sent, with the names of control tokens. It is not searched for stop strings, but
+        # a character may begin in it and end in the answer.
         for token in prompt if request.echo else ():
             self.offsets.append(self.stream.num_characters)
             self.text += self.stream.push(token)
+        self.stream.token_bytes = tokenizer.token_bytes if request.skip_special_tokens else self.spell
 
     def take(self, tokens: list[int], finish_reason: str | None, cached_tokens: int, scores=None, prompt_scores=None):
         """

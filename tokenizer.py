@@ -38,6 +38,8 @@ ENDLESS_BLANKS = re.compile(rf"(?<!\s)(?:\s{{{MAX_BLANKS}}})+")
 
 # Ids index a list, so one of 10**9 would cost gigabytes; the largest vocabularies in use have 262,144 tokens.
 MAX_VOCABULARY = 2**20
+# Files of other tokenizers, and of GPT-2's before there was tokenizer.json.
+FOREIGN_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
 MAX_NAME = 256  # characters of a control token's name; real ones have up to 40
 
 
@@ -465,7 +467,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Read tokenizer.json: ours, or a byte-level BPE from the hub. Raises TokenizerError with what to change."""
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
-        raise TokenizerError(f"no tokenizer in {directory}: run `python train.py --out {directory}`, or copy it there")
+        raise TokenizerError(no_tokenizer(path))
     try:
         spec = read_json(path)
         config = read_json(path.with_name("tokenizer_config.json"))
@@ -482,6 +484,18 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise TokenizerError(f"{path} is not a tokenizer this code reads ({why}): restore it") from error
+
+
+def no_tokenizer(missing: Path) -> str:
+    """What to say of a directory without tokenizer.json: how it can be had."""
+    folder = missing.parent
+    found = [name for name in FOREIGN_TOKENIZERS if (folder / name).is_file()]
+    if found:
+        how = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        return f"{missing} is missing, the tokenizer is in {found[0]}: let transformers write it: {how}"
+    if (folder / "config.json").is_file():
+        return f"{missing} is missing: copy it there, from where the model is"
+    return f"no tokenizer in {folder}: run `python train.py --out {folder}`, or copy it there"
 
 
 def read_json(path: Path) -> dict:

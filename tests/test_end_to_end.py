@@ -141,6 +141,27 @@ def test_greedy_text_is_the_models(client, checkpoint, expected, prompt):
     assert answer.usage.prompt_tokens == len(load_tokenizer(checkpoint).encode(prompt))
 
 
+def test_control_tokens_in_prompts_are_tokens(server, client, checkpoint, expected):
+    """
+    As in transformers and vLLM, whatever add_special_tokens says. <|endoftext|> in a prompt was seven tokens of text:
+    lm-eval, which begins each prompt with it, measured 7.77 bits a byte in place of 2.10.
+    """
+    tokenizer = load_tokenizer(checkpoint)
+    name, eos, text = "<|endoftext|>", tokenizer.eos_token_id, PROMPTS[0]
+    for add_special_tokens in (True, False):
+        fields = {"prompt": name + text, "add_special_tokens": add_special_tokens, "return_token_strs": True}
+        answer = httpx.post(f"{server.url}/tokenize", json=fields).json()
+        assert answer["tokens"] == [eos, *tokenizer.encode(text)] and answer["token_strs"][0] == name
+    fields = {"model": str(checkpoint), "prompt": name + text, "echo": True, "logprobs": 1, **GREEDY}
+    (choice,) = client.completions.create(**fields).choices
+    ids = [eos, *tokenizer.encode(text)]
+    assert choice.text.startswith(name + text) and choice.logprobs.tokens[:2] == [name, tokenizer.decode(ids[1:2])]
+    assert choice.logprobs.text_offset[:2] == [0, len(name)]
+    logprobs = load_checkpoint(checkpoint)(torch.tensor([ids]))[0][0].log_softmax(-1)
+    wanted = logprobs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
+    assert choice.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(wanted, abs=1e-3)
+
+
 def test_greedy_stream_is_the_models(client, checkpoint, expected):
     usage = {"stream_options": {"include_usage": True}}
     stream = client.completions.create(model=str(checkpoint), prompt=PROMPTS[0], stream=True, **usage, **GREEDY)
@@ -291,6 +312,16 @@ def test_chat_behind_a_key(chat_server, expected):
         return text
 
     assert asyncio.run(talk()) == expected("import ")
+
+
+def test_control_tokens_in_chats_are_text(chat_server, checkpoint):
+    """Whoever spelled <|endoftext|> in a message ended the conversation there."""
+    tokenizer, content = load_tokenizer(checkpoint), "import <|endoftext|> import"
+    key = {"Authorization": "Bearer sesame"}
+    body = {"messages": [{"role": "user", "content": content}], "return_token_strs": True}
+    answer = httpx.post(f"{chat_server.url}/tokenize", json=body, headers=key).json()
+    assert answer["tokens"] == tokenizer.encode(content) and tokenizer.eos_token_id not in answer["tokens"]
+    assert "".join(answer["token_strs"]) == content
 
 
 def test_errors_as_the_client_sees_them(client, checkpoint):

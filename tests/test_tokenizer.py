@@ -205,6 +205,16 @@ def test_ids_beyond_the_vocabulary_have_no_text(make):
     assert first and tokenizer.token_bytes(beyond) == b"" and tokenizer.decode_bytes([0, beyond, 0]) == first * 2
 
 
+def test_downloads_without_a_tokenizer_are_not_told_to_train(tmp_path):
+    """train.py would have trained another model over the download."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing: copy it there, from where the model is"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"the tokenizer is in vocab\.json: let transformers write it: Auto"):
+        load_tokenizer(tmp_path)
+
+
 def test_directories_that_hold_no_tokenizer(bpe, tmp_path):
     with pytest.raises(TokenizerError, match=r"python train\.py --out"):
         load_tokenizer(tmp_path)
