@@ -554,8 +554,8 @@ class Choice:
         self.spell = tokenizer.spelled_bytes  # the bytes of a token, a control token's name included
         self.stream = TextStream(self.spell, [], request.include_stop_str_in_output)
         self.text, self.tokens, self.scores, self.offsets = "", [], [], []
-        # An echo is the prompt as it was sent, with the names of control tokens. It is not searched for stop strings, but
-        # a character may begin in it and end in the answer.
+        # An echo is the prompt as it was sent, with the names of control tokens. It is not searched for stop strings,
+        # but a character may begin in it and end in the answer.
         for token in prompt if request.echo else ():
             self.offsets.append(self.stream.num_characters)
             self.text += self.stream.push(token)
