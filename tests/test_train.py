@@ -394,7 +394,7 @@ def test_the_last_samples_are_whole_lines_and_their_statements_are_counted(run, 
     assert lines[:4] == ["sample 1:", "    x = 1", "    if x:", "        y = = 2"]
     assert lines[4:8] == ["sample 2:", "    def f():", "sample 3:", "    a b"]
     # x = 1, if x: and def f(): parse, y = = 2 and a b do not
-    assert re.fullmatch(r"statements that parse: 60% of the sampled, \d\d% of the held-out text's", lines[8])
+    assert re.fullmatch(r"statements that parse: 60% of the sampled, \d+% of the held-out text's", lines[8])
 
 
 def test_samples_that_are_the_truth_have_its_share_of_statements(run, monkeypatch):
