@@ -21,7 +21,8 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 
 import uvicorn
@@ -49,8 +50,10 @@ GONE = "the client is gone"
 SEED_BITS = 48  # of seeds that are drawn: readers of the log that take all numbers for floats keep so many whole
 MODEL_PATH = "/v1/models/"  # before a model's name, which may have slashes of its own
 PING = b": ping\n\n"
-MAX_LONG_ANSWERS = 4  # of /tokenize and /detokenize, in memory at once
+MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize and /detokenize, and with many log-probabilities
 SLICE = 2**18  # bytes of such an answer that go out at a time
+PIECE = 64  # tokens whose log-probabilities become JSON at a time
+SCORES_IN_PLACE = 1000  # log-probabilities that take 5 ms to tell; more are told by a thread, beside the event loop
 REQUEST_ID = "x-request-id"
 
 # Upper bounds of the histograms in /metrics: vLLM's, so that its rules and boards find them, and finer ones in front
@@ -73,6 +76,36 @@ def log(event: str, **fields):
 
 def json_response(content: dict) -> Response:
     return Response(compact(content), media_type="application/json")
+
+
+def json_parts(value) -> Iterator[str]:
+    """compact(value) in pieces, for a thread: while the encoder is at one, up to a second, nothing else has a turn."""
+    if isinstance(value, dict):
+        yield "{"
+        for number, (name, item) in enumerate(value.items()):
+            yield f"{',' if number else ''}{compact(name)}:"
+            yield from json_parts(item)
+        yield "}"
+    elif isinstance(value, list) and len(value) > PIECE:
+        yield "["
+        for start in range(0, len(value), PIECE):
+            yield ("," if start else "") + compact(value[start : start + PIECE])[1:-1]
+        yield "]"
+    else:
+        yield compact(value)
+
+
+def long_json(value: dict) -> str:
+    return "".join(json_parts(value))
+
+
+async def send_json(send, data: bytes):
+    """An answer that is long perhaps; each `send` waits until the slice before is on its way."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for start in range(0, len(data), SLICE):
+        more = start + SLICE < len(data)
+        await send({"type": "http.response.body", "body": data[start : start + SLICE], "more_body": more})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -120,12 +153,33 @@ class Job:
                 await self.changed.wait()
                 if self.error:
                     raise self.error
-                answer = self.request.answer(self.choices)
-                await json_response(self.head | answer | {"usage": self.usage()})(scope, receive, send)
+                await self.tell_whole(scope, receive, send)
         finally:
             for task in tasks:
                 task.cancel()
             self.abort()
+
+    async def tell_whole(self, scope, receive, send):
+        if self.num_scores(self.choices) <= SCORES_IN_PLACE:
+            answer = self.request.answer(self.choices)
+            return await json_response(self.head | answer | {"usage": self.usage()})(scope, receive, send)
+        async with self.service.telling:
+            data = await asyncio.to_thread(self.long_answer)
+            await send_json(send, data)
+
+    def long_answer(self) -> bytes:
+        answer = self.head | self.request.answer(self.choices) | {"usage": self.usage()}
+        choices = ",".join(map(long_json, answer.pop("choices")))
+        return f'{{"choices":[{choices}],{long_json(answer)[1:]}'.encode()
+
+    def num_scores(self, choices: list[Choice]) -> int:
+        """How many log-probabilities there are to tell of these choices."""
+        request = self.request
+        if request.candidates is None and request.prompt_candidates is None:
+            return 0
+        generated = sum(len(c.scores) for c in choices)
+        of_prompts = sum(len(c.prompt_scores) for c in choices if c.is_first)
+        return generated * (1 + (request.candidates or 0)) + of_prompts * (1 + (request.prompt_candidates or 0))
 
     def take(self, choice: Choice, tokens: list[int], *output):
         """EngineClient brings what a step made of a choice."""
@@ -190,30 +244,40 @@ class Job:
             await self.changed.wait()
             if self.error and not started:
                 raise self.error
-            # Until `send` nothing is awaited, so no token comes between what is told and what is remembered.
-            events = self.events() or (PING if self.silent else b"")  # b"": new text is all held back
-            done, self.silent = self.is_done, False
+            # Until the choices are told nothing is awaited, so no token comes between what is told and remembered.
+            choices = [choice for choice in self.choices if choice.has_news()]
+            is_long = self.num_scores(choices) > SCORES_IN_PLACE
+            news = [copy(choice) for choice in choices] if is_long else self.chunks(choices, compact)
+            for choice in choices:
+                choice.told()
+            end = self.last_events()
+            done, silent = self.is_done, self.silent
+            self.silent = False
             self.changed.clear()
+            if is_long:
+                news = await asyncio.to_thread(self.chunks, news, long_json)
+            events = "".join(f"data: {event}\n\n" for event in news + end).encode()
+            events = events or (PING if silent else b"")  # b"": new text is all held back
             if events and not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": not done})
 
-    def events(self) -> bytes:
-        """All that is new, for each choice; after the last tokens the usage, if asked for, and the end."""
-        with_usage = self.request.stream_options.include_usage
-        head, events = self.head | ({"usage": None} if with_usage else {}), []
-        for choice in self.choices:
-            if choice.has_news():
-                events += [compact(head | chunk) for chunk in self.request.chunks(choice)]
-                choice.told()
+    def chunks(self, choices: list[Choice], encode: Callable) -> list[str]:
+        """All that is new of these choices, as JSON."""
+        head = self.head | ({"usage": None} if self.request.stream_options.include_usage else {})
+        return [encode(head | chunk) for choice in choices for chunk in self.request.chunks(choice)]
+
+    def last_events(self) -> list[str]:
+        """After the last tokens the usage, if asked for, and the end."""
         if self.error:
-            events.append(error_body(self.error).decode())
-        elif self.is_done:
-            events += [compact(head | {"choices": [], "usage": self.usage()})] if with_usage else []
-            events.append("[DONE]")
-        return "".join(f"data: {event}\n\n" for event in events).encode()
+            return [error_body(self.error).decode()]
+        if not self.is_done:
+            return []
+        if self.request.stream_options.include_usage:
+            return [compact(self.head | {"choices": [], "usage": self.usage()}), "[DONE]"]
+        return ["[DONE]"]
 
     def usage(self) -> dict:
         # tokens after a stop string are not in num_tokens, so nobody is charged for them
@@ -495,11 +559,7 @@ class Service:
         async def answer(scope, receive, send):
             async with contextlib.nullcontext() if self.encoder.is_short(job, size) else self.telling:
                 _, data = await self.ask_encoder(job, size, param)
-                headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                for start in range(0, len(data), SLICE):  # each `send` waits until the one before is on its way
-                    more = start + SLICE < len(data)
-                    await send({"type": "http.response.body", "body": data[start : start + SLICE], "more_body": more})
+                await send_json(send, data)
 
         return answer
 

@@ -510,7 +510,7 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=INT32)]], Field(fail_fast=True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
