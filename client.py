@@ -59,6 +59,8 @@ class EngineClient(asyncio.Protocol):
 
     def _connect(self):
         self.unread = bytearray()  # the beginning of a message
+        self.unsent: dict[str, bytes] = {}  # messages that the link has no room for, by what they say of whom
+        self.is_full = False
         self.last_words = ""
         self.transport = None
         self.sock = connect(self.path)  # first: an engine whose last link is closed ends, so it cannot be left behind
@@ -96,7 +98,18 @@ class EngineClient(asyncio.Protocol):
         if not self.choices.pop(choice.engine_id, None):
             return False
         self._write(op="abort", id=choice.engine_id)
+        self._forget_unsent(choice)
         return True
+
+    def _forget_unsent(self, choice):
+        """An engine that does not read, as in a long step, need not hear later of a prompt of which nobody waits."""
+        first = choice.engine_id.partition(".")[0]
+        if f"add {first}" not in self.unsent:
+            return
+        ids = [f"{first}.{number}" if number else first for number in range(choice.request.n)]
+        if not any(id in self.choices for id in ids):
+            for name in (f"add {first}", *(f"abort {id}" for id in ids)):
+                self.unsent.pop(name, None)
 
     def fail_all(self, *error):
         """End everything that waits. `error` is the arguments of protocol.ApiError: status, message, ..."""
@@ -111,10 +124,23 @@ class EngineClient(asyncio.Protocol):
         return f"no step in {STALL_SECONDS} s" if stalls else ""
 
     def _write(self, **message):
-        if self.transport:  # else the engine is gone, and forgets by itself what it did
+        if not self.transport:
+            return  # the engine is gone, and forgets by itself what it did
+        if self.is_full:
+            self.unsent[f"{message['op']} {message.get('id')}"] = line(message)
+        else:
             self.transport.write(line(message))
 
     # what asyncio calls
+
+    def pause_writing(self):
+        self.is_full = True
+
+    def resume_writing(self):
+        self.is_full = False
+        while self.unsent and not self.is_full:
+            first = next(iter(self.unsent))
+            self.transport.write(self.unsent.pop(first))
 
     def connection_made(self, transport):
         self.transport = transport

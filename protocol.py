@@ -555,10 +555,14 @@ class Choice:
         self.stream = TextStream(self.spell, [], request.include_stop_str_in_output)
         self.text, self.tokens, self.scores, self.offsets = "", [], [], []
         # An echo is the prompt as it was sent, with the names of control tokens. It is not searched for stop strings,
-        # but a character may begin in it and end in the answer.
-        for token in prompt if request.echo else ():
-            self.offsets.append(self.stream.num_characters)
-            self.text += self.stream.push(token)
+        # but a character may begin in it and end in the answer. Offsets are told with log-probabilities, of which there
+        # are not many.
+        if request.echo and request.candidates is None:
+            self.text = self.stream.push_all(prompt)
+        elif request.echo:
+            for token in prompt:
+                self.offsets.append(self.stream.num_characters)
+                self.text += self.stream.push(token)
         self.stream.token_bytes = tokenizer.token_bytes if request.skip_special_tokens else self.spell
 
     def take(self, tokens: list[int], finish_reason: str | None, cached_tokens: int, scores=None, prompt_scores=None):

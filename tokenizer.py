@@ -353,6 +353,12 @@ class TextStream:
         """The text that this token makes certain, often but not always the token's own."""
         return self._release(self.decoder.decode(self.token_bytes(token)))
 
+    def push_all(self, tokens: list[int]) -> str:
+        """The text of many tokens, in a fraction of the time. They are not searched for stop strings."""
+        text = self.decoder.decode(b"".join(map(self.token_bytes, tokens)))
+        self.num_characters += len(text)
+        return text
+
     def flush(self) -> str:
         """The rest, when no token follows: half a character becomes U+FFFD, and what was held is text after all."""
         text = self._release(self.decoder.decode(b"", final=True)) + self.held

@@ -543,6 +543,17 @@ def test_echo(server, stream):
     assert text(list("say €".encode())[:-1], echo=True, max_tokens=0) == "say \ufffd"
 
 
+def test_a_long_echo_is_text_at_once(monkeypatch):
+    """128 choices that begin with a prompt of 30,000 tokens were spelled token by token, with nobody else served."""
+    request, prompt = CompletionRequest(prompt="x", echo=True, stop="x"), list("xé€".encode() * 500)[:-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStream, "push", lambda *_: 1 / 0)
+        choice = Choice(None, 0, request, prompt, [], ByteTokenizer(), EOS)
+    assert choice.text == "xé€" * 499 + "xé"
+    choice.take([0xAC, ord("y")], "length", 0)  # the character that began in the prompt ends in the answer
+    assert choice.text == "xé€" * 500 + "y"
+
+
 def test_token_ids_in_the_answer(server):
     choice = server.answer("say ab", return_token_ids=True)["choices"][0]
     assert choice["prompt_token_ids"] == list(b"say ab") and choice["token_ids"] == [*b"ab", EOS]
@@ -1992,6 +2003,42 @@ def test_a_silent_engine_is_not_alive(monkeypatch):
         server.engine.gate.set()
         read_until(sock, b"}}}")
         assert server.get("/livez") == 200
+
+
+def test_an_engine_that_does_not_read_costs_no_memory(listener):
+    """40 calls that hung up while the engine was stopped left 300 MiB of requests for it, of which nobody waited."""
+    client, links, heard = EngineClient(listener.getsockname()), Links(listener), []
+    client.info["max_model_len"] = 10**6
+    job = SimpleNamespace(salt="")
+
+    def choices(n):
+        request = CompletionRequest(prompt="x", n=n)
+        return [SimpleNamespace(request=request, prompt=[7] * 50_000, job=job) for _ in range(n)]
+
+    def waiting():
+        return client.transport.get_write_buffer_size() + sum(map(len, client.unsent.values()))
+
+    async def talk():
+        await client.attach()
+        calls = [choices(1 + i % 3) for i in range(40)]
+        for call in calls:
+            client.submit(call)
+        before = waiting()
+        for call in calls[:-2]:
+            for choice in call:
+                assert client.abort(choice)
+        client.abort(calls[-2][-1])  # one choice of 3
+        after = waiting()
+        links.accept()
+        while not heard or heard[-1].get("id") != "38.2":
+            heard.extend(message for _, message in links.receive(timeout=0))
+            await asyncio.sleep(0)
+        return before, after
+
+    before, after = serve.run_on_loop(asyncio.wait_for(talk(), 30))
+    assert before > 40 * 100_000 > 5 * after
+    added, aborted = ([m["id"] for m in heard if m["op"] == op] for op in ("add", "abort"))
+    assert added[-2:] == ["38", "39"] and len(added) < 10 and set(added[:-2]) <= set(aborted)
 
 
 def test_silence_counts_from_the_first_request(listener):
