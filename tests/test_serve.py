@@ -548,7 +548,7 @@ def test_a_long_echo_is_text_at_once(monkeypatch):
     request, prompt = CompletionRequest(prompt="x", echo=True, stop="x"), list("xé€".encode() * 500)[:-1]
     with monkeypatch.context() as patch:
         patch.setattr(TextStream, "push", lambda *_: 1 / 0)
-        choice = Choice(None, 0, request, prompt, [], ByteTokenizer(), EOS)
+        choice = Choice(None, 0, request, prompt, [], ByteTokenizer(), [EOS])
     assert choice.text == "xé€" * 499 + "xé"
     choice.take([0xAC, ord("y")], "length", 0)  # the character that began in the prompt ends in the answer
     assert choice.text == "xé€" * 500 + "y"
