@@ -106,7 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     http("--http-workers", type=positive, help="HTTP processes on the port; not given: one for 4 cores, at most 8")
     http("--max-queue", type=at_least(0), default=256, help="choices that may wait for their turn; more are a 429")
     http("--max-body-mib", type=seconds, default=4.0, help="largest request body; a larger one is a 413")
-    http("--max-connections", type=positive, default=512, help="connections at once; more are closed at once")
+    http("--max-connections", type=positive, default=512, help="connections at once; for more, idle ones are closed")
     http("--client-seconds", type=seconds, default=30.0, help="how long a client may take to send or to read")
     http("--request-seconds", type=seconds, default=600.0, help="how long an answer may take, its waiting included")
     http("--drain-seconds", type=seconds, default=30.0, help="how long SIGTERM lets running requests go on")
