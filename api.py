@@ -779,6 +779,12 @@ class Gate:
             self.service.metrics.answered(status)
             self.log_access(scope, started, status, error)
 
+    def not_http(self, client: tuple[str, int] | None, why: str):
+        """A connection was answered with a 400 and closed: no call, but counted and logged like one."""
+        self.service.metrics.answered(400)
+        if self.args.access_log:
+            log("access", client=(client or [None])[0], status=400, error=why)
+
     def log_access(self, scope, started: float, status: int, error: ApiError | None):
         path = scope["path"]
         if not self.args.access_log or path in OPEN_PATHS:

@@ -54,7 +54,7 @@ class LastAnswers:
     """
 
     def __init__(self, app):
-        self.app, self.args, self.metrics = app, app.args, app.service.metrics
+        self.app, self.args, self.not_http = app, app.args, app.not_http
         self.seat = app.service.seat
 
     async def __call__(self, scope, receive, send):
@@ -102,7 +102,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.args, self.metrics = self.config.app.args, self.config.app.metrics
+        self.args, self.not_http = self.config.app.args, self.config.app.not_http
         self.seat = self.config.app.seat
         self.sending = self.reading = None  # timers: of the client's request, of our answer
         self.in_body = False
@@ -260,7 +260,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg):
         """What is no HTTP gets an error of the same shape as all others."""
-        self.metrics.answered(400)
+        self.not_http(self.client, msg)
         body = error_body(ApiError(400, msg))
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
         head += f"x-request-id: {uuid.uuid4().hex}\r\n"

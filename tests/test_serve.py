@@ -1728,8 +1728,9 @@ def test_queue_and_prefill_times_are_those_that_the_engine_tells():
         assert value == total
 
 
-def test_refusals_are_counted_by_status():
-    """Somebody who was refused left no trace but a line of log: no board could show that half of the calls were."""
+def test_refusals_are_counted_by_status(capfd):
+    """Somebody who was refused left no trace but a line of log, and who spoke no HTTP not even that: no board could
+    show that half of the calls were refused."""
     with Server("--max-queue", "0", "--max-num-seqs", "2") as server:
         server.engine.gate.clear()
         sock = server.connect(prompt="loop", n=2, max_tokens=9)
@@ -1739,10 +1740,16 @@ def test_refusals_are_counted_by_status():
         wait_until(lambda: not server.service.client.choices)
         for fields in ({"temperature": 9}, {"temperature": "x"}, {"model": "y"}):
             assert server.post(**fields).status_code in (400, 404)
+        server.args.access_log = True
         with socket.create_connection(server.address, timeout=30) as sock:
             sock.sendall(b"this is no HTTP\r\n\r\n")
             assert b"400" in read_until(sock, b"}}")
+        server.args.access_log = False
         own = samples(server)
+    (line,) = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert line.pop("time") and line == {
+        "event": "access", "client": "127.0.0.1", "status": 400, "error": "Invalid HTTP request received.",
+    }  # fmt: skip
     counts = {name: value for name, value in own.items() if name.startswith("pagedgpt:requests_refused_total")}
     wanted = {"429": 1, "400": 3, "404": 1}
     assert counts == {f"pagedgpt:requests_refused_total{{status={status}}}": n for status, n in wanted.items()}
