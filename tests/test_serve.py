@@ -832,6 +832,32 @@ def test_usage_in_every_chunk_of_a_chat(chat):
     assert all(chunk["usage"]["prompt_tokens"] == 9 for chunk in chunks)
 
 
+# What `vllm bench serve` of vLLM's commit 02cfb53 sends, which comes only with all of vLLM: --backend openai and
+# --backend openai-chat, with and without --ignore-eos.
+VLLM_BENCH = {"stream": True, "stream_options": {"include_usage": True}}
+VLLM_BENCH_TEXT = {"model": "fake", "prompt": "say hello", "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None}
+VLLM_BENCH_CHAT = {
+    "model": "fake",
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+    "max_completion_tokens": 4,
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"ignore_eos": True, "temperature": 0.0}])
+def test_vllms_load_generator_counts_its_tokens(chat, more):
+    """It takes a request for failed that has no chunk with a choice, and its number of tokens from a last chunk that
+    has a usage and no choice."""
+    calls = {"/v1/completions": VLLM_BENCH_TEXT, "/v1/chat/completions": VLLM_BENCH_CHAT}
+    for path, body in calls.items():
+        response = chat.http.post(path, json=VLLM_BENCH | body | more, headers={"x-request-id": "bench-0"})
+        assert response.status_code == 200, response.text
+        *chunks, done = [event.removeprefix("data: ") for event in response.text.strip().split("\n\n")]
+        *chunks, last = [json.loads(chunk) for chunk in chunks]
+        assert done == "[DONE]" and any(chunk["choices"] for chunk in chunks)
+        assert not any(chunk["usage"] for chunk in chunks)
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4
+
+
 def test_chat_logprobs(chat):
     content = ask(chat, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
     top = {"token": "i", "logprob": -1.0, "bytes": [105]}
