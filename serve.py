@@ -28,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import resource_tracker
 
 import terminal
 from client import EngineClient
@@ -190,6 +191,7 @@ def signals_held():
     For the start of a process, which inherits that it gets none: a terminal signals all of them, but when to stop is
     for the first HTTP process to say. Ours come when this ends.
     """
+    resource_tracker.ensure_running()  # starting it with the first process would let SIGINT and SIGTERM through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         yield
