@@ -143,7 +143,6 @@ class Job:
             else:  # echo of the prompt alone is no work for the engine
                 for choice in choices:
                     self.take(choice, [], "length", 0)
-                self.changed.set()
         tasks = [asyncio.create_task(self.watch(receive))]
         try:
             if self.request.stream:
@@ -186,9 +185,7 @@ class Job:
         choice.take(tokens, *output)
         self.service.metrics.took(choice, len(tokens))
         self.num_unfinished -= choice.finish_reason is not None
-        if self.request.stream:
-            self.client.rounds.add(self)
-        elif self.is_done:
+        if self.request.stream or self.is_done:
             self.changed.set()
 
     def refuse(self, kind: str, message: str):

@@ -567,7 +567,7 @@ def bench_server(args) -> dict:
             work = offline_workload(n, scale_for(config), config.vocab_size, next(seeds))
             result[f"{n} at {rate}/s"] = load.summary(ask(requests(work, rate)))
             for slow in [0, args.slow_clients] if 0 < args.slow_clients < n else []:
-                work = offline_workload(n, scale_for(config), config.vocab_size, next(seeds))
+                work = other_tokens(work, config.vocab_size)
                 others = ask(requests(work, num_slow=slow))[args.slow_clients :]
                 result[f"{n} streams, {slow} slow"] = load.summary(others)
     torch.set_num_threads(engine_threads())
@@ -592,6 +592,11 @@ def server(args):
     finally:
         process.terminate()
         process.wait(60)
+
+
+def other_tokens(work: Work, V: int) -> Work:
+    """Requests of the same lengths of which nothing is in the prefix cache."""
+    return [([(token + 1) % V for token in prompt], tokens) for prompt, tokens in work]
 
 
 def requests(work: Work, rate: float = 0, num_slow: int = 0) -> list[dict]:

@@ -1,5 +1,5 @@
 """
-The HTTP side of the link to the engine: requests go out, tokens come in, and streams are written in rounds.
+The HTTP side of the link to the engine: requests go out, and tokens come in, in rounds.
 
     client = EngineClient(path, start)     # before the event loop runs: the engine loads meanwhile
     await client.attach()                  # in the event loop
@@ -15,11 +15,21 @@ import socket
 import time
 from collections.abc import Callable
 
-from links import line
+from links import join, line
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until all that it said has been read, for certain
-REST = 1.0  # times as long as a round of writing took, streams are left alone
+
+# A round: all that the engine has sent is read, and all streams that it has news for are told. A write to a stream
+# costs much more than a token: with one for each token of 256 streams an HTTP process would do nothing else, and
+# requests that have arrived would wait to be read until the streams before them have ended. So after a round the engine
+# is not listened to for as long as the round took, up to a limit. The round counts until the event loop has gone round
+# once, so it has in it what else there was to do: the further behind this process is, the more tokens are joined (here,
+# and by the engine once the link is full), and whatever arrives is read between two rounds. A stream that is alone
+# never waits: its rounds are shorter than timers can tell.
+REST = 1.0  # times as long as a round took
+MIN_REST = 0.001  # seconds, what timers resolve
+MAX_REST = 0.02  # seconds, that a gap between tokens may be longer for it
 
 
 def connect(path: str) -> socket.socket:
@@ -53,7 +63,7 @@ class EngineClient(asyncio.Protocol):
         self.choices: dict = {}  # the request's id -> the api.Choice that waits for its tokens
         self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
         self.heard = time.monotonic()
-        self.rounds = Rounds()
+        self.is_resting = False  # between two rounds
         self.on_state = self.on_stats = lambda news: None
         self._connect()
 
@@ -146,15 +156,25 @@ class EngineClient(asyncio.Protocol):
         self.transport = transport
 
     def data_received(self, data: bytes):
-        """All messages that are there: when this process is behind, the tokens of several steps go out as one event."""
+        """A round: all messages that are there. What several steps brought for a request is told at once."""
         if b"\n" not in data:
             self.unread += data
             return
         *lines, self.unread = (self.unread + data).split(b"\n")
         self.heard = time.monotonic()
-        for message in lines:
-            self._take(json.loads(message))
-        self.rounds.plan()
+        rows: dict[str, list] = {}
+        for message in map(json.loads, lines):
+            if message["op"] == "step":
+                self._gather(rows, message)
+            else:  # an error comes after the tokens before it
+                self._tell(rows)
+                rows = {}
+                self._take(message)
+        self._tell(rows)
+        # The tasks that this wakes come first, then this; at the end of this turn of the loop what they wrote is sent;
+        # then it looks for what has arrived, reads that, and comes to what was called last.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._rest, self.transport, self.heard)
 
     def connection_lost(self, error: Exception | None):
         if self.transport:  # else it was us who closed it
@@ -163,17 +183,25 @@ class EngineClient(asyncio.Protocol):
 
     # what the engine says
 
+    def _gather(self, rows: dict[str, list], message: dict):
+        """Add a step's rows to those of the steps before it."""
+        for row in message["out"]:
+            earlier = rows.setdefault(row[0], row)
+            if earlier is not row:
+                join(earlier, row)
+        self.at_work = message["stats"]["at_work"]
+        self.on_stats(message["stats"])
+
+    def _tell(self, rows: dict[str, list]):
+        for id, tokens, finish_reason, *more in rows.values():
+            choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
+            if choice:  # else aborted: this was already under way
+                choice.job.take(choice, tokens, finish_reason, *more)
+                if choice.finish_reason:  # perhaps for a stop string, which the engine knows nothing of
+                    self.abort(choice)
+
     def _take(self, message: dict):
         match message.pop("op"):
-            case "step":
-                for id, tokens, finish_reason, *more in message["out"]:
-                    choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
-                    if choice:  # else aborted: this was already under way
-                        choice.job.take(choice, tokens, finish_reason, *more)
-                        if choice.finish_reason:  # perhaps for a stop string, which the engine knows nothing of
-                            self.abort(choice)
-                self.at_work = message["stats"]["at_work"]
-                self.on_stats(message["stats"])
             case "ready":
                 self.state, self.info = "ready", message
                 self.on_state("ready")
@@ -182,6 +210,19 @@ class EngineClient(asyncio.Protocol):
                     choice.job.refuse(message["kind"], message["message"])
             case "fatal":
                 self.last_words = message["message"]
+
+    def _rest(self, transport: asyncio.Transport, started: float):
+        """After a round that began at `started`, leave the engine's messages where they are for a while."""
+        rest = min(MAX_REST, REST * (time.monotonic() - started))
+        if rest >= MIN_REST and transport is self.transport and not self.is_resting:
+            self.is_resting = True
+            transport.pause_reading()
+            asyncio.get_running_loop().call_later(rest, self._listen, transport)
+
+    def _listen(self, transport: asyncio.Transport):
+        self.is_resting = False
+        if transport is self.transport:  # else it is closed
+            transport.resume_reading()
 
     def _process_ended(self, process):
         """One that died before it took our link in left it open: nobody will ever answer there."""
@@ -205,53 +246,3 @@ class EngineClient(asyncio.Protocol):
             self.may_restart = False
             self._connect()
             self.attaching = asyncio.create_task(self.attach())  # kept: the loop itself holds tasks weakly
-
-
-class Rounds:
-    """
-    When streams are written. Tokens that arrive only mark their job (`add`); a round wakes all marked jobs at once, and
-    each writes all that it has as one event.
-
-    A write costs much more than a token: with a write for each token of 256 streams this process would do nothing else,
-    and requests that have arrived would wait to be read until the streams before them have ended. So after a round
-    nothing is written for as long as the round took, or REST times that. Its time counts until the event loop has gone
-    round once, so it has in it what else the loop had to do: the further behind this process is, the more tokens are
-    joined, and whatever arrives is read between two rounds. A stream that is alone never waits for that: a round of it
-    is shorter than a step of the engine.
-    """
-
-    def __init__(self):
-        self.jobs: dict = {}  # those with something to tell, first come first: a set that keeps its order
-        self.is_planned = False
-        self.earliest = 0.0  # when the next round may begin
-
-    def add(self, job):
-        self.jobs[job] = None
-
-    def plan(self):
-        """Have a round begin as soon as it may, if there is anything to tell."""
-        if self.is_planned or not self.jobs:
-            return
-        self.is_planned = True
-        wait = self.earliest - time.monotonic()
-        if wait > 0:
-            asyncio.get_running_loop().call_later(wait, self._begin)
-        else:
-            self._begin()
-
-    def _begin(self):
-        started = time.monotonic()
-        jobs = self.jobs
-        self.jobs = {}
-        for job in jobs:
-            job.changed.set()
-        # The tasks that this woke come first, then this; at the end of this turn of the loop what they wrote is sent;
-        # then it looks for what has arrived, reads that, and comes to what was called last.
-        loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._end, started)
-
-    def _end(self, started: float):
-        now = time.monotonic()
-        self.earliest = now + REST * (now - started)
-        self.is_planned = False
-        self.plan()

@@ -39,7 +39,7 @@ import serve
 import welcome
 from client import EngineClient
 from encoder import Encoder
-from links import Links
+from links import Links, line
 from protocol import NEUTRAL, ApiError, Choice, CompletionRequest
 from tokenizer import TextStream, TokenizerError, bpe_tokenizer
 
@@ -1308,7 +1308,12 @@ def test_silence_is_filled_with_pings(monkeypatch):
 def test_late_tokens_of_an_aborted_request_are_dropped(listener):
     """Between our abort and the engine's reading it, tokens of the request still come; they must do no harm."""
     client, stats = EngineClient(listener.getsockname()), {"at_work": 0}
-    client._take({"op": "step", "out": [["gone", [1], None, 0], ["gone", [2], "stop", 0]], "stats": stats})
+    message = {"op": "step", "out": [["gone", [1], None, 0], ["gone", [2], "stop", 0]], "stats": stats}
+
+    async def receive():
+        client.data_received(line(message))
+
+    asyncio.run(receive())
     assert client.choices == {}
 
 
@@ -1834,8 +1839,8 @@ def test_the_log_says_why_a_call_was_refused(capfd):
     text = capfd.readouterr().err
     lines = [json.loads(line) for line in text.splitlines()]
     assert [line["event"] for line in lines] == ["access"] * len(calls)
-    for line, (_, status, error) in zip(lines, calls, strict=True):
-        assert line["status"] == status and line["error"].startswith(error)
+    for said, (_, status, error) in zip(lines, calls, strict=True):
+        assert said["status"] == status and said["error"].startswith(error)
     assert "secret" not in text
 
 
