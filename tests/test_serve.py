@@ -78,8 +78,9 @@ class FakeEngine(threading.Thread):
     "break" fails after two tokens. Nothing moves while `gate` is closed.
     """
 
-    def __init__(self, ready=True, max_model_len=100_000, pace=0.0005, successor=None):
+    def __init__(self, ready=True, max_model_len=100_000, pace=0.0005, successor=None, per_step=1):
         super().__init__(daemon=True)
+        self.per_step = per_step  # tokens
         self.successor, self.max_num_seqs = successor, 256  # who comes after it dies
         self.links: Links | None = None  # set before it is started
         self.gate, self.ready, self.max_model_len, self.pace = threading.Event(), ready, max_model_len, pace
@@ -133,7 +134,7 @@ class FakeEngine(threading.Thread):
 
     def add(self, id, prompt, params):
         command, _, text = prompt.partition(" ")
-        limit, per_step = params["max_tokens"], 3 if command == "say3" else 1
+        limit, per_step = params["max_tokens"], 3 if command == "say3" else self.per_step
         tokens = [*text.encode(), EOS] if command.startswith("say") else [ord("x")] * limit
         if command in ("invalid", "internal", "full"):
             return self.refuse(id, f"the engine finds this {command}", command)
@@ -145,7 +146,7 @@ class FakeEngine(threading.Thread):
         if command == "break":
             self.running[id][2:] = [("the step failed", "break")]
         n, scored = params["logprobs"], self.added[-1]["options"]["prompt_logprobs"]
-        self.scores[id] = [None if n is None or per_step > 1 else fake_score(step[0], n) for step in steps]
+        self.scores[id] = [None if n is None else [fake_score(token, n) for token in step] for step in steps]
         self.prompt_scores[id] = (
             None if scored is None else [fake_score(t, scored) for t in self.added[-1]["prompt"][1:]]
         )
@@ -156,8 +157,7 @@ class FakeEngine(threading.Thread):
             if reason == "break":
                 self.refuse(id, tokens, "internal")
             else:
-                score = self.scores[id].pop(0)
-                scores = [score and [score], self.prompt_scores.pop(id, None)]
+                scores = [self.scores[id].pop(0), self.prompt_scores.pop(id, None)]
                 link, own = self.owners[id]
                 link.put_row([own, tokens, reason, len(self.added[-1]["prompt"]) // 2, *scores])
             if reason:
@@ -1238,6 +1238,106 @@ def test_the_load_generator_measures_what_it_says():
         wait_until(lambda: not server.service.client.choices)
         with pytest.raises(ValueError, match="wanted 3 tokens, the answer ends with HTTP"):
             load.load(*map(str, server.address), [load.completion([300], 3)], processes=1)
+
+
+class Listening:
+    """A link's transport that only notes whether it is read."""
+
+    is_read = True
+
+    def pause_reading(self):
+        self.is_read = False
+
+    def resume_reading(self):
+        self.is_read = True
+
+
+@pytest.mark.parametrize(("took", "rests"), [(0.0, False), (0.005, True), (3.0, True)])
+def test_after_a_round_the_engine_is_not_listened_to_for_as_long(listener, monkeypatch, took, rests):
+    """With a write for each token of 256 streams the loop did nothing else, and the requests of a burst were read after
+    up to 2 s. A stream that is alone is never made to wait, and nobody for longer than MAX_REST."""
+    client, clock = EngineClient(listener.getsockname()), [100.0]
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    client.transport = Listening()
+    client.choices["a"] = choice = SimpleNamespace(finish_reason=None)
+    waits = []
+
+    def take(*_):
+        clock[0] += took
+
+    async def one_round():
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "call_later", lambda wait, call, *args: waits.append((wait, call, args)))
+        choice.job = SimpleNamespace(take=take)
+        client.data_received(line({"op": "step", "out": [["a", [1], None, 0]], "stats": {"at_work": 1}}))
+        assert client.transport.is_read  # until all that it wrote is out, and what had arrived was read
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    asyncio.run(one_round())
+    assert client.transport.is_read != rests and len(waits) == rests
+    for wait, call, args in waits:
+        assert wait == pytest.approx(min(took, client_module.MAX_REST))
+        call(*args)
+        assert client.transport.is_read
+
+
+def test_what_several_steps_brought_is_told_at_once(listener):
+    """And an error comes after the tokens before it, as it was sent."""
+    client, told = EngineClient(listener.getsockname()), []
+    job = SimpleNamespace(take=lambda choice, *row: told.append(row), refuse=lambda *error: told.append(error))
+    client.choices = {id: SimpleNamespace(job=job, finish_reason=None) for id in "ab"}
+
+    def step(*rows):
+        return line({"op": "step", "out": rows, "stats": {"at_work": 2}})
+
+    data = step(["a", [1], None, 5, [["s"]], ["p"]], ["b", [7], None, 0]) + step(["a", [2], None, 5, [["t"]], None])
+    error = line({"op": "error", "id": "b", "message": "broken", "kind": "internal"})
+    data += error + step(["a", [3], "length", 5, [["u"]], None])
+
+    async def receive():
+        client.data_received(data[:50])
+        client.data_received(data[50:])
+
+    asyncio.run(receive())
+    assert told == [
+        ([1, 2], None, 5, [["s"], ["t"]], ["p"]),
+        ([7], None, 0),
+        ("internal", "broken"),
+        ([3], "length", 5, [["u"]], None),
+    ]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"stop": ["never", "lo w"], "logprobs": 0}])
+def test_joined_tokens_say_the_same(fields):
+    """Text, log-probabilities, stop strings and usage do not depend on how many tokens came at a time."""
+
+    def events(per_step):
+        engine = FakeEngine(per_step=per_step)
+        with Server(engine=engine) as server:
+            found = server.stream("say h\u20acllo world", stream_options={"include_usage": True}, **fields)
+        logprobs = [choice["logprobs"] for event in found[:-1] for choice in event["choices"] if choice["logprobs"]]
+        joined = {name: [x for part in logprobs for x in part[name]] for name in (logprobs or [{}])[0]}
+        return text_of(found), joined, found[-2]["usage"], len(found)
+
+    *single, count = events(1)
+    *several, fewer = events(4)
+    assert several == single and fewer < count
+    assert single[0] == ("h\u20acl" if "stop" in fields else "h\u20acllo world")
+
+
+def test_a_newcomer_is_served_while_256_streams_write():
+    """All of them have news all the time; who comes meanwhile gets a whole answer long before any of them ends."""
+    with Server(engine=FakeEngine(pace=0.02)) as server:
+        socks = [server.connect(prompt="loop", max_tokens=2000, stream=True) for _ in range(256)]
+        wait_until(lambda: len(server.engine.running) == 256)
+        for path in ("/livez", "/metrics"):
+            assert server.get(path) == 200
+        assert server.answer("say hi")["choices"][0]["text"] == "hi"
+        assert len(server.engine.running) == 256
+        for sock in socks:
+            sock.close()
+        wait_until(lambda: not server.service.client.choices)
 
 
 def test_percentiles_are_of_all_rows():
