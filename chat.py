@@ -21,14 +21,23 @@ PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters without a meaning, 131,070 
 
 
 def read_template(directory: str | Path) -> str | None:
-    """The template's source: chat_template.jinja, or in tokenizer_config.json. None where there is none."""
+    """
+    The template's source: chat_template.jinja, or in tokenizer_config.json. None where there is none. Raises
+    TokenizerError for what is no template.
+    """
     own_path = Path(directory) / "chat_template.jinja"
     if own_path.is_file():
         return own_path.read_text(encoding="utf-8")
-    template = read_json(Path(directory) / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several, each with a name
-        named = {t["name"]: t["template"] for t in template}
-        return named.get("default")
+    path = Path(directory) / "tokenizer_config.json"
+    try:
+        template = read_json(path).get("chat_template")
+        if isinstance(template, list):  # several, each with a name
+            named = {t["name"]: t["template"] for t in template}
+            template = named.get("default")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise TokenizerError(f"{path} is broken ({type(error).__name__}: {error}): restore it") from None
+    if not isinstance(template, str | None):
+        raise TokenizerError(f"{path} has a chat_template that is no text: restore it")
     return template
 
 
@@ -38,8 +47,10 @@ def load_chat(directory: str | Path, tokenizer: Tokenizer) -> "Chat | None":
     if source is None:
         return None
     tokens = read_json(Path(directory) / "tokenizer_config.json")
-    tokens = {name: token_text(value) or "" for name, value in tokens.items() if name.endswith("_token")}
-    names = {"bos_token": "", "eos_token": ""} | {name: t for name, t in tokens.items() if isinstance(t, str)}
+    names = {"bos_token": "", "eos_token": ""}
+    for name, value in tokens.items():
+        if name.endswith("_token") and isinstance(value, str | dict):
+            names[name] = token_text(value)
     return Chat(source, names, tokenizer)
 
 

@@ -53,6 +53,19 @@ def test_a_template_can_say_no(make):
         make("{# nothing #}").encode(HELLO)
 
 
+def test_several_templates_have_names(tokenizer, tmp_path):
+    def load(config):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        return load_chat(tmp_path, tokenizer)
+
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    assert load({"chat_template": named}).render(HELLO) == "hello"
+    assert load({"chat_template": named[:1]}) is None and load({}) is None
+    for broken in ({"chat_template": 5}, {"chat_template": [5]}, {"chat_template": [{}]}, []):
+        with pytest.raises(TokenizerError, match="restore it"):  # the last ones were tracebacks
+            load(broken)
+
+
 @pytest.mark.parametrize("template", ["{{ lipsum(n=100) }}", "{{ cycler(1, 2).next() }}", "{{ joiner('x')() }}"])
 def test_globals_that_only_make_text_are_gone(make, template):
     """A template of 20 characters, lipsum(n=100000), made 60 MB of text for each request."""

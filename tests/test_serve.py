@@ -746,6 +746,25 @@ def test_no_text_holds_up_the_server(size):
     assert error_of(results[6])["code"] == "context_length_exceeded"
 
 
+def test_long_texts_are_not_encoded_where_clients_are_served(server):
+    """With the process that encodes stopped, only calls with long texts wait: others, and /livez, are answered."""
+    long = {"prompt": "a" * 5000}
+    assert server.http.post("/tokenize", json=long).status_code == 200  # it has started
+    pid = server.service.encoder.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(3) as pool:
+        calls = [("/tokenize", long), ("/v1/completions", long), ("/detokenize", {"tokens": [97] * 5000})]
+        answers = [pool.submit(server.http.post, path, json=body) for path, body in calls]
+        try:
+            for _ in range(20):
+                assert server.get("/livez") == 200
+                assert server.http.post("/tokenize", json={"prompt": "short"}).json()["count"] == 5
+            assert not any(answer.done() for answer in answers)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert [answer.result().status_code for answer in answers] == [200, 200, 200]
+
+
 def test_what_cannot_be_encoded_now_is_refused_at_once(server, monkeypatch):
     monkeypatch.setattr(encoder, "MAX_WAITING", 0)
     response = server.http.post("/tokenize", json={"prompt": "a" * 5000})
