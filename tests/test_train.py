@@ -235,13 +235,25 @@ def test_presets_fill_in_and_flags_win():
 # The choice of a size, and the clock
 
 
+class Clock:
+    """A clock that only a training step moves."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """Pretend what steps of the probe take: {(dtype, threads): seconds}. Holds what was asked for, in order."""
     asked = []
 
     def pretend(seconds: dict):
-        def time_step(args, corpus, machine, dtype, threads):
+        def time_step(args, corpus, machine, dtype, threads, to_beat=math.inf):
             asked.append((dtype, threads))
             return seconds[dtype, threads]
 
@@ -298,15 +310,22 @@ def test_other_presets_keep_their_recipe(measured, corpus):
     assert (args.minutes, args.max_minutes, args.dtype) == (2.25, 2.25, "float32")
 
 
-def test_a_timed_step_is_a_real_one(corpus):
-    """Of the probe's shape, in the dtype asked for; and it leaves no trace in the random numbers of the run."""
-    args = train.parse_args([*TINY, "--data", str(corpus)])
+@pytest.mark.parametrize(("to_beat", "steps"), [(math.inf, 2), (0.4, 2), (0.3, 1)])
+def test_a_step_is_timed_after_another_unless_that_was_hopeless(tiny, corpus, monkeypatch, to_beat, steps):
+    """The first step allocates. Where bfloat16 is emulated, two of its steps would take seconds."""
+    clock, update, taken = Clock(), train.Run.update, []
+
+    def timed_update(self, module, x, y):
+        clock.now += 1.0
+        taken.append((self.machine.dtype, tuple(x.shape), self.model.config.n_embd))
+        return update(self, module, x, y)
+
+    monkeypatch.setattr(train, "time", clock)
+    monkeypatch.setattr(train.Run, "update", timed_update)
+    monkeypatch.setitem(train.SIZES, "small", train.SIZES["tiny"])  # less to compute
     loaded = train.load_corpus(str(corpus), MACHINE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "PROBE_SECONDS", 1e-9)
-        patch.setitem(train.SIZES, "small", train.SIZES["tiny"])  # less to compute
-        seconds = train.time_step(args, loaded, MACHINE, "float32", 1)
-    assert 1e-4 < seconds < 10
+    assert train.time_step(train.parse_args(tiny), loaded, MACHINE, "bfloat16", 1, to_beat) == 1.0
+    assert taken == [(torch.bfloat16, (16, 128), 64)] * steps
 
 
 def test_the_chosen_size_is_stored_and_resumed(tiny, tmp_path, monkeypatch, measured, capsys):
@@ -332,18 +351,6 @@ def test_the_chosen_size_is_stored_and_resumed(tiny, tmp_path, monkeypatch, meas
     train.main(["--resume", "--out", str(tmp_path / "out")])
     assert "size:   small" in capsys.readouterr().out and asked == [("float32", 1)]
     assert saved["size"] == "small" and 1.4 < saved["expected"] < 1.6 and saved["least_steps"] == 420
-
-
-class Clock:
-    """A clock that only a training step moves."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
 
 
 @pytest.mark.parametrize(
