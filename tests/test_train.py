@@ -353,6 +353,16 @@ def test_the_chosen_size_is_stored_and_resumed(tiny, tmp_path, monkeypatch, meas
     assert saved["size"] == "small" and 1.4 < saved["expected"] < 1.6 and saved["least_steps"] == 420
 
 
+def test_a_resumed_run_from_before_there_were_sizes_keeps_its_shape(measured, corpus):
+    """Its directory names no size: to measure one now would build another model than the one that is saved."""
+    measured({("float32", 2): 0.15, ("float32", 1): 0.28})
+    argv = ["--resume", "--device", "cpu"]
+    args = train.parse_args(argv)
+    args.dtype = "float32"  # of the directory
+    args, _ = train.fit_to_machine(args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, time.monotonic())
+    assert (args.size, args.n_layer, args.n_embd) == (None, 4, 256)
+
+
 @pytest.mark.parametrize(
     ("step_seconds", "least_steps", "ends"),
     [
