@@ -708,7 +708,8 @@ def test_links_have_requests_of_their_own():
             tokens += row[1]
             reason = row[2]
     assert_equals_dense(trained_model(), prompt(0, 7), tokens, greedy(12))
-    while loop.engine.requests:
+    deadline = time.monotonic() + 10
+    while loop.engine.requests and time.monotonic() < deadline:
         time.sleep(0.001)
     assert_idle(loop.engine)
     loop.stop()

@@ -1304,6 +1304,7 @@ def test_after_a_round_the_engine_is_not_listened_to_for_as_long(listener, monke
 def test_what_several_steps_brought_is_told_at_once(listener):
     """And an error comes after the tokens before it, as it was sent."""
     client, told = EngineClient(listener.getsockname()), []
+    client.transport = Listening()
     job = SimpleNamespace(take=lambda choice, *row: told.append(row), refuse=lambda *error: told.append(error))
     client.choices = {id: SimpleNamespace(job=job, finish_reason=None) for id in "ab"}
 
