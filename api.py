@@ -163,6 +163,8 @@ class Job:
             answer = self.request.answer(self.choices)
             return await json_response(self.head | answer | {"usage": self.usage()})(scope, receive, send)
         async with self.service.telling:
+            if self.error:  # it took too long, or the client hung up
+                raise self.error
             data = await asyncio.to_thread(self.long_answer)
             await send_json(send, data)
 
@@ -493,7 +495,8 @@ class Service:
             raise ApiError(400, message, "messages")
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         options = {"add_generation_prompt": request.add_generation_prompt}
-        return {"messages": messages, "options": options}, sum(len(message["content"]) for message in messages)
+        size = sum(len(text) for message in messages for text in message.values())
+        return {"messages": messages, "options": options}, size
 
     async def ask_encoder(self, job: dict, size: int, param: str) -> tuple[dict, bytes]:
         """What encoder.py makes of a job. Raises ApiError, about the field `param`."""

@@ -108,7 +108,7 @@ class FakeEngine(threading.Thread):
                 time.sleep(self.pace)
                 self.step()
             if moves or not self.running:  # one that hangs in a step says nothing
-                self.links.flush(self.stats)
+                self.links.flush(self.stats())
         self.links.close()
 
     def handle(self, link, message):
@@ -643,6 +643,18 @@ def test_many_log_probabilities_are_told_beside_the_event_loop(chat, monkeypatch
     assert said[0] == said[1] and chat.thread not in threads
 
 
+def test_time_runs_while_a_long_answer_waits_for_its_turn(monkeypatch):
+    """While slow readers had all turns, an answer could wait for far longer than --request-seconds, and was then told."""
+    monkeypatch.setattr(api, "SCORES_IN_PLACE", 0)
+    with Server("--request-seconds", "0.2") as server, ThreadPoolExecutor(1) as pool:
+        turns = server.service.telling = asyncio.Semaphore(0)  # slow readers have them all
+        response = pool.submit(server.post, logprobs=1)
+        wait_until(lambda: turns._waiters)
+        time.sleep(0.3)
+        server.service.loop.call_soon_threadsafe(turns.release)
+        assert response.result().status_code == 503
+
+
 def joined(by_index: dict[int, list[dict]]) -> tuple:
     """What the chunks of each choice say together, however many they are."""
     texts = {
@@ -770,6 +782,14 @@ def test_what_cannot_be_encoded_now_is_refused_at_once(server, monkeypatch):
     response = server.http.post("/tokenize", json={"prompt": "a" * 5000})
     assert response.status_code == 429 and response.headers["retry-after"]
     assert "too much text is waiting to be encoded" in error_of(response)["message"]
+
+
+def test_all_of_a_message_counts_as_waiting_text(chat, monkeypatch):
+    """Only the contents were counted: names of 4 MiB each got past the limit of what waits."""
+    monkeypatch.setattr(encoder, "MAX_WAITING", 100)
+    assert ask(chat, max_tokens=1).status_code == 200
+    response = ask(chat, [HELLO[0] | {"name": "n" * 100}])
+    assert response.status_code == 429 and error_of(response)["code"] == "encoder_busy"
 
 
 def test_the_process_that_encodes_is_started_again(server):
@@ -2035,7 +2055,7 @@ def test_signals_do_not_reach_the_engine(listener):
     """Ctrl-C at a terminal is for both processes; the engine's left a traceback if it came while Python started up."""
     before = signal.getsignal(signal.SIGINT)
     link = client_module.connect(listener.getsockname())
-    process = serve.start_engine(serve.parse_args(["--model", "/no/model"]), listener)
+    process = serve.start_process(serve.engine_process, serve.parse_args(["--model", "/no/model"]), listener)
     assert signal.getsignal(signal.SIGINT) is before
     for sig in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, sig)
