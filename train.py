@@ -420,7 +420,8 @@ def fit_to_machine(args: argparse.Namespace, argv: list[str], corpus: Corpus, ma
     best = min(seconds, key=seconds.get)
     # the evaluations and the samples take as long as some twenty steps
     step_seconds = seconds[best]
-    seconds_left = 60 * args.minutes - (time.monotonic() - started) - CLOSING_SECONDS - 20 * step_seconds
+    elapsed = machine.mean(torch.tensor(time.monotonic() - started, dtype=torch.float64)).item()  # all choose alike
+    seconds_left = 60 * args.minutes - elapsed - CLOSING_SECONDS - 20 * step_seconds
     if size_is_open:
         args = parse_args(argv, choose_size(step_seconds, seconds_left))
     if args.size and not args.resume:

@@ -289,6 +289,13 @@ def test_what_the_machine_does_fastest_is_chosen(measured, corpus, seconds, size
     assert 1.1 < args.expected < 1.8
 
 
+def test_all_processes_choose_the_same_size(measured, corpus, monkeypatch):
+    """Each looked at its own clock: near a size's limit torchrun's processes could train models of different shapes."""
+    measured({("float32", 2): 0.10, ("float32", 1): 0.19, ("bfloat16", 2): 0.07})
+    monkeypatch.setattr(train.Machine, "mean", lambda machine, seconds: seconds + 120)  # the others began long ago
+    assert fit([], corpus)[0].size == "tiny"
+
+
 def test_flags_win_over_the_chosen_size(measured, corpus):
     measured({("float32", 2): 0.15, ("float32", 1): 0.28})
     args, _ = fit(["--n_embd", "64", "--dtype", "float32", "--minutes", "2.3"], corpus)
