@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -211,11 +211,11 @@ def limit_memory():
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def attempt(do) -> tuple[dict, bytes]:
-    """The reply to a job. The kernel ends the process if it takes more than JOB_SECONDS of CPU time."""
+def attempt(do: Callable, *args) -> tuple[dict, bytes]:
+    """What `do(*args)` replies. The kernel ends the process if it takes more than JOB_SECONDS of CPU time."""
     signal.setitimer(signal.ITIMER_PROF, JOB_SECONDS)
     try:
-        return do()
+        return do(*args)
     except TokenizerError as error:
         return {"error": str(error)}, b""
     except MemoryError:
@@ -244,7 +244,7 @@ def main(directory: str, descriptor: int):
         reply(*attempt(load))
         while loaded:
             job = json.loads(link.recv_bytes())
-            reply(*attempt(lambda: work(job, *loaded)))  # noqa: B023 (done before the next is read)
+            reply(*attempt(work, job, *loaded))
     except (EOFError, OSError):
         return
 

@@ -621,7 +621,7 @@ def run(engine: Engine, links: Links, max_queue: int | None = None):
             take_in(engine, link, message, max_queue)
         for output in engine.step():
             send_out(links, output)
-        links.flush(engine.stats)
+        links.flush(engine.stats())
 
 
 def take_in(engine: Engine, link: Link, message: dict, max_queue: int | None):

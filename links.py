@@ -4,21 +4,21 @@ The engine's end of its links to the HTTP processes: who says what, and nobody w
     links = Links(listener)                     # a listening Unix socket; an HTTP process connects to its path
     for link, message in links.receive(timeout=None):
         link.put({"op": "error", "id": message["id"], "message": "no", "kind": "invalid"})
-    links.flush(engine.stats)
+    links.flush(engine.stats())
 
 A message is one line of JSON (JSON writes line breaks inside of texts as \\n), never a pickle, so neither side can run
 code in the other. Not run by itself: the engine's loop, `engine.run`, uses it.
 
 An HTTP process that is busy must not hold up the engine, nor the streams of the other HTTP processes. So nothing here
 blocks, and a link that has not taken all of its last message gets no new one: meanwhile the tokens of a request are
-joined to one row, and go out as one when there is room. What waits for a link is no more than its requests' tokens.
+joined to one row, and go out as one when there is room. What waits for a link is no more than its requests' tokens, and
+two numbers for each request of all links, which are for the metrics.
 """
 
 import json
 import selectors
 import socket
 import time
-from collections.abc import Callable
 
 READ_SIZE = 2**18  # bytes taken from a link at a time
 STATS_SECONDS = 0.1  # a link whose requests get no tokens hears at least this often how the engine is
@@ -174,19 +174,18 @@ class Links:
                 found.append((link, {"op": "gone"}))
         return found
 
-    def flush(self, stats: Callable[[], dict]):
+    def flush(self, stats: dict):
         """
-        Send what was put, with the engine's `stats()`, to all links that took their last message whole. The others hear
+        Send what was put, with the engine's stats, to all links that took their last message whole. The others hear
         the stats alone, when work has come or gone, or when they were told nothing for a while.
         """
         now = time.monotonic()
-        news = stats()
-        lists = {name: value for name, value in news.items() if isinstance(value, list)}
+        lists = {name: value for name, value in stats.items() if isinstance(value, list)}
         for link in list(self.links.values()):
             link.gather(lists)
-            has_news = link.rows or link.messages or link.at_work != news["at_work"]
+            has_news = link.rows or link.messages or link.at_work != stats["at_work"]
             if (has_news or now - link.told > STATS_SECONDS) and not link.unsent:
-                link.compose(news)
+                link.compose(stats)
                 self._send(link)
 
     def _send(self, link: Link):

@@ -33,7 +33,7 @@ from multiprocessing import resource_tracker
 import terminal
 from client import EngineClient
 from encoder import Encoder
-from workers import METRICS_FOLDER, Seat, Workers, can_share_port, context, default_count, share_port, shared_counts
+from workers import METRICS_FOLDER, Seat, Workers, can_share_port, context, default_count, share_port
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 
@@ -176,10 +176,10 @@ def engine_threads() -> int:
     return max(1, torch.get_num_threads() - 1)
 
 
-def start_engine(args: argparse.Namespace, listener: socket.socket) -> context.Process:
-    """Start the engine's process, which takes in whoever connects to `listener`."""
+def start_process(target: Callable, *args) -> context.Process:
+    """Have another process run `target`, without the signals."""
     # not a fork, which would inherit our sockets and keep the port open; and CUDA does not survive one
-    process = context.Process(target=engine_process, args=(args, listener), daemon=True)
+    process = context.Process(target=target, args=args, daemon=True)
     with signals_held():
         process.start()
     return process
@@ -289,10 +289,11 @@ def serve_http(args: argparse.Namespace) -> str | None:
 def lead(args: argparse.Namespace, listener: socket.socket, sockets: list[socket.socket]) -> str | None:
     """Be the first HTTP process: start the engine and the other HTTP processes, serve, and end them."""
     path, keys = listener.getsockname(), api_keys(args)
-    connections = shared_counts(len(sockets))
+    connections = context.RawArray("i", len(sockets))  # how many each process has, all see it
     encoder = Encoder(args.model)
-    client = EngineClient(path, partial(start_engine, args, listener))
-    workers = Workers(partial(start_worker, args, keys, path), sockets[1:], connections)
+    client = EngineClient(path, partial(start_process, engine_process, args, listener))
+    start_worker = partial(start_process, worker_process, args, keys, path)
+    workers = Workers(start_worker, sockets[1:], connections)
     try:
         encoder.check()  # while the model loads
         return serve_port(sockets[0], client, encoder, args, keys, key_in_shell(args), Seat(0, connections), workers)
@@ -303,21 +304,9 @@ def lead(args: argparse.Namespace, listener: socket.socket, sockets: list[socket
         client.process.kill()
 
 
-def start_worker(args: argparse.Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat):
-    """Start another HTTP process, on its own socket on the port."""
-    process = context.Process(target=worker_process, args=(args, keys, path, sock, seat), daemon=True)
-    with signals_held():
-        process.start()
-    return process
-
-
 def worker_process(args: argparse.Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat):
-    """What an HTTP process but the first runs."""
-    encoder = Encoder(args.model)
-    try:
-        serve_port(sock, EngineClient(path), encoder, args, keys, key_in_shell(args), seat)
-    finally:
-        encoder.close()
+    """What an HTTP process but the first runs, on its own socket on the port."""
+    serve_port(sock, EngineClient(path), Encoder(args.model), args, keys, key_in_shell(args), seat)
 
 
 def serve_port(sock: socket.socket, *service) -> str | None:

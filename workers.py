@@ -54,11 +54,6 @@ def can_share_port() -> bool:
     return os.uname().sysname == "Linux"
 
 
-def shared_counts(count: int):
-    """A number for each process, which all of them see."""
-    return context.RawArray("i", count) if count > 1 else [0]
-
-
 def share_port(first: socket.socket, count: int) -> list[socket.socket]:
     """The socket and further ones on its port. It was opened without sharing, so nobody else listens there."""
     sockets = [first]
@@ -89,8 +84,6 @@ class Workers:
             self._start(number)
 
     def _start(self, number: int):
-        if self.stopping:
-            return
         theirs, self.orders[number] = context.Pipe(duplex=False)
         seat = Seat(number, self.connections, theirs)
         self.processes[number] = self.start(self.sockets[number - 1], seat)

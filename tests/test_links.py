@@ -30,7 +30,7 @@ def link_to(links) -> socket.socket:
 
 
 def tell(links, **stats):
-    links.flush(lambda: STATS | stats)
+    links.flush(STATS | stats)
 
 
 def read(sock) -> list[dict]:

@@ -17,7 +17,7 @@ from test_serve import FakeEngine, bytes_directory, read_until, wait_until
 
 import serve
 from links import Links
-from workers import Seat, Workers, share_port, shared_counts
+from workers import Seat, Workers, context, share_port
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="one port for several processes is Linux's")
 
@@ -35,7 +35,7 @@ class Crew:
         self.args = serve.parse_args(flags)
         self.listener = serve.listen_to_http(str(folder))
         self.engine.links = Links(self.listener)
-        self.counts = shared_counts(count + 1)
+        self.counts = context.RawArray("i", count + 1)
         sockets = share_port(serve.listen(self.args), count)
         self.address = sockets[0].getsockname()
         self.url = "http://{}:{}".format(*self.address)
@@ -48,7 +48,7 @@ class Crew:
         """Seat 1 plays the first: it alone counts what the engine says of itself."""
         if seat.number == 1:
             seat = Seat(0, self.counts, seat.orders)
-        return serve.start_worker(self.args, KEYS, self.listener.getsockname(), sock, seat)
+        return serve.start_process(serve.worker_process, self.args, KEYS, self.listener.getsockname(), sock, seat)
 
     async def watch(self):
         self.loop = asyncio.get_running_loop()
