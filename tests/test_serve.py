@@ -644,7 +644,7 @@ def test_many_log_probabilities_are_told_beside_the_event_loop(chat, monkeypatch
 
 
 def test_time_runs_while_a_long_answer_waits_for_its_turn(monkeypatch):
-    """While slow readers had all turns, an answer could wait for far longer than --request-seconds, and was then told."""
+    """While slow readers had all turns, an answer waited for longer than --request-seconds, and was then told."""
     monkeypatch.setattr(api, "SCORES_IN_PLACE", 0)
     with Server("--request-seconds", "0.2") as server, ThreadPoolExecutor(1) as pool:
         turns = server.service.telling = asyncio.Semaphore(0)  # slow readers have them all
