@@ -36,7 +36,7 @@ from starlette.responses import Response
 
 import protocol
 import welcome
-from connection import Connection, LastAnswers, check_head
+from connection import ROOM_SECONDS, Connection, LastAnswers, check_head, make_room
 from encoder import Encoder, EncoderBusy, read_ids
 from protocol import ApiError, Choice, error_body, error_response
 from tokenizer import TokenizerError
@@ -611,6 +611,7 @@ class Service:
         if self.workers:
             self.workers.on_death = lambda process: log("worker_died", pid=process.pid, code=process.exitcode)
             self.workers.watch()
+        self.room_keeper = asyncio.create_task(self.keep_room())  # kept: the loop itself holds tasks weakly
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
         await self.client.attach()
         await self.server.serve(sockets=[sock])
@@ -633,6 +634,12 @@ class Service:
         if not order:
             self.loop.remove_reader(self.seat.orders.fileno())
             self.stop()
+
+    async def keep_room(self):
+        """Close idle connections here for those that come to other HTTP processes."""
+        while len(self.seat.counts.open) > 1:
+            await asyncio.sleep(ROOM_SECONDS)
+            make_room(self.server.server_state.connections, self.seat, self.args.max_connections)
 
     def engine_changed(self, state: str):
         if state == "dead":

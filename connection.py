@@ -18,12 +18,14 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from protocol import ApiError, error_body
+from workers import Seat
 
 MAX_HEAD = 2**16  # bytes of a request besides its body: its first line, headers and trailers
 MAX_HEADERS = 128  # each costs 20 times its bytes in memory
 MAX_PIPELINED = 8  # requests of one connection that wait for the answer to the first
 REFUSED_SECONDS = 1  # how long a client that still sends its body has to read why it is refused
 PROBE_SECONDS = 1  # between two questions whether a client that ended its side is still there
+ROOM_SECONDS = 0.1  # between two looks whether other HTTP processes have more connections than there may be
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PING_CHUNK = b"8\r\n: ping\n\n\r\n"
 
@@ -93,6 +95,23 @@ async def drop_rest(receive):
                 pass
 
 
+def make_room(connections: set, seat: Seat, most: int):
+    """
+    Where all HTTP processes together have more than `most` connections, close those here that are idle for longest, the
+    newest perhaps, which has sent nothing yet. Who has the most idle ones does it; the others let a newcomer in as long
+    as it can, and it sees that within ROOM_SECONDS.
+    """
+    counts = seat.counts
+    excess = sum(counts.open) - most
+    idle_elsewhere = sum(counts.idle) - counts.idle[seat.number]
+    if excess <= 0 or (excess <= idle_elsewhere and not counts.makes_room(seat.number)):
+        return
+    idle = [c for c in connections if c.is_idle and not c.transport.is_closing()]
+    for connection in sorted(idle, key=lambda c: c.idle_since)[:excess]:
+        connection.transport.abort()
+        connection.count()
+
+
 class Connection(HttpToolsProtocol):
     """
     uvicorn's connection, cut off when it takes longer than --client-seconds to send a whole request or to read what
@@ -111,25 +130,23 @@ class Connection(HttpToolsProtocol):
         self.untold = 0  # and those that came since it told anything
         self.unanswered: deque = deque()  # uvicorn's cycles, the first is being answered
         self.idle_since = time.monotonic()
+        self.counted_open = self.counted_idle = False  # what the other HTTP processes were told
 
     def connection_made(self, transport):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # whatever the client has not read pauses writing
         self.sending = self.cut_off_later()
-        self.count_connections()
-        if sum(self.seat.connections) > self.args.max_connections:
-            self.make_room()
+        self.count()
+        make_room(self.connections, self.seat, self.args.max_connections)
 
-    def count_connections(self):
-        """Tell the other HTTP processes how many there are here: --max-connections holds for all together."""
-        self.seat.connections[self.seat.number] = len(self.connections)
-
-    def make_room(self):
-        """Close the connection here that is idle for longest, perhaps this one: it has sent nothing yet."""
-        others = [c for c in self.connections if not c.transport.is_closing()]
-        elsewhere = sum(self.seat.connections) - self.seat.connections[self.seat.number]
-        if len(others) + elsewhere > self.args.max_connections:
-            min((c for c in others if c.is_idle), key=lambda c: c.idle_since).transport.abort()
+    def count(self):
+        """Tell the other HTTP processes of this connection: --max-connections holds for all together."""
+        number = self.seat.number
+        is_open = self in self.connections and not self.transport.is_closing()
+        is_idle = is_open and self.is_idle
+        self.seat.counts.open[number] += is_open - self.counted_open
+        self.seat.counts.idle[number] += is_idle - self.counted_idle
+        self.counted_open, self.counted_idle = is_open, is_idle
 
     @property
     def is_idle(self) -> bool:
@@ -177,6 +194,7 @@ class Connection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self.unanswered.append(self.cycle)
+        self.count()
         if len(self.unanswered) > 1 + MAX_PIPELINED:
             self.transport.abort()
         # uvicorn stops reading while requests wait, and then would not notice that the client hangs up
@@ -238,6 +256,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self):
         self.unanswered.popleft()
         self.idle_since = time.monotonic()
+        self.count()
         super().on_response_complete()
 
     def pause_writing(self):
@@ -250,7 +269,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
-        self.count_connections()
+        self.count()
         for cycle in self.unanswered:  # uvicorn tells the last only
             cycle.disconnected = True
             cycle.message_event.set()

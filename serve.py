@@ -33,7 +33,7 @@ from multiprocessing import resource_tracker
 import terminal
 from client import EngineClient
 from encoder import Encoder
-from workers import METRICS_FOLDER, Seat, Workers, can_share_port, context, default_count, share_port
+from workers import METRICS_FOLDER, Seat, Workers, can_share_port, context, default_count, share_port, shared_counts
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 
@@ -289,14 +289,14 @@ def serve_http(args: argparse.Namespace) -> str | None:
 def lead(args: argparse.Namespace, listener: socket.socket, sockets: list[socket.socket]) -> str | None:
     """Be the first HTTP process: start the engine and the other HTTP processes, serve, and end them."""
     path, keys = listener.getsockname(), api_keys(args)
-    connections = context.RawArray("i", len(sockets))  # how many each process has, all see it
+    counts = shared_counts(len(sockets))
     encoder = Encoder(args.model)
     client = EngineClient(path, partial(start_process, engine_process, args, listener))
     start_worker = partial(start_process, worker_process, args, keys, path)
-    workers = Workers(start_worker, sockets[1:], connections)
+    workers = Workers(start_worker, sockets[1:], counts)
     try:
         encoder.check()  # while the model loads
-        return serve_port(sockets[0], client, encoder, args, keys, key_in_shell(args), Seat(0, connections), workers)
+        return serve_port(sockets[0], client, encoder, args, keys, key_in_shell(args), Seat(0, counts), workers)
     finally:
         workers.kill()
         encoder.close()

@@ -30,11 +30,23 @@ context = multiprocessing.get_context("spawn")
 
 
 @dataclass
+class Counts:
+    """Connections of each HTTP process, by its number. All processes see them, each writes its own."""
+
+    open: Any = field(default_factory=lambda: [0])
+    idle: Any = field(default_factory=lambda: [0])  # those among them in which no request is in work
+
+    def makes_room(self, number: int) -> bool:
+        """Whether it is this process that closes idle connections when there are too many: it has the most of them."""
+        return number == max(range(len(self.idle)), key=self.idle.__getitem__)
+
+
+@dataclass
 class Seat:
     """What an HTTP process has of the others."""
 
     number: int = 0  # 0: the first, which leads
-    connections: Any = field(default_factory=lambda: [0])  # how many each process has, by number; all see it
+    counts: Counts = field(default_factory=Counts)
     orders: Connection | None = None  # from the first: a byte is one `stop`, the end of the file its death
 
     @property
@@ -52,6 +64,10 @@ def default_count() -> int:
 def can_share_port() -> bool:
     """Whether the kernel spreads connections among sockets on one port. macOS gives all of them to the last."""
     return os.uname().sysname == "Linux"
+
+
+def shared_counts(count: int) -> Counts:
+    return Counts(context.RawArray("i", count), context.RawArray("i", count))
 
 
 def share_port(first: socket.socket, count: int) -> list[socket.socket]:
@@ -73,10 +89,10 @@ class Workers:
     whoever connects meanwhile waits for the next one.
     """
 
-    def __init__(self, start: Callable, sockets: list[socket.socket], connections):
+    def __init__(self, start: Callable, sockets: list[socket.socket], counts: Counts):
         self.start = start
         self.sockets = sockets
-        self.connections = connections
+        self.counts = counts
         self.processes: dict[int, Any] = {}  # by number
         self.orders: dict[int, Connection] = {}  # our ends
         self.stopping = False
@@ -85,7 +101,7 @@ class Workers:
 
     def _start(self, number: int):
         theirs, self.orders[number] = context.Pipe(duplex=False)
-        seat = Seat(number, self.connections, theirs)
+        seat = Seat(number, self.counts, theirs)
         self.processes[number] = self.start(self.sockets[number - 1], seat)
         theirs.close()  # the process has its own: were ours open, it would not see our end
 
@@ -104,7 +120,7 @@ class Workers:
         loop.remove_reader(process.sentinel)
         process.join()
         self.orders.pop(number).close()
-        self.connections[number] = 0
+        self.counts.open[number] = self.counts.idle[number] = 0
         if not self.stopping:
             self.on_death(process)
             loop.call_later(RESTART_SECONDS, self._restart, number)

@@ -17,7 +17,7 @@ from test_serve import FakeEngine, bytes_directory, read_until, wait_until
 
 import serve
 from links import Links
-from workers import Seat, Workers, context, share_port
+from workers import Seat, Workers, share_port, shared_counts
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="one port for several processes is Linux's")
 
@@ -35,7 +35,7 @@ class Crew:
         self.args = serve.parse_args(flags)
         self.listener = serve.listen_to_http(str(folder))
         self.engine.links = Links(self.listener)
-        self.counts = context.RawArray("i", count + 1)
+        self.counts = shared_counts(count + 1)
         sockets = share_port(serve.listen(self.args), count)
         self.address = sockets[0].getsockname()
         self.url = "http://{}:{}".format(*self.address)
@@ -150,18 +150,42 @@ def test_a_key_has_one_prefix_cache_in_all_processes(crew):
 def test_connections_are_counted_over_all_processes(crew):
     """Each process refuses what is more than --max-connections for all of them, though it has but a part of these."""
     crew.engine.gate.clear()
-    wait_until(lambda: sum(crew.counts) == 0)
+    wait_until(lambda: sum(crew.counts.open) == 0)
     before = len(crew.engine.added)
     socks = [crew.connect(prompt="say hi", max_tokens=9) for _ in range(40)]
     wait_until(lambda: len(crew.engine.added) == before + 40)
-    assert sum(crew.counts) == 40 and 0 < crew.counts[0] < 40
+    assert sum(crew.counts.open) == 40 and 0 < crew.counts.open[0] < 40
     with crew.connect(prompt="say hi", max_tokens=9) as one_more, contextlib.suppress(ConnectionError):
         assert one_more.recv(10) == b""
     crew.engine.gate.set()
     for sock in socks:
         assert b'"text":"hi"' in read_until(sock, b"}}}")
         sock.close()
-    wait_until(lambda: sum(crew.counts) == 0)
+    wait_until(lambda: sum(crew.counts.open) == 0)
+
+
+def test_idle_connections_make_room_in_whichever_process_they_are(crew):
+    """A newcomer in a process without an idle connection was closed at once, while another one had 40 of them."""
+    wait_until(lambda: sum(crew.counts.open) == 0)
+    there, here = [], []  # in the process of seat 0, and of seat 2
+    while len(there) < 40:
+        before = sum(crew.counts.open)
+        sock = socket.create_connection(crew.address, timeout=30)
+        wait_until(lambda: sum(crew.counts.open) == before + 1)  # noqa: B023 (awaited before the next is opened)
+        if crew.counts.open[0] > len(there):
+            there.append(sock)
+        else:
+            sock.close()
+            wait_until(lambda: sum(crew.counts.open) == before)  # noqa: B023
+    assert list(crew.counts.idle) == [40, 0, 0]
+    while len(here) < 3:
+        assert crew.get("/livez").status_code == 200
+        here = [*here, socket.create_connection(crew.address, timeout=30)]
+    wait_until(lambda: sum(crew.counts.open) <= 40)
+    assert there[0].recv(1) == b"" and sum(crew.counts.open) >= 37
+    for sock in there + here:
+        sock.close()
+    wait_until(lambda: sum(crew.counts.open) == sum(crew.counts.idle) == 0)
 
 
 def test_a_process_that_dies_is_started_again(crew, capfd):
@@ -170,7 +194,7 @@ def test_a_process_that_dies_is_started_again(crew, capfd):
     socks = crew.spread(prompt="loop", max_tokens=50)
     crew.engine.aborted.clear()
     own = [message for message in crew.engine.added[-len(socks) :] if message["link"] == crew.engine.added[-1]["link"]]
-    victim = 2 if crew.counts[2] == len(own) else 1  # the seats of the two processes are 0 and 2
+    victim = 2 if crew.counts.open[2] == len(own) else 1  # the seats of the two processes are 0 and 2
     os.kill(crew.workers.processes[victim].pid, 9)
     wait_until(lambda: len(crew.deaths) == 1 and crew.engine.aborted)
     crew.engine.gate.set()
