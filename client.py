@@ -10,26 +10,25 @@ Not run by itself: serve.py makes one for each HTTP process. links.py is the oth
 
 import asyncio
 import itertools
-import json
 import socket
 import time
 from collections.abc import Callable
 
-from links import join, line
+from links import Messages, join, line
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until all that it said has been read, for certain
 
-# A round: all that the engine has sent is read, and all streams that it has news for are told. A write to a stream
-# costs much more than a token: with one for each token of 256 streams an HTTP process would do nothing else, and
-# requests that have arrived would wait to be read until the streams before them have ended. So after a round the engine
-# is not listened to for as long as the round took, up to a limit. The round counts until the event loop has gone round
-# once, so it has in it what else there was to do: the further behind this process is, the more tokens are joined (here,
-# and by the engine once the link is full), and whatever arrives is read between two rounds. A stream that is alone
-# never waits: its rounds are shorter than timers can tell.
-REST = 1.0  # times as long as a round took
-MIN_REST = 0.001  # seconds, what timers resolve
-MAX_REST = 0.02  # seconds, that a gap between tokens may be longer for it
+# Writes are batched by how busy this process is. A round: all that the engine has sent is read, and written to its
+# streams. A write to a stream costs much more than a token: with one for each token of 256 streams an HTTP process would
+# do nothing else, and requests that have arrived would wait to be read until the streams before them have ended. So
+# after a round the engine's messages are left unread for as long as the round took, up to a limit. A round lasts until
+# the event loop has run everything that was ready, other work included: the further behind this process is, the more
+# tokens are joined (here, and by the engine once the link is full), and whatever arrives is read between two rounds. A
+# single stream never waits: its rounds are shorter than timers can resolve.
+PAUSE = 1.0  # between two rounds, in times of what the round before took
+MIN_PAUSE = 0.001  # seconds: timers resolve no less
+MAX_PAUSE = 0.02  # seconds, by which a gap between tokens may grow
 
 
 def connect(path: str) -> socket.socket:
@@ -63,12 +62,12 @@ class EngineClient(asyncio.Protocol):
         self.choices: dict = {}  # the request's id -> the api.Choice that waits for its tokens
         self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
         self.heard = time.monotonic()
-        self.is_resting = False  # between two rounds
+        self.is_paused = False  # between two rounds
         self.on_state = self.on_stats = lambda news: None
         self._connect()
 
     def _connect(self):
-        self.unread = bytearray()  # the beginning of a message
+        self.incoming = Messages()
         self.unsent: dict[str, bytes] = {}  # messages that the link has no room for, by what they say of whom
         self.is_full = False
         self.last_words = ""
@@ -157,13 +156,13 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes):
         """A round: all messages that are there. What several steps brought for a request is told at once."""
-        if b"\n" not in data:
-            self.unread += data
+        started = time.monotonic()
+        messages = self.incoming.read(data)
+        if not messages:
             return
-        *lines, self.unread = (self.unread + data).split(b"\n")
-        self.heard = time.monotonic()
+        self.heard = started
         rows: dict[str, list] = {}
-        for message in map(json.loads, lines):
+        for message in messages:
             if message["op"] == "step":
                 self._gather(rows, message)
             else:  # an error comes after the tokens before it
@@ -174,7 +173,7 @@ class EngineClient(asyncio.Protocol):
         # The tasks that this wakes come first, then this; at the end of this turn of the loop what they wrote is sent;
         # then it looks for what has arrived, reads that, and comes to what was called last.
         loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._rest, self.transport, self.heard)
+        loop.call_soon(loop.call_soon, self._pause, self.transport, started)
 
     def connection_lost(self, error: Exception | None):
         if self.transport:  # else it was us who closed it
@@ -211,16 +210,16 @@ class EngineClient(asyncio.Protocol):
             case "fatal":
                 self.last_words = message["message"]
 
-    def _rest(self, transport: asyncio.Transport, started: float):
+    def _pause(self, transport: asyncio.Transport, started: float):
         """After a round that began at `started`, leave the engine's messages where they are for a while."""
-        rest = min(MAX_REST, REST * (time.monotonic() - started))
-        if rest >= MIN_REST and transport is self.transport and not self.is_resting:
-            self.is_resting = True
+        pause = min(MAX_PAUSE, PAUSE * (time.monotonic() - started))
+        if pause >= MIN_PAUSE and transport is self.transport and not self.is_paused:
+            self.is_paused = True
             transport.pause_reading()
-            asyncio.get_running_loop().call_later(rest, self._listen, transport)
+            asyncio.get_running_loop().call_later(pause, self._resume, transport)
 
-    def _listen(self, transport: asyncio.Transport):
-        self.is_resting = False
+    def _resume(self, transport: asyncio.Transport):
+        self.is_paused = False
         if transport is self.transport:  # else it is closed
             transport.resume_reading()
 

@@ -43,6 +43,21 @@ def join(row: Row, later: Row):
         row[4] = (row[4] or []) + later[4]
 
 
+class Messages:
+    """The messages that arrive at either end of a link, of which one may come in many parts, or many at once."""
+
+    def __init__(self):
+        self.unread = bytearray()  # the beginning of a message
+
+    def read(self, data: bytes) -> list[dict]:
+        """The messages that end in what has arrived."""
+        if b"\n" not in data:  # most of a long prompt, say
+            self.unread += data
+            return []
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
 class Link:
     """An HTTP process, as the engine sees it. `number` is the place in the order of arrival."""
 
@@ -50,7 +65,7 @@ class Link:
         self.sock = sock
         self.number = number
         self.is_open = True
-        self.unread = bytearray()  # the beginning of a message
+        self.incoming = Messages()
         self.unsent = bytearray()  # the end of a message
         self.is_behind = False  # it had no room for all of it
         self.rows: dict[str, Row] = {}  # of steps that the link was not told yet, by request
@@ -70,11 +85,7 @@ class Link:
             data = b""
         if not data:
             self.is_open = False
-        if b"\n" not in data:  # most of a long prompt, say
-            self.unread += data
-            return []
-        *lines, self.unread = (self.unread + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return self.incoming.read(data)
 
     def put(self, message: dict):
         """Have a message sent at the next flush."""

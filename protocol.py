@@ -43,8 +43,8 @@ NEUTRAL = {"best_of": 1, "length_penalty": 1, "suffix": "", "use_beam_search": F
 NEUTRAL |= {"spaces_between_special_tokens": True}
 NEUTRAL_IN_CHAT = NEUTRAL | {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"}
 NEUTRAL_IN_CHAT |= {"response_format": {"type": "text"}, "modalities": ["text"]}
-NEUTRAL_IN_CHAT |= {"chat_template": None, "chat_template_kwargs": {}, "continue_final_message": False, "echo": False}
-NEUTRAL_IN_CHAT |= {"reasoning_effort": None}
+NEUTRAL_IN_TEMPLATES = {"chat_template": None, "chat_template_kwargs": {}, "continue_final_message": False}
+NEUTRAL_IN_CHAT |= NEUTRAL_IN_TEMPLATES | {"echo": False, "reasoning_effort": None}
 NEUTRAL_IN_CHAT |= {"web_search_options": None, "audio": None, "moderation": None}
 # Of a message nothing else is refused: clients send back whole answers, with all their fields.
 NEUTRAL_IN_MESSAGE = {"tool_calls": [], "function_call": None, "audio": None, "images": [], "prefix": False}
@@ -493,7 +493,7 @@ class ChatRequest(SamplingRequest):
 class TokenizeRequest(Strict):
     """POST /tokenize: a prompt, or the messages of a chat."""
 
-    neutral: ClassVar[dict] = {"chat_template": None, "chat_template_kwargs": {}, "continue_final_message": False}
+    neutral: ClassVar[dict] = NEUTRAL_IN_TEMPLATES
     model: str | None = None
     prompt: str | None = None
     messages: Messages = Field([], min_length=1, max_length=MAX_MESSAGES)

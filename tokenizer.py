@@ -230,10 +230,10 @@ def read_control_tokens(spec: dict) -> dict[str, int]:
     added = spec.get("added_tokens") or []
     for token in added:
         check_added_token(token, spec.get("normalizer") is not None)
-    names = [token["content"] for token in added]
-    if len(set(names)) < len(names):
+    ids = {token["content"]: token["id"] for token in added}
+    if len(ids) < len(added):
         raise TokenizerError("tokenizer.json has an added token twice: restore it")
-    return {token["content"]: token["id"] for token in added}
+    return ids
 
 
 def check_added_token(token: dict, has_normalizer: bool):

@@ -1294,7 +1294,7 @@ class Listening:
 @pytest.mark.parametrize(("took", "rests"), [(0.0, False), (0.005, True), (3.0, True)])
 def test_after_a_round_the_engine_is_not_listened_to_for_as_long(listener, monkeypatch, took, rests):
     """With a write for each token of 256 streams the loop did nothing else, and the requests of a burst were read after
-    up to 2 s. A stream that is alone is never made to wait, and nobody for longer than MAX_REST."""
+    up to 2 s. A stream that is alone is never made to wait, and nobody for longer than MAX_PAUSE."""
     client, clock = EngineClient(listener.getsockname()), [100.0]
     monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     client.transport = Listening()
@@ -1316,7 +1316,7 @@ def test_after_a_round_the_engine_is_not_listened_to_for_as_long(listener, monke
     asyncio.run(one_round())
     assert client.transport.is_read != rests and len(waits) == rests
     for wait, call, args in waits:
-        assert wait == pytest.approx(min(took, client_module.MAX_REST))
+        assert wait == pytest.approx(min(took, client_module.MAX_PAUSE))
         call(*args)
         assert client.transport.is_read
 
