@@ -20,6 +20,7 @@ import os
 import runpy
 import signal
 import sys
+import textwrap
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from model import GPT, GPTConfig, save_checkpoint
-from samples import last_samples, sample, sample_tokens_in_all
+from samples import TEMPERATURE, last_samples, sample, sample_tokens_in_all
 from sizes import PROBE, SIZES, choose_size, end_of_run, minutes_and_seconds
 from tokenizer import Tokenizer, load_tokenizer, read_corpus, write_atomically
 
@@ -173,9 +174,12 @@ class Machine:
         return x
 
     def __str__(self) -> str:
-        cpu = f"CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
         name = cpu if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        return f"{name} x {self.world}, {self.dtype}, {'compiled' if self.compile else 'not compiled'}"
+        processes = f" x {self.world}" if self.world > 1 else ""
+        compiled = ", compiled" if self.compile else ""
+        return f"{name}{processes}, {str(self.dtype).removeprefix('torch.')}{compiled}"
 
 
 def choose_machine(args: argparse.Namespace) -> Machine:
@@ -520,8 +524,9 @@ class Run:
         self.record(step=self.step, val_loss=round(nats / count, 5))
         tokenizer = self.corpus.tokenizer
         start = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else tokenizer.encode("\n")
-        (text,) = sample(self, [start], self.args.sample_tokens, temperature=0.8)
-        return f"step {self.step}, {self.share:.0%}: held out {nats / count:.3f}\n    " + text.replace("\n", "\n    ")
+        (text,) = sample(self, [start], self.args.sample_tokens, TEMPERATURE)
+        done = f"step {self.step}, {self.share:.0%} of the run"
+        return f"{done}: held-out loss {nats / count:.3f} nats a token; a sample:\n" + textwrap.indent(text, "    ")
 
     def save(self):
         """
@@ -548,7 +553,7 @@ class Run:
 
 
 def open_out(args: argparse.Namespace) -> dict | None:
-    """The state to resume from, or None and a directory without a checkpoint. Exits with what to change."""
+    """The state to resume from, or None for a new run. Exits with what to change; nothing is deleted yet."""
     out = Path(args.out)
     if args.resume:
         try:
@@ -559,11 +564,18 @@ def open_out(args: argparse.Namespace) -> dict | None:
             sys.exit(f"{out / 'train_state.pt'} cannot be read ({error}): start again with --overwrite")
     if (out / "config.json").exists() and not args.overwrite:
         sys.exit(f"{out} holds a model: --resume continues it, --overwrite starts again, --out names another directory")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--out {out} cannot be made ({error}): name another directory")
+    return None
+
+
+def delete_checkpoint(out: Path):
+    """Delete the model that --overwrite gives up: once the new run can begin, so that a mistyped flag costs none."""
     # config.json is what makes a directory a checkpoint, so it goes first, and the first save writes it last
     for name in ("config.json", "model.safetensors", "train_state.pt", "log.jsonl", "loss.png"):
         (out / name).unlink(missing_ok=True)
-    return None
 
 
 def catch_signals() -> list[int]:
@@ -600,14 +612,14 @@ def share_of_rest(run: Run, elapsed: float, spent: float, step_seconds: float) -
     return spent / (spent + left) if left > 0 else 1.0
 
 
-def train(run: Run, caught: list[int], started: float) -> bool:
+def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool:
     """
     Step until the run is done (True) or a signal was caught (False), and save. Without --steps the clock decides how
     much is done, counted from `started` (time.monotonic): the learning rate follows it, so the run ends in time and
     well, also where something else slows the machine down.
     """
     args, machine, bar = run.args, run.machine, progress_bar(run)
-    module, batches = run.forward_module(), Batches(run.corpus.train, args.batch_size, args.context_length, args.seed)
+    module = run.forward_module()
     # To read a loss is to wait for the device: after each step on a CPU, where that is free, else after each tenth.
     stride = 1 if machine.device.type == "cpu" else 10
     pending, seconds, mark = [], [], time.perf_counter()
@@ -662,30 +674,33 @@ def finish(run: Run):
     draw(run.log, run.out / "loss.png")  # last: for the Makefile, this is what ends a training
 
 
-def describe_size(args: argparse.Namespace) -> str:
-    """The size, what to expect of it and when, as a line to be printed."""
-    time_told = f"in {minutes_and_seconds(60 * args.minutes)}"
-    if args.max_minutes > args.minutes:
-        time_told += f", at most {minutes_and_seconds(60 * args.max_minutes)} if the machine becomes busy"
-    if args.steps:
-        time_told = f"{args.steps} steps"
-    expected = getattr(args, "expected", None)
-    quality = f"expect about {expected:.2f} bits per byte, " if expected and not args.steps else ""
-    return f"size:   {args.size} of {', '.join(SIZES)} (--size): {quality}{time_told}\n"
-
-
 def introduce(run: Run) -> str:
-    """What was chosen, to be printed."""
+    """What was chosen and what to expect, to be printed."""
     args, c, corpus = run.args, run.model.config, run.corpus
-    size = sum(p.numel() for p in run.model.parameters()) / 1e6
-    length = f"{args.steps} steps" if args.steps else f"what fits in {args.minutes:g} minutes"
-    chosen = describe_size(args) if args.size else ""
-    return (
-        f"device: {run.machine}\n{chosen}"
-        f"model:  {size:.2f}M parameters: {c.n_layer} layers of width {c.n_embd}, {c.n_head} heads, {c.activation}\n"
-        f"data:   {args.data}: {len(corpus.train):,} tokens of {c.vocab_size:,} kinds, {len(corpus.val):,} held out\n"
-        f"run:    {length}, from step {run.step}, of {args.batch_size} x {args.context_length} tokens -> {run.out}"
-    )
+    millions = sum(p.numel() for p in run.model.parameters()) / 1e6
+    lines = [f"device: {run.machine}"]
+    if args.size:
+        lines.append(f"size:   {args.size} (--size names one of {', '.join(SIZES)})")
+    lines += [
+        f"model:  {millions:.2f}M parameters: {c.n_layer} layers of width {c.n_embd}, {c.n_head} heads, {c.activation}",
+        f"data:   {args.data}: {len(corpus.train):,} tokens of {c.vocab_size:,} kinds, {len(corpus.val):,} held out",
+        f"run:    {describe_length(run)}, {args.batch_size} x {args.context_length} tokens a step -> {run.out}",
+    ]
+    expected = getattr(args, "expected", None)
+    if expected and not args.steps:
+        lines.append(f"expect: about {expected:.2f} bits per byte on the held-out text")
+    return "\n".join(lines)
+
+
+def describe_length(run: Run) -> str:
+    """How long a run is, and where a resumed one begins."""
+    args = run.args
+    text = f"{args.steps} steps" if args.steps else minutes_and_seconds(60 * args.minutes)
+    if not args.steps and args.max_minutes > args.minutes:
+        text += f", up to {minutes_and_seconds(60 * args.max_minutes)} if the machine becomes busy"
+    if run.step:
+        text += f", from step {run.step}, {run.share:.0%} done"
+    return text
 
 
 def main(argv: list[str] | None = None):
@@ -704,15 +719,17 @@ def main(argv: list[str] | None = None):
         if args.batch_size % machine.world:
             sys.exit(f"--batch_size {args.batch_size} does not divide among {machine.world} processes: take a multiple")
         run = Run(args, corpus, machine)
+        batches = Batches(corpus.train, args.batch_size, args.context_length, args.seed)
     except ValueError as error:  # of the tokenizer or the model's configuration, and written to be read
         sys.exit(str(error))
     if state is not None:
         run.load(state)
     elif machine.leads:
+        delete_checkpoint(run.out)
         run.corpus.tokenizer.save(run.out)
     tell(introduce(run), machine)
     # a resumed run has the share of its minutes left that it had not used
-    if train(run, caught, time.monotonic() - run.share * 60 * args.minutes if args.resume else started):
+    if train(run, batches, caught, time.monotonic() - run.share * 60 * args.minutes if args.resume else started):
         finish(run)
     else:
         tell(f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` continues", machine)

@@ -159,6 +159,22 @@ def test_a_directory_with_a_model_is_not_overwritten_by_accident(tiny, tmp_path)
     assert assert_loads(out)["args"]["seed"] == 7 and load_checkpoint(out).config.n_embd == 32
 
 
+MISTAKES = {
+    "there is no such corpus": (["--data", "typo"], "--data typo: .* has neither meta.json nor prepare.py"),
+    "an impossible model": (["--n_head", "3"], "n_embd 16 is not a multiple of n_head 3"),
+    "too long a context": (["--context_length", "1000000"], "training tokens are too few for windows of 1000000"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistaken_flag_beside_overwrite_deletes_nothing(tiny, tmp_path, flags, message):
+    """`--overwrite --data TYPO` deleted the trained model, and then said that there is no such corpus."""
+    train.main([*tiny, "--steps", "2"])
+    with pytest.raises(SystemExit, match=message):
+        train.main([*tiny, "--steps", "2", "--overwrite", *flags])
+    assert assert_loads(tmp_path / "out")["step"] == 2
+
+
 def test_minutes_end_the_run_in_time(tiny, tmp_path):
     """Four seconds of them are for what follows the last step; the learning rate reaches its end with the clock."""
     started = time.monotonic()
@@ -351,13 +367,22 @@ def test_the_chosen_size_is_stored_and_resumed(tiny, tmp_path, monkeypatch, meas
         train.main([*flags, "--minutes", "2.35"])
     assert asked == [("float32", 1)]
     first = capsys.readouterr().out
-    assert "size:   small of tiny, small, medium, large (--size): expect about 1.4" in first
+    assert "size:   small (--size names one of tiny, small, medium, large)\n" in first
+    assert "run:    2 min 21 s, 4 x 32 tokens a step" in first and "expect: about 1.4" in first
     measured({("float32", 1): 60.0})
     saved = torch.load(tmp_path / "out" / "train_state.pt", weights_only=True)["args"]
     monkeypatch.setattr(train, "train", lambda *run: False)  # what it would do is told before it begins
     train.main(["--resume", "--out", str(tmp_path / "out")])
-    assert "size:   small" in capsys.readouterr().out and asked == [("float32", 1)]
+    resumed = capsys.readouterr().out
+    assert "size:   small" in resumed and "run:    2 min 21 s, from step 4, " in resumed
+    assert asked == [("float32", 1)]
     assert saved["size"] == "small" and 1.4 < saved["expected"] < 1.6 and saved["least_steps"] == 420
+
+
+def test_how_long_a_busy_machine_may_take_is_told(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(train, "train", lambda *run: False)
+    train.main(tiny)
+    assert "run:    2 min 21 s, up to 3 min 3 s if the machine becomes busy, 4 x 32 tokens" in capsys.readouterr().out
 
 
 def test_a_resumed_run_from_before_there_were_sizes_keeps_its_shape(measured, corpus):
