@@ -33,6 +33,7 @@ from multiprocessing import resource_tracker
 import terminal
 from client import EngineClient
 from encoder import Encoder
+from welcome import Help
 from workers import METRICS_FOLDER, Seat, Workers, can_share_port, context, default_count, share_port, shared_counts
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
@@ -67,24 +68,25 @@ def origin(text: str) -> str:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     about = "Serve a trained model over HTTP, or talk to it at the terminal."
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=about, formatter_class=Help)
     add = parser.add_argument
     add("--model", default="out/stdlib", help="checkpoint directory, of train.py or of a GPT-2 downloaded from the hub")
     add("--device", help="cpu, cuda, cuda:1; not given: a GPU where there is one")
     add("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="auto: bf16 on a GPU, else fp32")
     # the engine's own options: each `dest` is the name of an argument of Engine
-    add("--quantize", default="none", choices=["none", "int8"], help="weights as integers, on a CPU")
-    add("--compile", action="store_true", help="on a CPU: faster where one request runs alone; takes 10 to 60 s once")
+    add("--quantize", default="none", choices=["none", "int8"], help="int8: weights as integers, on a CPU")
+    add("--compile", action="store_true", help="on a CPU: compile the step of a lone request, 10 to 60 s once")
     add("--attention", default="auto", help="attention backend: triton, flex or torch; auto takes the fastest here")
     add("--kv-blocks", dest="num_blocks", type=positive, help="KV blocks in the pool; not given: all that are useful")
     add("--block-size", type=positive, default=16, help="tokens in a KV block")
     add("--max-model-len", type=positive, help="longest prompt plus answer, in tokens; not given: what fits")
     add("--max-num-seqs", type=positive, help="requests that run at once; not given: 256 on a GPU, 64 on a CPU")
     add("--token-budget", type=positive, help="tokens computed in a step; not given: 8192 on a GPU, 512 on a CPU")
-    add("--prefill-share", type=float, default=0.25, help="of that budget, for prompts while some are under way")
-    add("--policy", default="priority", choices=["fcfs", "priority", "sjf"], help="who is served first")
-    add("--max-num-partial-prefills", type=positive, default=4, help="prompts that share a step's prefill tokens")
-    add("--max-long-partial-prefills", type=positive, default=1, help="long ones among them")
+    add("--prefill-share", type=float, default=0.25, help="share of that budget that is kept for prompts")
+    about = "which request goes first: the oldest (fcfs), the lowest `priority` (priority), the shortest (sjf)"
+    add("--policy", default="priority", choices=["fcfs", "priority", "sjf"], help=about)
+    add("--max-num-partial-prefills", type=positive, default=4, help="prompts computed in one step")
+    add("--max-long-partial-prefills", type=positive, default=1, help="long prompts among these")
     add("--long-prefill-threshold", type=positive, default=512, help="tokens above which a prompt is long")
     add("--no-graphs", dest="graphs", action="store_false", help="on a GPU: no CUDA graphs, for debugging")
     add("--no-prefix-cache", dest="prefix_cache", action="store_false", help="compute each prompt from its first token")
@@ -104,7 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     about += "tauri://localhost or null; *: any page, which without an API key opens the model to every page you visit"
     http("--allowed-origins", nargs="*", type=origin, default=[], metavar="ORIGIN", help=about)
     http("--served-model-name", help="the model's name in the API; not given: what --model says")
-    http("--http-workers", type=positive, help="HTTP processes on the port; not given: one for 4 cores, at most 8")
+    http("--http-workers", type=positive, help="HTTP processes on the port; not given: one for every 4 cores, 1 to 8")
     http("--max-queue", type=at_least(0), default=256, help="choices that may wait for their turn; more are a 429")
     http("--max-body-mib", type=seconds, default=4.0, help="largest request body; a larger one is a 413")
     http("--max-connections", type=positive, default=512, help="connections at once; for more, idle ones are closed")
@@ -245,8 +247,8 @@ def listen(args: argparse.Namespace) -> socket.socket:
     except (OSError, OverflowError) as error:
         sys.exit(f"cannot listen at {args.host}:{args.port} ({error}): stop what is there, or choose another --port")
     if not (ipaddress.ip_address(sock.getsockname()[0]).is_loopback or api_keys(args) or args.allow_remote):
-        how = f"set ${KEY_VARIABLE} or --api-key-file, or add --allow-remote"
-        sys.exit(f"--host {args.host} opens the model to other machines, without a password: {how} if so")
+        how = f"set ${KEY_VARIABLE} or --api-key-file, or add --allow-remote if you mean it"
+        sys.exit(f"--host {args.host} opens the model to other machines without a password: {how}")
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it, and spare the 40 ms of Nagle
     return sock
 

@@ -1,7 +1,7 @@
 """
 Train a small GPT and leave a checkpoint directory that serve.py (and transformers, and vLLM) can open.
 
-    python train.py                              # the Python standard library -> out/stdlib, 2 min 25 s
+    python train.py                              # the Python standard library -> out/stdlib, 2 min 20 s
     python train.py --preset shakespeare_char    # nanoGPT's Shakespeare -> out/shakespeare_char
     python train.py --resume                     # continue a run that was stopped or killed
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M
@@ -39,6 +39,7 @@ from model import GPT, GPTConfig, save_checkpoint
 from samples import TEMPERATURE, last_samples, sample, sample_tokens_in_all
 from sizes import PROBE, SIZES, choose_size, end_of_run, minutes_and_seconds
 from tokenizer import Tokenizer, load_tokenizer, read_corpus, write_atomically
+from welcome import Help
 
 ROOT = Path(__file__).resolve().parent
 
@@ -70,29 +71,32 @@ def positive(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Train a small GPT.", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    flag, switch = parser.add_argument, argparse.BooleanOptionalAction
+    about = "Train a small GPT. A preset or a size sets what it needs, and your flags come before both: the defaults "
+    about += "below are of what neither sets."
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False, formatter_class=Help)
+    switch = argparse.BooleanOptionalAction
+    flag = parser.add_argument
     flag("--preset", default="stdlib", choices=PRESETS, help="a corpus with a model and a recipe sized for the device")
-    flag("--size", choices=SIZES, help="of the preset stdlib; the best that this CPU has time for, if not given")
-    flag("--out", help="directory of the checkpoint; out/PRESET if not given")
+    flag("--size", choices=SIZES, help="of the preset stdlib; not given: on a CPU, the best that there is time for")
+    flag("--out", help="directory of the checkpoint; not given: out/PRESET")
     flag("--resume", action="store_true", help="continue the run in --out with its own settings")
     flag("--overwrite", action="store_true", help="start again in an --out that holds a checkpoint, deleting it")
     flag("--data", default="stdlib", help="corpus: a folder under data/, prepared if it is not, or a prepared folder")
-    # model
+
+    flag = parser.add_argument_group("model").add_argument
     flag("--n_layer", type=positive, default=4, help="layers")
     flag("--n_head", type=positive, default=2, help="attention heads")
     flag("--n_embd", type=positive, default=256, help="width, a multiple of n_head")
     flag("--context_length", type=positive, default=256, help="tokens the model sees")
     flag("--activation", default="relu2", help="of the MLP: gelu_new, gelu, relu or relu2")
-    flag("--bias", action=switch, default=False, help="biases in linear layers and norms")
+    flag("--bias", action=switch, default=False, help="biases in linear layers and norms; not given: none")
     flag("--dropout", type=float, default=0.0, help="probability to drop, for corpora that are read many times")
-    # recipe
+
+    flag = parser.add_argument_group("recipe").add_argument
     flag("--minutes", type=float, default=2.25, help="time of the whole run, if --steps is not given")
-    flag("--max_minutes", type=float, help="a run short of --least_steps may take so long; --minutes if not given")
+    flag("--max_minutes", type=float, help="time it may take to reach --least_steps; not given: --minutes")
     flag("--least_steps", type=positive, default=1, help="steps for which a run goes on after --minutes")
-    flag("--steps", type=positive, help="optimizer steps, exactly")
+    flag("--steps", type=positive, help="optimizer steps, exactly; not given: as many as there is time for")
     flag("--batch_size", type=positive, default=8, help="sequences a step, over all devices")
     flag("--matrix_lr", type=float, default=0.02, help="peak learning rate of Muon, which trains the matrices")
     flag("--vector_lr", type=float, default=4e-3, help="peak learning rate of AdamW, which trains embeddings and norms")
@@ -103,15 +107,17 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--decay", type=float, default=0.8, help="share of the run, at its end, over which it falls to zero")
     flag("--clip", type=float, default=1.0, help="largest norm of the gradient")
     flag("--seed", type=int, default=1337, help="of initial weights, order of batches, dropout and samples")
-    # watching
+
+    flag = parser.add_argument_group("watching").add_argument
     flag("--eval_every", type=positive, default=100, help="steps between evaluations, samples and checkpoints")
     flag("--eval_tokens", type=positive, default=16384, help="held-out tokens of an evaluation but the last")
     flag("--sample_tokens", type=int, default=64, help="length of a sample; the last ones are twice as long")
-    # machine
-    flag("--device", help="cpu, cuda, cuda:1, ...; the first GPU, else the CPU, if not given")
-    flag("--threads", type=positive, help="CPU threads; all cores we may use if not given")
-    flag("--dtype", choices=("float32", "bfloat16"), help="of matrix products; what is faster here if not given")
-    flag("--compile", action=switch, help="torch.compile the model; on GPUs only if not given")
+
+    flag = parser.add_argument_group("machine").add_argument
+    flag("--device", help="cpu, cuda, cuda:1, ...; not given: the first GPU, else the CPU")
+    flag("--threads", type=positive, help="CPU threads; not given: as many as are fastest, at most one a core")
+    flag("--dtype", choices=("float32", "bfloat16"), help="of matrix products; not given: what is faster here")
+    flag("--compile", action=switch, help="torch.compile the model; not given: on GPUs only")
     return parser
 
 

@@ -1,11 +1,13 @@
 """
-What newcomers are told: the greeting at the terminal, the page at /, what to call instead of a path that is not here.
+What newcomers are told: --help, the greeting at the terminal, the page at /, what to call instead of a path that is
+not here.
 
     print(greeting("out/stdlib", "http://127.0.0.1:8000", chats=False, key=""))
 
 Plain texts, made of what api.py knows. Not run by itself.
 """
 
+import argparse
 import difflib
 import html
 import json
@@ -35,10 +37,20 @@ INSTEAD = {
 EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings")
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the default of each flag, but no "None" and "True": what happens without such a flag, its help says."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        is_switch = action.nargs == 0
+        if is_switch or action.default is None or action.default == []:
+            return action.help
+        return super()._get_help_string(action)
+
+
 def example_call(url: str, chats: bool, key: str) -> list[str]:
     """The parts of a curl command that works when it is pasted into a shell; `key` as the shell is to spell it."""
     path = "/v1/completions"
-    body: dict = {"prompt": "def ", "max_tokens": 32}
+    body: dict = {"prompt": "def ", "max_tokens": 64, "temperature": 0.6}  # a small model reads better below 1
     if chats:
         path = "/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}

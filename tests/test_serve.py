@@ -970,7 +970,7 @@ def test_the_greetings_command_works_as_it_stands(tmp_path):
         return welcome.greeting("m", "http://h:1", chats, serve.key_in_shell(args))
 
     text = ["http://h:1/v1/completions", "-H", "Content-Type: application/json"]
-    body = ["-d", '{"prompt": "def ", "max_tokens": 32}']
+    body = ["-d", '{"prompt": "def ", "max_tokens": 64, "temperature": 0.6}']
     assert as_curl_sees_it(greeting(), {}) == [*text, *body]
     with_key = greeting("--api-key-file", str(keys))
     assert "sesame" not in with_key

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import samples
+import serve
 import train
 from model import GPT, GPTConfig, causal_attention, head_loss, load_checkpoint
 from tokenizer import load_tokenizer, train_bpe, write_corpus
@@ -157,6 +158,18 @@ def test_a_directory_with_a_model_is_not_overwritten_by_accident(tiny, tmp_path)
     assert (out / "model.safetensors").read_bytes() == before
     train.main([*tiny, "--steps", "2", "--overwrite", "--seed", "7", "--n_embd", "32"])
     assert assert_loads(out)["args"]["seed"] == 7 and load_checkpoint(out).config.n_embd == 32
+
+
+@pytest.mark.parametrize(
+    ("parse_args", "default"), [(serve.parse_args, "(default: 8000)"), (train.parse_args, "(default: 0.0)")]
+)
+def test_help_names_only_defaults_that_say_something(parse_args, default, capsys):
+    """Beside --no-graphs stood "(default: True)", as if graphs were off, and beside 20 flags "(default: None)"."""
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    told = capsys.readouterr().out
+    assert default in told
+    assert not re.search(r"\(default:\s+(None|True|False|\[\])\)", told)
 
 
 MISTAKES = {
