@@ -20,12 +20,12 @@ STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until all that it said has been read, for certain
 
 # Writes are batched by how busy this process is. A round: all that the engine has sent is read, and written to its
-# streams. A write to a stream costs much more than a token: with one for each token of 256 streams an HTTP process would
-# do nothing else, and requests that have arrived would wait to be read until the streams before them have ended. So
-# after a round the engine's messages are left unread for as long as the round took, up to a limit. A round lasts until
-# the event loop has run everything that was ready, other work included: the further behind this process is, the more
-# tokens are joined (here, and by the engine once the link is full), and whatever arrives is read between two rounds. A
-# single stream never waits: its rounds are shorter than timers can resolve.
+# streams. A write to a stream costs much more than a token: with one for each token of 256 streams an HTTP process
+# would do nothing else, and requests that have arrived would wait to be read until the streams before them have
+# ended. So after a round the engine's messages are left unread for as long as the round took, up to a limit. A round
+# lasts until the event loop has run everything that was ready, other work included: the further behind this process
+# is, the more tokens are joined (here, and by the engine once the link is full), and whatever arrives is read between
+# two rounds. A single stream never waits: its rounds are shorter than timers can resolve.
 PAUSE = 1.0  # between two rounds, in times of what the round before took
 MIN_PAUSE = 0.001  # seconds: timers resolve no less
 MAX_PAUSE = 0.02  # seconds, by which a gap between tokens may grow
