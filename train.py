@@ -369,7 +369,8 @@ def compare_with_compressors(nats: float, data: bytes) -> str:
     ours = nats / math.log(2) / len(data)
     gz = 8 * len(gzip.compress(data, 9)) / len(data)
     xz = 8 * len(lzma.compress(data, preset=9)) / len(data)
-    return f"bits per byte: model {ours:.3f}, gzip -9 {gz:.3f}, xz -9 {xz:.3f} ({1 - ours / gz:.0%} below gzip)"
+    compared = f"{abs(1 - ours / gz):.0%} {'below' if ours < gz else 'above'} gzip"
+    return f"bits per byte: model {ours:.3f}, gzip -9 {gz:.3f}, xz -9 {xz:.3f} ({compared})"
 
 
 def draw(log: list[dict], path: Path):

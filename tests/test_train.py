@@ -593,6 +593,8 @@ def test_bits_per_byte():
     report = train.compare_with_compressors(nats=4000 * math.log(2), data=text)
     assert "model 4.000" in report and "gzip -9 8.18" in report  # noise does not compress: 23 bytes more
     assert "(51% below gzip)" in report
+    worse = train.compare_with_compressors(nats=1e6, data=text)  # was told as "-59% below gzip"
+    assert re.search(r"\([\d,]+% above gzip\)", worse)
 
 
 def test_learning_rate_rises_stays_and_falls():
