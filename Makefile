@@ -30,9 +30,11 @@ lint: .venv/ready
 # loss.png is the last thing that a training writes: one that was stopped goes on where it was
 $(MODEL)/loss.png: | .venv/ready
 	$(BIN)/python train.py --out $(MODEL) $(if $(wildcard $(MODEL)/train_state.pt),--resume)
+	@test -f $@ || { echo "the training was stopped: make run goes on from there"; exit 1; }
 
 .venv/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedGPT needs Python 3.11 or later: make run PYTHON=python3.11")'
+	@echo "installing what requirements.txt lists into .venv: a minute or more, without a word"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -r requirements.txt
 	@touch $@

@@ -1,6 +1,8 @@
 """The README is held to the repo: its tour, commands, flags and numbers."""
 
 import re
+import shutil
+import subprocess
 from inspect import signature
 from pathlib import Path
 
@@ -44,6 +46,21 @@ def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`?make ([a-z-]+)", README)):
         assert f"\n{target}:" in makefile, f"no make {target}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_run_serves_no_training_that_was_stopped(tmp_path):
+    """train.py ends well when it is asked to stop: `make run` then served what had been learnt by the way."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "requirements.txt").touch()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    (tmp_path / ".venv" / "ready").touch()
+    done = subprocess.run(["make", "run"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0 and "serve.py" not in done.stdout
+    assert "the training was stopped: make run goes on from there" in done.stdout
 
 
 def test_pictures_are_there_and_nothing_is_left_to_fill_in():
