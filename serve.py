@@ -21,6 +21,7 @@ import ipaddress
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -34,7 +35,17 @@ import terminal
 from client import EngineClient
 from encoder import Encoder
 from welcome import Help
-from workers import METRICS_FOLDER, Seat, Workers, can_share_port, context, default_count, share_port, shared_counts
+from workers import (
+    MAX_WORKERS,
+    METRICS_FOLDER,
+    Seat,
+    Workers,
+    can_share_port,
+    context,
+    default_count,
+    share_port,
+    shared_counts,
+)
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 
@@ -169,6 +180,8 @@ def engine_process(args: argparse.Namespace, listener: socket.socket):
     from engine import run
 
     run(engine, links, args.max_queue)
+    # all HTTP processes are gone: should the first have been killed, nobody else removes the folder of its sockets
+    shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
 
 
 def engine_threads() -> int:
@@ -267,12 +280,26 @@ def terminate_on_hang_up():
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
+def end_at_once_on_sigterm(folder: str):
+    """What SIGTERM does until there is an event loop that drains. Processes that were started notice and end, too."""
+
+    def end(*_):
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def serve_http(args: argparse.Namespace) -> str | None:
     """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
     count = args.http_workers or default_count()
     if count > 1 and not can_share_port():
         return f"--http-workers {count}: this system does not spread connections over processes, leave the flag out"
+    if count > MAX_WORKERS:
+        return f"--http-workers {count}: at most {MAX_WORKERS} are started, each takes 60 MB and a core"
     with tempfile.TemporaryDirectory(prefix="pagedgpt-") as folder:
+        end_at_once_on_sigterm(folder)
+        terminate_on_hang_up()
         if count > 1:  # read when its package is imported: the counts of all processes are added up in files
             os.environ[METRICS_FOLDER] = folder
         try:  # found missing now, not after the model is loaded
@@ -283,7 +310,6 @@ def serve_http(args: argparse.Namespace) -> str | None:
         sockets = share_port(listen(args), count) if count > 1 else [listen(args)]
         if args.api_key_file is not None:
             warn_of_readable_keys(args.api_key_file)
-        terminate_on_hang_up()
         with listen_to_http(folder) as listener:
             return lead(args, listener, sockets)
 
@@ -300,6 +326,8 @@ def lead(args: argparse.Namespace, listener: socket.socket, sockets: list[socket
         encoder.check()  # while the model loads
         return serve_port(sockets[0], client, encoder, args, keys, key_in_shell(args), Seat(0, counts), workers)
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # the end has come, and a further signal must leave nothing behind
         workers.kill()
         encoder.close()
         client.process.join(5 if client.state == "ready" else 0)  # one that is loading does not hear us

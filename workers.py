@@ -23,6 +23,7 @@ from typing import Any
 RESTART_SECONDS = 1.0  # until one that died is started again: one that cannot start must not keep a core busy
 CORES_EACH = 4  # how many cores there are for each HTTP process, if nobody says how many it shall be
 MAX_BY_DEFAULT = 8
+MAX_WORKERS = 64  # by order: each has sockets, and files of counts, in the first one
 METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # names prometheus_client's variable: where several processes count
 
 # Not a fork: it would inherit connections, and the event loop.

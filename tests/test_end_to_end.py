@@ -5,21 +5,27 @@ and talk to it as users do, with the official `openai` client. What it says must
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 import torch
+from test_serve import wait_until
 
 from model import GPT, load_checkpoint, load_config, save_checkpoint
 from tokenizer import load_tokenizer
@@ -64,11 +70,13 @@ TWO_HTTP_PROCESSES = ["--http-workers", "2"] if can_share_port() else []
 class Process:
     """serve.py as a user starts it, on a free port; ready when it says so."""
 
-    def __init__(self, checkpoint, *flags):
+    def __init__(self, checkpoint, *flags, folder=None):
+        """`folder` is where it has the folder of its sockets."""
         command = [sys.executable, "serve.py", "--model", str(checkpoint), "--port", "0", "--check", *flags]
         command += [] if "--log-requests" in flags else ["--no-access-log"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(command, **RUN, **pipes)
+        run = RUN | {"env": RUN["env"] | ({"TMPDIR": str(folder)} if folder else {})}
+        self.process = subprocess.Popen(command, **run, **pipes)
         said, found = "", None
         while not found:  # before it come the engine's statement and, from a broken one, the reason
             self.greeting = self.process.stdout.readline()
@@ -369,6 +377,78 @@ def test_unseeded_answers_differ(client, checkpoint):
     assert len({*text(), *text()}) == 4
 
 
+class Watch:
+    """Asks /livez every 50 ms, each time on a connection of its own: to whichever process the kernel chooses."""
+
+    def __init__(self, url):
+        self.url = url
+        self.seconds = []  # each answer's
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.ask)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.ended.set()
+        self.thread.join(30)
+
+    def ask(self):
+        while not self.ended.wait(0.05):
+            began = time.monotonic()
+            is_alive = httpx.get(f"{self.url}/livez", timeout=30).status_code == 200
+            self.seconds.append(time.monotonic() - began if is_alive else float("inf"))
+
+
+def trailers(url):
+    """Of a chunked body, for ever."""
+    host, port = url.removeprefix("http://").split(":")
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as sock, contextlib.suppress(OSError):
+        sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n".encode())
+        for _ in range(2000):
+            sock.sendall(b"a:b\r\n" * 5000)
+
+
+# What stopped the event loop: the path, the body, how many at once, and the status of the answers.
+RARE = "\u2603"
+SCORED = {"prompt": "x", "n": 60, "logprobs": 20, "ignore_eos": True, "max_tokens": 200}
+ATTACKS = {
+    "blanks": ("/tokenize", {"prompt": " " * 499_999}, 3, 200),
+    "allowed tokens": ("/v1/completions", {"prompt": ["x"] * 60, "allowed_token_ids": [*range(300)] * 800}, 2, 200),
+    "fields": ("/v1/completions", {"prompt": "x"} | {f"field {i}": 1 for i in range(200_000)}, 2, 400),
+}
+LONG_ATTACKS = {
+    "more blanks": ("/tokenize", {"prompt": ("x" + " " * 499_999) * 8}, 2, 200),
+    "a rare character": ("/tokenize", {"prompt": RARE * 690_000}, 4, 200),
+    "names of tokens": ("/tokenize", {"prompt": RARE * 80_000, "return_token_strs": True}, 3, 200),
+    "a long prompt": ("/v1/completions", {"prompt": "x " * 2_000_000}, 2, 400),
+    "log-probabilities": ("/v1/completions", SCORED, 2, 200),
+    "prompts": ("/v1/completions", {"prompt": [[]] * 10**6}, 2, 400),
+}
+slow = [pytest.param(name, marks=pytest.mark.slow) for name in LONG_ATTACKS]
+
+
+@pytest.mark.parametrize("name", ["trailers", *ATTACKS, *slow])
+def test_the_server_answers_during_an_attack(server, name):
+    """Nothing that one client sends keeps others waiting for a second. Each of these did, some for minutes."""
+    with Watch(server.url) as watch, ThreadPoolExecutor(4) as pool:
+        wait_until(lambda: watch.seconds)
+        if name == "trailers":
+            list(pool.map(trailers, [server.url] * 3))
+        else:
+            path, fields, count, status = (ATTACKS | LONG_ATTACKS)[name]
+            fields = ({"max_tokens": 24} if path == "/v1/completions" else {}) | fields
+            body = json.dumps(fields, ensure_ascii=False).encode()
+            post = partial(httpx.post, f"{server.url}{path}", headers={"Content-Type": "application/json"}, timeout=60)
+            answers = list(pool.map(lambda _: post(content=body), range(count)))
+            assert [answer.status_code for answer in answers] == [status] * count
+        told = len(watch.seconds)
+        wait_until(lambda: len(watch.seconds) > told)
+    assert max(watch.seconds) < 1, sorted(watch.seconds)[-3:]
+
+
 def test_sigterm_drains_and_exits_0(server, client, checkpoint):
     """The last test of this server: what runs is finished, new work is refused, the exit is clean."""
     stream = client.completions.create(
@@ -385,6 +465,32 @@ def test_sigterm_drains_and_exits_0(server, client, checkpoint):
     assert server.process.wait(60) == 0
     example, finishing = server.process.stdout.read().splitlines()
     assert "curl" in example and finishing == "finishing 1 requests; a second signal ends them"
+
+
+@pytest.mark.slow
+def test_a_hang_up_drains(checkpoint, tmp_path):
+    """SIGHUP cut the streams of all HTTP processes. Now they are told to their end, and nothing is left behind."""
+    body = {"prompt": "x", "max_tokens": 300, "stream": True, "ignore_eos": True}
+    with Process(checkpoint, *TWO_HTTP_PROCESSES, folder=tmp_path) as server, contextlib.ExitStack() as stack:
+        call = partial(httpx.stream, "POST", f"{server.url}/v1/completions", json=body, timeout=60)
+        streams = [stack.enter_context(call()) for _ in range(6)]
+        server.process.send_signal(signal.SIGHUP)
+        assert all(b"[DONE]" in stream.read() for stream in streams)
+        assert server.process.wait(60) == 0
+        assert "finishing 6 requests" in server.process.stdout.read()
+    assert not list(tmp_path.glob("pagedgpt-*"))
+
+
+def test_sigterm_while_it_starts_leaves_nothing_behind(checkpoint, tmp_path):
+    """Until the event loop ran, the signal killed the process: the folder of its sockets stayed."""
+    command = [sys.executable, "serve.py", "--model", str(checkpoint), "--port", "0"]
+    run = RUN | {"env": RUN["env"] | {"TMPDIR": str(tmp_path)}}
+    with subprocess.Popen(command, **run) as process:
+        wait_until(lambda: list(tmp_path.glob("pagedgpt-*")))
+        time.sleep(0.02)  # what comes first after the folder is the handler, then 0.3 s of imports
+        process.terminate()
+        assert process.wait(30) == 0
+    assert not list(tmp_path.glob("pagedgpt-*"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
@@ -412,10 +518,10 @@ def test_engine_killed(chat_server, expected):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
-def test_server_killed(checkpoint):
+def test_server_killed(checkpoint, tmp_path):
     """kill -9 of the server: the engine and the other HTTP process find their links and orders closed and leave,
-    instead of keeping the memory and the port for ever."""
-    with Process(checkpoint, *TWO_HTTP_PROCESSES) as server:
+    instead of keeping the memory and the port for ever, and the folder of sockets goes with the engine."""
+    with Process(checkpoint, *TWO_HTTP_PROCESSES, folder=tmp_path) as server:
         left = set(server.children)
         assert len(left) == 1 + bool(TWO_HTTP_PROCESSES)
         server.process.kill()
@@ -424,6 +530,7 @@ def test_server_killed(checkpoint):
             time.sleep(0.01)
             left = {pid for pid in left if is_alive(pid)}
     assert not left, "a process outlived its server"
+    assert not list(tmp_path.glob("pagedgpt-*"))
 
 
 def is_alive(pid: int) -> bool:
