@@ -237,3 +237,8 @@ def test_a_port_is_shared_with_nobody_else():
         assert len({sock.getsockname() for sock in sockets}) == 1
         with pytest.raises(SystemExit, match="choose another --port"):
             serve.listen(serve.parse_args(["--port", str(sockets[0].getsockname()[1])]))
+
+
+def test_too_many_processes_are_refused_at_once():
+    """`--http-workers 99999` ended with "Too many open files", about a folder that it then could not remove."""
+    assert "at most 64" in serve.serve_http(serve.parse_args(["--http-workers", "65"]))
