@@ -1841,8 +1841,8 @@ def samples(server):
 
 
 def test_metrics():
-    """vLLM's names, so that its dashboards work."""
-    with Server() as server:
+    """vLLM's names, so that its dashboards work. Steps are slower than rounds: tokens that are joined are one gap."""
+    with Server(engine=FakeEngine(pace=2 * client_module.MAX_PAUSE)) as server:
         server.answer("say hello", n=2, max_tokens=3)
         server.stream("say hi")
         server.engine.gate.clear()
