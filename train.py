@@ -275,7 +275,7 @@ class Muon(torch.optim.Optimizer):
     always multiplies in bfloat16, which many CPUs only emulate, and takes the matrices one by one.
     """
 
-    def __init__(self, parameters, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, dtype=torch.float32):
+    def __init__(self, parameters, lr: float, momentum: float, weight_decay: float, dtype: torch.dtype):
         by_shape = {p.shape: [q for q in parameters if q.shape == p.shape] for p in parameters}
         groups = [{"params": same} for same in by_shape.values()]  # each is orthogonalized as one batch
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -640,7 +640,9 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
         run.check_finite(losses)
         seconds = [*seconds[-20:], (time.perf_counter() - mark) / len(losses)]
         now = time.monotonic()
-        part = share_of_rest(run, now - started, now - clock, median(seconds))
+        # the first step allocates, or compiles: it tells nothing of how long the others take
+        known = seconds[1:]
+        part = share_of_rest(run, now - started, now - clock, median(known)) if known else 0.0
         clock = now
         # all processes must stop alike
         status = torch.tensor([float(bool(caught)), part], dtype=torch.float64)

@@ -198,6 +198,22 @@ def test_minutes_end_the_run_in_time(tiny, tmp_path):
     assert all(group["lr"] < 0.01 for optimizer in state["optimizers"] for group in optimizer["param_groups"])
 
 
+def test_a_slow_first_step_does_not_end_the_run(tiny, tmp_path, monkeypatch):
+    """It allocates, or compiles. The time for what follows the last step was reckoned from it, was more than there was,
+    and the run ended untrained after it."""
+    clock, update = Clock(), train.Run.update
+
+    def timed_update(self, *batch):
+        clock.now += 1.0 if self.step else 20.0
+        return update(self, *batch)
+
+    monkeypatch.setattr(train, "time", clock)
+    monkeypatch.setattr(train.Run, "update", timed_update)
+    train.main([*tiny, "--minutes", "1"])
+    # of 60 s the first step takes 20 and what follows the last 12
+    assert 26 <= assert_loads(tmp_path / "out")["step"] <= 30
+
+
 def test_the_clock_keeps_time_for_what_follows_the_last_step(tiny, corpus):
     args = train.parse_args(tiny)
     machine = train.choose_machine(args)
@@ -620,7 +636,7 @@ def test_muon_moves_q_k_and_v_apart():
     weight = torch.nn.Parameter(torch.zeros(48, 16))
     gradient = torch.randn(48, 16)
     weight.grad = gradient * torch.tensor([1000.0, 1.0, 0.001]).repeat_interleave(16)[:, None]
-    train.Muon([weight], lr=0.1).step()
+    train.Muon([weight], 0.1, momentum=0.95, weight_decay=0.0, dtype=torch.float32).step()
     for part, alone in zip(weight.detach().split(16), gradient.split(16), strict=True):
         assert torch.allclose(part, -0.1 * train.orthogonalize(alone[None])[0], atol=1e-3)
 
