@@ -43,7 +43,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # once more for each time it was
     repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or answer
     logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
-    allowed_token_ids: Sequence[int] | None = None  # no other token is ever chosen; a tuple, or an array of a server
+    allowed_token_ids: Sequence[int] | None = None  # no other token is ever chosen; a tuple, a list or array("q")
     min_tokens: int = 0  # no stop token before so many tokens
     logprobs: int | None = None  # how many log-probabilities are wanted besides the chosen token's; None: not even that
 
