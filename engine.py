@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,8 @@ from model import GPT, GPTConfig
 from paged import Plan, Request, Scheduler
 from runner import InFlight, Runner, kv_dtype
 from sampling import GREEDY, SamplingParams
+
+MAX_DELAYS = 10_000  # of each kind that wait to be asked for; a server asks after each step
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The engine
@@ -190,7 +193,8 @@ class Engine:
         self.num_choices: dict[int | str, int] = {}  # of those whose other choices are still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of those whose prompts are being scored
         self.seeds = random.Random(seed)
-        self.delays: dict[str, list[float]] = {"waited": [], "prefilled": []}  # in seconds, see `stats`
+        # in seconds, see `stats`; only the last ones, as programs without a server never ask for them
+        self.delays = {name: deque(maxlen=MAX_DELAYS) for name in ("waited", "prefilled")}
         self.trace, self.check = trace, check
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
 
@@ -452,8 +456,9 @@ class Engine:
         last call, `prefilled` those from there to the first token, of each that got its first.
         """
         scheduler = self.scheduler
-        delays = self.delays
-        self.delays = {name: [] for name in delays}
+        delays = {name: list(values) for name, values in self.delays.items()}
+        for values in self.delays.values():
+            values.clear()
         return {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),

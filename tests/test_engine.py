@@ -773,6 +773,16 @@ def varied_work(engine: Engine, on_step=lambda step: None) -> dict:
     return answers
 
 
+def test_delays_that_nobody_asks_for_are_forgotten(monkeypatch):
+    """`generate` in a program, the terminal too, never asks: two numbers of each request were kept for ever."""
+    monkeypatch.setattr(engine_module, "MAX_DELAYS", 2)
+    engine = new_engine(trained_model())
+    for _ in range(3):
+        engine.generate([prompt(0, 5)], greedy(2), progress=False)
+    stats = engine.stats()
+    assert len(stats["waited"]) == len(stats["prefilled"]) == 2
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_delays_are_told_once_for_each_request(overlap, monkeypatch):
     """
