@@ -47,6 +47,7 @@ PING_SECONDS = 10  # a stream that has nothing to say says so this often, or pro
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 RETRY = {"Retry-After": "1"}  # seconds
 GONE = "the client is gone"
+STOPPED = "the server stopped before this was finished"
 SEED_BITS = 48  # of seeds that are drawn: readers of the log that take all numbers for floats keep so many whole
 MODEL_PATH = "/v1/models/"  # before a model's name, which may have slashes of its own
 PING = b": ping\n\n"
@@ -668,7 +669,7 @@ class Service:
     async def _drain(self):
         while self.is_busy() and time.monotonic() < self.deadline:
             await asyncio.sleep(0.02)
-        self.client.fail_all(503, "the server stopped before this was finished", None, "stopping", RETRY)
+        self.client.fail_all(503, STOPPED, None, "stopping", RETRY)
         self.server.should_exit = True  # uvicorn closes its sockets and waits until the last answers are out
 
     def is_busy(self) -> bool:
@@ -753,6 +754,7 @@ class Gate:
         async def send_named(message):
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], named]
+                scope["is_answered"] = True
             await send(message)
 
         origin = headers.get(b"origin")
@@ -769,9 +771,15 @@ class Gate:
             answer = await self.route(scope["method"], scope["path"])(Request(scope, receive))
             await answer(scope, receive, send)
             error = getattr(answer, "error", None)  # of a stream that had begun
-        except (ClientDisconnect, asyncio.CancelledError):
-            # who sends half a body and goes, or does not read while the server stops, is told no more
+        except ClientDisconnect:  # who sends half a body and goes is told no more
             error = ApiError(499, GONE)
+            status = error.status
+        except asyncio.CancelledError:  # the server stops
+            if scope.get("is_answered"):  # to a client that does not read
+                error = ApiError(499, GONE)
+            else:
+                error = ApiError(503, STOPPED, None, "stopping", RETRY)
+                await error_response(error)(scope, receive, send)
             status = error.status
         except ApiError as refusal:
             error = refusal

@@ -89,7 +89,7 @@ async def drop_rest(receive):
     Drop what a client still sends until it ends, hangs up or REFUSED_SECONDS are over. A connection that is closed with
     bytes unread is reset, and a client that was still sending would lose the answer.
     """
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # the latter: the server stops
         async with asyncio.timeout(REFUSED_SECONDS):
             while (await receive()).get("more_body"):
                 pass

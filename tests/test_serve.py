@@ -2116,6 +2116,28 @@ def test_second_signal_stops_now():
         assert server.result is None
 
 
+def test_who_is_still_being_encoded_when_the_server_stops_is_told(monkeypatch):
+    """With a long text being encoded, or half of it sent, SIGTERM ended in uvicorn's own 500, no JSON, after the
+    linger. It is a 503 as for whatever else is not finished: clients try again."""
+    monkeypatch.setattr(api, "LINGER_SECONDS", 0.2)
+    with Server() as server, ThreadPoolExecutor(1) as pool:
+        asked = threading.Event()
+
+        async def ask(job, size):
+            asked.set()
+            await asyncio.sleep(30)
+
+        monkeypatch.setattr(server.service.encoder, "ask", ask)
+        with socket.create_connection(server.address, timeout=30) as half:
+            half.sendall(HEAD + b"Content-Length: 99\r\n\r\n{")
+            wait_until(lambda: server.service.server.server_state.tasks)
+            answer = pool.submit(server.post)
+            assert asked.wait(30)
+            server.stop()
+            assert b'"code": "stopping"' in read_until(half, b"}}")
+        assert answer.result(30).status_code == 503 and error_of(answer.result())["code"] == "stopping"
+
+
 def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monkeypatch):
     """Half a body, and an answer that nobody reads, each left a traceback of 60 lines when the server was stopped."""
     monkeypatch.setattr(api, "LINGER_SECONDS", 0.2)
