@@ -3,6 +3,7 @@ Clients that hang up while others are served: the real engine behind the real se
 knows in which state each request is when its connection closes. Whoever stays gets the tokens it would have got alone.
 """
 
+import asyncio
 import json
 import random
 import socket
@@ -41,6 +42,8 @@ class SteppedEngine(FakeEngine):
         before = self.engine.num_steps
         self.turns.release()
         wait_until(lambda: self.engine.num_steps > before or not self.engine.has_work)
+        if self.engine.num_steps == before:  # nothing to do yet: a turn left over would be an unasked step later
+            self.turns.acquire(blocking=False)
 
 
 class Client:
@@ -91,6 +94,8 @@ def one_round(server, rng, counts: Counter, reference):
             gone.add(victim.id)
             client.sock.close()
             wait_until(lambda id=victim.id: id.removeprefix("0:") not in choices)
+            # the event loop sends what was written once it has gone round
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0.001), server.service.loop).result(60)
             stepped.advance()
             while victim.finish_reason is None:  # the message may have been a step late, not more
                 stepped.advance()
