@@ -452,7 +452,7 @@ def test_the_server_answers_during_an_attack(server, name):
 def test_sigterm_drains_and_exits_0(server, client, checkpoint):
     """The last test of this server: what runs is finished, new work is refused, the exit is clean."""
     stream = client.completions.create(
-        model=str(checkpoint), prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        model=str(checkpoint), prompt="x", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
     )
     next(stream)
     server.process.send_signal(signal.SIGTERM)
