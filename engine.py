@@ -29,7 +29,7 @@ from paged import Plan, Request, Scheduler
 from runner import InFlight, Runner, kv_dtype
 from sampling import GREEDY, SamplingParams
 
-MAX_DELAYS = 10_000  # of each kind that wait to be asked for; a server asks after each step
+MAX_DELAYS = 10_000  # seconds of each kind that wait to be asked for: a server asks each step, other programs never
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The engine
@@ -193,7 +193,6 @@ class Engine:
         self.num_choices: dict[int | str, int] = {}  # of those whose other choices are still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of those whose prompts are being scored
         self.seeds = random.Random(seed)
-        # in seconds, see `stats`; only the last ones, as programs without a server never ask for them
         self.delays = {name: deque(maxlen=MAX_DELAYS) for name in ("waited", "prefilled")}
         self.trace, self.check = trace, check
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
