@@ -8,6 +8,8 @@
 PYTHON ?= python3
 PIP_OPTIONS ?=
 BIN := .venv/bin
+# two processes, each of which takes over tests from the other when it has none left
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 MODEL := out/stdlib
 
 .PHONY: run test tests test-all lint clean
@@ -16,12 +18,12 @@ run: .venv/ready $(MODEL)/loss.png
 	$(BIN)/python serve.py --model $(MODEL)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 tests: test
 
 test-all: .venv/ready
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 lint: .venv/ready
 	$(BIN)/ruff check --quiet

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from test_end_to_end import Process
 
 from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
@@ -48,17 +49,18 @@ def install():
 
 
 @pytest.fixture(scope="module")
-def bin():
-    """The folder with the clients' programs."""
+def bin(tmp_path_factory):
+    """The folder with the clients' programs. The processes that share the tests share it, and one of them makes it."""
     installed = HOME / PINS.name
-    if not installed.is_file() or installed.read_text() != PINS.read_text():
-        try:
-            install()
-        except subprocess.CalledProcessError as error:
-            reason = error.stderr.strip().splitlines()[-1:]
-            pytest.skip(f"the clients cannot be installed: {reason}")
-        except subprocess.TimeoutExpired as error:
-            pytest.skip(f"the clients were not installed within {error.timeout:.0f} s")
+    with FileLock(tmp_path_factory.getbasetemp().parent / "clients.lock"):
+        if not installed.is_file() or installed.read_text() != PINS.read_text():
+            try:
+                install()
+            except subprocess.CalledProcessError as error:
+                reason = error.stderr.strip().splitlines()[-1:]
+                pytest.skip(f"the clients cannot be installed: {reason}")
+            except subprocess.TimeoutExpired as error:
+                pytest.skip(f"the clients were not installed within {error.timeout:.0f} s")
     return HOME / "bin"
 
 
