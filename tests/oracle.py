@@ -1,0 +1,124 @@
+"""
+Which token a request may get: the rules of `SamplingParams` and of DESIGN's noise, computed anew in float64.
+
+Two programs that follow the same rules may still choose differently where rounding decides, and only there. So the
+answer here is a set: nearly always one token, several where the best scores, or a filter's threshold, lie within a
+stated distance. What a sampler chose must be in the set; how often there was a choice is counted.
+
+    assert token in possible_tokens(logits, params, position, prompt=prompt, generated=text)
+"""
+
+import math
+from collections import Counter
+
+import torch
+
+from sampling import SamplingParams, philox
+
+TIE = 1e-4  # of the best two perturbed scores: nearer ones are a tie
+ROUNDING = 2e-5  # of a score to a filter's threshold, and of a share of probability, relative
+MASK32 = 0xFFFFFFFF
+
+counts = Counter()  # tokens that were judged, ties among them
+
+
+def noise(seed: int, position: int, choice: int, V: int) -> torch.Tensor:
+    """Gumbel noise [V]: key, counter and words as DESIGN has them; test_sampling.py holds `philox` to the paper."""
+    quads = torch.arange(-(-V // 4))
+    counter = (quads, *(torch.tensor([x & MASK32]) for x in (position, choice, 0)))
+    key = torch.tensor([seed & MASK32]), torch.tensor([(seed >> 32) & MASK32])
+    words = torch.stack(philox(counter, key), dim=-1).flatten()[:V]
+    return -torch.log(-torch.log(((words >> 9).double() + 0.5) * 2.0**-23))
+
+
+def adjusted(logits: torch.Tensor, p: SamplingParams, prompt, generated, stops) -> torch.Tensor:
+    """Logits [V] float64 after bias, bans and penalties, by vLLM's formulas."""
+    V = len(logits)
+    scores = logits.double().cpu()
+    count = torch.tensor(list(generated), dtype=torch.int64).bincount(minlength=V)
+    seen = count + torch.tensor(list(prompt), dtype=torch.int64).bincount(minlength=V) > 0
+    for token, bias in (p.logit_bias or {}).items():
+        scores[token] += bias
+    if p.allowed_token_ids is not None:
+        allowed = torch.zeros(V, dtype=torch.bool)
+        allowed[list(p.allowed_token_ids)] = True
+        scores[~allowed] = -torch.inf
+    if len(generated) < p.min_tokens:
+        scores[[t for t in stops if 0 <= t < V]] = -torch.inf
+    repeated = torch.where(scores > 0, scores / p.repetition_penalty, scores * p.repetition_penalty)
+    scores = torch.where(seen, repeated, scores)
+    return scores - p.frequency_penalty * count - p.presence_penalty * (count > 0)
+
+
+def thresholds(scores: torch.Tensor, p: SamplingParams, rounding: float) -> list[tuple[float, float]]:
+    """Of each filter the least score that it keeps: the lowest and the highest that rounding may make of it."""
+    ranked = scores.sort(descending=True).values
+    found, kept = [], [ranked]
+    if 0 < p.top_k < len(ranked):
+        bar = ranked[p.top_k - 1]
+        found.append((bar.item(), bar.item()))
+        kept = [ranked[ranked >= bar - rounding], ranked[ranked >= bar]]
+    if p.top_p < 1:
+        bars = []
+        for some in kept:
+            weights = (some - some[0]).exp()
+            before = weights.cumsum(0) - weights
+            for share in p.top_p * (1 - ROUNDING), p.top_p * (1 + ROUNDING):
+                needed = (before < share * weights.sum()).sum().clamp(min=1)
+                bars.append(some[needed - 1].item())
+        found.append((min(bars), max(bars)))
+    if p.min_p > 0:
+        bar = ranked[0].item() + math.log(p.min_p)
+        found.append((bar, bar))
+    return found
+
+
+def kept_tokens(scores: torch.Tensor, p: SamplingParams, rounding: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens [V] the filters surely keep, and which they may keep."""
+    surely = scores > -torch.inf
+    maybe = surely.clone()
+    for low, high in thresholds(scores, p, rounding):
+        near = (scores - high).abs() < rounding
+        torn = {high} != {*scores[near].tolist()}  # equal scores are kept or dropped together, near ones need not be
+        surely &= scores >= high + rounding if torn else scores >= high
+        maybe &= scores > low - rounding
+    return surely, maybe
+
+
+def possible_tokens(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    position: int,
+    *,
+    seed: int | None = None,
+    choice: int = 0,
+    prompt=(),
+    generated=(),
+    stops=(),
+    temperature: float | None = None,
+    rounding: float = ROUNDING,
+    tie: float = TIE,
+) -> set[int]:
+    """
+    The tokens that may follow, of logits [V]. seed and temperature are those of `params` by default; -1 stands for a
+    row without a finite maximum.
+    """
+    temperature = params.temperature if temperature is None else temperature
+    scores = adjusted(logits, params, prompt, generated, stops)
+    best = scores.max()
+    if not best.isfinite() or scores.isnan().any():
+        return {-1}
+    if temperature < 1e-5:
+        near = (scores >= best - rounding).nonzero()[:, 0].tolist()
+        first = {scores[t].item(): t for t in reversed(near)}  # of equal ones the lowest
+        found = set(first.values())
+    else:
+        scores = scores / temperature
+        surely, maybe = kept_tokens(scores, params, rounding / min(temperature, 1))
+        seed = (params.seed or 0) if seed is None else seed
+        perturbed = scores + noise(seed, position, choice, len(scores))
+        bar = perturbed[surely].max() if surely.any() else -torch.inf
+        found = set((maybe & (perturbed >= bar - tie)).nonzero()[:, 0].tolist())
+    counts["tokens"] += 1
+    counts["ties"] += len(found) > 1
+    return found
