@@ -3,6 +3,7 @@ The rules of a request body, as tables: what passes and becomes what, what is re
 server, so that a rule costs a line here.
 """
 
+import contextlib
 import json
 import math
 import time
@@ -12,6 +13,7 @@ from openai.types import completion_create_params as text_create_params
 from openai.types.chat import completion_create_params
 from pydantic import ValidationError
 
+import protocol
 from protocol import (
     IGNORED,
     NEUTRAL,
@@ -19,6 +21,8 @@ from protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
     body_refusal,
     error_body,
     error_response,
@@ -27,6 +31,9 @@ from protocol import (
 
 def parse(**body):
     return CompletionRequest.model_validate({"prompt": "p"} | body)
+
+
+HELLO = [{"role": "user", "content": "x"}]
 
 
 def refusal(**body) -> ApiError:
@@ -50,8 +57,22 @@ def test_defaults():
         "skip_special_tokens": True, "prompt_logprobs": None, "echo": False, "logprobs": None,
         "return_token_ids": False, "priority": 0, "cache_salt": None, "request_id": None, "add_special_tokens": True,
     }  # fmt: skip
-    chat = ChatRequest(messages=[{"role": "user", "content": "x"}])
-    assert (chat.max_tokens, chat.logprobs, chat.candidates, chat.add_generation_prompt) == (None, False, None, True)
+
+
+def test_defaults_of_chats():
+    """As those of completions, but for the length and the log-probabilities."""
+    chat, text = ChatRequest(messages=HELLO).model_dump(), parse().model_dump()
+    own = {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "add_generation_prompt"}
+    own |= {"add_special_tokens"}
+    assert {name: chat[name] for name in own} == {
+        "messages": [{"role": "user", "content": "x", "name": None}], "max_tokens": None,
+        "max_completion_tokens": None, "logprobs": False, "top_logprobs": None, "add_generation_prompt": True,
+        "add_special_tokens": False,
+    }  # fmt: skip
+    others = text.keys() - own - {"prompt", "echo"}
+    assert chat.keys() == own | others and all(chat[name] == text[name] for name in others)
+    nothing = {name: None for name in ChatRequest.model_fields if name != "messages"}
+    assert ChatRequest(messages=HELLO, **nothing) == ChatRequest(messages=HELLO)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +141,8 @@ RANGES = [
     ("min_p", [0, 1], {-1: "greater than or equal to 0, got -1", 2: "less than or equal to 1, got 2"}),
     ("seed", [-(2**63), 2**63 - 1], {2**63: f"less than {2**63}, got {2**63}", 0.5: "a valid integer, got 0.5"}),
 ]
+SEEDS = {-(2**63) - 1: f"greater than or equal to {-(2**63)}, got {-(2**63) - 1}"}
+RANGES += [("seed", [0, -1], SEEDS), ("min_tokens", [0], {2**31: f"less than {2**31}, got {2**31}"})]
 
 
 @pytest.mark.parametrize("name, inside, outside", RANGES, ids=[name for name, *_ in RANGES])
@@ -133,6 +156,71 @@ def test_numbers_have_ranges(name, inside, outside):
         assert error.message.startswith(f"{name}: input should be ") and error.message.endswith(message)
     for value in (True, "1", [1], {}):
         assert refusal(**{name: value}).param == name
+
+
+# The range of a chat's own fields; all others are inherited.
+OF_CHATS = [("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1), ("top_logprobs", 0, 20)]
+
+
+@pytest.mark.parametrize(("name", "least", "most"), OF_CHATS)
+def test_numbers_of_chats_have_ranges(name, least, most):
+    for value in (least, most):
+        assert getattr(ChatRequest(messages=HELLO, logprobs=True, **{name: value}), name) == value
+    for value in (least - 1, most + 1):
+        error = chat_refusal(logprobs=True, **{name: value})
+        assert error.status == 400 and error.message.endswith(f", got {value}")
+
+
+# field, a value of that size, the largest size that passes
+SIZES = [
+    ("prompt", lambda size: ["a"] * size, 4096),
+    ("stop", lambda size: ["a"] * size, 64),
+    ("stop", lambda size: ["a" * (size - 4), "\u20ac", "b"], 2**14),  # in bytes
+    ("stop_token_ids", lambda size: [1] * size, 64),
+    ("logit_bias", lambda size: dict.fromkeys(map(str, range(size)), 0), 1024),
+    ("allowed_token_ids", lambda size: list(range(size)), 2**18),
+    ("cache_salt", lambda size: "a" * size, 1000),
+    ("request_id", lambda size: "a" * size, 128),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "most"), SIZES, ids=[f"{name} {most}" for name, _, most in SIZES])
+def test_lists_and_texts_have_a_largest_size(name, make, most):
+    """Exactly so large passes, unchanged; one more is refused by its name."""
+    value = make(most)
+    taken = getattr(parse(**{name: value}), name)
+    assert taken == ({int(i): bias for i, bias in value.items()} if name == "logit_bias" else value)
+    error = refusal(**{name: make(most + 1)})
+    assert (error.status, error.param) == (400, name) and len(error.message) < 300
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, TokenizeRequest])
+def test_a_conversation_has_a_most_of_messages(kind):
+    assert len(kind(messages=HELLO * 4096).messages) == 4096
+    for count in (0, 4097):
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate({"messages": HELLO * count})
+        assert body_refusal(caught.value).param == "messages"
+
+
+@pytest.mark.parametrize("name", ["!", "~", "req-1/2:3"])
+def test_request_ids_are_printable_ascii(name):
+    """They become a header and a line of the log: blanks, line ends and what is no ASCII are refused."""
+    assert parse(request_id=name).request_id == name
+    for bad in (f"{name} ", f" {name}", f"{name}\n", f"{name}\r\n", f"{name}\x7f", f"{name}é", ""):
+        assert refusal(request_id=bad).param == "request_id"
+
+
+def test_biases_are_of_token_ids():
+    """JSON's names are texts, and Python takes many a text for a number."""
+    taken = parse(logit_bias={"0": -100, "50256": 100, "7": 0.5, "12345678901": 1}).logit_bias
+    assert taken == {0: -100, 50256: 100, 7: 0.5, 12345678901: 1}
+    assert {type(bias) for bias in taken.values()} == {float}
+    for name in ("", " 1", "1 ", "+1", "-1", "1.0", "1_0", "0x1", "\u0663", "\u00b2", "123456789012", "a"):
+        assert refusal(logit_bias={name: 1}).message == f"logit_bias: {name!r} is no token id"
+    for bias in (-100.1, 100.1, math.nan, math.inf, "1", None, [1], True):
+        assert refusal(logit_bias={"1": bias}).message.endswith("is no number from -100 to 100")
+    assert refusal(logit_bias=[1]).message == "logit_bias must be an object of at most 1024 token ids"
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
@@ -261,6 +349,53 @@ def test_ignored_fields_of_stream_options():
     assert options.stream_options.continuous_usage_stats and not options.stream_options.include_usage
 
 
+def test_each_field_reaches_the_sampler_under_its_name():
+    """Each with a value of its own, so that none can stand for another."""
+    given = {"temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "top_k": 7, "seed": 11, "min_tokens": 3}
+    given |= {"presence_penalty": 0.75, "frequency_penalty": -0.75, "repetition_penalty": 1.5, "ignore_eos": True}
+    given |= {"logit_bias": {"2": -1.5}, "allowed_token_ids": [5, 4], "stop_token_ids": [9], "max_tokens": 12}
+    wanted = given | {"logit_bias": {2: -1.5}, "allowed_token_ids": [4, 5], "logprobs": 6}
+    assert parse(**given, logprobs=6).sampling_params(99) == wanted
+    # the candidates of the prompt are not those of the answer
+    assert parse(**given, logprobs=6, prompt_logprobs=8, echo=True).sampling_params(99) == wanted
+    assert ChatRequest(messages=HELLO, logprobs=True, top_logprobs=6, **given).sampling_params(99) == wanted
+    assert ChatRequest(messages=HELLO, **given).sampling_params(99) == wanted | {"logprobs": None}
+    assert ChatRequest(messages=HELLO, logprobs=True, **given).sampling_params(99) == wanted | {"logprobs": 0}
+
+
+@pytest.mark.parametrize(("top_k", "taken"), [(-1, 0), (0, 0), (1, 1), (50, 50)])
+def test_top_k_of_minus_one_is_none(top_k, taken):
+    assert parse(top_k=top_k).sampling_params(9)["top_k"] == taken
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_tokens"),
+    [({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 5}, 5), ({"max_tokens": 0, "echo": True}, 1)],
+)
+def test_length_of_a_completion(fields, max_tokens):
+    """The default is OpenAI's; the engine computes a token even if only the prompt is to be scored."""
+    assert parse(**fields).sampling_params(1000)["max_tokens"] == max_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "candidates"),
+    [
+        ({}, None),
+        ({"logprobs": 3}, None),  # of the answer alone
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 0}, 0),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"prompt_logprobs": 0}, 0),
+        ({"prompt_logprobs": 2, "logprobs": 4}, 2),
+        ({"prompt_logprobs": 2, "logprobs": 4, "echo": True}, 4),
+        ({"prompt_logprobs": 5, "logprobs": 4, "echo": True}, 5),
+    ],
+)
+def test_candidates_of_a_prompt(fields, candidates):
+    """As many as either wants. 0 is not none: the prompt is scored, without others beside its tokens."""
+    assert parse(**fields).prompt_candidates == candidates
+
+
 def test_sampling_params_are_those_of_the_engine():
     """The names must be the engine's: they cross to another process, where a typo would be a refused request."""
     from sampling import SamplingParams
@@ -345,6 +480,83 @@ def test_token_ids_are_in_the_vocabulary():
     with pytest.raises(ApiError, match=r"token id -1 is outside") as caught:
         parse(stop_token_ids=[-1]).check_fits([[1]], vocab_size=5, max_model_len=100)
     assert caught.value.param == "stop_token_ids"
+
+
+@pytest.mark.parametrize("name", ["prompt", "stop_token_ids", "logit_bias", "allowed_token_ids"])
+@pytest.mark.parametrize(("token", "fits"), [(0, True), (4, True), (5, False), (2**30, False)])
+def test_every_token_id_is_in_the_vocabulary(name, token, fits):
+    """Also those that are not the first of their list. -1 has its own test: not all forms can spell it."""
+    value = {"1": 0, str(token): 0} if name == "logit_bias" else [1, token]
+    if name != "logit_bias" and not fits:
+        value.append(1)
+    request = parse(**{name: value})
+    prompts = request.prompt if name == "prompt" else [[1]]
+    if fits:
+        request.check_fits(prompts, vocab_size=5, max_model_len=100)
+        return
+    with pytest.raises(ApiError) as caught:
+        request.check_fits(prompts, vocab_size=5, max_model_len=100)
+    assert caught.value.message == f"token id {token} is outside the vocabulary, 0..4"
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+@pytest.mark.parametrize(("min_tokens", "fits"), [(0, True), (5, True), (6, True), (7, False)])
+def test_a_chat_without_a_length_has_room_for_its_least(min_tokens, fits):
+    """Without max_tokens an answer is as long as the context allows: that must be at least min_tokens, and 1."""
+    chat = ChatRequest(messages=HELLO, min_tokens=min_tokens)
+    if fits:
+        chat.check_fits([[1] * 4], vocab_size=2, max_model_len=10)
+    else:
+        with pytest.raises(ApiError, match="4 prompt tokens and max_tokens 7 make 11"):
+            chat.check_fits([[1] * 4], vocab_size=2, max_model_len=10)
+    with pytest.raises(ApiError, match=f"10 prompt tokens and max_tokens {max(1, min_tokens)} make"):
+        chat.check_fits([[1] * 10], vocab_size=2, max_model_len=10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "length", "fits"),
+    [
+        ({"max_tokens": 0, "echo": True}, 10, True),
+        ({"max_tokens": 0, "echo": True}, 11, False),
+        ({"max_tokens": 0, "echo": True, "logprobs": 0}, 9, True),  # a score needs a step, and that makes a token
+        ({"max_tokens": 0, "echo": True, "logprobs": 0}, 10, False),
+    ],
+)
+def test_an_echo_alone_may_fill_the_context(fields, length, fits):
+    with contextlib.nullcontext() if fits else pytest.raises(ApiError, match="make 11: "):
+        parse(**fields).check_fits([[1] * length], vocab_size=2, max_model_len=10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({}, 0),
+        ({"logprobs": 0, "max_tokens": 7}, 7),
+        ({"logprobs": 2, "max_tokens": 7}, 21),
+        ({"logprobs": 2, "max_tokens": 7, "n": 3}, 63),
+        ({"prompt_logprobs": 0, "max_tokens": 7}, 5),
+        ({"prompt_logprobs": 4, "max_tokens": 7}, 25),
+        ({"prompt_logprobs": 4, "max_tokens": 7, "n": 2, "logprobs": 1}, 2 * (25 + 14)),
+        ({"echo": True, "logprobs": 1, "max_tokens": 0}, 10),
+    ],
+)
+def test_how_many_scores_an_answer_has(fields, count):
+    """Of a prompt of 5 tokens: (1 + candidates) for each token, and each choice tells its prompt's again."""
+    assert parse(**fields).num_scores(5, 100) == count
+
+
+def test_scores_without_a_length_are_those_of_the_context():
+    chat = ChatRequest(messages=HELLO, logprobs=True, top_logprobs=2)
+    assert chat.num_scores(5, 100) == 3 * 95
+
+
+def test_nothing_but_ends_of_text_to_say():
+    """Without allowed_token_ids all of the vocabulary is allowed."""
+    request = parse(min_tokens=1, stop_token_ids=[0, 1])
+    request.check_fits([[1]], vocab_size=3, max_model_len=100)
+    with pytest.raises(ApiError, match="all tokens that are allowed are stop tokens"):
+        request.check_fits([[1]], vocab_size=3, max_model_len=100, eos_token_ids=[2])
+    parse(stop_token_ids=[0, 1, 2]).check_fits([[1]], vocab_size=3, max_model_len=100)
 
 
 def test_min_tokens_leaves_something_to_say():
@@ -445,6 +657,124 @@ def test_chat_takes_text_parts_and_both_names_of_the_length():
     assert chat.messages[0].content == "ab" and chat.max_tokens == 5
     assert chat.sampling_params(9)["max_tokens"] == 5
     assert ChatRequest(messages=[{"role": "user", "content": "x"}]).sampling_params(6)["max_tokens"] == 6
+
+
+def test_the_newer_name_of_the_length_goes_first_whichever_is_larger():
+    for fields in ({"max_tokens": 3, "max_completion_tokens": 5}, {"max_tokens": 9, "max_completion_tokens": 5}):
+        assert ChatRequest(messages=HELLO, **fields).sampling_params(99)["max_tokens"] == 5
+    assert ChatRequest(messages=HELLO, max_tokens=3, max_completion_tokens=None).sampling_params(9)["max_tokens"] == 3
+
+
+def test_top_logprobs_need_logprobs():
+    """0, too: it asks for the log-probability of each token."""
+    for number in (0, 5):
+        assert chat_refusal(top_logprobs=number).message == (
+            "top_logprobs needs logprobs: send logprobs true or leave it out"
+        )
+        assert ChatRequest(messages=HELLO, logprobs=True, top_logprobs=number).candidates == number
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_roles(role):
+    assert ChatRequest(messages=[{"role": role, "content": "x"}]).messages[0].role == role
+
+
+@pytest.mark.parametrize("name", NEUTRAL_IN_CHAT)
+def test_fields_that_chats_do_not_serve(name):
+    """The neutral value passes, as leaving out does; others are refused by name."""
+    neutral = NEUTRAL_IN_CHAT[name]
+    assert ChatRequest(messages=HELLO, **{name: neutral}) == ChatRequest(messages=HELLO)
+    for value in ("other", {"other": 1}, [1]):
+        error = chat_refusal(**{name: value})
+        assert (error.status, error.param) == (400, name) and f"{name} is not served here: " in error.message
+
+
+def test_what_asks_for_nothing():
+    """A table of its own, so that one value can be taken for another nowhere."""
+    assert NEUTRAL == {
+        "best_of": 1, "length_penalty": 1, "suffix": "", "use_beam_search": False, "early_stopping": False,
+        "spaces_between_special_tokens": True,
+    }  # fmt: skip
+    of_templates = {"chat_template": None, "chat_template_kwargs": {}, "continue_final_message": False}
+    assert NEUTRAL | of_templates == {k: NEUTRAL_IN_CHAT[k] for k in (NEUTRAL | of_templates)}
+    assert {k: v for k, v in NEUTRAL_IN_CHAT.items() if k not in NEUTRAL | of_templates} == {
+        "tools": [], "tool_choice": "none", "functions": [], "function_call": "none",
+        "response_format": {"type": "text"}, "modalities": ["text"], "echo": False, "reasoning_effort": None,
+        "web_search_options": None, "audio": None, "moderation": None,
+    }  # fmt: skip
+    assert TokenizeRequest(prompt="x", **of_templates) == TokenizeRequest(prompt="x")
+
+
+def test_tokenize_takes_a_prompt_or_messages():
+    assert TokenizeRequest(prompt="").prompt == "" and TokenizeRequest(messages=HELLO).messages[0].content == "x"
+    for body in ({}, {"prompt": None}, {"prompt": "x", "messages": HELLO}):
+        with pytest.raises(ApiError, match="give either prompt or messages"):
+            TokenizeRequest.model_validate(body)
+    made = TokenizeRequest(prompt="x")
+    assert (made.add_generation_prompt, made.return_token_strs, made.add_special_tokens) == (True, False, True)
+
+
+@pytest.mark.parametrize(("token", "fits"), [(0, True), (2**31 - 1, True), (-1, False), (2**31, False), (True, False)])
+def test_detokenize_takes_ids(token, fits):
+    if fits:
+        assert DetokenizeRequest(tokens=[1, token]).tokens == [1, token]
+        return
+    with pytest.raises(ValidationError) as caught:
+        DetokenizeRequest(tokens=[1, token])
+    assert body_refusal(caught.value).message.startswith("tokens.1: input should be ")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_token", "max_tokens"), ("Temperature", "temperature"), ("bestof", "best_of"), ("best_off", "best_of"),
+        ("stops", "stop"), ("x" * 100_000, None), ("banana", None),
+    ],
+)  # fmt: skip
+def test_what_an_unknown_name_may_have_meant(name, meant):
+    """Also one of those that are not served: to be told of it is better than to be told nothing."""
+    message = refusal(**{name: 1}).message
+    assert message == f"there is no field {name[:200]!r}" + (f"; did you mean {meant!r}?" if meant else "")
+
+
+def test_a_long_name_is_compared_with_ours_by_its_beginning(monkeypatch):
+    """The comparison takes time in proportion to the product of the lengths: one of 4 MB took minutes."""
+    compared = []
+    monkeypatch.setattr(protocol.difflib, "get_close_matches", lambda name, *_, **__: compared.append(name) or [])
+    refusal(**{"x" * 10**6: 1})
+    assert compared == ["x" * 50]
+
+
+def test_the_log_quotes_no_value():
+    """What a refusal quotes may be a client's text; the log has the code, or the words before the value."""
+    assert ApiError(400, "n: input should be a valid integer, got 'my secret'").reason == (
+        "n: input should be a valid integer"
+    )
+    assert ApiError(404, "there is no model", "model", "model_not_found").reason == "model_not_found"
+    assert ApiError(400, "x" * 1000).reason == "x" * 200
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"), (401, "invalid_request_error"), (404, "invalid_request_error"),
+        (413, "invalid_request_error"), (429, "rate_limit_error"), (500, "server_error"), (503, "server_error"),
+    ],
+)  # fmt: skip
+def test_kinds_of_errors(status, kind):
+    """Client libraries make exceptions of their own of them, and some try again."""
+    response = error_response(ApiError(status, "no", "n"))
+    assert json.loads(response.body)["error"] == {"message": "no", "type": kind, "param": "n", "code": None}
+    assert response.status_code == status and response.headers["content-type"] == "application/json"
+
+
+def test_refusals_of_long_names_are_short():
+    """The way to the field has names that the client chose: as long as the body."""
+    for field in ({"stream": True, "stream_options": {"x" * 10**6: 1}}, {"stop": {"x" * 10**6: 1}}):
+        assert len(error_body(refusal(**field))) < 1000
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate([])
+    assert body_refusal(caught.value).message == "the body must be a JSON object"
 
 
 def test_error_shape():
