@@ -142,7 +142,17 @@ class Caller:
     def hang_up(self):
         self.do(self.wire.abort)
 
+    def end_side(self):
+        """It has nothing more to ask, as `printf ... | nc -N`, or is gone: at first nobody can tell."""
+
+        def end():
+            if not self.wire.protocol.eof_received():
+                self.wire.close()
+
+        self.do(end)
+
     def stop_reading(self):
+        """What it was sent fills the system's buffers: asyncio says so."""
         self.do(self.wire.protocol.pause_writing)
 
     def read_on(self):
