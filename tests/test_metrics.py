@@ -468,3 +468,41 @@ def test_nothing_runs_after_the_last_client_hung_up(driven_house):
     driven.step()
     moved = watched.moved()
     assert not moved.keys() & GAUGES and shows(moved, success("abort", 3))
+
+
+def test_a_key_has_a_prefix_cache_of_its_own_for_all_its_choices(monkeypatch):
+    """Three choices on one row: two wait, and look their prompt up. They find what their own key has computed, 8 of
+    9 tokens; another key's first choice finds nothing. Waiting choices once had no salt, and shared with all."""
+    with House("--max-num-seqs", "1", keys=["sesame", "simsim"]) as house:
+        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=house.clock.time))
+        driven = Driven(house, num_blocks=20, max_num_seqs=1, token_budget=32)
+        hits = []
+        for key in ("sesame", "simsim", "sesame"):
+            body = {"prompt": "abcdefghi", "n": 3, "max_tokens": 2}
+            caller = house.call("POST", "/v1/completions", body, Authorization=f"Bearer {key}")
+            while house.choices:
+                driven.step()
+            hits.append((usage(caller.answer())[2], driven.engine.stats()["hits"]))
+        assert hits == [(0, 8 + 8), (0, 2 * 16), (8, 2 * 16 + 3 * 8)]
+
+
+def test_the_queue_is_as_long_as_the_flag_says_with_the_real_engine(driven_house):
+    """Calls that arrive together, from which none has been told of the others: two run, three wait, and each of the
+    others is a 429, whether this process or the engine counts them; then all five are answered, and there is room."""
+    house = driven_house
+    driven = Driven(house, num_blocks=40, max_num_seqs=2, token_budget=32)
+    callers = [house.ask("abc", max_tokens=2, n=n) for n in (1, 2, 1, 2, 1, 1)]
+    driven.step()
+    assert [caller.answer().status for caller in callers if caller.said] == [429, 429]
+    house.service.check_room = lambda count: None  # another process's call, of which this one knows nothing
+    late = house.ask("abc", max_tokens=2)
+    driven.step()
+    assert late.answer().status == 429
+    message = "1 choices beside 5 in work are more than 5: try again later"
+    assert late.answer().json["error"] == {
+        "message": message, "type": "rate_limit_error", "param": None, "code": "queue_full"
+    }  # fmt: skip
+    for _ in range(8):
+        driven.step()
+    assert [caller.answer().status for caller in callers] == [200, 200, 200, 429, 200, 429]
+    assert not house.choices and driven.engine.num_at_work == 0

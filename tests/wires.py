@@ -41,6 +41,11 @@ class Clock(asyncio.SelectorEventLoop):
 
     now = 1000.0
 
+    def __init__(self):
+        super().__init__()
+        self.failures: list[dict] = []  # exceptions that nobody caught
+        self.set_exception_handler(lambda loop, context: self.failures.append(context))
+
     def time(self) -> float:
         return self.now
 
@@ -283,6 +288,7 @@ class House:
         self.encoder.close()
         self.clock.close()
         self.patches.undo()
+        assert not self.clock.failures, self.clock.failures
 
     def connect(self) -> Caller:
         return Caller(self)
