@@ -8,6 +8,9 @@ The fake store remembers for each slot *which text up to and including that toke
 whatever goes wrong between a request and its K, V (a wrong share, a missed copy-on-write, a stale block, a commit
 before K, V exist, a hit on another prefix or another salt) shows up as a context that is not the request's own. Tokens
 are a function of what a request reads there, so a wrong context also gives wrong answers.
+
+Half of the trials overlap: as the engine does, they plan and compute a step before they take in the tokens of the one
+before, and fork a prompt when its first token is known, with the parent's next one on its way.
 """
 
 import random
@@ -25,7 +28,8 @@ from paged import BlockAllocator, Plan, Request, Scheduler
 MUST_HAPPEN = [
     *("preempted", "evicted", "hit", "hit after preemption", "forked", "no row to fork", "copied", "took turns"),
     *("overtook", "refused", "failed", "finished by stop", "finished by length"),
-    *("aborted waiting", "aborted prefilling", "aborted active"),
+    *("aborted waiting", "aborted prefilling", "aborted active", "aborted ending", "aborted with a token to come"),
+    *("sat out", "preempted with a token to come", "failed after launch", "choice forked", "late stop"),
 ]
 
 
@@ -83,11 +87,15 @@ class Trial:
         self.time_per_step = rng.choice([0.0, 1.0, 30.0])  # one unit of priority is worth 60
         self.p_abort, self.p_fork = rng.choice([0.0, 0.03]), rng.choice([0.0, 0.08])
         self.p_fail = rng.choice([0.0, 0.0, 0.05])
+        self.overlap = rng.random() < 0.5
+        self.under_way: tuple[Plan, list[int]] | None = None  # with overlap: the step before, and its tokens
+        self.first_hits: dict[int, int] = {}  # request id -> tokens found in the cache when it was first admitted
+        self.num_hits = self.num_queried = self.num_preempted = self.num_copied = self.num_forked = self.peak = 0
         self.step_number = 0
 
     def run(self):
         to_come, p_arrive = self.rng.randint(2, 12), self.rng.choice([0.2, 0.5, 1.0])
-        while to_come or not self.scheduler.is_done():
+        while to_come or self.under_way or not self.scheduler.is_done():
             while to_come and self.rng.random() < p_arrive:
                 self.submit()
                 to_come -= 1
@@ -95,9 +103,10 @@ class Trial:
                 self.abort()
             if self.rng.random() < self.p_fork:
                 self.fork()
-            if not self.scheduler.is_done():
+            if self.under_way or not self.scheduler.is_done():
                 self.step()
             self.step_number += 1
+        self.check_counts()
         assert not any(self.allocator.ref_counts), "nobody is left, but blocks are still held"
         assert self.allocator.num_free == self.allocator.num_blocks, "nobody is left, but the pool is not whole"
         self.counts["evicted"] = self.allocator.num_evictions
@@ -127,6 +136,7 @@ class Trial:
             stop_token_ids=frozenset([rng.randrange(self.V)] if rng.random() < 0.2 else []),
             cache_salt=rng.choice(["", "", "", "pepper"]),
             params=rng.randrange(3),  # takes part in the choice of each token
+            prompt_logprobs=rng.choice([None] * 8 + [0, 2]),
         )
         self.scheduler.add_request(request)
         texts = [extend(hash((len(request.cache_salt),)), prompt[0])]  # other salts must share nothing
@@ -161,6 +171,7 @@ class Trial:
         if alive:
             request = self.rng.choice(alive)
             self.counts[f"aborted {request.status}"] += 1
+            self.counts["aborted with a token to come"] += request.num_to_come > 0
             self.end(request)
             self.scheduler.check()
 
@@ -173,14 +184,32 @@ class Trial:
         if not self.scheduler.active:
             return
         parent = self.rng.choice(self.scheduler.active)
+        if parent.num_to_come:
+            with pytest.raises(ValueError, match="token to come"):
+                self.scheduler.fork(parent, "too early")
+            return
         if not self.scheduler.free_rows:
             with pytest.raises(RuntimeError):
                 self.scheduler.fork(parent, "no row")
             self.counts["no row to fork"] += 1
             return
-        child = self.scheduler.fork(parent, len(self.accepted), params=self.rng.randrange(3))
+        self.begin_fork(self.scheduler.fork(parent, len(self.accepted), params=self.rng.randrange(3)), parent)
+
+    def fork_choice(self, parent: Request):
+        """Another choice of a prompt, as the engine forks it: it computes the prompt's last token once more."""
+        S, P = self.scheduler.block_size, len(parent.prompt_tokens)
+        if parent.status != "active" or parent.num_committed * S >= P or not self.scheduler.free_rows:
+            return
+        table = parent.block_table[: -(-P // S)]
+        own = {"generated_tokens": [], "num_filled_slots": P - 1, "block_table": table, "params": self.rng.randrange(3)}
+        self.begin_fork(self.scheduler.fork(parent, len(self.accepted), **own), parent)
+        self.counts["choice forked"] += 1
+
+    def begin_fork(self, child: Request, parent: Request):
         self.tables[child.row][: len(child.block_table)] = child.block_table
-        self.accept(child, list(self.texts[parent.id]))
+        self.accept(child, self.texts[parent.id][: child.num_tokens])
+        self.first_hits[child.id] = self.first_hits[parent.id]
+        self.num_forked += 1
         self.scheduler.check()
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -189,45 +218,97 @@ class Trial:
         scheduler = self.scheduler
         if len(scheduler.active) > scheduler.token_budget:
             self.counts["took turns"] += 1
-        queue, prefilling = list(scheduler.waiting), list(scheduler.prefilling)
+        queue, prefilling, ending = (list(x) for x in (scheduler.waiting, scheduler.prefilling, scheduler.ending))
         plan = scheduler.plan(self.step_number)
         scheduler.check(plan)
-        self.check_order(plan, queue, prefilling)
-        for request in plan.admitted:
-            self.counts["hit"] += request.num_filled_slots > 0
-            self.counts["hit after preemption"] += request.num_filled_slots > 0 and request.num_preemptions > 0
-        if self.rng.random() < self.p_fail:
+        self.check_order(plan, queue, prefilling, ending)
+        self.count(plan)
+        if plan.num_tokens and self.rng.random() < self.p_fail:
             return self.fail(plan)
         tokens = self.execute(plan)
         before = {request: request.num_filled_slots + n for request, n in work_of(plan)}
-        finished = scheduler.update(plan, tokens)
+        scheduler.advance(plan)
+        assert all(r.num_filled_slots == filled for r, filled in before.items())
+        launched = (plan, tokens) if plan.num_tokens else None
+        if self.overlap:
+            launched, self.under_way = self.under_way, launched
+        if launched:
+            self.collect(*launched)
+        self.counts["steps"] += 1
+        self.counts["tokens"] += plan.num_tokens
+
+    def collect(self, plan: Plan, tokens: list[int]):
+        """The tokens of a step are known, with overlap one step late."""
+        scheduler = self.scheduler
         scheduler.check()
-        assert all(r.num_filled_slots == filled for r, filled in before.items() if r not in finished)
+        if self.overlap and self.rng.random() < self.p_fail:
+            self.end_all(r for r in took_part(plan) if r.status != "done")
+            self.counts["failed after launch"] += 1
+            return
+        completed_prefills = plan.sampled[len(plan.decodes) :]
+        finished = scheduler.resolve(plan, tokens)
+        scheduler.check()
         self.check_finished(finished)
         self.check_conservation()
         for block in scheduler.block_cache.held:
             assert None not in self.kv[block], f"block {block} was committed before its K, V existed"
-        self.counts["steps"] += 1
-        self.counts["tokens"] += plan.num_tokens
+        for request in completed_prefills:
+            if request.num_generated - request.num_to_come == 1 and self.rng.random() < 3 * self.p_fork:
+                self.fork_choice(request)
 
-    def check_order(self, plan: Plan, queue: list[Request], prefilling: list[Request]):
+    def count(self, plan: Plan):
+        """What the scheduler's own counts must come to, from what can be seen of its plans."""
+        self.num_preempted += len(plan.preempted)
+        self.num_copied += len(plan.copies)
+        self.peak = max(self.peak, sum(count > 0 for count in self.allocator.ref_counts))
+        self.counts["preempted with a token to come"] += sum(r.num_to_come > 0 for r in plan.preempted)
+        for request in plan.admitted:
+            hits = self.longest_hit(request)
+            assert request.num_filled_slots == hits, f"{request.id}: {hits} tokens are cached, and not all were found"
+            self.first_hits.setdefault(request.id, hits)
+            self.num_queried += request.num_tokens
+            self.num_hits += hits
+            self.counts["hit"] += hits > 0
+            self.counts["hit after preemption"] += hits > 0 and request.num_preemptions > 0
+
+    def longest_hit(self, request: Request) -> int:
+        """How many of its tokens the cache holds, in whole blocks, less the last one: that is always computed."""
+        if not self.scheduler.prefix_cache or request.prompt_logprobs is not None:
+            return 0
+        S, texts = self.scheduler.block_size, self.texts[request.id]
+        cached = {self.kv[block][-1] for block in self.scheduler.block_cache.held}
+        ends = range(S, request.num_tokens, S)
+        return next((end - S for end in ends if texts[end - 1] not in cached), len(ends) * S)
+
+    def check_counts(self):
+        counted = {name: getattr(self.scheduler, f"num_{name}") for name in ("queried_tokens", "hit_tokens")}
+        assert counted == {"queried_tokens": self.num_queried, "hit_tokens": self.num_hits}
+        scheduler = self.scheduler
+        counted = scheduler.num_preemptions, scheduler.num_copies, scheduler.num_forks, scheduler.peak_blocks
+        assert counted == (self.num_preempted, self.num_copied, self.num_forked, self.peak)
+
+    def check_order(self, plan: Plan, queue: list[Request], prefilling: list[Request], ending: list[Request]):
         """What `bound_on_steps` builds on: somebody advances, nobody is overtaken, the first in line is safe."""
         scheduler, work, urgency = self.scheduler, work_of(plan), self.scheduler.urgency
-        assert work, "a step without a token, while there is work"
+        assert work or self.under_way, "a step without a token, while there is work"
         assert all(n >= 1 for _, n in work), "a request is scheduled for nothing"
         assert len({r for r, _ in work}) == len(work), "a request is scheduled twice"
         assert queue == sorted(queue, key=urgency), "the queue is out of order"
         assert not plan.admitted or plan.admitted == queue[: len(plan.admitted)], "admitted out of turn"
-        most_urgent = min((r for r in self.accepted if r.id not in self.ended), key=urgency)
-        assert most_urgent not in plan.preempted, f"{most_urgent.id} is first in line, yet it was preempted"
+        most_urgent = min((r for r in self.accepted if r.id not in self.ended), key=urgency, default=None)
+        assert most_urgent not in plan.preempted, "the first in line was preempted"
         prefilling = [r for r in prefilling if r.status == "prefilling"]
         if prefilling and scheduler.token_budget > 1:
             assert plan.chunks and plan.chunks[0][0] is prefilling[0], "the first prompt got no token"
         self.counts["overtook"] += [r for r, _ in plan.chunks] != scheduler.prefilling[: len(plan.chunks)]
         for request in plan.preempted:  # it comes back at the end of the line
             self.turns_missed[request] = 0
+        sat_out = ending and self.allocator.num_free == 0  # those who end give their blocks back: nobody is sent away
+        self.counts["sat out"] += bool(sat_out)
+        assert not (ending and plan.preempted), "preempted, while blocks were about to come back"
         for request in scheduler.active:
-            self.turns_missed[request] = 0 if request in plan.decodes else self.turns_missed[request] + 1
+            missed = 0 if request in plan.decodes else self.turns_missed[request] + 1
+            self.turns_missed[request] = self.turns_missed[request] if sat_out else missed
             assert self.turns_missed[request] < self.steps_per_turn(), f"{request.id} was passed over"
 
     def steps_per_turn(self) -> int:
@@ -275,10 +356,13 @@ class Trial:
         """As the engine does: whoever took part ends with an error. The device may or may not have computed."""
         if self.rng.random() < 0.5:
             self.execute(plan)
-        for request in dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted):
+        self.end_all(took_part(plan))
+        self.counts["failed"] += 1
+
+    def end_all(self, requests):
+        for request in requests:
             self.end(request)
         self.scheduler.check()
-        self.counts["failed"] += 1
 
     # -- what must hold afterwards -------------------------------------------------------------------------------------
 
@@ -287,6 +371,10 @@ class Trial:
             answer, reason = self.expected[request.id]
             assert request.generated_tokens == answer, f"request {request.id}: {request.generated_tokens} != {answer}"
             assert request.finish_reason == reason and request.status == "done" and request.row is None
+            assert request.num_hit_tokens == self.first_hits[request.id], (
+                "cached tokens are those of its first admission"
+            )
+            self.counts["late stop"] += len(self.texts[request.id]) > request.num_tokens
             waited, bound = self.step_number - self.added_at[request.id], self.bound_on_steps(request)
             assert waited <= bound, f"request {request.id} took {waited} steps, bound {bound}"
             self.counts[f"finished by {reason}"] += 1
@@ -304,12 +392,14 @@ class Trial:
         - Its answer: with more running than budget, a token each time its turn comes.
         Then somebody else is first. Of k requests more urgent than `request`, each can be first once, or twice when
         another arrives after it and goes before it.
+        With overlap tokens are known a step later, and every second step may compute nothing: all wait for blocks that
+        are about to come back.
         """
         urgency = self.scheduler.urgency
         W = sum(len(r.prompt_tokens) + r.max_new_tokens for r in self.accepted)
         answer = self.steps_per_turn() * max(r.max_new_tokens for r in self.accepted)
         k = sum(urgency(r) < urgency(request) for r in self.accepted)
-        return (1 + 2 * k) * (2 * W + 1 + answer)
+        return (1 + self.overlap) * (1 + 2 * k) * (2 * W + 1 + answer) + self.overlap
 
     def check_conservation(self):
         """Each accepted request is in exactly one of waiting, running and ended."""
@@ -319,6 +409,10 @@ class Trial:
 
 def work_of(plan: Plan) -> list[tuple[Request, int]]:
     return [(r, 1) for r in plan.decodes] + plan.chunks
+
+
+def took_part(plan: Plan) -> list[Request]:
+    return list(dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted))
 
 
 def fuzz(trials: int, seed: int, steps: int | None = None) -> Counter:
