@@ -171,6 +171,7 @@ def assert_idle(engine: Engine):
     scheduler, allocator = engine.scheduler, engine.scheduler.block_allocator
     scheduler.check()
     assert not engine.requests and scheduler.is_done(), f"{list(engine.requests)} are left"
+    assert not engine.prompt_scores and not engine.num_choices, "scores or choices of nobody are left"
     assert sorted(scheduler.free_rows) == list(range(scheduler.max_num_seqs)), "a row was lost"
     assert sum(allocator.ref_counts) == 0 and allocator.num_free == allocator.num_blocks, "blocks leaked"
 

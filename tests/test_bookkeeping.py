@@ -1,0 +1,310 @@
+"""
+What the engine says of itself and of each request, compared with what a bystander counts: `Engine.stats()` and
+`counts()` after every step, every field of every Output, and nothing left when it is idle. Random requests of all kinds
+in small pools, with aborts, failing steps and ids that are used again, with overlap and without, by a clock of the
+test's own. No model: see pretend.py.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from pretend import VOCABULARY, answer_to, pretend_engine, score, texts_of
+
+import engine as engine_module
+from engine import Output
+from sampling import SamplingParams
+from test_paged import assert_idle
+
+MUST_HAPPEN = [
+    *("stop", "length", "error", "abort", "logits that are not numbers", "failed step", "id used again late"),
+    *("forked", "choice that waits", "choices never forked", "preempted", "scored prompt", "score", "hit"),
+    *("aborted while scored", "salted choice that waits", "urgent choice that waits"),
+]
+
+
+@dataclass
+class Expected:
+    """A choice, as whoever asked for it knows it, and what it has been told so far."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    choice: int
+    salt: str
+    priority: int
+    arrival: float
+    prompt_logprobs: int | None
+    eos: tuple
+    tokens: list[int] = field(default_factory=list)
+    admitted: float | None = None
+    cached_tokens: int | None = None  # None: not yet admitted
+    promised: bool = False  # to be forked, or to wait, once its prompt is computed
+
+    def __post_init__(self):
+        self.answer, self.reason, self.scores = answer_to(self.prompt, self.params, self.choice, self.salt, self.eos)
+        self.prompt_scores = None
+        if self.prompt_logprobs is not None and len(self.prompt) > 1:
+            texts, n = texts_of(self.prompt, self.salt), self.prompt_logprobs
+            self.prompt_scores = [score(texts[:i], self.prompt[i], n) for i in range(1, len(texts))]
+
+    def next_output(self) -> Output:
+        """What the engine must say of it next, unless a step fails."""
+        at = len(self.tokens)
+        if at == len(self.answer):
+            return Output(self.id, [], "error", error="the model's logits are not numbers: its weights are broken")
+        is_last = at + 1 == len(self.answer) and self.reason != "error"
+        prompt_scores = self.prompt_scores if at == 0 else None
+        reason = self.reason if is_last else None
+        return Output(self.id, [self.answer[at]], reason, self.cached_tokens, None, self.scores[at], prompt_scores)
+
+    @property
+    def urgency(self) -> float:
+        """By the policy "priority": seconds, as the README tells it."""
+        return self.arrival + 240 * self.priority / (abs(self.priority) + 3)
+
+
+class Trial:
+    def __init__(self, seed: int, monkeypatch):
+        self.rng = rng = random.Random(seed)
+        self.clock = SimpleNamespace(now=100.0)
+        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: self.clock.now))
+        self.block_size, self.num_blocks = rng.choice([1, 2, 4]), rng.randint(8, 24)
+        self.room = min(self.block_size * self.num_blocks, 30)
+        rows = rng.randint(1, 6)
+        self.eos = rng.choice([(), (3,), (3, 7)])
+        self.policy = rng.choice(["fcfs", "priority"])
+        self.engine = pretend_engine(
+            eos=self.eos,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_num_seqs=rows,
+            token_budget=rng.randint(rows, rows + 12),
+            policy=self.policy,
+            watermark=rng.choice([0.0, 0.1]),
+            prefix_cache=rng.random() < 0.8,
+            overlap=rng.random() < 0.6,
+        )
+        self.counts = Counter()
+        self.live: dict[str, Expected] = {}
+        self.seen: list[list[int]] = []
+        self.totals = Counter()  # what counts() must say
+        self.waited: list[float] = []
+        self.prefilled: list[float] = []
+        self.fault = None
+        self.failing = None  # the plan whose step fails now
+        self.p_abort, self.p_fail = rng.choice([0.0, 0.1]), rng.choice([0.0, 0.04])
+        self.watch()
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def submit(self, again: str | None = None):
+        """A request of any kind, by a free id, or by one that was free `again` a moment ago."""
+        rng = self.rng
+        length = rng.randint(1, self.room - 1)
+        start = rng.choice(self.seen)[:length] if self.seen and rng.random() < 0.7 else []
+        prompt = start + [rng.randrange(VOCABULARY) for _ in range(length - len(start))]
+        params = SamplingParams(
+            max_tokens=rng.randint(1, self.room - length),
+            temperature=rng.choice([0.0, 1.0]),
+            seed=rng.randrange(5),
+            stop_token_ids=rng.choice([(), (5,)]),
+            ignore_eos=rng.random() < 0.2,
+            logprobs=rng.choice([None, None, 0, 2]),
+        )
+        free = [id for id in "abcdefghijkl" if not any(live.split(".")[0] == id for live in self.live)]
+        if not free:
+            return
+        id, n = again if again in free else rng.choice(free), rng.choice([1, 1, 3])
+        salt, priority = rng.choice(["", "", "pepper"]), rng.choice([0, 0, -2, 5])
+        scored = rng.choice([None, None, None, 0, 1])
+        flight = self.engine.in_flight
+        late = flight is not None and any(r.id == id for r in flight.plan.sampled)
+        self.counts["id used again late"] += late
+        self.engine.add_request(id, prompt, params, priority, n=n, prompt_logprobs=scored, cache_salt=salt)
+        now = self.clock.now
+        self.live[id] = Expected(id, prompt, params, 0, salt, priority, now, scored, self.eos)
+        for choice in range(1, n):
+            name = f"{id}.{choice}"
+            self.live[name] = Expected(name, prompt, params, choice, salt, priority, now, None, self.eos, promised=True)
+        self.seen.append(prompt)
+
+    def abort(self):
+        id = self.rng.choice([id for id, live in self.live.items() if not live.promised] or ["nobody"])
+        if id in self.live:
+            self.counts["aborted while scored"] += id in self.engine.prompt_scores
+            self.counts["abort"] += 1
+            self.end(id)
+        self.engine.abort(id)
+        if self.rng.random() < 0.7:
+            self.submit(again=id)
+
+    def end(self, id: str):
+        """It is over; choices that were promised with it never come."""
+        self.live.pop(id)
+        for name in [name for name, live in self.live.items() if live.promised and name.startswith(f"{id}.")]:
+            self.counts["choices never forked"] += 1
+            del self.live[name]
+
+    # -- a step, watched -----------------------------------------------------------------------------------------------
+
+    def watch(self):
+        """Count what goes from the scheduler to the runner and back, and let some steps fail."""
+        scheduler, runner = self.engine.scheduler, self.engine.runner
+        plan, launch, collect = scheduler.plan, runner.launch, runner.collect
+
+        def planned(step):
+            made = plan(step)
+            self.totals["preemptions"] += len(made.preempted)
+            for r in made.admitted:
+                self.note_admission(r)
+            return made
+
+        def launched(made):
+            self.totals["steps"] += 1
+            if self.fault == "launch":
+                self.failing = made
+                raise FloatingPointError("bad number")
+            self.totals["decode tokens"] += len(made.decodes)
+            self.totals["prefill tokens"] += sum(n for _, n in made.chunks)
+            return launch(made)
+
+        def collected(flight):
+            if self.fault == "collect":
+                self.failing = flight.plan
+                raise FloatingPointError("bad number")
+            return collect(flight)
+
+        scheduler.plan, runner.launch, runner.collect = planned, launched, collected
+
+    def note_admission(self, request):
+        expected = self.live[request.id]
+        hits = self.longest_hit(expected, request.num_tokens)
+        assert request.num_filled_slots == hits, f"{request.id}: {hits} tokens are cached"
+        self.counts["hit"] += hits > 0
+        self.totals["queried tokens"] += request.num_tokens
+        self.totals["hit tokens"] += hits
+        if expected.cached_tokens is None:
+            expected.cached_tokens, expected.admitted = hits, self.clock.now
+            self.waited.append(self.clock.now - expected.arrival)
+
+    def longest_hit(self, expected: Expected, num_tokens: int) -> int:
+        """Tokens in whole blocks whose text, and salt, is that of a block in the cache; the last token is computed."""
+        S, scheduler = self.block_size, self.engine.scheduler
+        if not scheduler.prefix_cache or expected.prompt_logprobs is not None:
+            return 0
+        cached = {self.engine.runner.kv[block][-1] for block in scheduler.block_cache.held}
+        texts = texts_of(expected.prompt + expected.answer, expected.salt)
+        ends = range(S, num_tokens, S)
+        return next((end - S for end in ends if texts[end - 1] not in cached), len(ends) * S)
+
+    def step(self):
+        self.fault = self.rng.choice(["launch", "collect"]) if self.rng.random() < self.p_fail else None
+        self.failing = None
+        self.clock.now += self.rng.choice([0.5, 1.0, 30.0])
+        outputs = self.engine.step()
+        failed = []
+        if self.failing:
+            self.counts["failed step"] += 1
+            took_part = [*self.failing.decodes, *(r for r, _ in self.failing.chunks), *self.failing.admitted]
+            failed = list(dict.fromkeys(r.id for r in took_part if r.finish_reason == "error"))
+            assert all(r.status == "done" for r in took_part)
+        for output in outputs:
+            self.hear(output, failed)
+        for name in failed:
+            assert name not in self.live, f"{name} was not told that its step failed"
+        self.check_stats()
+
+    def hear(self, output: Output, failed: list[str]):
+        expected = self.live[output.id]
+        assert not expected.promised
+        if output.id in failed and output.error == "FloatingPointError: bad number":
+            assert output == Output(output.id, [], "error", error=output.error)
+            self.counts["error"] += 1
+            return self.end(output.id)
+        assert output == expected.next_output()
+        if not output.tokens:
+            self.counts["logits that are not numbers"] += 1
+        if len(expected.tokens) == 0:
+            self.note_first_output(expected)
+        expected.tokens += output.tokens
+        self.counts["score"] += output.logprobs is not None
+        self.counts["scored prompt"] += output.prompt_logprobs is not None
+        if output.finish_reason:
+            self.counts[output.finish_reason] += 1
+            self.end(output.id)
+
+    def note_first_output(self, expected: Expected):
+        if expected.admitted is not None:
+            self.prefilled.append(self.clock.now - expected.admitted)
+        for name, choice in self.live.items():
+            if choice.promised and name.startswith(f"{expected.id}."):
+                choice.promised = False
+                request = self.engine.requests[name]
+                if request.row is None:
+                    self.counts["choice that waits"] += 1
+                    self.counts["salted choice that waits"] += choice.salt != ""
+                    self.counts["urgent choice that waits"] += choice.priority != 0
+                else:
+                    choice.cached_tokens = expected.cached_tokens
+                    self.counts["forked"] += 1
+
+    def check_stats(self):
+        engine, totals = self.engine, self.totals
+        requests = engine.requests.values()
+        assert set(engine.requests) == {id for id, live in self.live.items() if not live.promised}
+        first_of = {name.split(".")[0] for name, live in self.live.items() if live.promised}
+        assert set(engine.num_choices) == first_of and set(engine.prompt_scores) <= set(engine.requests)
+        stats = engine.stats()
+        held = {block for r in requests for block in r.block_table}
+        assert stats.pop("kv_usage") == pytest.approx(len(held) / self.num_blocks, abs=1e-12)
+        assert sorted(stats.pop("waited")) == sorted(self.waited)
+        assert sorted(stats.pop("prefilled")) == sorted(self.prefilled)
+        assert stats == {
+            "running": sum(r.row is not None for r in requests),
+            "waiting": sum(r.row is None for r in requests),
+            "queries": totals["queried tokens"],
+            "hits": totals["hit tokens"],
+            "preemptions": totals["preemptions"],
+            "at_work": len(self.live),
+        }
+        assert engine.counts() == {name: totals[name] for name in engine.counts()} and len(engine.counts()) == 6
+        self.waited, self.prefilled = [], []
+        if self.policy == "priority":
+            urgencies = [self.live[r.id].urgency for r in engine.scheduler.waiting]
+            assert urgencies == sorted(urgencies), "the queue is out of order"
+
+    def run(self):
+        to_come = self.rng.randint(3, 14)
+        while to_come or self.engine.has_work:
+            while to_come and self.rng.random() < 0.4:
+                to_come -= 1
+                self.submit()
+            if self.rng.random() < self.p_abort:
+                self.abort()
+            self.step()
+        assert not self.live
+        assert_idle(self.engine)
+        self.counts["preempted"] += self.totals["preemptions"]
+        self.counts["steps"] += self.totals["steps"]
+
+
+def test_the_engine_tells_what_a_bystander_counts(monkeypatch):
+    """
+    Would catch: a gauge that counts cached blocks as used, or that stays after the last abort; choices that wait
+    without their salt or priority; scores of an aborted prompt kept, or given to the next of its name; cached tokens of
+    another admission than the first; a log-probability of another token or another request; a delay told twice.
+    """
+    counts = Counter()
+    for seed in range(120):
+        trial = Trial(seed, monkeypatch)
+        try:
+            trial.run()
+        except Exception as error:
+            error.add_note(f"in the trial of seed {seed}, step {trial.totals['steps']}")
+            raise
+        counts += trial.counts
+    never = [name for name in MUST_HAPPEN if not counts[name]]
+    assert not never, f"never: {', '.join(never)} in {counts}"
