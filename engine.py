@@ -344,7 +344,7 @@ class Engine:
                 self.delays["waited"].append(now - request.arrival_time)
 
     def _note_first_tokens(self, completed_prefills: list[Request]):
-        """Not of those that were aborted since, nor of those that had tokens before a preemption."""
+        """Not of those that had tokens before a preemption."""
         now = time.monotonic()
         for request in completed_prefills:
             known = request.num_generated - request.num_to_come
@@ -361,13 +361,12 @@ class Engine:
             if self.requests.get(request.id) is request:  # not aborted since
                 self.prompt_scores.setdefault(request.id, [])[start:] = found  # after a preemption, from 0 again
         live = [r.num_to_come for r in plan.sampled]  # the others have ended since they were planned
+        completed_prefills = [r for r in plan.sampled[len(plan.decodes) :] if r.num_to_come]
         for request in self.scheduler.resolve(plan, tokens):
             del self.requests[request.id]
-        completed_prefills = plan.sampled[len(plan.decodes) :]
         self._note_first_tokens(completed_prefills)
         for request in completed_prefills if self.num_choices else ():
-            if request.num_generated:  # not aborted since
-                self._fork_choices(request)
+            self._fork_choices(request)
         if self.check:
             self.scheduler.check()
         new = zip(plan.sampled, tokens, live, strict=True)

@@ -46,7 +46,7 @@ def logprobs_after(context: list[int]) -> list[float]:
 
 def next_token(context: list[int], params: SamplingParams, choice: int) -> int:
     """-1, where logits are not numbers, in one context of 200."""
-    noise = (params.seed, choice) if params.temperature else None
+    noise = (params.seed, choice) if params.temperature else ()  # hash(None) is not the same in every process
     token = hash((tuple(context), noise)) % (200 * VOCABULARY)
     return -1 if token < VOCABULARY else token % VOCABULARY
 

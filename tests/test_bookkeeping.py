@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from pretend import VOCABULARY, answer_to, pretend_engine, score, texts_of
+from pretend import VOCABULARY, answer_to, greedy, pretend_engine, score, texts_of
 
 import engine as engine_module
 from engine import Output
@@ -308,3 +308,25 @@ def test_the_engine_tells_what_a_bystander_counts(monkeypatch):
         counts += trial.counts
     never = [name for name in MUST_HAPPEN if not counts[name]]
     assert not never, f"never: {', '.join(never)} in {counts}"
+
+
+def test_a_late_prefill_of_an_aborted_request_forks_and_tells_nothing():
+    """
+    Preempted with a token, it had computed its prompt again when it was aborted, before that step's token was known:
+    the step then told its delay a second time, and forked the choices of whoever had its id by now, from its prompt.
+    """
+    engine = pretend_engine(block_size=1, num_blocks=9, max_num_seqs=2, watermark=0, prefix_cache=False, overlap=True)
+    engine.add_request("long", [1, 2, 3, 4], greedy(5))
+    old = engine.add_request("a", [5, 6], greedy(5))
+    while not (old.num_preemptions and old.num_to_come):
+        engine.step()
+    assert old.num_generated > old.num_to_come == 1
+    engine.stats()
+    engine.abort("a")
+    engine.add_request("a", [7, 8], greedy(2), n=2)
+    outputs = engine.step()
+    assert "a.1" not in engine.requests and not engine.stats()["prefilled"]
+    while engine.has_work:
+        outputs += engine.step()
+    told = {id: [t for output in outputs if output.id == id for t in output.tokens] for id in ("a", "a.1")}
+    assert told["a"] == told["a.1"] == answer_to([7, 8], greedy(2))[0]
