@@ -387,7 +387,7 @@ def draw(log: list[dict], path: Path):
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    write_atomically(path, lambda path: figure.savefig(path, format="png", dpi=120, bbox_inches="tight"))
 
 
 def progress_bar(run: "Run"):
@@ -529,16 +529,16 @@ class Run:
         """Evaluate on a part of the held-out text, and sample; what to print about it."""
         nats, count = evaluate(self.model, self.corpus, self.machine, self.args.eval_tokens)
         self.record(step=self.step, val_loss=round(nats / count, 5))
-        tokenizer = self.corpus.tokenizer
-        start = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else tokenizer.encode("\n")
+        eos = self.corpus.tokenizer.eos_token_id
+        start = self.corpus.val[:1].tolist() if eos is None else [eos]
         (text,) = sample(self, [start], self.args.sample_tokens, TEMPERATURE)
         done = f"step {self.step}, {self.share:.0%} of the run"
         return f"{done}: held-out loss {nats / count:.3f} nats a token; a sample:\n" + textwrap.indent(text, "    ")
 
     def save(self):
         """
-        Write train_state.pt, then the checkpoint for everybody else. Resuming reads train_state.pt alone, so the two
-        may be of different steps, which a kill between them leaves, and both load.
+        Write train_state.pt, then the checkpoint for everybody else. Resuming reads train_state.pt alone, so both load
+        if a kill between them leaves them of different steps; resuming then writes the later checkpoint.
         """
         if self.machine.leads:
             state = {"step": self.step, "share": self.share, "args": vars(self.args), "log": self.log}
@@ -553,10 +553,11 @@ class Run:
             optimizer.load_state_dict(saved)
         self.step = self.saved = state["step"]
         self.share, self.log = state["share"], state["log"]
-        # after a kill, log.jsonl may be ahead of the checkpoint
+        # after a kill, log.jsonl may be ahead of train_state.pt, and the checkpoint behind it
         lines = "".join(json.dumps(line) + "\n" for line in self.log)
         if self.machine.leads:
             write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
+            save_checkpoint(self.model, self.out)
 
 
 def open_out(args: argparse.Namespace) -> dict | None:
@@ -580,8 +581,8 @@ def open_out(args: argparse.Namespace) -> dict | None:
 
 def delete_checkpoint(out: Path):
     """Delete the model that --overwrite gives up: once the new run can begin, so that a mistyped flag costs none."""
-    # config.json is what makes a directory a checkpoint, so it goes first, and the first save writes it last
-    for name in ("config.json", "model.safetensors", "train_state.pt", "log.jsonl", "loss.png"):
+    # loss.png tells the Makefile that the training is done, config.json makes a directory a checkpoint: they go first
+    for name in ("loss.png", "config.json", "model.safetensors", "train_state.pt", "log.jsonl"):
         (out / name).unlink(missing_ok=True)
 
 
