@@ -92,30 +92,31 @@ def test_a_run_learns_and_leaves_a_checkpoint(tiny, tmp_path, capsys):
     assert "held out: 1,001 tokens" in printed and "gzip -9" in printed and "xz -9" in printed
 
 
-@pytest.mark.parametrize("stop", [7, 10])  # between two evaluations, and at one
-def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(tiny, tmp_path, monkeypatch, capsys, stop):
+@pytest.mark.parametrize("stops", [(7,), (10,), (1, 2, 5, 19)], ids=str)  # between two evaluations, and at one
+def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(tiny, tmp_path, monkeypatch, capsys, stops):
     """To the bit, dropout included: batches and noise are functions of (seed, step)."""
     train.main([*tiny, "--steps", "20", "--out", str(tmp_path / "whole")])
-    update = train.Run.update
+    update, out = train.Run.update, tmp_path / "out"
 
     def update_then_terminate(self, *batch):
         result = update(self, *batch)
-        if self.step == stop:
+        if self.step in stops:
             os.kill(os.getpid(), signal.SIGTERM)
         return result
 
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "update", update_then_terminate)
-        train.main([*tiny, "--steps", "20"])  # returns: exit status 0
-    assert f"stopped and saved at step {stop}" in capsys.readouterr().out
-    out = tmp_path / "out"
-    assert assert_loads(out)["step"] == stop
-    with open(out / "log.jsonl", "a") as f:  # as a kill after the last save would leave it
-        f.write('{"step": 99, "loss": 1.0}\n{"step"')
-    train.main(["--resume", "--out", str(out)])
+    monkeypatch.setattr(train.Run, "update", update_then_terminate)
+    lives = [[*tiny, "--steps", "20"], *[["--resume", "--out", str(out)] for _ in stops]]
+    for flags, stop in zip(lives, stops, strict=False):
+        train.main(flags)  # returns: exit status 0
+        assert f"stopped and saved at step {stop}" in capsys.readouterr().out
+        assert assert_loads(out)["step"] == stop
+        with open(out / "log.jsonl", "a") as f:  # as a kill after the last save would leave it
+            f.write('{"step": 99, "loss": 1.0}\n{"step"')
+    train.main(lives[-1])
     # a run that is asked to stop does not evaluate before it does
-    expected = [line for line in losses(tmp_path / "whole") if ("step", stop) not in line or "loss" in dict(line)]
-    assert losses(out) == expected
+    evaluations = [line for line in losses(tmp_path / "whole") if "loss" not in dict(line)]
+    left_out = [line for line in evaluations if dict(line)["step"] in stops]
+    assert losses(out) == [line for line in losses(tmp_path / "whole") if line not in left_out]
     whole, resumed = load_checkpoint(tmp_path / "whole"), load_checkpoint(out)
     assert all(torch.equal(w, resumed.state_dict()[name]) for name, w in whole.state_dict().items())
 
@@ -452,6 +453,61 @@ def test_a_busy_machine_stretches_the_run_within_its_limit(
     assert state["share"] == 1
     last = [group["lr"] for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
     assert max(last) < 0.02 * 0.35  # of the peak
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """A clock on which a training step takes a second and nothing else any time; and the steps taken: (share, rate)."""
+    clock, update = Clock(), train.Run.update
+
+    def timed_update(self, *batch):
+        share = self.share
+        result = update(self, *batch)
+        clock.now += 1.0
+        clock.steps.append((share, self.groups()[0]["lr"] / self.args.matrix_lr))
+        if self.step in clock.stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    clock.steps, clock.stops = [], ()
+    monkeypatch.setattr(train, "time", clock)
+    monkeypatch.setattr(train.Run, "update", timed_update)
+    return clock
+
+
+def shares(begin: float, left: float) -> list[float]:
+    """
+    The share of a timed run that is done before each of its steps, of a second each, if it goes on from `begin` with
+    so many seconds left. The first step does not count, for it may be slow; then each is its part of what is left.
+    """
+    return [begin, *(begin + (1 - begin) * step / (left - 1) for step in range(math.ceil(left) - 1))]
+
+
+@pytest.mark.parametrize("stops", [(), (12,), (1, 7, 8, 20, 30)], ids=str)
+def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(tiny, tmp_path, monkeypatch, seconds, stops):
+    """A resumed run took all its --minutes again, and its learning rate did not fall until they were nearly over. Its
+    loading does not count, only that of the first life: there, the minutes are what the user waits for."""
+    load_corpus = train.load_corpus
+
+    def slowly(*arguments):
+        seconds.now += 10
+        return load_corpus(*arguments)
+
+    monkeypatch.setattr(train, "load_corpus", slowly)
+    monkeypatch.setattr(train, "closing_seconds", lambda run, step_seconds: 2.5)
+    seconds.stops = stops
+    train.main([*tiny, "--minutes", "0.75", "--eval_every", "1000"])
+    for _ in stops:
+        seconds.now += 3600  # however long it lay there
+        train.main(["--resume", "--out", str(tmp_path / "out")])
+    expected = shares(0.0, 45 - 2.5 - 10)
+    for stop in stops:
+        begin = expected[stop]
+        expected[stop:] = shares(begin, 45 * (1 - begin) - 2.5)
+    assert [share for share, _ in seconds.steps] == pytest.approx(expected)
+    args = assert_loads(tmp_path / "out")["args"]
+    for step, (share, rate) in enumerate(seconds.steps):
+        assert rate == pytest.approx(min(1, (step + 1) / args["warmup"]) * min(1, (1 - share) / args["decay"]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
