@@ -43,6 +43,19 @@ class InFlight:
     done: torch.cuda.Event | None = None
 
 
+def padded_steps(N: int, token_budget: int) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """
+    What steps of at most N decodes are padded to, graphs or not: numbers of decodes, and keys of decodes, chunks and
+    their tokens, for steps without chunks and for those with up to `token_budget` tokens of them.
+    """
+    sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N]
+    coarse = [n for n in sizes if n in (8, 32, 64, 128, 256, N)]  # with N, no step has too many decodes
+    mixed = [128 << i for i in range(20) if 128 << i < token_budget] + [token_budget] * (token_budget > 0)
+    keys = [(n, 0, 0) for n in sizes]
+    keys += [(n, max(8, T // 64), T) for T in mixed for n in coarse]
+    return sizes, keys
+
+
 class Runner:
     """
     The model, the KV pool, and what the device must know of each running request, in arrays indexed by its row. A plan
@@ -78,12 +91,7 @@ class Runner:
         self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         padded = device.type == "cuda" and self.backend.name == "triton"
-        self.sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N] if padded else []
-        coarse = [n for n in self.sizes if n in (8, 32, 64, 128, 256, N)]  # with N, no step has too many decodes
-        # decodes, chunks and their tokens: to these a step is padded where one is large enough, graphs or not
-        self.keys = [(n, 0, 0) for n in self.sizes]
-        mixed = [128 << i for i in range(20) if 128 << i < token_budget] + [token_budget] * (token_budget > 0)
-        self.keys += [(n, max(8, T // 64), T) for T in mixed for n in coarse]
+        self.sizes, self.keys = padded_steps(N, token_budget) if padded else ([], [])
         self.graphs: dict[tuple, tuple] = {}  # one of the keys -> (graph, its outputs)
         self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
         self.decode_one = None  # or a compiled step of one request

@@ -8,6 +8,9 @@ at most twice that of plain torch attention in the same dtype. A new backend is 
 """
 
 import doctest
+import faulthandler
+import multiprocessing
+import signal
 from collections import defaultdict
 from copy import deepcopy
 from dataclasses import dataclass
@@ -292,10 +295,27 @@ def test_one_preparation_serves_all_lengths(backend):
         assert (step.attend().double() - step.reference()).abs().max() < 2e-6
 
 
+def in_a_child(check, *arguments):
+    """
+    On a CPU an address that overflowed is a SIGSEGV: in a process of its own, so that pytest lives to say whose it was.
+    On a GPU it is an exception (and CUDA does not outlive a fork).
+    """
+    if DEVICE == "cuda":
+        return check(*arguments)
+    child = multiprocessing.get_context("fork").Process(target=check, args=arguments, daemon=True)
+    child.start()
+    child.join(300)
+    assert child.exitcode == 0, f"{check.__name__} ended with exit code {child.exitcode} (-11: a wild address)"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offsets_beyond_2_to_the_31(backend):
     """Block ids are int32, and so is their product with the size of a block unless somebody takes care: K and V of
     another request, or a crash. The pool is virtual memory of which a few blocks are touched."""
+    in_a_child(attend_beyond_2_to_the_31, backend)
+
+
+def attend_beyond_2_to_the_31(backend: str):
     shape = Shape([(1, 18), (2, 20)], num_decodes=1, H=2, Hk=1, D=16, dtype=torch.float16)
     step = Step(shape, backend)
     wanted, far = step.run(), 2**31 // (16 * 16)
@@ -532,6 +552,20 @@ def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
 
 
 @needs_triton
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 1e-2])
+def test_a_norm_adds_the_epsilon_that_it_was_given(eps):
+    """Rows of ordinary size are the same with any: 1e-6 for a model's own passed. These are so small that it decides,
+    alone and after something is added, and one is all zeros."""
+    x = torch.randn(4, 37, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-4], [3e-3], [0.1], [0]])
+    norm = torch.nn.LayerNorm(37, eps=eps).requires_grad_(False).to(DEVICE)
+    for parts in 0, 1, 3:
+        exact = F.layer_norm((parts + 1) * x.double(), (37,), eps=eps)
+        delta = x.to(DEVICE).repeat(parts, 1, 1) if parts else None
+        found = layers.add_norm_triton(x.to(DEVICE, copy=True), delta, norm)
+        assert (found.cpu() - exact).abs().max() < 2e-6 * max(1, exact.abs().max())
+
+
+@needs_triton
 def test_embeddings_of_tokens_and_positions():
     """A token's position taken for the token, a row of the neighbour."""
     wte, wpe = (torch.nn.Embedding(n, 24).requires_grad_(False) for n in (50, 9))
@@ -564,6 +598,23 @@ def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
 @pytest.mark.parametrize("R", [1, 3])
 def test_keys_and_values_are_stored_beyond_2_to_the_31(R):
     """As above: a product of slots and sizes in int32. Three blocks of the pool are touched."""
+    in_a_child(store_beyond_2_to_the_31, R)
+
+
+def test_a_crash_in_a_child_fails_its_test():
+    """With an overflow planted, the whole run of pytest died by SIGSEGV, and no test was named."""
+    if DEVICE == "cuda":
+        pytest.skip("on a GPU no child is made")
+    with pytest.raises(AssertionError, match="crash ended with exit code -11"):
+        in_a_child(crash)
+
+
+def crash():
+    faulthandler.disable()  # what it says would stand among the tests' own output
+    signal.raise_signal(signal.SIGSEGV)
+
+
+def store_beyond_2_to_the_31(R: int):
     attention, far = Attention(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=16)), 2**31 // 256
     attention, x = attention.to(DEVICE, torch.float16).requires_grad_(False), torch.randn(R, 16, dtype=torch.float16)
     slots = 16 * (far + torch.arange(R)) + 5
