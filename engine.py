@@ -620,11 +620,16 @@ def run(engine: Engine, links: Links, max_queue: int | None = None):
     limits |= {"vocab_size": engine.config.vocab_size, "eos_token_ids": engine.config.eos_token_ids}
     links.greet({"op": "ready"} | limits)
     while links.is_wanted:
-        for link, message in links.receive(timeout=0 if engine.has_work else None):
-            take_in(engine, link, message, max_queue)
-        for output in engine.step():
-            send_out(links, output)
-        links.flush(engine.stats())
+        turn(engine, links, max_queue)
+
+
+def turn(engine: Engine, links: Links, max_queue: int | None):
+    """Once around that loop. Waits for a message where there is nothing to compute."""
+    for link, message in links.receive(timeout=0 if engine.has_work else None):
+        take_in(engine, link, message, max_queue)
+    for output in engine.step():
+        send_out(links, output)
+    links.flush(engine.stats())
 
 
 def take_in(engine: Engine, link: Link, message: dict, max_queue: int | None):

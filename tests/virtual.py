@@ -1,0 +1,577 @@
+"""
+Processes, sockets and time in memory: what asyncio and the engine's links need of a system, without one.
+
+    machine = Machine()                         # the clock, and all event loops
+    loop = machine.new_loop()                   # of one process
+    ours, theirs = pair(machine, room=1000)     # a connection
+    machine.run(until=machine.clock.now + 60)   # virtual seconds
+
+Nothing sleeps, nothing is a thread, and the order of everything is fixed, so the same program runs the same way each
+time. The clock moves when all loops wait: then it jumps to the next timer. Not run by itself: the simulator of the HTTP
+side uses it.
+"""
+
+import asyncio
+import heapq
+import itertools
+import math
+from asyncio import events
+from collections.abc import Callable
+from types import SimpleNamespace
+
+
+class Clock:
+    """Stands in for the module `time` where a program asks it what time it is."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1.7e9 + self.now
+
+
+class Task(asyncio.Task):
+    """Sets of tasks are iterated in the order of their hashes, which is the address for others."""
+
+    numbers = itertools.count()
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.number = next(Task.numbers)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class Loop(asyncio.BaseEventLoop):
+    """An event loop on a virtual clock. Its machine gives it one turn after the other."""
+
+    def __init__(self, machine: "Machine"):
+        super().__init__()
+        self.machine = machine
+        self.clock = machine.clock
+        self._selector = self
+        self._clock_resolution = 1e-9
+        self.frozen_until = -math.inf  # a process that gets no CPU
+        self.is_dead = False
+        self.sockets: list[Socket] = []  # all that the process ever had
+        self.errors: list[dict] = []  # what nobody caught
+        self.readers: dict[object, tuple] = {}
+        self.executors: dict[int, float] = {}  # when each will have done its jobs
+        self.job_seconds = 0.0
+        self.set_task_factory(lambda loop, coroutine, **options: Task(coroutine, loop=loop, **options))
+        self.set_exception_handler(lambda loop, context: self.errors.append(context))
+
+    # what BaseEventLoop asks of a subclass
+
+    def time(self) -> float:
+        return self.clock.now
+
+    def select(self, timeout: float | None) -> list:
+        return []
+
+    def _process_events(self, event_list: list):
+        pass
+
+    def _write_to_self(self):
+        pass
+
+    # what the machine asks
+
+    def due(self) -> float:
+        """When there is something to do; infinity if there never will be."""
+        if self.is_dead:
+            return math.inf
+        if self._ready:
+            return max(self.clock.now, self.frozen_until)
+        while self._scheduled and self._scheduled[0]._cancelled:
+            self._timer_cancelled_count -= 1
+            heapq.heappop(self._scheduled)._scheduled = False
+        return max(self._scheduled[0]._when, self.frozen_until) if self._scheduled else math.inf
+
+    def turn(self):
+        events._set_running_loop(self)
+        try:
+            self._run_once()
+        finally:
+            events._set_running_loop(None)
+
+    def kill(self):
+        """As the system does with a process: nothing of it runs any more, and all its connections end."""
+        self.is_dead = True
+        for sock in self.sockets:
+            sock.close()
+
+    def bury(self):
+        """End the tasks of a process that does not run any more, so that nothing complains of them later."""
+        self.is_dead = False
+        self.set_exception_handler(lambda loop, context: None)
+        for _ in range(100):
+            tasks = asyncio.all_tasks(self)
+            if not tasks:
+                break
+            for task in tasks:
+                task.cancel()
+            self.turn()
+        self.is_dead = True
+
+    # what programs ask
+
+    def add_reader(self, source: "Signal", callback: Callable, *args):
+        self.readers[source] = callback, args
+        source.on_change = lambda: self.call_soon(self._read, source)
+        if source.is_readable:
+            source.on_change()
+
+    def remove_reader(self, source: "Signal"):
+        self.readers.pop(source, None)
+
+    def _read(self, source: "Signal"):
+        if source in self.readers and source.is_readable:
+            callback, args = self.readers[source]
+            callback(*args)
+            if source in self.readers and source.is_readable:
+                self.call_soon(self._read, source)
+
+    def run_in_executor(self, executor, function: Callable, *args):
+        """A thread's work takes `job_seconds`, and one thread does one job after the other."""
+        future = self.create_future()
+        free = self.executors.get(id(executor), 0.0) if executor else 0.0
+        done = max(free, self.clock.now) + self.job_seconds
+        self.executors[id(executor)] = done
+        self.call_at(done, self._work, future, function, *args)
+        return future
+
+    def _work(self, future: asyncio.Future, function: Callable, *args):
+        if future.cancelled():
+            return
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+
+    async def create_unix_connection(self, factory: Callable, sock: "Socket"):
+        protocol = factory()
+        transport = Transport(self, sock, protocol)
+        made = self.create_future()
+        self.call_soon(made.set_result, None)
+        await made
+        return transport, protocol
+
+    async def create_server(self, factory: Callable, *, sock: "Listener", **options):
+        sock.serve(lambda connection: Transport(self, connection, factory()), self)
+        return sock
+
+
+class Machine:
+    """All event loops, and the clock that they share."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.loops: list[Loop] = []
+        self.turn_seconds = 0.0  # that a turn of a loop takes
+
+    def new_loop(self) -> Loop:
+        loop = Loop(self)
+        self.loops.append(loop)
+        return loop
+
+    def run(self, until: float, is_over: Callable[[], bool] = lambda: False):
+        """Until this time, until `is_over()`, or until nothing can happen any more."""
+        while not is_over():
+            now = self.clock.now
+            due = [loop for loop in self.loops if loop.due() <= now]
+            if not due:
+                first = min(loop.due() for loop in self.loops)
+                if first > until:
+                    self.clock.now = max(now, until)
+                    return
+                self.clock.now = first
+                continue
+            for loop in due:
+                if not loop.is_dead:
+                    loop.turn()
+                    self.clock.now += self.turn_seconds
+            if self.clock.now > until:
+                return
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a process can wait for
+
+
+class Signal:
+    """Something that becomes readable: a process's end, or bytes in a pipe. It is its own file descriptor."""
+
+    def __init__(self):
+        self.data = b""
+        self.has_ended = False
+        self.on_change: Callable = lambda: None
+
+    @property
+    def is_readable(self) -> bool:
+        return bool(self.data) or self.has_ended
+
+    def write(self, data: bytes):
+        self.data += data
+        self.on_change()
+
+    def end(self):
+        self.has_ended = True
+        self.on_change()
+
+    def read(self, size: int) -> bytes:
+        data = self.data[:size]
+        self.data = self.data[size:]
+        return data
+
+
+class PipeEnd:
+    """One end of a pipe, as multiprocessing's connections are."""
+
+    def __init__(self, signal: Signal, is_writer: bool):
+        self.signal = signal
+        self.is_writer = is_writer
+        self.is_broken = False  # nobody reads any more
+
+    def fileno(self):
+        return self if self.is_writer else self.signal
+
+    def write(self, data: bytes):
+        if self.is_broken:
+            raise BrokenPipeError
+        self.signal.write(data)
+
+    def close(self):
+        if self.is_writer:  # of a reader the other process has its own
+            self.signal.end()
+
+
+def make_pipe(duplex: bool) -> tuple[PipeEnd, PipeEnd]:
+    signal = Signal()
+    return PipeEnd(signal, False), PipeEnd(signal, True)
+
+
+os_of_pipes = SimpleNamespace(
+    read=lambda end, size: end.read(size),
+    write=lambda end, data: end.write(data),
+    environ={},
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sockets
+
+
+class Socket:
+    """
+    One end of a connection. It holds `room` bytes that have arrived and were not read; one read brings at most
+    `piece()` of them. A `hard` one is TCP: its end with bytes unread, or bytes sent to who is gone, reset it.
+    """
+
+    def __init__(self, room: int, piece: Callable[[], int], hard: bool):
+        self.room = room
+        self.piece = piece
+        self.hard = hard
+        self.peer: Socket | None = None
+        self.arrived = bytearray()
+        self.is_closed = False
+        self.has_eof = False  # the other side sends no more
+        self.is_reset = False
+        self.on_change: Callable = lambda: None
+
+    def setblocking(self, flag: bool):
+        assert not flag
+
+    @property
+    def is_readable(self) -> bool:
+        return bool(self.arrived) or self.has_eof or self.is_reset
+
+    @property
+    def is_writable(self) -> bool:
+        return self.is_reset or self.peer.is_closed or len(self.peer.arrived) < self.peer.room
+
+    def recv(self, size: int) -> bytes:
+        if self.is_reset and (self.hard or not self.arrived):
+            raise ConnectionResetError
+        if not self.arrived:
+            if self.has_eof:
+                return b""
+            raise BlockingIOError
+        size = min(size, self.piece())
+        data = bytes(self.arrived[:size])
+        del self.arrived[:size]
+        self.peer.on_change()  # there is room
+        if self.is_readable:
+            self.on_change()
+        return data
+
+    def send(self, data: bytes) -> int:
+        if self.is_reset:
+            raise ConnectionResetError
+        if self.peer.is_closed:
+            if not self.hard:
+                raise BrokenPipeError
+            self.reset()  # these bytes are answered so
+            return len(data)
+        free = self.peer.room - len(self.peer.arrived)
+        if free <= 0:
+            raise BlockingIOError
+        self.peer.arrived += data[:free]
+        self.peer.on_change()
+        return min(free, len(data))
+
+    def shutdown(self):
+        """Send no more."""
+        self.peer.has_eof = True
+        self.peer.on_change()
+
+    def close(self):
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self.arrived:
+            self.peer.reset()
+        else:
+            self.peer.has_eof = True
+            self.peer.on_change()
+
+    def reset(self):
+        self.is_reset = True
+        if self.hard:
+            self.arrived.clear()
+        self.on_change()
+
+
+def pair(room: int = 2**16, piece: Callable[[], int] = lambda: 2**18, hard: bool = True) -> tuple[Socket, Socket]:
+    ends = Socket(room, piece, hard), Socket(room, piece, hard)
+    ends[0].peer = ends[1]
+    ends[1].peer = ends[0]
+    return ends
+
+
+class Listener:
+    """A listening socket: whoever connects waits in `backlog` until somebody takes it in."""
+
+    def __init__(self, make_pair: Callable[[], tuple[Socket, Socket]]):
+        self.make_pair = make_pair
+        self.backlog: list[Socket] = []
+        self.is_closed = False
+        self.take: Callable | None = None
+        self.on_change: Callable = lambda: None
+
+    def setblocking(self, flag: bool):
+        assert not flag
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 8000
+
+    @property
+    def is_readable(self) -> bool:
+        return bool(self.backlog)
+
+    is_writable = False
+
+    def connect(self) -> Socket:
+        if self.is_closed:
+            raise ConnectionRefusedError
+        ours, theirs = self.make_pair()
+        self.backlog.append(theirs)
+        self.on_change()
+        return ours
+
+    def accept(self) -> tuple[Socket, None]:
+        if not self.backlog:
+            raise BlockingIOError
+        return self.backlog.pop(0), None
+
+    def serve(self, take: Callable, loop: Loop):
+        """What asyncio's servers do: `take` makes a transport of each connection."""
+        self.take = take
+        self.on_change = lambda: loop.call_soon(self._take_all, loop)
+        self.on_change()
+
+    def _take_all(self, loop: Loop):
+        while self.backlog and self.take:
+            connection = self.backlog.pop(0)
+            loop.sockets.append(connection)
+            self.take(connection)
+
+    def forget(self):
+        """Whoever served here is gone, the socket stays open."""
+        self.take = None
+        self.on_change = lambda: None
+
+    def close(self):
+        self.is_closed = True
+        self.forget()
+        for connection in self.backlog:
+            connection.peer.reset()
+        self.backlog.clear()
+
+    async def wait_closed(self):
+        pass
+
+
+class Selector:
+    """selectors.DefaultSelector for these sockets; `on_ready` is called when a `select` would find something new."""
+
+    READ = 1
+    WRITE = 2
+
+    def __init__(self):
+        self.keys: dict = {}
+        self.on_ready: Callable = lambda: None
+
+    def register(self, sock, interest: int, data=None):
+        self.keys[sock] = interest, data
+        sock.on_change = lambda: self.on_ready()
+
+    def modify(self, sock, interest: int, data=None):
+        self.keys[sock] = interest, data
+
+    def unregister(self, sock):
+        del self.keys[sock]
+        sock.on_change = lambda: None
+
+    def select(self, timeout: float | None) -> list:
+        found = []
+        for sock, (interest, data) in self.keys.items():
+            mask = self.READ * sock.is_readable + self.WRITE * sock.is_writable
+            if mask & interest:
+                found.append((SimpleNamespace(fileobj=sock, data=data), mask & interest))
+        return found
+
+    def close(self):
+        self.keys.clear()
+
+
+selectors_of_memory = SimpleNamespace(DefaultSelector=Selector, EVENT_READ=Selector.READ, EVENT_WRITE=Selector.WRITE)
+
+
+class Transport(asyncio.Transport):
+    """asyncio's transport of a socket: reads once in a turn, keeps what the socket has no room for."""
+
+    def __init__(self, loop: Loop, sock: Socket, protocol: asyncio.Protocol):
+        super().__init__()
+        self.loop = loop
+        self.sock = sock
+        self.protocol = protocol
+        self.unsent = bytearray()
+        self.high, self.low = 2**16, 2**14
+        self.is_behind = False  # the protocol was told to pause
+        self.is_paused = False
+        self.reads = False
+        self.closing = False
+        self.is_lost = False
+        self.is_awake = False
+        loop.call_soon(protocol.connection_made, self)
+        loop.call_soon(self._begin)
+
+    def _begin(self):
+        self.reads = not self.closing
+        self.sock.on_change = self._wake
+        self._wake()
+
+    def _wake(self):
+        if not self.is_awake:
+            self.is_awake = True
+            self.loop.call_soon(self._look)
+
+    def _look(self):
+        self.is_awake = False
+        if self.is_lost:
+            return
+        if self.unsent:
+            self._send()
+        if self.reads and not self.is_paused and not self.closing and self.sock.is_readable:
+            self._receive()
+
+    def _receive(self):
+        try:
+            data = self.sock.recv(2**18)
+        except ConnectionError as error:
+            return self._lose(error)
+        if data:
+            self.protocol.data_received(data)
+        elif self.protocol.eof_received():
+            self.reads = False
+        else:
+            self.close()
+
+    def _send(self):
+        try:
+            sent = self.sock.send(self.unsent)
+        except BlockingIOError:
+            return
+        except ConnectionError as error:
+            return self._lose(error)
+        del self.unsent[:sent]
+        if self.is_behind and len(self.unsent) <= self.low:
+            self.is_behind = False
+            self.protocol.resume_writing()
+        if self.closing and not self.unsent:
+            self._lose(None)
+
+    def _lose(self, error: Exception | None):
+        if self.is_lost:
+            return
+        self.unsent.clear()
+        self.closing = self.is_lost = True
+        self.loop.call_soon(self._tell_lost, error)
+
+    def _tell_lost(self, error: Exception | None):
+        try:
+            self.protocol.connection_lost(error)
+        finally:
+            self.sock.close()
+
+    # what protocols ask
+
+    def write(self, data: bytes):
+        if self.is_lost or not data:
+            return
+        was_empty = not self.unsent
+        self.unsent += data
+        if was_empty:
+            self._send()
+        if len(self.unsent) > self.high and not self.is_behind:
+            self.is_behind = True
+            self.protocol.pause_writing()
+
+    def close(self):
+        if self.closing:
+            return
+        self.closing = True
+        if not self.unsent:
+            self._lose(None)
+
+    def abort(self):
+        self._lose(None)
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def pause_reading(self):
+        self.is_paused = True
+
+    def resume_reading(self):
+        self.is_paused = False
+        self._wake()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None):
+        self.high = 2**16 if high is None else high
+        self.low = self.high // 4 if low is None else low
+
+    def get_write_buffer_size(self) -> int:
+        return len(self.unsent)
+
+    def get_extra_info(self, name: str, default=None):
+        addresses = {"peername": ("127.0.0.1", 5000), "sockname": ("127.0.0.1", 8000)}
+        return addresses.get(name, default)
