@@ -42,8 +42,8 @@ class Task(asyncio.Task):
     numbers = itertools.count()
 
     def __init__(self, *args, **options):
+        self.number = next(Task.numbers)  # first: asyncio keeps a set of all tasks
         super().__init__(*args, **options)
-        self.number = next(Task.numbers)
 
     def __hash__(self) -> int:
         return self.number
@@ -164,7 +164,7 @@ class Loop(asyncio.BaseEventLoop):
         await made
         return transport, protocol
 
-    async def create_server(self, factory: Callable, *, sock: "Listener", **options):
+    async def create_server(self, factory: Callable, *, sock: "Share", **options):
         sock.serve(lambda connection: Transport(self, connection, factory()), self)
         return sock
 
@@ -212,6 +212,7 @@ class Signal:
     def __init__(self):
         self.data = b""
         self.has_ended = False
+        self.is_broken = False  # nobody reads it any more
         self.on_change: Callable = lambda: None
 
     @property
@@ -238,13 +239,12 @@ class PipeEnd:
     def __init__(self, signal: Signal, is_writer: bool):
         self.signal = signal
         self.is_writer = is_writer
-        self.is_broken = False  # nobody reads any more
 
     def fileno(self):
         return self if self.is_writer else self.signal
 
     def write(self, data: bytes):
-        if self.is_broken:
+        if self.signal.is_broken:
             raise BrokenPipeError
         self.signal.write(data)
 
@@ -363,6 +363,7 @@ class Listener:
         self.make_pair = make_pair
         self.backlog: list[Socket] = []
         self.is_closed = False
+        self.num_shares = 0
         self.take: Callable | None = None
         self.on_change: Callable = lambda: None
 
@@ -414,6 +415,33 @@ class Listener:
         for connection in self.backlog:
             connection.peer.reset()
         self.backlog.clear()
+
+
+class Share:
+    """One process's descriptor of a listening socket, which is closed with the last of them."""
+
+    def __init__(self, listener: Listener):
+        self.listener = listener
+        self.is_closed = False
+        self.serves = False
+        listener.num_shares += 1
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 8000
+
+    def serve(self, take: Callable, loop: Loop):
+        self.serves = True
+        self.listener.serve(take, loop)
+
+    def close(self):
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.listener.num_shares -= 1
+        if self.serves:
+            self.listener.forget()
+        if not self.listener.num_shares:
+            self.listener.close()
 
     async def wait_closed(self):
         pass
