@@ -23,18 +23,23 @@ from test_paged import assert_idle, new_engine, prompt, trained_model
 from tokenizer import TextStream, load_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[1]
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<answer>{% endif %}"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Random weights that go on for ever (no token ends a text), a context of 4,000 tokens and a chat template."""
+    """Random weights that go on for ever (no token ends a text), a context of 4,000 tokens and a chat template. The
+    weights are large, so that each token of the context changes the answer."""
     folder = tmp_path_factory.mktemp("terminal")
     tokenizer = train_bpe([(ROOT / "terminal.py").read_text()], 300)
     tokenizer.save(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     torch.manual_seed(0)
-    save_checkpoint(GPT(GPTConfig(tokenizer.vocab_size, 4000, n_layer=1, n_head=2, n_embd=32)), folder)
+    model = GPT(GPTConfig(tokenizer.vocab_size, 4000, n_layer=1, n_head=2, n_embd=32))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    save_checkpoint(model, folder)
     return folder
 
 
@@ -53,15 +58,17 @@ def run(checkpoint, monkeypatch, capfd):
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint):
-    """What greedy decoding says after a text, from the dense model."""
-    model, tokenizer = load_checkpoint(checkpoint), load_tokenizer(checkpoint)
+def continued(checkpoint):
+    """What greedy decoding says after some tokens, from the dense model."""
+    model = load_checkpoint(checkpoint)
+    return lambda ids, count: model.generate(torch.tensor([ids]), count)[0, len(ids) :].tolist()
 
-    def generate(text: str, count: int) -> str:
-        ids = tokenizer.encode(text)
-        return tokenizer.decode(model.generate(torch.tensor([ids]), count)[0, len(ids) :].tolist())
 
-    return generate
+@pytest.fixture(scope="module")
+def expected(checkpoint, continued):
+    """What greedy decoding says after a text."""
+    tokenizer = load_tokenizer(checkpoint)
+    return lambda text, count: tokenizer.decode(continued(tokenizer.encode(text), count))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -103,6 +110,21 @@ def test_the_seed_is_told_and_gives_the_same_text(run):
     assert first.out != second.out
     (seed,) = re.findall(r"^\[20 tokens, [0-9.]+ a second, seed (\d+), cut off\]\n$", first.err)
     assert run(*flags, "--seed", seed).out == first.out
+    assert run(*flags, "--seed", str(int(seed) + 1)).out != first.out
+
+
+def test_a_conversation_with_a_seed_can_be_had_again(run):
+    """--seed was ignored, seen by nobody. Another seed, another text."""
+
+    def say(*seed):
+        return run("--chat", "--raw", "--max-tokens", "20", "--temperature", "1", *seed, stdin=b"one\ntwo\n")
+
+    first, other = say("--seed", "0"), say("--seed", "1")
+    assert say("--seed", "0").out == first.out != other.out
+    assert first.err.count(", seed 0, cut off]") == 2
+    unseeded = say()
+    seeds = re.findall(r"seed (\d+), cut off", unseeded.err)
+    assert len(set(seeds)) == 2 and unseeded.out not in (first.out, other.out)
 
 
 def test_without_jinja2_raw_text_is_continued_all_the_same(run, monkeypatch):
@@ -145,16 +167,18 @@ def test_each_answer_follows_all_that_was_said(run, expected):
     assert found.out == answers and found.problem is None
 
 
-def test_without_a_template_lines_continue_a_text(run, expected):
+def test_without_a_template_lines_continue_a_text(run, checkpoint, continued):
+    """Of tokens: those of an answer, which half a character may end, are what it is continued by."""
     found = run("--chat", "--raw", "--max-tokens", "4", stdin=b"\ndef f\n\nreturn\n/exit\nnot read")
-    text, answers = "", ""
+    tokenizer, ids, answers = load_tokenizer(checkpoint), [], ""
     for line in ("def f", "", "\nreturn"):
-        text += line
-        answer = expected(text, 4)
-        answers += answer + "\n"
-        text += answer
+        ids += tokenizer.encode(line)
+        answer = continued(ids, 4)
+        answers += tokenizer.decode(answer) + "\n"
+        ids += answer
     assert found.out == answers
-    assert "your lines are added to a text that the model continues" in found.err
+    assert "[--raw: your lines are added to a text that the model continues" in found.err
+    assert "empty" not in found.err.partition("go on]")[2]  # the first line asks for nothing
     assert found.err.count("4 tokens") == 3 and found.problem is None
 
 
@@ -190,6 +214,7 @@ def test_the_oldest_messages_make_room_for_new_ones(chat, capsys):
         chat.answered(Answer(f"answer {i}", [], "stop"))
     chat.ask("last")
     whole = chat.prompt(10_000)
+    assert chat.prompt(len(whole)) == whole and len(chat.turns) == 13  # exactly
     assert capsys.readouterr().err == ""
     ids = chat.prompt(len(whole) - 1)
     assert "2 oldest messages are forgotten" in capsys.readouterr().err
@@ -210,9 +235,155 @@ def test_the_oldest_half_of_a_text_makes_room(capsys):
     assert "51 oldest tokens" in capsys.readouterr().err
     text.take_back()
     assert text.ids == [*b"a" * 9, *[7] * 30]
+    text.ask("")
+    text.take_back()  # an empty line added nothing
+    assert text.ids == [*b"a" * 9, *[7] * 30]
     text.ask("c" * 200)
     with pytest.raises(ValueError, match="201 tokens, at most 99 fit"):
         text.prompt(99)
+
+
+@pytest.mark.parametrize(("answered", "room", "kept"), [(10, 60, 60), (10, 59, 50), (10, 50, 50), (54, 103, 51)])
+def test_the_last_line_of_a_text_is_kept_whole(answered, room, kept, capsys):
+    """Though it is more than half of what fits; and a text that fits exactly is not cut."""
+    text = Text(SimpleNamespace(encode=lambda text: list(text.encode())))
+    text.answered(Answer("", [7] * answered, "length"))
+    text.ask("b" * 49)
+    prompt = text.prompt(room)
+    assert len(prompt) == kept and prompt[-50:] == [*b"\n" + b"b" * 49]
+    assert ("forgotten" in capsys.readouterr().err) == (answered + 50 > room)
+
+
+def test_the_history_has_an_answer_as_it_was_given(chat):
+    """Blanks and all, and no message of the system but what was said last."""
+    chat.ask("q")
+    chat.answered(Answer(" a \n", [], "stop"))
+    chat.ask("r")
+    assert chat.turns == [
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": " a \n"}, {"role": "user", "content": "r"}
+    ]  # fmt: skip
+    for said, system in (("/system  be brief ", "be brief"), ("/system", ""), ("/system x", "x")):
+        assert terminal.run_command(said, chat) and chat.system == system
+    terminal.run_command("/reset", chat)
+    assert chat.turns == [] and chat.system == "x"  # only what was said is forgotten
+
+
+def typed(monkeypatch, *lines):
+    """Have `input` return these lines, or raise what of them is an exception."""
+    rest = iter(lines)
+
+    def read(prompt):
+        line = next(rest, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+@pytest.mark.parametrize(
+    ("lines", "read"),
+    [
+        (["a"], ["a"]),
+        (["a\\", "b"], ["a\nb"]),
+        (["a\\", "b\\", "c", "d"], ["a\nb\nc", "d"]),
+        (["a\\", KeyboardInterrupt(), "c"], ["c"]),  # what was begun is forgotten
+        ([KeyboardInterrupt(), KeyboardInterrupt(), ""], [""]),
+        (["\\", ""], ["\n"]),
+    ],
+)
+def test_lines_that_go_on(lines, read, monkeypatch, capsys):
+    typed(monkeypatch, *lines)
+    assert [terminal.read_line() for _ in read] == read and terminal.read_line() is None
+
+
+class Fake:
+    """An engine that says `tokens` in one step, and remembers what it was asked."""
+
+    num_steps = 0
+
+    def __init__(self, tokens=(120,), max_model_len=1000, interrupted=False):
+        self.tokens, self.max_model_len, self.interrupted = list(tokens), max_model_len, interrupted
+        self.has_work, self.asked = False, []
+
+    def add_request(self, id, prompt, params):
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.asked.append((len(prompt), params.max_tokens))
+        self.has_work = True
+
+    def step(self):
+        self.has_work = False
+        return [SimpleNamespace(error=None, tokens=self.tokens, finish_reason="length")]
+
+    def abort(self, id):
+        pass
+
+
+BYTES = SimpleNamespace(token_bytes=lambda token: bytes([token]))
+
+
+def bytes_text() -> Text:
+    return Text(SimpleNamespace(encode=lambda text: list(text.encode())))
+
+
+@pytest.mark.parametrize(
+    ("limit", "max_tokens", "reserve", "length_of_text", "length_of_chat"),
+    [
+        (1000, None, 200, 200, 990),
+        (1000, 5, 5, 5, 5),
+        (1000, 100, 100, 100, 100),
+        (1000, 5000, 250, 990, 990),  # at most a quarter is reserved
+        (100, None, 25, 90, 90),
+    ],
+)
+def test_how_long_an_answer_may_be(limit, max_tokens, reserve, length_of_text, length_of_chat, capsys):
+    """A text's as long as the flag says or 200, a chat's as far as the context goes; both end where that does."""
+    args = SimpleNamespace(max_tokens=max_tokens, temperature=0, seed=None)
+    for conversation, length in ((bytes_text(), length_of_text), (Chat(None), length_of_chat)):
+        engine, rooms = Fake(max_model_len=limit), []
+        conversation.prompt = lambda room, rooms=rooms: rooms.append(room) or [1] * 10
+        terminal.take_turn(args, engine, conversation, "line", BYTES)
+        assert rooms == [limit - reserve] and engine.asked == [(10, length)]
+
+
+@pytest.mark.parametrize(
+    ("template", "length", "max_tokens", "asked"),
+    [(True, 10, None, 990), (False, 10, None, 200), (False, 900, None, 100), (True, 10, 7, 7), (False, 999, None, 1)],
+)
+def test_how_long_the_answer_to_a_prompt_may_be(template, length, max_tokens, asked, monkeypatch, capsys):
+    ids = [1] * length
+    made = SimpleNamespace(chat=lambda *_, **__: ids, encode=lambda text: ids, close=lambda: None, tokenizer=BYTES)
+    monkeypatch.setattr(terminal, "open_encoder", lambda args: (made, template))
+    engine = Fake()
+    args = SimpleNamespace(prompt="p", max_tokens=max_tokens, temperature=0, seed=None)
+    terminal.continue_prompt(args, lambda args: engine)
+    assert engine.asked == [(length, asked)] and capsys.readouterr().out == ("" if template else "p") + "x\n"
+
+
+def test_a_turn_that_is_interrupted_before_an_answer_was_never_said(capsys):
+    """Ctrl-C while the prompt is taken in: the line is not in the text, and the program goes on."""
+    args, text = SimpleNamespace(max_tokens=5, temperature=0, seed=None), bytes_text()
+    terminal.take_turn(args, Fake(interrupted=True), text, "one", BYTES)
+    assert text.ids == []
+    terminal.take_turn(args, Fake(), text, "two", BYTES)
+    assert bytes(text.ids) == b"twox"
+
+
+def test_half_a_character_at_the_end_is_in_the_answer_as_it_was_shown(capsys):
+    """The history of a chat lacked what a terminal had shown."""
+    for tokens, text in (("aé".encode()[:-1], "a\ufffd"), ("aé".encode(), "aé")):
+        answer = stream_answer(Fake(tokens), [1], GREEDY, BYTES)
+        assert answer.text == text and capsys.readouterr().out == text + "\n"
+
+
+def test_a_terminal_that_cannot_show_a_character_shows_another(monkeypatch):
+    """In the C locale an answer with a \u20ac ended in a UnicodeEncodeError."""
+    data = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="ascii"))
+    monkeypatch.setattr(terminal, "continue_prompt", lambda *_: terminal.show("a\u20acb"))
+    terminal.run(SimpleNamespace(chat=False), None)
+    assert data.getvalue() == b"a?b"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -257,6 +428,16 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
     assert capsys.readouterr().out == "a\x1b[2J\n\t\x9b1m" + "a\u241b[2J\n\t\ufffd1m\ufffd"
 
 
+def test_every_control_character_has_a_picture(monkeypatch, capsys):
+    """A carriage return, too: it would write over the line. Only line ends and tabs are what they are."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    terminal.show("".join(map(chr, range(256))))
+    pictures = [chr(0x2400 + code) for code in range(32)]
+    pictures[9], pictures[10] = "\t", "\n"
+    wanted = [*pictures, *map(chr, range(32, 127)), *["\ufffd"] * 33, *map(chr, range(160, 256))]
+    assert capsys.readouterr().out == "".join(wanted)
+
+
 # Typed Ctrl-C goes to the process whose terminal it is: serve.py must first make this one its own.
 OWN_TERMINAL = """
 import fcntl, os, sys, termios
@@ -292,6 +473,12 @@ class Session:
             self.type(again)
         raise AssertionError(f"{end!r} does not come after {self.unread!r}")
 
+    def wait_for_text(self):
+        """Until it wrote anything that is not read yet."""
+        while not self.unread:
+            assert select.select([self.terminal], [], [], 60)[0], "it writes nothing"
+            self.unread += os.read(self.terminal, 65536).decode("utf-8", "replace")
+
     def __enter__(self):
         return self
 
@@ -308,7 +495,7 @@ def test_a_conversation_at_a_real_terminal(checkpoint):
         for keys in ("hello\r", "\x1b[A\r"):
             session.type(keys)
             session.read_until("hello\r\n")
-            assert "tokens" not in session.read_until("a")  # an answer has begun, of 3,900 tokens
+            session.wait_for_text()  # an answer has begun, of 3,900 tokens
             session.type("\x03")
             note = session.read_until(">>> ")
             assert 0 < int(re.search(r"\[(\d+) tokens, [0-9.]+ a second, seed \d+\]", note)[1]) < 3900
