@@ -29,6 +29,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import prometheus_client.metrics
 import uvicorn.server
 from shrink import shrink
 from virtual import Listener, Machine, Share, Signal, make_pipe, os_of_pipes, pair, selectors_of_memory
@@ -1253,6 +1254,7 @@ def stand_ins(world: World):
         engine: {"time": clock, "take_in": world.take_in},
         encoder: {"SHORT": settings["short"], "MAX_WAITING": settings["max_waiting"]},
         workers: {"os": os_of_pipes, "context": SimpleNamespace(Pipe=make_pipe)},
+        prometheus_client.metrics: {"time": clock},
         uvicorn.server: {"time": clock, "HANDLED_SIGNALS": ()},
     }
     with contextlib.ExitStack() as stack:
