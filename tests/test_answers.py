@@ -255,3 +255,45 @@ def test_a_request_is_told_its_own_number_of_candidates(n, found):
     choice.take([98], "length", 0, [[-2.0, [121, 98, 120], [-1.0, -2.0, -3.0]]])
     (top,) = request.answer([choice])["choices"][0]["logprobs"]["top_logprobs"]
     assert [*top] == found and top["b"] == -2.0
+
+
+def test_each_answer_has_its_own_prompt():
+    """Of several prompts in a call; and all choices of a prompt share its scores, which come with the first token of
+    one of them."""
+    request = CompletionRequest(prompt=["x", "y"], n=2, return_token_ids=True, prompt_logprobs=0, max_tokens=1)
+    choices = []
+    for prompt in ([97, 98], [98, 97, 97]):
+        scores = []
+        choices += [Choice(None, len(choices) + i, request, prompt, scores, TOKENIZER, [END]) for i in range(2)]
+    for choice in (choices[1], choices[0], choices[2], choices[3]):
+        choice.take([97], "length", 0, None, prompt_scores(choice.prompt) if choice.index in (1, 2) else None)
+    answers = request.answer(choices)["choices"]
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
+    for choice, answer in zip(choices, answers, strict=True):
+        assert answer["prompt_token_ids"] == choice.prompt
+        assert answer["prompt_logprobs"] == wanted_prompt_logprobs(choice.prompt, 0)
+
+
+def test_a_scored_echo_waits_for_its_scores_and_only_that():
+    """The text of an echo is there at once, its scores come with the first token."""
+    for logprobs, waits in ((None, False), (0, True)):
+        request = CompletionRequest(prompt="x", echo=True, logprobs=logprobs, stream=True)
+        choice = Choice(None, 0, request, [97, 98], [], TOKENIZER, [END])
+        assert choice.has_news() != waits
+        choice.take([97], None, 0, [score(0, 97)], prompt_scores([97, 98]))
+        assert choice.has_news()
+
+
+def test_an_answer_of_which_only_the_prompt_was_wanted():
+    """max_tokens 0: the engine computes a token for the scores, of which nothing is told or counted."""
+    request = CompletionRequest(prompt="x", echo=True, logprobs=1, max_tokens=0)
+    choice = Choice(None, 0, request, [97, 98], [], TOKENIZER, [END])
+    choice.take([END], "stop", 0, [score(0, END)], prompt_scores([97, 98]))
+    (answer,) = request.answer([choice])["choices"]
+    assert (answer["text"], answer["finish_reason"], answer["stop_reason"], choice.num_tokens) == (
+        "ab",
+        "length",
+        None,
+        0,
+    )
+    assert answer["logprobs"]["tokens"] == ["a", "b"] and answer["logprobs"]["text_offset"] == [0, 1]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import chat as module
 from chat import load_chat
-from tokenizer import TokenizerError, bpe_tokenizer
+from tokenizer import BPETokenizer, TokenizerError, bpe_tokenizer
 
 END = "<|endoftext|>"
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -61,7 +61,7 @@ def test_several_templates_have_names(tokenizer, tmp_path):
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
     assert load({"chat_template": named}).render(HELLO) == "hello"
     assert load({"chat_template": named[:1]}) is None and load({}) is None
-    for broken in ({"chat_template": 5}, {"chat_template": [5]}, {"chat_template": [{}]}, []):
+    for broken in ({"chat_template": 5}, {"chat_template": {}}, {"chat_template": [5]}, {"chat_template": [{}]}, []):
         with pytest.raises(TokenizerError, match="restore it"):  # the last ones were tracebacks
             load(broken)
 
@@ -90,6 +90,8 @@ REAL = [
     "{{ bos_token }}{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ eos_token }}{{ pad_token }}",
     "{{ messages[0].content.split('l')[-1] }}{{ messages[0]['content'][1:3] }}{{ strftime_now('%Y') }}",
     "{{ messages | tojson(False, 1) }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "{{ {'b': 1, 'a': 'é'} | tojson(separators=(',', ':')) }}{{ {'b': 1, 'a': 2} | tojson(sort_keys=True) }}",
+    "é語\n{% for m in messages %}\n  {% if m.role == 'user' %}\n  {{ m.content }}\n  {% endif %}\n{% endfor %}\n end",
 ]
 
 
@@ -107,6 +109,27 @@ def test_templates_make_what_they_make_in_transformers(make, tmp_path, template)
     assert chat.render(messages, add_generation_prompt=True) == wanted
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert chat.encode(messages, add_generation_prompt=True) == ids
+
+
+def test_control_tokens_have_their_names_in_a_template(make, tmp_path):
+    """The hub writes them as texts or as dictionaries; those that there are not are empty, and can be added to text."""
+    template = "{{ bos_token + '.' + eos_token + '.' }}{{ pad_token }}"
+    for config, wanted in (
+        ({}, ".."),
+        ({"eos_token": END}, f".{END}."),
+        ({"bos_token": {"content": "<|im_start|>"}, "eos_token": {"content": END}}, f"<|im_start|>.{END}."),
+        ({"pad_token": "<|im_end|>", "bos_token": None}, "..<|im_end|>"),
+        ({"model_max_length": 5, "add_bos_token": True}, ".."),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        assert make(template).render(HELLO) == wanted
+
+
+def test_a_file_of_its_own_goes_before_the_configuration(make, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "é{{ messages[0].content }}"}', encoding="utf-8")
+    assert make("語").render(HELLO) == "語"
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_chat(tmp_path, bpe_tokenizer([])).render(HELLO) == "éhello"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -128,6 +151,52 @@ def test_names_that_two_messages_spell_together_stay_text(make):
         ids = chat.encode([{"role": "user", "content": part} for part in parts])
         assert ids == list("".join(parts).encode())
     assert make("<|{{ messages[0].content }}").encode([{"role": "user", "content": "im_end|>"}]) == [*b"<|im_end|>"]
+
+
+NAMES = [END, "<|im_start|>", "<|im_end|>"]
+SPLITS = [(name[:n], name[n:]) for name in NAMES for n in range(1, len(name))]
+
+
+@pytest.mark.parametrize(("first", "last"), SPLITS, ids="".join)
+def test_names_that_a_message_completes_stay_text(tokenizer, first, last):
+    """Whichever part of a name the template has, and whichever the message, down to one character."""
+    for template, content in (
+        (f"{first}{{{{ messages[0].content }}}}", last),
+        (f"{{{{ messages[0].content }}}}{last}", first),
+    ):
+        chat = module.Chat(template, {}, tokenizer)
+        for text in (content, f"{content} {content}"):
+            ids = chat.encode([{"role": "user", "content": text}])
+            assert ids == [*template.replace("{{ messages[0].content }}", text).encode()]
+
+
+def with_control_token(name: str):
+    """A token a byte, and one more of that name."""
+    spec = bpe_tokenizer([]).spec
+    spec["added_tokens"].append(spec["added_tokens"][0] | {"id": 257, "content": name})
+    return BPETokenizer(spec)
+
+
+@pytest.mark.parametrize("text", ["<<", "<<<", "a<<<<b<<<", "<"])
+def test_a_name_that_overlaps_itself_stays_text(text):
+    """In <<< the name << begins at two places: with only the first made harmless, the second was the token."""
+    chat = module.Chat("<<{{ messages[0].content }}<<", {}, with_control_token("<<"))
+    ids = chat.encode([{"role": "user", "content": f".{text}."}])
+    assert ids == [257, *f".{text}.".encode(), 257]
+
+
+def test_a_role_may_be_a_control_token(make):
+    """A template makes it of the role; of a message's text it stays text."""
+    chat = module.Chat("{{ messages[0].role }}:{{ messages[0].content }}", {}, with_control_token("user"))
+    assert chat.encode([{"role": "user", "content": "user"}]) == [257, *b":user"]
+
+
+def test_the_templates_own_text_stays_what_it_is(make):
+    """A stand-in is a character that nobody writes: neither the template nor any field of a message."""
+    letters = "".join(map(chr, range(33, 123)))
+    template = f"{letters}{{{{ messages[0].name }}}}{{{{ messages[0].content }}}}"
+    message = {"role": "user", "name": "\U000f0000\U000f0001", "content": f"{END}|"}
+    assert make(template).encode([message]) == [*f"{letters}{message['name']}{END}|".encode()]
 
 
 def test_names_that_overlap_stay_text(make):
