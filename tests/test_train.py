@@ -20,7 +20,7 @@ import samples
 import serve
 import train
 from model import GPT, GPTConfig, causal_attention, head_loss, load_checkpoint
-from tokenizer import load_tokenizer, train_bpe, write_corpus
+from tokenizer import load_tokenizer, read_corpus, train_bpe, write_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "context_length": 32, "batch_size": 4, "warmup": 2, "dropout": 0.1}
@@ -76,7 +76,7 @@ def assert_loads(out: Path):
 # The whole run
 
 
-def test_a_run_learns_and_leaves_a_checkpoint(tiny, tmp_path, capsys):
+def test_a_run_learns_and_leaves_a_checkpoint(tiny, corpus, tmp_path, capsys):
     train.main([*tiny, "--steps", "40"])
     out = tmp_path / "out"
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -89,6 +89,11 @@ def test_a_run_learns_and_leaves_a_checkpoint(tiny, tmp_path, capsys):
     printed = capsys.readouterr().out
     told = float(re.search(r"val loss: ([\d.]+)", printed)[1])
     assert told == pytest.approx(log[-1]["val_loss"], abs=1e-4)  # both are rounded
+    held_out = load_tokenizer(out).decode_bytes(read_corpus(corpus, "val").tolist())
+    bits = log[-1]["val_loss"] * 1001 / math.log(2) / len(held_out)
+    assert log[-1]["bits_per_byte"] == pytest.approx(bits, abs=1e-4)
+    assert f"bits per byte: model {bits:.3f}, gzip" in printed
+    assert f"held out: 1,001 tokens, {len(held_out):,} bytes, each scored once, in windows of 32" in printed
     assert "held out: 1,001 tokens" in printed and "gzip -9" in printed and "xz -9" in printed
 
 
@@ -141,6 +146,16 @@ def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tiny, tmp_
         train.main([*tiny, "--steps", "20"])
     assert error.value.code not in (0, None)
     assert assert_loads(tmp_path / "out")["step"] == 5
+
+
+def test_a_gradient_that_is_no_number_stops_too(tiny, corpus):
+    """The loss of its step is still one. Of several steps that are looked at together, the first bad one is named."""
+    run = train.Run(train.parse_args(tiny), train.load_corpus(str(corpus), MACHINE), MACHINE)
+    run.step = 30
+    run.check_finite([[1.0, 2.0], [1e30, 0.0]])
+    for bad in (math.nan, math.inf):
+        with pytest.raises(SystemExit, match=f"^step 29: loss 1.0, gradient norm {bad}: stopped"):
+            run.check_finite([[1.0, 1.0], [1.0, bad], [bad, 1.0]])
 
 
 def test_a_learning_rate_that_explodes_is_caught(tiny, tmp_path):
@@ -622,8 +637,18 @@ def test_an_epoch_is_every_window_once_in_another_order():
         offset = min(starts)
         assert 0 <= offset < 10 and sorted(starts) == list(range(offset, offset + 990, 10))
     assert epochs[0] != epochs[1]
+    # whatever the offset, every token comes: no two epochs cut the text at the same places
+    assert {batches.start(e * 99) % 10 for e in range(60)} == set(range(10))
     x, y = batches(13, MACHINE)  # of the second epoch
     assert x[:, 0].tolist() == epochs[1][18:27] and torch.equal(y, x + 1)
+
+
+def test_the_shortest_corpus_is_two_windows_and_a_target():
+    tokens = np.arange(21, dtype=np.uint16)
+    x, y = train.Batches(tokens, 3, 10, seed=1)(0, MACHINE)
+    assert x.dtype == torch.int64 and x.shape == (3, 10) and torch.equal(y, x + 1) and y.max() <= 20
+    with pytest.raises(SystemExit, match="20 training tokens are too few for windows of 10: lower context_length"):
+        train.Batches(tokens[:20], 3, 10, seed=1)
 
 
 def test_batches_are_a_function_of_seed_and_step():
@@ -658,6 +683,21 @@ def test_evaluation_scores_every_token_once(corpus):
     assert count == len(loaded.val) == 1001
     assert nats == pytest.approx(expected, rel=1e-5)
     assert train.evaluate(model, loaded, MACHINE, limit=96)[1] == 96 - 32 + 1001 % 32  # first, middle and last window
+    assert train.evaluate(model, loaded, MACHINE, limit=1)[1] == 32
+
+
+def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
+    """Neither in an evaluation nor in a sample; afterwards training drops again."""
+    args = train.parse_args([*tiny, "--dropout", "0.5"])
+    run = train.Run(args, train.load_corpus(str(corpus), MACHINE), MACHINE)
+    calm = GPT(GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16, activation="relu2", bias=False))
+    calm.load_state_dict(run.model.state_dict())
+    assert train.evaluate(run.model, run.corpus, MACHINE, 96) == train.evaluate(calm, run.corpus, MACHINE, 96)
+    assert run.model.training
+    modes = []
+    run.model.register_forward_hook(lambda model, inputs, output: modes.append(model.training))
+    samples.sample(run, [[299]], 2, 0.6)
+    assert modes == [False, False] and run.model.training
 
 
 def test_bits_per_byte():
@@ -711,14 +751,37 @@ def test_loss_in_chunks_is_the_loss():
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True))
 
 
-def test_attention_spelt_out_is_attention():
-    """Training on a CPU in bfloat16 takes another path: same values and gradients, within bfloat16."""
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_spelt_out_is_attention(dropout):
+    """Training on a CPU in bfloat16 takes another path: same values and gradients, within bfloat16. It leaves out the
+    same weights, for both draw the same numbers."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 50, 3, 16).bfloat16()
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        y = causal_attention(*leaves)
+        torch.manual_seed(1)
+        y = causal_attention(*leaves, dropout)
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
     for a, b in zip(*results, strict=True):
         assert (a.float() - b).abs().max() < 0.03 * b.abs().max()
+
+
+def test_initial_weights_are_gpt2s():
+    """N(0, 0.02), but the projections into the residual stream, of which two a layer add up, less; biases zero."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(500, context_length=200, n_layer=3, n_head=2, n_embd=64))
+    for name, w in model.named_parameters():
+        if w.ndim == 2:
+            wanted = 0.02 / math.sqrt(6) if "c_proj" in name else 0.02
+            assert w.std().item() == pytest.approx(wanted, rel=0.05) and abs(w.mean()) < 0.1 * wanted, name
+        else:
+            assert torch.all(w == (1 if "ln_" in name and name.endswith("weight") else 0)), name
+
+
+def test_a_seed_is_of_the_initial_weights_too(tiny, corpus):
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    first, again, other = (
+        train.Run(train.parse_args([*tiny, f"--seed={seed}"]), loaded, MACHINE).model.wte.weight for seed in (3, 3, 4)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
