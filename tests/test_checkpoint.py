@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from model import GPT, CheckpointError, GPTConfig, load_checkpoint, load_config, save_checkpoint
@@ -126,7 +127,17 @@ def test_sizes_are_compared_with_the_file_first(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("scale_attn_by_inverse_layer_idx", True), ("model_type", "llama"), ("n_inner", 48)]
+    ("option", "value"),
+    [
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("model_type", "llama"),
+        ("n_inner", 48),
+        ("n_inner", 127),
+        ("scale_attn_weights", False),
+        ("scale_attn_weights", None),
+        ("add_cross_attention", True),
+        ("tie_word_embeddings", False),
+    ],
 )
 def test_options_that_we_do_not_compute_are_refused(tmp_path, option, value):
     save_checkpoint(random_model(), tmp_path)
@@ -134,6 +145,153 @@ def test_options_that_we_do_not_compute_are_refused(tmp_path, option, value):
     path.write_text(json.dumps(json.loads(path.read_text()) | {option: value}))
     with pytest.raises(CheckpointError, match=f"{option} is {value!r}, this code computes only .*: vLLM serves"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize("option", [{"n_inner": 128}, {"n_inner": None}, {"scale_attn_by_inverse_layer_idx": None}])
+def test_options_that_say_what_we_compute_pass(tmp_path, option):
+    """Four times the width is what there is without n_inner."""
+    save_checkpoint(random_model(), tmp_path)
+    change_config(tmp_path, **option)
+    assert load_config(tmp_path) == random_model().config
+
+
+def written_config(folder, **content) -> GPTConfig:
+    (folder / "config.json").write_text(json.dumps(content))
+    return load_config(folder)
+
+
+def test_what_a_configuration_does_not_say_is_as_in_transformers(tmp_path):
+    """But for the dropout, which only training uses."""
+    ours, theirs = written_config(tmp_path, model_type="gpt2"), transformers.GPT2Config()
+    for name, their_name in (("context_length", "n_positions"), ("activation", "activation_function")):
+        assert getattr(ours, name) == getattr(theirs, their_name)
+    for name in ("vocab_size", "n_layer", "n_head", "n_embd", "layer_norm_epsilon"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert (ours.bias, ours.dropout, ours.n_kv_head, ours.eos_token_ids) == (True, 0.0, 12, ())
+    assert ours == GPTConfig()
+
+
+# a key of config.json, its value there, the field, its value
+KEYS = [
+    ("vocab_size", 97, "vocab_size", 97),
+    ("n_positions", 33, "context_length", 33),
+    ("n_layer", 3, "n_layer", 3),
+    ("n_head", 6, "n_head", 6),
+    ("n_embd", 24, "n_embd", 24),
+    ("n_kv_head", 4, "n_kv_head", 4),
+    ("activation_function", "relu", "activation", "relu"),
+    ("bias", False, "bias", False),
+    ("resid_pdrop", 0.25, "dropout", 0.25),
+    ("layer_norm_epsilon", 0.001, "layer_norm_epsilon", 0.001),
+    ("layer_norm_epsilon", 0, "layer_norm_epsilon", 0),
+    ("eos_token_id", 0, "eos_token_id", 0),
+    ("eos_token_id", 50256, "eos_token_id", 50256),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "field", "meant"), KEYS)
+def test_each_key_of_a_configuration_sets_one_field(tmp_path, key, value, field, meant):
+    wanted = vars(GPTConfig()) | {field: meant}
+    if field == "n_head":
+        wanted["n_kv_head"] = meant  # as many, where it is not said
+    assert vars(written_config(tmp_path, **{key: value})) == wanted
+
+
+@pytest.mark.parametrize(("vocab_size", "ids"), [(50256, ()), (50257, (50256,)), (50304, (50256,))])
+def test_gpt2s_end_of_text_counts_where_there_is_such_a_token(tmp_path, vocab_size, ids):
+    """transformers writes 50256 for a GPT-2 of any vocabulary."""
+    assert written_config(tmp_path, vocab_size=vocab_size, eos_token_id=50256).eos_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_embd": 30, "n_head": 4}, "n_embd 30 is not a multiple of n_head 4"),
+        ({"n_embd": 32, "n_head": 4, "n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
+        ({"n_layer": 0}, "n_layer is 0: a whole number of at least 1"),
+        ({"context_length": 2**31}, "context_length is 2147483648: a whole number of at least 1, and below"),
+        ({"dropout": 1}, "dropout is 1: a number from 0 to below 1 is wanted"),
+        ({"dropout": -0.1}, "dropout is -0.1: a number from 0 to below 1 is wanted"),
+        ({"layer_norm_epsilon": -1e-9}, "layer_norm_epsilon is -1e-09: a number from 0"),
+        ({"layer_norm_epsilon": 1.0}, "layer_norm_epsilon is 1.0: a number from 0"),
+        ({"bias": 1}, "bias is 1: true or false is wanted"),
+        ({"vocab_size": 5, "eos_token_id": 5}, "eos_token_id is 5: a token id, 0 to 4, or none"),
+        ({"vocab_size": 5, "eos_token_id": 4, "more_eos_token_ids": (5,)}, "eos_token_id is 5: a token id, 0 to 4"),
+        ({"activation": "swish"}, "activation 'swish' is unknown; there is gelu_new"),
+    ],
+)
+def test_shapes_that_cannot_be(fields, message):
+    with pytest.raises(ValueError) as caught:
+        GPTConfig(**fields)
+    assert str(caught.value).startswith(message)
+    assert GPTConfig(vocab_size=5, eos_token_id=4, n_embd=32, n_head=4, n_kv_head=2, dropout=0)  # at the edges
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_configuration_that_is_written(tmp_path, dtype):
+    """All that other programs read of it, as they spell it."""
+    folder = tmp_path / "a" / "b"  # which need not be there
+    save_checkpoint(random_model(eos_token_id=5, more_eos_token_ids=(7,), dropout=0.1, n_kv_head=2).to(dtype), folder)
+    assert json.loads((folder / "config.json").read_text()) == {
+        "vocab_size": 97, "n_positions": 33, "n_layer": 3, "n_head": 4, "n_embd": 32, "n_kv_head": 2,
+        "activation_function": "gelu_new", "bias": True, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5, "eos_token_id": [5, 7], "bos_token_id": 5, "model_type": "gpt2", "n_inner": None,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
+        "tie_word_embeddings": True, "architectures": ["GPT2LMHeadModel"],
+        "dtype": str(dtype).removeprefix("torch."),
+    }  # fmt: skip
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # or transformers refuses it
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {dtype}  # noqa: SIM118
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_matrices_are_written_as_gpt2_has_them(tmp_path, bias):
+    """[in, out] for those of linear layers, biases of zeros for a model that has none; and loaded each row in one
+    piece, as the kernels read them."""
+    ours = random_model(bias=bias)
+    save_checkpoint(ours, tmp_path)
+    saved, state = load_file(tmp_path / "model.safetensors"), ours.state_dict()
+    for name, weight in state.items():
+        is_linear = name.endswith("weight") and weight.dim() == 2 and not name.startswith(("wte", "wpe"))
+        assert torch.equal(saved[f"transformer.{name}"], weight.t() if is_linear else weight)
+    biases = {name: weight for name, weight in saved.items() if name.endswith("bias")}
+    assert len(biases) == 3 * 6 + 1 and len(saved) == 2 * len(biases) + 2
+    for name, weight in biases.items():
+        assert weight.shape == (saved[name.removesuffix("bias") + "weight"].shape[-1],)
+        assert bias or not weight.any()
+    again = load_checkpoint(tmp_path)
+    assert all(weight.is_contiguous() for weight in again.state_dict().values())
+    assert not again.training and {weight.dtype for weight in again.parameters()} == {torch.float32}
+
+
+def test_masks_of_the_hub_are_no_weights(tmp_path):
+    """Both kinds that its GPT-2s have."""
+    save_checkpoint(random_model(), tmp_path)
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 33, 33).tril(), "h.2.attn.masked_bias": torch.tensor(-1e4)}
+    change_weights(tmp_path, **masks)
+    assert load_checkpoint(tmp_path).config == random_model().config
+
+
+@pytest.mark.parametrize("shape", [(31,), (32, 1), (1, 32), (33,), ()])
+def test_weights_of_another_shape_are_refused(tmp_path, shape):
+    save_checkpoint(random_model(), tmp_path)
+    change_weights(tmp_path, **{"transformer.h.1.ln_2.bias": torch.ones(shape)})
+    with pytest.raises(CheckpointError, match=r"h\.1\.ln_2\.bias is .*, wanted \(32,\)"):
+        load_checkpoint(tmp_path)
+
+
+def test_what_training_left_is_no_other_models_file(tmp_path):
+    """train_state.pt stands beside what was never saved whole: that is still told to train."""
+    (tmp_path / "train_state.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no model in .*, config\.json is missing: run `python train\.py"):
+        load_checkpoint(tmp_path)
+    for number in range(1, 6):
+        (tmp_path / f"model-0000{number}.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"weights are in model-00001.*00002.*00003\.safetensors: they"):
+        load_checkpoint(tmp_path)
 
 
 def test_broken_weights(tmp_path):
