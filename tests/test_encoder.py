@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def folder(tmp_path_factory):
         {%- elif m.content == 'large' %}{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}
         {%- elif m.content == 'larger' %}{{ ('x' * 10**10) | length }}
         {%- else %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endif %}
-    {%- endfor %}"""
+    {%- endfor %}{% if add_generation_prompt %}bot: {% endif %}"""
     (folder / "chat_template.jinja").write_text(template)
     return folder
 
@@ -55,6 +56,66 @@ def test_the_process_says_what_the_tokenizer_says(encoder, text):
     assert encoder.process is not None
 
 
+@pytest.mark.parametrize(
+    ("job", "size", "is_short"),
+    [
+        ({"texts": ["a"]}, 4080, True),
+        ({"texts": ["a"]}, 4081, False),
+        ({"texts": ["a"] * 2}, 4064, True),
+        ({"texts": ["a"] * 2}, 4065, False),
+        ({"texts": [""] * 257}, 0, False),  # each has a cost of its own
+        ({"tokens": []}, 4096, True),
+        ({"tokens": []}, 4097, False),
+        ({"messages": HELLO}, 0, False),
+    ],
+)
+def test_where_a_job_is_done(folder, monkeypatch, job, size, is_short):
+    """Here what takes 2 ms at most, in the process all else, whether somebody waits for it or not."""
+    encoder = Encoder(folder)
+    monkeypatch.setattr(module, "work", lambda *_: "here")
+    monkeypatch.setattr(encoder, "_exchange", lambda _: "there")
+    where = "here" if is_short else "there"
+    assert encoder._do(job, size) == asyncio.run(encoder.ask(job, size)) == where
+    encoder.tokenizer.has_known_pattern = False
+    assert asyncio.run(encoder.ask(job, size)) == "there"
+    encoder.close()
+
+
+def test_a_text_counts_by_its_length(folder, monkeypatch):
+    encoder, sizes = Encoder(folder), []
+    monkeypatch.setattr(encoder, "_do", lambda job, size: sizes.append(size) or ({"counts": [0]}, b""))
+    for text in ("", "abc", "é" * 5000):
+        encoder.encode(text)
+    assert sizes == [0, 3, 5000]
+    encoder.close()
+
+
+def test_jobs_that_are_asked_at_once_get_their_own_answers(encoder):
+    """One after the other: two threads at one link would read each other's."""
+
+    async def ask_all():
+        return await asyncio.gather(*[encoder.ask({"texts": ["b" * length]}, length) for length in range(5000, 5020)])
+
+    for length, (head, data) in enumerate(asyncio.run(ask_all()), 5000):
+        assert head == {"counts": [length]} and read_ids(head, data) == [[98] * length]
+
+
+def test_what_work_makes_of_each_job():
+    """Control tokens are spelled by their names, half characters replaced; ids beyond the vocabulary have no text."""
+    tokenizer = bpe_tokenizer([])
+    assert module.work({"tokens": [*b"a", 256, 0xC3, 98, 300]}, tokenizer, None) == (
+        {}, f'{{"prompt": "a{END}\ufffdb"}}'.encode()
+    )  # fmt: skip
+    head, data = module.work({"texts": [f"a{END}", "", "bcd"]}, tokenizer, None)
+    assert head == {"counts": [2, 0, 3]} and read_ids(head, data) == [[97, 256], [], [98, 99, 100]]
+    for limit, fits in ((3, True), (2, False)):  # of the longest, whichever it is
+        for texts in (["a", "bcd"], ["bcd", "a"], ["abc"] * 5):
+            _, data = module.work({"texts": texts, "limit": limit}, tokenizer, None)
+            assert bool(data) == fits
+    _, data = module.work({"texts": ["ab"], "answer": {"names": True, "max_model_len": 7}}, tokenizer, None)
+    assert json.loads(data) == {"count": 2, "max_model_len": 7, "tokens": [97, 98], "token_strs": ["a", "b"]}
+
+
 def test_texts_come_back_in_order_and_too_long_ones_without_ids(encoder):
     texts = ["a" * 4999, "", "b" * 7]
     head, data = asyncio.run(encoder.ask({"texts": texts}, 5006))
@@ -67,6 +128,7 @@ def test_texts_come_back_in_order_and_too_long_ones_without_ids(encoder):
 def test_templates_are_always_rendered_there(encoder):
     assert encoder.chat(HELLO) == [*b"user: hello", 258]
     assert encoder.chat([{"role": "user", "content": END}]) == [*b"user: ", *END.encode(), 258]
+    assert encoder.chat(HELLO, add_generation_prompt=True) == [*b"user: hello", 258, *b"bot: "]
 
 
 def test_the_answer_of_tokenize_is_json(encoder):
@@ -129,9 +191,37 @@ def test_broken_templates_are_told_at_start(folder, tmp_path):
         encoder.close()
 
 
-def test_a_process_that_dies_is_replaced(encoder):
+def test_without_a_template_no_process_is_started(tmp_path):
+    bpe_tokenizer([]).save(tmp_path)
+    encoder = Encoder(tmp_path)
+    encoder.check()
+    assert encoder.process is None and not encoder.has_chat
+    encoder.close()
+    own = bpe_tokenizer([])
+    assert Encoder(tmp_path, own).tokenizer is own
+
+
+def test_a_terminals_signals_do_not_reach_the_process_and_close_ends_it(folder):
+    """Ctrl-C at a terminal goes to all of a session. What was still to be done is not: it would start another."""
+    encoder = Encoder(folder)
+    encoder.check()
+    process = encoder.process
+    assert os.getsid(process.pid) == process.pid
+    held = threading.Event()
+    encoder.thread.submit(held.wait)
+    waiting = encoder.thread.submit(encoder._exchange, {"texts": ["a"]})
+    encoder.close()
+    held.set()
+    assert waiting.cancelled() and process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_process_that_dies_is_replaced(encoder, has_ended):
+    """Whether it is found dead, or dies at work."""
     encoder.chat(HELLO)
     encoder.process.kill()
+    if has_ended:
+        os.waitid(os.P_PID, encoder.process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(RuntimeError, match=r"the encoding process ended \(exit code -9\)"):
         encoder.chat(HELLO)
     assert encoder.chat(HELLO) == [*b"user: hello", 258]
@@ -142,8 +232,9 @@ def test_what_the_tokenizer_refuses_is_said(tmp_path):
     char_tokenizer("abc").save(tmp_path)
     encoder = Encoder(tmp_path)
     for text in ("abx", "abc" * 3000 + "x"):
-        with pytest.raises(TokenizerError, match=r"character 'x' \(U\+0078, at position"):
+        with pytest.raises(TokenizerError) as caught:
             encoder.encode(text)
+        assert str(caught.value).startswith(f"character 'x' (U+0078, at position {len(text) - 1}) is not among the 3")
     encoder.close()
 
 
@@ -157,6 +248,11 @@ def test_only_so_much_waits(encoder, monkeypatch):
 
     results = asyncio.run(ask_all())
     assert [type(result) for result in results] == [tuple, EncoderBusy, EncoderBusy]
+    assert encoder.waiting == 0
+    monkeypatch.setattr(module, "MAX_WAITING", 10_000)  # exactly two
+    assert [type(result) for result in asyncio.run(ask_all())] == [tuple, tuple, EncoderBusy]
+    with pytest.raises(TokenizerError):  # what fails waits no longer, either
+        asyncio.run(encoder.ask({"messages": [{"role": "user", "content": "large"}], "options": {}}, 10_000))
     assert encoder.waiting == 0
 
 
