@@ -654,7 +654,8 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
         for i, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
             run.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=round(rate))
         if bar is not None:
-            bar.total = args.steps or round(run.step / run.share)
+            if run.share > 0:  # the first step of a timed run tells nothing of how many there will be
+                bar.total = round(run.step / run.share)
             bar.set_postfix_str(f"loss {losses[-1][0]:.3f}, {rate / 1e3:.1f}k tokens/s", refresh=False)
             bar.update(len(losses))
         if look and run.share < 1 and not stop:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -292,6 +293,72 @@ def test_presets_fill_in_and_flags_win():
     assert all(set(preset) <= knobs for sizes in train.PRESETS.values() for preset in sizes.values())
 
 
+def test_a_gpu_gets_the_recipe_of_a_gpu_unless_a_size_is_named():
+    args = train.parse_args(["--device=cuda"])
+    assert (args.n_layer, args.n_embd, args.batch_size, args.steps, args.dropout) == (6, 384, 64, 1500, 0.1)
+    args = train.parse_args(["--device=cuda", "--preset=shakespeare_char", "--dropout=0.3"])
+    assert (args.data, args.n_embd, args.dropout, args.out) == ("shakespeare_char", 384, 0.3, "out/shakespeare_char")
+    args = train.parse_args(["--device=cuda", "--size=small"])
+    assert (args.size, args.n_layer, args.n_embd, args.steps, args.dropout) == ("small", 2, 128, None, 0.0)
+
+
+def test_minutes_and_steps_that_are_named_hold():
+    args = train.parse_args(["--size=tiny", "--minutes=5"])
+    assert (args.minutes, args.max_minutes, args.steps) == (5, 5, None)
+    args = train.parse_args(["--size=tiny", "--minutes=5", "--max_minutes=6"])
+    assert (args.minutes, args.max_minutes) == (5, 6)
+    assert train.parse_args(["--device=cuda", "--minutes=5", "--steps=7"]).steps == 7
+    assert train.parse_args(["--device=cuda", "--max_minutes=5"]).steps == 1500
+
+
+def test_what_a_resumed_run_may_change(capsys):
+    args = train.parse_args(["--resume", "--out=x", "--device=cpu", "--threads=3", "--compile", "--preset=stdlib"])
+    assert (args.out, args.device, args.threads, args.compile) == ("x", "cpu", 3, True)
+    actions = {flag: action for action in train.build_parser()._actions for flag in action.option_strings}
+    for flag in sorted(set(actions) - train.RESUMABLE - {"-h", "--help", "--size"}):
+        value = [] if actions[flag].nargs == 0 else ["1"]
+        with pytest.raises(SystemExit):
+            train.parse_args(["--resume", flag, *value])
+        assert "leave out" in capsys.readouterr().err or actions[flag].choices
+
+
+# Each was tuned or measured, and README's figures are of these. What changes here is to be measured again.
+DEFAULTS = """
+    preset stdlib, data stdlib, n_layer 4, n_head 2, n_embd 256, context_length 256, activation relu2, bias False,
+    dropout 0.0, minutes 2.25, max_minutes 2.25, least_steps 1, batch_size 8, matrix_lr 0.02, vector_lr 0.004,
+    momentum 0.95, beta2 0.95, weight_decay 0.0, warmup 10, decay 0.8, clip 1.0, seed 1337, eval_every 100,
+    eval_tokens 16384, sample_tokens 64, resume False, overwrite False
+"""
+CHANGES = {
+    ("--size=tiny",): "n_layer 2, n_head 1, n_embd 64, least_steps 400",
+    ("--size=small",): "n_layer 2, n_embd 128, least_steps 420",
+    ("--size=medium",): "n_layer 3, n_embd 128, least_steps 1050",
+    ("--size=large",): "n_head 4, context_length 256, batch_size 8, least_steps 2500",
+    ("--preset=shakespeare_char",): "n_layer 3, n_embd 128, context_length 128, batch_size 16, data shakespeare_char",
+    ("--preset=gpt2-124M",): """data stdlib_gpt2, n_layer 12, n_head 12, n_embd 768, context_length 1024, bias True,
+        activation gelu_new, batch_size 32, steps 2000, matrix_lr 0.01, vector_lr 0.001""",
+}
+OF_ALL_SIZES = (
+    "batch_size 16, context_length 128, matrix_lr 0.012, vector_lr 0.02, momentum 0.9, beta2 0.99, decay 0.6, "
+)
+OF_ALL_SIZES += "minutes 2.35, max_minutes 3.05, eval_every 200, "
+
+
+def settings(text: str) -> dict[str, str]:
+    return dict(pair.split() for pair in text.split(","))
+
+
+@pytest.mark.parametrize("flags", [(), *CHANGES], ids=str)
+def test_settings_are_those_that_were_measured(flags):
+    expected = settings(DEFAULTS)
+    if flags:
+        name = flags[0].partition("=")
+        expected |= settings((OF_ALL_SIZES if name[0] == "--size" else "") + CHANGES[flags]) | {name[0][2:]: name[2]}
+    args = vars(train.parse_args(["--device=cpu", *flags]))
+    given = {name: str(value) for name, value in args.items() if value is not None}
+    assert given == expected | {"device": "cpu", "out": f"out/{expected['preset']}"}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The choice of a size, and the clock
 
@@ -523,6 +590,94 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(tiny, tmp_path,
     args = assert_loads(tmp_path / "out")["args"]
     for step, (share, rate) in enumerate(seconds.steps):
         assert rate == pytest.approx(min(1, (step + 1) / args["warmup"]) * min(1, (1 - share) / args["decay"]))
+
+
+def test_the_log_holds_what_each_step_gave(tiny, tmp_path, monkeypatch, seconds):
+    """Its loss, the norm of its gradient, and how many tokens a second that was."""
+    update, told = train.Run.update, []
+
+    def noted(self, *batch):
+        told.append(update(self, *batch))
+        return told[-1]
+
+    monkeypatch.setattr(train.Run, "update", noted)
+    train.main([*tiny, "--steps", "6"])
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in log if "loss" in line]
+    assert [[line["loss"], line["norm"]] for line in steps] == [pytest.approx(t.tolist(), abs=1e-4) for t in told]
+    assert {line["tokens_per_second"] for line in steps} == {4 * 32}
+
+
+def test_the_picture_is_of_the_log(tmp_path, monkeypatch):
+    figure = MagicMock()
+    figure.savefig.side_effect = lambda path, **how: path.write_bytes(b"picture")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", MagicMock(Figure=lambda **size: figure))
+    log = [{"step": 1, "loss": 3.5}, {"step": 2, "loss": 2.5}, {"step": 2, "val_loss": 3.0}]
+    train.draw(log, tmp_path / "loss.png")
+    drawn = {call.kwargs["label"]: call.args[:2] for call in figure.subplots().plot.call_args_list}
+    assert drawn == {"training": ((1, 2), (3.5, 2.5)), "held out": ((2,), (3.0,))}
+    assert (tmp_path / "loss.png").read_bytes() == b"picture"
+
+
+def test_a_progress_bar_counts_the_steps(tiny, tmp_path, monkeypatch, seconds, capsys):
+    """To the number of --steps; without, to as many as there will be at this speed, which nobody knows after the first
+    step: there, the default run died of a division by zero wherever there was a bar. A resumed one goes on."""
+    bars = []
+
+    def tqdm(**settings):
+        bars.append(MagicMock(**{name: settings[name] for name in ("total", "initial")}))
+        return bars[-1]
+
+    monkeypatch.setitem(sys.modules, "tqdm", MagicMock(tqdm=tqdm))
+    monkeypatch.setattr(train, "closing_seconds", lambda run, step_seconds: 0.0)
+    train.main([*tiny, "--steps", "6"])
+    assert bars == []  # nobody looks
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    capsys.readouterr()
+    seconds.stops = (2,)
+    train.main([*tiny, "--steps", "7", "--overwrite"])
+    train.main(["--resume", "--out", str(tmp_path / "out")])
+    seconds.stops = ()
+    train.main([*tiny, "--minutes", "0.5", "--overwrite", "--eval_every", "100"])
+    assert [(bar.initial, bar.total) for bar in bars] == [(0, 7), (2, 7), (0, 30)]
+    assert [sum(call.args[0] for call in bar.update.call_args_list) for bar in bars] == [2, 5, 30]
+    assert all(bar.close.called for bar in bars)
+    posts = [call.args[0] for call in bars[1].set_postfix_str.call_args_list]
+    assert re.fullmatch(r"loss \d\.\d{3}, 0\.1k tokens/s", posts[0])
+    assert "step 5, 71% of the run: held-out loss" in bars[1].write.call_args.args[0]
+    assert "held-out loss" not in capsys.readouterr().out  # it would tear the bar
+
+
+def test_what_a_run_is_told_before_it_begins(tiny, corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "train", lambda *run: False)
+    train.main([*tiny, "--steps=9"])
+    data = f"{len(read_corpus(corpus, 'train')):,} tokens of 300 kinds, 1,001 held out"
+    parameters = 300 * 16 + 32 * 16 + 12 * 16 * 16 + 3 * 16
+    told = capsys.readouterr().out.splitlines()
+    assert told[:5] == [
+        "device: CPU, 1 thread, float32",
+        "size:   tiny (--size names one of tiny, small, medium, large)",
+        f"model:  {parameters / 1e6:.2f}M parameters: 1 layers of width 16, 2 heads, relu2",
+        f"data:   {corpus}: {data}",
+        f"run:    9 steps, 4 x 32 tokens a step -> {tmp_path / 'out'}",
+    ]
+    assert told[5].startswith("stopped and saved at step 0")  # of so many steps nothing is expected
+
+
+def test_a_second_signal_kills(monkeypatch):
+    """The first asks for an end after the step that runs: whoever asks twice does not want to wait for it."""
+    caught = train.catch_signals()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        assert signal.getsignal(number) is not signal.SIG_DFL
+        os.kill(os.getpid(), number)
+        assert caught[-1] == number and signal.getsignal(number) is signal.SIG_DFL
+    assert len(caught) == 2
+
+
+def test_an_out_that_cannot_be_made_gets_a_message(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=r"--out .*file/out cannot be made \(.*\): name another directory"):
+        train.main([*tiny, "--steps=2", "--out", str(tmp_path / "file" / "out")])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
