@@ -297,3 +297,24 @@ def test_an_answer_of_which_only_the_prompt_was_wanted():
         0,
     )
     assert answer["logprobs"]["tokens"] == ["a", "b"] and answer["logprobs"]["text_offset"] == [0, 1]
+    assert choice.has_news()  # in a stream, too, though no token is told
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_news"), [({}, False), ({"return_token_ids": True}, True), ({"logprobs": 0}, True)]
+)
+def test_what_is_news(fields, is_news):
+    """A token without text, half a character, is news to those who asked for tokens; to others text and the end are."""
+    choice = Choice(None, 0, CompletionRequest(prompt="x", stream=True, **fields), [97], [], TOKENIZER, [END])
+    assert not choice.has_news()
+    choice.take([0xC3], None, 0, [score(0, 0xC3)])
+    assert choice.has_news() == is_news
+    choice.told()
+    assert not choice.has_news() and not choice.is_first
+    choice.take([0xA9], None, 0, [score(1, 0xA9)])
+    assert choice.has_news() and choice.text == "é"
+    choice.told()
+    choice.take([END], "stop", 0, [score(2, END)])
+    assert choice.has_news() and choice.finish_reason == "stop"
+    choice.told()
+    assert not choice.has_news() and choice.is_over

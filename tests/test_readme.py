@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 
 import bench
+import chat
+import connection
+import encoder
+import protocol
+import serve
+import tokenizer
 from engine import Engine
 
 ROOT = Path(__file__).parent.parent
@@ -75,3 +81,39 @@ def test_numbers_in_prose():
     picture = Path(bench.__file__).read_text()
     requests, blocks = re.search(r"(\w+) requests share (\d+) blocks", README).groups()
     assert f"num_blocks={blocks}" in picture and requests == "nine" and "range(9)" in picture
+
+
+# the beginning of a row in the README's table of limits, and what its second column says, from where the limit is kept
+LIMITS = [
+    ("CPU time and memory to encode", f"{encoder.JOB_SECONDS} s (4 MiB take 1 to 5), {encoder.JOB_MEMORY >> 30} GiB"),
+    ("text that a chat template makes", f"{chat.MAX_RENDERED >> 20} Mi characters"),
+    ("texts that wait to be encoded", f"{encoder.MAX_WAITING >> 20} Mi characters"),
+    ("tokens that `/tokenize` spells out", f"{encoder.MAX_NAMES:,}"),
+    ("a request's head with its trailers", f"{connection.MAX_HEAD >> 10} KiB, {connection.MAX_HEADERS} headers"),
+    ("requests that wait behind another", f"{connection.MAX_PIPELINED}"),
+    ("log-probabilities in one answer", f"{protocol.MAX_SCORES:,}: tokens"),
+    ("`allowed_token_ids`", f"{protocol.MAX_ALLOWED:,}: different ids"),
+    ("`priority`", f"-{protocol.MAX_PRIORITY} to {protocol.MAX_PRIORITY};"),
+    ("stop strings", f"{protocol.MAX_STOPS}, {protocol.MAX_STOP_BYTES >> 10} KiB together"),
+    (
+        "prompts, messages, choices of a prompt (`n`), `logit_bias`, `stop_token_ids`",
+        f"{protocol.MAX_PROMPTS:,}, {protocol.MAX_MESSAGES:,}, {protocol.MAX_CHOICES}, {protocol.MAX_BIASES:,}, "
+        f"{protocol.MAX_STOP_IDS}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("begins", "says"), LIMITS, ids=[begins for begins, _ in LIMITS])
+def test_limits_are_as_told(begins, says):
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| {begins}")]
+    assert row.split(" | ")[1].startswith(says)
+
+
+def test_limits_that_are_flags_have_the_defaults_that_are_told():
+    table = README[README.index("| limit | value") : README.index("A request that its head alone refuses")]
+    told = re.findall(r"`--([\w-]+) (\d+)`", table)
+    args = vars(serve.parse_args([]))
+    assert len(told) == 6
+    assert {name: float(number) for name, number in told} == {name: args[name.replace("-", "_")] for name, _ in told}
+    prose = f"Texts of more than {encoder.SHORT:,} characters and all chat templates", "A run of more than "
+    assert prose[0] in README and f"{prose[1]}{tokenizer.MAX_BLANKS:,} blanks" in README
