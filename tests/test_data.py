@@ -1,8 +1,11 @@
 """data/: the same corpus on every run, held-out text kept apart, and files that are whole or absent."""
 
 import hashlib
+import inspect
 import os
 import runpy
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +88,55 @@ def test_shakespeare_is_nanogpts(tmp_path):
     assert train.dtype == np.uint16
     text = path.read_text()
     assert load_tokenizer(tmp_path).decode(np.concatenate([train, val]).tolist()) == text
+
+
+def test_the_last_tenth_of_shakespeare_is_held_out(tmp_path):
+    """nanoGPT's split, int(0.9 n), and a vocabulary of all characters, in order."""
+    text = "To be, or not to be, that is the question" * 3
+    (tmp_path / "given.txt").write_text(text[::-1])
+    (tmp_path / "input.txt").write_text(text)
+    for source, wanted in ((None, text), (tmp_path / "given.txt", text[::-1])):
+        shakespeare["prepare"](tmp_path, source=source)
+        tokenizer = load_tokenizer(tmp_path)
+        train, val = (read_corpus(tmp_path, split) for split in ("train", "val"))
+        assert (len(train), len(val), tokenizer.vocab_size) == (110, 13, len(set(text)))
+        assert tokenizer.decode(train.tolist()) + tokenizer.decode(val.tolist()) == wanted
+        assert tokenizer.decode(range(len(set(text)))) == "".join(sorted(set(text)))
+
+
+def test_gpt2s_corpus_is_the_same_text_in_gpt2s_tokens(library, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("tokenizer.gpt2_tokenizer", lambda: train_bpe(["def function0(x): return x + 1"], 280))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: {"stdlib": str(library)}[name])
+    gpt2 = runpy.run_path(str(ROOT / "data" / "stdlib_gpt2" / "prepare.py"))
+    assert inspect.signature(gpt2["prepare"]).parameters["out"].default == ROOT / "data" / "stdlib_gpt2"
+    gpt2["prepare"](tmp_path / "out")
+    assert load_tokenizer(tmp_path / "out").vocab_size == 277  # all that so short a text gives
+    theirs = prepare(library, tmp_path / "stdlib")
+    assert all(documents(tmp_path / "out", split) == documents(theirs, split) for split in ("train", "val"))
+
+
+def test_the_vocabulary_is_the_one_that_sizes_were_tuned_for(library, tmp_path, monkeypatch):
+    """And it is learnt from the library of the interpreter that runs."""
+    asked = []
+    monkeypatch.setattr("sysconfig.get_path", lambda name: {"stdlib": str(library)}[name])
+    monkeypatch.setitem(stdlib["prepare"].__globals__, "train_bpe", lambda texts, size: asked.append(size))
+    with pytest.raises(AttributeError):  # it wants the tokenizer
+        stdlib["prepare"](tmp_path)
+    assert asked == [4096]
+    assert inspect.signature(stdlib["prepare"]).parameters["out"].default == ROOT / "data" / "stdlib"
+
+
+def test_the_commands_prepare_what_they_are_asked_to(tmp_path):
+    """`--input FILE` of the text that is there; nothing is fetched."""
+    folder = tmp_path / "data" / "shakespeare_char"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "data" / "shakespeare_char" / "prepare.py", folder)
+    (tmp_path / "text").write_text("some text to prepare")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare.py", "--input", str(tmp_path / "text")])
+        runpy.run_path(str(folder / "prepare.py"), run_name="__main__")
+    assert load_tokenizer(folder).decode(read_corpus(folder, "train").tolist()) == "some text to prepa"
 
 
 def test_shakespeare_without_network_says_what_to_do(tmp_path):

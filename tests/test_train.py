@@ -387,34 +387,62 @@ def measured(monkeypatch):
 
         monkeypatch.setattr(train, "time_step", time_step)
         monkeypatch.setattr(torch, "get_num_threads", lambda: max(n for _, n in seconds))
-        monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+        monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(pretend, "threads", n))
         return asked
 
     return pretend
 
 
-def fit(flags: list[str], corpus: Path):
+def fit(flags: list[str], corpus: Path, seconds_ago: float = 0.0):
     argv = ["--device", "cpu", "--data", str(corpus), *flags]
     args = train.parse_args(argv)
-    return train.fit_to_machine(args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, time.monotonic())
+    started = time.monotonic() - seconds_ago
+    return train.fit_to_machine(args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, started)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "size", "dtype"),
+    ("seconds", "size", "dtype", "threads"),
     [
-        ({("float32", 2): 0.15, ("float32", 1): 0.28, ("bfloat16", 2): 0.90}, "small", "float32"),  # AVX2
-        ({("float32", 2): 0.10, ("float32", 1): 0.19, ("bfloat16", 2): 0.07}, "medium", "bfloat16"),  # AMX
-        ({("float32", 2): 3.70, ("float32", 1): 0.25, ("bfloat16", 1): 0.90}, "small", "float32"),  # a busy core
-        ({("float32", 2): 9.00, ("float32", 1): 5.00, ("bfloat16", 1): 9.00}, "tiny", "float32"),
+        ({("float32", 2): 0.15, ("float32", 1): 0.28, ("bfloat16", 2): 0.90}, "small", "float32", 2),  # AVX2
+        ({("float32", 2): 0.10, ("float32", 1): 0.19, ("bfloat16", 2): 0.07}, "medium", "bfloat16", 2),  # AMX
+        ({("float32", 2): 3.70, ("float32", 1): 0.25, ("bfloat16", 1): 0.90}, "small", "float32", 1),  # a busy core
+        ({("float32", 2): 9.00, ("float32", 1): 5.00, ("bfloat16", 1): 9.00}, "tiny", "float32", 1),
     ],
 )
-def test_what_the_machine_does_fastest_is_chosen(measured, corpus, seconds, size, dtype):
+def test_what_the_machine_does_fastest_is_chosen(measured, corpus, seconds, size, dtype, threads):
     asked = measured(seconds)
     args, machine = fit([], corpus)
     assert (args.size, args.dtype, machine.dtype) == (size, dtype, getattr(torch, dtype))
     assert set(asked) == set(seconds)  # bfloat16 is timed with the better number of threads
     assert args.n_embd == train.SIZES[size].knobs["n_embd"] and args.least_steps == train.SIZES[size].least_steps
-    assert 1.1 < args.expected < 1.8
+    assert measured.threads == threads
+    # the default minutes but for four seconds at the end, and twenty steps' time for looking at the model
+    chosen, step = train.SIZES[size], min(seconds.values())
+    expected = chosen.expected((60 * 2.25 - 4 - 20 * step) / (chosen.cost * step))
+    assert args.expected == pytest.approx(expected, abs=1e-3)
+
+
+def test_time_that_went_by_before_the_first_step_is_not_there_for_steps(measured, corpus):
+    measured({("float32", 1): 0.08})
+    chosen = [fit(["--dtype=float32"], corpus, seconds_ago)[0] for seconds_ago in (0, 80, 100)]
+    assert [args.size for args in chosen] == ["medium", "small", "tiny"]
+    assert chosen[0].expected < chosen[1].expected < chosen[2].expected
+
+
+def test_flags_leave_less_to_measure(measured, corpus):
+    asked = measured({("float32", 2): 0.15, ("float32", 1): 0.28, ("bfloat16", 2): 0.07, ("bfloat16", 1): 0.1})
+    for flags, timed in (
+        (["--threads=2"], [("float32", 2), ("bfloat16", 2)]),
+        (["--dtype=bfloat16"], [("bfloat16", 2), ("bfloat16", 1)]),
+        (["--dtype=float32", "--threads=2"], [("float32", 2)]),
+        (["--dtype=float32", "--threads=2", "--size=tiny"], []),
+        (["--size=tiny", "--dtype=float32"], [("float32", 2), ("float32", 1)]),
+    ):
+        asked.clear()
+        args, machine = fit(flags, corpus)
+        assert asked == timed
+        if timed:
+            assert machine.dtype == getattr(torch, args.dtype) and args.dtype == min(timed)[0]
 
 
 def test_all_processes_choose_the_same_size(measured, corpus, monkeypatch):
@@ -726,6 +754,45 @@ def test_a_sample_ends_where_the_model_ends_it(run, monkeypatch):
     rows = torch.tensor([[5, *line, 299, *line], [5, *line, *line, 299]])
     monkeypatch.setattr(run.model, "generate", lambda prompts, length, choose: rows)
     assert samples.sample(run, [[5], [5]], 64, temperature=0.6) == ["x = 1\n", "x = 1\nx = 1\n"]
+
+
+def test_samples_follow_the_temperature_and_the_seed(run, monkeypatch):
+    """Of two words whose scores differ by 1, the second is drawn as often as softmax(1 / temperature) says."""
+    logits, drawn = torch.tensor([[0.0, 1.0]]).repeat(20_000, 1), {}
+
+    def choose_one(prompts, length, choose):
+        drawn[seed, temperature] = choose(logits, 0).double()
+        return prompts
+
+    monkeypatch.setattr(run.model, "generate", choose_one)
+    for seed, temperature in ((1, 0.6), (1, 2.0), (2, 0.6)):
+        run.args.seed = seed
+        samples.sample(run, [[5]], 1, temperature)
+        wanted = 1 / (1 + math.exp(-1 / temperature))
+        assert drawn[seed, temperature].mean().item() == pytest.approx(wanted, abs=0.02)
+    first, temperature = drawn[1, 0.6], 0.6
+    assert not torch.equal(first, drawn[2, 0.6])
+    seed = run.args.seed = 1
+    samples.sample(run, [[5]], 1, temperature)
+    assert torch.equal(first, drawn[1, 0.6])
+
+
+def test_the_last_samples_follow_texts_from_all_over_the_held_out_part(run, monkeypatch):
+    """Sixteen, from its first token to its last; a prompt is a quarter of the context, and the rest fits behind it."""
+    asked = []
+    monkeypatch.setattr(samples, "sample", lambda run, *given: asked.append(given) or ["\nx = 1\n"])
+    samples.last_samples(run)
+    ((prompts, length, temperature),) = asked
+    val = run.corpus.val.tolist()
+    assert (len(prompts), length, temperature) == (16, 128, 0.6)
+    assert prompts[0] == val[:64] and prompts[-1] == val[1001 - 128 - 64 : 1001 - 128]
+    assert all(len(prompt) == 64 for prompt in prompts)
+    run.args.sample_tokens = 1000
+    samples.last_samples(run)
+    assert asked[1][1] == 256 - 64
+    run.corpus.val = run.corpus.val[:100]  # shorter than prompt and answer
+    samples.last_samples(run)
+    assert asked[2][0] == [val[:64]] * 16
 
 
 # ----------------------------------------------------------------------------------------------------------------------
