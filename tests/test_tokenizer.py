@@ -4,6 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiktoken
@@ -11,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizer as module
-from tokenizer import BPETokenizer, TokenizerError, char_tokenizer, gpt2_tokenizer, load_tokenizer, train_bpe
+from tokenizer import (
+    BPETokenizer,
+    TextStream,
+    TokenizerError,
+    char_tokenizer,
+    gpt2_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 END = "<|endoftext|>"
@@ -177,9 +186,61 @@ def test_characters(tmp_path):
         assert chars.decode(chars.encode(part)) == theirs.decode(chars.encode(part)) == part
 
 
+def test_names_of_control_tokens_in_bytes(bpe):
+    """As in texts: they are text, and with allow_special=True the tokens."""
+    data = f"a{END}b".encode() + b"\xff" + END.encode()
+    assert bpe.eos_token_id not in bpe.encode(data) and bpe.decode_bytes(bpe.encode(data)) == data
+    ids = bpe.encode(data, allow_special=True)
+    assert ids == [97, bpe.eos_token_id, 98, 255, bpe.eos_token_id]
+    assert b"".join(map(bpe.spelled_bytes, ids)) == data
+
+
+def test_bytes_that_are_no_character_are_shown(bpe):
+    """The first two of the three bytes of \u20ac are one replacement character, as everywhere."""
+    assert bpe.decode([97, 0xE2, 0x82, 98]) == "a\ufffdb" and bpe.decode_bytes([0xE2, 0x82]) == b"\xe2\x82"
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [(b"", ""), (b"a b", "a b"), ("é".encode(), "é"), (b"\xc3", "bytes:\\xc3"), (b"\n\xff", "bytes:\\x0a\\xff")],
+)
+def test_names_of_tokens(data, name):
+    """Two digits for each byte: no two tokens are called the same."""
+    assert module.token_name(data) == name
+
+
+def test_a_pattern_that_gives_up_is_said(bpe, monkeypatch):
+    """tiktoken's regular expressions stop at a million steps."""
+
+    def gives_up(text):
+        raise ValueError("Max stack size exceeded for backtracking")
+
+    monkeypatch.setattr(bpe, "bpe", SimpleNamespace(encode_ordinary=gives_up))
+    with pytest.raises(TokenizerError, match=r"gives up on this text: shorten it \(Max stack"):
+        bpe.encode("a")
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stream_ends_once(include_stop):
+    """What was held is given out once; what a stop string left is nothing."""
+    stream = TextStream(lambda token: bytes([token]), ["ab"], include_stop)
+    assert [stream.push(token) for token in b"xaya"] == ["x", "", "ay", ""]
+    assert stream.flush() == "a" and stream.flush() == "" and stream.matched is None
+    stream = TextStream(lambda token: bytes([token]), ["ab", "b", "cab"], include_stop)
+    assert "".join(stream.push(token) for token in b"xcab") == ("xcab" if include_stop else "x")
+    assert stream.matched == "cab" and stream.flush() == ""
+    assert stream.num_characters == 4
+
+
+def test_a_stream_that_is_pushed_all_at_once_counts_its_characters():
+    stream = TextStream(lambda token: bytes([token]))
+    assert stream.push_all([*"aé€".encode()[:-1]]) == "aé" and stream.num_characters == 2
+    assert stream.push(0xAC) == "€" and stream.num_characters == 3
+
+
 def test_unknown_character_is_named():
     with pytest.raises(TokenizerError, match=r"'x' \(U\+0078, at position 2\) is not among the 4 .* train with a BPE"):
-        char_tokenizer("helo").encode("hexo")
+        char_tokenizer("helo").encode("hexox")  # the first of them
 
 
 def test_offline_gpt2_says_what_to_set(monkeypatch):
@@ -257,6 +318,8 @@ FOREIGN = [
     ({"pre_tokenizer": None}, "cuts text by None"),
     ({"pre_tokenizer": BARE}, "cuts text by ByteLevel"),
     ({"pre_tokenizer": LEVEL | {"add_prefix_space": True}}, "prefix space"),
+    (sequence(SPLIT, BARE | {"add_prefix_space": True}), "prefix space"),
+    (sequence(BARE, SPLIT), "cuts text by ByteLevel and Split"),
     ({"normalizer": {"type": "Lowercase"}}, "normalizes text by Lowercase"),
     ({"normalizer": {"type": "NFC"}, "token": {"normalized": True}}, "found in normalized text"),
     ({"post_processor": TEMPLATE}, "adds tokens to every text .*TemplateProcessing"),
@@ -283,6 +346,38 @@ def test_foreign_tokenizers_are_refused_by_name(bpe, tmp_path, changes, message)
         load_tokenizer(tmp_path)
 
 
+NO_REGEX_SAID = {key: value for key, value in LEVEL.items() if key != "use_regex"}
+ADDS_NOTHING = {"type": "TemplateProcessing", "single": CLS[1:], "pair": [], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"pre_tokenizer": NO_REGEX_SAID},
+        {"post_processor": LEVEL},
+        {"post_processor": ADDS_NOTHING},
+        {"post_processor": {"type": "Sequence", "processors": [LEVEL, ADDS_NOTHING]}},
+        {"token": {"normalized": True}},  # there is no normalizer
+        {"normalizer": {"type": "NFC"}},
+        sequence(SPLIT, BARE),
+        sequence(SPLIT | {"pattern": {"Regex": r"\p{L}{1,2}|\n"}}, BARE),
+        {"config": {"added_tokens_decoder": {"699": {"content": END, "special": True}}}},
+        {"config": {"eos_token": None}},
+    ],
+    ids=str,
+)
+def test_what_is_understood_has_the_ids_of_the_library(bpe, tmp_path, changes):
+    """The positive controls of the refusals above."""
+    from tokenizers import Tokenizer
+
+    write_changed(bpe, tmp_path, **changes)
+    theirs, ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
+    assert ours.eos_token_id == 699
+    for text in NASTY:
+        assert ours.encode(text, allow_special=True) == theirs.encode(text).ids
+
+
 def write_changed(bpe, folder, model=(), token=(), config=(), **changes):
     """Save the tokenizer with changes to tokenizer.json, its model, its added token, and tokenizer_config.json."""
     spec = json.loads(json.dumps(bpe.spec)) | changes
@@ -290,6 +385,75 @@ def write_changed(bpe, folder, model=(), token=(), config=(), **changes):
     spec["added_tokens"][0] |= dict(token)
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(config)))
+
+
+def test_an_id_may_be_left_out(bpe, tmp_path):
+    """The size is that of the highest id: the model needs so many rows. An id without a token has no text."""
+    write_changed(bpe, tmp_path, token={"id": 705})
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (706, 705)
+    assert [tokenizer.spelled_bytes(i) for i in (699, 704, 705, 706)] == [b"", b"", END.encode(), b""]
+
+
+def test_a_control_token_that_is_in_the_vocabulary_too_has_no_text(bpe, tmp_path):
+    """The hub's GPT-2 has it in both places."""
+    write_changed(bpe, tmp_path, model={"vocab": bpe.vocab | {END: 699}})
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode([*tokenizer.encode("a"), 699]) == "a" and tokenizer.spelled_bytes(699) == END.encode()
+
+
+@pytest.mark.parametrize(("length", "fits"), [(1, True), (256, True), (257, False)])
+def test_names_of_control_tokens_have_a_longest(bpe, tmp_path, length, fits):
+    write_changed(bpe, tmp_path, token={"content": "語" * length})
+    if fits:
+        assert load_tokenizer(tmp_path).control == {"語" * length: 699}
+        return
+    with pytest.raises(TokenizerError, match="has an added token of 257 characters"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer": {"type": "NFC"}}, "WordLevel of other pieces than single characters"),
+        ({"pre_tokenizer": LEVEL}, "WordLevel of other pieces than single characters"),
+        ({"decoder": {"type": "ByteLevel"}}, "makes text of tokens by ByteLevel"),
+        ({"decoder": None}, "makes text of tokens by None"),
+        ({"post_processor": TEMPLATE}, "adds tokens to every text"),
+    ],
+)
+def test_characters_of_another_kind_are_refused(tmp_path, changes, message):
+    chars = char_tokenizer("abc")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(chars.spec | changes))
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_what_is_saved(bpe, tmp_path):
+    """All that transformers reads, as it is written, and no file that was only on the way."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for tokenizer, more in ((bpe, {"bos_token": END, "eos_token": END}), (char_tokenizer("aé"), {})):
+        folder = tmp_path / type(tokenizer).__name__ / "new"
+        tokenizer.save(folder)
+        assert sorted(path.name for path in folder.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+        assert json.loads((folder / "tokenizer_config.json").read_text()) == config | more
+        assert json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) == tokenizer.spec
+    assert "é" in (folder / "tokenizer.json").read_text(encoding="utf-8")  # to be read by people
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Or a machine that stops leaves an empty file where there was a whole one."""
+    happened = []
+    for name in ("fsync", "replace"):
+        do = getattr(os, name)
+        monkeypatch.setattr(module.os, name, lambda *args, name=name, do=do: happened.append(name) or do(*args))
+    path = tmp_path / "file"
+    module.write_atomically(path, lambda temporary: happened.append(temporary.name) or temporary.write_text("new"))
+    assert happened == ["file.tmp", "fsync", "replace"]
+    assert path.read_text() == "new" and [*tmp_path.iterdir()] == [path]
+    with pytest.raises(ZeroDivisionError):
+        module.write_atomically(path, lambda temporary: 1 / 0)
+    assert path.read_text() == "new"
 
 
 def test_ids_in_another_order_than_the_merges_are_refused(bpe, tmp_path):
