@@ -532,6 +532,51 @@ def test_hanging_up_aborts_all_that_is_left(house, stream):
     assert other.answer().status == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answered_call_leaves_nothing_behind(house, stream):
+    """No task that goes on watching or pinging for a client that has its answer, and keeps its connection."""
+    caller = house.ask(stream=stream)
+    house.engine.step({"0": b"x"})
+    assert len(asyncio.all_tasks(house.clock)) == 2 + stream
+    house.engine.step({"0": b"x"}, "length")
+    assert not asyncio.all_tasks(house.clock) and not house.choices and caller.wire.closed is None
+    house.clock.run(5)
+    assert caller.wire.closed and house.clock.next_timer() == float("inf")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bug_while_it_is_told_ends_a_calls_work(house, monkeypatch, stream):
+    """The engine would go on for nobody."""
+    monkeypatch.setattr(CompletionRequest, "answer", lambda *_: {}["a bug"])
+    caller = house.ask(["ab", "cd"], max_tokens=2, stream=stream)
+    house.engine.step({"0": b"x"}, "length")
+    house.engine.step({"1": b"x"}, "length" if not stream else None)
+    answer = caller.answer()
+    assert refusal_of(answer) == (500, None, "a bug of this server: KeyError") and not house.choices
+    assert not asyncio.all_tasks(house.clock)
+
+
+def test_a_call_that_is_cancelled_is_told_and_aborted(house):
+    """What uvicorn does to those that do not end when the server stops."""
+    callers = [house.ask(), house.ask(stream=True)]
+    house.engine.step({"1": b"x"})
+    for task in list(house.state.tasks):
+        task.cancel()
+    house.clock.settle()
+    assert refusal_of(callers[0].answer())[:2] == (503, "stopping")
+    assert texts(callers[1]) == {0: "x"} and not house.choices
+    assert sorted(message["id"] for message in house.engine.of("abort")) == ["0", "1"]
+
+
+def test_the_first_thing_that_went_wrong_is_told(house):
+    caller = house.ask()
+    job = house.choices["0"].job
+    house.clock.call_soon(job.fail, 429, "first", None, "queue_full")
+    house.clock.call_soon(job.fail, 500, "second")
+    house.clock.settle()
+    assert refusal_of(caller.answer()) == (429, "queue_full", "first")
+
+
 def test_an_answer_ends_with_its_last_choice(house):
     """Not with its first."""
     caller = house.ask(["ab", "cd"], max_tokens=2)
@@ -622,14 +667,14 @@ def test_four_long_answers_are_there_at_once(house, monkeypatch):
 
 
 def scored(house, id: str, num: int, prompt: int | None = None):
-    """A step that brings a choice so many tokens, with two candidates each, and scores of the prompt."""
-    score = [-1.0, [1, 2], [-1.0, -2.0]]
+    """A step that brings a choice so many tokens, with three candidates each, and scores of the prompt."""
+    score = [-1.0, [1, 2, 3], [-1.0, -2.0, -3.0]]
     row = [id, [120] * num, "length", 0, [score] * num, None if prompt is None else [score] * (prompt - 1)]
     house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
 
 
-@pytest.mark.parametrize("num, is_long", [(333, False), (334, True)])
-@pytest.mark.parametrize("fields", [{"logprobs": 2}, {"logprobs": 2, "stream": True}])
+@pytest.mark.parametrize("num, is_long", [(250, False), (251, True)])
+@pytest.mark.parametrize("fields", [{"logprobs": 3}, {"logprobs": 3, "stream": True}])
 def test_what_counts_as_long(house, monkeypatch, num, is_long, fields):
     """1,000 log-probabilities, candidates included, are told in place; a thread tells more."""
     threads = []
@@ -641,21 +686,32 @@ def test_what_counts_as_long(house, monkeypatch, num, is_long, fields):
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
     caller = house.ask("ab", max_tokens=900, **fields)
     scored(house, "0", num)
-    assert "200 OK" in caller.said and bool(threads) == is_long
+    assert bool(threads) == is_long
+    said = texts(caller)[0] if "stream" in fields else caller.answer().json["choices"][0]["text"]
+    assert said == "x" * num
 
 
 @pytest.mark.parametrize(
-    "candidates, echo, count", [(2, True, (4 + 1) * 3), (None, True, 0), (0, False, 4), (3, False, 16)]
+    "fields, count",
+    [
+        ({"logprobs": 2, "echo": True}, (4 + 1) * 3),
+        ({"echo": True}, 0),
+        ({"logprobs": 0}, 4),
+        ({"logprobs": 3}, 16),
+        ({"prompt_logprobs": 3}, 4),
+        ({"prompt_logprobs": 0, "logprobs": 1}, 4 * 2 + 1),
+    ],
 )
-def test_scores_are_counted_with_their_candidates(candidates, echo, count):
+def test_scores_are_counted_with_their_candidates(fields, count):
     """Generated ones, and those of the prompt, which are told with the first event of a choice."""
-    told = [1] if echo else []
+    request = parse(max_tokens=9, **fields)
+    of_prompt = [] if request.prompt_candidates is None else [1]
+    of_answer = [] if request.candidates is None else [1, 2]
     choices = [
-        SimpleNamespace(scores=[1, 2], prompt_scores=told, is_first=True),
-        SimpleNamespace(scores=[1, 2], prompt_scores=told * 50, is_first=False),
+        SimpleNamespace(scores=of_answer, prompt_scores=of_prompt, is_first=True),
+        SimpleNamespace(scores=of_answer, prompt_scores=of_prompt * 50, is_first=False),
     ]
-    job = SimpleNamespace(request=parse(logprobs=candidates, echo=echo, max_tokens=9))
-    assert api.Job.num_scores(job, choices) == count
+    assert api.Job.num_scores(SimpleNamespace(request=request), choices) == count
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from encoder import Encoder
 from links import line
 from workers import Seat
 
+MAX_TURNS = 10_000  # of the event loop, without any time passing
 EPOCH = 1_700_000_000  # what the calendar says when the clock starts
 
 
@@ -54,7 +55,10 @@ class Clock(asyncio.SelectorEventLoop):
 
     def settle(self):
         """Do all that is ready, and what becomes ready by that."""
+        turns = 0
         while self._ready or self.next_timer() <= self.now:
+            assert turns < MAX_TURNS, "it never rests: something calls itself again and again"
+            turns += 1
             self.call_soon(self.stop)
             self.run_forever()
 
@@ -231,6 +235,7 @@ class Engine:
         self.say({"op": "step", "out": rows, "stats": self.stats | stats})
 
     def die(self):
+        """Its end of the link is closed."""
         self.wire.close()
         self.house.clock.settle()
 
