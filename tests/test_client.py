@@ -218,7 +218,8 @@ class Process:
 def test_an_engine_that_dies_before_it_took_the_link_in_is_noticed(words, reason):
     """Half a second after its process, in which its last words may still be read."""
     house = House(ready=False)
-    client, readers = house.service.client, {}
+    client = house.service.client
+    readers = {}
     client.process = Process(5)
     house.clock.add_reader = lambda fd, call, *args: readers.__setitem__(fd, (call, args))
     house.clock.remove_reader = readers.pop

@@ -1,0 +1,88 @@
+"""What newcomers are told, as plain texts: each hint names a path that is there."""
+
+import argparse
+
+import pytest
+
+import api
+import welcome
+from protocol import CompletionRequest
+
+ROUTES = [
+    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
+    *(("GET", path) for path in ("/v1/models", "/v1/models/{id}", "/", "/livez", "/readyz", "/health", "/metrics")),
+    ("GET", "/openapi.json"),
+]
+
+
+def test_all_hints_are_of_paths_that_are_there():
+    for prefix, call in welcome.INSTEAD.items():
+        assert tuple(call.split()) in ROUTES
+        for path in (prefix, f"{prefix}/", f"{prefix}/x"):
+            said = welcome.not_found("POST", path, ROUTES)
+            assert f"there is no POST {path} here; call {call}, as this is OpenAI's API; " in said
+        assert call not in welcome.not_found("POST", f"{prefix}x", [])
+    assert set(api.REQUESTS) <= {path for _, path in ROUTES}
+
+
+@pytest.mark.parametrize(
+    "path, hint",
+    [
+        ("/completions", "call /v1/completions, a base URL ends in /v1; "),
+        ("/models", "call /v1/models, a base URL ends in /v1; "),
+        ("/v1/tokenize", "call POST /tokenize; "),
+        ("/v1", "call GET /v1/models; "),
+        ("/v1/completion", "call POST /v1/completions; "),
+        ("/metric", "call GET /metrics; "),
+        ("/nothing/like/it", ""),
+        ("/v1/embeddings", "embeddings are not served, vLLM serves them; "),
+        ("/api/embed", "embeddings are not served, vLLM serves them; "),
+    ],
+)
+def test_hints(path, hint):
+    assert welcome.hint_for(path, ROUTES) == hint
+    said = welcome.not_found("GET", path, ROUTES)
+    assert said == f"there is no GET {path} here; {hint}/openapi.json lists what there is"
+
+
+@pytest.mark.parametrize("chats", [False, True])
+@pytest.mark.parametrize("key", ["", "K"])
+def test_the_example_is_a_call_that_is_served(chats, key):
+    url, content_type, *rest = welcome.example_call("http://h:1", chats, key)
+    assert url == "curl http://h:1/v1/" + ("chat/completions" if chats else "completions")
+    assert content_type == "-H 'Content-Type: application/json'"
+    assert rest[:-1] == (['-H "Authorization: Bearer K"'] if key else [])
+    body = rest[-1].removeprefix("-d '").removesuffix("'")
+    model = api.protocol.ChatRequest if chats else CompletionRequest
+    assert model.model_validate_json(body).max_tokens == (32 if chats else 64)
+
+
+def test_the_page_says_what_runs_and_how_to_call_it():
+    page = welcome.page("<m>", "loading", "http://h:1", False, has_key=False)
+    assert "Serves <code>&lt;m&gt;</code>; state: loading." in page and "<m>" not in page
+    assert "curl http://h:1/v1/completions" in page
+    assert "OpenAI(base_url=&quot;http://h:1/v1&quot;, api_key=&quot;none&quot;)" in page
+    locked = welcome.page("m", "ready", "http://h:1", True, has_key=True)
+    assert "a model, behind an API key; state: ready" in locked and "<code>m</code>" not in locked
+    assert "Bearer YOUR_KEY" in locked and "api_key=&quot;YOUR_KEY&quot;" in locked
+    assert "http://h:1/v1/chat/completions" in locked
+
+
+def test_nothing_runs_on_the_page_or_frames_it():
+    policy = dict(part.strip().split(" ", 1) for part in welcome.PAGE_HEADERS["Content-Security-Policy"].split(";"))
+    closed = ("default-src", "base-uri", "form-action", "frame-ancestors")
+    assert {name: policy.get(name) for name in closed} == dict.fromkeys(closed, "'none'")
+    assert policy["img-src"] == "data:" and "script-src" not in policy
+    others = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
+    assert welcome.PAGE_HEADERS.items() >= others.items()
+
+
+def test_help_names_defaults_that_are_some():
+    parser = argparse.ArgumentParser(formatter_class=welcome.Help)
+    parser.add_argument("--number", default=3, help="a number")
+    parser.add_argument("--none", help="nothing")
+    parser.add_argument("--list", nargs="*", default=[], help="a list")
+    parser.add_argument("--switch", action="store_true", help="a switch")
+    parser.add_argument("--zero", default=0, help="a zero")
+    said = parser.format_help()
+    assert "a number (default: 3)" in said and "a zero (default: 0)" in said and said.count("(default") == 2
