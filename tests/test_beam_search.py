@@ -64,6 +64,7 @@ def test_the_search_goes_on_while_the_best_beam_can_win_and_no_longer():
         engine = tight_engine(4, 3, 3, 12, eos, budget=3)
         found, wanted = engine.beam_search(prompt, 3, 12), textbook(prompt, 3, 12, eos)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+        assert 1 <= engine.num_steps <= 12
         steps_saved += 12 - engine.num_steps
     assert steps_saved > 60, "and it ends once no beam can win"
 

@@ -459,6 +459,25 @@ def test_choices_are_forks_and_do_not_depend_on_room(P, changes, forks):
     assert num_forks == (0 if committed else forks)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_choices_are_their_prompt_in_all_but_noise(rows):
+    """Those that waited for a row lost their salt, and hit and filled everybody's cache, or lost their priority."""
+    engine = new_engine(trained_model(), max_num_seqs=rows, policy="priority")
+    text, params = prompt(0, 18), SamplingParams(max_tokens=6, seed=3, stop_token_ids=(5,))
+    first = engine.add_request("a", text, params, -7, n=3, cache_salt="pepper", prompt_logprobs=1)
+    engine.step()
+    asked = "prompt_tokens", "max_new_tokens", "arrival_time", "priority", "stop_token_ids", "cache_salt", "params"
+    for choice in 1, 2:
+        request = engine.requests[f"a.{choice}"]
+        assert request.status == ("waiting" if rows == 1 else "active")
+        assert {name: getattr(request, name) for name in asked} == {name: getattr(first, name) for name in asked}
+        assert (request.choice, request.prompt_logprobs, request.generated_tokens) == (choice, None, [])
+    finish(engine)
+    for salt, hits in (("", 0), ("pepper", 16), ("salt", 0)):
+        engine.add_request("b", text, greedy(1), cache_salt=salt)
+        assert engine.step()[0].cached_tokens == hits
+
+
 def test_choices_of_an_aborted_prompt_are_never_forked():
     engine = new_engine(trained_model(), max_num_seqs=8)
     engine.add_request("a", prompt(0, 20), greedy(5), n=4)
@@ -689,6 +708,25 @@ def test_the_loop_reports_a_failed_step_and_serves_on():
     loop.stop()
 
 
+def test_the_loop_tells_that_the_last_work_is_gone():
+    """No step follows an abort and would tell of it: the gauges showed a request at work until the next one came."""
+    loop = Loop(max_num_seqs=1, num_blocks=64)
+    loop.receive()
+    gauges = "running", "waiting", "at_work", "kv_usage"
+    for id in "ab":
+        loop.send("add", id=id, prompt=prompt(0, 9), params={"max_tokens": 50, "seed": 0}, options={"n": 2})
+        seen = {}
+        while seen.get("at_work") != 2 or seen["running"] != 1 or seen["waiting"] != 1:
+            seen = loop.receive()["stats"]
+        assert seen["kv_usage"] in {blocks / 64 for blocks in range(3, 16)}
+        loop.send("abort", id=f"{id}.1")
+        loop.send("abort", id=id)
+        while seen["at_work"]:
+            seen = loop.receive()["stats"]
+        assert [seen[name] for name in gauges] == [0, 0, 0, 0]
+    loop.stop()
+
+
 def test_links_have_requests_of_their_own():
     """Two HTTP processes choose the same id. Would catch: tokens that reach another process's client; an engine that
     computes on for a process that died, or ends with it."""
@@ -866,11 +904,15 @@ def test_a_late_step_brings_nothing_for_who_has_its_id_now():
     """Steps come back one late: the scores of an aborted prompt went to the next request of its name, and its choices
     continued the old prompt."""
     engine = new_engine(trained_model(), overlap=True)
-    engine.add_request("a", prompt(0, 9), greedy(4), prompt_logprobs=0)
-    engine.step()
-    engine.abort("a")
-    engine.step()
-    assert not engine.prompt_scores
+    for scored in None, 0:
+        engine.add_request("a", prompt(0, 9), greedy(4), prompt_logprobs=0)
+        engine.step()
+        engine.abort("a")
+        engine.add_request("a", prompt(1, 7), greedy(1), prompt_logprobs=scored)
+        assert engine.step() == [] and not engine.prompt_scores
+        (output,) = engine.step()
+        assert output.finish_reason == "length"
+        assert len(output.prompt_logprobs or []) == (0 if scored is None else 6)
     engine.add_request("a", prompt(1, 9), greedy(4))
     engine.step()
     engine.abort("a")
