@@ -135,19 +135,25 @@ class PretendRunner:
         flight.plan.prompt_scores |= flight.prompt_scores
         return flight.tokens
 
+    def run(self, plan: Plan) -> list[int]:
+        return self.collect(self.launch(plan))
+
     def start(self, plan: Plan):
         """For beam search: where the requests of plan.sampled are, and their logits."""
         logits = torch.tensor([logprobs_after(c) for c in self.compute(plan)])
         return list(range(len(plan.sampled))), len(plan.decodes), None, logits, None
 
 
-def pretend_engine(eos: tuple = (), context_length: int = 64, **settings) -> Engine:
+def pretend_model(eos: tuple = (), context_length: int = 64) -> SimpleNamespace:
     config = SimpleNamespace(vocab_size=VOCABULARY, context_length=context_length, eos_token_ids=eos)
     config.n_layer = config.n_kv_head = config.head_size = 1
-    model = SimpleNamespace(config=config, wte=SimpleNamespace(weight=torch.zeros(1)), parameters=list)
+    return SimpleNamespace(config=config, wte=SimpleNamespace(weight=torch.zeros(1)), parameters=list)
+
+
+def pretend_engine(eos: tuple = (), context_length: int = 64, **settings) -> Engine:
     defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 16, "check": True}
     with mock.patch.object(engine_module, "Runner", PretendRunner):
-        return Engine(model, **(defaults | settings))
+        return Engine(pretend_model(eos, context_length), **(defaults | settings))
 
 
 def greedy(max_tokens: int, **others) -> SamplingParams:

@@ -285,7 +285,7 @@ class Trial:
             if self.rng.random() < self.p_abort:
                 self.abort()
             self.step()
-        assert not self.live
+        assert not self.live and self.engine.in_flight is None
         assert_idle(self.engine)
         self.counts["preempted"] += self.totals["preemptions"]
         self.counts["steps"] += self.totals["steps"]

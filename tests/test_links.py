@@ -1,6 +1,7 @@
 """The engine's links to HTTP processes, without an engine: nobody waits for anybody, nothing is lost or mixed up."""
 
 import json
+import selectors
 import socket
 
 import pytest
@@ -64,6 +65,7 @@ def test_a_link_that_is_behind_holds_up_nobody(links):
         tell(links)
     assert tokens == list(range(20_000)) and rest["b"] == ["b", [1], "stop", 0]
     assert not behind.is_behind and not behind.rows
+    assert links.selector.get_key(behind.sock).events == selectors.EVENT_READ, "else the engine would never rest again"
 
 
 def test_rows_are_joined_with_their_scores_and_their_end():
@@ -84,6 +86,9 @@ def test_an_error_comes_after_the_tokens_before_it(links):
     link.put({"op": "error", "id": "a"})
     tell(links)
     assert [message["op"] for message in read(sock)] == ["step", "error"]
+    link.put_row(["b", [1], None, 0])
+    tell(links)
+    assert [message["op"] for message in read(sock)] == ["step"], "and is told once"
 
 
 def test_links_hear_how_the_engine_is(links, monkeypatch):

@@ -1,0 +1,330 @@
+"""
+What the engine is told and what it says, to the letter: settings, sizes, messages of HTTP processes, statement, trace
+and summary. No model and no socket: see pretend.py.
+"""
+
+import io
+from array import array
+from contextlib import redirect_stderr
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pretend import VOCABULARY, PretendRunner, answer_to, greedy, pretend_engine, pretend_model
+
+import engine as engine_module
+from engine import Engine, Output, describe, interleaved_generate, run, send_out, step_size, take_in
+from paged import POLICIES, Plan, Request, Scheduler
+from test_paged import assert_idle, raises
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Settings and sizes
+
+
+def test_every_setting_reaches_the_scheduler():
+    """Would catch: a flag that is taken and does nothing, a share of blocks taken for one of tokens."""
+    settings = {
+        "policy": "sjf",
+        "token_budget": 40,
+        "block_size": 2,
+        "max_num_seqs": 5,
+        "prefill_share": 0.5,
+        "max_num_partial_prefills": 3,
+        "max_long_partial_prefills": 2,
+        "long_prefill_threshold": 7,
+        "prefix_cache": False,
+    }
+    scheduler = pretend_engine(num_blocks=70, watermark=0.1, **settings).scheduler
+    assert scheduler.urgency is POLICIES["sjf"] and scheduler.prefill_tokens == 20
+    assert (scheduler.watermark, scheduler.block_allocator.num_blocks) == (7, 70)
+    others = [name for name in settings if name not in ("policy", "prefill_share")]
+    assert {name: getattr(scheduler, name) for name in others} == {name: settings[name] for name in others}
+    scheduler = pretend_engine(num_blocks=200).scheduler
+    assert scheduler.watermark == 2 and scheduler.prefix_cache and scheduler.urgency is POLICIES["fcfs"]
+    long = scheduler.max_long_partial_prefills, scheduler.long_prefill_threshold
+    assert (scheduler.prefill_tokens, scheduler.max_num_partial_prefills, long) == (4, 4, (1, 512))
+
+
+def test_the_sizes_of_a_step():
+    assert step_size(False, None, None) == (64, 512)
+    assert step_size(True, None, None) == (256, 8192)
+    assert step_size(False, 600, None) == (600, 600)
+    assert step_size(True, None, 256) == (256, 256)
+    with raises(ValueError, "token_budget is 255, wanted at least max_num_seqs, 256"):
+        step_size(True, None, 255)
+
+
+def test_the_pool_has_room_for_every_row_at_full_length():
+    """A context that is no multiple of the block size needs a block more a row, not one less."""
+    assert pretend_engine(num_blocks=None, context_length=30, max_num_seqs=3).num_blocks == 3 * 8
+    assert pretend_engine(num_blocks=None, context_length=32, max_num_seqs=3).num_blocks == 3 * 8
+    assert pretend_engine(context_length=30, num_blocks=7).max_model_len == 28
+    assert pretend_engine(context_length=30, num_blocks=8).max_model_len == 30
+    assert pretend_engine(context_length=30, num_blocks=8, max_model_len=9).max_model_len == 9
+
+
+def engine_on_a_gpu(monkeypatch, free: float, total: float, **settings) -> tuple[Engine, list[str]]:
+    """An engine that believes its weights to be on a GPU with so many bytes free, and how its runners were built."""
+    built = []
+
+    class Noted(PretendRunner):
+        def __init__(self, model, num_blocks, *others, **named):
+            built.append(f"{num_blocks} blocks")
+            super().__init__(model, num_blocks, *others, **named)
+
+        def warm_up(self):
+            built.append("warmed up")
+
+    weight = SimpleNamespace(is_cuda=True, device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16)
+    config = SimpleNamespace(vocab_size=9, context_length=64, n_layer=3, n_head=7, n_kv_head=2, head_size=5)
+    model = SimpleNamespace(config=config, wte=SimpleNamespace(weight=weight), parameters=list)
+    monkeypatch.setattr(engine_module, "Runner", Noted)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    return Engine(model, block_size=4, **settings), built
+
+
+def test_what_an_engine_on_a_gpu_does_by_default(monkeypatch):
+    """A block: 2 (K, V) * 3 layers * 2 KV heads * 5 * 4 tokens * 2 bytes = 480. Of what is free 90% is the pool's."""
+    engine, built = engine_on_a_gpu(monkeypatch, free=480 * 100, total=480 * 1000)
+    assert engine.num_blocks == 90 and built == ["1 blocks", "warmed up", "90 blocks"]
+    assert engine.overlap and (engine.scheduler.max_num_seqs, engine.scheduler.token_budget) == (256, 8192)
+    engine, built = engine_on_a_gpu(monkeypatch, 480 * 100, 480 * 1000, num_blocks=1000, overlap=False)
+    assert engine.num_blocks == 1000 and built == ["1000 blocks"] and not engine.overlap
+    with raises(ValueError, "1001 blocks of 4", "lower --kv-blocks"):
+        engine_on_a_gpu(monkeypatch, 480 * 100, 480 * 1000, num_blocks=1001)
+    assert not pretend_engine().overlap and pretend_engine(overlap=True).overlap
+
+
+def test_what_is_accepted_at_the_limit():
+    engine = pretend_engine()
+    for wrong in -1, VOCABULARY + 1, True, 1.0:
+        with raises(ValueError, f"prompt_logprobs is {wrong!r}: wanted 0 to {VOCABULARY}"):
+            engine.add_request("a", [1, 2], greedy(1), prompt_logprobs=wrong)
+    engine.add_request("a", [1, 2], greedy(1), prompt_logprobs=VOCABULARY)
+    assert len(engine.step()[0].prompt_logprobs[0][1]) == VOCABULARY
+    with raises(ValueError, "n is 0"):
+        engine.add_request("a", [1, 2], greedy(1), n=0)
+    engine.add_request("a", [1, 2], greedy(9), n=3)
+    for taken, n in (("a", 1), ("a.1", 1), ("a.2", 1)):
+        with raises(ValueError, f"request id {taken!r} is in use"):
+            engine.add_request(taken, [1], greedy(1), n=n)
+    engine.add_request("a.3", [1], greedy(1))
+    engine.add_request("b.2", [1], greedy(1))
+    with raises(ValueError, "request id 'b.2' is in use"):
+        engine.add_request("b", [1], greedy(1), n=3)
+    engine.add_request("b", [1], greedy(1), n=2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Messages
+
+
+class FakeLinks:
+    """Links that say what a test has them say, a list of (link, message) a turn, and keep what they are told."""
+
+    def __init__(self, *turns):
+        self.turns, self.links = list(turns), {}
+        self.greeting, self.timeouts, self.stats = None, [], []
+
+    def link(self, number: int):
+        link = SimpleNamespace(number=number, messages=[], rows=[])
+        link.put, link.put_row = link.messages.append, link.rows.append
+        self.links[number] = link
+        return link
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.turns)
+
+    def greet(self, message):
+        self.greeting = message
+
+    def receive(self, timeout):
+        self.timeouts.append(timeout)
+        return self.turns.pop(0)
+
+    def flush(self, stats):
+        self.stats.append(stats)
+
+
+def add(id: str, text: list[int], params: dict, **options) -> dict:
+    return {"op": "add", "id": id, "prompt": text, "params": params, "options": options}
+
+
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_once_around_the_loop_for_each_message(overlap):
+    """The loop greets, waits only where there is nothing to do, and tells after every turn how the engine is."""
+    engine = pretend_engine(eos=(3,), max_model_len=20, overlap=overlap)
+    links = FakeLinks()
+    link = links.link(0)
+    long = add("a", [1, 2, 3], GREEDY | {"max_tokens": 15, "ignore_eos": True})
+    links.turns = [[(link, long)], [], [], [], [(link, {"op": "abort", "id": "a"})], [], []]
+    assert answer_to([1, 2, 3], greedy(5, ignore_eos=True))[1] == "length"
+    assert run(engine, links) is None
+    limits = {"max_model_len": 20, "max_num_seqs": 8, "vocab_size": VOCABULARY, "eos_token_ids": (3,)}
+    assert links.greeting == {"op": "ready", **limits}
+    assert links.timeouts == [None, 0, 0, 0, 0, None, None]
+    assert [stats["at_work"] for stats in links.stats] == [1, 1, 1, 1, 0, 0, 0]
+    assert [stats["running"] for stats in links.stats] == [1, 1, 1, 1, 0, 0, 0]
+    assert [t for row in link.rows for t in row[1]] == answer_to([1, 2, 3], greedy(4 - overlap, ignore_eos=True))[0]
+    assert_idle(engine)
+
+
+def test_what_a_link_added_ends_with_it_and_nothing_else_does():
+    """Link 1 went, and with it link 10's requests, or those of its own that still wait, or choices to be forked."""
+    engine = pretend_engine(max_num_seqs=2)
+    links = FakeLinks()
+    one, ten, eleven = (links.link(number) for number in (1, 10, 11))
+    for link in one, ten, eleven:
+        take_in(engine, link, add("a", [1, 2], GREEDY | {"max_tokens": 30}, n=2), None)
+        take_in(engine, link, add("b", [1, 2], GREEDY | {"max_tokens": 30}), None)
+    engine.step()
+    take_in(engine, one, {"op": "abort", "id": "b"}, None)
+    assert "1:b" not in engine.requests and {"10:b", "11:b"} <= set(engine.requests)
+    take_in(engine, one, {"op": "gone"}, None)
+    assert {id.split(":")[0] for id in [*engine.requests, *engine.num_choices]} == {"10", "11"}
+    assert len(engine.requests) >= 4
+    for link in ten, eleven:
+        take_in(engine, link, {"op": "gone"}, None)
+    assert_idle(engine)
+
+
+def test_the_queue_takes_what_it_can_and_no_choice_more():
+    """max_queue counts choices beyond the rows, promised ones too; 0 is a limit, None is none."""
+    link = FakeLinks().link(0)
+
+    def is_taken(engine, id, n, max_queue) -> bool:
+        take_in(engine, link, add(id, [1, 2], GREEDY | {"max_tokens": 9}, **({"n": n} if n > 1 else {})), max_queue)
+        return f"0:{id}" in engine.requests
+
+    engine = pretend_engine(max_num_seqs=2)
+    assert is_taken(engine, "a", 3, 3) and not is_taken(engine, "b", 3, 3)
+    full = {"message": "3 choices beside 3 in work are more than 5: try again later", "kind": "full"}
+    assert link.messages.pop() == {"op": "error", "id": "b", **full}
+    assert is_taken(engine, "c", 2, 3) and not is_taken(engine, "d", 1, 3)
+    assert is_taken(engine, "e", 4, None)
+    engine = pretend_engine(max_num_seqs=2)
+    assert is_taken(engine, "a", 1, 0) and is_taken(engine, "b", 1, 0) and not is_taken(engine, "c", 1, 0)
+
+
+def test_what_an_add_message_carries():
+    """JSON has texts as keys; a list of allowed tokens is kept as an array; options reach the request."""
+    engine, link = pretend_engine(policy="priority"), FakeLinks().link(4)
+    params = {"max_tokens": 3, "logit_bias": {"5": 2.5, "11": -1.0}, "allowed_token_ids": [5, 11], "logprobs": 2}
+    take_in(engine, link, add("a", [1, 2], params, priority=-3, prompt_logprobs=1, cache_salt="pepper"), None)
+    request = engine.requests["4:a"]
+    assert request.params.logit_bias == {5: 2.5, 11: -1.0}
+    assert request.params.allowed_token_ids == array("q", [5, 11])
+    assert (request.priority, request.prompt_logprobs, request.cache_salt) == (-3, 1, "pepper")
+    for wrong in {"max_tokens": 0}, {"temprature": 1}, {"temperature": "hot"}:
+        take_in(engine, link, add("bad", [1, 2], wrong), None)
+        error = link.messages.pop()
+        assert (error["op"], error["id"], error["kind"]) == ("error", "bad", "invalid")
+        assert any(word in error["message"] for word in wrong)
+    take_in(engine, link, add("a", [1, 2], {}), None)
+    assert "'4:a' is in use" in link.messages.pop()["message"]
+    assert list(engine.requests) == ["4:a"]
+
+
+def test_each_output_goes_to_its_link_with_all_that_it_has():
+    links = FakeLinks()
+    links.link(1), links.link(12)
+    s, t = [-0.5, [1], [-0.25]], [[-1.0, [], []]]
+    outputs = [
+        (Output("12:a:b", [7], None, 4), 12, ["a:b", [7], None, 4]),
+        (Output("1:a", [7], "stop", 8, None, s), 1, ["a", [7], "stop", 8, [s], None]),
+        (Output("1:b", [7], None, 0, None, None, t), 1, ["b", [7], None, 0, None, t]),
+        (Output("1:c", [7], "length", 0, None, s, t), 1, ["c", [7], "length", 0, [s], t]),
+    ]
+    for output, number, row in outputs:
+        send_out(links, output)
+        assert links.links[number].rows.pop() == row
+    send_out(links, Output("12:x", [], "error", error="broken"))
+    assert links.links[12].messages == [{"op": "error", "id": "x", "message": "broken", "kind": "internal"}]
+    send_out(links, Output("2:a", [7]))  # its process is gone
+    assert not any(link.rows for link in links.links.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What it says, and generate
+
+
+def test_the_statement_tells_how_many_texts_fit():
+    engine = pretend_engine(num_blocks=2000, block_size=4, context_length=64, max_model_len=60)
+    engine.runner.pool = SimpleNamespace(kv=SimpleNamespace(nbytes=5 * 2**20))
+    engine.runner.backend = SimpleNamespace(name="torch", reason="because")
+    engine.runner.graphs, engine.runner.graph_statement = {}, "7 graphs"
+    pool = "KV pool of 5 MiB: 2,000 blocks of 4, 8,000 tokens, 133 texts of 60"
+    assert engine.statement().split("; ")[1:] == [pool, "attention: torch, because"]
+    engine.runner.graphs = {1: 2}
+    assert engine.statement().endswith("; 7 graphs")
+
+
+def test_the_trace_tells_of_copies_and_preemptions():
+    scheduler = Scheduler(block_size=2, max_kv_tokens=16)
+    scheduler.add_request(Request("a", [1, 2, 3], 4))
+    scheduler.update(scheduler.plan(), [0])
+    scheduler.fork(scheduler.active[0], "b")
+    plan = scheduler.plan(1234)
+    assert describe(plan, scheduler) == (
+        "step 1234 | decode a b | prefill - | blocks 5 free 3 referenced 0 cached | slots 6/6 | hits 0 | copied 1->2"
+    )
+    assert describe(Plan(2, preempted=plan.decodes), scheduler).endswith("| hits 0 | preempted a b")
+
+
+def test_the_bar_and_the_summary_are_of_this_call(monkeypatch):
+    """By a clock of a second a look: speed, steps, hits and time of the first call were told again with the second."""
+    clock = SimpleNamespace(now=0.0)
+
+    def tick() -> float:
+        clock.now += 1.0
+        return clock.now
+
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=tick, monotonic=lambda: 0.0))
+    engine = pretend_engine(num_blocks=100)
+    prompts = [[1, 2, 3, 4, 5, i] for i in range(3)]
+    for steps_and_prefill, hits, seconds in (("5 steps, 18", "0%", 6), ("4 steps, 6", "67%", 5)):
+        said = io.StringIO()
+        with redirect_stderr(said):
+            engine.generate(prompts, greedy(4, ignore_eos=True))
+        *_, last, summary = said.getvalue().replace("\r", "\n").strip().split("\n")
+        assert last == "[====================] 3/3 requests, 2 tok/s"
+        counts = f"{steps_and_prefill} prefill tokens, 9 decode tokens, 0 preemptions"
+        assert summary == f"{counts}, prefix hit rate {hits}, peak 7 of 100 blocks, {seconds}.00 s"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_generate_leaves_the_requests_of_others_as_they_are(fails):
+    """With overlap it dropped the step under way, and with it a token of a request that somebody else had added."""
+    engine = pretend_engine(overlap=True)
+    engine.add_request("mine", [1, 2, 3], greedy(12, ignore_eos=True))
+    outputs = engine.step() + engine.step()
+    if fails:
+        with raises(ValueError, "prompt is empty"):
+            engine.generate([[1, 2], []], greedy(2), progress=False)
+        assert list(engine.requests) == ["mine"]
+        while engine.has_work:
+            outputs += engine.step()
+        told = [t for output in outputs for t in output.tokens]
+        assert told == answer_to([1, 2, 3], greedy(12, ignore_eos=True))[0]
+    else:
+        answers = engine.generate([[4, 5], [6]], [greedy(2), greedy(3)], progress=False)
+        assert answers == [answer_to([4, 5], greedy(2))[0], answer_to([6], greedy(3))[0]]
+    assert_idle(engine)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tutorial's loop
+
+
+def test_interleaved_generate_uses_what_it_is_given(monkeypatch):
+    """Would catch: a policy or a budget that is taken and does nothing, fewer rows than requests."""
+    monkeypatch.setattr(engine_module, "Runner", PretendRunner)
+    requests = [Request(i, [1, 2, i], 3, arrival_time=float(i), params=greedy(3)) for i in range(3)]
+    scheduler = interleaved_generate(pretend_model(), requests, "priority", 5, 48)
+    assert scheduler.urgency is POLICIES["priority"] and scheduler.token_budget == 5
+    assert (scheduler.block_allocator.num_blocks, scheduler.max_num_seqs) == (12, 3)
+    assert [r.generated_tokens for r in requests] == [answer_to([1, 2, i], greedy(3))[0] for i in range(3)]
