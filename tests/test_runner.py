@@ -128,7 +128,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         "logit_bias": {3: 4.0, 5: -4.0},
         "allowed_token_ids": list(range(0, VOCABULARY, 2)),
     }
-    names = rng.sample(sorted(drawn), rng.choice([0, 0, 1, 2]))
+    names = rng.sample(sorted(drawn), rng.choice([0, 1, 1, 2]))
     max_tokens = rng.randint(1, 16)
     return SamplingParams(
         temperature=choose([0.0, 0.0, 0.6, 1.0, 1.7]),
@@ -156,7 +156,7 @@ class Scenario:
         engine = self.engine
         for step in range(steps):
             self.happen()
-            if step % 40 == 25:
+            if step % 40 == 20:
                 self.break_next_launch()
             self.step()
         limit = engine.num_steps + 2000
@@ -169,7 +169,7 @@ class Scenario:
 
     def happen(self):
         rng, engine = self.rng, self.engine
-        if rng.random() < 0.35 and engine.num_at_work < 14:
+        while rng.random() < 0.3 and engine.num_at_work < 14:
             self.arrive()
         if self.clients and rng.random() < 0.06:
             self.hang_up(rng.choice(sorted(self.clients)))
@@ -182,7 +182,7 @@ class Scenario:
         text = prompt(rng.randrange(4), rng.choice([1, 4, 7, 8, 16, 21, 37]))
         if rng.random() < 0.5:
             text[-1] = rng.randrange(VOCABULARY)
-        params, scored = random_params(rng), rng.choice([None, None, None, 0, 2])
+        params, scored = random_params(rng), rng.choice([None, None, 0, 2])
         self.add(id, text, params, n, prompt_logprobs=scored, cache_salt=rng.choice(["", "", "salt"]))
 
     def add(self, id: str, text: list[int], params: SamplingParams, n=1, prompt_logprobs=None, cache_salt=""):
@@ -293,14 +293,14 @@ class Scenario:
 SIZES = {"max_num_seqs": 6, "token_budget": 16}  # small: prompts come in chunks, and choices wait for rows
 
 
-FAST = [(None, True, 16), (pad, False, 16), (capture, True, 16), (capture, False, 60)]
-ALL = list(product((None, pad, capture), (False, True), (16, 60)))
+FAST = [(None, True, 15), (pad, False, 15), (capture, True, 15), (capture, False, 60)]
+ALL = list(product((None, pad, capture), (False, True), (15, 60)))
 NAMES = {None: "plain", pad: "padded", capture: "replayed"}
 
 
 def cases() -> list:
     """A few seconds of them, and the others in `make test-all`."""
-    listed = [pytest.param(*case, 80, id=case_id(case)) for case in FAST]
+    listed = [pytest.param(*case, 60, id=case_id(case)) for case in FAST]
     return listed + [pytest.param(*case, 3000, marks=pytest.mark.slow, id=case_id(case) + "-long") for case in ALL]
 
 
@@ -324,7 +324,7 @@ def test_whatever_happens_the_answers_are_the_dense_models(ready, overlap, num_b
     print(counts)
     assert counts["ties"] <= 0.05 * counts["tokens"], f"{counts}: what is compared must be decided"
     assert min(counts[kind] for kind in ("aborts", "failed", "cached", "scored")) > 0, counts
-    assert scheduler.num_forks > 0 and (scheduler.num_preemptions > 0 or num_blocks > 16)
+    assert scheduler.num_forks > 0 and (scheduler.num_preemptions > 0 or num_blocks > 15)
 
 
 @pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed")
@@ -366,6 +366,21 @@ def test_whatever_happens_a_gpus_answers_are_the_dense_models(num_blocks, graphs
     print(counts, engine.num_steps, "steps")
     assert engine.overlap and bool(engine.runner.graphs) == graphs
     assert counts["ties"] <= 0.05 * counts["tokens"], f"{counts}: what is compared must be decided"
+
+
+def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
+    """While the same requests decode on in their blocks, the device knows it all: an upload in each step is a third of
+    a small model's. A new block, or a request that ends, is told."""
+    engine = new_engine(trained_model(), block_size=16, num_blocks=8, max_num_seqs=2)
+    capture(engine)
+    uploads, upload = [], runner_module.upload
+    monkeypatch.setattr(runner_module, "upload", lambda *a, **k: uploads.append(engine.num_steps) or upload(*a, **k))
+    for id, max_tokens in (("a", 9), ("b", 20)):
+        engine.add_request(id, prompt(0, 4), SamplingParams(temperature=0, max_tokens=max_tokens))
+    while engine.has_work:
+        engine.step()
+    # admission; both decode on; the first has ended; the second begins a block, and is in it
+    assert sorted({step for step in uploads if step > 1}) == [2, 10, 14, 15]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
