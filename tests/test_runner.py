@@ -290,6 +290,9 @@ class Scenario:
         assert top == pytest.approx(scores[ids].tolist(), abs=1e-3)
 
 
+needs_interpreter = pytest.mark.skipif(
+    not kernels.INTERPRETED, reason="needs Triton's interpreter; where there is a GPU, a test below runs the same on it"
+)
 SIZES = {"max_num_seqs": 6, "token_budget": 16}  # small: prompts come in chunks, and choices wait for rows
 
 
@@ -300,8 +303,13 @@ NAMES = {None: "plain", pad: "padded", capture: "replayed"}
 
 def cases() -> list:
     """A few seconds of them, and the others in `make test-all`."""
-    listed = [pytest.param(*case, 60, id=case_id(case)) for case in FAST]
-    return listed + [pytest.param(*case, 3000, marks=pytest.mark.slow, id=case_id(case) + "-long") for case in ALL]
+    quick = [pytest.param(*case, 60, marks=on_a_cpu(case), id=case_id(case)) for case in FAST]
+    slow = [pytest.mark.slow]
+    return quick + [pytest.param(*case, 3000, marks=on_a_cpu(case) + slow, id=case_id(case) + "-long") for case in ALL]
+
+
+def on_a_cpu(case: tuple) -> list:
+    return [needs_interpreter] if case[0] else []
 
 
 def case_id(case: tuple) -> str:
@@ -321,14 +329,13 @@ def test_whatever_happens_the_answers_are_the_dense_models(ready, overlap, num_b
     scenario = Scenario(engine, seed=steps + num_blocks + overlap)
     scenario.run(steps)
     counts, scheduler = scenario.counts, engine.scheduler
-    print(counts)
+    print(dict(counts))
     assert counts["ties"] <= 0.05 * counts["tokens"], f"{counts}: what is compared must be decided"
     assert min(counts[kind] for kind in ("aborts", "failed", "cached", "scored")) > 0, counts
     assert scheduler.num_forks > 0 and (scheduler.num_preemptions > 0 or num_blocks > 15)
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter: the test below runs it there")
+@needs_interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_a_few_steps_of_kernels_alone_are_the_dense_models(monkeypatch):
     """
@@ -355,19 +362,33 @@ def test_a_few_steps_of_kernels_alone_are_the_dense_models(monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA graphs, and kernels compiled for it")
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "launches"])
-@pytest.mark.parametrize("num_blocks", [16, 60])
+@pytest.mark.parametrize("num_blocks", [15, 60])
 def test_whatever_happens_a_gpus_answers_are_the_dense_models(num_blocks, graphs):
     """In fp32, with what serves there by default: overlap, padding, CUDA graphs, Triton."""
     model = deepcopy(trained_model()).cuda()
     engine = Engine(model, block_size=4, num_blocks=num_blocks, graphs=graphs, check=True, **SIZES)
     scenario = Scenario(engine, seed=num_blocks, dense=trained_model())
-    scenario.run(1000)
+    scenario.run(2000)
     counts = scenario.counts
-    print(counts, engine.num_steps, "steps")
+    print(dict(counts), engine.num_steps, "steps", engine.scheduler.num_preemptions, "preemptions")
     assert engine.overlap and bool(engine.runner.graphs) == graphs
     assert counts["ties"] <= 0.05 * counts["tokens"], f"{counts}: what is compared must be decided"
 
 
+def test_a_preempted_request_keeps_what_it_is_penalised_for():
+    """Its tokens are computed again in another row, which must be told what was generated and when a stop is banned."""
+    engine = new_engine(trained_model(), num_blocks=8, watermark=0)
+    scenario = Scenario(engine, seed=0)
+    for i in range(2):
+        text = prompt(i, 13)
+        penalties = {"frequency_penalty": 1.0, "presence_penalty": 2.0, "repetition_penalty": 1.2}
+        stops = {"stop_token_ids": tuple(text[5:8]), "min_tokens": 12}
+        scenario.add(f"{i}", text, SamplingParams(temperature=0, seed=i, max_tokens=16, **penalties, **stops))
+    scenario.run(0)
+    assert engine.scheduler.num_preemptions > 0
+
+
+@needs_interpreter
 def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
     """While the same requests decode on in their blocks, the device knows it all: an upload in each step is a third of
     a small model's. A new block, or a request that ends, is told."""

@@ -759,11 +759,10 @@ def test_both_paths_choose_alike(monkeypatch, R, V, dtype, width, quads):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_both_paths_choose_alike_at_length():
     """The same with the tiles of a GPU, vocabularies up to GPT-2's, and many more mixtures."""
-    before, many = oracle.counts.copy(), 20 if DEVICE == "cuda" else 1
-    sizes = [(1, 50257), (3, 50257), (40, 1000), (64, 127), (33, 4099), (7, 20_000), (200, 5), (200, 2)]
-    for R, V in sizes:
-        for dtype in torch.float32, torch.bfloat16, torch.float16:
-            for seed in range(many * max(1, 40 // R)):
+    before, rows_of_each = oracle.counts.copy(), 160 if DEVICE == "cuda" else 3  # the interpreter takes a second a row
+    for R, V in (1, 50257), (3, 50257), (40, 1000), (7, 4099), (64, 127), (200, 5), (200, 2):
+        for dtype in torch.float32, torch.bfloat16:
+            for seed in range(-(-rows_of_each // R)):
                 Twins(R, V, dtype, 100 + seed).check()
     print(f"{oracle.counts - before}: 0 differences that are no ties")
 
