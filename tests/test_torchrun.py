@@ -178,7 +178,19 @@ def test_a_batch_that_does_not_divide_is_refused(corpus, monkeypatch, tmp_path):
         train.main([*TINY, f"--data={corpus}", f"--out={tmp_path / 'out'}"])
 
 
-def test_only_one_process_writes_and_speaks(corpus, tmp_path, capsys):  # noqa: F811
+def test_all_stop_when_one_is_asked_to(corpus, tmp_path, monkeypatch):  # noqa: F811
+    """Whoever stepped on alone would wait for the others' gradients for ever."""
+    args = train.parse_args([*TINY, "--steps=9", f"--out={tmp_path}"])
+    run = train.Run(args, train.load_corpus(str(corpus), MACHINE), place(1, 4))
+    batches = train.Batches(run.corpus.train, args.batch_size, args.context_length, args.seed)
+    monkeypatch.setattr(train.Run, "forward_module", lambda self: self.model)
+    one_of_four = torch.tensor([0.25, 0.0], dtype=torch.float64)
+    monkeypatch.setattr(train.Machine, "mean", lambda machine, x: x + one_of_four if x.shape == (2,) else x)
+    assert train.train(run, batches, caught=[], started=0.0) is False
+    assert run.step == 1
+
+
+def test_only_one_process_writes_and_speaks(corpus, tmp_path, capsys, monkeypatch):  # noqa: F811
     args = train.parse_args([*TINY, f"--out={tmp_path}", "--n_embd=16"])
     run = train.Run(args, train.load_corpus(str(corpus), MACHINE), place(1, 2))
     state = {"step": 3, "share": 0.5, "log": [{"step": 1}], "model": run.model.state_dict()}
@@ -186,6 +198,8 @@ def test_only_one_process_writes_and_speaks(corpus, tmp_path, capsys):  # noqa: 
     run.record(step=4, loss=1.0)
     run.save()
     train.tell("hello", run.machine)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert train.progress_bar(run) is None
     assert run.log == [{"step": 1}, {"step": 4, "loss": 1.0}] and run.saved == 3
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
     train.tell("hello", place(0, 2))

@@ -21,7 +21,7 @@ import samples
 import serve
 import train
 from model import GPT, GPTConfig, causal_attention, head_loss, load_checkpoint
-from tokenizer import load_tokenizer, read_corpus, train_bpe, write_corpus
+from tokenizer import char_tokenizer, load_tokenizer, read_corpus, train_bpe, write_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "context_length": 32, "batch_size": 4, "warmup": 2, "dropout": 0.1}
@@ -146,6 +146,8 @@ def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tiny, tmp_
     with pytest.raises(SystemExit, match=r"step 8: loss nan.*checkpoint of step 5 is in .*lower --matrix_lr") as error:
         train.main([*tiny, "--steps", "20"])
     assert error.value.code not in (0, None)
+    with pytest.raises(SystemExit, match=r"step 8: .* checkpoint of step 5 is in"):
+        train.main(["--resume", "--out", str(tmp_path / "out")])
     assert assert_loads(tmp_path / "out")["step"] == 5
 
 
@@ -276,6 +278,9 @@ def test_nothing_to_resume(tmp_path):
     with pytest.raises(SystemExit, match="nothing to resume in"):
         train.main(["--resume", "--out", str(tmp_path)])
     (tmp_path / "train_state.pt").write_bytes(b"torn")
+    with pytest.raises(SystemExit, match=r"train_state\.pt cannot be read .*: start again with --overwrite"):
+        train.main(["--resume", "--out", str(tmp_path)])
+    torch.save({"step": tmp_path}, tmp_path / "train_state.pt")  # whose unpickling could run anything
     with pytest.raises(SystemExit, match=r"train_state\.pt cannot be read"):
         train.main(["--resume", "--out", str(tmp_path)])
 
@@ -620,7 +625,7 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(tiny, tmp_path,
         assert rate == pytest.approx(min(1, (step + 1) / args["warmup"]) * min(1, (1 - share) / args["decay"]))
 
 
-def test_the_log_holds_what_each_step_gave(tiny, tmp_path, monkeypatch, seconds):
+def test_the_log_holds_what_each_step_gave(tiny, tmp_path, monkeypatch, seconds, capsys):
     """Its loss, the norm of its gradient, and how many tokens a second that was."""
     update, told = train.Run.update, []
 
@@ -634,6 +639,40 @@ def test_the_log_holds_what_each_step_gave(tiny, tmp_path, monkeypatch, seconds)
     steps = [line for line in log if "loss" in line]
     assert [[line["loss"], line["norm"]] for line in steps] == [pytest.approx(t.tolist(), abs=1e-4) for t in told]
     assert {line["tokens_per_second"] for line in steps} == {4 * 32}
+    assert "6 s in all; checkpoint in" in capsys.readouterr().out
+
+
+def test_an_evaluation_on_the_way_is_of_a_part_and_the_last_one_of_all(tiny, tmp_path, monkeypatch, capsys):
+    limits = []
+    monkeypatch.setattr(train, "evaluate", lambda model, corpus, machine, limit=None: limits.append(limit) or (7.5, 3))
+    train.main([*tiny, "--steps=10"])
+    assert limits == [64, None]
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [line["val_loss"] for line in log if "val_loss" in line] == [2.5, 2.5]
+    assert "step 5, 50% of the run: held-out loss 2.500 nats a token; a sample:" in capsys.readouterr().out
+
+
+def test_where_nothing_ends_a_text_the_first_token_has_no_score(tmp_path, monkeypatch):
+    """Nothing comes before it; nor do its bytes count among those that the bits are divided by."""
+    tokenizer = char_tokenizer("abcé\n")
+    write_corpus(tmp_path, tokenizer, tokenizer.encode("abcé\n" * 30), tokenizer.encode("éab\ncab\n" * 5))
+    data = []
+    monkeypatch.setattr(train, "compare_with_compressors", lambda nats, text: data.append(text) or "")
+    train.main([*TINY, "--steps=1", f"--data={tmp_path}", f"--out={tmp_path / 'out'}"])
+    assert data == [("éab\ncab\n" * 5)[1:].encode()]
+
+
+def test_a_resumed_run_is_told_what_its_machine_is_now(tiny, tmp_path, monkeypatch):
+    """All else is as it was begun."""
+    train.main([*tiny, "--steps=1"])
+    asked = []
+    monkeypatch.setattr(train, "choose_machine", lambda args: sys.exit(asked.append(args)))
+    (tmp_path / "out").rename(tmp_path / "moved")
+    with pytest.raises(SystemExit):
+        train.main(["--resume", f"--out={tmp_path / 'moved'}", "--device=cuda:1", "--threads=3", "--compile"])
+    now, begun = vars(asked[0]), vars(train.parse_args([*tiny, "--steps=1"]))
+    changed = {"out": str(tmp_path / "moved"), "resume": True, "device": "cuda:1", "threads": 3, "compile": True}
+    assert {name: value for name, value in now.items() if name in begun} == begun | changed
 
 
 def test_the_picture_is_of_the_log(tmp_path, monkeypatch):
