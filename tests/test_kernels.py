@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 import kernels
 import layers
 import paged
+import runner
 from kernels import Batch, choose_backend, length_classes
 from model import GPT, Attention, GPTConfig
 from paged import KVBlockPool, gather_kv_from_pool, write_kv_to_pool
@@ -365,6 +366,8 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     assert choose_backend("flex").reason == "as asked"
     with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, torch, flex"):
         choose_backend("trition")
+    if kernels.triton:
+        assert choose_backend("auto", "cuda:1")[:3] == ("triton", "the fastest on CUDA", kernels.prepare_triton)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(
         ValueError, match="'triton' needs a CUDA device and the package triton; on cpu there is auto, t"
@@ -629,6 +632,73 @@ def store_beyond_2_to_the_31(R: int):
 
 def project_qkv_triton(x, attention, kv, batch):
     return layers.linear_triton(x, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping)
+
+
+class OnGPU(SimpleNamespace):
+    """Rows of a matrix there, as far as the choice of a kernel looks at them."""
+
+    is_cuda = True
+
+    def __len__(self):
+        return self.rows
+
+    def element_size(self):
+        return self.bytes
+
+
+def test_which_products_are_ours_on_a_gpu(monkeypatch):
+    """Few rows, where launches cost most, and the head in 16 bits or of one row; all else is cuBLAS's. Would catch: a
+    limit off by one, a bias or an activation that is lost on one of the ways."""
+    monkeypatch.setattr(layers, "triton", True)
+    monkeypatch.setattr(layers, "linear_triton", lambda x, layer, activation, parts: f"ours {activation} {parts}")
+    monkeypatch.setattr(torch, "_addmm_activation", lambda bias, x, weight, use_gelu: f"cuBLAS {bias} gelu {use_gelu}")
+    monkeypatch.setattr(layers, "ACTIVATIONS", defaultdict(lambda: lambda y: f"activated {y}"))
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias: f"cuBLAS {bias}")
+    few, many, gelu = layers.LINEAR_ROWS, layers.LINEAR_ROWS + 1, "gelu_new"
+    for rows, outputs, size, bias, activation, wanted in (
+        (1, 768, 4, "b", None, "ours None True"),
+        (few, 8192, 4, "b", gelu, "ours gelu_new True"),
+        (many, 8192, 2, "b", gelu, "cuBLAS b gelu True"),
+        (many, 768, 2, None, gelu, "activated cuBLAS None"),
+        (many, 768, 2, "b", "gelu", "activated cuBLAS b"),
+        (many, 768, 2, "b", None, "cuBLAS b"),
+        (1, 8193, 4, None, None, "ours None True"),
+        (2, 8193, 4, None, None, "cuBLAS None"),
+        (many, 8193, 2, None, None, "ours None True"),
+    ):
+        layer = SimpleNamespace(weight=torch.empty(outputs, 1), bias=bias)
+        found = layers.linear(OnGPU(rows=rows, bytes=size), layer, activation, parts=True)
+        assert found == wanted, (rows, outputs, size, bias, activation)
+
+
+def test_keys_and_values_of_a_cpu_are_fp32():
+    """One query at a time in bf16 is slow there; on a GPU they are as the model's weights."""
+    for device, dtype, wanted in (
+        ("cpu", torch.bfloat16, torch.float32),
+        ("cpu", torch.float32, torch.float32),
+        ("meta", torch.bfloat16, torch.bfloat16),
+        ("meta", torch.float16, torch.float16),
+    ):
+        weight = torch.empty(1, device=device, dtype=dtype)
+        assert runner.kv_dtype(SimpleNamespace(wte=SimpleNamespace(weight=weight))) == wanted
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: cuBLAS and the choice between it and our kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("R", [1, 256, 257, 600])
+def test_on_a_gpu_linear_layers_of_any_size_are_right(R, dtype):
+    """A long prompt takes other ways than a decode."""
+    torch.manual_seed(R)
+    layer, norm, x = torch.nn.Linear(48, 72), torch.nn.LayerNorm(72), torch.randn(R, 48)
+    for activation in None, "gelu_new", "gelu":
+        found = []
+        for device, kind in ("cpu", torch.float64), ("cpu", dtype), (DEVICE, dtype):
+            here, normed = deepcopy(layer).to(device, kind), deepcopy(norm).to(device, kind)
+            with torch.no_grad():
+                y = layers.linear(x.to(device, kind), here, activation)
+                found.append(torch.stack([y, layers.add_norm(y.clone(), y, normed)]).double().cpu())
+        exact, plain, ours = found
+        assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
 
 
 @needs_triton

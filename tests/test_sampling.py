@@ -10,6 +10,7 @@ import random
 from array import array
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -569,6 +570,26 @@ def test_sampling_is_of_the_adjusted_logits(pick):
     zeros = torch.zeros(n, dtype=torch.int64, device=DEVICE)
     tokens = pick(LOGITS.expand(n, -1), zeros, torch.arange(n, device=DEVICE), rows, [params] * n)
     assert set(tokens.tolist()) == {3, 6}
+
+
+@both_paths
+def test_what_is_forbidden_is_never_chosen_however_likely(pick):
+    """A ban that only takes 100 off a logit, as a bias may, holds until a model is sure of the token."""
+    rows = SamplingRows(1, V, DEVICE)
+    rows.set(Row(0, SamplingParams(allowed_token_ids=(3, 4, 6), min_tokens=12), 4, stop_token_ids=(4,)))
+    logits, positions = LOGITS.clone(), tensor([0, 5, 11, 12])
+    logits[[0, 4]] = 1000.0
+    *banned, free = pick(logits.expand(4, -1), 0 * positions, positions, rows).tolist()
+    assert {*banned} <= {3, 6} and free == 4
+
+
+def test_on_a_gpu_the_sampler_is_tritons(monkeypatch):
+    """Torch's is right there too, and waits for the device: the same answers, a third slower, and no graph."""
+    for name in "sample_torch", "sample_triton":
+        monkeypatch.setattr(sampling, name, lambda *given, name=name: name)
+    for there, is_cuda, wanted in (True, True, "triton"), (True, False, "torch"), (None, True, "torch"):
+        monkeypatch.setattr(sampling, "triton", there)
+        assert sample(SimpleNamespace(is_cuda=is_cuda), None, None, None) == f"sample_{wanted}"
 
 
 def test_the_torch_path_skips_only_what_nobody_asked_for():
