@@ -94,6 +94,11 @@ def script(prompt: tuple[int, ...], seed: int, choice: int) -> list[int]:
     return tokens
 
 
+def call_of(prompt: list[int]) -> int:
+    """The number of the call whose prompt this is: "abc~17.0"."""
+    return int(bytes(prompt).decode().rpartition("~")[2].partition(".")[0])
+
+
 def score(token: int, n: int) -> list:
     """[log-probability, the likeliest ids, their log-probabilities]; the first tells tokens apart."""
     return [-0.5 - token, [(token + i) % 257 for i in range(1, n + 1)], [-float(i) for i in range(1, n + 1)]]
@@ -107,7 +112,7 @@ class Runner:
         self.fault = ""
 
     def launch(self, plan):
-        self.fail("launch")
+        self.fail("launch", plan)
         tokens = []
         for request in plan.sampled:
             said = script(tuple(request.prompt_tokens), request.params.seed, request.choice)
@@ -116,10 +121,10 @@ class Runner:
         return SimpleNamespace(plan=plan, tokens=tokens, prompts=prompts)
 
     def collect(self, flight):
-        self.fail("collect")
         plan, tokens = flight.plan, flight.tokens
+        self.fail("collect", plan)
         if self.fault == "logits" and tokens:
-            self.has_failed()
+            self.has_failed(plan.sampled[:1])
             tokens[0] = -1
         for request, token in zip(plan.sampled, tokens, strict=True):
             if request.params.logprobs is not None:
@@ -130,14 +135,14 @@ class Runner:
                 plan.prompt_scores[request] = start, [score(token, request.prompt_logprobs) for token in targets]
         return tokens
 
-    def fail(self, where: str):
+    def fail(self, where: str, plan):
         if self.fault == where:
-            self.has_failed()
+            self.has_failed(plan.decodes + [request for request, _ in plan.chunks] + plan.admitted)
             raise RuntimeError("planned")
 
-    def has_failed(self):
+    def has_failed(self, requests: list):
         self.fault = ""
-        self.world.step_faults.append(self.world.now)
+        self.world.failed |= {call_of(request.prompt_tokens) for request in requests}
 
     def place(self, *requests):
         pass
@@ -237,8 +242,30 @@ class EngineProcess:
             self.engine.assert_idle()
             return self.die()
         engine.turn(self.engine, self.links, self.settings["max_queue"])
+        for link in self.links.links.values():
+            self.check_link(link)
         if self.engine.has_work or self.links.selector.select(0) or not self.links.is_wanted:
             self.wake(self.settings["step_seconds"])
+
+    def check_link(self, link: links.Link):
+        """When nothing is on its way, the engine works at what an HTTP process waits for, and at nothing else."""
+        theirs = link.sock.peer
+        owners = [p for p in self.world.processes if p.is_running and p.client.sock is theirs and p.client.transport]
+        if not owners:
+            return
+        http = owners[0].client
+        mine = {id for id in self.engine.requests if id.startswith(f"{link.number}:")}
+        for first, n in self.engine.num_choices.items():
+            mine |= {f"{first}.{number}" for number in range(1, n) if first in mine}
+        waiting = {f"{link.number}:{id}" for id in http.choices}
+        all_heard = not (http.unsent or http.transport.unsent or link.sock.arrived or link.incoming.unread)
+        all_told = not (link.rows or link.messages or link.unsent or theirs.arrived or http.incoming.unread)
+        if all_heard and mine - waiting:
+            raise Violation(f"the engine works at {mine - waiting}, for which nobody waits")
+        if all_heard and all_told and waiting - mine:
+            raise Violation(
+                f"HTTP process {owners[0].number} waits for {waiting - mine}, of which the engine knows nothing"
+            )
 
     def stall(self, seconds: float):
         self.stalled_until = self.loop.time() + seconds
@@ -535,9 +562,18 @@ class Caller:
     def leave(self):
         if self.ended_at is None:
             self.has_left = True
+            self.loop.call_later(2.5 + self.world.pause, self.check_forgotten)
             if self.event.get("how") == "reset":
                 self.sock.peer.reset()
             self.finish()
+
+    def check_forgotten(self):
+        """A client that has left is noticed, and nothing is computed for it any more."""
+        names = {f"r{call['id']}" for call in self.calls}
+        for process in self.world.processes:
+            for choice in process.client.choices.values() if process.is_running else ():
+                if choice.job.http_id in names:
+                    raise Violation(f"call {choice.job.http_id} is still in work, its client has left long ago")
 
     def finish(self, is_cut=False):
         self.is_cut = is_cut
@@ -842,7 +878,7 @@ class Judge:
                 return any(state in ("restarting", "dead") and at >= began for at, state in self.process.states)
             case 500, None:
                 planned = "RuntimeError: planned" in message or "not numbers" in message
-                return planned and any(began <= at <= ended for at in world.step_faults)
+                return planned and self.call["id"] in world.failed
         return False
 
     def may_be_full(self, message: str) -> bool:
@@ -896,7 +932,7 @@ class World:
         self.access: dict[str, list[dict]] = {}
         self.seen: Counter = Counter()
         self.counts_of: Counter = Counter()
-        self.step_faults: list[float] = []
+        self.failed: set[int] = set()  # calls whose steps have failed
         self.encoder_fault = False
         self.encoder_faults = 0
         self.stopped_at: float | None = None
@@ -941,8 +977,7 @@ class World:
     def take_in(self, running: Engine, link, message: dict, max_queue: int):
         """What comes to the engine is what was asked for."""
         if message["op"] == "add":
-            text = bytes(token for token in message["prompt"] if token < 256).decode()
-            call = self.calls[int(text.rpartition("~")[2].partition(".")[0])]
+            call = self.calls[call_of(message["prompt"])]
             body, options = call["body"], message["options"]
             wanted = {"n": body.get("n", 1), "priority": body.get("priority", 0), "cache_salt": self.salt_of(call)}
             for name, value in wanted.items():
@@ -1216,8 +1251,9 @@ class Books:
 class NotedJob(api.Job):
     """Its process keeps it."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, service, request, prompts, salt, id):
+        super().__init__(service, request, prompts, salt, id)
+        self.http_id = id
         asyncio.get_running_loop().process.jobs.append(self)
 
 
@@ -1299,7 +1335,7 @@ def draw_settings(rng: random.Random, seed: int, chosen: set[str]) -> dict:
         "max_num_seqs": rng.randint(1, 4),
         "max_queue": rng.choice([0, 1, 3, 8]),
         "block_size": block_size,
-        "num_blocks": rng.choice([80, 120, 190]) // block_size,
+        "num_blocks": rng.choice([96, 128, 192]) // block_size,
         "token_budget": rng.choice([4, 8, 64]),
         "overlap": rng.random() < 0.5,
         "start_seconds": rng.choice([0.0, 0.1]),
@@ -1402,7 +1438,7 @@ def draw_body(rng: random.Random, id: int, chosen: set[str]) -> dict:
     def has(name: str, chance: float = 0.4) -> bool:
         return name in chosen and rng.random() < chance
 
-    body: dict = {"max_tokens": rng.choice([1, 4, 16, 30] if "big" in chosen else [1, 4, 8])}
+    body: dict = {"max_tokens": rng.choice([1, 16, 40] if "big" in chosen else [1, 4, 8])}
     if has("chat"):
         body["messages"] = [{"role": "user", "content": text(0)}]
     else:
