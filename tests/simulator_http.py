@@ -341,6 +341,7 @@ class HttpProcess:
         self.was_killed = False
         self.loop = world.machine.new_loop()
         self.loop.process = self
+        self.loop.high = world.settings["link_high"]
         self.loop.job_seconds = world.settings["encode_seconds"]
         self.jobs: list[api.Job] = []
         self.refused: Counter = Counter()  # calls by status
@@ -372,7 +373,7 @@ class HttpProcess:
     def check_queue(self):
         most = self.world.settings["max_num_seqs"] + self.world.settings["max_queue"]
         if len(self.client.choices) > most:
-            raise Violation(f"{len(self.client.choices)} choices are in work, at most {most} may be")
+            self.world.broken(f"{len(self.client.choices)} choices are in work, at most {most} may be")
 
     @property
     def is_running(self) -> bool:
@@ -483,7 +484,6 @@ class Caller:
         self.sent_at = self.ended_at = None
         self.has_left = False
         self.is_cut = False  # by a reset
-        self.process = world.by_number[event["worker"]]
         self.sock = None
         try:
             self.sock = world.listeners[event["worker"]].connect()
@@ -496,6 +496,12 @@ class Caller:
         if event.get("sip"):
             self.loop.call_later(event["rest"], self.read_slowly)
         self.send()
+
+    @property
+    def process(self) -> HttpProcess:
+        """Who has taken in the connection; if nobody has, who would."""
+        loop = self.sock.peer.loop if self.sock else None
+        return loop.process if loop else self.world.by_number[self.event["worker"]]
 
     @property
     def is_quick(self) -> bool:
@@ -704,7 +710,7 @@ class Judge:
         self.caller = caller
         self.call = call
         self.answer = answer
-        self.process = world.by_number[caller.event["worker"]]
+        self.process = caller.process
         self.log = world.access.get(f"r{call['id']}", [])
 
     def wrong(self, what: str):
@@ -715,7 +721,7 @@ class Judge:
         if len(self.log) > 1:
             self.wrong(f"is logged {len(self.log)} times")
         if answer is None or not answer.whole:
-            self.caller.process.is_known = self.caller.process.is_known and self.call["path"] not in api.OPEN_PATHS
+            self.process.is_known = self.process.is_known and self.call["path"] not in api.OPEN_PATHS
             self.check_cut()
         if answer is None or answer.status is None:
             return
@@ -727,7 +733,7 @@ class Judge:
         if answer.whole and not self.log and not self.was_killed and self.call["path"] not in api.OPEN_PATHS:
             self.wrong("has an answer, but is not logged")
         if answer.status >= 400 and self.call["path"] in api.OPEN_PATHS:
-            self.caller.process.refused[answer.status] += 1  # which is not logged
+            self.process.refused[answer.status] += 1  # which is not logged
         if answer.status != 200:
             if answer.whole:
                 self.check_error(answer.status, json.loads(answer.body)["error"])
@@ -745,7 +751,7 @@ class Judge:
 
     @property
     def was_killed(self) -> bool:
-        return self.caller.process.was_killed or self.caller.process is not self.process
+        return self.process.was_killed
 
     def check_cut(self):
         """The answer is not there, or not all of it."""
@@ -853,8 +859,6 @@ class Judge:
         began, ended = caller.began, caller.ended_at
         stopped = world.stopped_at is not None and world.stopped_at <= ended
         states = [state for at, state in self.process.states if at <= ended]
-        if self.was_killed:  # its successor begins anew
-            states.append("loading")
         match status, code:
             case 503, "loading":
                 return self.was_killed or not any(s == "ready" and at < began for at, s in self.process.states)
@@ -1315,14 +1319,18 @@ def draw(seed: int, steps: int) -> tuple[dict, list[dict]]:
     """The settings and the events of a seed."""
     rng = random.Random(seed)
     chosen = {name for name in CALLS + CLIENTS + FAULTS if rng.random() < 0.5}
-    for name in ("stop", "kill_worker", "kill_engine", "cannot_load"):  # after these little is left of a run
+    for name in ("stop", "kill_worker", "cannot_load"):  # after these little is left of a run
         if rng.random() < 0.5:
             chosen.discard(name)
     settings = draw_settings(rng, seed, chosen)
     events, t = [], rng.choice([0.01, 0.5, 1.0])
     for number in range(steps):
-        t += rng.choice([0.0, 0.0, 0.001, 0.01]) if "burst" in chosen and rng.random() < 0.7 else rng.random() * 0.4
-        events.append(draw_event(rng, number, settings, chosen) | {"t": round(t, 4)})
+        event = draw_event(rng, number, settings, chosen)
+        if event["do"] != "call" or ("burst" in chosen and rng.random() < 0.7):  # while the call before is in work
+            t += rng.choice([0.0, 0.001, 0.01, 0.05])
+        else:
+            t += rng.random() * 0.4
+        events.append(event | {"t": round(t, 4)})
     return settings, events
 
 
@@ -1333,16 +1341,16 @@ def draw_settings(rng: random.Random, seed: int, chosen: set[str]) -> dict:
         "workers": rng.choice([1, 1, 3]),
         "keys": rng.choice([0, 2]),
         "max_num_seqs": rng.randint(1, 4),
-        "max_queue": rng.choice([0, 1, 3, 8]),
+        "max_queue": rng.choice([0, 2, 8, 20]),
         "block_size": block_size,
         "num_blocks": rng.choice([96, 128, 192]) // block_size,
         "token_budget": rng.choice([4, 8, 64]),
         "overlap": rng.random() < 0.5,
         "start_seconds": rng.choice([0.0, 0.1]),
         "load_seconds": rng.choice([0.0, 0.3]),
-        "step_seconds": rng.choice([0.001, 0.01, 0.05]),
+        "step_seconds": rng.choice([0.001, 0.02, 0.05]),
         "encode_seconds": rng.choice([0.0, 0.01, 0.2]),
-        "turn_seconds": rng.choice([0.0, 0.0, 0.0005]),
+        "turn_seconds": rng.choice([0.0, 0.0, 0.0005, 0.002]),
         "request_seconds": rng.choice([2.0, 5.0, 60.0]),
         "client_seconds": rng.choice([1.0, 4.0]),
         "drain_seconds": rng.choice([0.0, 1.0, 5.0]),
@@ -1353,16 +1361,17 @@ def draw_settings(rng: random.Random, seed: int, chosen: set[str]) -> dict:
         "max_waiting": rng.choice([120, 2**26]),
         "scores_in_place": rng.choice([5, 1000]),
         "max_long_answers": rng.choice([1, 4]),
-        "tcp_room": rng.choice([100, 2000, 2**16]),
+        "tcp_room": rng.choice([1000, 2**16]),
         "tcp_piece": rng.choice([200, 2**18]),
         "link_room": rng.choice([100, 1000, 2**16]),
         "link_piece": rng.choice([50, 2**18]),
+        "link_high": rng.choice([0, 2**16]),
     }
 
 
 def draw_event(rng: random.Random, number: int, settings: dict, chosen: set[str]) -> dict:
     faults = [fault for fault in FAULTS if fault in chosen]
-    if not faults or rng.random() > 0.1:
+    if not faults or rng.random() > 0.15:
         return draw_visit(rng, number, settings, chosen)
     fault = rng.choice(faults)
     event = {"do": fault}
@@ -1438,7 +1447,7 @@ def draw_body(rng: random.Random, id: int, chosen: set[str]) -> dict:
     def has(name: str, chance: float = 0.4) -> bool:
         return name in chosen and rng.random() < chance
 
-    body: dict = {"max_tokens": rng.choice([1, 16, 40] if "big" in chosen else [1, 4, 8])}
+    body: dict = {"max_tokens": rng.choice([16, 40] if "big" in chosen else [1, 4, 12])}
     if has("chat"):
         body["messages"] = [{"role": "user", "content": text(0)}]
     else:

@@ -65,6 +65,7 @@ class Loop(asyncio.BaseEventLoop):
         self.readers: dict[object, tuple] = {}
         self.executors: dict[int, float] = {}  # when each will have done its jobs
         self.job_seconds = 0.0
+        self.high = 2**16  # bytes that a Unix connection keeps before it asks its protocol to pause
         self.set_task_factory(lambda loop, coroutine, **options: Task(coroutine, loop=loop, **options))
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
 
@@ -159,6 +160,7 @@ class Loop(asyncio.BaseEventLoop):
     async def create_unix_connection(self, factory: Callable, sock: "Socket"):
         protocol = factory()
         transport = Transport(self, sock, protocol)
+        transport.set_write_buffer_limits(self.high)
         made = self.create_future()
         self.call_soon(made.set_result, None)
         await made
@@ -280,6 +282,7 @@ class Socket:
         self.piece = piece
         self.hard = hard
         self.peer: Socket | None = None
+        self.loop: Loop | None = None  # of the process that has taken it in
         self.arrived = bytearray()
         self.is_closed = False
         self.has_eof = False  # the other side sends no more
@@ -401,6 +404,7 @@ class Listener:
     def _take_all(self, loop: Loop):
         while self.backlog and self.take:
             connection = self.backlog.pop(0)
+            connection.loop = loop
             loop.sockets.append(connection)
             self.take(connection)
 
