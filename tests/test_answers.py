@@ -318,3 +318,23 @@ def test_what_is_news(fields, is_news):
     assert choice.has_news() and choice.finish_reason == "stop"
     choice.told()
     assert not choice.has_news() and choice.is_over
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "a"), (1, "a"), (2, "aba"), (3, "aba"), (4, "abab")])
+def test_stop_strings_count_from_the_first_token_after_min_tokens(min_tokens, text):
+    request = CompletionRequest(prompt="x", stop="b", min_tokens=min_tokens)
+    choice = Choice(None, 0, request, [97], [], TOKENIZER, [END])
+    choice.take([*b"abab"], "length", 0)
+    assert (choice.text, choice.stop_reason) == (text, "b" if min_tokens < 4 else None)
+
+
+@pytest.mark.parametrize("request_of", [CompletionRequest, ChatRequest])
+def test_json_has_no_infinity(request_of):
+    """What cannot be sampled has a log-probability of minus infinity, which no client could read."""
+    fields = {"prompt": "x", "logprobs": 1, "prompt_logprobs": 1}
+    if request_of is ChatRequest:
+        fields = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1}
+    choice = Choice(None, 0, request_of(**fields), [97, 98], [], TOKENIZER, [END])
+    choice.take([98], "length", 0, [[-math.inf, [97], [-math.inf]]], [[-math.inf, [97], [-math.inf]]])
+    text = json.dumps(choice.request.answer([choice]), allow_nan=False)
+    assert text.count("-9999.0") == (5 if request_of is CompletionRequest else 2)

@@ -362,6 +362,29 @@ def test_the_first_process_serves_with_its_keys_and_its_seat(lead):
     assert calls["client"][1].args[:2] == (serve.engine_process, args)
 
 
+def test_a_process_that_is_started_gets_no_signals(monkeypatch):
+    """A terminal signals all of its processes, but when to stop is for the first to say. Its own come afterwards; and
+    what multiprocessing starts beside the first process would let them through again: it is there already."""
+    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before, seen = signal.pthread_sigmask(signal.SIG_BLOCK, ()), []
+    monkeypatch.setattr(serve.resource_tracker, "ensure_running", lambda: seen.append(blocked()))
+
+    def blocked():
+        return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    class Process:
+        def __init__(self, target, args, daemon):
+            self.called = target, args, daemon
+
+        def start(self):
+            seen.append(blocked())
+
+    monkeypatch.setattr(serve, "context", SimpleNamespace(Process=Process))
+    process = serve.start_process(len, "a", "b")
+    assert process.called == (len, ("a", "b"), True)
+    assert seen == [before, before | held] and blocked() == before
+
+
 def test_the_other_processes_serve_the_same(monkeypatch):
     """With an engine that they do not start, their own tokenizer, and the same keys."""
     seen = []

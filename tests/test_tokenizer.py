@@ -387,6 +387,26 @@ def write_changed(bpe, folder, model=(), token=(), config=(), **changes):
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(config)))
 
 
+def test_merges_may_be_texts(bpe, tmp_path):
+    """As the hub's GPT-2 has them, with a blank between the two parts."""
+    write_changed(bpe, tmp_path, model={"merges": [" ".join(pair) for pair in bpe.spec["model"]["merges"]]})
+    assert all(load_tokenizer(tmp_path).encode(text) == bpe.encode(text) for text in NASTY)
+
+
+def test_characters_may_have_a_control_token(tmp_path):
+    chars = char_tokenizer("abc")
+    token = {"id": 3, "content": "<end>", "special": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(chars.spec | {"added_tokens": [token]}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (3, 4)
+    for text in ("ab<end>c", b"ab<end>c"):
+        assert tokenizer.encode(text, allow_special=True) == [0, 1, 3, 2]
+        with pytest.raises(TokenizerError, match="character '<'"):
+            tokenizer.encode(text)
+    assert tokenizer.decode([0, 3, 1]) == "ab"
+
+
 def test_an_id_may_be_left_out(bpe, tmp_path):
     """The size is that of the highest id: the model needs so many rows. An id without a token has no text."""
     write_changed(bpe, tmp_path, token={"id": 705})
