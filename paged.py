@@ -361,6 +361,7 @@ class Scheduler:
         # for metrics and traces
         self.num_added = self.num_preemptions = self.num_copies = self.num_forks = 0
         self.num_queried_tokens = self.num_hit_tokens = self.peak_blocks = 0
+        self.checked_keys: dict[int, CachedBlock] = {}  # of `check`: block -> what it held when its key was right
 
     @property
     def block_cache(self) -> BlockCache:
@@ -680,19 +681,23 @@ class Scheduler:
         rows = sorted(self.free_rows + [r.row for r in self.running])
         assert rows == list(range(self.max_num_seqs)), f"rows lost or shared: {rows}"
         if plan is not None:
-            self._check_plan(plan)
+            self.check_plan(plan)
 
     def _check_cache(self):
         allocator, cache = self.block_allocator, self.block_cache
-        assert len(cache.block_of) == len(cache.held), "two keys for one block, or two blocks for one key"
-        for block, (key, parent, tokens) in cache.held.items():
-            assert cache.block_of[key] == block, f"block {block} is not found by its key"
-            assert key == block_key(parent, tokens), f"the key of block {block} is not of its parent and tokens"
-            assert allocator.ref_counts[block] or block in allocator.idle, f"cached block {block} is on the free list"
-        for block in allocator.idle:
-            assert block in cache.held, f"block {block} is idle but was never committed"
+        found = {content.key: block for block, content in cache.held.items()}
+        assert found == cache.block_of, f"by their keys are found {cache.block_of}, held are {found}"
+        for block, content in cache.held.items():
+            if self.checked_keys.get(block) is not content:  # a tuple: what was right once stays so
+                key, parent, tokens = content
+                assert key == block_key(parent, tokens), f"the key of block {block} is not of its parent and tokens"
+                self.checked_keys[block] = content
+        on_free_list = cache.held.keys() & allocator.free
+        assert not on_free_list, f"cached blocks {on_free_list} are on the free list"
+        uncommitted = allocator.idle.keys() - cache.held.keys()
+        assert not uncommitted, f"blocks {uncommitted} are idle but were never committed"
 
-    def _check_plan(self, plan: Plan):
+    def check_plan(self, plan: Plan):
         """After `plan`, before `update`: within budget, everybody advances, and every written block has one owner."""
         S = self.block_size
         assert plan.num_tokens <= self.token_budget, f"{plan.num_tokens} tokens planned, budget {self.token_budget}"
