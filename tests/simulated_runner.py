@@ -1,0 +1,282 @@
+"""
+A `Runner` without a model, for the simulators: a step takes microseconds, and the right answer is known beforehand.
+
+The pool holds token ids instead of K and V. A step writes each of its tokens at its slot, and the next token of a text
+is a hash of that text *as it is read back through the block table*. So a wrong table, slot, copy, commit, hit or stale
+row changes an answer, as it would change what a real model says. What the real runner does on the host (the layout of
+a step's inputs, padding, which tokens are wanted) is the real runner's; what it does on the device is done here, to the
+same arrays, in plain Python. Not run by itself.
+"""
+
+from contextlib import contextmanager
+from zlib import crc32
+
+import torch
+
+import engine as engine_module
+import runner as runner_module
+from model import GPTConfig
+from paged import Plan, Request
+from runner import Runner, num_scored, sampling_row
+
+POISON = 255  # what a slot holds that its owner has not written; vocabularies end below
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the model would say: pure functions of the text, (tokens as bytes), and of the noise's seed and choice
+
+
+def noise_key(seed: int, choice: int) -> int:
+    return crc32(f"{seed} {choice}".encode())
+
+
+def next_token(text: bytes, key: int, V: int) -> int:
+    return crc32(text, key) % V
+
+
+def score(text: bytes, token: int, n: int, V: int) -> list:
+    """[log-probability of the token after this text, n likeliest ids, their log-probabilities]: not real ones."""
+    told = crc32(text, token)
+    return [-float(told), [(told + i) % V for i in range(n)], [-float(i) for i in range(n)]]
+
+
+def scores_of(prompt: list[int], n: int, V: int) -> list[list]:
+    """A score of each token but the first."""
+    text = bytes(prompt)
+    return [score(text[:i], prompt[i], n, V) for i in range(1, len(prompt))]
+
+
+def logits_after(text: bytes, V: int) -> torch.Tensor:
+    """[V], for beam search: between 0 and 4, so that each step has several good ways to go on."""
+    told = crc32(text)
+    return torch.tensor([crc32(bytes([token]), told) / 2**30 for token in range(V)])
+
+
+def answer(prompt: list[int], max_tokens: int, stops: frozenset[int], key: int, V: int) -> tuple[list[int], str]:
+    """The right answer: its tokens, and how it ends."""
+    told, tokens = crc32(bytes(prompt), key), []
+    while len(tokens) < max_tokens:
+        tokens.append(told % V)
+        if tokens[-1] in stops:
+            return tokens, "stop"
+        told = crc32(bytes(tokens[-1:]), told)
+    return tokens, "length"
+
+
+def beams(prompt: list[int], width: int, max_tokens: int, eos: int | None, V: int) -> list[tuple[list[int], float]]:
+    """The right result of a beam search, straight from its definition: no blocks, no forks."""
+    going, answers = [([], 0.0)], []
+    while going and (len(answers) < width or going[0][1] > answers[-1][1]):
+        found = []
+        for tokens, total in going:
+            scores = logits_after(bytes(prompt + tokens), V).log_softmax(-1) + torch.tensor(total)
+            found += [([*tokens, token], score) for token, score in enumerate(scores.tolist())]
+        best = sorted(found, key=lambda one: -one[1])[: 2 * width]
+        ended = [one for one in best if one[0][-1] == eos or len(one[0]) == max_tokens]
+        going = [one for one in best if one not in ended][:width]
+        answers = sorted(answers + ended, key=lambda one: -one[1])[:width]
+    return answers
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The runner
+
+
+class HostTokens(list):
+    """A list, for code that expects a tensor on the host."""
+
+    is_cuda = False
+
+    def to(self, device, non_blocking=False):
+        return self
+
+    def tolist(self) -> list:
+        return self
+
+
+class Texts(list):
+    """Texts up to sampled tokens, in place of the logits after them; beam search asks for these by a list of places."""
+
+    def __init__(self, texts, V: int):
+        super().__init__(texts)
+        self.V = V
+
+    def __getitem__(self, at):
+        if isinstance(at, list):
+            return torch.stack([logits_after(list.__getitem__(self, i), self.V) for i in at])
+        return list.__getitem__(self, at)
+
+
+class Pool:
+    """The tokens of all blocks, the sink's last."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.sink = num_blocks
+        self.blocks = [bytearray([POISON] * block_size) for _ in range(num_blocks + 1)]
+        self.poison = bytes([POISON] * block_size)
+
+
+class SimulatedRunner(Runner):
+    """Its arguments are the real one's; `sizes` says whether steps are padded, as they are on a GPU."""
+
+    launch = Runner.launch.__wrapped__  # without torch's context, which costs as much as a step here
+
+    def __init__(self, model, num_blocks, block_size, max_num_seqs, token_budget=0, padded=False, **ignored):
+        N = max_num_seqs
+        self.V, self.block_size, self.device = model.config.vocab_size, block_size, "simulated"
+        self.pool = Pool(num_blocks, block_size)
+        self.M = -(-model.config.context_length // block_size)
+        self.nobody, self.graphs, self.decode_one = N, {}, None
+        self.context_len, self.last_token = [0] * (N + 1), [0] * (N + 1)
+        self.key, self.score_with = [0] * (N + 1), [None] * (N + 1)
+        self.block_tables = [[self.pool.sink] * self.M for _ in range(N + 1)]
+        self.scored_rows: set[int] = set()
+        self.num_rows = self.num_padded_rows = 0
+        self.sizes = sorted({1, 2, 4, N}) if padded else []
+        self.keys = [(n, 0, 0) for n in self.sizes]
+        self.keys += [(n, 2, T) for T in (4, token_budget) for n in self.sizes[-2:]]
+        self.broken_logits: set[Request] = set()  # the next tokens of these are -1
+
+    def bring_up_to_date(self, plan: Plan):
+        blocks, S = self.pool.blocks, self.block_size
+        copied = {to: bytes(blocks[source]) for to, source in plan.copies.items()}  # all are read before any is written
+        for request in plan.grown:
+            blocks[request.block_table[-1]][:] = self.pool.poison
+        for to, content in copied.items():
+            blocks[to][:] = content
+        for request in plan.admitted:
+            for block in request.block_table[request.num_filled_slots // S :]:
+                blocks[block][:] = self.pool.poison
+        if plan.admitted:
+            self.place(*plan.admitted)
+
+    def place(self, *requests: Request):
+        for r in requests:
+            row, _, seed, choice, *_ = sampling_row(r)
+            self.last_token[row] = (r.generated_tokens or r.prompt_tokens)[-1]
+            self.context_len[row] = r.num_filled_slots
+            self.block_tables[row][: len(r.block_table)] = r.block_table
+            self.key[row] = noise_key(seed, choice)
+            scored = r.params is not None and r.params.logprobs is not None
+            (self.scored_rows.add if scored else self.scored_rows.discard)(row)
+
+    def compute(self, inputs, n: int, C: int, T: int, plan: Plan):
+        """
+        As the real one's: all is written before anything is read. The texts up to the sampled tokens take the place of
+        the logits.
+        """
+        self.write_decodes(inputs[:n], inputs[n : 2 * n])
+        sampling_rows = inputs[:n]
+        if C:
+            sampling_rows += self.write_chunks(inputs[2 * n :], C, T)
+        texts = Texts([self.read(row, self.context_len[row]) for row in sampling_rows], self.V)
+        tokens = HostTokens()
+        for row, text in zip(sampling_rows, texts, strict=True):
+            token = next_token(text, self.key[row], self.V)
+            self.last_token[row] = token
+            tokens.append(token)
+        if self.broken_logits:
+            self.break_logits(plan, n, tokens)
+        return tokens, texts, None
+
+    def write_decodes(self, rows, new_blocks):
+        """The last token of each row, in the slot after its text."""
+        blocks, lens, S = self.pool.blocks, self.context_len, self.block_size
+        for row, new_block in zip(rows, new_blocks, strict=True):
+            table, position = self.block_tables[row], lens[row]
+            if new_block >= 0:
+                table[position // S] = new_block
+            blocks[table[position // S]][position % S] = self.last_token[row]
+            lens[row] = position + 1
+        lens[self.nobody] = 0
+
+    def write_chunks(self, inputs, C: int, T: int):
+        """Returns the rows that sample."""
+        blocks, S = self.pool.blocks, self.block_size
+        rows, sampling_rows, ends = inputs[:C], inputs[C : 2 * C], inputs[3 * C + 1 : 4 * C + 1]
+        tokens, positions, row_of = (inputs[4 * C + 1 + i * T : 4 * C + 1 + (i + 1) * T] for i in range(3))
+        for row, position, token in zip(row_of, positions, tokens, strict=True):
+            blocks[self.block_tables[row][position // S]][position % S] = token
+        for row, end in zip(rows, ends, strict=True):
+            self.context_len[row] = end
+        return sampling_rows
+
+    def read(self, row: int, end: int) -> bytes:
+        """The first `end` tokens of a row's text, through its block table."""
+        blocks, M = self.pool.blocks, -(-end // self.block_size)
+        return b"".join([blocks[block] for block in self.block_tables[row][:M]])[:end]
+
+    def break_logits(self, plan: Plan, n: int, tokens: list[int]):
+        whom = dict(enumerate(plan.decodes)) | {n + i: r for i, (r, _) in enumerate(plan.chunks)}
+        for i, request in whom.items():
+            if request in self.broken_logits and request in plan.sampled:
+                tokens[i] = -1
+                self.last_token[request.row] = 0
+                self.broken_logits.discard(request)
+                self.breaks(request)
+
+    def breaks(self, request: Request):
+        """For whoever wants to know."""
+
+    def score(self, plan: Plan, wanted: list[int], n: int, tokens, texts, x) -> list[tuple]:
+        found = []
+        whom = zip(plan.sampled, wanted, strict=True) if self.scored_rows else ()
+        asked = [(r, i) for r, i in whom if r.row in self.scored_rows]
+        if asked:
+            most = max(r.params.logprobs for r, _ in asked)
+            found.append(self.in_columns([r for r, _ in asked], [(texts[i], tokens[i]) for _, i in asked], most))
+        for request, m in plan.chunks:
+            if count := num_scored(request, m):
+                start = request.prefill_cursor
+                text = self.read(request.row, start + count)
+                scored = [(text[: i + 1], request.prompt_tokens[i + 1]) for i in range(start, start + count)]
+                found.append(self.in_columns((request, start), scored, request.prompt_logprobs))
+        return found
+
+    def in_columns(self, whom, scored: list[tuple], n: int) -> tuple:
+        rows = [score(text, max(token, 0), n, self.V) for text, token in scored]
+        return whom, *(HostTokens(column) for column in zip(*rows, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The real engine on it
+
+
+class NoModel:
+    """What `Engine` asks a model for, besides what only a runner does."""
+
+    def __init__(self, V: int, context_length: int, eos: int | None = None):
+        self.config = GPTConfig(V, context_length, n_layer=1, n_head=1, n_embd=1, eos_token_id=eos)
+        self.wte = torch.nn.Embedding(1, 1)
+
+    def parameters(self):
+        return [self.wte.weight]
+
+
+class Clock:
+    """In place of the module `time`: it stands still until somebody moves it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+@contextmanager
+def simulated(clock: Clock, build=SimulatedRunner):
+    """Inside, `Engine` takes its time from `clock`, and `build`s its runner, which uploads nothing."""
+    replaced = {
+        (engine_module, "time"): clock,
+        (engine_module, "Runner"): build,
+        (runner_module, "upload"): lambda values, device: values,
+    }
+    real = {place: getattr(*place) for place in replaced}
+    try:
+        for place, value in replaced.items():
+            setattr(*place, value)
+        yield
+    finally:
+        for place, value in real.items():
+            setattr(*place, value)

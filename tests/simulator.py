@@ -1,0 +1,758 @@
+"""
+The real engine through a million faults: allocator, prefix cache, scheduler, engine and the loop that a server runs,
+with everything replaced that would make two runs differ. The clock is virtual, and the runner has no model
+(simulated_runner.py): it answers with a hash of the text that it finds through the block table, so the right answer is
+known beforehand, and one wrong table, slot, copy, commit, hit or stale row changes it.
+
+    python -m tests.simulator --seed 7               # one life of an engine, some hundred steps
+    python -m tests.simulator --seed 7 --steps 1e6   # lives 7, 8, .. until so many steps are done
+    python -m tests.simulator --minutes 60           # on all cores, what a maintainer leaves running over night
+    python -m tests.simulator --replay FILE          # a failure again, from the trace that it left
+
+A seed decides a life: which features and faults it has, a random subset (swarm testing: Groce et al. 2012), the
+settings of the engine, and a list of events. What happens follows from these alone, on any machine. A failing list is
+shrunk and written as a trace: its first line has the settings, each other one an event.
+
+After each step `Scheduler.check()` holds, and more: every answer is exact, each token is told once, the queue is in
+order, nobody starves, counters and stats are true, and an idle engine has nothing left.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count, product
+
+import engine as engine_module
+from paged import Plan, Request
+from tests.shrink import shrink
+from tests.simulated_runner import (
+    Clock,
+    NoModel,
+    SimulatedRunner,
+    answer,
+    beams,
+    noise_key,
+    score,
+    scores_of,
+    simulated,
+)
+from tests.swarm import FAULTS, FEATURES, a_life, simpler
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is true of a text that somebody waits for
+
+
+@dataclass(eq=False, slots=True)
+class Text:
+    """One choice of a request, by what was asked for: nothing here comes from the engine but times and first hits."""
+
+    id: str  # in the engine: link, colon, the link's own id
+    tokens: list[int]  # the right answer
+    reason: str  # and how it ends
+    prompt: list[int]
+    max_tokens: int
+    stops: set[int]
+    priority: int
+    salt: str
+    logprobs: int | None
+    arrival: float
+    prompt_logprobs: int | None = None
+    number: int = 0  # the order of arrival
+    others: list["Text"] = field(default_factory=list)  # choices to be forked once it has its first token
+    told: int = 0  # tokens so far
+    runs: bool = False  # has a row
+    added_at: int = 0  # step
+    ended_at: int | None = None
+    hits: int | None = None  # tokens of the prompt that were found when it was first admitted
+    admitted: float | None = None  # when
+    broken_at: int | None = None  # which of its tokens came from logits that are not numbers
+
+
+ALL_THE_TIME = {"overlap", "padding", "several links", "shared prefixes"}  # features that no event is needed for
+
+URGENCY = {
+    "fcfs": lambda t: (t.arrival, t.number),
+    "priority": lambda t: (t.arrival + 240 * t.priority / (abs(t.priority) + 3), t.number),
+    "sjf": lambda t: (t.arrival + 0.05 * (len(t.prompt) + t.max_tokens), t.number),
+}
+
+
+class FaultyRunner(SimulatedRunner):
+    """Raises and is late when it is told to."""
+
+    def __init__(self, *args, world: "World", **options):
+        super().__init__(*args, **options)
+        self.world = world
+
+    def launch(self, plan: Plan):
+        fault = self.world.armed.pop("launch", None)
+        if fault:
+            self.world.must_fail(plan)
+        if fault == "before":
+            raise FloatingPointError("simulated, before anything was computed")
+        flight = SimulatedRunner.launch(self, plan)
+        if fault:
+            raise FloatingPointError("simulated, after all was computed")
+        return flight
+
+    def collect(self, flight):
+        world = self.world
+        world.clock.now += world.armed.pop("late", 0.0)
+        if world.armed.pop("collect", None):
+            world.must_fail(flight.plan)
+            raise FloatingPointError("simulated, when it was waited for")
+        return super().collect(flight)
+
+    def breaks(self, request: Request):
+        text = self.world.live.get(request.id)
+        text.broken_at = request.num_generated
+
+
+class Wire:
+    """One link of the engine's loop: what the engine puts there is checked at once."""
+
+    def __init__(self, world: "World", number: int):
+        self.world, self.number = world, number
+
+    def put(self, message: dict):
+        self.world.hears_error(self.number, message)
+
+    def put_row(self, row: list):
+        self.world.hears_row(self.number, row)
+
+
+class World:
+    """
+    Everything around one engine: it is what the engine's loop takes for its links, so the loop itself is the real one.
+    `run` plays all events, waits until the engine is idle, and raises AssertionError for what is not as it must be.
+    """
+
+    def __init__(self, settings: dict, events: list[dict], build=FaultyRunner):
+        self.settings, self.events = settings, events
+        self.build = build
+        self.clock = Clock()
+        self.V, self.S = settings["V"], settings["engine"]["block_size"]
+        self.overlap = settings["engine"]["overlap"]
+        self.urgency = URGENCY[settings["engine"]["policy"]]
+        self.next_event = 0
+        self.countdown = 0  # steps until the next event
+        self.counts = Counter()  # what happened
+        self.steps = 0  # that computed at least one token
+        self.num_links = 0
+        self.is_over = False
+
+    def renew(self):
+        """Nothing of an engine that is gone is left."""
+        self.live: dict[str, Text] = {}  # waiting or running
+        self.promised: dict[str, Text] = {}  # choices to be forked
+        self.armed: dict[str, object] = {}  # faults of the next step
+        self.truth = Counter()  # what the engine's counts must be
+        self.waited: list[float] = []  # what its stats must say, since they were last asked for
+        self.prefilled: list[float] = []
+        self.failing: list[Text] = []  # those that must get an error in this step
+        self.salt_of: dict[int, str] = {}  # block -> of whom wrote it last
+        self.everybody: list[Text] = []
+        self.told_idle = True
+        self.restarting = False
+        self.has_beams = False
+        self.links: dict[int, Wire] = {}
+
+    def run(self) -> Counter:
+        """Play all events. Returns how often what happened."""
+        settings = self.settings
+        build = partial(self.build, world=self, padded=settings["padded"])
+        with simulated(self.clock, build):
+            while not self.is_over:
+                self.renew()
+                model = NoModel(self.V, settings["context"], settings["eos"])
+                self.engine = engine_module.Engine(model, **settings["engine"])
+                self.longest = min(settings["context"], settings["engine"]["num_blocks"] * self.S)
+                self.watch_plans()
+                engine_module.run(self.engine, self, settings["max_queue"])
+        self.counts["steps"] = self.steps
+        self.counts |= {name: 1 for name in ALL_THE_TIME if name in settings["features"]}
+        return self.counts
+
+    def watch_plans(self):
+        scheduler = self.engine.scheduler
+        plan = scheduler.plan
+
+        def watched(step: int) -> Plan:
+            made = plan(step)
+            self.saw(made)
+            return made
+
+        scheduler.plan = watched
+
+    # -- the engine's links --------------------------------------------------------------------------------------------
+
+    @property
+    def is_wanted(self) -> bool:
+        return not self.restarting and not self.is_over
+
+    def greet(self, message: dict):
+        assert message["max_model_len"] == self.longest, f"{message} but the longest text is {self.longest}"
+        for _ in range(self.settings["links"]):
+            self.open_link()
+
+    def open_link(self):
+        self.links[self.num_links] = Wire(self, self.num_links)
+        self.num_links += 1
+
+    def receive(self, timeout: float | None):
+        """What arrives before the next step, one by one, so that each message meets what the one before has done."""
+        assert (timeout is None) == (not self.engine.has_work), f"the loop waits for {timeout} s"
+        if timeout is None:
+            self.check_idle()
+            self.countdown = 0
+        while self.countdown <= 0 and self.is_wanted:
+            if self.next_event == len(self.events):
+                self.is_over = not self.engine.has_work
+                return
+            event = self.events[self.next_event]
+            if event.get("patient") and self.engine.has_work:
+                return
+            self.next_event += 1
+            yield from getattr(self, event["do"])(event)
+            after = self.events[self.next_event]["after"] if self.next_event < len(self.events) else 0
+            self.countdown += after
+        self.countdown -= 1
+
+    def flush(self, stats: dict):
+        self.check(stats)
+        self.clock.now += self.settings["tick"]
+
+    # -- what arrives: events ------------------------------------------------------------------------------------------
+
+    def add(self, event: dict):
+        """A request. What the engine must answer to it is decided here, before it is asked."""
+        link = list(self.links.values())[event["link"] % len(self.links)]
+        yield from self.submit(link, event)
+
+    def submit(self, link: Wire, event: dict):
+        id, prompt, params, options = event["id"], event["prompt"], event["params"], event["options"]
+        n = options.get("n", 1)
+        ids = [f"{link.number}:{id}", *(f"{link.number}:{id}.{i}" for i in range(1, n))]
+        self.refusal = self.why_refused(ids, prompt, params, n)
+        self.answered = None
+        self.explained = ""
+        message = {"op": "add", "id": id, "prompt": prompt, "params": dict(params), "options": options}
+        if not self.refusal:
+            self.accept(ids, prompt, params, options)
+        yield link, message
+        assert self.answered == self.refusal, (
+            f"request {id}: wanted {self.refusal!r}, the engine said {self.answered!r} {self.explained}"
+        )
+        if self.refusal:
+            self.counts["full queue" if self.refusal == "full" else "refused"] += 1
+
+    def why_refused(self, ids: list[str], prompt: list[int], params: dict, n: int) -> str | None:
+        limit = self.settings["max_queue"]
+        if (
+            limit is not None
+            and n + len(self.live) + len(self.promised) > limit + self.settings["engine"]["max_num_seqs"]
+        ):
+            return "full"
+        taken = any(id in self.live or id in self.promised for id in ids)
+        fits = prompt and len(prompt) + params["max_tokens"] <= self.longest
+        return None if fits and not taken and max(prompt) < self.V else "invalid"
+
+    def accept(self, ids: list[str], prompt: list[int], params: dict, options: dict):
+        stops = set(params.get("stop_token_ids", ()))
+        if self.settings["eos"] is not None and not params.get("ignore_eos"):
+            stops.add(self.settings["eos"])
+        shared = {
+            "prompt": prompt,
+            "max_tokens": params["max_tokens"],
+            "stops": stops,
+            "priority": options.get("priority", 0),
+            "salt": options.get("cache_salt", ""),
+            "logprobs": params.get("logprobs"),
+            "arrival": self.clock.now,
+        }
+        texts = []
+        for choice, id in enumerate(ids):
+            right = answer(prompt, params["max_tokens"], stops, noise_key(params["seed"], choice), self.V)
+            texts.append(Text(id, *right, **shared))
+        first, *others = texts
+        first.prompt_logprobs = options.get("prompt_logprobs")
+        first.others = others
+        self.promised |= {text.id: text for text in others}
+        self.comes_alive(first)
+        self.counts["n"] += len(ids) > 1
+        self.counts["priorities"] += first.priority != 0
+        self.counts["salts"] += first.salt != ""
+        self.counts["logprobs"] += first.logprobs is not None
+        self.counts["prompt scores"] += first.prompt_logprobs is not None
+
+    def comes_alive(self, text: Text):
+        self.live[text.id] = text
+        self.everybody.append(text)
+        text.added_at = self.steps
+        self.truth["added"] += 1
+        text.number = self.truth["added"]
+
+    def find(self, event: dict) -> Text | None:
+        """The text that an event aims at: one of those in a certain state."""
+        found = []
+        for id, text in self.live.items():
+            r = self.engine.requests[id]
+            states = {r.status}
+            if r.num_to_come:
+                states.add("to come")
+            if r.num_preemptions and r.status == "waiting":
+                states.add("preempted")
+            if text.prompt_logprobs is not None and r.status == "prefilling":
+                states.add("scoring")
+            if text.others:
+                states.add("promising")
+            if event["state"] in states or event["state"] == "any":
+                found.append(text)
+        return found[event["pick"] % len(found)] if found else None
+
+    def abort(self, event: dict):
+        text = self.find(event)
+        if text:
+            yield from self.hang_up(text)
+            self.counts["abort"] += 1
+            self.counts[f"abort: {event['state']}"] += 1
+
+    def hang_up(self, text: Text):
+        self.ends(text)
+        link, _, id = text.id.partition(":")
+        yield self.links[int(link)], {"op": "abort", "id": id}
+
+    def replace(self, event: dict):
+        """Abort, and use the id again at once, before the step is in that the first owner took part in."""
+        text = self.find(event)
+        if text:
+            yield from self.hang_up(text)
+            link, _, id = text.id.partition(":")
+            yield from self.submit(self.links[int(link)], event | {"id": id})
+            self.counts["id used again"] += 1
+
+    def gone(self, event: dict):
+        """An HTTP process dies, and another comes."""
+        link = list(self.links.values())[event["link"] % len(self.links)]
+        for text in [t for t in self.live.values() if t.id.startswith(f"{link.number}:")]:
+            self.ends(text)
+        del self.links[link.number]
+        yield link, {"op": "gone"}
+        self.open_link()
+        self.counts["link gone"] += 1
+
+    def fault(self, event: dict):
+        """The next step raises, when it is launched or when it is collected, or is late."""
+        self.armed[event["where"]] = event["how"]
+        self.counts["late step"] += event["where"] == "late"
+        return ()
+
+    def broken(self, event: dict):
+        """The next logits of somebody are not numbers."""
+        text = self.find(event)
+        if text:
+            self.engine.runner.broken_logits.add(self.engine.requests[text.id])
+        return ()
+
+    def jump(self, event: dict):
+        self.clock.now += event["seconds"]
+        self.counts["clock jump"] += 1
+        return ()
+
+    def restart(self, event: dict):
+        """The engine is stopped in whatever state, and built again."""
+        self.restarting = True
+        self.counts["restart"] += 1
+        return ()
+
+    def fork(self, event: dict):
+        """A second continuation from the middle of an answer, as beam search makes them."""
+        parent = self.find(event)
+        engine = self.engine
+        if parent is None or self.overlap or not engine.scheduler.free_rows:
+            return ()
+        child = engine.scheduler.fork(engine.requests[parent.id], f"{parent.id}/{event['id']}", choice=event["choice"])
+        engine.requests[child.id] = child
+        engine.runner.place(child)
+        so_far = parent.tokens[: parent.told]
+        key = noise_key(child.params.seed, event["choice"])
+        left = parent.max_tokens - parent.told
+        tokens, reason = answer(parent.prompt + so_far, left, parent.stops, key, self.V)
+        own = {"id": child.id, "tokens": so_far + tokens, "reason": reason, "prompt_logprobs": None}
+        self.comes_alive(replace(parent, admitted=None, others=[], broken_at=None, **own))
+        self.counts["forks"] += 1
+        return ()
+
+    def beam(self, event: dict):
+        """Beam search has the engine for itself, and refuses to run beside others."""
+        self.has_beams = not self.engine.has_work
+        arguments = event["prompt"], event["width"], event["max_tokens"]
+        P, S, width = len(event["prompt"]), self.S, event["width"]
+        blocks = P // S + width * (-(-(P + event["max_tokens"]) // S) - P // S)
+        possible = self.has_beams and width <= self.settings["engine"]["max_num_seqs"]
+        possible = possible and blocks <= self.settings["engine"]["num_blocks"]
+        possible = possible and P + event["max_tokens"] <= self.longest
+        try:
+            found = self.engine.beam_search(*arguments)
+        except ValueError as error:
+            assert not possible, f"beam search was refused: {error}"
+        else:
+            assert possible, f"beam search of {arguments} was not refused"
+            right = beams(*arguments, self.settings["eos"], self.V)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in right], f"beams {found}, right: {right}"
+            self.counts["beams"] += 1
+        self.has_beams = False
+        return ()
+
+    # -- what the engine says ------------------------------------------------------------------------------------------
+
+    def hears_row(self, link: int, row: list):
+        id, tokens, reason, cached, *scores = row
+        text = self.live.get(f"{link}:{id}")
+        assert text, f"{row} is for nobody"
+        assert text not in self.failing and text.told != text.broken_at, f"{text.id} was to fail, and got {row}"
+        logprobs, prompt_logprobs = scores if scores else (None, None)
+        wanted = text.tokens[text.told : text.told + 1]
+        assert tokens == wanted, f"{id} got {tokens} after {text.told} tokens, right is {wanted}"
+        last = text.told + 1 == len(text.tokens)
+        assert reason == (text.reason if last else None), f"{id} ends with {reason}"
+        assert cached == text.hits, f"{id}: {cached} cached tokens, {text.hits} were found at first"
+        self.check_scores(text, tokens[0], logprobs, prompt_logprobs)
+        self.has_token(text)
+        if last:
+            self.counts["stop tokens" if reason == "stop" else "full length"] += 1
+            self.ends(text)
+
+    def check_scores(self, text: Text, token: int, logprobs, prompt_logprobs):
+        right = None
+        if text.logprobs is not None:
+            so_far = bytes(text.prompt + text.tokens[: text.told])
+            right = [score(so_far, token, text.logprobs, self.V)]
+        assert logprobs == right, f"{text.id}: log-probabilities {logprobs}, right: {right}"
+        right = None
+        if text.prompt_logprobs is not None and text.told == 0 and len(text.prompt) > 1:
+            right = scores_of(text.prompt, text.prompt_logprobs, self.V)
+        assert prompt_logprobs == right, f"{text.id}: scores of the prompt {prompt_logprobs}, right: {right}"
+
+    def has_token(self, text: Text):
+        text.told += 1
+        if text.told > 1:
+            return
+        if text.admitted is not None:
+            self.prefilled.append(self.clock.now - text.admitted)
+        for other in text.others:
+            del self.promised[other.id]
+            other.runs = self.engine.requests[other.id].status == "active"  # a fork, else it waits for a row
+            other.hits = text.hits if other.runs else None
+            self.comes_alive(other)
+        text.others = []
+
+    def hears_error(self, link: int, message: dict):
+        kind = message["kind"]
+        if kind != "internal":
+            self.answered = kind
+            self.explained = message["message"]
+            return
+        text = self.live.get(f"{link}:{message['id']}")
+        assert text, f"{message} is for nobody"
+        if text in self.failing:
+            self.failing.remove(text)
+            assert message["message"].startswith("FloatingPointError: simulated"), f"{text.id} ends with {message}"
+            self.counts["step raises"] += 1
+        else:
+            assert text.told == text.broken_at, f"{text.id} fails after {text.told} tokens: {message}"
+            assert "not numbers" in message["message"], f"{text.id} ends with {message}"
+            self.has_token(text)  # the step itself went well, and its other choices go their own ways
+            self.counts["broken logits"] += 1
+        self.ends(text)
+
+    def ends(self, text: Text):
+        del self.live[text.id]
+        text.ended_at = self.steps
+        for other in text.others:
+            del self.promised[other.id]
+
+    # -- what must hold ------------------------------------------------------------------------------------------------
+
+    def saw(self, plan: Plan):
+        """A plan as the scheduler made it, before anything is computed."""
+        scheduler = self.engine.scheduler
+        computes = plan.num_tokens > 0
+        self.steps += computes
+        self.truth["steps"] += computes
+        self.truth["preemptions"] += len(plan.preempted)
+        for request in plan.admitted:
+            self.truth["queried tokens"] += request.num_tokens
+            self.truth["hit tokens"] += request.num_filled_slots
+        scheduler.check_plan(plan)
+        if self.has_beams:
+            self.salt_of |= {block: "" for r in scheduler.running for block in r.block_table}
+            return
+        assert computes or scheduler.is_done() or self.engine.in_flight, "a step without a token, while there is work"
+        if "launch" not in self.armed:
+            self.truth["decode tokens"] += len(plan.decodes)
+            self.truth["prefill tokens"] += plan.num_tokens - len(plan.decodes)
+        if plan.preempted:
+            self.check_preempted(plan)
+        for request in plan.admitted:
+            self.check_admitted(self.live[request.id], request)
+        if scheduler.waiting:
+            self.check_queue(plan)
+        for request in plan.grown:
+            self.salt_of[request.block_table[-1]] = self.live[request.id].salt
+
+    def check_preempted(self, plan: Plan):
+        """Whoever was sent away is behind all who stay."""
+        self.counts["tiny pool"] += len(plan.preempted)
+        for request in plan.preempted:
+            self.live[request.id].runs = False
+        stay = [self.urgency(self.live[r.id]) for r in self.engine.scheduler.running]
+        away = [self.urgency(self.live[r.id]) for r in plan.preempted]
+        assert not stay or max(stay) < min(away), f"preempted: {away}, while {stay} stay"
+
+    def check_queue(self, plan: Plan):
+        """First come the most urgent, and none of those who were admitted came after one who waits."""
+        order = [self.urgency(self.live[r.id]) for r in self.engine.scheduler.waiting]
+        assert order == sorted(order), f"the queue is out of order: {order}"
+        admitted = [self.urgency(self.live[r.id]) for r in plan.admitted]
+        assert not admitted or max(admitted) < order[0], f"{admitted} were admitted before {order[0]}"
+
+    def check_admitted(self, text: Text, request: Request):
+        text.runs = True
+        S, found = self.S, request.num_filled_slots
+        may_hit = self.settings["engine"]["prefix_cache"] and text.prompt_logprobs is None
+        most = (len(text.prompt) + text.told - 1) // S * S if may_hit else 0
+        assert found <= most and found % S == 0, f"{text.id}: {found} tokens found in the cache, at most {most}"
+        for index, block in enumerate(request.block_table):
+            if index < found // S:
+                assert self.salt_of[block] == text.salt, (
+                    f"{text.id} of salt {text.salt!r} finds {self.salt_of[block]!r}"
+                )
+            self.salt_of[block] = text.salt
+        self.counts["prefix cache"] += found > 0
+        if text.hits is None:
+            text.hits = found
+            text.admitted = self.clock.now
+            self.waited.append(self.clock.now - text.arrival)
+
+    def must_fail(self, plan: Plan):
+        """This step raises: whoever takes part must hear of it in this step."""
+        took_part = dict.fromkeys([*plan.decodes, *(r for r, _ in plan.chunks), *plan.admitted])
+        self.failing += [self.live[r.id] for r in took_part if self.engine.requests.get(r.id) is r]
+
+    def check(self, stats: dict):
+        """After a step, with what it brought told."""
+        engine = self.engine
+        engine.scheduler.check()
+        assert not self.failing, f"{[text.id for text in self.failing]} were not told of the step's failure"
+        assert engine.requests.keys() == self.live.keys(), f"{[*engine.requests]} are in work, not {[*self.live]}"
+        assert engine.prompt_scores.keys() <= self.live.keys(), f"scores of {[*engine.prompt_scores]} are kept"
+        self.check_stats(stats)
+        if self.steps % 64 == 0 and self.live:
+            self.check_age(next(iter(self.live.values())))
+
+    def check_stats(self, stats: dict):
+        engine = self.engine
+        running = sum(text.runs for text in self.live.values())
+        held = {block for r in engine.requests.values() for block in r.block_table}
+        right = {
+            "running": running,
+            "waiting": len(self.live) - running,
+            "kv_usage": 1 - (engine.num_blocks - len(held)) / engine.num_blocks,
+            "queries": self.truth["queried tokens"],
+            "hits": self.truth["hit tokens"],
+            "preemptions": self.truth["preemptions"],
+            "at_work": len(self.live) + len(self.promised),
+            "waited": self.waited,
+            "prefilled": self.prefilled,
+        }
+        assert stats == right, f"stats {stats}, right: {right}"
+        self.waited = []
+        self.prefilled = []
+        self.told_idle = not stats["at_work"]
+
+    def check_age(self, text: Text):
+        """
+        Nobody starves. While the most urgent text waits, nobody is admitted, and each step computes a token that it
+        will not compute again: all rows are empty after R * L steps, R rows and L tokens of the longest text. Then it
+        runs and is never sent away: its prompt takes as many steps again at most, its answer a token a turn.
+        Then somebody else is first. Each text more urgent can be first once, or twice when another one arrives.
+        """
+        R, L = self.settings["engine"]["max_num_seqs"], self.longest
+        scheduler = self.engine.scheduler
+        turn = -(-R // max(1, scheduler.token_budget - scheduler.prefill_tokens))
+        first = 2 * R * L + 1 + turn * L  # steps
+        age = self.steps - text.added_at
+        if age > first:
+            others = [t for t in self.everybody if t.ended_at is None or t.ended_at >= text.added_at]
+            before = sum(self.urgency(other) < self.urgency(text) for other in others)
+            assert age <= (1 + 2 * before) * first, f"{text.id} is {age} steps old, {before} texts go before it"
+
+    def check_idle(self):
+        engine = self.engine
+        allocator = engine.scheduler.block_allocator
+        assert not self.live and not self.promised, f"the engine is idle, but {[*self.live, *self.promised]} wait"
+        assert allocator.num_free == engine.num_blocks, f"{allocator.num_free} of {engine.num_blocks} blocks are free"
+        left = [engine.requests, engine.num_choices, engine.prompt_scores]
+        assert not any(left), f"the engine is idle, and has kept {left}"
+        counts = engine.counts()
+        right = {name: self.truth[name] for name in counts}
+        assert counts == right, f"counts {counts}, right: {right}"
+        assert self.told_idle, "the engine is idle, and nobody was told"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Lives by their seeds, their traces, and what they have in common
+
+
+class Violation(AssertionError):
+    """A life in which something was not as it must be, after so many steps."""
+
+    def __init__(self, steps: int, error: Exception):
+        super().__init__(f"step {steps}: {type(error).__name__}: {error}")
+        self.steps = steps
+
+
+def play(settings: dict, events: list[dict]) -> World:
+    """A life. Raises Violation, from whatever went wrong."""
+    world = World(settings, events)
+    try:
+        world.run()
+    except Exception as error:
+        raise Violation(world.steps, error) from error
+    return world
+
+
+def fails(settings: dict, events: list[dict]) -> str:
+    """How a life ends: why it fails, "" if it does not."""
+    try:
+        play(settings, events)
+    except Violation as violation:
+        return str(violation)
+    return ""
+
+
+def write_trace(path: str, settings: dict, events: list[dict]):
+    """The first line has the settings, each other one an event."""
+    with open(path, "w") as file:
+        for line in (settings, *events):
+            print(json.dumps(line), file=file)
+
+
+def read_trace(path: str) -> tuple[dict, list[dict]]:
+    with open(path) as file:
+        settings, *events = map(json.loads, file)
+    return settings, events
+
+
+def shrunk_trace(seed: int) -> tuple[str, str, int]:
+    """Shrinks the life of a seed that fails into a file. Returns why it fails, the file, and the number of events."""
+    settings, events = a_life(seed)
+    few = shrink(events, lambda events: bool(fails(settings, events)), simpler)
+    path = f"simulator-{seed}.jsonl"
+    write_trace(path, settings, few)
+    return fails(settings, few), path, len(few)
+
+
+def pairs_of(counts: Counter) -> list[tuple[str, str]]:
+    """Which features met which faults: both did happen."""
+    return [pair for pair in product(FEATURES, FAULTS) if counts[pair[0]] and counts[pair[1]]]
+
+
+def live(seed: int) -> tuple[int, str, Counter, list[tuple[str, str]]]:
+    """The life of a seed: (seed, why it failed or "", what happened how often, which features met which faults)."""
+    settings, events = a_life(seed)
+    try:
+        world = play(settings, events)
+    except Violation as violation:
+        return seed, str(violation), Counter(), []
+    return seed, "", world.counts, pairs_of(world.counts)
+
+
+def campaign(seed: int, steps: float, seconds: float, processes: int) -> "Summary":
+    """Lives `seed`, `seed` + 1, .. until so many steps are done, so many seconds have passed, or one has failed."""
+    summary = Summary(seed)
+    with multiprocessing.Pool(processes) as pool:
+        for result in pool.imap(live, count(seed), chunksize=8):
+            summary.add(*result)
+            if summary.failure or summary.counts["steps"] >= steps or summary.seconds >= seconds:
+                break
+        pool.terminate()
+    return summary
+
+
+class Summary:
+    """What many lives were together."""
+
+    def __init__(self, first: int):
+        self.first = first
+        self.last = first
+        self.lives = 0
+        self.failure = ""
+        self.counts = Counter()
+        self.steps_with: Counter = Counter()  # (feature, fault) -> steps of lives with both
+        self.started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def add(self, seed: int, failure: str, counts: Counter, pairs: list[tuple[str, str]]):
+        self.last = seed
+        self.lives += 1
+        self.failure = failure
+        self.counts += counts
+        for pair in pairs:
+            self.steps_with[pair] += counts["steps"]
+
+    def __str__(self) -> str:
+        steps = self.counts["steps"]
+        lines = [f"{name:24}{number:14,}" for name, number in sorted(self.counts.items()) if name != "steps"]
+        lines.append(self.table())
+        lines.append(f"seeds {self.first} to {self.last}: {steps:,} steps, {steps / self.seconds:,.0f} a second")
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """Thousands of steps in lives that had both a feature and a fault."""
+        width = max(map(len, FEATURES))
+        lines = ["thousands of steps with both"]
+        lines += [f"{'':{width}}  {'  '.join(FAULTS)}"]
+        for feature in FEATURES:
+            numbers = [f"{self.steps_with[feature, fault] / 1000:>{len(fault)},.1f}" for fault in FAULTS]
+            lines.append(f"{feature:{width}}  {'  '.join(numbers)}")
+        return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the first life")
+    parser.add_argument("--steps", type=float, help="go on with the next seeds until so many steps are done")
+    parser.add_argument("--minutes", type=float, help="or so many minutes have passed")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="lives at once")
+    parser.add_argument("--replay", metavar="FILE", help="play a trace that a failure left")
+    args = parser.parse_args()
+    if args.replay:
+        why = fails(*read_trace(args.replay))
+        print(why or "it does not fail")
+        return bool(why)
+    if args.steps is None and args.minutes is None:
+        args.steps = 1
+    seconds = float("inf") if args.minutes is None else 60 * args.minutes
+    summary = campaign(args.seed, float("inf") if args.steps is None else args.steps, seconds, args.processes)
+    print(summary)
+    if not summary.failure:
+        return 0
+    print(f"seed {summary.last} fails, {summary.failure}\nshrinking ..", flush=True)
+    why, path, events = shrunk_trace(summary.last)
+    print(f"{events} events are enough: {why}\npython -m tests.simulator --replay {path}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
