@@ -34,6 +34,22 @@ def a_life(seed: int) -> tuple[dict, list[dict]]:
     return settings, events
 
 
+def a_steady_life(num_requests: int, overlap: bool) -> tuple[dict, list[dict]]:
+    """Up to 8 requests at a time in 32 blocks of 4, without a fault: what the simulator's speed is measured on."""
+    rng = random.Random(0)
+    settings = settings_of(rng, dict.fromkeys(FEATURES + FAULTS, False))
+    sizes = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 8, "token_budget": 16}
+    settings["engine"] |= sizes | {"prefix_cache": True, "overlap": overlap}
+    settings |= {"V": 250, "context": 100, "max_queue": 0, "tick": 0.01}
+    events = []
+    for number in range(num_requests):
+        prompt = [rng.randrange(250) for _ in range(rng.randint(1, 12))]
+        params = {"max_tokens": rng.randint(4, 40), "seed": number}
+        add = {"do": "add", "link": 0, "id": str(number), "prompt": prompt, "params": params, "options": {}}
+        events.append(add | {"after": 4})
+    return settings, events
+
+
 def settings_of(rng: random.Random, has: dict) -> dict:
     block_size = rng.randint(1, 4)
     num_blocks = rng.randint(2, 12) if has["tiny pool"] else rng.randint(12, 32)
