@@ -270,6 +270,9 @@ def test_salt_and_model_id_cannot_be_shifted_into_each_other():
     """Plain concatenation gives model "ab" with salt "c" the root of model "a" with salt "bc"."""
     roots = [root_key("ab", "c"), root_key("a", "bc"), root_key("", "abc"), root_key("abc", ""), root_key("1:a", "bc")]
     assert len(set(roots)) == len(roots)
+    assert root_key(salt="\ud800") != root_key(salt="\ud801"), (
+        "half a character, which JSON can carry, is a salt like any"
+    )
 
 
 @pytest.mark.parametrize("forged", [CachedBlock(b"key", b"parent", (1, 3)), CachedBlock(b"key", b"other", (1, 2))])

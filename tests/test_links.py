@@ -25,7 +25,7 @@ def links(tmp_path):
 
 def link_to(links) -> socket.socket:
     sock = connect(links.listener.getsockname())
-    sock.settimeout(10)
+    sock.settimeout(2)  # all that is said is there at once: both ends are in this thread
     links.accept()
     return sock
 

@@ -17,6 +17,7 @@ from paged import (
     commit_completed_blocks,
     gather_kv_from_pool,
     maybe_allocate_block,
+    root_key,
     write_kv_to_pool,
 )
 from test_paged import CONTEXT, prompt, raises, trained_model
@@ -163,6 +164,10 @@ def test_commit_completed_blocks():
         request.num_filled_slots = filled
         commit_completed_blocks(request, scheduler.block_cache, 4, pool=None)
         assert {block: content.tokens for block, content in scheduler.block_cache.held.items()} == held
+    assert scheduler.block_cache.held[30].parent == root_key()
+    salted = Request("s", [1, 2, 3, 4], 9, block_table=[40], num_filled_slots=4, cache_salt="pepper")
+    commit_completed_blocks(salted, scheduler.block_cache, 4)
+    assert scheduler.block_cache.held[40].parent == root_key(salt="pepper"), "salts share nothing"
 
 
 def test_maybe_admit_allocates_exactly_the_prompts_blocks():
