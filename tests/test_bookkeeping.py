@@ -330,3 +330,20 @@ def test_a_late_prefill_of_an_aborted_request_forks_and_tells_nothing():
         outputs += engine.step()
     told = {id: [t for output in outputs if output.id == id for t in output.tokens] for id in ("a", "a.1")}
     assert told["a"] == told["a.1"] == answer_to([7, 8], greedy(2))[0]
+
+
+def test_a_failed_step_ends_who_was_admitted_in_it_without_a_token():
+    """Its row was not filled on the device: it would have gone on with the block table of who had the row before."""
+    engine = pretend_engine(token_budget=3, max_num_seqs=3, max_num_partial_prefills=1)
+    launch = engine.runner.launch
+
+    def fail(plan):
+        engine.runner.launch = launch
+        assert [r.id for r in plan.admitted] == ["a", "b"] and [r.id for r, _ in plan.chunks] == ["a"]
+        raise FloatingPointError("bad number")
+
+    engine.runner.launch = fail
+    for id in "ab":
+        engine.add_request(id, [1, 2, 3, 4, 5], greedy(2))
+    assert engine.step() == [Output(id, [], "error", error="FloatingPointError: bad number") for id in "ab"]
+    assert_idle(engine)
