@@ -69,6 +69,9 @@ def test_a_stop_string_ends_the_engines_work(house):
     house.ask(max_tokens=9, stop="b")
     house.engine.step({"1": b"ab"}, "length")
     assert ops(house)[2:] == [("add", "1")]
+    house.ask(["ab", "cd"], max_tokens=9, stop="b")  # a call goes on for its other prompts
+    house.engine.step({"2": b"ab", "3": b"x"})
+    assert ops(house)[3:] == [("add", "2"), ("add", "3"), ("abort", "2")] and list(house.choices) == ["3"]
 
 
 def test_errors_are_of_their_own_choice(house):
@@ -181,18 +184,24 @@ def test_one_pause_at_a_time(house):
     assert house.engine.wire.is_reading
     house.clock.run(1)
     assert house.engine.wire.is_reading
+    receive(house, step_of(house, "0", b"z"), 0.01)
+    assert not house.engine.wire.is_reading
+    house.clock.run(0.0101)
+    assert house.engine.wire.is_reading
 
 
 def test_what_steps_of_a_round_brought_is_told_at_once(house):
-    """And an error after the tokens before it."""
-    caller = house.ask(max_tokens=99, stream=True)
-    house.engine.step({"0": b"!"})
+    """And an error after the tokens before it, of which nobody is told again."""
+    caller, other = (house.ask(max_tokens=99, stream=True) for _ in range(2))
+    house.engine.step({"0": b"!", "1": b"?"})
     told = {"op": "error", "id": "0", "message": "broken", "kind": "internal"}
-    steps = [{"op": "step", "out": [["0", [token], None, 0]], "stats": house.engine.stats} for token in b"abc"]
+    rows = [[["0", [token], None, 0], ["1", [token], None, 0]] for token in b"abc"]
+    steps = [{"op": "step", "out": row, "stats": house.engine.stats} for row in rows]
     house.engine.say(*steps[:2], told, steps[2])
     *chunks, error = caller.events
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["!", "ab"]
     assert error["error"]["message"] == "broken"
+    assert "".join(event["choices"][0]["text"] for event in other.events) == "?abc"
 
 
 def test_at_work_is_what_the_engine_said_last(house, client):
@@ -249,6 +258,14 @@ def test_a_process_that_ended_is_no_reason_to_end_another(house, client):
     house.clock.call_soon(client._end_unheard, client.process)
     house.clock.settle()
     assert client.state == "ready"
+
+
+def test_another_engine_that_dies_before_it_took_the_link_in_is_noticed(house, client):
+    """Clients would have waited for it for ever."""
+    house.engine.die()
+    house.clock.call_soon(client._end_unheard, client.process)
+    house.clock.settle()
+    assert client.state == "dead" and house.service.server.should_exit
 
 
 def test_a_restart_begins_anew(house, client):

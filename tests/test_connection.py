@@ -187,7 +187,7 @@ def test_a_client_has_30_s_for_a_whole_request(house, start, drips):
         caller.send(GET)
         house.clock.run(3)
         caller.began += 3
-    caller.send(BEGINNINGS[start])
+        caller.send(BEGINNINGS[start])
     for _ in range(299):
         house.clock.run(0.1)
         if drips and start not in ("nothing", "half a body"):
@@ -285,6 +285,13 @@ def test_who_is_refused_early_has_a_second_to_read_why(how):
         assert caller.answer().status == 401  # and nothing after it
 
 
+def test_a_chunked_body_that_is_refused_early_is_the_last():
+    with House(keys=["sesame"]) as house:
+        caller = house.connect()
+        caller.send(CHUNKED_ASK)
+        assert caller.answer().status == 401 and caller.answer().headers["connection"] == "close"
+
+
 def test_an_answer_after_the_whole_body_keeps_the_connection():
     with House(keys=["sesame"]) as house:
         caller = house.connect()
@@ -338,6 +345,16 @@ def test_a_stream_asks_with_comments(house):
     assert caller.events[-1] == "[DONE]" and caller.wire.closed == "close"
 
 
+def test_the_request_that_is_answered_decides_how_it_is_asked(house):
+    """Behind a stream that has ended, chunks of a stream would be the beginning of an answer."""
+    caller = house.connect()
+    caller.send(request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 9, "stream": True}) + ASK)
+    house.engine.step({"0": b"x"}, "length")
+    before = len(caller.said)
+    caller.end_side()
+    assert caller.said[before:] == connection.CONTINUE.decode()
+
+
 @pytest.mark.parametrize("start", ["nothing", "half a head", "half a body", "HTTP/1.0"])
 def test_who_ends_its_side_without_a_whole_request_is_closed(house, start):
     caller = house.connect()
@@ -353,8 +370,7 @@ def test_all_requests_of_a_connection_end_with_it(house):
     caller.hang_up()
     assert not house.choices and not house.state.tasks and not house.state.connections
     assert [message["id"] for message in house.engine.of("abort")] == ["0"]
-    house.clock.run(60)  # no timer is left that could do anything
-    assert house.clock.next_timer() == float("inf")
+    assert house.clock.next_timer() == float("inf")  # no timer is left that could do anything
 
 
 # ----------------------------------------------------------------------------------------------------------------------

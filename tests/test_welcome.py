@@ -60,7 +60,7 @@ def test_the_example_is_a_call_that_is_served(chats, key):
 def test_the_page_says_what_runs_and_how_to_call_it():
     page = welcome.page("<m>", "loading", "http://h:1", False, has_key=False)
     assert "Serves <code>&lt;m&gt;</code>; state: loading." in page and "<m>" not in page
-    assert "curl http://h:1/v1/completions" in page
+    assert "curl http://h:1/v1/completions" in page and "YOUR_KEY" not in page
     assert "OpenAI(base_url=&quot;http://h:1/v1&quot;, api_key=&quot;none&quot;)" in page
     locked = welcome.page("m", "ready", "http://h:1", True, has_key=True)
     assert "a model, behind an API key; state: ready" in locked and "<code>m</code>" not in locked
