@@ -239,18 +239,28 @@ def test_choices(client, checkpoint):
 
 
 def test_logprobs_are_the_models(client, checkpoint):
-    """Of the prompt and of the answer, by echo, also without an answer; of the tokens, not of their pieces of text."""
+    """
+    Of the prompt and of the answer, by echo, also without an answer; of the tokens, not of their pieces of text. Three
+    candidates, and the token itself where it is none of them, though the prompt is scored with nine.
+    """
     ids = load_tokenizer(checkpoint).encode("import torch\nimport ")
     fields = {"model": str(checkpoint), "prompt": ids, "logprobs": 3, "echo": True, "temperature": 0}
-    answer = client.completions.create(max_tokens=6, **fields, extra_body={"return_token_ids": True}).choices[0]
+    more = {"return_token_ids": True, "prompt_logprobs": 9}
+    answer = client.completions.create(max_tokens=6, **fields, extra_body=more).choices[0]
     tokens = ids + answer.token_ids
     dense = load_checkpoint(checkpoint)(torch.tensor([tokens]))[0][0].log_softmax(-1)
     logprobs = answer.logprobs
     assert "".join(logprobs.tokens) == answer.text and logprobs.token_logprobs[0] is None
     wanted = dense[range(len(tokens) - 1), tokens[1:]].tolist()
     assert logprobs.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
-    for top, row in zip(logprobs.top_logprobs[1:], dense, strict=False):
-        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
+    for top, row, token in zip(logprobs.top_logprobs[1:], dense[:-1], tokens[1:], strict=True):
+        ids_of_top = {*row.topk(3).indices.tolist(), token}
+        likeliest = sorted(row[[*ids_of_top]].tolist(), reverse=True)
+        assert sorted(top.values(), reverse=True) == pytest.approx(likeliest, abs=1e-3)
+    for place, row, token in zip(answer.prompt_logprobs[1:], dense, ids[1:], strict=False):
+        values = sorted([entry["logprob"] for entry in place.values()], reverse=True)
+        assert values[:9] == pytest.approx(row.topk(9).values.tolist(), abs=1e-3)
+        assert str(token) in place and len(place) <= 10
     alone = client.completions.create(max_tokens=0, **fields).choices[0]
     assert alone.logprobs.tokens == logprobs.tokens[: len(ids)] and alone.finish_reason == "length"
     assert alone.logprobs.token_logprobs[1:] == pytest.approx(wanted[: len(ids) - 1], abs=1e-3)

@@ -295,6 +295,7 @@ def test_directories_that_hold_no_tokenizer(bpe, tmp_path):
 SPLIT = {"type": "Split", "pattern": {"Regex": r"\d|\D+"}, "behavior": "Isolated", "invert": False}
 BARE = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 LEVEL = BARE | {"use_regex": True}
+NO_REGEX_SAID = {key: value for key, value in LEVEL.items() if key != "use_regex"}  # then there is one
 CLS = [{"SpecialToken": {"id": END, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
 TEMPLATE = {"type": "TemplateProcessing", "single": CLS, "pair": [], "special_tokens": {END: {"id": END}}}
 
@@ -309,6 +310,7 @@ FOREIGN = [
     (sequence({"type": "Punctuation", "behavior": "Contiguous"}, LEVEL), "cuts text by Punctuation and ByteLevel"),
     (sequence(SPLIT, SPLIT, BARE), "cuts text by Split and Split and ByteLevel"),
     (sequence(SPLIT, LEVEL), "cuts text by Split and ByteLevel, supported"),
+    (sequence(SPLIT, NO_REGEX_SAID), "cuts text by Split and ByteLevel, supported"),
     (sequence(SPLIT | {"behavior": "Removed"}, BARE), "behaviour Removed"),
     (sequence(SPLIT | {"behavior": "MergedWithNext"}, BARE), "behaviour MergedWithNext"),
     (sequence(SPLIT | {"invert": True}, BARE), "other than of isolated"),
@@ -346,7 +348,6 @@ def test_foreign_tokenizers_are_refused_by_name(bpe, tmp_path, changes, message)
         load_tokenizer(tmp_path)
 
 
-NO_REGEX_SAID = {key: value for key, value in LEVEL.items() if key != "use_regex"}
 ADDS_NOTHING = {"type": "TemplateProcessing", "single": CLS[1:], "pair": [], "special_tokens": {}}
 
 
