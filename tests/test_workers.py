@@ -14,10 +14,12 @@ import threading
 import httpx
 import pytest
 from test_serve import FakeEngine, bytes_directory, read_until, wait_until
+from wires import Clock
 
 import serve
+import workers as workers_module
 from links import Links
-from workers import Seat, Workers, share_port, shared_counts
+from workers import Counts, Seat, Workers, share_port, shared_counts
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="one port for several processes is Linux's")
 
@@ -242,3 +244,145 @@ def test_a_port_is_shared_with_nobody_else():
 def test_too_many_processes_are_refused_at_once():
     """`--http-workers 99999` ended with "Too many open files", about a folder that it then could not remove."""
     assert "at most 64" in serve.serve_http(serve.parse_args(["--http-workers", "65"]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Without processes, on a clock of the test's own
+
+
+class Played:
+    """A worker's process that ends when the test says so."""
+
+    def __init__(self, seat):
+        self.seat = seat
+        self.sentinel = 100 + seat.number
+        self.orders = os.dup(seat.orders.fileno())  # a real one has its own, too
+        self.is_killed = False
+        self.is_joined = False
+
+    def join(self):
+        self.is_joined = True
+
+    def kill(self):
+        self.is_killed = True
+
+    def heard(self) -> bytes:
+        os.set_blocking(self.orders, False)
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.orders, 100)
+        return b"nothing"
+
+
+class Office:
+    """Workers, their processes and sockets, as the first HTTP process has them."""
+
+    def __init__(self, count: int):
+        self.clock = Clock()
+        self.readers = {}
+        self.clock.add_reader = lambda fd, call, *args: self.readers.__setitem__(fd, (call, args))
+        self.clock.remove_reader = self.readers.pop
+        self.started = []
+        self.deaths = []
+        self.sockets = [socket.socket() for _ in range(count)]
+        self.counts = Counts([0] * (count + 1), [0] * (count + 1))
+        self.workers = Workers(self.start, self.sockets, self.counts)
+        self.workers.on_death = self.deaths.append
+        self.do(self.workers.watch)
+
+    def start(self, sock, seat):
+        assert sock is self.sockets[seat.number - 1] and seat.counts is self.counts
+        self.started.append(Played(seat))
+        return self.started[-1]
+
+    def do(self, call, *args):
+        self.clock.call_soon(call, *args)
+        self.clock.settle()
+        assert not self.clock.failures
+
+    def end(self, number: int):
+        """The process of that number ends."""
+        call, args = self.readers[100 + number]
+        self.do(call, *args)
+
+
+@pytest.fixture
+def office():
+    office = Office(2)
+    yield office
+    for sock in office.sockets:
+        sock.close()
+    for played in office.started:
+        os.close(played.orders)
+    office.clock.close()
+
+
+def test_a_worker_that_died_is_started_again_a_second_later(office):
+    """At its socket and number; until then its connections count for nothing, and nobody looks at it."""
+    assert [played.seat.number for played in office.started] == [1, 2] and sorted(office.readers) == [101, 102]
+    office.counts.open[:] = [3, 4, 5]
+    office.counts.idle[:] = [1, 2, 3]
+    first = office.started[0]
+    office.end(1)
+    assert office.deaths == [first] and first.is_joined and sorted(office.readers) == [102]
+    assert (office.counts.open, office.counts.idle) == ([3, 0, 5], [1, 0, 3])
+    office.clock.run(0.9)
+    assert len(office.started) == 2
+    office.clock.run(0.2)
+    assert [played.seat.number for played in office.started] == [1, 2, 1] and sorted(office.readers) == [101, 102]
+    office.end(1)
+    assert office.deaths == [first, office.started[2]]
+
+
+def test_workers_that_were_told_to_stop_are_not_started_again(office):
+    """Not those that die afterwards, nor one that had died before."""
+    office.end(1)
+    office.do(office.workers.stop)
+    assert office.started[1].heard() == b"." and all(sock.fileno() == -1 for sock in office.sockets)
+    office.do(office.workers.stop)
+    assert office.started[1].heard() == b"."
+    office.end(2)
+    office.clock.run(5)
+    assert len(office.started) == 2 and len(office.deaths) == 1 and not office.workers.processes
+
+
+def test_workers_that_do_not_end_in_time_are_killed(office):
+    task = office.clock.create_task(office.workers.ended(3))
+    office.clock.run(1)
+    office.end(1)
+    office.clock.run(1.9)
+    assert not task.done() and not office.started[1].is_killed
+    office.clock.run(0.2)
+    assert task.done() and office.started[1].is_killed and not office.started[0].is_killed
+
+
+def test_workers_that_have_ended_are_not_waited_for(office):
+    task = office.clock.create_task(office.workers.ended(3))
+    for number in (1, 2):
+        office.end(number)
+    office.clock.run(0.05)
+    assert task.done()
+
+
+def test_the_end_of_the_first_process_is_seen_by_the_others(office):
+    """The file of its orders ends: nobody else holds its end open, nor ours in a worker."""
+    office.workers.orders[1].close()
+    assert office.started[0].heard() == b"" and office.started[1].heard() == b"nothing"
+
+
+@pytest.mark.parametrize("idle, number", [([0, 0], 0), ([1, 2], 1), ([2, 2, 1], 0), ([0, 3, 9], 2), ([5], 0)])
+def test_one_process_makes_room(idle, number):
+    counts = Counts(idle, idle)
+    assert [counts.makes_room(i) for i in range(len(idle))] == [i == number for i in range(len(idle))]
+
+
+@pytest.mark.parametrize(
+    "cores, system, count",
+    [
+        *((1, "Linux", 1), (4, "Linux", 1), (7, "Linux", 1), (8, "Linux", 2), (16, "Linux", 4), (192, "Linux", 8)),
+        *((None, "Linux", 1), (64, "Darwin", 1)),
+    ],
+)
+def test_how_many_processes_there_are_by_default(monkeypatch, cores, system, count):
+    monkeypatch.setattr(workers_module.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(workers_module, "can_share_port", lambda: system == "Linux")
+    assert workers_module.default_count() == count
