@@ -156,5 +156,15 @@ def pretend_engine(eos: tuple = (), context_length: int = 64, **settings) -> Eng
         return Engine(pretend_model(eos, context_length), **(defaults | settings))
 
 
+def finish(engine: Engine) -> list:
+    """All outputs until it is idle."""
+    outputs, turns = [], 0
+    while engine.has_work:
+        outputs += engine.step()
+        turns += 1
+        assert turns < 1000, f"{[*engine.requests]} never end"
+    return outputs
+
+
 def greedy(max_tokens: int, **others) -> SamplingParams:
     return replace(GREEDY, max_tokens=max_tokens, **others)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from pretend import VOCABULARY, answer_to, greedy, pretend_engine, score, texts_of
+from pretend import VOCABULARY, answer_to, finish, greedy, pretend_engine, score, texts_of
 
 import engine as engine_module
 from engine import Output
@@ -277,8 +277,10 @@ class Trial:
             assert urgencies == sorted(urgencies), "the queue is out of order"
 
     def run(self):
-        to_come = self.rng.randint(3, 14)
+        to_come, turns = self.rng.randint(3, 14), 0
         while to_come or self.engine.has_work:
+            turns += 1
+            assert turns < 5000, f"{[*self.live]} never end"  # it takes some hundred at most
             while to_come and self.rng.random() < 0.4:
                 to_come -= 1
                 self.submit()
@@ -326,8 +328,7 @@ def test_a_late_prefill_of_an_aborted_request_forks_and_tells_nothing():
     engine.add_request("a", [7, 8], greedy(2), n=2)
     outputs = engine.step()
     assert "a.1" not in engine.requests and not engine.stats()["prefilled"]
-    while engine.has_work:
-        outputs += engine.step()
+    outputs += finish(engine)
     told = {id: [t for output in outputs if output.id == id for t in output.tokens] for id in ("a", "a.1")}
     assert told["a"] == told["a.1"] == answer_to([7, 8], greedy(2))[0]
 
@@ -346,4 +347,24 @@ def test_a_failed_step_ends_who_was_admitted_in_it_without_a_token():
     for id in "ab":
         engine.add_request(id, [1, 2, 3, 4, 5], greedy(2))
     assert engine.step() == [Output(id, [], "error", error="FloatingPointError: bad number") for id in "ab"]
+    assert_idle(engine)
+
+
+def test_a_late_failure_is_not_that_of_who_has_the_id_now():
+    """A step that fails when its tokens are fetched ends those who took part, not others by their ids."""
+    engine = pretend_engine(overlap=True)
+    collect = engine.runner.collect
+
+    def fail(flight):
+        engine.runner.collect = collect
+        raise FloatingPointError("bad number")
+
+    engine.add_request("a", [1, 2, 3], greedy(5))
+    engine.add_request("b", [1, 2, 4], greedy(5))
+    engine.step()
+    engine.abort("a")
+    engine.add_request("a", [7, 8], greedy(3))
+    engine.runner.collect = fail
+    assert engine.step() == [Output("b", [], "error", error="FloatingPointError: bad number")]
+    assert [t for output in finish(engine) for t in output.tokens] == answer_to([7, 8], greedy(3))[0]
     assert_idle(engine)

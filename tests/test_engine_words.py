@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretend import VOCABULARY, PretendRunner, answer_to, greedy, pretend_engine, pretend_model
+from pretend import VOCABULARY, PretendRunner, answer_to, finish, greedy, pretend_engine, pretend_model
 
 import engine as engine_module
 from engine import Engine, Output, describe, interleaved_generate, run, send_out, step_size, take_in
@@ -306,8 +306,7 @@ def test_generate_leaves_the_requests_of_others_as_they_are(fails):
         with raises(ValueError, "prompt is empty"):
             engine.generate([[1, 2], []], greedy(2), progress=False)
         assert list(engine.requests) == ["mine"]
-        while engine.has_work:
-            outputs += engine.step()
+        outputs += finish(engine)
         told = [t for output in outputs for t in output.tokens]
         assert told == answer_to([1, 2, 3], greedy(12, ignore_eos=True))[0]
     else:

@@ -212,6 +212,9 @@ def test_schedule_is_a_view_of_the_plan():
     assert prefill is b and decodes == [a]
     assert plan.chunks == [(twin_b, 7)] and plan.decodes == [twin_a]
     assert a.status == "active" and b.status == "prefilling"
+    scheduler.add_request(Request("c", list(range(50, 70)), 9))
+    prefill, _ = scheduler.schedule(2)
+    assert prefill is b, "the first of several"
 
 
 def test_promote_and_complete():
