@@ -98,7 +98,8 @@ def test_a_run_learns_and_leaves_a_checkpoint(tiny, corpus, tmp_path, capsys):
     assert "held out: 1,001 tokens" in printed and "gzip -9" in printed and "xz -9" in printed
 
 
-@pytest.mark.parametrize("stops", [(7,), (10,), (1, 2, 5, 19)], ids=str)  # between two evaluations, and at one
+# between two evaluations, at one, and often
+@pytest.mark.parametrize("stops", [(7,), (10,), (1, 2, 5, 19)], ids=["between", "at", "often"])
 def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(tiny, tmp_path, monkeypatch, capsys, stops):
     """To the bit, dropout included: batches and noise are functions of (seed, step)."""
     train.main([*tiny, "--steps", "20", "--out", str(tmp_path / "whole")])
@@ -608,7 +609,7 @@ def shares(begin: float, left: float) -> list[float]:
     return [begin, *(begin + (1 - begin) * step / (left - 1) for step in range(math.ceil(left) - 1))]
 
 
-@pytest.mark.parametrize("stops", [(), (12,), (1, 7, 8, 20, 30)], ids=str)
+@pytest.mark.parametrize("stops", [(), (12,), (1, 7, 8, 20, 30)], ids=["never", "once", "often"])
 def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(tiny, tmp_path, monkeypatch, seconds, stops):
     """A resumed run took all its --minutes again, and its learning rate did not fall until they were nearly over. Its
     loading does not count, only that of the first life: there, the minutes are what the user waits for."""
