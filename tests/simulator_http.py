@@ -962,6 +962,8 @@ class World:
 
     def start_engine(self) -> EngineProcess:
         self.engines.append(EngineProcess(self))
+        if len(self.engines) > 2:
+            self.broken("an engine that dies for the second time is started again")
         return self.engines[-1]
 
     def start_worker(self, sock: Share, seat: workers.Seat) -> HttpProcess:
@@ -1060,6 +1062,8 @@ class World:
             self.probe()
             self.check_idle()
             self.check_metrics()
+        elif self.engines[-1].is_dead:
+            self.wait(self.longest(), self.has_ended, "the engine is gone for good, but the server stays")
         self.stop()
         self.wait(self.longest(), self.has_ended, "the server does not end")
         self.check_end()
@@ -1326,8 +1330,10 @@ def draw(seed: int, steps: int) -> tuple[dict, list[dict]]:
     events, t = [], rng.choice([0.01, 0.5, 1.0])
     for number in range(steps):
         event = draw_event(rng, number, settings, chosen)
+        if events and events[-1]["do"] == "kill_engine" and rng.random() < 0.3:  # while it is started again
+            event = {"do": "kill_engine"}
         if event["do"] != "call" or ("burst" in chosen and rng.random() < 0.7):  # while the call before is in work
-            t += rng.choice([0.0, 0.001, 0.01, 0.05])
+            t += rng.choice([0.0, 0.001, 0.01, 0.05, 0.15])
         else:
             t += rng.random() * 0.4
         events.append(event | {"t": round(t, 4)})
@@ -1382,7 +1388,7 @@ def draw_event(rng: random.Random, number: int, settings: dict, chosen: set[str]
     if fault in ("stall_engine", "freeze"):
         event["seconds"] = rng.choice([0.05, 0.5, 3.0])
     if fault == "fail_step":
-        event["where"] = rng.choice(["launch", "collect", "logits"])
+        event["where"] = rng.choice(["launch", "collect", "logits", "logits"])
     return event
 
 
