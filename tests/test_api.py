@@ -938,6 +938,13 @@ def test_a_dead_engine_is_started_again_once(house, logged):
     assert refusal_of(house.get("/livez"))[2] == "the engine is not alive: the engine's process ended"
 
 
+def test_every_process_ends_when_the_engine_is_gone_for_good():
+    for number in (0, 1):
+        with House(ready=False, seat=Seat(number, Counts([0, 0], [0, 0]))) as house:
+            house.engine.die()
+            assert house.service.server.should_exit
+
+
 def test_who_was_being_encoded_when_the_engine_died_is_refused(house):
     held = Held(house)
     caller = house.ask()
