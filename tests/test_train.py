@@ -787,9 +787,15 @@ def test_samples_that_are_the_truth_have_its_share_of_statements(run, monkeypatc
         starts = [next(i for i in range(len(val)) if val[i : i + len(p)] == p) + len(p) for p in prompts]
         return [run.corpus.tokenizer.decode(val[i : i + length]) for i in starts]
 
+    judged, share = [], samples.share
+    monkeypatch.setattr(samples, "share", lambda texts: judged.append(texts) or share(texts))
     monkeypatch.setattr(samples, "sample", follow)
     shares = re.findall(r"(\d+)% of", samples.last_samples(run))
     assert len(shares) == 2 and shares[0] == shares[1]
+    assert judged[0] == judged[1] and len(judged[0]) == 16
+    for real, told in ((0.5, False), (0.51, True), (None, False)):  # most of a corpus of Python parses
+        monkeypatch.setattr(samples, "share", lambda texts, real=real: real)
+        assert ("statements that parse" in samples.last_samples(run)) == told
 
 
 def test_a_corpus_that_is_no_python_gets_no_share_of_statements(run, monkeypatch):
