@@ -69,13 +69,17 @@ def echo_text(count: int, length: int, noise: float, generator: torch.Generator)
     return torch.where(torch.rand(texts.shape, generator=generator) < noise, other, texts)
 
 
+def untrained_model(num_kv_heads: int) -> GPT:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT(GPTConfig(VOCABULARY, CONTEXT, n_layer=2, n_head=4, n_embd=64, n_kv_head=num_kv_heads))
+
+
 @cache
 def train(num_kv_heads: int) -> GPT:
     """A small GPT that has learned, in two seconds, to look PERIOD tokens back."""
+    model = untrained_model(num_kv_heads)
     steps, generator = 110, torch.Generator().manual_seed(0)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = GPT(GPTConfig(VOCABULARY, CONTEXT, n_layer=2, n_head=4, n_embd=64, n_kv_head=num_kv_heads))
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for i in range(steps):
         optimizer.param_groups[0]["lr"] = 4e-3 * min(1, (i + 1) / 40, 3 * (steps - i) / steps)
