@@ -4,6 +4,7 @@ densely, whatever shares the batch.
 """
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -119,10 +120,13 @@ def check_greedy(reference: GPT, prompts: list[list[int]], answers: list[list[in
 
 
 @needs_compiler
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS[:3])
-def test_compiled_steps_are_the_same_model(dtype, quantize):
+def test_compiled_steps_are_the_same_model(dtype, quantize, compiler, monkeypatch):
     """Alone, after others and beside them, a prompt of one token too; a second engine's model is not taken for the
-    first's, though both compile the same function."""
+    first's, though both compile the same function. "eager" runs the graph that was captured as it is: writing C++ for
+    it takes ten seconds a format, in `make test-all`."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
     tie = {"fp32": 1e-4, "bf16": 0.05}[dtype] if quantize == "none" else 0.05
     prompts = [prompt(i, n) for i, n in enumerate((1, 2, 17, 30))]
     for sign in 1, -1:

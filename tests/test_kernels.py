@@ -14,6 +14,7 @@ import signal
 from collections import defaultdict
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -380,7 +381,7 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# FlexAttention: the compiler takes 10 s for each kind of call, so one here, and the others in `make test-all`
+# FlexAttention: the compiler takes 10 s for each kind of call, so that is for `make test-all`; without it takes one
 
 FLEX = [
     Shape(MIXED.requests, 4, H=4, Hk=2),
@@ -392,9 +393,15 @@ FLEX = [
 ]
 
 
-@pytest.mark.parametrize("shape", [DECODES, *[pytest.param(shape, marks=pytest.mark.slow) for shape in FLEX]], ids=str)
-def test_flex_attention(shape):
+FLEX_CALLS = [(shape, "eager") for shape in (DECODES, FLEX[0], FLEX[9])]
+FLEX_CALLS += [pytest.param(shape, "inductor", marks=pytest.mark.slow) for shape in (DECODES, *FLEX)]
+
+
+@pytest.mark.parametrize(("shape", "compiler"), FLEX_CALLS, ids=str)
+def test_flex_attention(shape, compiler, monkeypatch):
     """As for the other backends: wrong tile, mask off by one, heads or requests mixed up, a tile counted twice."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
+    monkeypatch.setattr(kernels, "compiled_flex", cache(kernels.compiled_flex.__wrapped__))
     torch._dynamo.reset()
     check_attention(shape, "flex")
 
