@@ -460,6 +460,16 @@ def test_hardly_any_temperature_means_the_most_likely_token(pick, temperature, t
 
 
 @both_paths
+@pytest.mark.parametrize(("penalty", "wanted"), [(1e-300, 1), (1e300, 2)])
+def test_a_penalty_beyond_single_precision_leaves_a_token(pick, penalty, wanted):
+    """In fp32 it is 0 or infinite: a logit over it is no number, and the request ended with an error."""
+    params, rows = replace(GREEDY, repetition_penalty=penalty), SamplingRows(1, 4, DEVICE)
+    rows.set(Row(0, params, 0, prompt_tokens=[1, 3], generated_tokens=[0]))
+    logits = tensor([[0.0, 5.0, 3.0, -2.0]])
+    assert pick(logits, tensor([0]), tensor([3]), rows, [params]).tolist() == [wanted]
+
+
+@both_paths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tie_goes_to_the_lowest_token(pick, dtype):
     """A reduction in the order of arrival makes greedy answers differ from run to run."""
@@ -668,7 +678,7 @@ def test_both_paths_pick_by_noise_alone(V):
 TEMPERATURES = [0, 0.3, 0.7, 1, 1.7, 5]  # 5 is beyond what is accepted, not beyond the formulas
 
 
-def random_params(choose: random.Random, V: int) -> SamplingParams:
+def random_params(choose: random.Random, V: int, likely: list[int]) -> SamplingParams:
     """Half of the requests ask for one thing, so that nothing else hides it; the others for several."""
     c = choose.choice
     several = {
@@ -678,7 +688,7 @@ def random_params(choose: random.Random, V: int) -> SamplingParams:
         "presence_penalty": c([-1.0, 1.0]),
         "frequency_penalty": c([-0.5, 0.7]),
         "repetition_penalty": c([0.5, 1.3]),
-        "logit_bias": c([{0: 5, V // 2: -5}, {V - 1: 3.5}]),
+        "logit_bias": c([{0: 5, V // 2: -5}, {likely[0]: -3.5}]),
         "allowed_token_ids": c([[0, 1], sorted({V - 1, V // 2, V // 3, V // 5, 0})]),
         "min_tokens": 4,
     }
@@ -691,18 +701,20 @@ class Twins:
 
     def __init__(self, R: int, V: int, dtype: torch.dtype, seed: int):
         choose = random.Random(seed)
+        # some rows are flat, some steep; bf16 has many ties
+        logits = (randn(R, V, seed=seed) * tensor([[0.5], [3.0], [8.0]]).repeat(R, 1)[:R]).to(dtype)
         self.V, self.rows, self.requests = V, [SamplingRows(R, V, DEVICE) for _ in range(2)], []
         for row in range(R):
-            prompt, generated = ([choose.randrange(V) for _ in range(choose.randrange(9))] for _ in range(2))
-            key = choose.getrandbits(64) - 2**63
-            request = Row(row, random_params(choose, V), key, row % 3, prompt, generated, (1, V - 1, V + 7))
+            likely = logits[row].topk(min(V, 4)).indices.tolist()  # what a penalty or a ban must change
+            prompt, generated = (choose.choices(likely, k=choose.randrange(5)) for _ in range(2))
+            key, stops = choose.getrandbits(64) - 2**63, (likely[0], V - 1, V + 7)
+            request = Row(row, random_params(choose, V, likely), key, row % 3, prompt, generated, stops)
             self.requests.append((request, choose.choice(TEMPERATURES)))
         for rows in self.rows:
             rows.set(*(request for request, _ in self.requests))
             rows.temperature[:] = tensor([temperature for _, temperature in self.requests])
         self.places = choose.sample(range(R), R)
-        # some rows are flat, some steep; bf16 has many ties
-        self.logits = (randn(R, V, seed=seed) * tensor([[0.5], [3.0], [8.0]]).repeat(R, 1)[:R]).to(dtype)
+        self.logits = logits[self.places]
         requests = [self.requests[i][0] for i in self.places]
         self.positions = [len(r.prompt_tokens) + len(r.generated_tokens) for r in requests]
 
