@@ -361,7 +361,7 @@ class Scheduler:
         # for metrics and traces
         self.num_added = self.num_preemptions = self.num_copies = self.num_forks = 0
         self.num_queried_tokens = self.num_hit_tokens = self.peak_blocks = 0
-        self.checked_keys: dict[int, CachedBlock] = {}  # of `check`: block -> what it held when its key was right
+        self.checked: dict[int, CachedBlock] = {}  # of `check`: block -> what it held the last time, all of it right
 
     @property
     def block_cache(self) -> BlockCache:
@@ -675,8 +675,11 @@ class Scheduler:
             for r in getattr(self, status):
                 assert r.status == status, f"{r.id} is {r.status} but on the {status} list"
                 assert (r.row is None) == (status == "waiting") == (not r.block_table), f"{r.id}: row without blocks"
-                slots = r.num_committed * S, r.num_computed_slots, r.num_filled_slots, len(r.block_table) * S
-                assert 0 <= slots[0] <= slots[1] <= slots[2] <= slots[3], f"{r.id}: slots {slots}"
+                committed, room = r.num_committed * S, len(r.block_table) * S
+                assert 0 <= committed <= r.num_computed_slots <= r.num_filled_slots <= room, (
+                    f"{r.id}: of {room} slots {committed} are committed, {r.num_computed_slots} computed, "
+                    f"{r.num_filled_slots} filled"
+                )
                 assert status != "active" or r.num_filled_slots == r.num_tokens - 1, f"{r.id}: an input is missing"
         rows = sorted(self.free_rows + [r.row for r in self.running])
         assert rows == list(range(self.max_num_seqs)), f"rows lost or shared: {rows}"
@@ -685,13 +688,14 @@ class Scheduler:
 
     def _check_cache(self):
         allocator, cache = self.block_allocator, self.block_cache
-        found = {content.key: block for block, content in cache.held.items()}
-        assert found == cache.block_of, f"by their keys are found {cache.block_of}, held are {found}"
-        for block, content in cache.held.items():
-            if self.checked_keys.get(block) is not content:  # a tuple: what was right once stays so
-                key, parent, tokens = content
-                assert key == block_key(parent, tokens), f"the key of block {block} is not of its parent and tokens"
-                self.checked_keys[block] = content
+        if cache.held != self.checked:  # else nothing has changed since the last time
+            found = {content.key: block for block, content in cache.held.items()}
+            assert found == cache.block_of, f"by their keys are found {cache.block_of}, held are {found}"
+            for block, content in cache.held.items():
+                if self.checked.get(block) is not content:
+                    key, parent, tokens = content
+                    assert key == block_key(parent, tokens), f"the key of block {block} is not of its parent and tokens"
+            self.checked = dict(cache.held)
         on_free_list = cache.held.keys() & allocator.free
         assert not on_free_list, f"cached blocks {on_free_list} are on the free list"
         uncommitted = allocator.idle.keys() - cache.held.keys()

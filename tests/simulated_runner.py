@@ -29,10 +29,6 @@ def noise_key(seed: int, choice: int) -> int:
     return crc32(f"{seed} {choice}".encode())
 
 
-def next_token(text: bytes, key: int, V: int) -> int:
-    return crc32(text, key) % V
-
-
 def score(text: bytes, token: int, n: int, V: int) -> list:
     """[log-probability of the token after this text, n likeliest ids, their log-probabilities]: not real ones."""
     told = crc32(text, token)
@@ -96,8 +92,8 @@ class HostTokens(list):
 class Texts(list):
     """Texts up to sampled tokens, in place of the logits after them; beam search asks for these by a list of places."""
 
-    def __init__(self, texts, V: int):
-        super().__init__(texts)
+    def __init__(self, V: int):
+        super().__init__()
         self.V = V
 
     def __getitem__(self, at):
@@ -168,11 +164,13 @@ class SimulatedRunner(Runner):
         sampling_rows = inputs[:n]
         if C:
             sampling_rows += self.write_chunks(inputs[2 * n :], C, T)
-        texts = Texts([self.read(row, self.context_len[row]) for row in sampling_rows], self.V)
-        tokens = HostTokens()
-        for row, text in zip(sampling_rows, texts, strict=True):
-            token = next_token(text, self.key[row], self.V)
+        blocks, tables, texts, tokens = self.pool.blocks, self.block_tables, Texts(self.V), HostTokens()
+        for row in sampling_rows:
+            end = self.context_len[row]
+            text = b"".join([blocks[block] for block in tables[row][: -(-end // self.block_size)]])[:end]
+            token = crc32(text, self.key[row]) % self.V
             self.last_token[row] = token
+            texts.append(text)
             tokens.append(token)
         if self.broken_logits:
             self.break_logits(plan, n, tokens)

@@ -139,7 +139,8 @@ def burst(rng, has, settings, number) -> dict:
 
 
 def aimed(rng) -> dict:
-    return {"state": rng.choice(STATES), "pick": rng.randrange(100)}
+    """At somebody in a certain state, if there is one within some steps."""
+    return {"state": rng.choice(STATES), "pick": rng.randrange(100), "patience": rng.choice([0, 20])}
 
 
 def abort(rng, has, settings, number) -> dict:
@@ -181,7 +182,14 @@ def restart(rng, has, settings, number) -> dict:
 
 
 def fork(rng, has, settings, number) -> dict:
-    return {"do": "fork", "id": number, "choice": 100 + number, "state": "active", "pick": rng.randrange(100)}
+    return {
+        "do": "fork",
+        "id": number,
+        "choice": 100 + number,
+        "state": "active",
+        "pick": rng.randrange(100),
+        "patience": 5,
+    }
 
 
 def beam(rng, has, settings, number) -> dict:
@@ -189,7 +197,7 @@ def beam(rng, has, settings, number) -> dict:
     length = rng.randint(1, min(longest - 1, 12))
     prompt = a_prompt(rng, has, settings["V"], length)
     event = {"do": "beam", "prompt": prompt, "width": rng.randint(1, 3), "max_tokens": rng.randint(1, 8)}
-    return event | {"patient": rng.random() < 0.8}  # waits until the engine is idle
+    return event | {"patience": rng.choice([0, 100, 100])}  # until the engine is idle
 
 
 MAKERS = [  # of a feature or fault, and how often it happens: of requests there are 20
