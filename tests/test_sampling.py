@@ -791,11 +791,14 @@ def test_every_logit_is_adjusted_by_the_rules(adjust):
 
 
 @needs_triton
-def test_a_tile_with_one_token_that_the_filters_keep_has_its_noise(monkeypatch):
-    """Noise is most of the work and is left out where a tile has no such token; of nearly equal logits it decides."""
+def test_a_tile_has_noise_wherever_the_filters_keep_a_token(monkeypatch):
+    """Noise is most of the work, and is left out where a tile has no such token. Four tokens share a counter: here only
+    the first of each four is kept, or the second ..; and their logits differ little, but by a low temperature."""
     shrink_tiles(monkeypatch, width=64, quads=8)
-    params = [SamplingParams(top_k=3, seed=i, temperature=(i % 3 + 1) / 2) for i in range(10)]
-    rows, places, logits = rows_of(params, vocab_size=64), torch.arange(10, device=DEVICE), 0.01 * randn(10, 64, seed=8)
+    params = [SamplingParams(top_k=16, seed=i, temperature=[0.2, 1.0][i // 4 % 2]) for i in range(12)]
+    rows, places, logits = rows_of(params, vocab_size=64), torch.arange(12, device=DEVICE), 0.2 * randn(12, 64, seed=8)
+    for i in range(12):
+        logits[i, i % 4 :: 4] += 5
     for i, token in enumerate(sampling.sample_triton(logits, places, places + 5, rows).tolist()):
         assert token in possible_tokens(logits[i], params[i], i + 5)
 
