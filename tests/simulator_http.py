@@ -17,6 +17,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import random
 import sys
 import time
@@ -392,6 +393,7 @@ class HttpProcess:
 
     def leave(self, code: int):
         self.exitcode = code
+        self.ended_at = self.world.now
         self.loop.kill()
         self.listening.close()
         if self.workers:
@@ -741,6 +743,7 @@ class Judge:
             self.wrong(f"is served, wanted {self.call['refused']}")
         elif self.call["path"].endswith("completions"):
             self.check_completion()
+            self.check_time()
         elif self.call["path"] == "/tokenize" and answer.whole:
             tokens = list(self.call["body"]["prompt"].encode())
             content = json.loads(answer.body)
@@ -752,6 +755,18 @@ class Judge:
     @property
     def was_killed(self) -> bool:
         return self.process.was_killed
+
+    def check_time(self):
+        """No answer takes longer than --request-seconds, and none begins when the server has been stopped."""
+        world, settings, caller = self.world, self.settings, self.caller
+        if world.stopped_at is not None and caller.began > world.stopped_at + 0.3 + world.pause:
+            self.wrong(f"is served, {caller.began - world.stopped_at:.2f} s after the server was stopped")
+        is_plain = caller.is_quick and len(caller.calls) == 1 and settings["scores_in_place"] > 100
+        encoding = settings["encode_seconds"] * len(world.callers)
+        frozen = sum(event["seconds"] for event in world.events if event["do"] == "freeze")
+        most = settings["request_seconds"] + encoding + frozen + 1.0
+        if is_plain and self.answer.whole and caller.ended_at - caller.began > most + 1000 * settings["turn_seconds"]:
+            self.wrong(f"took {caller.ended_at - caller.began:.1f} s, at most {most:.1f} are allowed")
 
     def check_cut(self):
         """The answer is not there, or not all of it."""
@@ -865,10 +880,12 @@ class Judge:
             case 503, "restarting" | "dead":
                 found = code in states or (self.call["path"] == "/livez" and "restarting" in states)
                 return found or ("no step in" in message and world.pause > 0)
+            case 503, "stopping" if world.stopped_at is not None and not world.leader_died:
+                return world.drained_at <= ended + 1e-6 and ended <= world.drained_at + 1.5 + world.pause
             case 503, "draining" | "stopping":
                 return stopped or "dead" in states or self.was_killed or world.leader_died
             case 503, "timeout":
-                return ended - began > self.settings["request_seconds"] - 1e-6
+                return ended - began > self.settings["request_seconds"] - 1e-6 and self.is_unfinished()
             case 503, "encoder_ended":
                 return world.encoder_faults > 0
             case 429, "encoder_busy":
@@ -884,6 +901,12 @@ class Judge:
                 planned = "RuntimeError: planned" in message or "not numbers" in message
                 return planned and self.call["id"] in world.failed
         return False
+
+    def is_unfinished(self) -> bool:
+        """The engine has not done all of it, or it is long to tell."""
+        jobs = [job for job in self.process.jobs if job.http_id == f"r{self.call['id']}"]
+        choices = [choice for job in jobs for choice in job.choices]
+        return any(not choice.finish_reason for choice in choices) or self.settings["scores_in_place"] < 100
 
     def may_be_full(self, message: str) -> bool:
         """The most choices that other calls can have had in work meanwhile are counted."""
@@ -940,6 +963,7 @@ class World:
         self.encoder_fault = False
         self.encoder_faults = 0
         self.stopped_at: float | None = None
+        self.drained_at = math.inf  # when the server may end what still runs
         self.leader_died = False
         self.num_happened = 0
         self.problems: list[str] = []
@@ -1021,6 +1045,7 @@ class World:
             case "kill_worker":
                 if event["worker"] == 0:
                     self.leader_died = True
+                    self.drained_at = self.now
                     self.stopped_at = self.stopped_at or self.now
                 self.by_number[event["worker"]].kill()
             case "freeze":
@@ -1034,7 +1059,9 @@ class World:
     def stop(self):
         """SIGTERM."""
         if self.by_number[0].is_running:
+            is_second = self.stopped_at is not None
             self.stopped_at = self.stopped_at or self.now
+            self.drained_at = min(self.drained_at, self.now + (0.0 if is_second else self.settings["drain_seconds"]))
             self.by_number[0].service.on_signal()
 
     # the run
@@ -1193,6 +1220,9 @@ class World:
         for process in self.processes:
             if process.was_killed:
                 continue
+            late = process.ended_at - self.drained_at
+            if late > 3 * api.LINGER_SECONDS + 3 + self.pause:
+                raise Violation(f"HTTP process {process.number} ends {late:.1f} s after it had to")
             if process.client.choices:
                 raise Violation(f"HTTP process {process.number} has ended, but has choices {process.client.choices}")
 
