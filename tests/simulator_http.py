@@ -781,9 +781,9 @@ class Judge:
             return
         if len(self.world.beside(self.caller)) >= self.settings["max_connections"]:
             return  # a newcomer is the one that is idle
-        dead = self.process.states[-1] if self.process.states[-1][1] == "dead" else None
-        if dead and (self.caller.sent_at is None or self.caller.sent_at > dead[0] - 0.1):
-            return
+        dead = [at for process in self.world.processes for at, state in process.states if state == "dead"]
+        if dead and (self.caller.sent_at is None or self.caller.sent_at > min(dead) - 0.1):
+            return  # one of them notices first, and has all end
         self.wrong(f"has no whole answer; {self.caller.received[-200:]!r}")
 
     def check_completion(self):
@@ -857,7 +857,7 @@ class Judge:
             self.wrong(f"is told that all is well, the engine is {state}")
 
     def state_at(self, moment: float) -> str:
-        return [state for at, state in self.process.states if at <= moment][-1]
+        return (["loading"] + [state for at, state in self.process.states if at <= moment])[-1]
 
     def check_error(self, status: int, error: dict):
         """Each error needs its reason."""
