@@ -706,7 +706,7 @@ def test_a_progress_bar_counts_the_steps(tiny, tmp_path, monkeypatch, seconds, c
         bars.append(MagicMock(**{name: settings[name] for name in ("total", "initial")}))
         return bars[-1]
 
-    monkeypatch.setitem(sys.modules, "tqdm", MagicMock(tqdm=tqdm))
+    monkeypatch.setattr("tqdm.tqdm", tqdm)  # the module stays: others look for it while they are imported
     monkeypatch.setattr(train, "closing_seconds", lambda run, step_seconds: 0.0)
     train.main([*tiny, "--steps", "6"])
     assert bars == []  # nobody looks
