@@ -1,13 +1,17 @@
 """The benchmarks that need no quiet machine: workloads are what they are said to be, and waste is counted right."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import bench
 from bench import fill_pool, offline_workload, padded
+from model import GPT, GPTConfig, save_checkpoint
+from tokenizer import train_bpe, write_corpus
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,3 +75,73 @@ def test_a_picture_that_cannot_be_written_costs_no_figures(path, monkeypatch, ca
     result = run_bench(monkeypatch, capsys, "blockmap", "--out", path)
     assert result["preemptions"] > 0
     assert path in result["picture"] and "choose another --out" in result["picture"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Every command once: its figures are of a toy, but it runs, and says what it promises to
+
+SIZES = {"context_length": 128, "n_layer": 1, "n_head": 2, "n_embd": 32}
+
+
+@pytest.fixture
+def toy(monkeypatch, tmp_path):
+    """Few and short requests, each time measured once, and a model directory with its corpus, in tmp_path."""
+    workload, median = bench.offline_workload, bench.median_ms
+
+    def small_workload(n=256, scale=1, *rest, **named):
+        if scale == 1:  # without a model it takes no time
+            return workload(n, scale, *rest, **named)
+        return workload(4 if n == 256 else n, 4 * scale, *rest, **named)
+
+    monkeypatch.setattr(bench, "offline_workload", small_workload)
+    monkeypatch.setattr(bench, "median_ms", lambda work, repeats, *setup: median(work, 1, *setup))
+    monkeypatch.setattr(bench, "read_bandwidth", lambda device="cpu": 1e9)
+    monkeypatch.setitem(bench.MODELS, "10M", GPTConfig(65, **SIZES | {"context_length": 256}))
+    monkeypatch.setitem(bench.MODELS, "1M", GPTConfig(65, **SIZES))
+    text = (ROOT / "paged.py").read_text()
+    tokenizer = train_bpe([text], 300)
+    ids = tokenizer.encode(text)
+    write_corpus(tmp_path, tokenizer, ids[:-500], ids[-500:])
+    save_checkpoint(GPT(GPTConfig(tokenizer.vocab_size, **SIZES)), tmp_path)
+    return tmp_path
+
+
+COMMANDS_AND_FIGURES = {  # what is typed, and what must be in the answer
+    "scheduler": ["1 requests, ms", "32 requests, ms", "256 requests, ms"],
+    "attention --repeats 1": ["a layer, ms", "8 decodes at 1024, 12 heads of 64, ms"],
+    "generate --repeats 1": ["floor, ms a step", "1 at once", "8 at once"],
+    "quality --model DIR --data DIR": ["fp32", "bf16", "int8"],
+    "engine --model DIR --seeds 3": ["start-up, s", "engine", "offline, seed 3", "1 at once", "32 at once"],
+    "equality --model DIR": ["tokens", "fp32, tokens unlike the dense model's", "bf16, share of fp32's tokens"],
+    "server --model DIR --streams 1 3 --client-processes 1 --slow-clients 1": ["1 streams", "3 streams, 1 slow"],
+    "overhead --model DIR": ["1 requests", "8 requests", "32 requests"],
+    "batching --repeats 1 --out DIR/x.png": ["one by one", "static batches", "continuous", "picture"],
+    "memory --out DIR/x.png": ["slabs of 2048", "blocks of 4", "append a token at, us", "picture"],
+    "blockmap --out DIR/x.png": ["preemptions", "hit tokens", "picture"],
+}
+
+
+def test_no_command_is_left_out():
+    """`bench.py kernels` needs a GPU: see below."""
+    assert {command.split()[0] for command in COMMANDS_AND_FIGURES} | {"kernels"} == set(bench.COMMANDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS_AND_FIGURES)
+def test_a_command_runs(command, toy, monkeypatch, capsys):
+    """None was run by any test: a name that had changed below was found by the reader who typed it."""
+    result = run_bench(monkeypatch, capsys, *command.replace("DIR", str(toy)).split())
+    figures = [result[name] for name in COMMANDS_AND_FIGURES[command]]
+    assert None not in figures and result["bench"] == command.split()[0]
+    if "equal answers" in str(result):
+        counts = re.findall(r"'equal answers': '(\d+) of (\d+)'", str(result))
+        assert counts and all(equal == count for equal, count in counts)
+    assert result.get("fp32, tokens unlike the dense model's", 0) == 0
+    if "--out" in command:
+        assert Path(result["picture"]).stat().st_size > 1000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is the GPU that `bench.py kernels` wants")
+def test_without_a_gpu_the_kernels_have_no_figures(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match=r"there is none: on a CPU run `python bench.py attention`"):
+        run_bench(monkeypatch, capsys, "kernels")
