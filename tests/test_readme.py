@@ -1,5 +1,6 @@
 """The README is held to the repo: its tour, commands, flags and numbers."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -42,7 +43,8 @@ def test_line_counts_are_true(name, lines):
 def test_flags_and_subcommands_exist(program, arguments):
     """A reader types what stands there."""
     if program == "bench.py":
-        return bench.build_parser().parse_args(arguments.split())  # exits at what it does not know
+        args = bench.build_parser().parse_args(arguments.split())  # exits at what it does not know
+        assert args.command == arguments.split()[0]
     source = (ROOT / program).read_text()
     for flag in re.findall(r"--[a-z][\w-]*", arguments):
         assert f'"{flag}"' in source, f"{program} has no {flag}"
@@ -54,19 +56,61 @@ def test_make_targets_exist():
         assert f"\n{target}:" in makefile, f"no make {target}"
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_run_serves_no_training_that_was_stopped(tmp_path):
-    """train.py ends well when it is asked to stop: `make run` then served what had been learnt by the way."""
+# ----------------------------------------------------------------------------------------------------------------------
+# make run, with stand-ins for what takes minutes
+
+PYTHON = """#!/bin/sh
+# stands in for .venv/bin/python: notes what it is asked, and trains as far as the file `training` says
+echo "$*" >> calls
+case "$1" in
+    train.py) mkdir -p out/stdlib; for file in $(cat training); do echo > out/stdlib/$file; done ;;
+esac
+"""
+LEARNT = "config.json model.safetensors train_state.pt"
+TRAIN, RESUME = "train.py --out out/stdlib", "train.py --out out/stdlib --resume"
+SERVE = "serve.py --model out/stdlib"
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Runs `make run` where packages are installed; training writes these files. Returns what was called, and make."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed: `make run` is untested")
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "requirements.txt").touch()
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\nexit 0\n")
+    python.write_text(PYTHON)
     python.chmod(0o755)
     (tmp_path / ".venv" / "ready").touch()
-    done = subprocess.run(["make", "run"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode != 0 and "serve.py" not in done.stdout
-    assert "the training was stopped: make run goes on from there" in done.stdout
+
+    def make(training: str) -> tuple[list[str], subprocess.CompletedProcess]:
+        (tmp_path / "training").write_text(training)
+        (tmp_path / "calls").write_text("")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        done = subprocess.run(["make", "run"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return (tmp_path / "calls").read_text().splitlines(), done
+
+    return make
+
+
+def test_make_run_trains_once_and_then_serves(make):
+    """The second time there is a model: nothing is trained, whatever is newer than it."""
+    calls, done = make(f"{LEARNT} loss.png")
+    assert (calls, done.returncode) == ([TRAIN, SERVE], 0), done.stderr
+    calls, done = make("nothing.more")
+    assert (calls, done.returncode) == ([SERVE], 0), done.stderr
+
+
+def test_make_run_goes_on_with_a_training_that_was_stopped(make):
+    """train.py ends well when it is asked to stop: `make run` then served what had been learnt by the way. Stopped once
+    more it still goes on; a folder without a state to go on from is begun anew."""
+    for training, call in ("config.json", TRAIN), (LEARNT, TRAIN), (LEARNT, RESUME):
+        calls, done = make(training)
+        assert calls == [call] and done.returncode != 0
+        assert "the training was stopped: make run goes on from there" in done.stdout
+    calls, done = make("loss.png")
+    assert (calls, done.returncode) == ([RESUME, SERVE], 0), done.stderr
 
 
 def test_pictures_are_there_and_nothing_is_left_to_fill_in():
