@@ -9,6 +9,7 @@ same arrays, in plain Python. Not run by itself.
 """
 
 from contextlib import contextmanager
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -262,13 +263,17 @@ class Clock:
     perf_counter = monotonic
 
 
+def upload_where_it_is_simulated(upload, values, device, **options):
+    return values if device == "simulated" else upload(values, device, **options)
+
+
 @contextmanager
 def simulated(clock: Clock, build=SimulatedRunner):
-    """Inside, `Engine` takes its time from `clock`, and `build`s its runner, which uploads nothing."""
+    """Inside, `Engine` takes its time from `clock`, and `build`s its runner; one that is simulated uploads nothing."""
     replaced = {
         (engine_module, "time"): clock,
         (engine_module, "Runner"): build,
-        (runner_module, "upload"): lambda values, device: values,
+        (runner_module, "upload"): partial(upload_where_it_is_simulated, runner_module.upload),
     }
     real = {place: getattr(*place) for place in replaced}
     try:

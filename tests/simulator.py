@@ -57,7 +57,9 @@ class Text:
     id: str  # in the engine: link, colon, the link's own id
     tokens: list[int]  # the right answer
     reason: str  # and how it ends
+    choice: int
     prompt: list[int]
+    params: dict
     max_tokens: int
     stops: set[int]
     priority: int
@@ -89,7 +91,7 @@ class FaultyRunner(SimulatedRunner):
     """Raises and is late when it is told to."""
 
     def __init__(self, *args, world: "World", **options):
-        super().__init__(*args, **options)
+        super().__init__(*args, padded=world.settings["padded"], **options)
         self.world = world
 
     def launch(self, plan: Plan):
@@ -170,18 +172,20 @@ class World:
     def run(self) -> Counter:
         """Play all events. Returns how often what happened."""
         settings = self.settings
-        build = partial(self.build, world=self, padded=settings["padded"])
+        build = partial(self.build, world=self)
         with simulated(self.clock, build):
             while not self.is_over:
                 self.renew()
-                model = NoModel(self.V, settings["context"], settings["eos"])
-                self.engine = engine_module.Engine(model, **settings["engine"])
+                self.engine = engine_module.Engine(self.model(), **settings["engine"])
                 self.longest = min(settings["context"], settings["engine"]["num_blocks"] * self.S)
                 self.watch_plans()
                 engine_module.run(self.engine, self, settings["max_queue"])
         self.counts["steps"] = self.steps
         self.counts |= {name: 1 for name in ALL_THE_TIME if name in settings["features"]}
         return self.counts
+
+    def model(self):
+        return NoModel(self.V, self.settings["context"], self.settings["eos"])
 
     def watch_plans(self):
         scheduler = self.engine.scheduler
@@ -281,6 +285,7 @@ class World:
             stops.add(self.settings["eos"])
         shared = {
             "prompt": prompt,
+            "params": params,
             "max_tokens": params["max_tokens"],
             "stops": stops,
             "priority": options.get("priority", 0),
@@ -291,7 +296,7 @@ class World:
         texts = []
         for choice, id in enumerate(ids):
             right = answer(prompt, params["max_tokens"], stops, noise_key(params["seed"], choice), self.V)
-            texts.append(Text(id, *right, **shared))
+            texts.append(Text(id, *right, choice, **shared))
         first, *others = texts
         first.prompt_logprobs = options.get("prompt_logprobs")
         first.others = others
@@ -429,17 +434,21 @@ class World:
         text = self.live.get(f"{link}:{id}")
         assert text, f"{row} is for nobody"
         assert text not in self.failing and text.told != text.broken_at, f"{text.id} was to fail, and got {row}"
-        wanted = text.tokens[text.told]
+        wanted, end = self.right(text, tokens)
         assert tokens == [wanted], f"{id} got {tokens} after {text.told} tokens, right is {wanted}"
-        last = text.told + 1 == len(text.tokens)
-        assert reason == (text.reason if last else None), f"{id} ends with {reason}"
+        assert reason == end, f"{id} ends with {reason}, right is {end}"
         assert cached == text.hits, f"{id}: {cached} cached tokens, {text.hits} were found at first"
         if scores or text.logprobs is not None or text.prompt_logprobs is not None:
             self.check_scores(text, wanted, *(scores or (None, None)))
         self.has_token(text)
-        if last:
+        if end:
             self.counts["stop tokens" if reason == "stop" else "full length"] += 1
             self.ends(text)
+
+    def right(self, text: Text, tokens: list[int]) -> tuple[int, str | None]:
+        """The next token, and how the text ends with it, if it does. (`tokens` is what the engine says.)"""
+        last = text.told + 1 == len(text.tokens)
+        return text.tokens[text.told], text.reason if last else None
 
     def check_scores(self, text: Text, token: int, logprobs, prompt_logprobs):
         right = None
