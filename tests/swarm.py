@@ -46,7 +46,7 @@ def a_steady_life(num_requests: int, overlap: bool) -> tuple[dict, list[dict]]:
         prompt = [rng.randrange(250) for _ in range(rng.randint(1, 12))]
         params = {"max_tokens": rng.randint(4, 40), "seed": number}
         add = {"do": "add", "link": 0, "id": str(number), "prompt": prompt, "params": params, "options": {}}
-        events.append(add | {"after": 4})
+        events.append(add | {"after": 5})
     return settings, events
 
 
