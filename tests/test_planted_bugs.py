@@ -49,4 +49,4 @@ def test_a_planted_bug_fails_its_test(title, forks, tmp_path):
 def test_every_bug_is_one_of_code_that_users_run():
     """A bug in a test would prove nothing; nor would the same one twice."""
     assert all((ROOT / file).is_file() and "test" not in file for file in FILES)
-    assert len({(bug["file"], bug["right"], bug["wrong"]) for bug in BUGS.values()}) == len(BUGS)
+    assert len({(bug["file"], bug["right"], bug["wrong"]) for bug in BUGS.values()}) == len(BUGS) >= 60
