@@ -4,11 +4,11 @@ the real scheduler behind them, and clients of every kind, all on a virtual cloc
 
     python -m tests.simulator_http --seed 7                 # one run; prints what happened
     python -m tests.simulator_http --seed 7 --minutes 30    # seed 7, 8, 9 .. for so long
-    python -m tests.simulator_http --replay trace.jsonl     # a run that failed once
+    python -m tests.simulator_http --replay FILE            # a run that failed, from the trace that it left
 
 A run is a function of its settings and its events, both drawn from the seed: calls that come and go, and faults. What
 a prompt is answered is a pure function of prompt, seed and choice, so every answer is known. A run that breaks a rule
-is shrunk to a few events and printed as JSON, a line each, for --replay.
+is shrunk to a few events, which are written to a file, as JSON, a line each, for --replay.
 """
 
 import argparse
@@ -1521,42 +1521,54 @@ def violation(settings: dict, events: list[dict]) -> str | None:
         return str(found)
 
 
-def report(settings: dict, events: list[dict], problem: str) -> list[dict]:
-    """Print the shrunk trace of a run that breaks a rule."""
-    print(f"seed {settings['seed']}: {problem}", file=sys.stderr)
+def shrunk_trace(settings: dict, events: list[dict]) -> tuple[str, Path, int]:
+    """Of a run that breaks a rule: what the few events break that are enough for it, their file, and their number."""
     events = shrink(events, lambda fewer: violation(settings, fewer) is not None)
-    print(f"shrunk to {len(events)} events: {violation(settings, events)}", file=sys.stderr)
-    for line in (settings, *events):
-        print(json.dumps(line))
-    return events
+    path = Path(f"simulator-http-{settings['seed']}.jsonl")
+    path.write_text("".join(json.dumps(line) + "\n" for line in (settings, *events)))
+    return violation(settings, events), path, len(events)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--steps", type=int, default=30, help="events of a run")
-    parser.add_argument("--minutes", type=float, default=0.0, help="one seed after the other for so long")
-    parser.add_argument("--replay", metavar="FILE", help="a trace")
-    args = parser.parse_args()
-    if args.replay:
-        settings, *events = [json.loads(line) for line in Path(args.replay).read_text().splitlines()]
-        sys.exit(violation(settings, events))
-    until, seed, seen, answered = time.monotonic() + 60 * args.minutes, args.seed, Counter(), 0
-    while seed == args.seed or time.monotonic() < until:
-        settings, events = draw(seed, args.steps)
+def read_trace(path: Path | str) -> tuple[dict, list[dict]]:
+    settings, *events = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return settings, events
+
+
+def campaign(seed: int, steps: int, minutes: float) -> bool:
+    """One seed after the other, at least this one; whether none breaks a rule."""
+    first = seed
+    until = time.monotonic() + 60 * minutes
+    seen: Counter = Counter()
+    while seed == first or time.monotonic() < until:
+        settings, events = draw(seed, steps)
         world = World(settings, events)
         try:
             world.run()
         except Violation as found:
-            report(settings, events, str(found))
-            sys.exit(1)
-        seen.update(world.seen)
-        answered += world.counts_of["answers"]
+            print(f"seed {seed}: {found}\nshrinking ..", flush=True)
+            why, path, count = shrunk_trace(settings, events)
+            print(f"{count} events are enough: {why}\npython -m tests.simulator_http --replay {path}")
+            return False
+        seen["whole answers"] += world.counts_of["answers"]
+        seen.update({str(name): count for name, count in world.seen.items()})
         seed += 1
-    print(
-        json.dumps({"seeds": [args.seed, seed - 1], "whole answers": answered, "seen": {str(k): seen[k] for k in seen}})
-    )
+    print(json.dumps({"seeds": [first, seed - 1], **seen}))
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--steps", type=int, default=30, help="events of a run")
+    parser.add_argument("--minutes", type=float, default=0.0, help="one seed after the other for so long")
+    parser.add_argument("--replay", metavar="FILE", help="play a trace that a failure left")
+    args = parser.parse_args()
+    if args.replay:
+        problem = violation(*read_trace(args.replay))
+        print(problem or "it does not fail")
+        return int(problem is not None)
+    return int(not campaign(args.seed, args.steps, args.minutes))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
