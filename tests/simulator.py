@@ -28,6 +28,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, product
+from math import inf
 from statistics import median
 
 import engine as engine_module
@@ -80,19 +81,17 @@ class Text:
 
 ALL_THE_TIME = {"overlap", "padding", "several links", "shared prefixes"}  # features that no event is needed for
 
-URGENCY = {
+URGENCY = {  # the smallest goes first: written anew from the README, in seconds
     "fcfs": lambda t: (t.arrival, t.number),
     "priority": lambda t: (t.arrival + 240 * t.priority / (abs(t.priority) + 3), t.number),
     "sjf": lambda t: (t.arrival + 0.05 * (len(t.prompt) + t.max_tokens), t.number),
 }
 
 
-class FaultyRunner(SimulatedRunner):
-    """Raises and is late when it is told to."""
+class Faulty:
+    """What makes a runner, simulated or real, raise and be late when its `world` says so."""
 
-    def __init__(self, *args, world: "World", **options):
-        super().__init__(*args, padded=world.settings["padded"], **options)
-        self.world = world
+    world: "World"
 
     def launch(self, plan: Plan):
         fault = self.world.armed.pop("launch", None)
@@ -100,7 +99,7 @@ class FaultyRunner(SimulatedRunner):
             self.world.must_fail(plan)
         if fault == "before":
             raise FloatingPointError("simulated, before anything was computed")
-        flight = SimulatedRunner.launch(self, plan)
+        flight = super().launch(plan)
         if fault:
             raise FloatingPointError("simulated, after all was computed")
         return flight
@@ -113,6 +112,12 @@ class FaultyRunner(SimulatedRunner):
             raise FloatingPointError("simulated, when it was waited for")
         return super().collect(flight)
 
+
+class FaultyRunner(Faulty, SimulatedRunner):
+    def __init__(self, *args, world: "World", **options):
+        super().__init__(*args, padded=world.settings["padded"], **options)
+        self.world = world
+
     def breaks(self, request: Request):
         text = self.world.live[request.id]
         if text.broken_at is None:
@@ -123,7 +128,8 @@ class Wire:
     """One link of the engine's loop: what the engine puts there is checked at once."""
 
     def __init__(self, world: "World", number: int):
-        self.world, self.number = world, number
+        self.world = world
+        self.number = number
 
     def put(self, message: dict):
         self.world.hears_error(self.number, message)
@@ -214,7 +220,10 @@ class World:
         self.num_links += 1
 
     def receive(self, timeout: float | None):
-        """What arrives before the next step, one by one, so that each message meets what the one before has done."""
+        """
+        What arrives before the next step, a message at a time: the engine has done what the one before asks for when
+        the next is made.
+        """
         assert (timeout is None) == (not self.engine.has_work), f"the loop waits for {timeout} s"
         if timeout is None:
             self.check_idle()
@@ -230,8 +239,8 @@ class World:
             self.patience = 0
             self.next_event += 1
             yield from getattr(self, event["do"])(event)
-            after = self.events[self.next_event]["after"] if self.next_event < len(self.events) else 0
-            self.countdown += after
+            if self.next_event < len(self.events):
+                self.countdown += self.events[self.next_event]["after"]
         self.countdown -= 1
 
     def is_time_for(self, event: dict) -> bool:
@@ -269,11 +278,10 @@ class World:
             self.counts["full queue" if self.refusal == "full" else "refused"] += 1
 
     def why_refused(self, ids: list[str], prompt: list[int], params: dict, n: int) -> str | None:
-        limit = self.settings["max_queue"]
-        if (
-            limit is not None
-            and n + len(self.live) + len(self.promised) > limit + self.settings["engine"]["max_num_seqs"]
-        ):
+        rows = self.settings["engine"]["max_num_seqs"]
+        max_queue = self.settings["max_queue"]
+        at_work = len(self.live) + len(self.promised)
+        if max_queue is not None and at_work + n > rows + max_queue:
             return "full"
         taken = any(id in self.live or id in self.promised for id in ids)
         fits = prompt and len(prompt) + params["max_tokens"] <= self.longest
@@ -342,16 +350,21 @@ class World:
 
     def hang_up(self, text: Text):
         self.ends(text)
-        link, _, id = text.id.partition(":")
-        yield self.links[int(link)], {"op": "abort", "id": id}
+        link, id = self.link_and_id(text)
+        yield link, {"op": "abort", "id": id}
+
+    def link_and_id(self, text: Text) -> tuple[Wire, str]:
+        """Who asked for it, and under which name."""
+        number, _, id = text.id.partition(":")
+        return self.links[int(number)], id
 
     def replace(self, event: dict):
         """Abort, and use the id again at once, before the step is in that the first owner took part in."""
         text = self.find(event)
         if text:
             yield from self.hang_up(text)
-            link, _, id = text.id.partition(":")
-            yield from self.submit(self.links[int(link)], event | {"id": id})
+            link, id = self.link_and_id(text)
+            yield from self.submit(link, event | {"id": id})
             self.counts["id used again"] += 1
 
     def gone(self, event: dict):
@@ -410,11 +423,7 @@ class World:
         """Beam search has the engine for itself, and refuses to run beside others."""
         self.has_beams = not self.engine.has_work
         arguments = event["prompt"], event["width"], event["max_tokens"]
-        P, S, width = len(event["prompt"]), self.S, event["width"]
-        blocks = P // S + width * (-(-(P + event["max_tokens"]) // S) - P // S)
-        possible = self.has_beams and width <= self.settings["engine"]["max_num_seqs"]
-        possible = possible and blocks <= self.settings["engine"]["num_blocks"]
-        possible = possible and P + event["max_tokens"] <= self.longest
+        possible = self.has_beams and self.has_room_for_beams(*arguments)
         try:
             found = self.engine.beam_search(*arguments)
         except ValueError as error:
@@ -426,6 +435,15 @@ class World:
             self.counts["beams"] += 1
         self.has_beams = False
         return ()
+
+    def has_room_for_beams(self, prompt: list[int], width: int, max_tokens: int) -> bool:
+        """Beams share the full blocks of their prompt, and each has its own from there on."""
+        end = len(prompt) + max_tokens
+        shared = len(prompt) // self.S
+        own = -(-end // self.S) - shared
+        sizes = self.settings["engine"]
+        has_room = shared + width * own <= sizes["num_blocks"] and width <= sizes["max_num_seqs"]
+        return has_room and end <= self.longest
 
     # -- what the engine says ------------------------------------------------------------------------------------------
 
@@ -446,7 +464,10 @@ class World:
             self.ends(text)
 
     def right(self, text: Text, tokens: list[int]) -> tuple[int, str | None]:
-        """The next token, and how the text ends with it, if it does. (`tokens` is what the engine says.)"""
+        """
+        The next token, and how the text ends with it, if it does. What the engine says, `tokens`, counts only where
+        several are right: see test_simulator_gpu.py.
+        """
         last = text.told + 1 == len(text.tokens)
         return text.tokens[text.told], text.reason if last else None
 
@@ -563,12 +584,12 @@ class World:
             self.waited.append(self.clock.now - text.arrival)
 
     def must_fail(self, plan: Plan):
-        """This step raises: whoever takes part must hear of it in this step."""
+        """This step raises: whoever takes part must hear of it before the step is over."""
         took_part = dict.fromkeys([*plan.decodes, *(r for r, _ in plan.chunks), *plan.admitted])
         self.failing += [self.live[r.id] for r in took_part if self.engine.requests.get(r.id) is r]
 
     def check(self, stats: dict):
-        """After a step, with what it brought told."""
+        """After a step, when its tokens and errors are told."""
         engine = self.engine
         engine.scheduler.check()
         assert not self.failing, f"{[text.id for text in self.failing]} were not told of the step's failure"
@@ -686,8 +707,8 @@ def pairs_of(counts: Counter) -> list[tuple[str, str]]:
     return [pair for pair in product(FEATURES, FAULTS) if counts[pair[0]] and counts[pair[1]]]
 
 
-def live(seed: int) -> tuple[int, str, Counter, list[tuple[str, str]]]:
-    """The life of a seed: (seed, why it failed or "", what happened how often, which features met which faults)."""
+def life_of(seed: int) -> tuple[int, str, Counter, list[tuple[str, str]]]:
+    """(seed, why its life failed or "", what happened how often, which features met which faults)"""
     settings, events = a_life(seed)
     try:
         world = play(settings, events)
@@ -700,7 +721,7 @@ def campaign(seed: int, steps: float, seconds: float, processes: int) -> "Summar
     """Lives `seed`, `seed` + 1, .. until so many steps are done, so many seconds have passed, or one has failed."""
     summary = Summary(seed)
     with multiprocessing.Pool(processes) as pool:
-        for result in pool.imap(live, count(seed), chunksize=8):
+        for result in pool.imap(life_of, count(seed), chunksize=8):
             summary.add(*result)
             if summary.failure or summary.counts["steps"] >= steps or summary.seconds >= seconds:
                 break
@@ -730,7 +751,7 @@ class Summary:
         self.lives = 0
         self.failure = ""
         self.counts = Counter()
-        self.steps_with: Counter = Counter()  # (feature, fault) -> steps of lives with both
+        self.steps_with = Counter()  # (feature, fault) -> steps of lives with both
         self.started = time.monotonic()
 
     @property
@@ -766,8 +787,8 @@ class Summary:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the first life")
-    parser.add_argument("--steps", type=float, help="go on with the next seeds until so many steps are done")
-    parser.add_argument("--minutes", type=float, help="or so many minutes have passed")
+    parser.add_argument("--steps", type=float, default=inf, help="play the next seeds until so many are done")
+    parser.add_argument("--minutes", type=float, default=inf, help="or so many minutes have passed")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="lives at once")
     parser.add_argument("--replay", metavar="FILE", help="play a trace that a failure left")
     parser.add_argument("--speed", action="store_true", help="measure steps a second on one core")
@@ -779,10 +800,9 @@ def main() -> int:
         why = fails(*read_trace(args.replay))
         print(why or "it does not fail")
         return bool(why)
-    if args.steps is None and args.minutes is None:
-        args.steps = 1
-    seconds = float("inf") if args.minutes is None else 60 * args.minutes
-    summary = campaign(args.seed, float("inf") if args.steps is None else args.steps, seconds, args.processes)
+    if args.steps == args.minutes == inf:
+        args.steps = 1  # the first life is enough
+    summary = campaign(args.seed, args.steps, 60 * args.minutes, args.processes)
     print(summary)
     if not summary.failure:
         return 0

@@ -12,36 +12,17 @@ import torch
 
 from runner import Runner
 from test_paged import CONTEXT, VOCABULARY, trained_model
-from tests.simulator import Text, World
+from tests.simulator import Faulty, Text, World
 from tests.swarm import a_life
 
 NOT_PLAYED = ("beam", "broken", "fork", "restart")  # what only the simulated runner can do, or takes a new capture
 TEMPERATURES = (0.0, 0.7, 1.0, 1.4)
 
 
-class FaultyRealRunner(Runner):
-    """Raises and is late when it is told to."""
-
+class FaultyRealRunner(Faulty, Runner):
     def __init__(self, *args, world: World, **options):
         super().__init__(*args, **options)
         self.world = world
-
-    def launch(self, plan):
-        fault = self.world.armed.pop("launch", None)
-        if fault:
-            self.world.must_fail(plan)
-        if fault == "before":
-            raise FloatingPointError("simulated, before anything was computed")
-        flight = super().launch(plan)
-        if fault:
-            raise FloatingPointError("simulated, after all was computed")
-        return flight
-
-    def collect(self, flight):
-        if self.world.armed.pop("collect", None):
-            self.world.must_fail(flight.plan)
-            raise FloatingPointError("simulated, when it was waited for")
-        return super().collect(flight)
 
 
 class DenseWorld(World):
@@ -114,7 +95,9 @@ class DenseWorld(World):
 
 def live(seeds: range, device: str, graphs: bool) -> int:
     """Plays these lives. Returns how many steps they took."""
-    steps, tokens, ties = 0, 0, 0
+    steps = 0
+    tokens = 0
+    ties = 0
     for seed in seeds:
         world = DenseWorld(seed, device, graphs)
         world.run()
