@@ -344,7 +344,7 @@ class Engine:
                 self.delays["waited"].append(now - request.arrival_time)
 
     def _note_first_tokens(self, completed_prefills: list[Request]):
-        """Not of those that had tokens before a preemption."""
+        """Note how long each first token took, but not of requests that had tokens before a preemption."""
         now = time.monotonic()
         for request in completed_prefills:
             known = request.num_generated - request.num_to_come
@@ -361,6 +361,7 @@ class Engine:
             if self.requests.get(request.id) is request:  # not aborted since
                 self.prompt_scores.setdefault(request.id, [])[start:] = found  # after a preemption, from 0 again
         live = [r.num_to_come for r in plan.sampled]  # the others have ended since they were planned
+        # before `resolve`, which ends some of them; whoever was aborted since the launch has no token to come
         completed_prefills = [r for r in plan.sampled[len(plan.decodes) :] if r.num_to_come]
         for request in self.scheduler.resolve(plan, tokens):
             del self.requests[request.id]
@@ -624,7 +625,7 @@ def run(engine: Engine, links: Links, max_queue: int | None = None):
 
 
 def turn(engine: Engine, links: Links, max_queue: int | None):
-    """Once around that loop. Waits for a message where there is nothing to compute."""
+    """One round of `run`: take messages in, compute a step, send its tokens out. Waits only if nothing is in work."""
     for link, message in links.receive(timeout=0 if engine.has_work else None):
         take_in(engine, link, message, max_queue)
     for output in engine.step():

@@ -361,7 +361,7 @@ class Scheduler:
         # for metrics and traces
         self.num_added = self.num_preemptions = self.num_copies = self.num_forks = 0
         self.num_queried_tokens = self.num_hit_tokens = self.peak_blocks = 0
-        self.checked: dict[int, CachedBlock] = {}  # of `check`: block -> what it held the last time, all of it right
+        self.checked: dict[int, CachedBlock] = {}  # what `check` has found right: block -> what it held
 
     @property
     def block_cache(self) -> BlockCache:
@@ -688,7 +688,7 @@ class Scheduler:
 
     def _check_cache(self):
         allocator, cache = self.block_allocator, self.block_cache
-        if cache.held != self.checked:  # else nothing has changed since the last time
+        if cache.held != self.checked:  # a block's tokens are hashed once, not in every step
             found = {content.key: block for block, content in cache.held.items()}
             assert found == cache.block_of, f"by their keys are found {cache.block_of}, held are {found}"
             for block, content in cache.held.items():

@@ -4,6 +4,10 @@ second. `PretendRunner` stands where the Runner does. Each slot of its KV pool h
 up to that token and for its salt; a step writes these through the block tables, and what comes next is a function of
 all that it reads back through them. So a wrong block, row, copy or hit gives a wrong answer, and the right one is known
 from the request alone: `answer_to`.
+
+The simulators' runner (simulated_runner.py) shares the real one's work on the host and needs a GPU's padding, rows and
+inputs to be right; this one takes a plan and nothing else, so that a test of the engine's rules fails for these alone.
+Its slots say which salt wrote them, and its log-probabilities add up, as beam search needs them.
 """
 
 import math
@@ -75,6 +79,8 @@ def answer_to(prompt: list[int], params: SamplingParams, choice: int = 0, salt: 
 
 
 class PretendRunner:
+    """Stands where `Engine` has its Runner."""
+
     def __init__(self, model, num_blocks: int, block_size: int, max_num_seqs: int, **others):
         self.block_size = block_size
         self.kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]

@@ -6,6 +6,9 @@ is a hash of that text *as it is read back through the block table*. So a wrong 
 row changes an answer, as it would change what a real model says. What the real runner does on the host (the layout of
 a step's inputs, padding, which tokens are wanted) is the real runner's; what it does on the device is done here, to the
 same arrays, in plain Python. Not run by itself.
+
+There are two smaller ones: pretend.py, for tests of single rules of the engine, uses none of the real runner, and has
+log-probabilities that add up; simulator_http.py, which is about what becomes of tokens, has no slots at all.
 """
 
 from contextlib import contextmanager
@@ -32,8 +35,8 @@ def noise_key(seed: int, choice: int) -> int:
 
 def score(text: bytes, token: int, n: int, V: int) -> list:
     """[log-probability of the token after this text, n likeliest ids, their log-probabilities]: not real ones."""
-    told = crc32(text, token)
-    return [-float(told), [(told + i) % V for i in range(n)], [-float(i) for i in range(n)]]
+    crc = crc32(text, token)
+    return [-float(crc), [(crc + i) % V for i in range(n)], [-float(i) for i in range(n)]]
 
 
 def scores_of(prompt: list[int], n: int, V: int) -> list[list]:
@@ -44,24 +47,26 @@ def scores_of(prompt: list[int], n: int, V: int) -> list[list]:
 
 def logits_after(text: bytes, V: int) -> torch.Tensor:
     """[V], for beam search: between 0 and 4, so that each step has several good ways to go on."""
-    told = crc32(text)
-    return torch.tensor([crc32(bytes([token]), told) / 2**30 for token in range(V)])
+    crc = crc32(text)
+    return torch.tensor([crc32(bytes([token]), crc) / 2**30 for token in range(V)])
 
 
-def answer(prompt: list[int], max_tokens: int, stops: frozenset[int], key: int, V: int) -> tuple[list[int], str]:
+def answer(prompt: list[int], max_tokens: int, stops: set[int], key: int, V: int) -> tuple[list[int], str]:
     """The right answer: its tokens, and how it ends."""
-    told, tokens = crc32(bytes(prompt), key), []
+    tokens = []
+    crc = crc32(bytes(prompt), key)
     while len(tokens) < max_tokens:
-        tokens.append(told % V)
+        tokens.append(crc % V)
         if tokens[-1] in stops:
             return tokens, "stop"
-        told = crc32(bytes(tokens[-1:]), told)
+        crc = crc32(bytes(tokens[-1:]), crc)  # the CRC of a longer text goes on from that of the shorter one
     return tokens, "length"
 
 
 def beams(prompt: list[int], width: int, max_tokens: int, eos: int | None, V: int) -> list[tuple[list[int], float]]:
     """The right result of a beam search, straight from its definition: no blocks, no forks."""
-    going, answers = [([], 0.0)], []
+    going = [([], 0.0)]
+    answers = []
     while going and (len(answers) < width or going[0][1] > answers[-1][1]):
         found = []
         for tokens, total in going:
@@ -79,7 +84,7 @@ def beams(prompt: list[int], width: int, max_tokens: int, eos: int | None, V: in
 
 
 class HostTokens(list):
-    """A list, for code that expects a tensor on the host."""
+    """A list, where the engine's side of `collect` expects a tensor on the host."""
 
     is_cuda = False
 
@@ -113,19 +118,24 @@ class Pool:
 
 
 class SimulatedRunner(Runner):
-    """Its arguments are the real one's; `sizes` says whether steps are padded, as they are on a GPU."""
+    """Its arguments are the real one's, and `padded`: whether steps are padded, as they are on a GPU."""
 
     launch = Runner.launch.__wrapped__  # without torch's context, which costs as much as a step here
 
     def __init__(self, model, num_blocks, block_size, max_num_seqs, token_budget=0, padded=False, **ignored):
         N = max_num_seqs
-        self.V, self.block_size, self.device = model.config.vocab_size, block_size, "simulated"
+        self.device = "simulated"
+        self.V = model.config.vocab_size
+        self.block_size = block_size
         self.pool = Pool(num_blocks, block_size)
-        self.M = -(-model.config.context_length // block_size)
-        self.nobody, self.graphs, self.decode_one = N, {}, None
-        self.context_len, self.last_token = [0] * (N + 1), [0] * (N + 1)
-        self.key, self.score_with = [0] * (N + 1), [None] * (N + 1)
-        self.block_tables = [[self.pool.sink] * self.M for _ in range(N + 1)]
+        self.graphs = {}
+        self.decode_one = None
+        self.nobody = N  # the row of padding; all that follows is indexed by row
+        self.context_len = [0] * (N + 1)
+        self.last_token = [0] * (N + 1)
+        self.key = [0] * (N + 1)
+        most_blocks = -(-model.config.context_length // block_size)
+        self.block_tables = [[self.pool.sink] * most_blocks for _ in range(N + 1)]
         self.scored_rows: set[int] = set()
         self.num_rows = self.num_padded_rows = 0
         self.sizes = sorted({1, 2, 4, N}) if padded else []
@@ -154,21 +164,23 @@ class SimulatedRunner(Runner):
             self.block_tables[row][: len(r.block_table)] = r.block_table
             self.key[row] = noise_key(seed, choice)
             scored = r.params is not None and r.params.logprobs is not None
-            (self.scored_rows.add if scored else self.scored_rows.discard)(row)
+            self.scored_rows.discard(row)
+            if scored:
+                self.scored_rows.add(row)
 
     def compute(self, inputs, n: int, C: int, T: int, plan: Plan):
         """
-        As the real one's: all is written before anything is read. The texts up to the sampled tokens take the place of
-        the logits.
+        The arguments are the real one's: the inputs of n decodes and of C chunks with T tokens. All is written before
+        anything is read. Returns the sampled tokens, and the texts before them in place of logits.
         """
         self.write_decodes(inputs[:n], inputs[n : 2 * n])
         sampling_rows = inputs[:n]
         if C:
             sampling_rows += self.write_chunks(inputs[2 * n :], C, T)
-        blocks, tables, texts, tokens = self.pool.blocks, self.block_tables, Texts(self.V), HostTokens()
+        texts = Texts(self.V)
+        tokens = HostTokens()
         for row in sampling_rows:
-            end = self.context_len[row]
-            text = b"".join([blocks[block] for block in tables[row][: -(-end // self.block_size)]])[:end]
+            text = self.read(row, self.context_len[row])
             token = crc32(text, self.key[row]) % self.V
             self.last_token[row] = token
             texts.append(text)
@@ -205,8 +217,9 @@ class SimulatedRunner(Runner):
         return b"".join([blocks[block] for block in self.block_tables[row][:M]])[:end]
 
     def break_logits(self, plan: Plan, n: int, tokens: list[int]):
-        whom = dict(enumerate(plan.decodes)) | {n + i: r for i, (r, _) in enumerate(plan.chunks)}
-        for i, request in whom.items():
+        """After n decodes, padding included, come the chunks."""
+        at = dict(enumerate(plan.decodes)) | {n + i: r for i, (r, _) in enumerate(plan.chunks)}
+        for i, request in at.items():
             if request in self.broken_logits and request in plan.sampled:
                 tokens[i] = -1
                 self.last_token[request.row] = 0
@@ -214,7 +227,7 @@ class SimulatedRunner(Runner):
                 self.breaks(request)
 
     def breaks(self, request: Request):
-        """For whoever wants to know."""
+        """Called when the logits of a request are broken: the simulator overrides it, to know who must hear of it."""
 
     def score(self, plan: Plan, wanted: list[int], n: int, tokens, texts, x) -> list[tuple]:
         found = []

@@ -574,7 +574,7 @@ def test_what_the_head_decides_is_said_at_once_and_last(locked, start, status):
         assert said.startswith(b"HTTP/1.1 %d " % status) and b"connection: close" in said
         began = time.monotonic()
         send_until_closed(sock, b"1\r\nx\r\n" * 1000, limit=2**40)
-        assert time.monotonic() - began < connection.REFUSED_SECONDS + 5
+        assert time.monotonic() - began < connection.REFUSED_SECONDS + 30
     assert locked.get("/livez") == 200
 
 
@@ -625,7 +625,7 @@ def test_who_hangs_up_with_requests_waiting_is_noticed(behind, how):
         if how == "reset":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         sock.close()
-        wait_until(lambda: server.engine.aborted == ["0"], seconds=5)
+        wait_until(lambda: server.engine.aborted == ["0"])
 
 
 def test_pipelined_requests_are_answered_in_order(server):

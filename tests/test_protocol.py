@@ -282,9 +282,9 @@ def test_refusals_name_field_and_remedy(body, param, message):
 )
 def test_many_unknown_fields_end_at_the_first(body):
     """pydantic collected a finding for each: 400,000 fields held up the event loop for seconds."""
-    started = time.perf_counter()
+    started = time.process_time()
     assert refusal(**body).message.startswith("there is no field ")
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 def test_too_many_prompts_are_not_looked_at():
