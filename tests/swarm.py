@@ -152,7 +152,7 @@ def id_used_again(rng, has, settings, number) -> dict:
     if rng.random() < 0.3:
         earlier = rng.randrange(number + 1)
         return request(rng, has, settings, earlier)
-    state = rng.choice(["any", "prefilling", "scoring", "scoring", "promising", "to come"])  # work of its is on its way
+    state = rng.choice(["any", "prefilling", "scoring", "scoring", "promising", "to come"])  # it has something to lose
     return request(rng, has, settings, number) | {"do": "replace"} | aimed(rng) | {"state": state}
 
 
@@ -200,7 +200,9 @@ def beam(rng, has, settings, number) -> dict:
     return event | {"patience": rng.choice([0, 100, 100])}  # until the engine is idle
 
 
-MAKERS = [  # of a feature or fault, and how often it happens: of requests there are 20
+# Feature or fault; what makes an event of it, from (rng, what the life has, settings, number of the event); and how
+# often, where requests have 20.
+MAKERS = [
     ("abort", abort, 10),
     ("step raises", step_raises, 1),
     ("late step", late_step, 1),

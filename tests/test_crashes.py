@@ -63,21 +63,28 @@ class Disk:
 
         def operate(*arguments, **named):
             self.look()
-            result = None if name == "fsync" else function(*arguments, **named)  # this disk's, not the real one's
-            names = [Path(argument).name for argument in arguments if isinstance(argument, str | Path)]
-            if name == "fsync":
-                inode = os.fstat(arguments[0]).st_ino
-                self.flushed |= {path.name: path.read_bytes() for path in self.folder.iterdir()
-                                 if path.stat().st_ino == inode}  # fmt: skip
-            elif name in ("unlink", "remove"):
-                self.flushed.pop(names[0], None)
+            if name == "fsync":  # of this disk, not of the real one
+                self.flush(*arguments)
+                result = None
             else:
-                old, new = names
-                self.flushed[new] = self.flushed.pop(old, b"")
+                result = function(*arguments, **named)
+                self.move(*(Path(path).name for path in arguments))
             self.look()
             return result
 
         return operate
+
+    def flush(self, fd: int):
+        inode = os.fstat(fd).st_ino
+        for path in self.folder.iterdir():
+            if path.stat().st_ino == inode:
+                self.flushed[path.name] = path.read_bytes()
+
+    def move(self, old: str, new: str | None = None):
+        """To another name, or, for None, away."""
+        content = self.flushed.pop(old, b"")
+        if new is not None:
+            self.flushed[new] = content
 
     def distinct(self) -> list[dict[str, bytes]]:
         """The moments, of those that differ only in what nobody reads (temporary files, the log) one."""

@@ -9,6 +9,7 @@ The HTTP side on a clock that the tests turn: no sockets, no threads, no sleepin
 
 Connections, gate, jobs and the engine's client are the real ones. A test has the other ends of their wires: it says
 byte by byte what a client sends, and message by message what the engine does, and knows at what time what happened.
+For whole random runs, with several HTTP processes and the real scheduler, see virtual.py and simulator_http.py.
 """
 
 import asyncio
