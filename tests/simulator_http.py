@@ -1087,8 +1087,10 @@ class World:
         self.judge()
         if self.is_serving():
             self.probe()
+            self.probe_limit()
             self.check_idle()
             self.check_metrics()
+            self.part()
         elif self.engines[-1].is_dead:
             self.wait(self.longest(), self.has_ended, "the engine is gone for good, but the server stays")
         self.stop()
@@ -1162,10 +1164,7 @@ class World:
         self.encoder_fault = False
         self.engines[-1].engine.runner.fault = ""
         for number in range(self.settings["workers"]):
-            id = 10_000 + number
-            body = {"prompt": f"~{id}", "max_tokens": 2, "seed": 1}
-            key = self.keys[0] if self.keys else None
-            self.call({"worker": number, "calls": [{"id": id, "path": "/v1/completions", "body": body, "key": key}]})
+            self.ask(number, 10_000 + number)
             self.wait(5.0, self.is_quiet, "the server serves nobody any more")
             self.rest(0.5)
         for caller in self.callers[before:]:
@@ -1174,6 +1173,63 @@ class World:
                 raise Violation(f"when all is quiet, a call is refused: {answer.body.decode()}")
         del self.callers[before:]
         self.rest(1.0)
+
+    def ask(self, worker: int, id: int) -> Caller:
+        """A call like any other."""
+        body = {"prompt": f"~{id}", "max_tokens": 2, "seed": 1}
+        key = self.keys[0] if self.keys else None
+        self.call({"worker": worker, "calls": [{"id": id, "path": "/v1/completions", "body": body, "key": key}]})
+        return self.callers[-1]
+
+    def probe_limit(self):
+        """An engine that does nothing for a while: the calls end when their time is over."""
+        seconds = self.settings["request_seconds"]
+        self.engines[-1].stall(seconds + 5.0)
+        asked = [self.ask(number, 11_000 + number) for number in range(self.settings["workers"])]
+        self.rest(seconds + 4.0)
+        for caller in asked:
+            self.expect_refusal(caller, "timeout", "queue_full")
+        self.rest(4.0)
+
+    def expect_refusal(self, caller: Caller, *codes: str):
+        """It must have been told one of these by now."""
+        told = [json.loads(answer.body)["error"]["code"] for answer in answers(caller.received) if answer.status != 200]
+        if len(told) != 1 or told[0] not in codes:
+            name = caller.calls[0]["id"]
+            raise Violation(f"call {name} should be refused with {codes} by now, its answer is {caller.received!r}")
+
+    # how it ends
+
+    def part(self):
+        """In three ways, each while something is in work that takes too long."""
+        self.engines[-1].stall(self.settings["drain_seconds"] + 10.0)
+        asked = [self.ask(number, 12_000 + number) for number in range(self.settings["workers"])]
+        self.rest(self.settings["encode_seconds"] + 0.5)
+        way = self.settings["seed"] % 3
+        if way == 2:
+            return self.lose_engines()
+        self.stop()
+        if self.settings["drain_seconds"]:
+            self.rest(0.5)
+            newcomers = [self.ask(number, 13_000 + number) for number in range(self.settings["workers"])]
+            self.rest(0.4)
+            for caller in newcomers:
+                self.expect_refusal(caller, "draining")
+        if way == 1:
+            self.stop()
+        self.rest(self.drained_at - self.now + 0.5)
+        is_timed_out = asked[0].began + self.settings["request_seconds"] < self.drained_at
+        for caller in asked:
+            self.expect_refusal(caller, "timeout" if is_timed_out else "stopping", "queue_full")
+
+    def lose_engines(self):
+        """The engine dies, and the next one too, before it has taken in any link."""
+        self.engines[-1].die()
+        self.machine.run(self.now + 1.0, lambda: self.engines[-1].state == "starting")
+        self.engines[-1].die()
+        self.wait(self.longest(), self.has_ended, "two engines are gone, but the server stays")
+
+    # what is left
 
     def check_idle(self):
         self.engines[-1].engine.assert_idle()
