@@ -33,7 +33,8 @@ def root_text(salt: str) -> int:
 
 def texts_of(tokens: list[int], salt: str = "") -> list[int]:
     """What the slots of these tokens hold."""
-    texts, text = [], root_text(salt)
+    texts = []
+    text = root_text(salt)
     for token in tokens:
         text = hash((text, token))
         texts.append(text)
@@ -64,7 +65,8 @@ def score(context: list[int], token: int, n: int) -> list:
 
 def answer_to(prompt: list[int], params: SamplingParams, choice: int = 0, salt: str = "", eos: tuple = ()):
     """Tokens, how they end, and the score of each, as the engine must give them out."""
-    tokens, scores = [], []
+    tokens = []
+    scores = []
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
     while len(tokens) < params.max_tokens:
         context = texts_of(prompt + tokens, salt)
@@ -164,7 +166,8 @@ def pretend_engine(eos: tuple = (), context_length: int = 64, **settings) -> Eng
 
 def finish(engine: Engine) -> list:
     """All outputs until it is idle."""
-    outputs, turns = [], 0
+    outputs = []
+    turns = 0
     while engine.has_work:
         outputs += engine.step()
         turns += 1

@@ -144,7 +144,8 @@ class SimulatedRunner(Runner):
         self.broken_logits: set[Request] = set()  # the next tokens of these are -1
 
     def bring_up_to_date(self, plan: Plan):
-        blocks, S = self.pool.blocks, self.block_size
+        blocks = self.pool.blocks
+        S = self.block_size
         copied = {to: bytes(blocks[source]) for to, source in plan.copies.items()}  # all are read before any is written
         for request in plan.grown:
             blocks[request.block_table[-1]][:] = self.pool.poison
@@ -191,9 +192,12 @@ class SimulatedRunner(Runner):
 
     def write_decodes(self, rows, new_blocks):
         """The last token of each row, in the slot after its text."""
-        blocks, lens, S = self.pool.blocks, self.context_len, self.block_size
+        blocks = self.pool.blocks
+        lens = self.context_len
+        S = self.block_size
         for row, new_block in zip(rows, new_blocks, strict=True):
-            table, position = self.block_tables[row], lens[row]
+            table = self.block_tables[row]
+            position = lens[row]
             if new_block >= 0:
                 table[position // S] = new_block
             blocks[table[position // S]][position % S] = self.last_token[row]
@@ -202,9 +206,13 @@ class SimulatedRunner(Runner):
 
     def write_chunks(self, inputs, C: int, T: int):
         """Returns the rows that sample."""
-        blocks, S = self.pool.blocks, self.block_size
-        rows, sampling_rows, ends = inputs[:C], inputs[C : 2 * C], inputs[3 * C + 1 : 4 * C + 1]
-        tokens, positions, row_of = (inputs[4 * C + 1 + i * T : 4 * C + 1 + (i + 1) * T] for i in range(3))
+        blocks = self.pool.blocks
+        S = self.block_size
+        rows = inputs[:C]
+        sampling_rows = inputs[C : 2 * C]
+        ends = inputs[3 * C + 1 : 4 * C + 1]  # before them the C + 1 starts of the chunks, which only attention needs
+        of_tokens = inputs[4 * C + 1 :]
+        tokens, positions, row_of = of_tokens[:T], of_tokens[T : 2 * T], of_tokens[2 * T : 3 * T]
         for row, position, token in zip(row_of, positions, tokens, strict=True):
             blocks[self.block_tables[row][position // S]][position % S] = token
         for row, end in zip(rows, ends, strict=True):
@@ -213,8 +221,9 @@ class SimulatedRunner(Runner):
 
     def read(self, row: int, end: int) -> bytes:
         """The first `end` tokens of a row's text, through its block table."""
-        blocks, M = self.pool.blocks, -(-end // self.block_size)
-        return b"".join([blocks[block] for block in self.block_tables[row][:M]])[:end]
+        blocks = self.pool.blocks
+        table = self.block_tables[row][: -(-end // self.block_size)]
+        return b"".join([blocks[block] for block in table])[:end]
 
     def break_logits(self, plan: Plan, n: int, tokens: list[int]):
         """After n decodes, padding included, come the chunks."""

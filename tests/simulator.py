@@ -145,10 +145,12 @@ class World:
     """
 
     def __init__(self, settings: dict, events: list[dict], build=FaultyRunner):
-        self.settings, self.events = settings, events
+        self.settings = settings
+        self.events = events
         self.build = build
         self.clock = Clock()
-        self.V, self.S = settings["V"], settings["engine"]["block_size"]
+        self.V = settings["V"]
+        self.S = settings["engine"]["block_size"]
         self.overlap = settings["engine"]["overlap"]
         self.urgency = URGENCY[settings["engine"]["policy"]]
         self.next_event = 0
@@ -261,7 +263,7 @@ class World:
         yield from self.submit(link, event)
 
     def submit(self, link: Wire, event: dict):
-        id, prompt, params, options = event["id"], event["prompt"], event["params"], event["options"]
+        id, prompt, params, options = (event[name] for name in ("id", "prompt", "params", "options"))
         n = options.get("n", 1)
         ids = [f"{link.number}:{id}", *(f"{link.number}:{id}.{i}" for i in range(1, n))]
         self.refusal = self.why_refused(ids, prompt, params, n)
@@ -567,7 +569,8 @@ class World:
 
     def check_admitted(self, text: Text, request: Request):
         text.runs = True
-        S, found = self.S, request.num_filled_slots
+        S = self.S
+        found = request.num_filled_slots
         may_hit = self.settings["engine"]["prefix_cache"] and text.prompt_logprobs is None
         most = (len(text.prompt) + text.told - 1) // S * S if may_hit else 0
         assert found <= most and found % S == 0, f"{text.id}: {found} tokens found in the cache, at most {most}"
@@ -626,7 +629,8 @@ class World:
         runs and is never sent away: its prompt takes as many steps again at most, its answer a token a turn.
         Then somebody else is first. Each text more urgent can be first once, or twice when another one arrives.
         """
-        R, L = self.settings["engine"]["max_num_seqs"], self.longest
+        R = self.settings["engine"]["max_num_seqs"]
+        L = self.longest
         scheduler = self.engine.scheduler
         turn = -(-R // max(1, scheduler.token_budget - scheduler.prefill_tokens))
         first = 2 * R * L + 1 + turn * L  # steps

@@ -48,8 +48,9 @@ class Expected:
         self.answer, self.reason, self.scores = answer_to(self.prompt, self.params, self.choice, self.salt, self.eos)
         self.prompt_scores = None
         if self.prompt_logprobs is not None and len(self.prompt) > 1:
-            texts, n = texts_of(self.prompt, self.salt), self.prompt_logprobs
-            self.prompt_scores = [score(texts[:i], self.prompt[i], n) for i in range(1, len(texts))]
+            texts = texts_of(self.prompt, self.salt)
+            ends = range(1, len(texts))
+            self.prompt_scores = [score(texts[:end], self.prompt[end], self.prompt_logprobs) for end in ends]
 
     def next_output(self) -> Output:
         """What the engine must say of it next, unless a step fails."""
@@ -72,7 +73,8 @@ class Trial:
         self.rng = rng = random.Random(seed)
         self.clock = SimpleNamespace(now=100.0)
         monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: self.clock.now))
-        self.block_size, self.num_blocks = rng.choice([1, 2, 4]), rng.randint(8, 24)
+        self.block_size = rng.choice([1, 2, 4])
+        self.num_blocks = rng.randint(8, 24)
         self.room = min(self.block_size * self.num_blocks, 30)
         rows = rng.randint(1, 6)
         self.eos = rng.choice([(), (3,), (3, 7)])
@@ -96,7 +98,8 @@ class Trial:
         self.prefilled: list[float] = []
         self.fault = None
         self.failing = None  # the plan whose step fails now
-        self.p_abort, self.p_fail = rng.choice([0.0, 0.1]), rng.choice([0.0, 0.04])
+        self.p_abort = rng.choice([0.0, 0.1])
+        self.p_fail = rng.choice([0.0, 0.04])
         self.watch()
 
     # -- in ------------------------------------------------------------------------------------------------------------
@@ -118,8 +121,10 @@ class Trial:
         free = [id for id in "abcdefghijkl" if not any(live.split(".")[0] == id for live in self.live)]
         if not free:
             return
-        id, n = again if again in free else rng.choice(free), rng.choice([1, 1, 3])
-        salt, priority = rng.choice(["", "", "pepper"]), rng.choice([0, 0, -2, 5])
+        id = again if again in free else rng.choice(free)
+        n = rng.choice([1, 1, 3])
+        salt = rng.choice(["", "", "pepper"])
+        priority = rng.choice([0, 0, -2, 5])
         scored = rng.choice([None, None, None, 0, 1])
         flight = self.engine.in_flight
         late = flight is not None and any(r.id == id for r in flight.plan.sampled)
@@ -153,8 +158,9 @@ class Trial:
 
     def watch(self):
         """Count what goes from the scheduler to the runner and back, and let some steps fail."""
-        scheduler, runner = self.engine.scheduler, self.engine.runner
-        plan, launch, collect = scheduler.plan, runner.launch, runner.collect
+        scheduler = self.engine.scheduler
+        runner = self.engine.runner
+        plan, launch, collect = scheduler.plan, runner.launch, runner.collect  # the real ones
 
         def planned(step):
             made = plan(step)
@@ -178,7 +184,9 @@ class Trial:
                 raise FloatingPointError("bad number")
             return collect(flight)
 
-        scheduler.plan, runner.launch, runner.collect = planned, launched, collected
+        scheduler.plan = planned
+        runner.launch = launched
+        runner.collect = collected
 
     def note_admission(self, request):
         expected = self.live[request.id]
@@ -188,7 +196,8 @@ class Trial:
         self.totals["queried tokens"] += request.num_tokens
         self.totals["hit tokens"] += hits
         if expected.cached_tokens is None:
-            expected.cached_tokens, expected.admitted = hits, self.clock.now
+            expected.cached_tokens = hits
+            expected.admitted = self.clock.now
             self.waited.append(self.clock.now - expected.arrival)
 
     def longest_hit(self, expected: Expected, num_tokens: int) -> int:
@@ -254,7 +263,8 @@ class Trial:
                     self.counts["forked"] += 1
 
     def check_stats(self):
-        engine, totals = self.engine, self.totals
+        engine = self.engine
+        totals = self.totals
         requests = engine.requests.values()
         assert set(engine.requests) == {id for id, live in self.live.items() if not live.promised}
         first_of = {name.split(".")[0] for name, live in self.live.items() if live.promised}
@@ -281,7 +291,8 @@ class Trial:
             assert urgencies == sorted(urgencies), "the queue is out of order"
 
     def run(self):
-        to_come, turns = self.rng.randint(3, 14), 0
+        to_come = self.rng.randint(3, 14)
+        turns = 0
         while to_come or self.engine.has_work:
             turns += 1
             assert turns < 5000, f"{[*self.live]} never end"  # it takes some hundred at most
