@@ -106,7 +106,7 @@ def score(token: int, n: int) -> list:
 
 
 class Runner:
-    """Knows each request's next token, without a model. `fault` is what goes wrong at the next step."""
+    """Knows each request's next token, without a model. `fault` is what goes wrong at the next step that can."""
 
     def __init__(self, world: "World"):
         self.world = world
@@ -124,7 +124,7 @@ class Runner:
     def collect(self, flight):
         plan, tokens = flight.plan, flight.tokens
         self.fail("collect", plan)
-        if self.fault == "logits" and tokens:
+        if (self.fault == "logits" and tokens) or (self.fault == "one of many" and len(tokens) > 1):
             self.has_failed(plan.sampled[:1])
             tokens[0] = -1
         for request, token in zip(plan.sampled, tokens, strict=True):
@@ -1087,6 +1087,7 @@ class World:
         self.judge()
         if self.is_serving():
             self.probe()
+            self.probe_failure()
             self.probe_limit()
             self.check_idle()
             self.check_metrics()
@@ -1174,12 +1175,23 @@ class World:
         del self.callers[before:]
         self.rest(1.0)
 
-    def ask(self, worker: int, id: int) -> Caller:
+    def ask(self, worker: int, id: int, max_tokens: int = 2) -> Caller:
         """A call like any other."""
-        body = {"prompt": f"~{id}", "max_tokens": 2, "seed": 1}
+        body = {"prompt": f"~{id}", "max_tokens": max_tokens, "seed": 1, "ignore_eos": True}
         key = self.keys[0] if self.keys else None
         self.call({"worker": worker, "calls": [{"id": id, "path": "/v1/completions", "body": body, "key": key}]})
         return self.callers[-1]
+
+    def probe_failure(self):
+        """The engine fails at one of two calls: the other one's answer is whole."""
+        if self.settings["max_num_seqs"] < 2 or self.settings["request_seconds"] < 10:
+            return
+        self.engines[-1].engine.runner.fault = "one of many"
+        asked = [self.ask(0, 14_000 + number, max_tokens=20) for number in range(2)]
+        self.rest(8.0)
+        for caller in asked:
+            (answer,) = answers(caller.received)
+            Judge(self, caller, caller.calls[0], answer).check()
 
     def probe_limit(self):
         """An engine that does nothing for a while: the calls end when their time is over."""
