@@ -21,6 +21,7 @@ import socket
 import time
 
 READ_SIZE = 2**18  # bytes taken from a link at a time
+NEWS = ("at_work", "queries", "hits", "preemptions")  # stats that a link hears of at once when they change
 STATS_SECONDS = 0.1  # a link whose requests get no tokens hears at least this often how the engine is
 
 encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -72,7 +73,7 @@ class Link:
         self.messages: list[dict] = []  # what else it was not told yet
         self.lists: dict[str, list] = {}  # those in the engine's stats, gathered until it is told
         self.told = 0.0  # when it heard last
-        self.at_work: int | None = None  # what it heard then of how much the engine has to do
+        self.heard: dict = {}  # the engine's stats as it heard them then
         sock.setblocking(False)
 
     def receive(self) -> list[dict]:
@@ -111,7 +112,7 @@ class Link:
         self.messages = []
         self.lists = {}
         self.told = time.monotonic()
-        self.at_work = stats["at_work"]
+        self.heard = stats
 
     def send(self):
         """Send as much of `unsent` as there is room for."""
@@ -188,13 +189,13 @@ class Links:
     def flush(self, stats: dict):
         """
         Send what was put, with the engine's stats, to all links that took their last message whole. The others hear
-        the stats alone, when work has come or gone, or when they were told nothing for a while.
+        the stats alone, when what counts has changed, or when they were told nothing for a while.
         """
         now = time.monotonic()
         lists = {name: value for name, value in stats.items() if isinstance(value, list)}
         for link in list(self.links.values()):
             link.gather(lists)
-            has_news = link.rows or link.messages or link.at_work != stats["at_work"]
+            has_news = link.rows or link.messages or any(link.heard.get(name) != stats.get(name) for name in NEWS)
             if (has_news or now - link.told > STATS_SECONDS) and not link.unsent:
                 link.compose(stats)
                 self._send(link)

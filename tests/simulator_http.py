@@ -852,8 +852,9 @@ class Judge:
         """A dead or stalled engine makes no healthy server."""
         if self.was_killed:
             return
-        state = self.state_at(self.caller.ended_at)
-        if state == "dead" or self.state_at(self.caller.began) == state == "restarting":
+        before = self.state_at(self.caller.began)
+        state = self.state_at(self.caller.ended_at) if self.caller.is_quick else before  # who reads late, hears of then
+        if state == "dead" or before == state == "restarting":
             self.wrong(f"is told that all is well, the engine is {state}")
 
     def state_at(self, moment: float) -> str:

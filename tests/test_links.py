@@ -108,6 +108,17 @@ def test_links_hear_how_the_engine_is(links, monkeypatch):
     assert [message["stats"] for message in read(idle)] == [{"at_work": 0, "waited": [3]}]
 
 
+@pytest.mark.parametrize("name", ["queries", "hits", "preemptions"])
+def test_a_count_that_has_changed_is_told_at_once(links, name):
+    """A request of another HTTP process that came and went in one step left the counters in /metrics behind until
+    there was work again (found by the simulator of the HTTP side)."""
+    idle = link_to(links)
+    tell(links, **{name: 1})
+    tell(links, **{name: 5})
+    tell(links, **{name: 5})
+    assert [message["stats"][name] for message in read(idle)] == [1, 5]
+
+
 def test_whoever_comes_is_greeted_and_whoever_goes_is_told_of(links):
     early = link_to(links)
     links.greet({"op": "ready"})

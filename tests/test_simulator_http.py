@@ -1,9 +1,13 @@
 """Runs of the simulator of the HTTP side: random clients and faults, and that it can fail at all."""
 
+from pathlib import Path
+
 import pytest
 import simulator_http as simulator
 
 import client
+
+TRACES = sorted((Path(__file__).parent / "traces_http").glob("*.jsonl"))
 
 
 def run(settings: dict, events: list[dict]) -> simulator.World:
@@ -23,6 +27,12 @@ def test_random_clients_and_faults(first):
     """Each call gets exactly one end, and the answer that its seed gives; whatever was lost, when all is quiet the
     counters add up, nothing is left of any call, everybody is served again, and the server can be stopped."""
     play(range(first, first + 5), steps=20)
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+def test_what_it_has_found_stays_mended(path):
+    """The shrunk traces of failures of earlier days, each in a file named for the bug."""
+    assert not simulator.violation(*simulator.read_trace(path))
 
 
 @pytest.mark.slow
