@@ -1,5 +1,5 @@
 # make run        train the default model if there is none, then serve it at http://127.0.0.1:8000
-# make test       lint and all tests but the large volumes, about 5 minutes
+# make test       lint and all tests but the large volumes, about 3 minutes
 # make test-all   the large volumes too: a million fuzzed steps, many kills, real clients (in .venv-clients)
 #
 # PIP_OPTIONS goes to pip as it is, for example to choose the CPU-only wheels of torch:
