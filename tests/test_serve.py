@@ -445,18 +445,24 @@ def test_no_stop_string_before_min_tokens(server):
     assert server.answer("say abab", stop="ba", min_tokens=2)["choices"][0]["text"] == "abab"
 
 
-def test_late_tokens_cost_as_little_as_early_ones():
-    """The last 1,000 of 10,000 tokens, each told at once, with stop strings: nothing grows with the text."""
+def seconds_for_each_thousand(count: int) -> list[float]:
+    """Of tokens told one by one, with stop strings, in this process's time."""
     request = CompletionRequest(prompt="x", stop=["never", "xxxy"], logprobs=1)
     choice, times = Choice(None, 0, request, [120], [], ByteTokenizer(), [EOS]), []
-    for _ in range(10):
+    for _ in range(count):
         started = time.process_time()
         for _ in range(1000):
             choice.take([120], None, 0, [fake_score(120, 1)])
             assert choice.has_news() and request.chunks(choice)
             choice.told()
         times.append(time.process_time() - started)
-    assert min(times[-3:]) < 2 * min(times[:3])
+    return times
+
+
+def test_late_tokens_cost_as_little_as_early_ones():
+    """Of 10,000 tokens: nothing grows with the text. A busy machine may spoil some measurements, growth would all."""
+    measured = (seconds_for_each_thousand(10) for _ in range(8))
+    assert any(min(times[-3:]) < 2 * min(times[:3]) for times in measured)
 
 
 def test_many_stop_strings_cost_as_little_as_few():

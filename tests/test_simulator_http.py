@@ -22,7 +22,7 @@ def play(seeds: range, steps: int):
         assert not problem, f"{problem}: python -m tests.simulator_http --seed {seed} --steps {steps}"
 
 
-@pytest.mark.parametrize("first", range(0, 80, 5))
+@pytest.mark.parametrize("first", range(0, 60, 5))
 def test_random_clients_and_faults(first):
     """Each call gets exactly one end, and the answer that its seed gives; whatever was lost, when all is quiet the
     counters add up, nothing is left of any call, everybody is served again, and the server can be stopped."""
@@ -49,12 +49,12 @@ def test_a_failure_is_shrunk_and_played_again(monkeypatch, capsys, tmp_path):
     (trace,) = tmp_path.glob("simulator-http-*.jsonl")
     assert f"--replay {trace.name}" in capsys.readouterr().out
     settings, events = simulator.read_trace(trace)
-    assert 1 <= len(events) <= 3
+    assert len(events) <= 3  # none at all: each run ends with some requests of its own
     monkeypatch.setattr("sys.argv", ["simulator_http", "--replay", str(trace)])
     assert simulator.main() == 1
     assert "for which nobody waits" in capsys.readouterr().out
     monkeypatch.undo()
-    assert run(settings, events).seen, "without the bug it does not fail"
+    assert not simulator.violation(settings, events), "without the bug it does not fail"
 
 
 def aborts_here_alone(self, choice):
