@@ -7,6 +7,7 @@ second thread makes them ten times slower, not faster.
 import functools
 import inspect
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import torch
 from filelock import FileLock
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job: children would know no Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

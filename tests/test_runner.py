@@ -303,7 +303,7 @@ NAMES = {None: "plain", pad: "padded", capture: "replayed"}
 
 def cases() -> list:
     """A few seconds of them, and the others in `make test-all`."""
-    quick = [pytest.param(*case, 40, marks=on_a_cpu(case), id=case_id(case)) for case in FAST]
+    quick = [pytest.param(*case, 60, marks=on_a_cpu(case), id=case_id(case)) for case in FAST]
     slow = [pytest.mark.slow]
     return quick + [pytest.param(*case, 3000, marks=on_a_cpu(case) + slow, id=case_id(case) + "-long") for case in ALL]
 
