@@ -37,7 +37,7 @@ def test_what_it_has_found_stays_mended(path):
 
 @pytest.mark.slow
 def test_many_random_clients_and_faults():
-    play(range(1_000, 3_000), steps=30)
+    play(range(20_000, 20_150), steps=30)
 
 
 def test_a_failure_is_shrunk_and_played_again(monkeypatch, capsys, tmp_path):
