@@ -16,8 +16,10 @@ import torch
 from filelock import FileLock
 
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job: children would know no Ctrl-C
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell's background job ignores Ctrl-C, what nohup starts ignores hang-ups, and so would all children.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
