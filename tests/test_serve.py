@@ -495,6 +495,15 @@ def test_stop_string_ends_its_own_prompt_only():
         sock.close()
 
 
+def test_the_end_of_text_that_is_ignored_is_a_stop_token_like_others():
+    """With ignore_eos it ends a text only where stop_token_ids name it, and is then the reason."""
+    for ignored, reason in ((True, EOS), (False, None)):
+        request = CompletionRequest(prompt="x", ignore_eos=ignored, stop_token_ids=[EOS])
+        choice = Choice(None, 0, request, [120], [], ByteTokenizer(), [EOS])
+        choice.take([120, EOS], "stop", 0, None)
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
+
+
 def test_of_several_ends_of_text_only_the_first_is_no_reason():
     """As in vLLM: its stop_reason is null, that of the others is their id."""
     request = CompletionRequest(prompt="x")
