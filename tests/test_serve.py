@@ -7,6 +7,7 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import io
 import json
 import os
 import shutil
@@ -1612,26 +1613,26 @@ def test_what_is_no_origin_is_refused(text, capsys):
     assert wanted in capsys.readouterr().err
 
 
-def access_log(capfd, count: int) -> list[dict]:
-    """The next `count` lines. A call is logged when it has ended, which may be after its client knows it."""
-    lines = []
-
-    def are_there():
-        lines.extend(json.loads(line) for line in capfd.readouterr().err.splitlines())
-        return len(lines) >= count
-
-    wait_until(are_there)
-    return lines
-
-
 @pytest.fixture
-def logging_server(server):
-    server.args.access_log = True
-    yield server
-    server.args.access_log = False
+def logging_server(monkeypatch):
+    """A server with its log in `server.log`, of its own: another test's last call may be logged when that test has
+    ended. Tests read the log while it is written, which pytest's capturing does not allow: it empties its file after
+    reading, and what is written in between is lost."""
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with Server() as server:
+        server.log = log
+        server.args.access_log = True
+        yield server
 
 
-def test_every_answer_has_an_id(logging_server, capfd):
+def access_log(server, count: int) -> list[dict]:
+    """The log's first `count` lines. A call is logged when it has ended, which may be after its client knows it."""
+    wait_until(lambda: server.log.getvalue().count("\n") >= count)
+    return [json.loads(line) for line in server.log.getvalue().splitlines()[:count]]
+
+
+def test_every_answer_has_an_id(logging_server):
     """The client's own, or else a new one, also in the log and in the name of a completion: so a user's report, the
     answer and the line of the log are brought together."""
     server = logging_server
@@ -1644,14 +1645,14 @@ def test_every_answer_has_an_id(logging_server, capfd):
     assert len(set(ids)) == len(ids) and all(len(id) == 32 for id in ids)
     own = {"X-Request-Id": "my-request:1"}
     assert server.http.get("/v1/models", headers=own).headers["x-request-id"] == "my-request:1"
-    logged = [line["id"] for line in access_log(capfd, 5)]
+    logged = [line["id"] for line in access_log(server, 5)]
     assert sorted(logged) == sorted([ids[1], *ids[3:], "my-request:1"])  # but those of the page and of /livez
     for other in ("a b", "x" * 129, "", "caf\u00e9"):
         answer = server.http.get("/livez", headers={"X-Request-Id": other.encode()})
         assert len(answer.headers["x-request-id"]) == 32
 
 
-def test_an_unseeded_answer_can_be_had_again(logging_server, capfd):
+def test_an_unseeded_answer_can_be_had_again(logging_server):
     """Each start of the server said the same, and no two starts in a row anything else. Now each call draws a seed,
     which is in the log; equal prompts of a call have seeds of their own, so that their answers differ."""
 
@@ -1666,7 +1667,7 @@ def test_an_unseeded_answer_can_be_had_again(logging_server, capfd):
     given = seeds(["say hi"] * 2, seed=7)
     assert first != second and all(0 <= seed < 2**53 for seed in (first, second))
     assert several == [several[0], several[0] + 1, several[0] + 2] and given == [7, 7]
-    logged = [line["seed"] for line in access_log(capfd, 4)]
+    logged = [line["seed"] for line in access_log(logging_server, 4)]
     assert sorted(logged) == sorted([first, second, several[0], 7])
 
 
