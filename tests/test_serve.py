@@ -7,7 +7,6 @@ import asyncio
 import atexit
 import contextlib
 import functools
-import io
 import json
 import os
 import shutil
@@ -1615,21 +1614,26 @@ def test_what_is_no_origin_is_refused(text, capsys):
 
 @pytest.fixture
 def logging_server(monkeypatch):
-    """A server with its log in `server.log`, of its own: another test's last call may be logged when that test has
-    ended. Tests read the log while it is written, which pytest's capturing does not allow: it empties its file after
-    reading, and what is written in between is lost."""
-    log = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", log)
+    """A server with the lines of its log in `server.log`, of its own: another test's last call may be logged when that
+    test has ended. Tests read the log while it is written, which pytest's capturing does not allow: it empties its file
+    after reading, and what is written in between is lost."""
+    lines = []
+
+    def note(line, file=None, flush=False):
+        if file is not None:  # else it is the greeting
+            lines.append(line)
+
+    monkeypatch.setattr(api, "print", note, raising=False)
     with Server() as server:
-        server.log = log
+        server.log = lines
         server.args.access_log = True
         yield server
 
 
 def access_log(server, count: int) -> list[dict]:
     """The log's first `count` lines. A call is logged when it has ended, which may be after its client knows it."""
-    wait_until(lambda: server.log.getvalue().count("\n") >= count)
-    return [json.loads(line) for line in server.log.getvalue().splitlines()[:count]]
+    wait_until(lambda: len(server.log) >= count)
+    return [json.loads(line) for line in server.log[:count]]
 
 
 def test_every_answer_has_an_id(logging_server):
