@@ -1,5 +1,6 @@
 """
-Every number in the README, reproducible: one command each, the conditions first and one line of JSON last.
+Every number in the README, reproducible: one command each, the conditions first and one line of
+JSON last.
 
     python bench.py scheduler     # Python time of plan + update, per step
     python bench.py attention     # on a CPU, one layer: a mixed step; decodes against Hugging Face's attention
@@ -14,9 +15,10 @@ Every number in the README, reproducible: one command each, the conditions first
     python bench.py quality       # bits per byte of held-out text in fp32, bf16 and int8 weights
     python bench.py blockmap      # picture: who owned which block in each step of a mixed run
 
-Each `bench_*` takes the flags and returns its figures; its docstring is the workload and is printed first. Seeds are
-fixed, warm-up is not counted, times are medians. Nothing else should run beside them: a second busy process on two
-cores makes 100 ms of a token of 1 ms, because threads that wait for each other spin.
+Each `bench_*` takes the flags and returns its figures; its docstring is the workload and is printed
+first. Seeds are fixed, warm-up is not counted, times are medians. Nothing else should run beside
+them: a second busy process on two cores makes 100 ms of a token of 1 ms, because threads that wait
+for each other spin.
 """
 
 import argparse
@@ -37,19 +39,29 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-# Read when torch loads OpenMP: how long a thread that waits spins before it sleeps. Without a limit, one
-# other busy process can make a step of 10 ms take 500; with a tenth of this, a token alone takes 15% longer.
+# Read when torch loads OpenMP: how long a thread that waits spins before it sleeps. Without a
+# limit, one other busy process can make a step of 10 ms take 500; with a tenth of this, a token
+# alone takes 15% longer.
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 import torch
 
 import kernels
-import layers
-import load
-from engine import Engine
-from model import DTYPES, GPT, GPTConfig, load_checkpoint, load_config, packed_for_cpu, save_checkpoint, serving_dtype
+from model import (
+    DTYPES,
+    GPT,
+    GPTConfig,
+    load_checkpoint,
+    load_config,
+    packed_for_cpu,
+    save_checkpoint,
+    serving_dtype,
+)
 from paged import Request, Scheduler
-from sampling import SamplingParams
+from serving import fused as layers
+from serving import load
+from serving.engine import Engine
+from serving.sampling import SamplingParams
 
 # random weights of these shapes; the figures depend on the shape alone
 MODELS = {
@@ -79,7 +91,9 @@ FLAGS = {  # what --help says of them; which a command has, and their defaults, 
     "--device": "cpu, in fp32, or cuda, in bf16",
     "--out": "where to write the picture; those of the README are in assets/",
 }
-COMMANDS: dict[str, tuple[Callable, dict]] = {}  # name -> its function, its flags with their defaults
+COMMANDS: dict[
+    str, tuple[Callable, dict]
+] = {}  # name -> its function, its flags with their defaults
 SLOW = 1000  # bytes a second that a slow client reads
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
@@ -87,8 +101,8 @@ Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to
 
 def command(**defaults) -> Callable:
     """
-    Makes `bench_NAME(args)` the command NAME, with these flags: a list takes several values, False is switched on, and
-    of a tuple one is chosen, by default the first.
+    Makes `bench_NAME(args)` the command NAME, with these flags: a list takes several values, False
+    is switched on, and of a tuple one is chosen, by default the first.
     """
 
     def register(bench: Callable) -> Callable:
@@ -111,8 +125,8 @@ def median_ms(work: Callable, repeats: int, setup: Callable = lambda: ()) -> flo
 
 def graph_us(work: Callable, number: int, repeats: int = 15) -> float:
     """
-    Median microseconds of work(i) on the GPU, captured for i in 0 .. number - 1 in one CUDA graph: no launch is waited
-    for, and with other data for each i nothing is found in the cache.
+    Median microseconds of work(i) on the GPU, captured for i in 0 .. number - 1 in one CUDA graph:
+    no launch is waited for, and with other data for each i nothing is found in the cache.
     """
     for i in range(number):
         work(i)  # compiles
@@ -132,9 +146,13 @@ def graph_us(work: Callable, number: int, repeats: int = 15) -> float:
 
 
 def read_bandwidth(device: str = "cpu") -> float:
-    """Bytes per second at which memory is read, measured as the sum of numbers too many for any cache."""
+    """
+    Bytes per second at which memory is read, measured as the sum of numbers too many for any cache.
+    """
     x = torch.ones(2**26 if device == "cpu" else 2**30, device=device)
-    return x.nbytes / (1e-3 * median_ms(x.sum, 10) if device == "cpu" else 1e-6 * graph_us(lambda i: x.sum(), 4))
+    return x.nbytes / (
+        1e-3 * median_ms(x.sum, 10) if device == "cpu" else 1e-6 * graph_us(lambda i: x.sum(), 4)
+    )
 
 
 def conditions() -> dict:
@@ -145,10 +163,15 @@ def conditions() -> dict:
 
 
 def a_model(name: str, device: str = "cpu") -> GPT:
-    """Random weights of a named shape, or the model in a directory: in fp32 on a CPU, in bf16 on a GPU."""
+    """
+    Random weights of a named shape, or the model in a directory: in fp32 on a CPU, in bf16 on a
+    GPU.
+    """
     torch.manual_seed(0)
     model = GPT(MODELS[name]).eval() if name in MODELS else load_checkpoint(name)
-    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_(False)
+    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_(
+        False
+    )
 
 
 def exactly(n: int, temperature: float = 0, seed: int | None = None) -> SamplingParams:
@@ -164,8 +187,8 @@ def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed: int = 0
 
 def offline_workload(n: int = 256, scale: int = 1, V: int = 10_001, seed: int = 0) -> Work:
     """
-    nano-vLLM's workload of 256 requests (prompt, tokens to answer), 100 to 1024 tokens each; or the first n of them,
-    lengths over `scale`, in a vocabulary of V.
+    nano-vLLM's workload of 256 requests (prompt, tokens to answer), 100 to 1024 tokens each; or the
+    first n of them, lengths over `scale`, in a vocabulary of V.
     """
     rng = random.Random(seed)
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
@@ -173,7 +196,10 @@ def offline_workload(n: int = 256, scale: int = 1, V: int = 10_001, seed: int = 
     totals = sum(map(len, prompts)), sum(answers)
     assert seed != 0 or totals == (142_827, 133_966), "not the workload that others measure"
     both = list(zip(prompts, answers, strict=True))[:n]
-    return [([token % V for token in prompt[: len(prompt) // scale]], answer // scale) for prompt, answer in both]
+    return [
+        ([token % V for token in prompt[: len(prompt) // scale]], answer // scale)
+        for prompt, answer in both
+    ]
 
 
 def scale_for(config: GPTConfig) -> int:
@@ -182,7 +208,10 @@ def scale_for(config: GPTConfig) -> int:
 
 
 def timed(engine: Engine, work: Work, temperature: float = 0.6) -> tuple[float, list[list[int]]]:
-    """Seconds to serve requests that are all there at the start, and the answers. Tokens in and out are asserted."""
+    """
+    Seconds to serve requests that are all there at the start, and the answers. Tokens in and out
+    are asserted.
+    """
     prompts, lengths = map(list, zip(*work, strict=True))
     params = [exactly(n, temperature, seed=i) for i, n in enumerate(lengths)]
     before, started = engine.counts(), time.perf_counter()
@@ -205,26 +234,41 @@ def a_figure(columns: int = 1):
 
 
 def save_picture(figure, path: Path) -> dict:
-    """Write the figure and say where, or why it could not be: the figures of a long run are printed all the same."""
+    """
+    Write the figure and say where, or why it could not be: the figures of a long run are printed
+    all the same.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: a kind of file that matplotlib does not write
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: a kind of file that matplotlib does not write
         return {"picture": f"not written to {path} ({error}): choose another --out"}
     return {"picture": str(path)}
 
 
 @command()
 def bench_scheduler(args) -> dict:
-    """plan + update of steps in which every request decodes, S = 16, prompts of 100 to 1000 tokens, prefix cache on."""
+    """
+    plan + update of steps in which every request decodes, S = 16, prompts of 100 to 1000 tokens,
+    prefix cache on.
+    """
     result = {}
     for n in (1, 32, 256):
         scheduler = Scheduler(
-            token_budget=n * 1000, max_kv_tokens=n * 2048, block_size=16, max_num_seqs=n, max_num_partial_prefills=n
+            token_budget=n * 1000,
+            max_kv_tokens=n * 2048,
+            block_size=16,
+            max_num_seqs=n,
+            max_num_partial_prefills=n,
         )
         rng = random.Random(0)
         for i in range(n):
-            scheduler.add_request(Request(i, [rng.randrange(10000) for _ in range(rng.randint(100, 1000))], 10**6))
+            scheduler.add_request(
+                Request(i, [rng.randrange(10000) for _ in range(rng.randint(100, 1000))], 10**6)
+            )
         plan = scheduler.plan()  # the budget is large enough for all prompts in one step
         scheduler.update(plan, [0] * len(plan.sampled))
         tokens = list(range(n))
@@ -236,18 +280,29 @@ def bench_scheduler(args) -> dict:
     return result | {"goal at 256, ms": 0.15}
 
 
-def made_up_batch(requests: list[tuple[int, int]], S: int, backend: str, device: str) -> kernels.Batch:
-    """A step of requests (new tokens, context), those with one new token first, in blocks all over a pool."""
+def made_up_batch(
+    requests: list[tuple[int, int]], S: int, backend: str, device: str
+) -> kernels.Batch:
+    """
+    A step of requests (new tokens, context), those with one new token first, in blocks all over a
+    pool.
+    """
     query_lens, lens = [n for n, _ in requests], [context for _, context in requests]
     M = -(-max(lens) // S)
     tables = torch.randperm(len(lens) * M, device=device).view(len(lens), M).int()
-    positions = torch.tensor([p for n, context in requests for p in range(context - n, context)], device=device)
-    owner = torch.arange(len(lens), device=device).repeat_interleave(torch.tensor(query_lens, device=device))
+    positions = torch.tensor(
+        [p for n, context in requests for p in range(context - n, context)], device=device
+    )
+    owner = torch.arange(len(lens), device=device).repeat_interleave(
+        torch.tensor(query_lens, device=device)
+    )
     return kernels.Batch(
         tokens=positions,
         positions=positions,
         slot_mapping=tables[owner, positions // S].long() * S + positions % S,
-        query_start=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=device),
+        query_start=torch.tensor(
+            [0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=device
+        ),
         context_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         block_tables=tables,
         rows=torch.arange(len(lens), device=device),
@@ -262,17 +317,24 @@ def made_up_batch(requests: list[tuple[int, int]], S: int, backend: str, device:
 @command(repeats=5)
 def bench_attention(args) -> dict:
     """
-    One layer of store_kv + paged_attention on a CPU, torch's path: 31 decodes at context 512 and a chunk of 256 tokens,
-    6 heads of 64; then 8 decodes, against transformers' attention, which appends to a contiguous cache. In turn.
+    One layer of store_kv + paged_attention on a CPU, torch's path: 31 decodes at context 512 and a
+    chunk of 256 tokens, 6 heads of 64; then 8 decodes, against transformers' attention, which
+    appends to a contiguous cache. In turn.
     """
     result: dict = {"goal a layer, ms": 15}
     mixed = attention_layer([(1, 512)] * 31 + [(256, 512)], 6, 64)
     result["a layer, ms"] = round(median_ms(mixed, 50), 2)
     for H, context in (6, 128), (6, 512), (12, 512), (12, 1024):
-        ours, theirs = attention_layer([(1, context)] * 8, H, 64), hugging_face_attention(8, H, 64, context)
+        ours, theirs = (
+            attention_layer([(1, context)] * 8, H, 64),
+            hugging_face_attention(8, H, 64, context),
+        )
         times = [(median_ms(ours, 20), median_ms(*theirs)) for _ in range(args.repeats)]
         ms = [round(statistics.median(each), 3) for each in zip(*times, strict=True)]
-        result[f"8 decodes at {context}, {H} heads of 64, ms"] = {"ours": ms[0], "Hugging Face": ms[1]}
+        result[f"8 decodes at {context}, {H} heads of 64, ms"] = {
+            "ours": ms[0],
+            "Hugging Face": ms[1],
+        }
     return result
 
 
@@ -292,8 +354,8 @@ def attention_layer(requests: list[tuple[int, int]], H: int, D: int) -> Callable
 
 def hugging_face_attention(B: int, H: int, D: int, context: int) -> tuple[Callable, int, Callable]:
     """
-    One layer of transformers' attention, append one token to its cache and attend, as arguments of `median_ms`: the
-    work, how often, and what makes a cache of context - 1 tokens.
+    One layer of transformers' attention, append one token to its cache and attend, as arguments of
+    `median_ms`: the work, how often, and what makes a cache of context - 1 tokens.
     """
     from transformers import DynamicCache
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -307,7 +369,11 @@ def hugging_face_attention(B: int, H: int, D: int, context: int) -> tuple[Callab
         cache.update(*torch.randn(2, B, H, context - 1, D), 0)
         return (cache,)
 
-    return lambda cache: sdpa_attention_forward(module, q, *cache.update(k, v, 0), None), 20, a_cache
+    return (
+        lambda cache: sdpa_attention_forward(module, q, *cache.update(k, v, 0), None),
+        20,
+        a_cache,
+    )
 
 
 # batch, context, H, Hk, D and what to beat: microseconds of one layer's decode attention on an H200
@@ -327,7 +393,9 @@ DECODES = [
 def attention_us(
     requests: list[tuple[int, int]], H: int, Hk: int, D: int, S: int = 16, backend: str = "triton"
 ) -> float:
-    """Microseconds of one layer's attention in bf16, over as many pools as make 600 MB, at most 64."""
+    """
+    Microseconds of one layer's attention in bf16, over as many pools as make 600 MB, at most 64.
+    """
     torch._dynamo.reset()  # FlexAttention compiles for each shape, and has a limit
     torch.cuda.empty_cache()
     batch = made_up_batch(requests, S, "torch" if backend == "varlen" else backend, "cuda")
@@ -357,12 +425,15 @@ def varlen_us(batch: kernels.Batch, q: torch.Tensor, pools: list[torch.Tensor]) 
 @command(backends=["triton", "flex", "torch", "varlen"], block_size=16)
 def bench_kernels(args) -> dict:
     """
-    One layer of paged attention in bf16 on a GPU, S = 16 unless said otherwise, block tables permuted, each call in a
-    CUDA graph and on another pool than the one before. Microseconds, and the share of the time that reading K and V
-    once takes. Token-major pools, [slots, Hk, D], are blocks of one token.
+    One layer of paged attention in bf16 on a GPU, S = 16 unless said otherwise, block tables
+    permuted, each call in a CUDA graph and on another pool than the one before. Microseconds, and
+    the share of the time that reading K and V once takes. Token-major pools, [slots, Hk, D], are
+    blocks of one token.
     """
     if not torch.cuda.is_available():
-        raise ValueError("bench.py kernels measures a GPU, there is none: on a CPU run `python bench.py attention`")
+        raise ValueError(
+            "bench.py kernels measures a GPU, there is none: on a CPU run `python bench.py attention`"
+        )
     read = read_bandwidth("cuda")
     result: dict = {"read, GB/s": round(read / 1e9)}
     for B, context, H, Hk, D, goal in DECODES:
@@ -377,18 +448,35 @@ def bench_kernels(args) -> dict:
         result[f"{B} x {context}, {H}/{Hk} x {D}"] = row
     for H, D, goal in (16, 128, 300), (16, 64, 220):
         us = attention_us([(2048, 2048)], H, H, D)
-        result[f"prefill of 2048, {H} x {D}"] = {"TFLOP/s": round(2 * 2048 * 2048 * H * D / us / 1e6), "goal": goal}
+        result[f"prefill of 2048, {H} x {D}"] = {
+            "TFLOP/s": round(2 * 2048 * 2048 * H * D / us / 1e6),
+            "goal": goal,
+        }
     decodes, chunks = [(1, 1024)] * 128, [(256, 768)] * 8
-    both, *apart = (round(attention_us(part, 12, 12, 64), 1) for part in (decodes + chunks, decodes, chunks))
-    result["128 decodes + 8 chunks"] = {"together": both, "apart": apart, "goal": round(sum(apart), 1)}
+    both, *apart = (
+        round(attention_us(part, 12, 12, 64), 1) for part in (decodes + chunks, decodes, chunks)
+    )
+    result["128 decodes + 8 chunks"] = {
+        "together": both,
+        "apart": apart,
+        "goal": round(sum(apart), 1),
+    }
     for B, context, H, Hk, D, _ in (DECODES[0], DECODES[3]):
-        sizes = {S: round(attention_us([(1, context)] * B, H, Hk, D, S), 1) for S in (1, 4, 8, 16, 32, 64, 128)}
-        result[f"block sizes, {B} x {context}, {H}/{Hk} x {D}"] = {"token-major": sizes.pop(1)} | sizes
+        sizes = {
+            S: round(attention_us([(1, context)] * B, H, Hk, D, S), 1)
+            for S in (1, 4, 8, 16, 32, 64, 128)
+        }
+        result[f"block sizes, {B} x {context}, {H}/{Hk} x {D}"] = {
+            "token-major": sizes.pop(1)
+        } | sizes
     return result
 
 
 def hugging_face(model: GPT) -> Callable:
-    """The same weights in transformers, as a function: a workload of prompts as long as each other -> answers."""
+    """
+    The same weights in transformers, as a function: a workload of prompts as long as each other ->
+    answers.
+    """
     from transformers import GPT2LMHeadModel
 
     with tempfile.TemporaryDirectory() as directory:
@@ -405,11 +493,14 @@ def hugging_face(model: GPT) -> Callable:
     return generate
 
 
-@command(model="10M", repeats=5, dtype=("auto", "fp32", "bf16"), quantize=("none", "int8"), compile=False)
+@command(
+    model="10M", repeats=5, dtype=("auto", "fp32", "bf16"), quantize=("none", "int8"), compile=False
+)
 def bench_generate(args) -> dict:
     """
-    64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine and Hugging Face, in
-    fp32, in turn, so that both see the same machine. The floor is the time to read all weights from memory once.
+    64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine
+    and Hugging Face, in fp32, in turn, so that both see the same machine. The floor is the time to
+    read all weights from memory once.
     """
     model = a_model(args.model)
     theirs, V = hugging_face(model), model.config.vocab_size
@@ -428,9 +519,14 @@ def bench_generate(args) -> dict:
             started = time.perf_counter()
             equal += [a == b for a, b in zip(answers, theirs(work), strict=True)]
             times.append((1e3 * seconds / 128, 1e3 * (time.perf_counter() - started) / 128))
-        ms, theirs_ms = (statistics.median(each) for each in zip(*times[1:], strict=True))  # the first is warm-up
+        ms, theirs_ms = (
+            statistics.median(each) for each in zip(*times[1:], strict=True)
+        )  # the first is warm-up
         row = {"ms a step": round(ms, 2), "tok/s": round(1e3 * concurrent / ms)}
-        row |= {"Hugging Face, ms a step": round(theirs_ms, 2), "equal answers": f"{sum(equal)} of {len(equal)}"}
+        row |= {
+            "Hugging Face, ms a step": round(theirs_ms, 2),
+            "equal answers": f"{sum(equal)} of {len(equal)}",
+        }
         result[f"{concurrent} at once"] = row
     return result
 
@@ -438,16 +534,23 @@ def bench_generate(args) -> dict:
 @command(model="out/stdlib", data="stdlib")
 def bench_quality(args) -> dict:
     """
-    Held-out text, each token scored once as at the end of training, with the weights in each format that a CPU serves.
+    Held-out text, each token scored once as at the end of training, with the weights in each format
+    that a CPU serves.
     """
     from train import Machine, evaluate, load_corpus
 
     machine = Machine(torch.device("cpu"), torch.float32, compile=False)
     corpus, result = load_corpus(args.data, machine), {"model": args.model, "data": args.data}
-    for name, dtype, quantize in ("fp32", "fp32", "none"), ("bf16", "bf16", "none"), ("int8", "fp32", "int8"):
+    for name, dtype, quantize in (
+        ("fp32", "fp32", "none"),
+        ("bf16", "bf16", "none"),
+        ("int8", "fp32", "int8"),
+    ):
         model = packed_for_cpu(load_checkpoint(args.model, dtype=DTYPES[dtype]), quantize)
         if model.config.vocab_size != corpus.tokenizer.vocab_size:
-            raise ValueError(f"{args.model} was not trained on {args.data}: name its data with --data")
+            raise ValueError(
+                f"{args.model} was not trained on {args.data}: name its data with --data"
+            )
         nats, count = evaluate(model, corpus, machine)
         # where the first token could not be scored, its bytes do not count either
         data = corpus.tokenizer.decode_bytes(corpus.val[-count:].tolist())
@@ -465,12 +568,17 @@ def bench_quality(args) -> dict:
 )
 def bench_engine(args) -> dict:
     """
-    Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each seed. Latency: 1 and 32
-    requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on a CPU. Lengths are divided for a model of
-    shorter context. Tokens in and out are asserted. The floor of a run is to read the weights from memory once for each
-    token of the longest answer, and K and V for each token of all.
+    Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each
+    seed. Latency: 1 and 32 requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on a CPU.
+    Lengths are divided for a model of shorter context. Tokens in and out are asserted. The floor of
+    a run is to read the weights from memory once for each token of the longest answer, and K and V
+    for each token of all.
     """
-    model, bandwidth, started = a_model(args.model, DEVICE), read_bandwidth(DEVICE), time.perf_counter()
+    model, bandwidth, started = (
+        a_model(args.model, DEVICE),
+        read_bandwidth(DEVICE),
+        time.perf_counter(),
+    )
     V, overlap = model.config.vocab_size, False if args.no_overlap else None
     engine = Engine(model, block_size=args.block_size, graphs=not args.no_graphs, overlap=overlap)
     result: dict = {"model": args.model, "start-up, s": round(time.perf_counter() - started, 1)}
@@ -482,14 +590,18 @@ def bench_engine(args) -> dict:
         seconds, tokens = timed(engine, work)[0], sum(n for _, n in work)
         row = {"in": sum(len(prompt) for prompt, _ in work), "out": tokens, "s": round(seconds, 2)}
         row["padded rows"] = f"{engine.runner.num_padded_rows / engine.runner.num_rows:.1%}"
-        bytes_read = sum(n * len(prompt) + n * (n + 1) / 2 for prompt, n in work) * kv_bytes_per_token(engine)
+        bytes_read = sum(
+            n * len(prompt) + n * (n + 1) / 2 for prompt, n in work
+        ) * kv_bytes_per_token(engine)
         bytes_read += max(n for _, n in work) * sum(w.nbytes for w in model.parameters())
         row["share of the floor"] = round(bytes_read / bandwidth / seconds, 3)
         result[f"offline, seed {seed}"] = row | {"output tok/s": round(tokens / seconds)}
     N = min(512, model.config.context_length // 2)
     for n in (1, 32):
         first, _ = timed(engine, even_workload(n, N, 1, V, seed=n))
-        whole, _ = timed(engine, even_workload(n, N, N, V, seed=-n - 1))  # other prompts: none is in the cache
+        whole, _ = timed(
+            engine, even_workload(n, N, N, V, seed=-n - 1)
+        )  # other prompts: none is in the cache
         row = {"ms a step": 1e3 * (whole - first) / (N - 1), "whole, ms a token": 1e3 * whole / N}
         result[f"{n} at once"] = {name: round(ms, 3) for name, ms in row.items()}
     return result
@@ -498,24 +610,40 @@ def bench_engine(args) -> dict:
 @command(model="out/stdlib")
 def bench_equality(args) -> dict:
     """
-    The offline workload on a trained model, lengths over 8, greedy: whether answers are the same with CUDA graphs and
-    overlap on and off, and in fp32 those of the dense model, which is given each answer and must choose each of its
-    tokens (unless its best two logits lie within 1e-4). In bf16, the share of tokens equal to fp32's, place by place.
+    The offline workload on a trained model, lengths over 8, greedy: whether answers are the same
+    with CUDA graphs and overlap on and off, and in fp32 those of the dense model, which is given
+    each answer and must choose each of its tokens (unless its best two logits lie within 1e-4). In
+    bf16, the share of tokens equal to fp32's, place by place.
     """
-    models = {dtype: load_checkpoint(args.model, DEVICE, DTYPES[dtype]) for dtype in ("fp32", "bf16")}
+    models = {
+        dtype: load_checkpoint(args.model, DEVICE, DTYPES[dtype]) for dtype in ("fp32", "bf16")
+    }
     config, answers = models["fp32"].config, {}
-    work = [(p[-(config.context_length - n) :], n) for p, n in offline_workload(scale=8, V=config.vocab_size)]
+    work = [
+        (p[-(config.context_length - n) :], n)
+        for p, n in offline_workload(scale=8, V=config.vocab_size)
+    ]
     for dtype, model in models.items():
         for graphs, overlap in itertools.product((True, False), repeat=2):
             engine = Engine(model, graphs=graphs, overlap=overlap)
             answers[dtype, graphs, overlap] = timed(engine, work, temperature=0)[1]
     exact, rounded = answers["fp32", True, True], answers["bf16", True, True]
-    wrong = sum(not_greedy(models["fp32"], p, answer) for (p, _), answer in zip(work, exact, strict=True))
-    equal = [a == b for one, other in zip(exact, rounded, strict=True) for a, b in zip(one, other, strict=True)]
+    wrong = sum(
+        not_greedy(models["fp32"], p, answer) for (p, _), answer in zip(work, exact, strict=True)
+    )
+    equal = [
+        a == b
+        for one, other in zip(exact, rounded, strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
     return {
         "tokens": len(equal),
-        "fp32, graphs and overlap change": sum(answers[key] != exact for key in answers if key[0] == "fp32"),
-        "bf16, graphs and overlap change": sum(answers[key] != rounded for key in answers if key[0] == "bf16"),
+        "fp32, graphs and overlap change": sum(
+            answers[key] != exact for key in answers if key[0] == "fp32"
+        ),
+        "bf16, graphs and overlap change": sum(
+            answers[key] != rounded for key in answers if key[0] == "bf16"
+        ),
         "fp32, tokens unlike the dense model's": wrong,
         "bf16, share of fp32's tokens": round(sum(equal) / len(equal), 4),
     }
@@ -541,17 +669,24 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
 )
 def bench_server(args) -> dict:
     """
-    The offline workload over HTTP: as many requests as streams, all at once, and then again, with other prompts, at
-    random times (Poisson) at --rate requests a second (0: at 70% of what was managed at once). The clients are
-    processes of their own with raw sockets, see load.py. Output tokens per second until the last token; milliseconds
-    from when a request was due to its first token; milliseconds between arrivals of text. --slow-clients of the streams
-    read 1 KB/s: once as fast as the others, then slowly; both rows are of the others. Where the model's context is too
-    short, the workload's lengths are divided. Afterwards the same requests, all at once, without a server, by
-    Engine.generate with as many threads as the server's engine has: the share of that speed that is left over HTTP.
+    The offline workload over HTTP: as many requests as streams, all at once, and then again, with
+    other prompts, at random times (Poisson) at --rate requests a second (0: at 70% of what was
+    managed at once). The clients are processes of their own with raw sockets, see load.py. Output
+    tokens per second until the last token; milliseconds from when a request was due to its first
+    token; milliseconds between arrivals of text. --slow-clients of the streams read 1 KB/s: once as
+    fast as the others, then slowly; both rows are of the others. Where the model's context is too
+    short, the workload's lengths are divided. Afterwards the same requests, all at once, without a
+    server, by Engine.generate with as many threads as the server's engine has: the share of that
+    speed that is left over HTTP.
     """
     from serve import build_engine, engine_threads, parse_args
 
-    config, result, seconds, seeds = load_config(args.model), {"model": args.model}, {}, itertools.count(1)
+    config, result, seconds, seeds = (
+        load_config(args.model),
+        {"model": args.model},
+        {},
+        itertools.count(1),
+    )
     works = {n: [offline_workload(n, scale_for(config), config.vocab_size, next(seeds)) for _ in range(args.repeats)]
              for n in args.streams}  # fmt: skip
     with server(args) as (host, port):
@@ -582,7 +717,16 @@ def bench_server(args) -> dict:
 @contextmanager
 def server(args):
     """serve.py with --model and --flags in a process of its own: its host and port."""
-    command = [sys.executable, "serve.py", "--model", args.model, "--port", "0", "--no-access-log", *args.flags.split()]
+    command = [
+        sys.executable,
+        "serve.py",
+        "--model",
+        args.model,
+        "--port",
+        "0",
+        "--no-access-log",
+        *args.flags.split(),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         greeting = process.stdout.readline()
@@ -600,7 +744,10 @@ def other_tokens(work: Work, V: int) -> Work:
 
 
 def requests(work: Work, rate: float = 0, num_slow: int = 0) -> list[dict]:
-    """What load.py sends: all at once or, with a rate, as a Poisson process; the first num_slow clients are slow."""
+    """
+    What load.py sends: all at once or, with a rate, as a Poisson process; the first num_slow
+    clients are slow.
+    """
     rng, at, found = random.Random(0), 0.0, []
     for i, (prompt, tokens) in enumerate(work):
         at += rng.expovariate(rate) if rate else 0.0
@@ -611,9 +758,10 @@ def requests(work: Work, rate: float = 0, num_slow: int = 0) -> list[dict]:
 @command(model="gpt2-124M")
 def bench_overhead(args) -> dict:
     """
-    Decode steps of 1, 32 and 256 requests at context 900: milliseconds a step, what part of it the host works, kernels
-    a step, and on a GPU where the device's time goes (each kernel started only when the one before has ended, for else
-    they overlap). The floor is to read weights, K and V from memory once.
+    Decode steps of 1, 32 and 256 requests at context 900: milliseconds a step, what part of it the
+    host works, kernels a step, and on a GPU where the device's time goes (each kernel started only
+    when the one before has ended, for else they overlap). The floor is to read weights, K and V
+    from memory once.
     """
     model, bandwidth, steps = a_model(args.model, DEVICE), read_bandwidth(DEVICE), 64
     context = min(900, model.config.context_length - steps - 2)  # no request ends meanwhile
@@ -642,7 +790,9 @@ def kv_bytes_per_token(engine: Engine) -> float:
 
 
 def let_decode(engine: Engine, n: int, context: int):
-    """Instead of what the engine does, have it decode n requests from a prompt of so many tokens on."""
+    """
+    Instead of what the engine does, have it decode n requests from a prompt of so many tokens on.
+    """
     for id in list(engine.requests):
         engine.abort(id)
     while engine.has_work:
@@ -671,7 +821,9 @@ def step_times(engine: Engine, steps: int) -> tuple[float, float]:
         engine.step()
         times.append(time.perf_counter() - started)
     engine.runner.collect = collect
-    return statistics.median(times), statistics.median(t - w for t, w in zip(times, waits, strict=True))
+    return statistics.median(times), statistics.median(
+        t - w for t, w in zip(times, waits, strict=True)
+    )
 
 
 KINDS = {  # what a kernel's name says of its work
@@ -684,7 +836,9 @@ KINDS = {  # what a kernel's name says of its work
 
 
 def device_time(engine: Engine, steps: int) -> dict:
-    """Kernels a step, and the milliseconds of a step that the device spends in each kind of them."""
+    """
+    Kernels a step, and the milliseconds of a step that the device spends in each kind of them.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()  # what was under way does not count
@@ -695,16 +849,21 @@ def device_time(engine: Engine, steps: int) -> dict:
     ms, launches = dict.fromkeys([*KINDS, "rest"], 0.0), 0
     for event in found.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:  # the others are calls of the host
-            kind = next((k for k, names in KINDS.items() if any(name in event.name for name in names)), "rest")
+            kind = next(
+                (k for k, names in KINDS.items() if any(name in event.name for name in names)),
+                "rest",
+            )
             ms[kind] += event.device_time / 1e3 / steps
             launches += 1
-    return {"kernels": round(launches / steps)} | {kind: round(time, 3) for kind, time in ms.items()}
+    return {"kernels": round(launches / steps)} | {
+        kind: round(time, 3) for kind, time in ms.items()
+    }
 
 
 def serve_batches(engine: Engine, batches: list[Work]) -> tuple[list[float], list[list[int]]]:
     """
-    Serve a batch when the last has ended, greedily. Returns the seconds from the start at which requests ended, and
-    the answers.
+    Serve a batch when the last has ended, greedily. Returns the seconds from the start at which
+    requests ended, and the answers.
     """
     ended, requests, started = [], [], time.perf_counter()
     for batch in batches:
@@ -725,10 +884,11 @@ def padded(batch: Work) -> Work:
 @command(model="1M", device="cpu", repeats=3, out=Path("out/batching.png"))
 def bench_batching(args) -> dict:
     """
-    96 requests, all there at the start: prompts and answers of 12 to 128 tokens (the offline workload's 100 to 1024
-    over 8), greedy, one model, the same engine and kernels, KV memory for 4,096 tokens. One by one; in static batches
-    of 16, a slab of 256 tokens each, padded to the longest prompt and run to the longest answer; continuously, 16 at
-    once; and continuously with as many as blocks of 16 have room for. Only tokens that were asked for count.
+    96 requests, all there at the start: prompts and answers of 12 to 128 tokens (the offline
+    workload's 100 to 1024 over 8), greedy, one model, the same engine and kernels, KV memory for
+    4,096 tokens. One by one; in static batches of 16, a slab of 256 tokens each, padded to the
+    longest prompt and run to the longest answer; continuously, 16 at once; and continuously with as
+    many as blocks of 16 have room for. Only tokens that were asked for count.
     """
     model = a_model(args.model, args.device)
     requests = offline_workload(96, 8, model.config.vocab_size)
@@ -739,38 +899,61 @@ def bench_batching(args) -> dict:
         "continuous, 16 at once": (16, [requests]),
         "continuous": (64, [requests]),
     }
-    result: dict = {"tokens in": sum(len(prompt) for prompt, _ in requests), "tokens out": sum(lengths)}
+    result: dict = {
+        "tokens in": sum(len(prompt) for prompt, _ in requests),
+        "tokens out": sum(lengths),
+    }
     figure, axes = a_figure()
     runs: dict = {name: [] for name in ways}
     for _ in range(args.repeats):  # in turn, so that all see the same machine
         for name, (at_once, batches) in ways.items():
-            engine = Engine(model, num_blocks=256, max_num_seqs=at_once, watermark=0, prefix_cache=False)
+            engine = Engine(
+                model, num_blocks=256, max_num_seqs=at_once, watermark=0, prefix_cache=False
+            )
             serve_batches(engine, [[(prompt, 2) for prompt, _ in requests[:at_once]]])  # warm-up
             runs[name].append(serve_batches(engine, batches))
     for name, (_, batches) in ways.items():
-        ended, answers = sorted(runs[name], key=lambda run: run[0][-1])[args.repeats // 2]  # the median run
+        ended, answers = sorted(runs[name], key=lambda run: run[0][-1])[
+            args.repeats // 2
+        ]  # the median run
         if name == "one by one":
             seconds, alone = ended[-1], answers
-        result[name] = row = {"requests/s": round(96 / ended[-1], 1), "tok/s": round(sum(lengths) / ended[-1])}
+        result[name] = row = {
+            "requests/s": round(96 / ended[-1], 1),
+            "tok/s": round(sum(lengths) / ended[-1]),
+        }
         row["times one by one"] = round(seconds / ended[-1], 1)
         if batches == [requests]:
-            assert [len(answer) for answer in answers] == lengths, "not the tokens that were asked for"
-            row["equal answers"] = f"{sum(a == b for a, b in zip(answers, alone, strict=True))} of 96"
+            assert [len(answer) for answer in answers] == lengths, (
+                "not the tokens that were asked for"
+            )
+            row["equal answers"] = (
+                f"{sum(a == b for a, b in zip(answers, alone, strict=True))} of 96"
+            )
         axes.step([0, *ended], range(97), where="post", label=f"{name}: {row['tok/s']} tok/s")
-    axes.set(xlabel="seconds", ylabel="requests ended", title="96 requests, the same model, kernels and KV memory")
+    axes.set(
+        xlabel="seconds",
+        ylabel="requests ended",
+        title="96 requests, the same model, kernels and KV memory",
+    )
     axes.legend()
     return result | save_picture(figure, args.out)
 
 
 def fill_pool(S: int, room: int) -> dict:
     """
-    Serve the offline workload from a pool of `room` tokens in blocks of S, by the scheduler and without a model.
-    Returns means over the steps in which somebody waits.
+    Serve the offline workload from a pool of `room` tokens in blocks of S, by the scheduler and
+    without a model. Returns means over the steps in which somebody waits.
     """
-    scheduler = Scheduler("fcfs", 2**20, room, S, prefix_cache=False)  # any prompt is computed in a step
+    scheduler = Scheduler(
+        "fcfs", 2**20, room, S, prefix_cache=False
+    )  # any prompt is computed in a step
     for i, (prompt, n) in enumerate(offline_workload()):
         scheduler.add_request(Request(i, prompt, n))
-    allocator, crowded = scheduler.block_allocator, []  # of each crowded step: requests, taken, filled
+    allocator, crowded = (
+        scheduler.block_allocator,
+        [],
+    )  # of each crowded step: requests, taken, filled
     while not scheduler.is_done():
         plan = scheduler.plan()
         if scheduler.waiting:
@@ -789,13 +972,18 @@ def fill_pool(S: int, room: int) -> dict:
 
 
 def append_us(context: int, H: int = 12, D: int = 64) -> dict[str, float]:
-    """Microseconds to append one token's K, V to a text in one layer, two ways; it has `context` tokens then."""
+    """
+    Microseconds to append one token's K, V to a text in one layer, two ways; it has `context`
+    tokens then.
+    """
     batch = made_up_batch([(1, context)], 16, "torch", "cpu")
     kv = torch.zeros(2, batch.block_tables.numel() + 1, H, 16, D)
     batch.prepared = batch.backend.prepare(batch, H, kv)
     k, v = torch.randn(2, 1, H, D)
     K, V = torch.zeros(2, 1, H, context - 1, D)
-    cat = median_ms(lambda: (torch.cat([K, k[:, :, None]], 2), torch.cat([V, v[:, :, None]], 2)), 100)
+    cat = median_ms(
+        lambda: (torch.cat([K, k[:, :, None]], 2), torch.cat([V, v[:, :, None]], 2)), 100
+    )
     store = median_ms(lambda: batch.backend.store_kv(k, v, kv, batch), 100)
     return {"torch.cat": round(1e3 * cat, 1), "store_kv": round(1e3 * store, 1)}
 
@@ -803,11 +991,11 @@ def append_us(context: int, H: int = 12, D: int = 64) -> dict[str, float]:
 @command(out=Path("out/memory.png"))
 def bench_memory(args) -> dict:
     """
-    KV memory for 32,768 tokens, as slabs of the longest text (2,048) or as blocks: how many of 256 requests (prompts
-    and answers of 100 to 1024 tokens) run at once while others wait; waste inside (taken, but no token is there) and
-    outside (free, but too little for the next prompt). A slab is a block as long as the longest text. Then one layer
-    of gpt2-124M in fp32 on a CPU: microseconds to append a token to a text, by torch.cat to contiguous K and V, and by
-    store_kv to the pool.
+    KV memory for 32,768 tokens, as slabs of the longest text (2,048) or as blocks: how many of 256
+    requests (prompts and answers of 100 to 1024 tokens) run at once while others wait; waste inside
+    (taken, but no token is there) and outside (free, but too little for the next prompt). A slab is
+    a block as long as the longest text. Then one layer of gpt2-124M in fp32 on a CPU: microseconds
+    to append a token to a text, by torch.cat to contiguous K and V, and by store_kv to the pool.
     """
     sizes = (2048, 128, 64, 32, 16, 8, 4)
     pools = {f"{'slabs' if S == 2048 else 'blocks'} of {S}": fill_pool(S, 32_768) for S in sizes}
@@ -818,13 +1006,25 @@ def bench_memory(args) -> dict:
         heights = [row[part] for row in pools.values()]
         bars = left.bar(ticks, heights, bottom=bottom, label=part)
         if part == "tokens, %":
-            left.bar_label(bars, [f"{row['at once']:.0f}" for row in pools.values()], label_type="center", color="w")
+            left.bar_label(
+                bars,
+                [f"{row['at once']:.0f}" for row in pools.values()],
+                label_type="center",
+                color="w",
+            )
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     left.set(title="KV memory while others wait;\nin white: requests at once")
     left.legend(loc="lower right")
     for way in ("torch.cat", "store_kv"):
-        right.plot([f"{context}" for context in appends], [us[way] for us in appends.values()], "o-", label=way)
-    right.set(xlabel="tokens so far", title="microseconds of a layer\nto append a token", yscale="log")
+        right.plot(
+            [f"{context}" for context in appends],
+            [us[way] for us in appends.values()],
+            "o-",
+            label=way,
+        )
+    right.set(
+        xlabel="tokens so far", title="microseconds of a layer\nto append a token", yscale="log"
+    )
     right.legend()
     return pools | {"append a token at, us": appends} | save_picture(figure, args.out)
 
@@ -832,12 +1032,15 @@ def bench_memory(args) -> dict:
 @command(out=Path("out/blockmap.png"))
 def bench_blockmap(args) -> dict:
     """
-    A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are requests, grey is
-    cached and idle, white is free; a block that several requests hold at once is striped by turns.
+    A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are
+    requests, grey is cached and idle, white is free; a block that several requests hold at once is
+    striped by turns.
     """
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=64, context_length=64, n_layer=1, n_head=1, n_embd=16)).eval()
-    engine = Engine(model, block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0)
+    engine = Engine(
+        model, block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0
+    )
     allocator, rng = engine.scheduler.block_allocator, random.Random(0)
     prefix, arrivals = [rng.randrange(64) for _ in range(12)], {}
     for i in range(9):  # one every four steps; every second one begins like the others
@@ -850,9 +1053,13 @@ def bench_blockmap(args) -> dict:
             engine.add_request(*arrivals.pop(len(columns)))
         engine.step()
         running, step = engine.scheduler.running, len(columns)
-        owners = {b: [r.id for r in running if b in r.block_table] for b in range(allocator.num_blocks)}
+        owners = {
+            b: [r.id for r in running if b in r.block_table] for b in range(allocator.num_blocks)
+        }
         idle = ["lightgrey" if block in allocator.idle else "white" for block in owners]
-        columns.append([colours[o[step % len(o)]] if o else idle[block] for block, o in owners.items()])
+        columns.append(
+            [colours[o[step % len(o)]] if o else idle[block] for block, o in owners.items()]
+        )
     from matplotlib.colors import to_rgb
 
     figure, axes = a_figure()
@@ -860,7 +1067,9 @@ def bench_blockmap(args) -> dict:
     axes.imshow(image, aspect="auto", interpolation="nearest", origin="lower")
     title = "9 requests in a pool of 32 blocks: a colour is a request, grey is cached and idle"
     axes.set(xlabel="step", ylabel="block", title=title)
-    return {name: engine.counts()[name] for name in ("preemptions", "hit tokens")} | save_picture(figure, args.out)
+    return {name: engine.counts()[name] for name in ("preemptions", "hit tokens")} | save_picture(
+        figure, args.out
+    )
 
 
 def add_flag(parser: argparse.ArgumentParser, name: str, default):
@@ -893,7 +1102,9 @@ def main():
     print(inspect.getdoc(bench), file=sys.stderr)
     try:
         result = {"bench": args.command} | conditions() | bench(args)
-    except ValueError as error:  # a --model that is not there, or broken; what this machine cannot do
+    except (
+        ValueError
+    ) as error:  # a --model that is not there, or broken; what this machine cannot do
         sys.exit(str(error))
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)

@@ -1,18 +1,20 @@
 """
-What a step carries (`Batch`), and the two operations on the KV pool: store K, V and attend through block tables.
+What a step carries (`Batch`), and the two operations on the KV pool: store K, V and attend through
+block tables.
 
-A step lays its requests out on one flat token axis, without padding: first one token of each decoding request, then
-the prefill chunks. Decodes and chunks so share one forward pass:
+A step lays its requests out on one flat token axis, without padding: first one token of each
+decoding request, then the prefill chunks. Decodes and chunks so share one forward pass:
 
     request           r0   r1   r2            r3
     tokens     [T]    a    b    c0 c1 c2 c3   d0 d1        T = 8
     query_start       0    1    2             6     8      [B + 1], B = 4, num_decodes = 2
 
-A `Backend` is one way to do both operations: torch's gathers and runs anywhere, FlexAttention's and Triton's read K
-and V where they are. Backends have one signature and one in-place effect: `store_kv` writes the pool,
-`paged_attention` only reads it. A request with context length 0, as the padding of chunks in a CUDA graph, gets zeros.
-Letters: B requests, T tokens, R rows of logits, H query heads, Hk KV heads, D head size, M blocks per table, S block
-size, and only here C context length (padded), G = H / Hk.
+A `Backend` is one way to do both operations: torch's gathers and runs anywhere, FlexAttention's and
+Triton's read K and V where they are. Backends have one signature and one in-place effect:
+`store_kv` writes the pool, `paged_attention` only reads it. A request with context length 0, as the
+padding of chunks in a CUDA graph, gets zeros. Letters: B requests, T tokens, R rows of logits, H
+query heads, Hk KV heads, D head size, M blocks per table, S block size, and only here C context
+length (padded), G = H / Hk.
 """
 
 import math
@@ -34,7 +36,9 @@ try:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernels run on CPU tensors, slowly
+    INTERPRETED = (
+        triton.knobs.runtime.interpret
+    )  # TRITON_INTERPRET=1: the kernels run on CPU tensors, slowly
 except ImportError:  # nothing but the Triton backend needs it
     triton, INTERPRETED, gdc_wait = None, False, None
 
@@ -44,12 +48,17 @@ except ImportError:  # nothing but the Triton backend needs it
 
 @dataclass
 class Batch:
-    """One step for the model. Tensors are on its device, int64 unless said otherwise; lists are the host's copy."""
+    """
+    One step for the model. Tensors are on its device, int64 unless said otherwise; lists are the
+    host's copy.
+    """
 
     tokens: torch.Tensor  # [T] token ids
     positions: torch.Tensor  # [T] of each token in its own request
     slot_mapping: torch.Tensor  # [T] block * S + offset: where the token's K, V go
-    query_start: torch.Tensor  # [B + 1] int32: request i has tokens query_start[i] .. query_start[i + 1] - 1
+    query_start: (
+        torch.Tensor
+    )  # [B + 1] int32: request i has tokens query_start[i] .. query_start[i + 1] - 1
     context_lens: torch.Tensor  # [B] int32: tokens in the pool after this step
     block_tables: torch.Tensor  # [B, M] int32: [request, logical block] -> physical block
     rows: torch.Tensor  # [B] the requests' rows in the engine's device arrays
@@ -77,13 +86,16 @@ def cpp_compiler() -> str | None:
 
 def choose_backend(name: str = "auto", device: str | torch.device = "cpu") -> Backend:
     """
-    The backend of that name, or with "auto" the best for the device: Triton on CUDA, torch elsewhere. Raises
-    ValueError for one that does not work there.
+    The backend of that name, or with "auto" the best for the device: Triton on CUDA, torch
+    elsewhere. Raises ValueError for one that does not work there.
     """
     cuda = torch.device(device).type == "cuda"
     compiler = triton if cuda else cpp_compiler()
     works = {"torch": True, "triton": triton and (cuda or INTERPRETED), "flex": compiler}
-    needs = {"triton": "a CUDA device and the package triton", "flex": "triton on CUDA, a C++ compiler elsewhere"}
+    needs = {
+        "triton": "a CUDA device and the package triton",
+        "flex": "triton on CUDA, a C++ compiler elsewhere",
+    }
     parts = {
         "torch": (prepare_torch, store_kv_torch, paged_attention_torch),
         "flex": (prepare_flex, store_kv_torch, paged_attention_flex),
@@ -102,39 +114,53 @@ def choose_backend(name: str = "auto", device: str | torch.device = "cpu") -> Ba
 
 
 def check_ranges(batch: Batch, H: int, kv: torch.Tensor):
-    """What every backend assumes of a step; the contents of tensors are on the device and not looked at."""
+    """
+    What every backend assumes of a step; the contents of tensors are on the device and not looked
+    at.
+    """
     B, T, M = len(batch.query_lens_host), len(batch.tokens), batch.block_tables.shape[1]
     _, _, Hk, S, _ = kv.shape
     assert H % Hk == 0, f"{H} query heads do not share {Hk} KV heads evenly"
     # padding may follow the last token
-    assert sum(batch.query_lens_host) <= T, f"query lengths sum to {sum(batch.query_lens_host)}, there are {T} tokens"
+    assert sum(batch.query_lens_host) <= T, (
+        f"query lengths sum to {sum(batch.query_lens_host)}, there are {T} tokens"
+    )
     assert len(batch.slot_mapping) == T, f"{len(batch.slot_mapping)} slots for {T} tokens"
-    assert len(batch.context_lens) == len(batch.block_tables) == B, f"wanted lengths and tables of {B} requests"
+    assert len(batch.context_lens) == len(batch.block_tables) == B, (
+        f"wanted lengths and tables of {B} requests"
+    )
     longest = max(batch.context_lens_host, default=0)
     assert longest <= M * S, f"a context of {longest} tokens does not fit into {M} blocks of {S}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # torch: gather the context of each request, then SDPA
 
 
 class Gather(NamedTuple):
-    """Requests that the torch path serves in one SDPA: b requests of n queries each, contexts padded to C."""
+    """
+    Requests that the torch path serves in one SDPA: b requests of n queries each, contexts padded
+    to C.
+    """
 
     tokens: slice | torch.Tensor  # where their b * n queries are on the flat axis
     kv_rows: torch.Tensor  # [2, b, Hk, C] int64: rows of K and V, as `pool_rows`
-    mask: torch.Tensor | None  # [b, 1, G * n, C] as kv: 0 where a query may see a key, else -inf; None: it sees all
+    mask: (
+        torch.Tensor | None
+    )  # [b, 1, G * n, C] as kv: 0 where a query may see a key, else -inf; None: it sees all
 
 
 class TorchPlan(NamedTuple):
-    store_rows: torch.Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes, as `pool_rows`
+    store_rows: (
+        torch.Tensor
+    )  # [2 * T * Hk] int64: rows of K and V that the step writes, as `pool_rows`
     gathers: list[Gather]
 
 
 def pool_rows(slots: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     """
-    Rows of slots [..., C] in one layer's pool [2, num_blocks + 1, Hk, S, D] seen as [.., D], of K and V, for each head:
-    [2, ..., Hk, C].
+    Rows of slots [..., C] in one layer's pool [2, num_blocks + 1, Hk, S, D] seen as [.., D], of K
+    and V, for each head: [2, ..., Hk, C].
     """
     _, num_blocks, Hk, S, _ = kv.shape
     first = slots + slots // S * ((Hk - 1) * S)  # the row of head 0: block * Hk * S + offset
@@ -142,16 +168,22 @@ def pool_rows(slots: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     return torch.stack((k_rows, k_rows + num_blocks * Hk * S))
 
 
-def may_see(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int) -> torch.Tensor:
-    """Causality: a token sees itself and what came before; with a window, that many tokens. Broadcasts to bool."""
+def may_see(
+    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int
+) -> torch.Tensor:
+    """
+    Causality: a token sees itself and what came before; with a window, that many tokens. Broadcasts
+    to bool.
+    """
     seen = key_positions <= query_positions
     return seen & (key_positions > query_positions - window) if window else seen
 
 
 def length_classes(lens: list[int]) -> list[list[int]]:
     """
-    Group requests so that padding each to the longest of its group at most doubles the memory: all together where
-    that holds already, else by the bits of their context lengths, so in at most log2(longest) + 1 groups.
+    Group requests so that padding each to the longest of its group at most doubles the memory: all
+    together where that holds already, else by the bits of their context lengths, so in at most
+    log2(longest) + 1 groups.
 
     >>> length_classes([500, 512, 300]), length_classes([4096, 16, 17, 31])
     ([[0, 1, 2]], [[0], [1, 2, 3]])
@@ -170,27 +202,40 @@ def prepare_torch(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> To
     lens, gathers = batch.context_lens_host, []
     decodes = [i for i in range(batch.num_decodes) if lens[i]]  # the others are padding
     groups = [[decodes[i] for i in group] for group in length_classes([lens[i] for i in decodes])]
-    for group in groups:  # a decoding request has one token: its place on the token axis is its number
+    for (
+        group
+    ) in groups:  # a decoding request has one token: its place on the token axis is its number
         whole = len(group) == batch.num_decodes
         index = slice(0, len(group)) if whole else torch.tensor(group, device=batch.tokens.device)
         gathers.append(gather(batch, index, index, max(lens[i] for i in group), H, kv, window))
     start = batch.num_decodes
     for i in range(batch.num_decodes, len(lens)):
         n = batch.query_lens_host[i]
-        gathers.append(gather(batch, slice(i, i + 1), slice(start, start + n), lens[i], H, kv, window))
+        gathers.append(
+            gather(batch, slice(i, i + 1), slice(start, start + n), lens[i], H, kv, window)
+        )
         start += n
     return TorchPlan(pool_rows(batch.slot_mapping[:, None], kv).flatten(), gathers)
 
 
-def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: torch.Tensor, window: int) -> Gather:
-    """Plan one SDPA. The padding of shorter contexts repeats their last token, masked: nothing else is ever read."""
+def gather(
+    batch: Batch, requests, tokens, longest: int, H: int, kv: torch.Tensor, window: int
+) -> Gather:
+    """
+    Plan one SDPA. The padding of shorter contexts repeats their last token, masked: nothing else is
+    ever read.
+    """
     Hk, S = kv.shape[2:4]
     lens = batch.context_lens[requests].long()[:, None]  # [b, 1]
     positions = batch.positions[tokens].view(len(lens), -1)  # [b, n]
     n = positions.shape[1]
-    keys = torch.arange(longest if not window else min(longest, window + n - 1), device=lens.device)[None]
+    keys = torch.arange(
+        longest if not window else min(longest, window + n - 1), device=lens.device
+    )[None]
     if window:
-        keys = keys + (positions[:, :1] - window + 1).clamp(min=0)  # from the first that any query sees
+        keys = keys + (positions[:, :1] - window + 1).clamp(
+            min=0
+        )  # from the first that any query sees
     slots_at = torch.minimum(keys, lens - 1)  # [b, C]
     slots = batch.block_tables[requests].long().gather(1, slots_at // S) * S + slots_at % S
     if positions.numel() == 1:  # one token, that sees all
@@ -201,21 +246,29 @@ def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: torch.Tenso
 
 
 def store_kv_torch(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: Batch):
-    """Write k, v [T, Hk, D] into one layer's pool kv [2, num_blocks + 1, Hk, S, D], in place, at `slot_mapping`."""
+    """
+    Write k, v [T, Hk, D] into one layer's pool kv [2, num_blocks + 1, Hk, S, D], in place, at
+    `slot_mapping`.
+    """
     D = k.shape[-1]
-    kv.view(-1, D).index_copy_(0, batch.prepared.store_rows, torch.stack((k, v)).view(-1, D).to(kv.dtype))
+    kv.view(-1, D).index_copy_(
+        0, batch.prepared.store_rows, torch.stack((k, v)).view(-1, D).to(kv.dtype)
+    )
 
 
 def paged_attention_torch(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
     """
-    Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables; scale 1 / sqrt(D).
-    The G query heads that share a KV head become G * n queries of it, so K and V are gathered once and not repeated.
+    Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables;
+    scale 1 / sqrt(D). The G query heads that share a KV head become G * n queries of it, so K and V
+    are gathered once and not repeated.
     """
     out, D = None, q.shape[-1]
     for tokens, kv_rows, mask in batch.prepared.gathers:
         _, b, Hk, _ = kv_rows.shape
         k, v = F.embedding(kv_rows, kv.view(-1, D)).unbind()  # [b, Hk, C, D] each
-        grouped = q[tokens].reshape(b, -1, Hk, q.shape[1] // Hk, D).permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
+        grouped = (
+            q[tokens].reshape(b, -1, Hk, q.shape[1] // Hk, D).permute(0, 2, 3, 1, 4)
+        )  # [b, Hk, G, n, D]
         y = F.scaled_dot_product_attention(grouped.flatten(2, 3).to(k.dtype), k, v, attn_mask=mask)
         y = y.view(grouped.shape).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:]).to(q.dtype)
         if len(y) == len(q):  # nobody else is there
@@ -225,12 +278,15 @@ def paged_attention_torch(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> to
     return torch.zeros_like(q) if out is None else out
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # FlexAttention: torch's compiler writes the kernel around our mask
 
 
 class FlexCall(NamedTuple):
-    """Requests that go through FlexAttention together, decodes or chunks: b requests of up to n queries each."""
+    """
+    Requests that go through FlexAttention together, decodes or chunks: b requests of up to n
+    queries each.
+    """
 
     tokens: slice  # where their t queries are on the flat axis
     request: torch.Tensor  # [t] which of the b each belongs to
@@ -252,15 +308,19 @@ def prepare_flex(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> Fle
     check_ranges(batch, H, kv)
     B, nd, lens = len(batch.query_lens_host), batch.num_decodes, batch.query_lens_host
     ranges = [(first, last) for first, last in ((0, nd), (nd, B)) if first < last]
-    calls = [flex_call(batch, first, last, max(lens[first:last]), kv, window) for first, last in ranges]
+    calls = [
+        flex_call(batch, first, last, max(lens[first:last]), kv, window) for first, last in ranges
+    ]
     return FlexPlan(pool_rows(batch.slot_mapping[:, None], kv).flatten(), calls)
 
 
-def flex_call(batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, window: int) -> FlexCall:
+def flex_call(
+    batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, window: int
+) -> FlexCall:
     """
-    The pool is one long sequence of keys for FlexAttention, [1, 1, pages * S, D] with page = block * Hk + head, and
-    each (request, KV head) a batch entry of its own. The mask turns a place in that sequence back into a position:
-    [request, physical block] -> logical block.
+    The pool is one long sequence of keys for FlexAttention, [1, 1, pages * S, D] with page = block
+    * Hk + head, and each (request, KV head) a batch entry of its own. The mask turns a place in
+    that sequence back into a position: [request, physical block] -> logical block.
     """
     (_, num_blocks, Hk, S, _), device, b = kv.shape, batch.tokens.device, last - first
     start, tables = batch.query_start[first:last].long(), batch.block_tables[first:last].long()
@@ -268,7 +328,9 @@ def flex_call(batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, win
     tokens = slice(first, last) if n == 1 else slice(first, len(batch.tokens))
     t = torch.arange(tokens.start, tokens.stop, device=device)
     request = torch.searchsorted(start, t, right=True) - 1
-    begin = lens - (batch.query_start[first + 1 : last + 1] - start)  # [b] position of each first query
+    begin = lens - (
+        batch.query_start[first + 1 : last + 1] - start
+    )  # [b] position of each first query
 
     used = torch.arange(M, device=device) * S < lens[:, None]  # [b, M]
     logical = torch.full((b, num_blocks + 1), -1, dtype=torch.int32, device=device)
@@ -280,21 +342,32 @@ def flex_call(batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, win
 
     def sees(b_head, _, query, key):
         entry, page, position = b_head // heads, key // block_size, begin[b_head // heads] + query
-        here = torch.where(page % heads == b_head % heads, logical[entry, page // heads], -1)  # logical block
+        here = torch.where(
+            page % heads == b_head % heads, logical[entry, page // heads], -1
+        )  # logical block
         key_position = here * block_size + key % block_size
         return (here >= 0) & (key_position <= position) & (key_position > position - reach)
 
-    size = S if S >= 16 and S & (S - 1) == 0 else FLEX_ROWS  # of a tile of keys, what its kernels can do
-    lowest = begin[:, None] + torch.arange(0, n, FLEX_ROWS, device=device)  # [b, rows] position of a tile's first query
+    size = (
+        S if S >= 16 and S & (S - 1) == 0 else FLEX_ROWS
+    )  # of a tile of keys, what its kernels can do
+    lowest = begin[:, None] + torch.arange(
+        0, n, FLEX_ROWS, device=device
+    )  # [b, rows] position of a tile's first query
     highest = torch.minimum(lowest + FLEX_ROWS, lens[:, None]) - 1
     start_of = torch.arange(M, device=device) * S  # [M] position of each logical block
-    seen, whole = start_of <= highest[..., None], start_of + S - 1 <= lowest[..., None]  # [b, rows, M] by any, by all
+    seen, whole = (
+        start_of <= highest[..., None],
+        start_of + S - 1 <= lowest[..., None],
+    )  # [b, rows, M] by any, by all
     if window:
         seen &= start_of + S > lowest[..., None] - window + 1
         whole &= start_of > highest[..., None] - window
     whole &= seen if size == S else False
     pages = tables[:, None] * Hk + torch.arange(Hk, device=device)[:, None]  # [b, Hk, M]
-    listed = [tile_list(pages, blocks, size, S, num_blocks * Hk * S) for blocks in (seen & ~whole, whole)]
+    listed = [
+        tile_list(pages, blocks, size, S, num_blocks * Hk * S) for blocks in (seen & ~whole, whole)
+    ]
     mask = BlockMask.from_kv_blocks(
         *(x for pair in listed for x in pair),
         BLOCK_SIZE=(FLEX_ROWS, size),
@@ -302,40 +375,61 @@ def flex_call(batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, win
         seq_lengths=(n, num_blocks * Hk * S),
         compute_q_blocks=False,
     )
-    for sizes_of, dim in (logical, 1), *((x, dim) for pair in listed for x, dim in zip(pair, (1, (1, 3)), strict=True)):
+    for sizes_of, dim in (
+        (logical, 1),
+        *((x, dim) for pair in listed for x, dim in zip(pair, (1, (1, 3)), strict=True)),
+    ):
         torch._dynamo.mark_static(sizes_of, dim)
     return FlexCall(tokens, request, t - start[request], n, mask)
 
 
 def tile_list(pages: torch.Tensor, blocks: torch.Tensor, size: int, S: int, num_keys: int):
     """
-    Which tiles of `size` keys hold the logical blocks chosen by blocks [b, rows, M], each once; pages [b, Hk, M], each
-    of S keys, may straddle tiles. Returns how many, [b * Hk, 1, rows], and which, [b * Hk, 1, rows, all tiles], int32.
+    Which tiles of `size` keys hold the logical blocks chosen by blocks [b, rows, M], each once;
+    pages [b, Hk, M], each of S keys, may straddle tiles. Returns how many, [b * Hk, 1, rows], and
+    which, [b * Hk, 1, rows, all tiles], int32.
     """
     first, last = pages * S // size, (pages * S + S - 1) // size
     span = 1 if size == S else (S - 1) // size + 2
-    tiles, nothing = first[..., None] + torch.arange(span, device=pages.device), torch.iinfo(torch.int32).max
+    tiles, nothing = (
+        first[..., None] + torch.arange(span, device=pages.device),
+        torch.iinfo(torch.int32).max,
+    )
     tiles = torch.where(tiles <= last[..., None], tiles, nothing)[:, :, None]  # [b, Hk, 1, M, span]
-    tiles = torch.where(blocks[:, None, :, :, None], tiles, nothing).flatten(3).sort().values  # [b, Hk, rows, M * span]
+    tiles = (
+        torch.where(blocks[:, None, :, :, None], tiles, nothing).flatten(3).sort().values
+    )  # [b, Hk, rows, M * span]
     again = F.pad(tiles[..., 1:] == tiles[..., :-1], (1, 0))
     tiles = torch.where(again, nothing, tiles).sort().values.flatten(0, 1)
-    count, tiles = (tiles < nothing).sum(-1, dtype=torch.int32), torch.where(tiles < nothing, tiles, 0).int()
-    # flex wants room for every tile of the pool in each row of a list: rows may overlap, what counts is read alone
+    count, tiles = (
+        (tiles < nothing).sum(-1, dtype=torch.int32),
+        torch.where(tiles < nothing, tiles, 0).int(),
+    )
+    # flex wants room for every tile of the pool in each row of a list: rows may overlap, what
+    # counts is read alone
     (n, rows, width), every = tiles.shape, -(-num_keys // size)
-    roomy = F.pad(tiles.flatten(), (0, every)).as_strided((n, 1, rows, every), (rows * width, rows * width, width, 1))
+    roomy = F.pad(tiles.flatten(), (0, every)).as_strided(
+        (n, 1, rows, every), (rows * width, rows * width, width, 1)
+    )
     return count[:, None], roomy
 
 
 @cache
 def compiled_flex() -> Callable:
-    """FlexAttention that adapts to any number of requests and queries; compiled in its first calls, seconds each."""
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # fullgraph: an error, not the slow way
+    """
+    FlexAttention that adapts to any number of requests and queries; compiled in its first calls,
+    seconds each.
+    """
+    return torch.compile(
+        flex_attention, dynamic=True, fullgraph=True
+    )  # fullgraph: an error, not the slow way
 
 
 def paged_attention_flex(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
     """
-    As paged_attention_torch, but K and V stay where they are; only q is padded, to the longest chunk. One thing less is
-    promised: FlexAttention weighs what the mask hides in a tile by zero, so there the pool must hold no NaN.
+    As paged_attention_torch, but K and V stay where they are; only q is padded, to the longest
+    chunk. One thing less is promised: FlexAttention weighs what the mask hides in a tile by zero,
+    so there the pool must hold no NaN.
     """
     out, (H, D), Hk = torch.zeros_like(q), q.shape[1:], kv.shape[2]
     k, v = kv.reshape(2, 1, 1, -1, D)  # views: [1, 1, pages * S, D]
@@ -343,24 +437,31 @@ def paged_attention_flex(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> tor
         b = mask.kv_indices.shape[0] // Hk
         padded_q = q.new_zeros(b, n, H, D)
         padded_q[request, offset] = q[tokens]
-        heads = padded_q.view(b, n, Hk, H // Hk, D).permute(0, 2, 3, 1, 4).flatten(0, 1)  # [b * Hk, G, n, D]
+        heads = (
+            padded_q.view(b, n, Hk, H // Hk, D).permute(0, 2, 3, 1, 4).flatten(0, 1)
+        )  # [b * Hk, G, n, D]
         for sizes_of, dim in (heads, 1), (heads, 3), (k, None), (v, None):
             torch._dynamo.mark_static(sizes_of, dim)
-        options = {"BLOCK_N": min(64, mask.BLOCK_SIZE[1])} if q.is_cuda else None  # keys at a time: of one tile
-        y = compiled_flex()(heads.to(kv.dtype), k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
+        options = (
+            {"BLOCK_N": min(64, mask.BLOCK_SIZE[1])} if q.is_cuda else None
+        )  # keys at a time: of one tile
+        y = compiled_flex()(
+            heads.to(kv.dtype), k, v, block_mask=mask, enable_gqa=True, kernel_options=options
+        )
         y = y.view(b, Hk, H // Hk, n, D).permute(0, 3, 1, 2, 4).reshape(b, n, H, D)
         out[tokens] = y[request, offset].to(q.dtype)
     return out
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Triton: no gather, K and V are read where they are
 
 
 def jit(function):
     """
-    `triton.jit` where triton is installed; elsewhere the kernels below are only text. M, the width of the block tables,
-    B and R, the number of rows, change from step to step and must not make the kernels compile again.
+    `triton.jit` where triton is installed; elsewhere the kernels below are only text. M, the width
+    of the block tables, B and R, the number of rows, change from step to step and must not make the
+    kernels compile again.
     """
     return triton.jit(function, do_not_specialize=["M", "B", "R"]) if triton else function
 
@@ -368,8 +469,8 @@ def jit(function):
 @jit
 def wait(EARLY: tl.constexpr):
     """
-    Until what the kernel before wrote is there. On Hopper a kernel may start before that, and let the next one start:
-    launching takes as long as a small kernel's work.
+    Until what the kernel before wrote is there. On Hopper a kernel may start before that, and let
+    the next one start: launching takes as long as a small kernel's work.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -387,7 +488,10 @@ def store_kv_kernel(
     k, v, kv, slot_mapping, k_stride, v_stride, which_stride,
     Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T,): a program copies K and V of one token, all heads, to its slot. Slots are int64: offsets pass 2^31."""
+    """
+    Grid (T,): a program copies K and V of one token, all heads, to its slot. Slots are int64:
+    offsets pass 2^31.
+    """
     wait(EARLY)
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     slot = tl.load(slot_mapping + token)
@@ -399,9 +503,9 @@ def store_kv_kernel(
 @jit
 def absorb(score, scale, v, acc, top, total):
     """
-    Online softmax (Milakov and Gimelshein 2018): take in one more tile of keys. score [ROWS, TILE], -inf where masked,
-    in powers of two once multiplied by `scale`; v [TILE, WIDTH]; so far the weighted sum acc [ROWS, WIDTH], the largest
-    scaled score and the sum of weights, [ROWS] each.
+    Online softmax (Milakov and Gimelshein 2018): take in one more tile of keys. score [ROWS, TILE],
+    -inf where masked, in powers of two once multiplied by `scale`; v [TILE, WIDTH]; so far the
+    weighted sum acc [ROWS, WIDTH], the largest scaled score and the sum of weights, [ROWS] each.
     """
     new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
     reference = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen no key yet
@@ -415,15 +519,22 @@ def combine(
     partial_out, partial_lse, out, first_head, used,
     heads: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the first `used` of SPLITS partial results of AT_ONCE query heads, each by its share of the softmax."""
+    """
+    Add up the first `used` of SPLITS partial results of AT_ONCE query heads, each by its share of
+    the softmax.
+    """
     h, s, d = tl.arange(0, AT_ONCE), tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     there = (h < heads)[:, None] & (s < used)[None, :]
     at = ((first_head + h)[:, None] * SPLITS).to(tl.int64) + s[None, :]  # [AT_ONCE, SPLITS]
-    lse = tl.load(partial_lse + at, mask=there, other=-1e30, cache_modifier=".cg")  # from L2: L1 may be stale
+    lse = tl.load(
+        partial_lse + at, mask=there, other=-1e30, cache_modifier=".cg"
+    )  # from L2: L1 may be stale
     parts = partial_out + at[:, :, None] * WIDTH + d[None, None, :]
     parts = tl.load(parts, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
     weight = tl.exp2(lse - tl.max(lse, axis=1)[:, None])
-    whole = tl.sum(parts * (weight / tl.sum(weight, axis=1)[:, None])[:, :, None], axis=1)  # [AT_ONCE, WIDTH]
+    whole = tl.sum(
+        parts * (weight / tl.sum(weight, axis=1)[:, None])[:, :, None], axis=1
+    )  # [AT_ONCE, WIDTH]
     mask = (h < heads)[:, None] & (d < D)[None, :]
     tl.store(out + h[:, None] * D + d[None, :], whole.to(out.dtype.element_ty), mask=mask)
 
@@ -434,8 +545,8 @@ def order_kernel(
     WIDTH: tl.constexpr, Hk: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (B,): a program finds the place of its request in `order`, the longest context first, and writes that nobody
-    has `arrived`, see decode_kernel.
+    Grid (B,): a program finds the place of its request in `order`, the longest context first, and
+    writes that nobody has `arrived`, see decode_kernel.
     """
     wait(EARLY)
     i, other, head = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, HEADS)
@@ -454,11 +565,12 @@ def decode_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (Hk, SPLITS, B): a program attends from the G = H / Hk query heads of one KV head, padded to ROWS, to every
-    SPLITS-th tile of one request's context: K and V are read once. The grid depends on B alone, how many splits a
-    context has is worked out here, so the host needs no length to launch it. The longest contexts come first: started
-    late, one would run alone at the end. Whoever arrives last of a request and KV head combines its splits, so there is
-    no second launch; `arrived` [B, Hk] is zero before and after.
+    Grid (Hk, SPLITS, B): a program attends from the G = H / Hk query heads of one KV head, padded
+    to ROWS, to every SPLITS-th tile of one request's context: K and V are read once. The grid
+    depends on B alone, how many splits a context has is worked out here, so the host needs no
+    length to launch it. The longest contexts come first: started late, one would run alone at the
+    end. Whoever arrives last of a request and KV head combines its splits, so there is no second
+    launch; `arrived` [B, Hk] is zero before and after.
     """
     head, split, request = tl.program_id(0), tl.program_id(1), tl.load(order + tl.program_id(2))
     G: tl.constexpr = H // Hk
@@ -468,7 +580,9 @@ def decode_kernel(
     begin = first // TILE * TILE
     t = begin + split * TILE + tl.arange(0, TILE)
     table = block_tables + request.to(tl.int64) * M
-    block = tl.load(table + t // S, mask=t // S < M, other=0)  # without waiting for `context`, if there is no window
+    block = tl.load(
+        table + t // S, mask=t // S < M, other=0
+    )  # without waiting for `context`, if there is no window
     real = (row < G)[:, None] & (d < D)[None, :]
     at = (head * G + row)[:, None] * D + d[None, :]
     if EARLY:  # so far, nothing was of the kernels since the embedding, see embed_kernel
@@ -486,9 +600,13 @@ def decode_kernel(
         k = tl.load(keys, mask=there[:, None] & (d < D)[None, :], other=0.0)  # [TILE, WIDTH]
         v = tl.load(keys + which_stride, mask=there[:, None] & (d < D)[None, :], other=0.0)
         t += SPLITS * TILE
-        block = tl.load(table + t // S, mask=t // S < M, other=0)  # of the next round, ahead of its use
+        block = tl.load(
+            table + t // S, mask=t // S < M, other=0
+        )  # of the next round, ahead of its use
         score = tl.dot(queries, k.T, input_precision="ieee")
-        acc, top, total = absorb(tl.where(there[None, :], score, -float("inf")), scale, v, acc, top, total)
+        acc, top, total = absorb(
+            tl.where(there[None, :], score, -float("inf")), scale, v, acc, top, total
+        )
     if EARLY:  # not before: those who wait would sit in its room
         gdc_launch_dependents()
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -505,7 +623,9 @@ def decode_kernel(
         for g in tl.static_range(0, G, AT_ONCE):  # as many query heads at once as registers hold
             first_head = request * H + head * G + g
             to = out + request * out_stride + (head * G + g) * D
-            combine(partial_out, partial_lse, to, first_head, used, G - g, D, SPLITS, WIDTH, AT_ONCE)
+            combine(
+                partial_out, partial_lse, to, first_head, used, G - g, D, SPLITS, WIDTH, AT_ONCE
+            )
 
 
 @jit
@@ -516,9 +636,10 @@ def prefill_kernel(
     ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (H, tiles): a program attends from ROWS consecutive tokens of one prefill chunk, one query head, to all they
-    may see. `tile_request` says whose tokens a tile has (-1: none), `tile_start` where in the chunk it begins. The last
-    tiles, which see most, come first, all heads of them: started late, a long one would run alone at the end.
+    Grid (H, tiles): a program attends from ROWS consecutive tokens of one prefill chunk, one query
+    head, to all they may see. `tile_request` says whose tokens a tile has (-1: none), `tile_start`
+    where in the chunk it begins. The last tiles, which see most, come first, all heads of them:
+    started late, a long one would run alone at the end.
     """
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head, request = tl.program_id(0), tl.load(tile_request + tile)
@@ -538,17 +659,25 @@ def prefill_kernel(
     table = block_tables + request.to(tl.int64) * M
     first = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
     end = tl.minimum(lowest + ROWS, context)  # one past the last key that any row may see
-    unmasked = first if WINDOW else (lowest + 1) // TILE * TILE  # up to here every row sees every key
+    unmasked = (
+        first if WINDOW else (lowest + 1) // TILE * TILE
+    )  # up to here every row sees every key
     t = first + tl.arange(0, TILE)
     block = tl.load(table + t // S, mask=t < end, other=0)
     for _ in range(first, unmasked, TILE):
         keys = kv + (((block.to(tl.int64) * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
         t += TILE
-        block = tl.load(table + t // S, mask=t < end, other=0)  # of the next round, ahead of its use
-        k = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)  # [TILE, WIDTH]
+        block = tl.load(
+            table + t // S, mask=t < end, other=0
+        )  # of the next round, ahead of its use
+        k = (
+            tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
+        )  # [TILE, WIDTH]
         keys += which_stride
         v = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
-        acc, top, total = absorb(tl.dot(queries, k.T, input_precision="ieee"), scale, v, acc, top, total)
+        acc, top, total = absorb(
+            tl.dot(queries, k.T, input_precision="ieee"), scale, v, acc, top, total
+        )
     for n in range(unmasked, end, TILE):
         t = n + tl.arange(0, TILE)
         there = t < end
@@ -557,18 +686,26 @@ def prefill_kernel(
         block = tl.load(table + t // S, mask=there, other=0)
         keys = kv + (((block.to(tl.int64) * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
         mask = there[:, None] & (d < D)[None, :]
-        k, v = tl.load(keys, mask=mask, other=0.0), tl.load(keys + which_stride, mask=mask, other=0.0)
+        k, v = (
+            tl.load(keys, mask=mask, other=0.0),
+            tl.load(keys + which_stride, mask=mask, other=0.0),
+        )
         visible = t[None, :] <= position[:, None]
         if WINDOW:
             visible &= t[None, :] > position[:, None] - WINDOW
         score = tl.where(visible, tl.dot(queries, k.T, input_precision="ieee"), -float("inf"))
         acc, top, total = absorb(score, scale, v, acc, top, total)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + token[:, None] * out_stride + at[None, :], acc.to(out.dtype.element_ty), mask=real)
+    tl.store(
+        out + token[:, None] * out_stride + at[None, :], acc.to(out.dtype.element_ty), mask=real
+    )
 
 
 class TritonPlan(NamedTuple):
-    """Scratch of the decode kernel and the tile map of the prefill kernel, shared by all layers of a step."""
+    """
+    Scratch of the decode kernel and the tile map of the prefill kernel, shared by all layers of a
+    step.
+    """
 
     window: int
     splits: int
@@ -583,9 +720,9 @@ class TritonPlan(NamedTuple):
     side: torch.cuda.Stream | None  # where chunks are attended to while decodes wait for memory
 
 
-# Measured on an H200 over head sizes 64 and 128, batches 1 to 256, contexts 100 to 32768, all alike or not: best are as
-# many splits as the chip runs at a time, and three stages; but two where three would fill the shared memory, of decodes
-# with two programs while more are waiting.
+# Measured on an H200 over head sizes 64 and 128, batches 1 to 256, contexts 100 to 32768, all alike
+# or not: best are as many splits as the chip runs at a time, and three stages; but two where three
+# would fill the shared memory, of decodes with two programs while more are waiting.
 TILE, DECODE_WARPS = 64, 4
 PREFILL_ROWS, PREFILL_WARPS = 64, 4
 AT_ONCE = 8192  # numbers a program combines at a time
@@ -598,21 +735,35 @@ def padded(n: int) -> int:
 
 def shared_memory(device: torch.device) -> int:
     """Bytes of it that one program may take."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
+    return (
+        torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        if device.type == "cuda"
+        else 2**20
+    )
 
 
 def stages_that_fit(kv: torch.Tensor) -> int:
-    """Three need up to 3.5 times the room of a tile of K and V, as compiled for head sizes 64 to 256 in bf16, fp32."""
+    """
+    Three need up to 3.5 times the room of a tile of K and V, as compiled for head sizes 64 to 256
+    in bf16, fp32.
+    """
     tiles = 2 * TILE * padded(kv.shape[-1]) * kv.element_size()
     return 3 if 3.5 * tiles <= shared_memory(kv.device) else 2
 
 
 def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> TritonPlan:
-    """Allocate scratch, sort the decodes and map tiles to chunks, on the device: the host looks at no tensor."""
+    """
+    Allocate scratch, sort the decodes and map tiles to chunks, on the device: the host looks at no
+    tensor.
+    """
     check_ranges(batch, H, kv)
     (_, _, Hk, _, D), device, B = kv.shape, batch.tokens.device, batch.num_decodes
     assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 8
+    )
     at_a_time = processors * (6 if padded(D) <= 64 else 4)
     splits = min(64, 1 << (max(1, at_a_time * 3 // 4 // max(1, B * Hk)).bit_length() - 1))
     order, arrived = batch.block_tables.new_empty(B), batch.block_tables.new_empty(B * Hk)
@@ -631,35 +782,52 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
         torch.empty(B * H * splits, device=device),
         arrived,
         *prefill_tiles(batch),
-        torch.cuda.Stream(device) if device.type == "cuda" and 0 < B < len(batch.query_lens_host) else None,
+        torch.cuda.Stream(device)
+        if device.type == "cuda" and 0 < B < len(batch.query_lens_host)
+        else None,
     )
 
 
 def prefill_tiles(batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """
-    [tiles] int32 each: whose PREFILL_ROWS tokens a tile has (-1: none), and where in that chunk it begins. The number
-    of tiles depends on the number of tokens and chunks alone, so nothing waits for the device.
+    [tiles] int32 each: whose PREFILL_ROWS tokens a tile has (-1: none), and where in that chunk it
+    begins. The number of tiles depends on the number of tokens and chunks alone, so nothing waits
+    for the device.
     """
     decodes, chunks = batch.num_decodes, len(batch.query_start) - 1 - batch.num_decodes
     if not chunks:
         return None, None
     lens = batch.query_start[decodes + 1 :] - batch.query_start[decodes:-1]
     ends = ((lens + PREFILL_ROWS - 1) // PREFILL_ROWS).cumsum(0)  # tiles up to and with each chunk
-    tile = torch.arange(-(-(len(batch.tokens) - decodes) // PREFILL_ROWS) + chunks, device=lens.device)
+    tile = torch.arange(
+        -(-(len(batch.tokens) - decodes) // PREFILL_ROWS) + chunks, device=lens.device
+    )
     chunk = torch.searchsorted(ends, tile, right=True)
     starts = torch.cat([ends.new_zeros(1), ends])[chunk]
-    return torch.where(chunk < chunks, chunk + decodes, -1).int(), ((tile - starts) * PREFILL_ROWS).int()
+    return torch.where(chunk < chunks, chunk + decodes, -1).int(), (
+        (tile - starts) * PREFILL_ROWS
+    ).int()
 
 
 def check_layout(x: torch.Tensor, kv: torch.Tensor, batch: Batch):
     """What the kernels assume of x [T, heads, D] and kv [2, num_blocks + 1, Hk, S, D]."""
-    assert x.device == kv.device == batch.block_tables.device, f"tensors on {x.device} and {kv.device}: wanted one"
+    assert x.device == kv.device == batch.block_tables.device, (
+        f"tensors on {x.device} and {kv.device}: wanted one"
+    )
     assert x.shape[2] == kv.shape[4], f"heads of {x.shape[2]} for a pool of heads of {kv.shape[4]}"
-    assert x.is_floating_point() and kv.is_floating_point(), f"wanted floating point, got {x.dtype} and {kv.dtype}"
-    assert kv.element_size() <= 4, f"the kernels compute in float32: a pool of {kv.dtype} is not for them"
-    assert x.stride(2) == 1 and x.stride(1) == x.shape[2], f"strides {x.stride()}: wanted the heads of a token together"
+    assert x.is_floating_point() and kv.is_floating_point(), (
+        f"wanted floating point, got {x.dtype} and {kv.dtype}"
+    )
+    assert kv.element_size() <= 4, (
+        f"the kernels compute in float32: a pool of {kv.dtype} is not for them"
+    )
+    assert x.stride(2) == 1 and x.stride(1) == x.shape[2], (
+        f"strides {x.stride()}: wanted the heads of a token together"
+    )
     assert kv.is_contiguous(), "the pool of a layer must be contiguous"
-    assert batch.block_tables.dtype == torch.int32, f"block tables are {batch.block_tables.dtype}, wanted int32"
+    assert batch.block_tables.dtype == torch.int32, (
+        f"block tables are {batch.block_tables.dtype}, wanted int32"
+    )
     assert batch.block_tables.stride(1) == 1, "block tables must be contiguous along blocks"
 
 
@@ -674,14 +842,24 @@ def store_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: B
 
 
 def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """As paged_attention_torch, in at most two launches: one for all decodes, one for all chunks."""
+    """
+    As paged_attention_torch, in at most two launches: one for all decodes, one for all chunks.
+    """
     check_layout(q, kv, batch)
     (T, H, D), Hk, S, plan = q.shape, kv.shape[2], kv.shape[3], batch.prepared
     dtype, q = q.dtype, q.to(kv.dtype)
     out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
     scale = D**-0.5 * math.log2(math.e)  # the kernels work in powers of two
     strides = q.stride(0), out.stride(0), kv.stride(0), batch.block_tables.stride(0)
-    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WINDOW": plan.window, "TILE": TILE, "WIDTH": padded(D)}
+    shape = {
+        "H": H,
+        "Hk": Hk,
+        "D": D,
+        "S": S,
+        "WINDOW": plan.window,
+        "TILE": TILE,
+        "WIDTH": padded(D),
+    }
     if plan.side:
         plan.side.wait_stream(torch.cuda.current_stream())
     if plan.tile_request is not None:

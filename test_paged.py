@@ -4,11 +4,12 @@ The proof: paged attention changes where K and V live, and no token of any answe
     python test_paged.py        # a line for each test; torch, numpy, safetensors and tiktoken are enough
     pytest test_paged.py        # the same tests
 
-Three parts, each standing on the one before: who owns which block (no model needed), who is computed when (no model
-needed either), and then the whole engine against the dense model, which has no cache and computes every text from its
-beginning for each token. Block size is 4 throughout, pools have a handful of blocks, so that block ids can be written
-down. Wherever a model runs, the pool starts full of NaN and its free blocks are shuffled: reading a slot that nobody
-wrote, or a block of somebody else, cannot go unnoticed.
+Three parts, each standing on the one before: who owns which block (no model needed), who is
+computed when (no model needed either), and then the whole engine against the dense model, which has
+no cache and computes every text from its beginning for each token. Block size is 4 throughout,
+pools have a handful of blocks, so that block ids can be written down. Wherever a model runs, the
+pool starts full of NaN and its free blocks are shuffled: reading a slot that nobody wrote, or a
+block of somebody else, cannot go unnoticed.
 """
 
 import random
@@ -20,18 +21,21 @@ from functools import cache
 
 import torch
 
-from engine import Engine, Runner, interleaved_generate
 from model import GPT, GPTConfig
 from paged import BlockAllocator, Plan, Request, Scheduler, root_key
-from sampling import GREEDY, SamplingParams, drop_unlikely, gumbel_noise
+from serving.engine import Engine, Runner, interleaved_generate
+from serving.sampling import GREEDY, SamplingParams, drop_unlikely, gumbel_noise
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What the tests share
 
 
 @contextmanager
 def raises(kind: type[Exception], *parts: str):
-    """The body must raise `kind`, with every part in its message (pytest is not needed to run this file)."""
+    """
+    The body must raise `kind`, with every part in its message (pytest is not needed to run this
+    file).
+    """
     try:
         yield
     except kind as error:
@@ -50,7 +54,9 @@ def step(scheduler: Scheduler) -> Plan:
     return plan
 
 
-def serve_alone(scheduler: Scheduler, id, prompt: list[int], max_new_tokens: int = 1, **fields) -> Request:
+def serve_alone(
+    scheduler: Scheduler, id, prompt: list[int], max_new_tokens: int = 1, **fields
+) -> Request:
     """Add a request and run the scheduler until it is idle."""
     request = Request(id, prompt, max_new_tokens, **fields)
     scheduler.add_request(request)
@@ -63,8 +69,13 @@ VOCABULARY, PERIOD, CONTEXT = 32, 13, 64
 
 
 def echo_text(count: int, length: int, noise: float, generator: torch.Generator) -> torch.Tensor:
-    """Texts of random letters that repeat after PERIOD letters: the next letter is known only from far back."""
-    texts = torch.randint(VOCABULARY, (count, PERIOD), generator=generator)[:, torch.arange(length) % PERIOD]
+    """
+    Texts of random letters that repeat after PERIOD letters: the next letter is known only from far
+    back.
+    """
+    texts = torch.randint(VOCABULARY, (count, PERIOD), generator=generator)[
+        :, torch.arange(length) % PERIOD
+    ]
     other = torch.randint(VOCABULARY, texts.shape, generator=generator)
     return torch.where(torch.rand(texts.shape, generator=generator) < noise, other, texts)
 
@@ -72,7 +83,9 @@ def echo_text(count: int, length: int, noise: float, generator: torch.Generator)
 def untrained_model(num_kv_heads: int) -> GPT:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return GPT(GPTConfig(VOCABULARY, CONTEXT, n_layer=2, n_head=4, n_embd=64, n_kv_head=num_kv_heads))
+        return GPT(
+            GPTConfig(VOCABULARY, CONTEXT, n_layer=2, n_head=4, n_embd=64, n_kv_head=num_kv_heads)
+        )
 
 
 @cache
@@ -93,9 +106,10 @@ def train(num_kv_heads: int) -> GPT:
 
 def trained_model(num_kv_heads: int = 2, eos_token_id: int | None = None) -> GPT:
     """
-    The model of the tests: four query heads, two KV heads, and answers that depend on what is three or four blocks
-    back, so that a wrong block table, mask or position changes them. (An untrained model repeats one token whatever is
-    in its cache.) With an `eos_token_id`, a copy that ends its texts there.
+    The model of the tests: four query heads, two KV heads, and answers that depend on what is three
+    or four blocks back, so that a wrong block table, mask or position changes them. (An untrained
+    model repeats one token whatever is in its cache.) With an `eos_token_id`, a copy that ends its
+    texts there.
     """
     model = train(num_kv_heads)
     if eos_token_id is not None:
@@ -110,22 +124,33 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def mixed_params(max_tokens: int, count: int, first: int = 0) -> list[SamplingParams]:
     """
-    Greedy, sampled and filtered requests in turn, so that every batch mixes them. A greedy answer shows that the right
-    place was read; a sampled one, where close scores compete for every token, that the numbers are right.
+    Greedy, sampled and filtered requests in turn, so that every batch mixes them. A greedy answer
+    shows that the right place was read; a sampled one, where close scores compete for every token,
+    that the numbers are right.
     """
     kinds = [
         GREEDY,
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=1.4, top_k=12, top_p=0.97, min_p=0.01),
     ]
-    return [replace(kinds[i % 3], max_tokens=max_tokens, seed=7 - 5 * i) for i in range(first, first + count)]
+    return [
+        replace(kinds[i % 3], max_tokens=max_tokens, seed=7 - 5 * i)
+        for i in range(first, first + count)
+    ]
 
 
 def scores(params: SamplingParams, logits: torch.Tensor, position: int) -> torch.Tensor:
-    """What decides the token at `position`, (1, V): the logits, filtered and with the request's own noise."""
+    """
+    What decides the token at `position`, (1, V): the logits, filtered and with the request's own
+    noise.
+    """
     if params.temperature == 0:
         return logits
-    filters = torch.tensor([params.top_k]), torch.tensor([params.top_p]), torch.tensor([params.min_p])
+    filters = (
+        torch.tensor([params.top_k]),
+        torch.tensor([params.top_p]),
+        torch.tensor([params.min_p]),
+    )
     noise = gumbel_noise(*(torch.tensor([x]) for x in (params.seed, position, 0)), logits.shape[-1])
     return drop_unlikely(logits / params.temperature, *filters) + noise
 
@@ -133,15 +158,20 @@ def scores(params: SamplingParams, logits: torch.Tensor, position: int) -> torch
 compared = {"tokens": 0, "ties": 0}
 
 
-def assert_equals_dense(model: GPT, prompt_tokens: list[int], answer: list[int], params: SamplingParams):
+def assert_equals_dense(
+    model: GPT, prompt_tokens: list[int], answer: list[int], params: SamplingParams
+):
     """
-    The answer is what the dense model gives. Where its best two scores lie within 1e-4 of each other, rounding may
-    choose either: such ties are counted, and the comparison goes on from the engine's choice.
+    The answer is what the dense model gives. Where its best two scores lie within 1e-4 of each
+    other, rounding may choose either: such ties are counted, and the comparison goes on from the
+    engine's choice.
     """
     text, full = list(prompt_tokens), list(prompt_tokens) + answer
     while len(text) < len(full):
         reference = model.generate(
-            torch.tensor([text]), len(full) - len(text), lambda logits, at: scores(params, logits, at).argmax(-1)
+            torch.tensor([text]),
+            len(full) - len(text),
+            lambda logits, at: scores(params, logits, at).argmax(-1),
         )[0].tolist()
         if reference == full:
             break
@@ -150,20 +180,30 @@ def assert_equals_dense(model: GPT, prompt_tokens: list[int], answer: list[int],
             choice = scores(params, model(torch.tensor([full[:at]]))[0][:, -1], at)[0]
         gap = (choice[reference[at]] - choice[full[at]]).item()
         expected, got = reference[len(prompt_tokens) :], full[len(prompt_tokens) :]
-        assert gap <= 1e-4, f"token {at} of the text differs (scores by {gap:.4f}): dense {expected}, paged {got}"
+        assert gap <= 1e-4, (
+            f"token {at} of the text differs (scores by {gap:.4f}): dense {expected}, paged {got}"
+        )
         compared["ties"] += 1
         text = full[: at + 1]
     compared["tokens"] += len(answer)
 
 
 def poison(runner: Runner, scheduler: Scheduler):
-    """NaN in every slot, and free blocks in no order: block 0 is not where the first request lives."""
+    """
+    NaN in every slot, and free blocks in no order: block 0 is not where the first request lives.
+    """
     runner.pool.kv.fill_(torch.nan)
     random.Random(3).shuffle(scheduler.block_allocator.free)
 
 
 def new_engine(model: GPT, **settings) -> Engine:
-    defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 64, "check": True}
+    defaults = {
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_num_seqs": 8,
+        "token_budget": 64,
+        "check": True,
+    }
     engine = Engine(model, **(defaults | settings))
     engine.reference = model  # what its answers are compared with
     poison(engine.runner, engine.scheduler)
@@ -171,17 +211,28 @@ def new_engine(model: GPT, **settings) -> Engine:
 
 
 def assert_idle(engine: Engine):
-    """Nothing leaked: no request, no row, no reference is left, and the whole pool can be allocated."""
+    """
+    Nothing leaked: no request, no row, no reference is left, and the whole pool can be allocated.
+    """
     scheduler, allocator = engine.scheduler, engine.scheduler.block_allocator
     scheduler.check()
     assert not engine.requests and scheduler.is_done(), f"{list(engine.requests)} are left"
-    assert not engine.prompt_scores and not engine.num_choices, "scores or choices of nobody are left"
+    assert not engine.prompt_scores and not engine.num_choices, (
+        "scores or choices of nobody are left"
+    )
     assert sorted(scheduler.free_rows) == list(range(scheduler.max_num_seqs)), "a row was lost"
-    assert sum(allocator.ref_counts) == 0 and allocator.num_free == allocator.num_blocks, "blocks leaked"
+    assert sum(allocator.ref_counts) == 0 and allocator.num_free == allocator.num_blocks, (
+        "blocks leaked"
+    )
 
 
-def serve(engine: Engine, prompts: list[list[int]], max_tokens: int, first: int = 0) -> list[list[int]]:
-    """Answer all prompts, greedily and by sampling; every answer is complete and equals the dense model's."""
+def serve(
+    engine: Engine, prompts: list[list[int]], max_tokens: int, first: int = 0
+) -> list[list[int]]:
+    """
+    Answer all prompts, greedily and by sampling; every answer is complete and equals the dense
+    model's.
+    """
     params = mixed_params(max_tokens, len(prompts), first)
     answers = engine.generate(prompts, params, progress=False)
     for tokens, answer, p in zip(prompts, answers, params, strict=True):
@@ -191,19 +242,23 @@ def serve(engine: Engine, prompts: list[list[int]], max_tokens: int, first: int 
     return answers
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 1. Blocks: free, referenced, or cached and idle
 
 
 def test_blocks_are_handed_out_taken_back_and_run_out():
-    """Would catch: a block handed out twice or lost, the sink block handed out, a failed request for blocks that keeps
-    some of them."""
+    """
+    Would catch: a block handed out twice or lost, the sink block handed out, a failed request for
+    blocks that keeps some of them.
+    """
     allocator = BlockAllocator(num_blocks=4, block_size=4)
     assert allocator.allocate_n(3) == [0, 1, 2]
     allocator.free_blocks_for_request([1])
     assert allocator.allocate_one() == 1, "the block freed last is the next one handed out"
     allocator.free_blocks_for_request([0, 1, 2])
-    assert allocator.allocate_n(2) == [0, 1], "the tail is freed first, so the head comes back first"
+    assert allocator.allocate_n(2) == [0, 1], (
+        "the tail is freed first, so the head comes back first"
+    )
     with raises(RuntimeError, "wanted 3", "available 2 of 4"):
         allocator.allocate_n(3)
     assert allocator.num_free == 2, "a refusal takes nothing"
@@ -216,11 +271,17 @@ def test_blocks_are_handed_out_taken_back_and_run_out():
 
 
 def test_life_of_a_shared_prefix():
-    """Would catch: a hit that does not raise the reference count, so that the first to finish frees what the second
-    reads; a parent evicted before its leaf, which leaves the leaf unfindable; a finished request that frees nothing."""
+    """
+    Would catch: a hit that does not raise the reference count, so that the first to finish frees
+    what the second reads; a parent evicted before its leaf, which leaves the leaf unfindable; a
+    finished request that frees nothing.
+    """
     scheduler = Scheduler(max_kv_tokens=24)  # six blocks
     allocator = scheduler.block_allocator
-    a, b = Request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], 3), Request("b", [1, 2, 3, 4, 5, 6, 7, 8, 50], 3)
+    a, b = (
+        Request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], 3),
+        Request("b", [1, 2, 3, 4, 5, 6, 7, 8, 50], 3),
+    )
     scheduler.add_request(a)
     step(scheduler)
     assert a.block_table == [0, 1, 2] and a.generated_tokens == [1009]
@@ -231,18 +292,27 @@ def test_life_of_a_shared_prefix():
     assert plan.decodes == [a] and plan.chunks == [(b, 1)], "of nine tokens, eight were found"
 
     step(scheduler)
-    assert a.status == "done" and allocator.ref_counts == [1, 1, 0, 1, 0, 0], "b still reads blocks 0 and 1"
+    assert a.status == "done" and allocator.ref_counts == [1, 1, 0, 1, 0, 0], (
+        "b still reads blocks 0 and 1"
+    )
     step(scheduler)
     assert b.status == "done" and allocator.ref_counts == [0] * 6 and allocator.num_free == 6
     assert list(allocator.idle) == [1, 0], "full blocks stay findable, the leaf is the first to go"
 
-    assert allocator.allocate_n(4) == [3, 2, 4, 5] and allocator.num_evictions == 0, "free blocks first"
-    assert allocator.allocate_n(2) == [1, 0] and allocator.num_evictions == 2, "then idle ones, least recently used"
+    assert allocator.allocate_n(4) == [3, 2, 4, 5] and allocator.num_evictions == 0, (
+        "free blocks first"
+    )
+    assert allocator.allocate_n(2) == [1, 0] and allocator.num_evictions == 2, (
+        "then idle ones, least recently used"
+    )
     assert not scheduler.block_cache.held and not scheduler.block_cache.block_of
 
 
 def test_least_recently_used_block_is_evicted_first():
-    """Would catch: a hit that does not count as a use, so that the prefix everybody shares is the one thrown away."""
+    """
+    Would catch: a hit that does not count as a use, so that the prefix everybody shares is the one
+    thrown away.
+    """
     scheduler = Scheduler(max_kv_tokens=12)  # three blocks
     allocator = scheduler.block_allocator
     serve_alone(scheduler, "a", [1, 2, 3, 4, 5])  # block 0 stays, cached
@@ -254,8 +324,10 @@ def test_least_recently_used_block_is_evicted_first():
 
 
 def test_a_block_is_findable_only_once_it_is_computed():
-    """Would catch: commit at allocation, where a twin request reads K, V that do not exist yet; generated tokens that
-    never enter the cache; two blocks under one key, of which one leaks."""
+    """
+    Would catch: commit at allocation, where a twin request reads K, V that do not exist yet;
+    generated tokens that never enter the cache; two blocks under one key, of which one leaks.
+    """
     scheduler = Scheduler(max_kv_tokens=32, token_budget=32)
     cache = scheduler.block_cache
     twins = [Request("a", list(range(9)), 4), Request("b", list(range(9)), 4)]
@@ -276,11 +348,20 @@ def test_a_block_is_findable_only_once_it_is_computed():
 
 
 def test_a_block_is_found_only_after_the_same_prefix():
-    """Would catch: a block's key without its parent, its salt or its model; a hash taken for the content itself."""
+    """
+    Would catch: a block's key without its parent, its salt or its model; a hash taken for the
+    content itself.
+    """
     scheduler = Scheduler(max_kv_tokens=64)
-    one, two = [1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12, 13, 14, 5, 6, 7, 8, 9]  # the second block is the same
+    one, two = (
+        [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        [11, 12, 13, 14, 5, 6, 7, 8, 9],
+    )  # the second block is the same
     for expected in (0, 8):
-        found = [serve_alone(scheduler, name, tokens).num_hit_tokens for name, tokens in (("one", one), ("two", two))]
+        found = [
+            serve_alone(scheduler, name, tokens).num_hit_tokens
+            for name, tokens in (("one", one), ("two", two))
+        ]
         assert found == [expected, expected], f"found {found} of the first eight tokens"
     assert len(scheduler.block_cache.held) == 4, "two different blocks of the tokens 5, 6, 7, 8"
     assert serve_alone(scheduler, "other user", one, cache_salt="secret").num_hit_tokens == 0
@@ -289,12 +370,17 @@ def test_a_block_is_found_only_after_the_same_prefix():
 
     found = scheduler.block_cache.held[0]
     assert scheduler.block_cache.lookup(found) == 0
-    assert scheduler.block_cache.lookup(found._replace(tokens=(1, 2, 3, 5))) is None, "a collision of hashes"
+    assert scheduler.block_cache.lookup(found._replace(tokens=(1, 2, 3, 5))) is None, (
+        "a collision of hashes"
+    )
     assert scheduler.block_cache.lookup(found._replace(parent=bytes(32))) is None
 
 
 def test_a_prompt_found_whole_still_computes_its_last_block():
-    """Would catch: a whole prompt taken from the cache, so that no token is computed and no logits exist."""
+    """
+    Would catch: a whole prompt taken from the cache, so that no token is computed and no logits
+    exist.
+    """
     scheduler = Scheduler(max_kv_tokens=64)
     serve_alone(scheduler, "first", [1, 2, 3, 4, 5, 6, 7, 8], 2)
     again = Request("again", [1, 2, 3, 4, 5, 6, 7, 8], 2)
@@ -305,8 +391,10 @@ def test_a_prompt_found_whole_still_computes_its_last_block():
 
 
 def test_forks_share_blocks_and_copy_the_last_on_write():
-    """Would catch: two requests writing one partial block; a copy where there is nothing partial to copy; a child
-    whose tokens or table are the parent's own lists."""
+    """
+    Would catch: two requests writing one partial block; a copy where there is nothing partial to
+    copy; a child whose tokens or table are the parent's own lists.
+    """
     scheduler = Scheduler(max_kv_tokens=24)
     allocator = scheduler.block_allocator
     parent = Request("parent", [1, 2, 3, 4, 5, 6], 6)
@@ -316,20 +404,33 @@ def test_forks_share_blocks_and_copy_the_last_on_write():
     step(scheduler)
     child = scheduler.fork(parent, "child")
     child.generated_tokens[-1] = 77
-    assert parent.block_table == child.block_table == [0, 1] and allocator.ref_counts == [2, 2, 0, 0, 0, 0]
+    assert parent.block_table == child.block_table == [0, 1] and allocator.ref_counts == [
+        2,
+        2,
+        0,
+        0,
+        0,
+        0,
+    ]
 
     plan = step(scheduler)
     assert plan.copies == {2: 1}, "who writes first copies block 1"
     assert parent.block_table == [0, 2] and child.block_table == [0, 1]
     assert allocator.ref_counts == [2, 1, 1, 0, 0, 0]
     step(scheduler)
-    grandchild = scheduler.fork(child, "grandchild")  # eight slots are filled: the next token starts a block
+    grandchild = scheduler.fork(
+        child, "grandchild"
+    )  # eight slots are filled: the next token starts a block
     plan = step(scheduler)
     assert plan.copies == {} and scheduler.num_copies == 1
     assert [r.block_table for r in (parent, child, grandchild)] == [[0, 2, 3], [0, 1, 4], [0, 1, 5]]
     while not scheduler.is_done():
         step(scheduler)
-    assert parent.generated_tokens[0] == 1006 and child.generated_tokens[0] == 77 and allocator.num_free == 6
+    assert (
+        parent.generated_tokens[0] == 1006
+        and child.generated_tokens[0] == 77
+        and allocator.num_free == 6
+    )
 
     full = Scheduler(max_kv_tokens=24, max_num_seqs=1)
     only = Request("only", [1, 2, 3], 4)
@@ -339,13 +440,15 @@ def test_forks_share_blocks_and_copy_the_last_on_write():
         full.fork(only, "second")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 2. The scheduler: who is admitted, who waits, who is sent back
 
 
 def test_admission_at_the_edge_of_the_pool():
-    """Would catch: a shared block counted as if it had to be allocated; an idle block that is hit counted as still free
-    (it is about to be in use); a refused admission that keeps blocks."""
+    """
+    Would catch: a shared block counted as if it had to be allocated; an idle block that is hit
+    counted as still free (it is about to be in use); a refused admission that keeps blocks.
+    """
     scheduler = Scheduler(max_kv_tokens=16)  # four blocks
     allocator, prefix = scheduler.block_allocator, [1, 2, 3, 4, 5, 6, 7, 8]
     first, second, third = (Request(i, [*prefix, 50 + i], 4) for i in range(3))
@@ -355,7 +458,11 @@ def test_admission_at_the_edge_of_the_pool():
     scheduler.add_request(third)
     step(scheduler)
     assert second.block_table == [0, 1, 3], "three blocks, of which two are shared: it fits exactly"
-    assert third.status == "waiting" and allocator.num_free == 0 and allocator.ref_counts == [2, 2, 1, 1]
+    assert (
+        third.status == "waiting"
+        and allocator.num_free == 0
+        and allocator.ref_counts == [2, 2, 1, 1]
+    )
     while not scheduler.is_done():
         step(scheduler)
     assert third.num_generated == 4 and allocator.num_free == 4
@@ -364,7 +471,9 @@ def test_admission_at_the_edge_of_the_pool():
     serve_alone(scheduler, "first", [*prefix, 9])  # blocks 0 and 1 are cached and idle
     scheduler.add_request(Request("small", [100, 101], 2))
     step(scheduler)
-    large = Request("large", [*prefix, *range(10, 18)], 1)  # finds two blocks and needs two, only one is left
+    large = Request(
+        "large", [*prefix, *range(10, 18)], 1
+    )  # finds two blocks and needs two, only one is left
     scheduler.add_request(large)
     assert scheduler.plan().admitted == [] and large.status == "waiting"
 
@@ -375,10 +484,14 @@ def test_admission_at_the_edge_of_the_pool():
 
 
 def test_who_does_not_fit_waits_and_keeps_its_place():
-    """Would catch: admission that overtakes the head of the queue for ever; a watermark that locks out a lone request;
-    rows handed out beyond max_num_seqs."""
+    """
+    Would catch: admission that overtakes the head of the queue for ever; a watermark that locks out
+    a lone request; rows handed out beyond max_num_seqs.
+    """
     scheduler = Scheduler(max_kv_tokens=16)
-    requests = [Request(i, [10 * i + j for j in range(n)], 2) for i, n in enumerate([9, 6, 2])]  # 3, 2, 1 blocks
+    requests = [
+        Request(i, [10 * i + j for j in range(n)], 2) for i, n in enumerate([9, 6, 2])
+    ]  # 3, 2, 1 blocks
     for request in requests:
         scheduler.add_request(request)
     step(scheduler)
@@ -394,7 +507,9 @@ def test_who_does_not_fit_waits_and_keeps_its_place():
         serve_alone(scheduler, "alone, the watermark does not matter", list(range(16)))
         scheduler.add_request(Request("running", [1, 2], 4))
         step(scheduler)
-        scheduler.add_request(Request("new", [21, 22, 23, 24, 25], 2))  # two of the three blocks that are left
+        scheduler.add_request(
+            Request("new", [21, 22, 23, 24, 25], 2)
+        )  # two of the three blocks that are left
         assert bool(scheduler.plan().admitted) == admitted
 
     scheduler = Scheduler(max_num_seqs=2)
@@ -404,7 +519,10 @@ def test_who_does_not_fit_waits_and_keeps_its_place():
 
 
 def test_backpressure_and_recovery():
-    """Would catch: a request that is lost while the pool is full, or served twice; a pool that does not recover."""
+    """
+    Would catch: a request that is lost while the pool is full, or served twice; a pool that does
+    not recover.
+    """
     scheduler = Scheduler(max_kv_tokens=16, token_budget=8)
     requests = [Request(i, [10 * i + j for j in range(8)], 4) for i in range(6)]
     for request in requests:
@@ -419,8 +537,10 @@ def test_backpressure_and_recovery():
 
 
 def test_preemption_block_by_block():
-    """Would catch: the wrong victim; a preempted request that keeps its blocks, comes back in the same step, loses its
-    tokens, or samples before its generated tokens are computed again."""
+    """
+    Would catch: the wrong victim; a preempted request that keeps its blocks, comes back in the same
+    step, loses its tokens, or samples before its generated tokens are computed again.
+    """
     scheduler = Scheduler(max_kv_tokens=16)  # four blocks for two requests that need three each
     allocator = scheduler.block_allocator
     a, b = Request("a", [1, 2, 3, 4, 5, 6, 7], 5), Request("b", [11, 12, 13, 14, 15, 16, 17], 5)
@@ -434,26 +554,47 @@ def test_preemption_block_by_block():
     assert a.block_table == [0, 1, 3], (
         "b's last block, committed and idle, was evicted for a; its first is still cached"
     )
-    assert b.status == "waiting" and b.block_table == [] and b.generated_tokens == [1007, 1008] and b.row is None
+    assert (
+        b.status == "waiting"
+        and b.block_table == []
+        and b.generated_tokens == [1007, 1008]
+        and b.row is None
+    )
     step(scheduler)
     assert b.status == "waiting", "three blocks needed, one of them found, one free"
     step(scheduler)
     assert a.status == "done" and a.generated_tokens == [1007, 1008, 1009, 1010, 1011]
     plan = step(scheduler)
     assert b.block_table == [2, 3, 1], "found again, freed last, evicted"
-    assert plan.chunks == [(b, 5)] and b.prefill_target == 9, "seven prompt tokens and two of its own, less four found"
+    assert plan.chunks == [(b, 5)] and b.prefill_target == 9, (
+        "seven prompt tokens and two of its own, less four found"
+    )
     assert b.generated_tokens == [1007, 1008, 1009]
     while not scheduler.is_done():
         step(scheduler)
-    assert b.generated_tokens == [1007, 1008, 1009, 1010, 1011] and b.num_preemptions == 1 and allocator.num_free == 4
+    assert (
+        b.generated_tokens == [1007, 1008, 1009, 1010, 1011]
+        and b.num_preemptions == 1
+        and allocator.num_free == 4
+    )
 
 
 def test_a_request_alone_that_cannot_grow():
-    """Would catch: an endless loop of preempting oneself; a limit that is off by one block or one token."""
+    """
+    Would catch: an endless loop of preempting oneself; a limit that is off by one block or one
+    token.
+    """
     fits = Scheduler(max_kv_tokens=12)
-    assert serve_alone(fits, "fits", [1, 2, 3, 4, 5, 6, 7, 8], 5).num_generated == 5, "the last token needs no slot"
+    assert serve_alone(fits, "fits", [1, 2, 3, 4, 5, 6, 7, 8], 5).num_generated == 5, (
+        "the last token needs no slot"
+    )
     scheduler = Scheduler(max_kv_tokens=12)
-    with raises(RuntimeError, "request large cannot grow", "holds 3 of 3 blocks for 12 tokens", "wanted 1 more"):
+    with raises(
+        RuntimeError,
+        "request large cannot grow",
+        "holds 3 of 3 blocks for 12 tokens",
+        "wanted 1 more",
+    ):
         serve_alone(scheduler, "large", [1, 2, 3, 4, 5, 6, 7, 8], 6)
     scheduler.check()
     scheduler.complete(scheduler.active[0])
@@ -467,15 +608,21 @@ def test_a_request_alone_that_cannot_grow():
 
 
 def test_a_step_shares_its_budget():
-    """Would catch: a prompt that blocks the others while it is prefilled, decodes that starve prefills or the other way
-    round, a token budget that is exceeded or not used up."""
+    """
+    Would catch: a prompt that blocks the others while it is prefilled, decodes that starve prefills
+    or the other way round, a token budget that is exceeded or not used up.
+    """
     scheduler = Scheduler(token_budget=8)
     long, short = Request("long", list(range(20)), 8), Request("short", [31, 32, 33], 8)
     scheduler.add_request(long)
     scheduler.add_request(short)
-    assert step(scheduler).chunks == [(long, 4), (short, 3)], "even shares; the rest is left over: nobody wants it"
+    assert step(scheduler).chunks == [(long, 4), (short, 3)], (
+        "even shares; the rest is left over: nobody wants it"
+    )
     plan = step(scheduler)
-    assert plan.decodes == [short] and plan.chunks == [(long, 7)], "who runs decodes first, the prompt takes the rest"
+    assert plan.decodes == [short] and plan.chunks == [(long, 7)], (
+        "who runs decodes first, the prompt takes the rest"
+    )
 
     scheduler = Scheduler(token_budget=4, prefill_share=0.5)
     running = [Request(i, [40 + i], 20) for i in range(4)]
@@ -483,37 +630,53 @@ def test_a_step_shares_its_budget():
         scheduler.add_request(request)
     step(scheduler)
     scheduler.add_request(Request("late", [1, 2, 3, 4, 5, 6], 1))
-    assert step(scheduler).decodes == running, "admitted, but every token of this step is a decode's"
+    assert step(scheduler).decodes == running, (
+        "admitted, but every token of this step is a decode's"
+    )
     plan = step(scheduler)
-    assert len(plan.decodes) == 2 and plan.num_tokens == 4, "half of the budget is the prompt's while it waits"
+    assert len(plan.decodes) == 2 and plan.num_tokens == 4, (
+        "half of the budget is the prompt's while it waits"
+    )
     decoded = plan.decodes + step(scheduler).decodes
     assert sorted(r.id for r in decoded) == [0, 1, 2, 3], "and those who run take turns"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 3. The engine: every answer is the dense model's
 
 
 def test_the_reference_is_worth_comparing_with():
-    """Would catch: equivalence tests that cannot fail, because the model says the same whatever is in its cache."""
+    """
+    Would catch: equivalence tests that cannot fail, because the model says the same whatever is in
+    its cache.
+    """
     for model in (trained_model(2), trained_model(4)):
         prompts = torch.tensor([prompt(seed, 20) for seed in range(20)])
         answers = model.generate(prompts, 20)[:, 20:]
-        assert len({tuple(answer) for answer in answers.tolist()}) == 20, "every prompt has its own answer"
+        assert len({tuple(answer) for answer in answers.tolist()}) == 20, (
+            "every prompt has its own answer"
+        )
         assert min(len(set(answer)) for answer in answers.tolist()) >= 6, "of many letters"
         other = prompts.clone()
-        other[:, 9] = (other[:, 9] + 1) % VOCABULARY  # eleven letters before the end, three blocks back
+        other[:, 9] = (
+            other[:, 9] + 1
+        ) % VOCABULARY  # eleven letters before the end, three blocks back
         changed = (model.generate(other, 20)[:, 20:] != answers).any(dim=1)
         assert changed.float().mean() > 0.9, "and depends on what stands three blocks back"
     sampled = [
-        model.generate(prompts[:1], 20, lambda logits, at, p=p: scores(p, logits, at).argmax(-1)).tolist()
+        model.generate(
+            prompts[:1], 20, lambda logits, at, p=p: scores(p, logits, at).argmax(-1)
+        ).tolist()
         for p in (replace(GREEDY, temperature=1.0, seed=seed) for seed in range(10))
     ]
     assert len({tuple(s[0]) for s in sampled}) == 10, "and each seed has its own"
 
 
 def test_alone():
-    """Would catch: a wrong slot, position, mask or length at the edges of blocks; one answer token too few."""
+    """
+    Would catch: a wrong slot, position, mask or length at the edges of blocks; one answer token too
+    few.
+    """
     for block_size, num_blocks in ((1, 64), (4, 16), (16, 4), (64, 1)):
         engine = new_engine(trained_model(), block_size=block_size, num_blocks=num_blocks)
         for i, length in enumerate((1, 3, 4, 5, 16, 33)):
@@ -522,7 +685,10 @@ def test_alone():
 
 
 def test_mixed_batches():
-    """Would catch: a request that reads its neighbour's blocks, gets its token, its parameters or its noise."""
+    """
+    Would catch: a request that reads its neighbour's blocks, gets its token, its parameters or its
+    noise.
+    """
     for token_budget in (64, 24):  # the second one also splits prompts
         engine = new_engine(trained_model(), num_blocks=128, token_budget=token_budget)
         serve(engine, [prompt(i, 3 + 5 * i % 37) for i in range(20)], 15)
@@ -530,7 +696,9 @@ def test_mixed_batches():
 
 
 def test_requests_that_arrive_while_others_run():
-    """Would catch: rows that are handed on with the last owner's table, length, seed or parameters."""
+    """
+    Would catch: rows that are handed on with the last owner's table, length, seed or parameters.
+    """
     engine = new_engine(trained_model(), max_num_seqs=3)
     params = [replace(p, max_tokens=5 + i) for i, p in enumerate(mixed_params(1, 9))]
     requests = []
@@ -547,8 +715,15 @@ def test_requests_that_arrive_while_others_run():
 
 
 def test_any_number_of_kv_heads():
-    """Would catch: a query head that reads another's KV head. (In the other tests four query heads share two.)"""
-    serve(new_engine(trained_model(num_kv_heads=4), token_budget=16), [prompt(i, 8 + 7 * i) for i in range(5)], 12)
+    """
+    Would catch: a query head that reads another's KV head. (In the other tests four query heads
+    share two.)
+    """
+    serve(
+        new_engine(trained_model(num_kv_heads=4), token_budget=16),
+        [prompt(i, 8 + 7 * i) for i in range(5)],
+        12,
+    )
 
 
 def count_computed(engine: Engine) -> list[int]:
@@ -569,7 +744,10 @@ def count_computed(engine: Engine) -> list[int]:
 
 
 def test_a_prefix_hit_computes_the_remainder_and_nothing_else():
-    """Would catch: hits that are recomputed all the same, or that leave one needed token out; wrong K, V in a hit."""
+    """
+    Would catch: hits that are recomputed all the same, or that leave one needed token out; wrong K,
+    V in a hit.
+    """
     model, prefix = trained_model(), prompt(5, 21)
     for extra, hits in (([], 20), ([3], 20), ([3, 1, 4], 20), (prompt(6, 7), 20)):
         engine = new_engine(model)
@@ -590,7 +768,10 @@ def test_a_prefix_hit_computes_the_remainder_and_nothing_else():
 
 
 def test_prefix_hits_of_prompts_and_answers():
-    """Would catch: a hit on a block that is not computed yet, or on generated tokens whose last K, V are missing."""
+    """
+    Would catch: a hit on a block that is not computed yet, or on generated tokens whose last K, V
+    are missing.
+    """
     engine = new_engine(trained_model(), token_budget=8)
     shared = prompt(9, 22)
     answers = serve(
@@ -598,12 +779,17 @@ def test_prefix_hits_of_prompts_and_answers():
     )  # together: none has computed it yet
     texts = [shared + prompt(30 + i, 2 * i) + answer for i, answer in enumerate(answers)]
     before = engine.scheduler.num_hit_tokens
-    serve(engine, [text[: 28 + i] for i, text in enumerate(texts)], 14)  # into the answers: a conversation
+    serve(
+        engine, [text[: 28 + i] for i, text in enumerate(texts)], 14
+    )  # into the answers: a conversation
     assert engine.scheduler.num_hit_tokens - before == 24 + 28 + 28 + 28
 
 
 def test_chunked_prefill():
-    """Would catch: chunks that see too much or too little of what came before, or that start at the wrong position."""
+    """
+    Would catch: chunks that see too much or too little of what came before, or that start at the
+    wrong position.
+    """
     for token_budget, max_num_seqs in ((1, 1), (3, 2), (7, 4)):
         engine = new_engine(trained_model(), token_budget=token_budget, max_num_seqs=max_num_seqs)
         serve(engine, [prompt(i, 40 - i) for i in range(5)], 8)
@@ -611,16 +797,24 @@ def test_chunked_prefill():
 
 
 def test_preempted_and_resumed():
-    """Would catch: a request that comes back with stale K, V, a token lost or doubled, or different noise."""
+    """
+    Would catch: a request that comes back with stale K, V, a token lost or doubled, or different
+    noise.
+    """
     for prefix_cache in (True, False):
-        engine = new_engine(trained_model(), num_blocks=15, token_budget=12, watermark=0, prefix_cache=prefix_cache)
+        engine = new_engine(
+            trained_model(), num_blocks=15, token_budget=12, watermark=0, prefix_cache=prefix_cache
+        )
         serve(engine, [prompt(i, 10 + i) for i in range(8)], 30)
         assert engine.scheduler.num_preemptions >= 5
         assert engine.scheduler.peak_blocks == 15, "the pool was full"
 
 
 def test_forked():
-    """Would catch: a fork that writes into its sibling's block, or whose copy is of the wrong block or incomplete."""
+    """
+    Would catch: a fork that writes into its sibling's block, or whose copy is of the wrong block or
+    incomplete.
+    """
     model, text = trained_model(), prompt(11, 13)
     for steps in range(1, 6):  # the fork happens at every offset within a block
         scheduler = Scheduler(max_kv_tokens=256, token_budget=32)
@@ -633,9 +827,14 @@ def test_forked():
             plan = scheduler.plan()
             scheduler.check(plan)
             scheduler.update(plan, runner.run(plan))
-            if parent.num_generated in (steps, steps + 1):  # two forks, the second also of what the first shares
+            if parent.num_generated in (
+                steps,
+                steps + 1,
+            ):  # two forks, the second also of what the first shares
                 child = scheduler.fork(parent, f"child {len(family)}")
-                child.generated_tokens[-1] = (child.generated_tokens[-1] + len(family)) % VOCABULARY  # its own way
+                child.generated_tokens[-1] = (
+                    child.generated_tokens[-1] + len(family)
+                ) % VOCABULARY  # its own way
                 runner.place(child)
                 family.append(child)
                 forked_at[child.id] = child.num_generated
@@ -649,7 +848,10 @@ def test_forked():
 
 
 def test_the_same_call_twice_on_one_engine():
-    """Would catch: what a first call leaves behind: stale rows, K, V of recycled blocks, wrong hits in a warm cache."""
+    """
+    Would catch: what a first call leaves behind: stale rows, K, V of recycled blocks, wrong hits in
+    a warm cache.
+    """
     engine = new_engine(trained_model(), num_blocks=40, max_num_seqs=4)
     prompts = [prompt(40 + i, 12 + i) for i in range(6)]
     first = serve(engine, prompts, 10)
@@ -662,7 +864,9 @@ def test_the_same_call_twice_on_one_engine():
 
 
 def test_a_full_pool_serves_everybody():
-    """Would catch: a deadlock or a wrong answer when many wait for a pool that holds two or three."""
+    """
+    Would catch: a deadlock or a wrong answer when many wait for a pool that holds two or three.
+    """
     engine = new_engine(trained_model(), num_blocks=12, token_budget=16)
     serve(engine, [prompt(60 + i, 5 + 2 * i) for i in range(14)], 12)
     exactly = prompt(1, 38)
@@ -673,7 +877,10 @@ def test_a_full_pool_serves_everybody():
 
 
 def test_interleaved_generate_of_the_tutorial():
-    """Would catch: the post's own loop answering otherwise than the model, or in a pool where it must preempt."""
+    """
+    Would catch: the post's own loop answering otherwise than the model, or in a pool where it must
+    preempt.
+    """
     model = trained_model()
     requests = [Request(i, prompt(70 + i, 9 + 4 * i), 12, arrival_time=i) for i in range(5)]
     scheduler = interleaved_generate(model, requests, token_budget=16, max_kv_tokens=48)
@@ -684,11 +891,18 @@ def test_interleaved_generate_of_the_tutorial():
 
 
 @torch.no_grad()
-def dense_beam_search(model: GPT, start: list[int], width: int, max_tokens: int) -> list[tuple[list[int], float]]:
-    """Beam search as in a textbook: every beam's whole text again for each token, no cache, no early end."""
+def dense_beam_search(
+    model: GPT, start: list[int], width: int, max_tokens: int
+) -> list[tuple[list[int], float]]:
+    """
+    Beam search as in a textbook: every beam's whole text again for each token, no cache, no early
+    end.
+    """
     beams, answers = [([], 0.0)], []
     for _ in range(max_tokens):
-        logprobs = model(torch.tensor([start + tokens for tokens, _ in beams]))[0][:, -1].log_softmax(-1)
+        logprobs = model(torch.tensor([start + tokens for tokens, _ in beams]))[0][
+            :, -1
+        ].log_softmax(-1)
         candidates = [
             ([*tokens, token], score + logprobs[i, token].item())
             for i, (tokens, score) in enumerate(beams)
@@ -701,10 +915,15 @@ def dense_beam_search(model: GPT, start: list[int], width: int, max_tokens: int)
 
 
 def test_beam_search():
-    """Would catch: a beam that continues another's text, scores that belong to another beam, a beam that ends early."""
+    """
+    Would catch: a beam that continues another's text, scores that belong to another beam, a beam
+    that ends early.
+    """
     for seed, eos_at in ((12, None), (12, 6), (13, 4), (14, 9), (15, 5)):
         start = prompt(seed, 17)
-        eos = None if eos_at is None else start[eos_at]  # a letter that the model expects soon: some beams end there
+        eos = (
+            None if eos_at is None else start[eos_at]
+        )  # a letter that the model expects soon: some beams end there
         model = trained_model(eos_token_id=eos)
         engine = new_engine(model, num_blocks=40, token_budget=8)  # the prompt comes in chunks
         for width, max_tokens in ((1, 10), (3, 12), (5, 9)):
@@ -712,10 +931,13 @@ def test_beam_search():
             wanted = dense_beam_search(model, start, width, max_tokens)
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
             assert max(abs(a[1] - b[1]) for a, b in zip(found, wanted, strict=True)) < 1e-3
-            assert eos is None or any(tokens[-1] == eos and len(tokens) < max_tokens for tokens, _ in found)
+            assert eos is None or any(
+                tokens[-1] == eos and len(tokens) < max_tokens for tokens, _ in found
+            )
             assert_idle(engine)
         assert engine.scheduler.num_copies > 0 and engine.scheduler.num_forks > 0
-    # with the second best first token as the end of text, an answer is there at once, and a better one still to come
+    # with the second best first token as the end of text, an answer is there at once, and a better
+    # one still to come
     start = prompt(17, 17)
     second_best = trained_model()(torch.tensor([start]))[0][0, -1].topk(2).indices[1].item()
     model = trained_model(eos_token_id=second_best)
@@ -736,7 +958,9 @@ def main():
             print(f"FAIL {name}: {type(error).__name__}: {error}")
         else:
             print(f"ok   {name}  {time.perf_counter() - started:.2f} s", flush=True)
-    print(f"{len(tests) - len(failed)} of {len(tests)} passed; {compared['tokens']:,} tokens equal the dense model's,")
+    print(
+        f"{len(tests) - len(failed)} of {len(tests)} passed; {compared['tokens']:,} tokens equal the dense model's,"
+    )
     print(f"{compared['ties']} of them were ties within 1e-4, where rounding may choose either")
     sys.exit(bool(failed))
 

@@ -1,14 +1,16 @@
 """
-Text <-> token ids: characters, byte-level BPE trained on a corpus, and GPT-2's, behind one small surface.
+Text <-> token ids: characters, byte-level BPE trained on a corpus, and GPT-2's, behind one small
+surface.
 
     tokenizer = load_tokenizer("out/stdlib")       # what train.py saved, or a GPT-2 directory from the hub
     ids = tokenizer.encode("def hello():")         # list[int]
     text = tokenizer.decode(ids)                   # str; decode_bytes(ids) for the bytes themselves
     piece = tokenizer.token_bytes(ids[0])          # the bytes of one token, b"" for a control token
 
-All three are one file, tokenizer.json in the format of the `tokenizers` library, so `transformers.AutoTokenizer` reads
-what we save and gives the same ids. `tokenizers` itself is needed only to train a BPE; running one is tiktoken's job.
-This file also holds what the corpora in data/ share: writing files that are never half there, and token files.
+All three are one file, tokenizer.json in the format of the `tokenizers` library, so
+`transformers.AutoTokenizer` reads what we save and gives the same ids. `tokenizers` itself is
+needed only to train a BPE; running one is tiktoken's job. This file also holds what the corpora in
+data/ share: writing files that are never half there, and token files.
 """
 
 import bisect
@@ -26,17 +28,20 @@ import numpy as np
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
-# How GPT-2 cuts a text into pieces before it merges bytes within each: contractions, words and numbers and punctuation
-# with at most one space before them, and runs of white space that leave their last space to the word that follows.
+# How GPT-2 cuts a text into pieces before it merges bytes within each: contractions, words and
+# numbers and punctuation with at most one space before them, and runs of white space that leave
+# their last space to the word that follows.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# tiktoken's regular expressions give up on a run of a million blanks, so a longer run than this is cut here. That is
-# the one place where the ids may differ from those of transformers: the two ends of a cut are not merged.
+# tiktoken's regular expressions give up on a run of a million blanks, so a longer run than this is
+# cut here. That is the one place where the ids may differ from those of transformers: the two ends
+# of a cut are not merged.
 MAX_BLANKS = 500_000
 # Without the look behind, a run just below the limit would be tried again from each of its blanks.
 ENDLESS_BLANKS = re.compile(rf"(?<!\s)(?:\s{{{MAX_BLANKS}}})+")
 
-# Ids index a list, so one of 10**9 would cost gigabytes; the largest vocabularies in use have 262,144 tokens.
+# Ids index a list, so one of 10**9 would cost gigabytes; the largest vocabularies in use have
+# 262,144 tokens.
 MAX_VOCABULARY = 2**20
 # Files of other tokenizers, and of GPT-2's before there was tokenizer.json.
 FOREIGN_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
@@ -44,13 +49,16 @@ MAX_NAME = 256  # characters of a control token's name; real ones have up to 40
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be read, or text that it cannot encode; the message says what to change."""
+    """
+    A tokenizer that cannot be read, or text that it cannot encode; the message says what to change.
+    """
 
 
 def byte_alphabet() -> list[str]:
     """
-    The character that stands for each of the 256 bytes in tokenizer.json (GPT-2's convention): a visible Latin-1
-    character is itself, all others get the characters from U+0100 on, in order. A space is "Ġ", a newline "Ċ".
+    The character that stands for each of the 256 bytes in tokenizer.json (GPT-2's convention): a
+    visible Latin-1 character is itself, all others get the characters from U+0100 on, in order. A
+    space is "Ġ", a newline "Ċ".
     """
     visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -62,14 +70,18 @@ BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
 
 class Tokenizer:
     """
-    What both kinds share: the parsed tokenizer.json (`spec`), the bytes of every id, and the end-of-text token.
+    What both kinds share: the parsed tokenizer.json (`spec`), the bytes of every id, and the
+    end-of-text token.
 
-    `vocab_size` counts the control tokens; `eos_token_id` is None where there is no such token (character level).
+    `vocab_size` counts the control tokens; `eos_token_id` is None where there is no such token
+    (character level).
     """
 
     has_known_pattern = True  # how it cuts texts takes time in proportion to their length, for sure
 
-    def __init__(self, spec: dict, piece_bytes: Callable[[str], bytes], eos_token: str = END_OF_TEXT):
+    def __init__(
+        self, spec: dict, piece_bytes: Callable[[str], bytes], eos_token: str = END_OF_TEXT
+    ):
         self.spec = spec
         self.control = read_control_tokens(spec)
         self.vocab: dict[str, int] = spec["model"]["vocab"]
@@ -77,20 +89,30 @@ class Tokenizer:
         self.vocab_size = max([*self.vocab.values(), *self.control.values()]) + 1
         self.eos_token_id: int | None = self.control.get(eos_token)
         # a control token has no text: it decodes to nothing, wherever it stands
-        text = {i: piece_bytes(piece) for piece, i in self.vocab.items() if piece not in self.control}
+        text = {
+            i: piece_bytes(piece) for piece, i in self.vocab.items() if piece not in self.control
+        }
         self._bytes = [text.get(i, b"") for i in range(self.vocab_size)]
         self.names = {i: name for name, i in self.control.items()}
         # the longest first: of two names that begin alike, transformers takes the longer
         longest_first = sorted(self.control, key=len, reverse=True)
-        self.control_names = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self.control else None
+        self.control_names = (
+            re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+            if self.control
+            else None
+        )
 
     def encode(
-        self, text: str | bytes, allow_special: bool = False, stand_ins: dict[int, str] | None = None
+        self,
+        text: str | bytes,
+        allow_special: bool = False,
+        stand_ins: dict[int, str] | None = None,
     ) -> list[int]:
         """
-        Token ids of a text, or of bytes. Text that spells a control token is text; with allow_special=True it is that
-        token, as in transformers. `stand_ins`, for `str.translate`, says which characters stand for others from then
-        on: a name that is spelled with them is text in any case. Raises TokenizerError.
+        Token ids of a text, or of bytes. Text that spells a control token is text; with
+        allow_special=True it is that token, as in transformers. `stand_ins`, for `str.translate`,
+        says which characters stand for others from then on: a name that is spelled with them is
+        text in any case. Raises TokenizerError.
         """
         if isinstance(text, bytes):
             return self._encode_bytes(text, allow_special)
@@ -106,8 +128,9 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """
-        The bytes of one token; possibly a part of a UTF-8 character. b"" for a control token, and for an id beyond the
-        vocabulary: a model may have more rows than there are tokens, to be a multiple of 64.
+        The bytes of one token; possibly a part of a UTF-8 character. b"" for a control token, and
+        for an id beyond the vocabulary: a model may have more rows than there are tokens, to be a
+        multiple of 64.
         """
         return self._bytes[token] if token < len(self._bytes) else b""
 
@@ -126,8 +149,12 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, each atomically."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        # Without this class name transformers guesses from config.json that the tokenizer is GPT-2's own.
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        # Without this class name transformers guesses from config.json that the tokenizer is
+        # GPT-2's own.
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
         if self.eos_token_id is not None:
             name = next(name for name, i in self.control.items() if i == self.eos_token_id)
             config |= {"bos_token": name, "eos_token": name}
@@ -136,7 +163,10 @@ class Tokenizer:
 
 
 class CharTokenizer(Tokenizer):
-    """One token a character: the tokenizer of nanoGPT's shakespeare_char. A character it does not know is an error."""
+    """
+    One token a character: the tokenizer of nanoGPT's shakespeare_char. A character it does not know
+    is an error.
+    """
 
     def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
         if read_pattern(spec) != EVERY_CHARACTER or spec.get("normalizer"):
@@ -160,7 +190,10 @@ class CharTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """Byte-level BPE, run by tiktoken: every text and every sequence of bytes has an encoding, and comes back."""
+    """
+    Byte-level BPE, run by tiktoken: every text and every sequence of bytes has an encoding, and
+    comes back.
+    """
 
     def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
         self.normalize = read_normalizer(spec)
@@ -169,35 +202,55 @@ class BPETokenizer(Tokenizer):
         check_around(spec, decoder="ByteLevel")
         check_model(spec)
         super().__init__(spec, lambda piece: bytes(BYTE_OF[c] for c in piece), eos_token)
-        # tiktoken merges the pair with the lowest id first, so ids must rise in the order in which merges were learnt.
+        # tiktoken merges the pair with the lowest id first, so ids must rise in the order in which
+        # merges were learnt.
         merges = [m.split(" ") if isinstance(m, str) else m for m in spec["model"]["merges"]]
         merged = list(dict.fromkeys(self.vocab[a + b] for a, b in merges))
         if merged != sorted(merged):
             raise foreign("numbers its tokens in another order than its merges")
         self.byte_ids = [self.vocab[character] for character in byte_alphabet()]
         ranks = {self._bytes[i]: i for i in [*self.byte_ids, *merged]}
-        if spec["model"].get("ignore_merges") and len(ranks) < len(self.vocab.keys() - self.control.keys()):
+        if spec["model"].get("ignore_merges") and len(ranks) < len(
+            self.vocab.keys() - self.control.keys()
+        ):
             raise foreign("has tokens that no merge makes (ignore_merges)")
-        self.bpe = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        self.bpe = tiktoken.Encoding(
+            "tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
 
     def _encode_text(self, text: str) -> list[int]:
         """A lone surrogate, which no UTF-8 can hold, is read as U+FFFD."""
         try:
-            return [i for piece in cut_blanks(self.normalize(text)) for i in self.bpe.encode_ordinary(piece)]
+            return [
+                i
+                for piece in cut_blanks(self.normalize(text))
+                for i in self.bpe.encode_ordinary(piece)
+            ]
         except ValueError as error:  # of tiktoken's regular expressions
-            raise TokenizerError(f"the tokenizer's pattern gives up on this text: shorten it ({error})") from None
+            raise TokenizerError(
+                f"the tokenizer's pattern gives up on this text: shorten it ({error})"
+            ) from None
 
     def _encode_bytes(self, data: bytes, allow_special: bool) -> list[int]:
         """What is not UTF-8 is spelt byte by byte, so that it comes back."""
         ids = []
-        # surrogateescape turns each byte that is not UTF-8 into U+DC80..U+DCFF; every second piece is a run of those
-        for i, piece in enumerate(re.split("([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape"))):
-            ids += [self.byte_ids[ord(c) - 0xDC00] for c in piece] if i % 2 else self.encode(piece, allow_special)
+        # surrogateescape turns each byte that is not UTF-8 into U+DC80..U+DCFF; every second piece
+        # is a run of those
+        for i, piece in enumerate(
+            re.split("([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape"))
+        ):
+            ids += (
+                [self.byte_ids[ord(c) - 0xDC00] for c in piece]
+                if i % 2
+                else self.encode(piece, allow_special)
+            )
         return ids
 
 
 def cut_blanks(text: str) -> list[str]:
-    """The text, cut inside runs of more than MAX_BLANKS blanks; once through it, whatever the runs."""
+    """
+    The text, cut inside runs of more than MAX_BLANKS blanks; once through it, whatever the runs.
+    """
     edges = [0]
     for run in ENDLESS_BLANKS.finditer(text):
         edges += range(run.start() + MAX_BLANKS, run.end() + 1, MAX_BLANKS)
@@ -205,28 +258,37 @@ def cut_blanks(text: str) -> list[str]:
 
 
 def token_name(data: bytes) -> str:
-    """A token's text; bytes that are no whole characters are spelled out, so that no two tokens are called the same."""
+    """
+    A token's text; bytes that are no whole characters are spelled out, so that no two tokens are
+    called the same.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a tokenizer.json may say: all of it is understood, or it is refused by name
 
 EVERY_CHARACTER = r"[\s\S]"
-# Where tokenizers' regular expressions (Oniguruma's) mean something else than tiktoken's, or a match depends on more
-# than the text from there on: anchors, back references, and a few escapes and quantifiers.
+# Where tokenizers' regular expressions (Oniguruma's) mean something else than tiktoken's, or a
+# match depends on more than the text from there on: anchors, back references, and a few escapes and
+# quantifiers.
 FOREIGN_REGEX = re.compile(r"(?<![\[\\])\^|(?<!\\)\$|\\[1-9AGHKRXZhkz]|\}\+|\(\?[<P]?[#&0-9R]")
 
 
 def foreign(what: str) -> TokenizerError:
-    return TokenizerError(f"tokenizer.json {what}: not supported here, vLLM or transformers open such a directory")
+    return TokenizerError(
+        f"tokenizer.json {what}: not supported here, vLLM or transformers open such a directory"
+    )
 
 
 def read_control_tokens(spec: dict) -> dict[str, int]:
-    """{name: id} of the added tokens. Raises TokenizerError for those that are more than a name for an id."""
+    """
+    {name: id} of the added tokens. Raises TokenizerError for those that are more than a name for an
+    id.
+    """
     added = spec.get("added_tokens") or []
     for token in added:
         check_added_token(token, spec.get("normalizer") is not None)
@@ -245,11 +307,16 @@ def check_added_token(token: dict, has_normalizer: bool):
     if not token.get("special"):
         raise foreign(f"has the added token {token['content']!r} that is text (special: false)")
     if not 0 < len(token["content"]) <= MAX_NAME:
-        raise TokenizerError(f"tokenizer.json has an added token of {len(token['content'])} characters: restore it")
+        raise TokenizerError(
+            f"tokenizer.json has an added token of {len(token['content'])} characters: restore it"
+        )
 
 
 def check_ids(vocab: dict[str, int], control: dict[str, int]):
-    """Raises TokenizerError unless each token has an id of its own, a whole number below MAX_VOCABULARY."""
+    """
+    Raises TokenizerError unless each token has an id of its own, a whole number below
+    MAX_VOCABULARY.
+    """
     ids = vocab | control
     for name, i in ids.items():
         if type(i) is not int or not 0 <= i < MAX_VOCABULARY:
@@ -257,14 +324,19 @@ def check_ids(vocab: dict[str, int], control: dict[str, int]):
                 f"token {name!r:.100} has the id {i!r:.30}, wanted 0 to {MAX_VOCABULARY - 1}: restore it"
             )
         if vocab.get(name, i) != i:
-            raise TokenizerError(f"token {name!r:.100} has two ids, {vocab[name]} and {i}: restore it")
+            raise TokenizerError(
+                f"token {name!r:.100} has two ids, {vocab[name]} and {i}: restore it"
+            )
     if len(set(ids.values())) < len(ids):
         counts = Counter(ids.values()).most_common(1)
         raise TokenizerError(f"{counts[0][1]} tokens share the id {counts[0][0]}: restore it")
 
 
 def check_around(spec: dict, decoder: str):
-    """Raises TokenizerError for a post-processor that adds tokens, and for a decoder that is not the one expected."""
+    """
+    Raises TokenizerError for a post-processor that adds tokens, and for a decoder that is not the
+    one expected.
+    """
     post = spec.get("post_processor") or {"type": "ByteLevel"}
     for part in post.get("processors", [post]):
         plain_template = part["type"] == "TemplateProcessing" and not part.get("special_tokens")
@@ -276,7 +348,10 @@ def check_around(spec: dict, decoder: str):
 
 
 def check_model(spec: dict):
-    """Raises TokenizerError for options of a BPE that change what it does to bytes, and for bytes that it lacks."""
+    """
+    Raises TokenizerError for options of a BPE that change what it does to bytes, and for bytes that
+    it lacks.
+    """
     model = spec["model"]
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
@@ -286,7 +361,10 @@ def check_model(spec: dict):
 
 
 def read_pattern(spec: dict) -> str:
-    """The regular expression that cuts a text into pieces. Raises TokenizerError for what tiktoken cannot do."""
+    """
+    The regular expression that cuts a text into pieces. Raises TokenizerError for what tiktoken
+    cannot do.
+    """
     pre = spec.get("pre_tokenizer") or {}
     parts = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
     kinds = [part.get("type") for part in parts]
@@ -294,16 +372,22 @@ def read_pattern(spec: dict) -> str:
         raise foreign("puts a prefix space before every text")
     if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
         return GPT2_PATTERN
-    if kinds == ["Split"] or (kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True)):
+    if kinds == ["Split"] or (
+        kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True)
+    ):
         return read_split(parts[0])
-    raise foreign(f"cuts text by {' and '.join(map(str, kinds))}, supported are ByteLevel or one Split")
+    raise foreign(
+        f"cuts text by {' and '.join(map(str, kinds))}, supported are ByteLevel or one Split"
+    )
 
 
 def read_split(split: dict) -> str:
     pattern = split["pattern"].get("Regex")
     behavior = str(split.get("behavior"))
     if pattern is None or behavior.lower() != "isolated" or split.get("invert"):
-        raise foreign(f"cuts text by a Split (behaviour {behavior}) other than of isolated regular expressions")
+        raise foreign(
+            f"cuts text by a Split (behaviour {behavior}) other than of isolated regular expressions"
+        )
     if FOREIGN_REGEX.search(pattern):
         raise foreign(f"cuts text by the regular expression {pattern!r:.200}")
     if pattern == EVERY_CHARACTER:
@@ -319,25 +403,30 @@ def read_normalizer(spec: dict) -> Callable[[str], str]:
     return (lambda text: unicodedata.normalize("NFC", text)) if kind else (lambda text: text)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tokens to text, as they come
 
 
 class TextStream:
     """
-    Tokens of one answer in, text out as soon as it is certain: whole UTF-8 characters, nothing of a stop string.
+    Tokens of one answer in, text out as soon as it is certain: whole UTF-8 characters, nothing of a
+    stop string.
 
-    `token_bytes(id)` gives the bytes of a token. A stop string ends the text where it first is complete, so how the
-    text is cut into tokens makes no difference. `matched` is then that string, and the text ends before it, or after
-    it with include_stop.
+    `token_bytes(id)` gives the bytes of a token. A stop string ends the text where it first is
+    complete, so how the text is cut into tokens makes no difference. `matched` is then that string,
+    and the text ends before it, or after it with include_stop.
 
         stream = TextStream(tokenizer.token_bytes, stop=["\\n\\n"])
         text = "".join(stream.push(token) for token in tokens) + stream.flush()
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stop: list[str] = (), include_stop: bool = False):
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], stop: list[str] = (), include_stop: bool = False
+    ):
         self.token_bytes, self.include_stop = token_bytes, include_stop
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the bytes of a character not yet whole
+        self.decoder = codecs.getincrementaldecoder("utf-8")(
+            "replace"
+        )  # keeps the bytes of a character not yet whole
         self.num_characters = 0  # decoded so far
         self.held = ""  # the longest end of the text that a stop string begins with
         self.matched: str | None = None
@@ -354,13 +443,18 @@ class TextStream:
         return self._release(self.decoder.decode(self.token_bytes(token)))
 
     def push_all(self, tokens: list[int]) -> str:
-        """The text of many tokens, in a fraction of the time. They are not searched for stop strings."""
+        """
+        The text of many tokens, in a fraction of the time. They are not searched for stop strings.
+        """
         text = self.decoder.decode(b"".join(map(self.token_bytes, tokens)))
         self.num_characters += len(text)
         return text
 
     def flush(self) -> str:
-        """The rest, when no token follows: half a character becomes U+FFFD, and what was held is text after all."""
+        """
+        The rest, when no token follows: half a character becomes U+FFFD, and what was held is text
+        after all.
+        """
         text = self._release(self.decoder.decode(b"", final=True)) + self.held
         self.held = ""
         return text
@@ -378,9 +472,10 @@ class TextStream:
 
     def _read(self, character: str) -> str:
         """
-        Read on by a character, as the automaton of Aho and Corasick does, with `held` as its state; returns what can be
-        no part of a stop string any more. Each character is held and let go once, so a text costs no more than a few
-        steps a character, however many stop strings there are.
+        Read on by a character, as the automaton of Aho and Corasick does, with `held` as its state;
+        returns what can be no part of a stop string any more. Each character is held and let go
+        once, so a text costs no more than a few steps a character, however many stop strings there
+        are.
         """
         text = self.held + character
         start = 0
@@ -394,60 +489,103 @@ class TextStream:
         return certain
 
     def _begins_stop(self, text: str) -> bool:
-        """Whether a stop string begins with this text; in sorted order that one comes next. "" begins anything."""
+        """
+        Whether a stop string begins with this text; in sorted order that one comes next. "" begins
+        anything.
+        """
         place = bisect.bisect_left(self.stop, text)
         return not text or (place < len(self.stop) and self.stop[place].startswith(text))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Making a tokenizer
 
 
 def char_tokenizer(text: str) -> CharTokenizer:
     """The character tokenizer of a text: its distinct characters, sorted, numbered from 0."""
     vocab = {character: i for i, character in enumerate(sorted(set(text)))}
-    split = {"type": "Split", "pattern": {"Regex": EVERY_CHARACTER}, "behavior": "Isolated", "invert": False}
-    # no character is longer than one, so this unknown token is never found and an unknown character stays an error
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": EVERY_CHARACTER},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    # no character is longer than one, so this unknown token is never found and an unknown character
+    # stays an error
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unknown>"}
     return CharTokenizer(make_spec(model, split, {"type": "Fuse"}))
 
 
-def bpe_tokenizer(merges: list[tuple[bytes, bytes]], byte_order: Iterable[int] = range(256)) -> BPETokenizer:
-    """Number the bytes first, then what each merge makes, the end-of-text token last, as GPT-2 does."""
+def bpe_tokenizer(
+    merges: list[tuple[bytes, bytes]], byte_order: Iterable[int] = range(256)
+) -> BPETokenizer:
+    """
+    Number the bytes first, then what each merge makes, the end-of-text token last, as GPT-2 does.
+    """
     spell = byte_alphabet()
     pairs = [["".join(spell[byte] for byte in part) for part in pair] for pair in merges]
-    vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*(spell[b] for b in byte_order), *map("".join, pairs)]))}
+    vocab = {
+        piece: i
+        for i, piece in enumerate(
+            dict.fromkeys([*(spell[b] for b in byte_order), *map("".join, pairs)])
+        )
+    }
     model = {"type": "BPE", "vocab": vocab, "merges": pairs}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     end = {"id": len(vocab), "content": END_OF_TEXT, "special": True}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return BPETokenizer(make_spec(model, level, level, [end]))
 
 
-def make_spec(model: dict, pre_tokenizer: dict, decoder: dict, added_tokens: Iterable[dict] = ()) -> dict:
-    spec = {"version": "1.0", "added_tokens": list(added_tokens), "normalizer": None, "pre_tokenizer": pre_tokenizer}
+def make_spec(
+    model: dict, pre_tokenizer: dict, decoder: dict, added_tokens: Iterable[dict] = ()
+) -> dict:
+    spec = {
+        "version": "1.0",
+        "added_tokens": list(added_tokens),
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+    }
     return spec | {"post_processor": None, "decoder": decoder, "model": model}
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """Learn a byte-level BPE of at most `vocab_size` tokens, end of text included. Needs the `tokenizers` library."""
+    """
+    Learn a byte-level BPE of at most `vocab_size` tokens, end of text included. Needs the
+    `tokenizers` library.
+    """
     try:
         from tokenizers import Tokenizer as Learner
         from tokenizers import models, pre_tokenizers, trainers
     except ImportError:
-        raise TokenizerError("training a BPE needs the `tokenizers` package: pip install tokenizers") from None
+        raise TokenizerError(
+            "training a BPE needs the `tokenizers` package: pip install tokenizers"
+        ) from None
     learner = Learner(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=sorted(BYTE_OF), show_progress=False, special_tokens=[]
+        vocab_size=vocab_size - 1,
+        initial_alphabet=sorted(BYTE_OF),
+        show_progress=False,
+        special_tokens=[],
     )
     learner.train_from_iterator(texts, trainer)
     merges = json.loads(learner.to_str())["model"]["merges"]
-    return bpe_tokenizer([tuple(bytes(BYTE_OF[c] for c in part) for part in pair) for pair in merges])
+    return bpe_tokenizer(
+        [tuple(bytes(BYTE_OF[c] for c in part) for part in pair) for pair in merges]
+    )
 
 
 def gpt2_tokenizer() -> BPETokenizer:
-    """GPT-2's tokenizer, from tiktoken's copy of it. Raises TokenizerError with what to set when offline."""
+    """
+    GPT-2's tokenizer, from tiktoken's copy of it. Raises TokenizerError with what to set when
+    offline.
+    """
     try:
         ranks: dict[bytes, int] = tiktoken.get_encoding("gpt2")._mergeable_ranks
     except Exception as error:  # tiktoken lets the errors of its HTTP client through
@@ -456,11 +594,16 @@ def gpt2_tokenizer() -> BPETokenizer:
             "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has stored it"
         ) from error
     tokens = sorted(ranks, key=ranks.get)
-    return bpe_tokenizer([last_merge(t, ranks) for t in tokens if len(t) > 1], [t[0] for t in tokens if len(t) == 1])
+    return bpe_tokenizer(
+        [last_merge(t, ranks) for t in tokens if len(t) > 1], [t[0] for t in tokens if len(t) == 1]
+    )
 
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """Merge the bytes of a token, lowest rank first, until two parts are left: the merge that made the token."""
+    """
+    Merge the bytes of a token, lowest rank first, until two parts are left: the merge that made the
+    token.
+    """
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         rank = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
@@ -470,7 +613,10 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Read tokenizer.json: ours, or a byte-level BPE from the hub. Raises TokenizerError with what to change."""
+    """
+    Read tokenizer.json: ours, or a byte-level BPE from the hub. Raises TokenizerError with what to
+    change.
+    """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(no_tokenizer(path))
@@ -480,7 +626,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         kinds = {"WordLevel": CharTokenizer, "BPE": BPETokenizer}
         kind = spec["model"]["type"]
         if kind not in kinds:
-            raise foreign(f"is of the kind {kind}, supported are byte-level BPE and single characters")
+            raise foreign(
+                f"is of the kind {kind}, supported are byte-level BPE and single characters"
+            )
         tokenizer = kinds[kind](spec, token_text(config.get("eos_token")) or END_OF_TEXT)
         check_config(tokenizer, config)
         check_fits_model(tokenizer, path.parent)
@@ -489,7 +637,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise TokenizerError(f"{path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise TokenizerError(f"{path} is not a tokenizer this code reads ({why}): restore it") from error
+        raise TokenizerError(
+            f"{path} is not a tokenizer this code reads ({why}): restore it"
+        ) from error
 
 
 def no_tokenizer(missing: Path) -> str:
@@ -515,7 +665,10 @@ def token_text(token: str | dict | None) -> str | None:
 
 
 def check_config(tokenizer: Tokenizer, config: dict):
-    """Raises TokenizerError for control tokens that only tokenizer_config.json has: transformers reads them, too."""
+    """
+    Raises TokenizerError for control tokens that only tokenizer_config.json has: transformers reads
+    them, too.
+    """
     for token in config.get("added_tokens_decoder", {}).values():
         check_added_token(token, tokenizer.spec.get("normalizer") is not None)
         if token["content"] not in tokenizer.control:
@@ -535,13 +688,15 @@ def check_fits_model(tokenizer: Tokenizer, directory: Path):
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Files
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]):
-    """Let `write` fill a temporary file beside `path`, flush it to disk, then rename: readers see the old file or the
-    new one, never half of one, whenever the process dies."""
+    """
+    Let `write` fill a temporary file beside `path`, flush it to disk, then rename: readers see the
+    old file or the new one, never half of one, whenever the process dies.
+    """
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
     with open(temporary, "rb") as f:
@@ -556,15 +711,20 @@ def write_json(path: Path, content: dict):
 
 def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
     """
-    Write train.bin and val.bin (bare token ids, two bytes each, four if the vocabulary needs them), the tokenizer, and
-    last meta.json: a corpus without it is not there.
+    Write train.bin and val.bin (bare token ids, two bytes each, four if the vocabulary needs them),
+    the tokenizer, and last meta.json: a corpus without it is not there.
     """
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     (directory / "meta.json").unlink(missing_ok=True)
     tokenizer.save(directory)
     for name, ids in (("train", train), ("val", val)):
         write_atomically(directory / f"{name}.bin", np.array(ids, dtype=dtype).tofile)
-    meta = {"dtype": dtype, "vocab_size": tokenizer.vocab_size, "train_tokens": len(train), "val_tokens": len(val)}
+    meta = {
+        "dtype": dtype,
+        "vocab_size": tokenizer.vocab_size,
+        "train_tokens": len(train),
+        "val_tokens": len(val),
+    }
     write_json(directory / "meta.json", meta | {"val_bytes": len(tokenizer.decode_bytes(val))})
 
 

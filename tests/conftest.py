@@ -1,7 +1,7 @@
 """
-Settings of all tests. Without a GPU, the Triton kernels run on CPU tensors in Triton's interpreter, which must be set
-before it is imported. One torch thread: tests run in two processes, and their tensors are small; on a busy machine a
-second thread makes them ten times slower, not faster.
+Settings of all tests. Without a GPU, the Triton kernels run on CPU tensors in Triton's interpreter,
+which must be set before it is imported. One torch thread: tests run in two processes, and their
+tensors are small; on a busy machine a second thread makes them ten times slower, not faster.
 """
 
 import functools
@@ -16,8 +16,12 @@ import torch
 from filelock import FileLock
 
 torch.set_num_threads(1)
-# A shell's background job ignores Ctrl-C, what nohup starts ignores hang-ups, and so would all children.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+# A shell's background job ignores Ctrl-C, what nohup starts ignores hang-ups, and so would all
+# children.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 if not torch.cuda.is_available():
@@ -26,14 +30,17 @@ if not torch.cuda.is_available():
 
 def quicken_the_interpreter():
     """
-    Triton's interpreter looks through all of Triton's language for built-in functions whenever one device function
-    calls another, which is a third of its time. What it finds is always the same: find it once.
+    Triton's interpreter looks through all of Triton's language for built-in functions whenever one
+    device function calls another, which is a third of its time. What it finds is always the same:
+    find it once.
     """
     from triton.runtime import interpreter
 
     @functools.cache
     def builtins(owner) -> list[tuple]:
-        return [(name, x) for name, x in inspect.getmembers(owner) if interpreter.tl.core.is_builtin(x)]
+        return [
+            (name, x) for name, x in inspect.getmembers(owner) if interpreter.tl.core.is_builtin(x)
+        ]
 
     def patch_builtin(owner, builder, scope):
         for name, member in builtins(owner):
@@ -49,7 +56,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 @pytest.fixture(scope="session", autouse=True)
 def models_are_trained_once(tmp_path_factory):
-    """Training takes two seconds a model, so the processes that share the tests share what test_paged.py trains."""
+    """
+    Training takes two seconds a model, so the processes that share the tests share what
+    test_paged.py trains.
+    """
     if "test_paged" not in sys.modules:
         return
     import test_paged

@@ -1,9 +1,11 @@
 """
-Which token a request may get: the rules of `SamplingParams` and of DESIGN's noise, computed anew in float64.
+Which token a request may get: the rules of `SamplingParams` and of DESIGN's noise, computed anew in
+float64.
 
-Two programs that follow the same rules may still choose differently where rounding decides, and only there. So the
-answer here is a set: nearly always one token, several where the best scores, or a filter's threshold, lie within a
-stated distance. What a sampler chose must be in the set; how often there was a choice is counted.
+Two programs that follow the same rules may still choose differently where rounding decides, and
+only there. So the answer here is a set: nearly always one token, several where the best scores, or
+a filter's threshold, lie within a stated distance. What a sampler chose must be in the set; how
+often there was a choice is counted.
 
     assert token in possible_tokens(logits, params, position, prompt=prompt, generated=text)
 """
@@ -13,7 +15,7 @@ from collections import Counter
 
 import torch
 
-from sampling import SamplingParams, philox
+from serving.sampling import SamplingParams, philox
 
 TIE = 1e-4  # of the best two perturbed scores: nearer ones are a tie
 ROUNDING = 2e-5  # of a score to a filter's threshold, and of a share of probability, relative
@@ -23,7 +25,10 @@ counts = Counter()  # tokens that were judged, ties among them
 
 
 def noise(seed: int, position: int, choice: int, V: int) -> torch.Tensor:
-    """Gumbel noise [V]: key, counter and words as DESIGN has them; test_sampling.py holds `philox` to the paper."""
+    """
+    Gumbel noise [V]: key, counter and words as DESIGN has them; test_sampling.py holds `philox` to
+    the paper.
+    """
     quads = torch.arange(-(-V // 4))
     counter = (quads, *(torch.tensor([x & MASK32]) for x in (position, choice, 0)))
     key = torch.tensor([seed & MASK32]), torch.tensor([(seed >> 32) & MASK32])
@@ -50,8 +55,13 @@ def adjusted(logits: torch.Tensor, p: SamplingParams, prompt, generated, stops) 
     return scores - p.frequency_penalty * count - p.presence_penalty * (count > 0)
 
 
-def thresholds(scores: torch.Tensor, p: SamplingParams, rounding: float) -> list[tuple[float, float]]:
-    """Of each filter the least score that it keeps: the lowest and the highest that rounding may make of it."""
+def thresholds(
+    scores: torch.Tensor, p: SamplingParams, rounding: float
+) -> list[tuple[float, float]]:
+    """
+    Of each filter the least score that it keeps: the lowest and the highest that rounding may make
+    of it.
+    """
     ranked = scores.sort(descending=True).values
     found, kept = [], [ranked]
     if 0 < p.top_k < len(ranked):
@@ -73,13 +83,17 @@ def thresholds(scores: torch.Tensor, p: SamplingParams, rounding: float) -> list
     return found
 
 
-def kept_tokens(scores: torch.Tensor, p: SamplingParams, rounding: float) -> tuple[torch.Tensor, torch.Tensor]:
+def kept_tokens(
+    scores: torch.Tensor, p: SamplingParams, rounding: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Which tokens [V] the filters surely keep, and which they may keep."""
     surely = scores > -torch.inf
     maybe = surely.clone()
     for low, high in thresholds(scores, p, rounding):
         near = (scores - high).abs() < rounding
-        torn = {high} != {*scores[near].tolist()}  # equal scores are kept or dropped together, near ones need not be
+        torn = {high} != {
+            *scores[near].tolist()
+        }  # equal scores are kept or dropped together, near ones need not be
         surely &= scores >= high + rounding if torn else scores >= high
         maybe &= scores > low - rounding
     return surely, maybe
@@ -100,8 +114,8 @@ def possible_tokens(
     tie: float = TIE,
 ) -> set[int]:
     """
-    The tokens that may follow, of logits [V]. seed and temperature are those of `params` by default; -1 stands for a
-    row without a finite maximum.
+    The tokens that may follow, of logits [V]. seed and temperature are those of `params` by
+    default; -1 stands for a row without a finite maximum.
     """
     temperature = params.temperature if temperature is None else temperature
     scores = adjusted(logits, params, prompt, generated, stops)

@@ -1,6 +1,7 @@
 """
-Runs tests in a copy of this repo, into which a bug was planted. Each run is forked from a process that has imported the
-packages already, and none of the project's modules: a second instead of eight. See tests/test_planted_bugs.py.
+Runs tests in a copy of this repo, into which a bug was planted. Each run is forked from a process
+that has imported the packages already, and none of the project's modules: a second instead of
+eight. See tests/test_planted_bugs.py.
 """
 
 import importlib
@@ -15,13 +16,33 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 180  # a bug may be an endless loop; no run takes a tenth of this
-PACKAGES = ["pytest", "numpy", "torch", "hypothesis", "starlette.applications", "uvicorn", "httptools", "pydantic"]
-PACKAGES += ["httpx", "openai", "jinja2", "prometheus_client", "tokenizers", "tiktoken", "transformers"]
+PACKAGES = [
+    "pytest",
+    "numpy",
+    "torch",
+    "hypothesis",
+    "starlette.applications",
+    "uvicorn",
+    "httptools",
+    "pydantic",
+]
+PACKAGES += [
+    "httpx",
+    "openai",
+    "jinja2",
+    "prometheus_client",
+    "tokenizers",
+    "tiktoken",
+    "transformers",
+]
 NOT_COPIED = shutil.ignore_patterns(".*", "out", "out-*", "*.bin")
 
 
 def copy_repo(to: Path) -> Path:
-    """What git has of it, and the compiled modules, which are good for as long as their source has its time."""
+    """
+    What git has of it, and the compiled modules, which are good for as long as their source has its
+    time.
+    """
     return shutil.copytree(ROOT, to, ignore=NOT_COPIED, dirs_exist_ok=True)
 
 
@@ -30,7 +51,9 @@ def plant(file: Path, right: str, wrong: str):
     source = file.read_text()
     count = source.count(right)
     if count != 1:
-        raise ValueError(f"{file.name} has {right!r} {count} times, wanted once: plant the bug anew")
+        raise ValueError(
+            f"{file.name} has {right!r} {count} times, wanted once: plant the bug anew"
+        )
     file.write_text(source.replace(right, wrong))
     for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
         compiled.unlink()
@@ -41,13 +64,18 @@ class Forks:
 
     def __init__(self, models: Path):
         """The folder `models` holds what test_paged.py trains: see conftest.py."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+        }
         environment["TRAINED_MODELS"] = str(models)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, __file__], env=environment, **pipes)
 
     def run(self, repo: Path, tests: list[str]) -> tuple[int, str]:
-        """Run `pytest TESTS` in that copy of the repo. Returns its exit status, 1 if tests failed, and its output."""
+        """
+        Run `pytest TESTS` in that copy of the repo. Returns its exit status, 1 if tests failed, and
+        its output.
+        """
         log = repo.parent / "log"
         print(json.dumps([str(repo), str(log), tests]), file=self.process.stdin, flush=True)
         status = os.waitstatus_to_exitcode(int(self.process.stdout.readline()))

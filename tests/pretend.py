@@ -1,13 +1,15 @@
 """
-An engine without a model, for tests of its bookkeeping: the real scheduler, allocator and engine, some thousand steps a
-second. `PretendRunner` stands where the Runner does. Each slot of its KV pool holds one number that stands for the text
-up to that token and for its salt; a step writes these through the block tables, and what comes next is a function of
-all that it reads back through them. So a wrong block, row, copy or hit gives a wrong answer, and the right one is known
-from the request alone: `answer_to`.
+An engine without a model, for tests of its bookkeeping: the real scheduler, allocator and engine,
+some thousand steps a second. `PretendRunner` stands where the Runner does. Each slot of its KV pool
+holds one number that stands for the text up to that token and for its salt; a step writes these
+through the block tables, and what comes next is a function of all that it reads back through them.
+So a wrong block, row, copy or hit gives a wrong answer, and the right one is known from the request
+alone: `answer_to`.
 
-The simulators' runner (simulated_runner.py) shares the real one's work on the host and needs a GPU's padding, rows and
-inputs to be right; this one takes a plan and nothing else, so that a test of the engine's rules fails for these alone.
-Its slots say which salt wrote them, and its log-probabilities add up, as beam search needs them.
+The simulators' runner (simulated_runner.py) shares the real one's work on the host and needs a
+GPU's padding, rows and inputs to be right; this one takes a plan and nothing else, so that a test
+of the engine's rules fails for these alone. Its slots say which salt wrote them, and its
+log-probabilities add up, as beam search needs them.
 """
 
 import math
@@ -18,11 +20,11 @@ from unittest import mock
 
 import torch
 
-import engine as engine_module
-from engine import Engine
 from paged import Plan, Request
-from runner import num_scored
-from sampling import GREEDY, SamplingParams
+from serving import engine as engine_module
+from serving.engine import Engine
+from serving.runner import num_scored
+from serving.sampling import GREEDY, SamplingParams
 
 VOCABULARY = 12
 
@@ -51,7 +53,9 @@ def logprobs_after(context: list[int]) -> list[float]:
 
 def next_token(context: list[int], params: SamplingParams, choice: int) -> int:
     """-1, where logits are not numbers, in one context of 200."""
-    noise = (params.seed, choice) if params.temperature else ()  # hash(None) is not the same in every process
+    noise = (
+        (params.seed, choice) if params.temperature else ()
+    )  # hash(None) is not the same in every process
     token = hash((tuple(context), noise)) % (200 * VOCABULARY)
     return -1 if token < VOCABULARY else token % VOCABULARY
 
@@ -63,7 +67,9 @@ def score(context: list[int], token: int, n: int) -> list:
     return [logprobs[token], best, [logprobs[i] for i in best]]
 
 
-def answer_to(prompt: list[int], params: SamplingParams, choice: int = 0, salt: str = "", eos: tuple = ()):
+def answer_to(
+    prompt: list[int], params: SamplingParams, choice: int = 0, salt: str = "", eos: tuple = ()
+):
     """Tokens, how they end, and the score of each, as the engine must give them out."""
     tokens = []
     scores = []
@@ -102,7 +108,9 @@ class PretendRunner:
 
     def write(self, row: int, position: int, token: int, salt: str):
         S, table = self.block_size, self.tables[row]
-        before = self.kv[table[(position - 1) // S]][(position - 1) % S] if position else root_text(salt)
+        before = (
+            self.kv[table[(position - 1) // S]][(position - 1) % S] if position else root_text(salt)
+        )
         self.kv[table[position // S]][position % S] = hash((before, token))
 
     def compute(self, plan: Plan) -> list[list[int]]:
@@ -118,25 +126,36 @@ class PretendRunner:
             self.context_len[r.row] += 1
         for r, n in plan.chunks:
             end = r.prefill_cursor + n
-            for position, token in enumerate(r.tokens_between(r.prefill_cursor, end), start=r.prefill_cursor):
+            for position, token in enumerate(
+                r.tokens_between(r.prefill_cursor, end), start=r.prefill_cursor
+            ):
                 self.write(r.row, position, token, r.cache_salt)
             self.context_len[r.row] = end
         return [self.context(r.row, self.context_len[r.row]) for r in plan.sampled]
 
     def launch(self, plan: Plan):
         contexts = self.compute(plan)
-        tokens = [next_token(c, r.params, r.choice) for r, c in zip(plan.sampled, contexts, strict=True)]
+        tokens = [
+            next_token(c, r.params, r.choice) for r, c in zip(plan.sampled, contexts, strict=True)
+        ]
         for r, token in zip(plan.sampled, tokens, strict=True):
             self.last_token[r.row] = token
         asked = [i for i, r in enumerate(plan.sampled) if r.params.logprobs is not None]
-        scores = {plan.sampled[i]: score(contexts[i], tokens[i], plan.sampled[i].params.logprobs) for i in asked}
-        prompt_scores = {r: self.score_prompt(r, num_scored(r, n)) for r, n in plan.chunks if num_scored(r, n)}
+        scores = {
+            plan.sampled[i]: score(contexts[i], tokens[i], plan.sampled[i].params.logprobs)
+            for i in asked
+        }
+        prompt_scores = {
+            r: self.score_prompt(r, num_scored(r, n)) for r, n in plan.chunks if num_scored(r, n)
+        }
         return SimpleNamespace(plan=plan, tokens=tokens, scores=scores, prompt_scores=prompt_scores)
 
     def score_prompt(self, r: Request, count: int) -> tuple[int, list]:
         start = r.prefill_cursor
         ends = range(start + 1, start + count + 1)
-        return start, [score(self.context(r.row, end), r.prompt_tokens[end], r.prompt_logprobs) for end in ends]
+        return start, [
+            score(self.context(r.row, end), r.prompt_tokens[end], r.prompt_logprobs) for end in ends
+        ]
 
     def collect(self, flight) -> list[int]:
         flight.plan.logprobs |= flight.scores
@@ -153,13 +172,23 @@ class PretendRunner:
 
 
 def pretend_model(eos: tuple = (), context_length: int = 64) -> SimpleNamespace:
-    config = SimpleNamespace(vocab_size=VOCABULARY, context_length=context_length, eos_token_ids=eos)
+    config = SimpleNamespace(
+        vocab_size=VOCABULARY, context_length=context_length, eos_token_ids=eos
+    )
     config.n_layer = config.n_kv_head = config.head_size = 1
-    return SimpleNamespace(config=config, wte=SimpleNamespace(weight=torch.zeros(1)), parameters=list)
+    return SimpleNamespace(
+        config=config, wte=SimpleNamespace(weight=torch.zeros(1)), parameters=list
+    )
 
 
 def pretend_engine(eos: tuple = (), context_length: int = 64, **settings) -> Engine:
-    defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 16, "check": True}
+    defaults = {
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_num_seqs": 8,
+        "token_budget": 16,
+        "check": True,
+    }
     with mock.patch.object(engine_module, "Runner", PretendRunner):
         return Engine(pretend_model(eos, context_length), **(defaults | settings))
 

@@ -1,5 +1,6 @@
 """
-From a long list of events that makes a test fail to a short one: delta debugging (Zeller and Hildebrandt, 2002).
+From a long list of events that makes a test fail to a short one: delta debugging (Zeller and
+Hildebrandt, 2002).
 
     few = shrink(events, fails)        # fails(events) -> whether the failure is still there; it is for `few`
 
@@ -10,11 +11,13 @@ from collections.abc import Callable, Iterable
 
 
 def shrink(
-    events: list, fails: Callable[[list], bool], simpler: Callable[[dict], Iterable[dict]] = lambda event: ()
+    events: list,
+    fails: Callable[[list], bool],
+    simpler: Callable[[dict], Iterable[dict]] = lambda event: (),
 ) -> list:
     """
-    Leave out whatever the failure does not need, larger runs of events first; then replace single events by simpler
-    ones, as `simpler(event)` proposes them; over again until nothing more can go.
+    Leave out whatever the failure does not need, larger runs of events first; then replace single
+    events by simpler ones, as `simpler(event)` proposes them; over again until nothing more can go.
     """
     assert fails(events), "nothing to shrink: these events do not fail"
     before = None
@@ -40,7 +43,9 @@ def leave_out(events: list, fails: Callable[[list], bool]) -> list:
     return events
 
 
-def simplify(events: list, fails: Callable[[list], bool], simpler: Callable[[dict], Iterable[dict]]) -> list:
+def simplify(
+    events: list, fails: Callable[[list], bool], simpler: Callable[[dict], Iterable[dict]]
+) -> list:
     """With each event as simple as it can be: the first of its proposals that still fails."""
     for i in range(len(events)):
         for proposal in simpler(events[i]):

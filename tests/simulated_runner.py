@@ -1,14 +1,17 @@
 """
-A `Runner` without a model, for the simulators: a step takes microseconds, and the right answer is known beforehand.
+A `Runner` without a model, for the simulators: a step takes microseconds, and the right answer is
+known beforehand.
 
-The pool holds token ids instead of K and V. A step writes each of its tokens at its slot, and the next token of a text
-is a hash of that text *as it is read back through the block table*. So a wrong table, slot, copy, commit, hit or stale
-row changes an answer, as it would change what a real model says. What the real runner does on the host (the layout of
-a step's inputs, padding, which tokens are wanted) is the real runner's; what it does on the device is done here, to the
-same arrays, in plain Python. Not run by itself.
+The pool holds token ids instead of K and V. A step writes each of its tokens at its slot, and the
+next token of a text is a hash of that text *as it is read back through the block table*. So a wrong
+table, slot, copy, commit, hit or stale row changes an answer, as it would change what a real model
+says. What the real runner does on the host (the layout of a step's inputs, padding, which tokens
+are wanted) is the real runner's; what it does on the device is done here, to the same arrays, in
+plain Python. Not run by itself.
 
-There are two smaller ones: pretend.py, for tests of single rules of the engine, uses none of the real runner, and has
-log-probabilities that add up; simulator_http.py, which is about what becomes of tokens, has no slots at all.
+There are two smaller ones: pretend.py, for tests of single rules of the engine, uses none of the
+real runner, and has log-probabilities that add up; simulator_http.py, which is about what becomes
+of tokens, has no slots at all.
 """
 
 from contextlib import contextmanager
@@ -17,16 +20,17 @@ from zlib import crc32
 
 import torch
 
-import engine as engine_module
-import runner as runner_module
 from model import GPTConfig
 from paged import Plan, Request
-from runner import Runner, num_scored, sampling_row
+from serving import engine as engine_module
+from serving import runner as runner_module
+from serving.runner import Runner, num_scored, sampling_row
 
 POISON = 255  # what a slot holds that its owner has not written; vocabularies end below
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What the model would say: pure functions of the text, (tokens as bytes), and of the noise's seed and choice
+# --------------------------------------------------------------------------------------------------
+# What the model would say: pure functions of the text, (tokens as bytes), and of the noise's seed
+# and choice
 
 
 def noise_key(seed: int, choice: int) -> int:
@@ -34,7 +38,10 @@ def noise_key(seed: int, choice: int) -> int:
 
 
 def score(text: bytes, token: int, n: int, V: int) -> list:
-    """[log-probability of the token after this text, n likeliest ids, their log-probabilities]: not real ones."""
+    """
+    [log-probability of the token after this text, n likeliest ids, their log-probabilities]: not
+    real ones.
+    """
     crc = crc32(text, token)
     return [-float(crc), [(crc + i) % V for i in range(n)], [-float(i) for i in range(n)]]
 
@@ -51,7 +58,9 @@ def logits_after(text: bytes, V: int) -> torch.Tensor:
     return torch.tensor([crc32(bytes([token]), crc) / 2**30 for token in range(V)])
 
 
-def answer(prompt: list[int], max_tokens: int, stops: set[int], key: int, V: int) -> tuple[list[int], str]:
+def answer(
+    prompt: list[int], max_tokens: int, stops: set[int], key: int, V: int
+) -> tuple[list[int], str]:
     """The right answer: its tokens, and how it ends."""
     tokens = []
     crc = crc32(bytes(prompt), key)
@@ -59,11 +68,15 @@ def answer(prompt: list[int], max_tokens: int, stops: set[int], key: int, V: int
         tokens.append(crc % V)
         if tokens[-1] in stops:
             return tokens, "stop"
-        crc = crc32(bytes(tokens[-1:]), crc)  # the CRC of a longer text goes on from that of the shorter one
+        crc = crc32(
+            bytes(tokens[-1:]), crc
+        )  # the CRC of a longer text goes on from that of the shorter one
     return tokens, "length"
 
 
-def beams(prompt: list[int], width: int, max_tokens: int, eos: int | None, V: int) -> list[tuple[list[int], float]]:
+def beams(
+    prompt: list[int], width: int, max_tokens: int, eos: int | None, V: int
+) -> list[tuple[list[int], float]]:
     """The right result of a beam search, straight from its definition: no blocks, no forks."""
     going = [([], 0.0)]
     answers = []
@@ -79,7 +92,7 @@ def beams(prompt: list[int], width: int, max_tokens: int, eos: int | None, V: in
     return answers
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The runner
 
 
@@ -96,7 +109,10 @@ class HostTokens(list):
 
 
 class Texts(list):
-    """Texts up to sampled tokens, in place of the logits after them; beam search asks for these by a list of places."""
+    """
+    Texts up to sampled tokens, in place of the logits after them; beam search asks for these by a
+    list of places.
+    """
 
     def __init__(self, V: int):
         super().__init__()
@@ -118,11 +134,17 @@ class Pool:
 
 
 class SimulatedRunner(Runner):
-    """Its arguments are the real one's, and `padded`: whether steps are padded, as they are on a GPU."""
+    """
+    Its arguments are the real one's, and `padded`: whether steps are padded, as they are on a GPU.
+    """
 
-    launch = Runner.launch.__wrapped__  # without torch's context, which costs as much as a step here
+    launch = (
+        Runner.launch.__wrapped__
+    )  # without torch's context, which costs as much as a step here
 
-    def __init__(self, model, num_blocks, block_size, max_num_seqs, token_budget=0, padded=False, **ignored):
+    def __init__(
+        self, model, num_blocks, block_size, max_num_seqs, token_budget=0, padded=False, **ignored
+    ):
         N = max_num_seqs
         self.device = "simulated"
         self.V = model.config.vocab_size
@@ -146,7 +168,9 @@ class SimulatedRunner(Runner):
     def bring_up_to_date(self, plan: Plan):
         blocks = self.pool.blocks
         S = self.block_size
-        copied = {to: bytes(blocks[source]) for to, source in plan.copies.items()}  # all are read before any is written
+        copied = {
+            to: bytes(blocks[source]) for to, source in plan.copies.items()
+        }  # all are read before any is written
         for request in plan.grown:
             blocks[request.block_table[-1]][:] = self.pool.poison
         for to, content in copied.items():
@@ -171,8 +195,9 @@ class SimulatedRunner(Runner):
 
     def compute(self, inputs, n: int, C: int, T: int, plan: Plan):
         """
-        The arguments are the real one's: the inputs of n decodes and of C chunks with T tokens. All is written before
-        anything is read. Returns the sampled tokens, and the texts before them in place of logits.
+        The arguments are the real one's: the inputs of n decodes and of C chunks with T tokens. All
+        is written before anything is read. Returns the sampled tokens, and the texts before them in
+        place of logits.
         """
         self.write_decodes(inputs[:n], inputs[n : 2 * n])
         sampling_rows = inputs[:n]
@@ -210,7 +235,9 @@ class SimulatedRunner(Runner):
         S = self.block_size
         rows = inputs[:C]
         sampling_rows = inputs[C : 2 * C]
-        ends = inputs[3 * C + 1 : 4 * C + 1]  # before them the C + 1 starts of the chunks, which only attention needs
+        ends = inputs[
+            3 * C + 1 : 4 * C + 1
+        ]  # before them the C + 1 starts of the chunks, which only attention needs
         of_tokens = inputs[4 * C + 1 :]
         tokens, positions, row_of = of_tokens[:T], of_tokens[T : 2 * T], of_tokens[2 * T : 3 * T]
         for row, position, token in zip(row_of, positions, tokens, strict=True):
@@ -236,7 +263,10 @@ class SimulatedRunner(Runner):
                 self.breaks(request)
 
     def breaks(self, request: Request):
-        """Called when the logits of a request are broken: the simulator overrides it, to know who must hear of it."""
+        """
+        Called when the logits of a request are broken: the simulator overrides it, to know who must
+        hear of it.
+        """
 
     def score(self, plan: Plan, wanted: list[int], n: int, tokens, texts, x) -> list[tuple]:
         found = []
@@ -244,12 +274,19 @@ class SimulatedRunner(Runner):
         asked = [(r, i) for r, i in whom if r.row in self.scored_rows]
         if asked:
             most = max(r.params.logprobs for r, _ in asked)
-            found.append(self.in_columns([r for r, _ in asked], [(texts[i], tokens[i]) for _, i in asked], most))
+            found.append(
+                self.in_columns(
+                    [r for r, _ in asked], [(texts[i], tokens[i]) for _, i in asked], most
+                )
+            )
         for request, m in plan.chunks:
             if count := num_scored(request, m):
                 start = request.prefill_cursor
                 text = self.read(request.row, start + count)
-                scored = [(text[: i + 1], request.prompt_tokens[i + 1]) for i in range(start, start + count)]
+                scored = [
+                    (text[: i + 1], request.prompt_tokens[i + 1])
+                    for i in range(start, start + count)
+                ]
                 found.append(self.in_columns((request, start), scored, request.prompt_logprobs))
         return found
 
@@ -258,7 +295,7 @@ class SimulatedRunner(Runner):
         return whom, *(HostTokens(column) for column in zip(*rows, strict=True))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The real engine on it
 
 
@@ -291,7 +328,10 @@ def upload_where_it_is_simulated(upload, values, device, **options):
 
 @contextmanager
 def simulated(clock: Clock, build=SimulatedRunner):
-    """Inside, `Engine` takes its time from `clock`, and `build`s its runner; one that is simulated uploads nothing."""
+    """
+    Inside, `Engine` takes its time from `clock`, and `build`s its runner; one that is simulated
+    uploads nothing.
+    """
     replaced = {
         (engine_module, "time"): clock,
         (engine_module, "Runner"): build,

@@ -1,8 +1,9 @@
 """
-The real engine through a million faults: allocator, prefix cache, scheduler, engine and the loop that a server runs,
-with everything replaced that would make two runs differ. The clock is virtual, and the runner has no model
-(simulated_runner.py): it answers with a hash of the text that it finds through the block table, so the right answer is
-known beforehand, and one wrong table, slot, copy, commit, hit or stale row changes it.
+The real engine through a million faults: allocator, prefix cache, scheduler, engine and the loop
+that a server runs, with everything replaced that would make two runs differ. The clock is virtual,
+and the runner has no model (simulated_runner.py): it answers with a hash of the text that it finds
+through the block table, so the right answer is known beforehand, and one wrong table, slot, copy,
+commit, hit or stale row changes it.
 
     python -m tests.simulator --seed 7               # one life of an engine, some hundred steps
     python -m tests.simulator --seed 7 --steps 1e6   # lives 7, 8, .. until so many steps are done
@@ -10,12 +11,14 @@ known beforehand, and one wrong table, slot, copy, commit, hit or stale row chan
     python -m tests.simulator --replay FILE          # a failure again, from the trace that it left
     python -m tests.simulator --speed                # steps a second on one core, 8 requests in 32 blocks
 
-A seed decides a life: which features and faults it has, a random subset (swarm testing: Groce et al. 2012), the
-settings of the engine, and a list of events. What happens follows from these alone, on any machine. A failing list is
-shrunk and written as a trace: its first line has the settings, each other one an event.
+A seed decides a life: which features and faults it has, a random subset (swarm testing: Groce et
+al. 2012), the settings of the engine, and a list of events. What happens follows from these alone,
+on any machine. A failing list is shrunk and written as a trace: its first line has the settings,
+each other one an event.
 
-After each step `Scheduler.check()` holds, and more: every answer is exact, each token is told once, the queue is in
-order, nobody starves, counters and stats are true, and an idle engine has nothing left.
+After each step `Scheduler.check()` holds, and more: every answer is exact, each token is told once,
+the queue is in order, nobody starves, counters and stats are true, and an idle engine has nothing
+left.
 """
 
 import argparse
@@ -31,8 +34,8 @@ from itertools import count, product
 from math import inf
 from statistics import median
 
-import engine as engine_module
 from paged import Plan, Request
+from serving import engine as engine_module
 from tests.shrink import shrink
 from tests.simulated_runner import (
     Clock,
@@ -47,13 +50,16 @@ from tests.simulated_runner import (
 )
 from tests.swarm import FAULTS, FEATURES, a_life, a_steady_life, simpler
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is true of a text that somebody waits for
 
 
 @dataclass(eq=False, slots=True)
 class Text:
-    """One choice of a request, by what was asked for: nothing here comes from the engine but times and first hits."""
+    """
+    One choice of a request, by what was asked for: nothing here comes from the engine but times and
+    first hits.
+    """
 
     id: str  # in the engine: link, colon, the link's own id
     tokens: list[int]  # the right answer
@@ -69,7 +75,9 @@ class Text:
     arrival: float
     prompt_logprobs: int | None = None
     number: int = 0  # the order of arrival
-    others: list["Text"] = field(default_factory=list)  # choices to be forked once it has its first token
+    others: list["Text"] = field(
+        default_factory=list
+    )  # choices to be forked once it has its first token
     told: int = 0  # tokens so far
     runs: bool = False  # has a row
     added_at: int = 0  # step
@@ -79,7 +87,12 @@ class Text:
     broken_at: int | None = None  # which of its tokens came from logits that are not numbers
 
 
-ALL_THE_TIME = {"overlap", "padding", "several links", "shared prefixes"}  # features that no event is needed for
+ALL_THE_TIME = {
+    "overlap",
+    "padding",
+    "several links",
+    "shared prefixes",
+}  # features that no event is needed for
 
 URGENCY = {  # the smallest goes first: written anew from the README, in seconds
     "fcfs": lambda t: (t.arrival, t.number),
@@ -140,8 +153,9 @@ class Wire:
 
 class World:
     """
-    Everything around one engine: it is what the engine's loop takes for its links, so the loop itself is the real one.
-    `run` plays all events, waits until the engine is idle, and raises AssertionError for what is not as it must be.
+    Everything around one engine: it is what the engine's loop takes for its links, so the loop
+    itself is the real one. `run` plays all events, waits until the engine is idle, and raises
+    AssertionError for what is not as it must be.
     """
 
     def __init__(self, settings: dict, events: list[dict], build=FaultyRunner):
@@ -206,14 +220,16 @@ class World:
 
         scheduler.plan = watched
 
-    # -- the engine's links --------------------------------------------------------------------------------------------
+    # -- the engine's links ------------------------------------------------------------------------
 
     @property
     def is_wanted(self) -> bool:
         return not self.restarting and not self.is_over
 
     def greet(self, message: dict):
-        assert message["max_model_len"] == self.longest, f"{message} but the longest text is {self.longest}"
+        assert message["max_model_len"] == self.longest, (
+            f"{message} but the longest text is {self.longest}"
+        )
         for _ in range(self.settings["links"]):
             self.open_link()
 
@@ -223,8 +239,8 @@ class World:
 
     def receive(self, timeout: float | None):
         """
-        What arrives before the next step, a message at a time: the engine has done what the one before asks for when
-        the next is made.
+        What arrives before the next step, a message at a time: the engine has done what the one
+        before asks for when the next is made.
         """
         assert (timeout is None) == (not self.engine.has_work), f"the loop waits for {timeout} s"
         if timeout is None:
@@ -246,7 +262,10 @@ class World:
         self.countdown -= 1
 
     def is_time_for(self, event: dict) -> bool:
-        """Some events wait for a while: for somebody in the state that they aim at, or for an idle engine."""
+        """
+        Some events wait for a while: for somebody in the state that they aim at, or for an idle
+        engine.
+        """
         if not self.engine.has_work:
             return True
         return event["do"] != "beam" and self.find(event) is not None
@@ -255,7 +274,7 @@ class World:
         self.check(stats)
         self.clock.now += self.settings["tick"]
 
-    # -- what arrives: events ------------------------------------------------------------------------------------------
+    # -- what arrives: events ----------------------------------------------------------------------
 
     def add(self, event: dict):
         """A request. What the engine must answer to it is decided here, before it is asked."""
@@ -263,13 +282,21 @@ class World:
         yield from self.submit(link, event)
 
     def submit(self, link: Wire, event: dict):
-        id, prompt, params, options = (event[name] for name in ("id", "prompt", "params", "options"))
+        id, prompt, params, options = (
+            event[name] for name in ("id", "prompt", "params", "options")
+        )
         n = options.get("n", 1)
         ids = [f"{link.number}:{id}", *(f"{link.number}:{id}.{i}" for i in range(1, n))]
         self.refusal = self.why_refused(ids, prompt, params, n)
         self.answered = None
         self.explained = ""
-        message = {"op": "add", "id": id, "prompt": prompt, "params": dict(params), "options": options}
+        message = {
+            "op": "add",
+            "id": id,
+            "prompt": prompt,
+            "params": dict(params),
+            "options": options,
+        }
         if not self.refusal:
             self.accept(ids, prompt, params, options)
         yield link, message
@@ -305,7 +332,9 @@ class World:
         }
         texts = []
         for choice, id in enumerate(ids):
-            right = answer(prompt, params["max_tokens"], stops, noise_key(params["seed"], choice), self.V)
+            right = answer(
+                prompt, params["max_tokens"], stops, noise_key(params["seed"], choice), self.V
+            )
             texts.append(Text(id, *right, choice, **shared))
         first, *others = texts
         first.prompt_logprobs = options.get("prompt_logprobs")
@@ -361,7 +390,10 @@ class World:
         return self.links[int(number)], id
 
     def replace(self, event: dict):
-        """Abort, and use the id again at once, before the step is in that the first owner took part in."""
+        """
+        Abort, and use the id again at once, before the step is in that the first owner took part
+        in.
+        """
         text = self.find(event)
         if text:
             yield from self.hang_up(text)
@@ -409,7 +441,9 @@ class World:
         engine = self.engine
         if parent is None or self.overlap or not engine.scheduler.free_rows:
             return ()
-        child = engine.scheduler.fork(engine.requests[parent.id], f"{parent.id}/{event['id']}", choice=event["choice"])
+        child = engine.scheduler.fork(
+            engine.requests[parent.id], f"{parent.id}/{event['id']}", choice=event["choice"]
+        )
         engine.requests[child.id] = child
         engine.runner.place(child)
         so_far = parent.tokens[: parent.told]
@@ -433,7 +467,9 @@ class World:
         else:
             assert possible, f"beam search of {arguments} was not refused"
             right = beams(*arguments, self.settings["eos"], self.V)
-            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in right], f"beams {found}, right: {right}"
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in right], (
+                f"beams {found}, right: {right}"
+            )
             self.counts["beams"] += 1
         self.has_beams = False
         return ()
@@ -447,13 +483,15 @@ class World:
         has_room = shared + width * own <= sizes["num_blocks"] and width <= sizes["max_num_seqs"]
         return has_room and end <= self.longest
 
-    # -- what the engine says ------------------------------------------------------------------------------------------
+    # -- what the engine says ----------------------------------------------------------------------
 
     def hears_row(self, link: int, row: list):
         id, tokens, reason, cached, *scores = row
         text = self.live.get(f"{link}:{id}")
         assert text, f"{row} is for nobody"
-        assert text not in self.failing and text.told != text.broken_at, f"{text.id} was to fail, and got {row}"
+        assert text not in self.failing and text.told != text.broken_at, (
+            f"{text.id} was to fail, and got {row}"
+        )
         wanted, end = self.right(text, tokens)
         assert tokens == [wanted], f"{id} got {tokens} after {text.told} tokens, right is {wanted}"
         assert reason == end, f"{id} ends with {reason}, right is {end}"
@@ -467,8 +505,8 @@ class World:
 
     def right(self, text: Text, tokens: list[int]) -> tuple[int, str | None]:
         """
-        The next token, and how the text ends with it, if it does. What the engine says, `tokens`, counts only where
-        several are right: see test_simulator_gpu.py.
+        The next token, and how the text ends with it, if it does. What the engine says, `tokens`,
+        counts only where several are right: see test_simulator_gpu.py.
         """
         last = text.told + 1 == len(text.tokens)
         return text.tokens[text.told], text.reason if last else None
@@ -482,7 +520,9 @@ class World:
         right = None
         if text.prompt_logprobs is not None and text.told == 0 and len(text.prompt) > 1:
             right = scores_of(text.prompt, text.prompt_logprobs, self.V)
-        assert prompt_logprobs == right, f"{text.id}: scores of the prompt {prompt_logprobs}, right: {right}"
+        assert prompt_logprobs == right, (
+            f"{text.id}: scores of the prompt {prompt_logprobs}, right: {right}"
+        )
 
     def has_token(self, text: Text):
         text.told += 1
@@ -492,7 +532,9 @@ class World:
             self.prefilled.append(self.clock.now - text.admitted)
         for other in text.others:
             del self.promised[other.id]
-            other.runs = self.engine.requests[other.id].status == "active"  # a fork, else it waits for a row
+            other.runs = (
+                self.engine.requests[other.id].status == "active"
+            )  # a fork, else it waits for a row
             other.hits = text.hits if other.runs else None
             self.comes_alive(other)
         text.others = []
@@ -507,12 +549,18 @@ class World:
         assert text, f"{message} is for nobody"
         if text in self.failing:
             self.failing.remove(text)
-            assert message["message"].startswith("FloatingPointError: simulated"), f"{text.id} ends with {message}"
+            assert message["message"].startswith("FloatingPointError: simulated"), (
+                f"{text.id} ends with {message}"
+            )
             self.counts["step raises"] += 1
         else:
-            assert text.told == text.broken_at, f"{text.id} fails after {text.told} tokens: {message}"
+            assert text.told == text.broken_at, (
+                f"{text.id} fails after {text.told} tokens: {message}"
+            )
             assert "not numbers" in message["message"], f"{text.id} ends with {message}"
-            self.has_token(text)  # the step itself went well, and its other choices go their own ways
+            self.has_token(
+                text
+            )  # the step itself went well, and its other choices go their own ways
             self.counts["broken logits"] += 1
         self.ends(text)
 
@@ -522,7 +570,7 @@ class World:
         for other in text.others:
             del self.promised[other.id]
 
-    # -- what must hold ------------------------------------------------------------------------------------------------
+    # -- what must hold ----------------------------------------------------------------------------
 
     def saw(self, plan: Plan):
         """A plan as the scheduler made it, before anything is computed."""
@@ -538,7 +586,9 @@ class World:
         if self.has_beams:
             self.salt_of |= {block: "" for r in scheduler.running for block in r.block_table}
             return
-        assert computes or scheduler.is_done() or self.engine.in_flight, "a step without a token, while there is work"
+        assert computes or scheduler.is_done() or self.engine.in_flight, (
+            "a step without a token, while there is work"
+        )
         if "launch" not in self.armed:
             self.truth["decode tokens"] += len(plan.decodes)
             self.truth["prefill tokens"] += plan.num_tokens - len(plan.decodes)
@@ -561,11 +611,15 @@ class World:
         assert not stay or max(stay) < min(away), f"preempted: {away}, while {stay} stay"
 
     def check_queue(self, plan: Plan):
-        """First come the most urgent, and none of those who were admitted came after one who waits."""
+        """
+        First come the most urgent, and none of those who were admitted came after one who waits.
+        """
         order = [self.urgency(self.live[r.id]) for r in self.engine.scheduler.waiting]
         assert order == sorted(order), f"the queue is out of order: {order}"
         admitted = [self.urgency(self.live[r.id]) for r in plan.admitted]
-        assert not admitted or max(admitted) < order[0], f"{admitted} were admitted before {order[0]}"
+        assert not admitted or max(admitted) < order[0], (
+            f"{admitted} were admitted before {order[0]}"
+        )
 
     def check_admitted(self, text: Text, request: Request):
         text.runs = True
@@ -573,7 +627,9 @@ class World:
         found = request.num_filled_slots
         may_hit = self.settings["engine"]["prefix_cache"] and text.prompt_logprobs is None
         most = (len(text.prompt) + text.told - 1) // S * S if may_hit else 0
-        assert found <= most and found % S == 0, f"{text.id}: {found} tokens found in the cache, at most {most}"
+        assert found <= most and found % S == 0, (
+            f"{text.id}: {found} tokens found in the cache, at most {most}"
+        )
         for index, block in enumerate(request.block_table):
             if index < found // S:
                 assert self.salt_of[block] == text.salt, (
@@ -595,9 +651,15 @@ class World:
         """After a step, when its tokens and errors are told."""
         engine = self.engine
         engine.scheduler.check()
-        assert not self.failing, f"{[text.id for text in self.failing]} were not told of the step's failure"
-        assert engine.requests.keys() == self.live.keys(), f"{[*engine.requests]} are in work, not {[*self.live]}"
-        assert engine.prompt_scores.keys() <= self.live.keys(), f"scores of {[*engine.prompt_scores]} are kept"
+        assert not self.failing, (
+            f"{[text.id for text in self.failing]} were not told of the step's failure"
+        )
+        assert engine.requests.keys() == self.live.keys(), (
+            f"{[*engine.requests]} are in work, not {[*self.live]}"
+        )
+        assert engine.prompt_scores.keys() <= self.live.keys(), (
+            f"scores of {[*engine.prompt_scores]} are kept"
+        )
         self.check_stats(stats)
         if self.steps % 64 == 0 and self.live:
             self.check_age(next(iter(self.live.values())))
@@ -624,10 +686,11 @@ class World:
 
     def check_age(self, text: Text):
         """
-        Nobody starves. While the most urgent text waits, nobody is admitted, and each step computes a token that it
-        will not compute again: all rows are empty after R * L steps, R rows and L tokens of the longest text. Then it
-        runs and is never sent away: its prompt takes as many steps again at most, its answer a token a turn.
-        Then somebody else is first. Each text more urgent can be first once, or twice when another one arrives.
+        Nobody starves. While the most urgent text waits, nobody is admitted, and each step computes
+        a token that it will not compute again: all rows are empty after R * L steps, R rows and L
+        tokens of the longest text. Then it runs and is never sent away: its prompt takes as many
+        steps again at most, its answer a token a turn. Then somebody else is first. Each text more
+        urgent can be first once, or twice when another one arrives.
         """
         R = self.settings["engine"]["max_num_seqs"]
         L = self.longest
@@ -636,15 +699,23 @@ class World:
         first = 2 * R * L + 1 + turn * L  # steps
         age = self.steps - text.added_at
         if age > first:
-            others = [t for t in self.everybody if t.ended_at is None or t.ended_at >= text.added_at]
+            others = [
+                t for t in self.everybody if t.ended_at is None or t.ended_at >= text.added_at
+            ]
             before = sum(self.urgency(other) < self.urgency(text) for other in others)
-            assert age <= (1 + 2 * before) * first, f"{text.id} is {age} steps old, {before} texts go before it"
+            assert age <= (1 + 2 * before) * first, (
+                f"{text.id} is {age} steps old, {before} texts go before it"
+            )
 
     def check_idle(self):
         engine = self.engine
         allocator = engine.scheduler.block_allocator
-        assert not self.live and not self.promised, f"the engine is idle, but {[*self.live, *self.promised]} wait"
-        assert allocator.num_free == engine.num_blocks, f"{allocator.num_free} of {engine.num_blocks} blocks are free"
+        assert not self.live and not self.promised, (
+            f"the engine is idle, but {[*self.live, *self.promised]} wait"
+        )
+        assert allocator.num_free == engine.num_blocks, (
+            f"{allocator.num_free} of {engine.num_blocks} blocks are free"
+        )
         left = [engine.requests, engine.num_choices, engine.prompt_scores]
         assert not any(left), f"the engine is idle, and has kept {left}"
         counts = engine.counts()
@@ -653,7 +724,7 @@ class World:
         assert self.told_idle, "the engine is idle, and nobody was told"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Lives by their seeds, their traces, and what they have in common
 
 
@@ -698,7 +769,10 @@ def read_trace(path: str) -> tuple[dict, list[dict]]:
 
 
 def shrunk_trace(seed: int) -> tuple[str, str, int]:
-    """Shrinks the life of a seed that fails into a file. Returns why it fails, the file, and the number of events."""
+    """
+    Shrinks the life of a seed that fails into a file. Returns why it fails, the file, and the
+    number of events.
+    """
     settings, events = a_life(seed)
     few = shrink(events, lambda events: bool(fails(settings, events)), simpler)
     path = f"simulator-{seed}.jsonl"
@@ -712,7 +786,9 @@ def pairs_of(counts: Counter) -> list[tuple[str, str]]:
 
 
 def life_of(seed: int) -> tuple[int, str, Counter, list[tuple[str, str]]]:
-    """(seed, why its life failed or "", what happened how often, which features met which faults)"""
+    """
+    (seed, why its life failed or "", what happened how often, which features met which faults)
+    """
     settings, events = a_life(seed)
     try:
         world = play(settings, events)
@@ -722,7 +798,10 @@ def life_of(seed: int) -> tuple[int, str, Counter, list[tuple[str, str]]]:
 
 
 def campaign(seed: int, steps: float, seconds: float, processes: int) -> "Summary":
-    """Lives `seed`, `seed` + 1, .. until so many steps are done, so many seconds have passed, or one has failed."""
+    """
+    Lives `seed`, `seed` + 1, .. until so many steps are done, so many seconds have passed, or one
+    has failed.
+    """
     summary = Summary(seed)
     with multiprocessing.Pool(processes) as pool:
         for result in pool.imap(life_of, count(seed), chunksize=8):
@@ -734,7 +813,10 @@ def campaign(seed: int, steps: float, seconds: float, processes: int) -> "Summar
 
 
 def speed() -> str:
-    """Medians of five steady lives, with overlap and without, in steps a second of this process's time."""
+    """
+    Medians of five steady lives, with overlap and without, in steps a second of this process's
+    time.
+    """
     told = []
     for overlap in (True, False):
         rates = []
@@ -742,7 +824,9 @@ def speed() -> str:
             started = time.process_time()
             world = play(*a_steady_life(2000, overlap))
             rates.append(world.steps / (time.process_time() - started))
-        told.append(f"{median(rates):,.0f} steps a second {'with' if overlap else 'without'} overlap")
+        told.append(
+            f"{median(rates):,.0f} steps a second {'with' if overlap else 'without'} overlap"
+        )
     return ", ".join(told)
 
 
@@ -772,9 +856,15 @@ class Summary:
 
     def __str__(self) -> str:
         steps = self.counts["steps"]
-        lines = [f"{name:24}{number:14,}" for name, number in sorted(self.counts.items()) if name != "steps"]
+        lines = [
+            f"{name:24}{number:14,}"
+            for name, number in sorted(self.counts.items())
+            if name != "steps"
+        ]
         lines.append(self.table())
-        lines.append(f"seeds {self.first} to {self.last}: {steps:,} steps, {steps / self.seconds:,.0f} a second")
+        lines.append(
+            f"seeds {self.first} to {self.last}: {steps:,} steps, {steps / self.seconds:,.0f} a second"
+        )
         return "\n".join(lines)
 
     def table(self) -> str:
@@ -783,15 +873,21 @@ class Summary:
         lines = ["thousands of steps with both"]
         lines += [f"{'':{width}}  {'  '.join(FAULTS)}"]
         for feature in FEATURES:
-            numbers = [f"{self.steps_with[feature, fault] / 1000:>{len(fault)},.1f}" for fault in FAULTS]
+            numbers = [
+                f"{self.steps_with[feature, fault] / 1000:>{len(fault)},.1f}" for fault in FAULTS
+            ]
             lines.append(f"{feature:{width}}  {'  '.join(numbers)}")
         return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first life")
-    parser.add_argument("--steps", type=float, default=inf, help="play the next seeds until so many are done")
+    parser.add_argument(
+        "--steps", type=float, default=inf, help="play the next seeds until so many are done"
+    )
     parser.add_argument("--minutes", type=float, default=inf, help="or so many minutes have passed")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="lives at once")
     parser.add_argument("--replay", metavar="FILE", help="play a trace that a failure left")

@@ -1,14 +1,16 @@
 """
-The HTTP side through a million faults: real gate, jobs, connections, clients and links, one or three HTTP processes,
-the real scheduler behind them, and clients of every kind, all on a virtual clock.
+The HTTP side through a million faults: real gate, jobs, connections, clients and links, one or
+three HTTP processes, the real scheduler behind them, and clients of every kind, all on a virtual
+clock.
 
     python -m tests.simulator_http --seed 7                 # one run; prints what happened
     python -m tests.simulator_http --seed 7 --minutes 30    # seed 7, 8, 9 .. for so long
     python -m tests.simulator_http --replay FILE            # a run that failed, from the trace that it left
 
-A run is a function of its settings and its events, both drawn from the seed: calls that come and go, and faults. What
-a prompt is answered is a pure function of prompt, seed and choice, so every answer is known. A run that breaks a rule
-is shrunk to a few events, which are written to a file, as JSON, a line each, for --replay.
+A run is a function of its settings and its events, both drawn from the seed: calls that come and
+go, and faults. What a prompt is answered is a pure function of prompt, seed and choice, so every
+answer is known. A run that breaks a rule is shrunk to a few events, which are written to a file, as
+JSON, a line each, for --replay.
 """
 
 import argparse
@@ -33,23 +35,28 @@ sys.path.insert(0, str(Path(__file__).parent))
 import prometheus_client.metrics
 import uvicorn.server
 from shrink import shrink
-from virtual import Listener, Machine, Share, Signal, make_pipe, os_of_pipes, pair, selectors_of_memory
+from virtual import (
+    Listener,
+    Machine,
+    Share,
+    Signal,
+    make_pipe,
+    os_of_pipes,
+    pair,
+    selectors_of_memory,
+)
 
-import api
-import client
-import connection
-import encoder
-import engine
-import links
 import serve
-import workers
-from engine import Engine
 from paged import Scheduler
+from serving import api, client, connection, encoder, engine, links, workers
+from serving.engine import Engine
 from tokenizer import TokenizerError
 
 EOS = 256
 KEYS = ["sesame", "simsim"]
-QUIET_SECONDS = 30.0  # how long after the last event all may take at most, besides what the settings allow
+QUIET_SECONDS = (
+    30.0  # how long after the last event all may take at most, besides what the settings allow
+)
 SLACK = 0.5  # seconds that an answer may be late
 
 
@@ -57,7 +64,7 @@ class Violation(AssertionError):
     """A rule is broken."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The engine: the real one, but what it computes is a script
 
 
@@ -101,12 +108,21 @@ def call_of(prompt: list[int]) -> int:
 
 
 def score(token: int, n: int) -> list:
-    """[log-probability, the likeliest ids, their log-probabilities]; the first tells tokens apart."""
-    return [-0.5 - token, [(token + i) % 257 for i in range(1, n + 1)], [-float(i) for i in range(1, n + 1)]]
+    """
+    [log-probability, the likeliest ids, their log-probabilities]; the first tells tokens apart.
+    """
+    return [
+        -0.5 - token,
+        [(token + i) % 257 for i in range(1, n + 1)],
+        [-float(i) for i in range(1, n + 1)],
+    ]
 
 
 class Runner:
-    """Knows each request's next token, without a model. `fault` is what goes wrong at the next step that can."""
+    """
+    Knows each request's next token, without a model. `fault` is what goes wrong at the next step
+    that can.
+    """
 
     def __init__(self, world: "World"):
         self.world = world
@@ -133,7 +149,10 @@ class Runner:
         for request, start, n in flight.prompts:
             if request.prompt_logprobs is not None:
                 targets = request.prompt_tokens[start + 1 : start + 1 + n]
-                plan.prompt_scores[request] = start, [score(token, request.prompt_logprobs) for token in targets]
+                plan.prompt_scores[request] = (
+                    start,
+                    [score(token, request.prompt_logprobs) for token in targets],
+                )
         return tokens
 
     def fail(self, where: str, plan):
@@ -158,7 +177,11 @@ class ScriptedEngine(Engine):
         self.num_blocks = num_blocks
         self.max_model_len = num_blocks * S
         self.scheduler = Scheduler(
-            "priority", settings["token_budget"], num_blocks * S, S, max_num_seqs=settings["max_num_seqs"]
+            "priority",
+            settings["token_budget"],
+            num_blocks * S,
+            S,
+            max_num_seqs=settings["max_num_seqs"],
         )
         self.runner = runner
         self.overlap = settings["overlap"]
@@ -181,12 +204,18 @@ class ScriptedEngine(Engine):
         for name in ("requests", "num_choices", "prompt_scores"):
             if getattr(self, name):
                 raise Violation(f"the engine is idle, but has {name} {getattr(self, name)}")
-        if self.scheduler.block_allocator.num_free != self.num_blocks or not self.scheduler.is_done():
+        if (
+            self.scheduler.block_allocator.num_free != self.num_blocks
+            or not self.scheduler.is_done()
+        ):
             raise Violation("the engine is idle, but blocks are still held")
 
 
 class EngineProcess:
-    """The engine's process: it takes its time to start and to load, goes round its loop, and may end at any time."""
+    """
+    The engine's process: it takes its time to start and to load, goes round its loop, and may end
+    at any time.
+    """
 
     def __init__(self, world: "World"):
         self.world = world
@@ -217,7 +246,10 @@ class EngineProcess:
         self.state = "ready"
         self.engine = ScriptedEngine(self.settings, Runner(self.world))
         self.links.selector.on_ready = self.wake
-        limits = {"max_model_len": self.engine.max_model_len, "max_num_seqs": self.settings["max_num_seqs"]}
+        limits = {
+            "max_model_len": self.engine.max_model_len,
+            "max_num_seqs": self.settings["max_num_seqs"],
+        }
         self.links.greet({"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]})
         self.wake()
 
@@ -249,9 +281,16 @@ class EngineProcess:
             self.wake(self.settings["step_seconds"])
 
     def check_link(self, link: links.Link):
-        """When nothing is on its way, the engine works at what an HTTP process waits for, and at nothing else."""
+        """
+        When nothing is on its way, the engine works at what an HTTP process waits for, and at
+        nothing else.
+        """
         theirs = link.sock.peer
-        owners = [p for p in self.world.processes if p.is_running and p.client.sock is theirs and p.client.transport]
+        owners = [
+            p
+            for p in self.world.processes
+            if p.is_running and p.client.sock is theirs and p.client.transport
+        ]
         if not owners:
             return
         http = owners[0].client
@@ -259,8 +298,12 @@ class EngineProcess:
         for first, n in self.engine.num_choices.items():
             mine |= {f"{first}.{number}" for number in range(1, n) if first in mine}
         waiting = {f"{link.number}:{id}" for id in http.choices}
-        all_heard = not (http.unsent or http.transport.unsent or link.sock.arrived or link.incoming.unread)
-        all_told = not (link.rows or link.messages or link.unsent or theirs.arrived or http.incoming.unread)
+        all_heard = not (
+            http.unsent or http.transport.unsent or link.sock.arrived or link.incoming.unread
+        )
+        all_told = not (
+            link.rows or link.messages or link.unsent or theirs.arrived or http.incoming.unread
+        )
         if all_heard and mine - waiting:
             raise Violation(f"the engine works at {mine - waiting}, for which nobody waits")
         if all_heard and all_told and waiting - mine:
@@ -286,12 +329,15 @@ class EngineProcess:
     kill = die
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The HTTP processes
 
 
 class NumberedConnection(connection.Connection):
-    """uvicorn keeps connections in a set: in the order of their addresses, which differ from run to run."""
+    """
+    uvicorn keeps connections in a set: in the order of their addresses, which differ from run to
+    run.
+    """
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -357,7 +403,9 @@ class HttpProcess:
             self.workers = workers.Workers(world.start_worker, sockets, world.counts)
         seat = workers.Seat(number, world.counts, orders)
         self.encoder = InlineEncoder(world)
-        self.service = api.Service(self.client, self.encoder, world.args, world.keys, "", seat, self.workers)
+        self.service = api.Service(
+            self.client, self.encoder, world.args, world.keys, "", seat, self.workers
+        )
         self.client.on_state = self.note_state
         self.task = self.loop.create_task(self.service.run(self.listening))
         self.task.add_done_callback(self.end)
@@ -374,7 +422,9 @@ class HttpProcess:
     def check_queue(self):
         most = self.world.settings["max_num_seqs"] + self.world.settings["max_queue"]
         if len(self.client.choices) > most:
-            self.world.broken(f"{len(self.client.choices)} choices are in work, at most {most} may be")
+            self.world.broken(
+                f"{len(self.client.choices)} choices are in work, at most {most} may be"
+            )
 
     @property
     def is_running(self) -> bool:
@@ -409,7 +459,7 @@ class HttpProcess:
         pass
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The clients
 
 
@@ -420,7 +470,11 @@ def as_bytes(call: dict, is_last: bool) -> bytes:
     head = [f"{method} {call['path']} HTTP/1.1", "Host: localhost", f"X-Request-Id: r{call['id']}"]
     if method == "POST":
         head += [f"Content-Type: {call.get('type', 'application/json')}"]
-        head += ["Transfer-Encoding: chunked"] if call.get("chunked") else [f"Content-Length: {len(body)}"]
+        head += (
+            ["Transfer-Encoding: chunked"]
+            if call.get("chunked")
+            else [f"Content-Length: {len(body)}"]
+        )
         body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if call.get("chunked") else body
     if call.get("key") is not None:
         head += [f"Authorization: Bearer {call['key']}"]
@@ -558,7 +612,10 @@ class Caller:
             return False
         self.received += data
         self.leave_if("read", len(self.received))
-        if self.event.get("leaves", [""])[0] == "said" and self.event["leaves"][1].encode() in self.received:
+        if (
+            self.event.get("leaves", [""])[0] == "said"
+            and self.event["leaves"][1].encode() in self.received
+        ):
             self.leave()
         return True
 
@@ -581,7 +638,9 @@ class Caller:
         for process in self.world.processes:
             for choice in process.client.choices.values() if process.is_running else ():
                 if choice.job.http_id in names:
-                    raise Violation(f"call {choice.job.http_id} is still in work, its client has left long ago")
+                    raise Violation(
+                        f"call {choice.job.http_id} is still in work, its client has left long ago"
+                    )
 
     def finish(self, is_cut=False):
         self.is_cut = is_cut
@@ -589,12 +648,14 @@ class Caller:
         self.sock.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What must come
 
 
 class Expected(SimpleNamespace):
-    """Of one choice: text, finish_reason, stop_reason, num_tokens, logprobs (of the tokens, or None)."""
+    """
+    Of one choice: text, finish_reason, stop_reason, num_tokens, logprobs (of the tokens, or None).
+    """
 
 
 def prompts_of(call: dict) -> list[list[int]]:
@@ -613,17 +674,25 @@ def count_of(call: dict) -> int:
 
 
 def expected(call: dict, seed: int, room: int) -> list[Expected]:
-    """All choices of a call, by an oracle as plain as can be. `room`: tokens of the longest text."""
+    """
+    All choices of a call, by an oracle as plain as can be. `room`: tokens of the longest text.
+    """
     body, found = call["body"], []
     for number, prompt in enumerate(prompts_of(call)):
         own_seed = seed if body.get("seed") is not None else seed + number
         for choice in range(body.get("n", 1)):
-            found.append(one_expected(body, prompt, script(tuple(prompt), own_seed, choice), room - len(prompt)))
+            found.append(
+                one_expected(
+                    body, prompt, script(tuple(prompt), own_seed, choice), room - len(prompt)
+                )
+            )
     return found
 
 
 def one_expected(body: dict, prompt: list[int], said: list[int], room: int) -> Expected:
-    limit = body.get("max_completion_tokens", body.get("max_tokens", 16 if "prompt" in body else room))
+    limit = body.get(
+        "max_completion_tokens", body.get("max_tokens", 16 if "prompt" in body else room)
+    )
     stops = {*body.get("stop_token_ids", ()), *([] if body.get("ignore_eos") else [EOS])}
     tokens, text, reason, stop_reason = [], "", "length", None
     for token in said[:limit]:
@@ -649,15 +718,27 @@ def one_expected(body: dict, prompt: list[int], said: list[int], room: int) -> E
             logprobs = [None, *(-0.5 - token for token in prompt[1:]), *logprobs]
     if body.get("echo"):
         text = bytes(prompt).decode() + text
-    return Expected(text=text, finish_reason=reason, stop_reason=stop_reason, num_tokens=len(tokens), logprobs=logprobs)
+    return Expected(
+        text=text,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        num_tokens=len(tokens),
+        logprobs=logprobs,
+    )
 
 
 def told(answer: Answer, call: dict) -> tuple[dict[int, Expected], dict | None, dict | None, bool]:
-    """What an answer of status 200 says: its choices by index, its usage, its error, and whether it says its end."""
+    """
+    What an answer of status 200 says: its choices by index, its usage, its error, and whether it
+    says its end.
+    """
     body = call["body"]
     if not body.get("stream"):
         content = json.loads(answer.body)
-        choices = {c["index"]: said_of(c, "text" if "prompt" in body else "message") for c in content["choices"]}
+        choices = {
+            c["index"]: said_of(c, "text" if "prompt" in body else "message")
+            for c in content["choices"]
+        }
         return choices, content["usage"], None, True
     choices: dict[int, Expected] = {}
     usage = error = None
@@ -676,7 +757,12 @@ def told(answer: Answer, call: dict) -> tuple[dict[int, Expected], dict | None, 
         error = content.get("error")
         usage = content.get("usage") or usage
         for choice in content.get("choices", ()):
-            add(choices, choice["index"], said_of(choice, "text" if "prompt" in body else "delta"), call)
+            add(
+                choices,
+                choice["index"],
+                said_of(choice, "text" if "prompt" in body else "delta"),
+                call,
+            )
     return choices, usage, error, is_done or error is not None
 
 
@@ -685,15 +771,22 @@ def said_of(choice: dict, kind: str) -> Expected:
     logprobs = choice["logprobs"]
     if logprobs is not None:
         chat = logprobs.get("content")
-        logprobs = logprobs["token_logprobs"] if chat is None else [entry["logprob"] for entry in chat]
+        logprobs = (
+            logprobs["token_logprobs"] if chat is None else [entry["logprob"] for entry in chat]
+        )
     return Expected(
-        text=text, finish_reason=choice["finish_reason"], stop_reason=choice["stop_reason"], logprobs=logprobs
+        text=text,
+        finish_reason=choice["finish_reason"],
+        stop_reason=choice["stop_reason"],
+        logprobs=logprobs,
     )
 
 
 def add(choices: dict[int, Expected], index: int, more: Expected, call: dict):
     """Put a chunk behind those before it."""
-    so_far = choices.setdefault(index, Expected(text="", finish_reason=None, stop_reason=None, logprobs=None))
+    so_far = choices.setdefault(
+        index, Expected(text="", finish_reason=None, stop_reason=None, logprobs=None)
+    )
     if so_far.finish_reason is not None:
         raise Violation(f"call {call['id']}: choice {index} goes on after its end")
     so_far.text += more.text
@@ -723,7 +816,9 @@ class Judge:
         if len(self.log) > 1:
             self.wrong(f"is logged {len(self.log)} times")
         if answer is None or not answer.whole:
-            self.process.is_known = self.process.is_known and self.call["path"] not in api.OPEN_PATHS
+            self.process.is_known = (
+                self.process.is_known and self.call["path"] not in api.OPEN_PATHS
+            )
             self.check_cut()
         if answer is None or answer.status is None:
             return
@@ -732,7 +827,12 @@ class Judge:
             self.wrong(f"its answer is named {answer.headers.get('x-request-id')}")
         if self.log and self.log[0]["status"] != answer.status and self.log[0]["status"] != 499:
             self.wrong(f"the log says {self.log[0]['status']}, the client was told {answer.status}")
-        if answer.whole and not self.log and not self.was_killed and self.call["path"] not in api.OPEN_PATHS:
+        if (
+            answer.whole
+            and not self.log
+            and not self.was_killed
+            and self.call["path"] not in api.OPEN_PATHS
+        ):
             self.wrong("has an answer, but is not logged")
         if answer.status >= 400 and self.call["path"] in api.OPEN_PATHS:
             self.process.refused[answer.status] += 1  # which is not logged
@@ -757,16 +857,27 @@ class Judge:
         return self.process.was_killed
 
     def check_time(self):
-        """No answer takes longer than --request-seconds, and none begins when the server has been stopped."""
+        """
+        No answer takes longer than --request-seconds, and none begins when the server has been
+        stopped.
+        """
         world, settings, caller = self.world, self.settings, self.caller
         if world.stopped_at is not None and caller.began > world.stopped_at + 0.3 + world.pause:
-            self.wrong(f"is served, {caller.began - world.stopped_at:.2f} s after the server was stopped")
+            self.wrong(
+                f"is served, {caller.began - world.stopped_at:.2f} s after the server was stopped"
+            )
         is_plain = caller.is_quick and len(caller.calls) == 1 and settings["scores_in_place"] > 100
         encoding = settings["encode_seconds"] * len(world.callers)
         frozen = sum(event["seconds"] for event in world.events if event["do"] == "freeze")
         most = settings["request_seconds"] + encoding + frozen + 1.0
-        if is_plain and self.answer.whole and caller.ended_at - caller.began > most + 1000 * settings["turn_seconds"]:
-            self.wrong(f"took {caller.ended_at - caller.began:.1f} s, at most {most:.1f} are allowed")
+        if (
+            is_plain
+            and self.answer.whole
+            and caller.ended_at - caller.began > most + 1000 * settings["turn_seconds"]
+        ):
+            self.wrong(
+                f"took {caller.ended_at - caller.began:.1f} s, at most {most:.1f} are allowed"
+            )
 
     def check_cut(self):
         """The answer is not there, or not all of it."""
@@ -781,7 +892,12 @@ class Judge:
             return
         if len(self.world.beside(self.caller)) >= self.settings["max_connections"]:
             return  # a newcomer is the one that is idle
-        dead = [at for process in self.world.processes for at, state in process.states if state == "dead"]
+        dead = [
+            at
+            for process in self.world.processes
+            for at, state in process.states
+            if state == "dead"
+        ]
         if dead and (self.caller.sent_at is None or self.caller.sent_at > min(dead) - 0.1):
             return  # one of them notices first, and has all end
         self.wrong(f"has no whole answer; {self.caller.received[-200:]!r}")
@@ -817,8 +933,13 @@ class Judge:
             self.wrong(f"choice {index} has no end")
         if not (choice.text == wanted.text if ended else wanted.text.startswith(choice.text)):
             self.wrong(f"choice {index} is {choice.text!r}, wanted {wanted.text!r}")
-        if ended and (choice.finish_reason, choice.stop_reason) != (wanted.finish_reason, wanted.stop_reason):
-            self.wrong(f"choice {index} ended by {choice.finish_reason}, {choice.stop_reason}, wanted {wanted}")
+        if ended and (choice.finish_reason, choice.stop_reason) != (
+            wanted.finish_reason,
+            wanted.stop_reason,
+        ):
+            self.wrong(
+                f"choice {index} ended by {choice.finish_reason}, {choice.stop_reason}, wanted {wanted}"
+            )
         logprobs = choice.logprobs or []
         all_wanted = wanted.logprobs or []
         if logprobs != (all_wanted if ended else all_wanted[: len(logprobs)]):
@@ -835,7 +956,9 @@ class Judge:
             self.wrong("does not tell the usage")
         prompts = prompts_of(self.call)
         counts = sum(map(len, prompts)), sum(choice.num_tokens for choice in wanted)
-        if (usage["prompt_tokens"], usage["completion_tokens"]) != counts or usage["total_tokens"] != sum(counts):
+        if (usage["prompt_tokens"], usage["completion_tokens"]) != counts or usage[
+            "total_tokens"
+        ] != sum(counts):
             self.wrong(f"its usage is {usage}, wanted {counts}")
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         most = sum(self.most_cached(prompt) for prompt in prompts)
@@ -845,7 +968,12 @@ class Judge:
     def most_cached(self, prompt: list[int]) -> int:
         """Tokens of the longest beginning that some other prompt of the same salt has."""
         own = self.world.salt_of(self.call)
-        others = [p for call in self.world.calls.values() if self.world.salt_of(call) == own for p in prompts_of(call)]
+        others = [
+            p
+            for call in self.world.calls.values()
+            if self.world.salt_of(call) == own
+            for p in prompts_of(call)
+        ]
         return max((common(prompt, other) for other in others if other != prompt), default=0)
 
     def check_alive(self):
@@ -853,7 +981,9 @@ class Judge:
         if self.was_killed:
             return
         before = self.state_at(self.caller.began)
-        state = self.state_at(self.caller.ended_at) if self.caller.is_quick else before  # who reads late, hears of then
+        state = (
+            self.state_at(self.caller.ended_at) if self.caller.is_quick else before
+        )  # who reads late, hears of then
         if state == "dead" or before == state == "restarting":
             self.wrong(f"is told that all is well, the engine is {state}")
 
@@ -877,16 +1007,23 @@ class Judge:
         states = [state for at, state in self.process.states if at <= ended]
         match status, code:
             case 503, "loading":
-                return self.was_killed or not any(s == "ready" and at < began for at, s in self.process.states)
+                return self.was_killed or not any(
+                    s == "ready" and at < began for at, s in self.process.states
+                )
             case 503, "restarting" | "dead":
                 found = code in states or (self.call["path"] == "/livez" and "restarting" in states)
                 return found or ("no step in" in message and world.pause > 0)
             case 503, "stopping" if world.stopped_at is not None and not world.leader_died:
-                return world.drained_at <= ended + 1e-6 and ended <= world.drained_at + 1.5 + world.pause
+                return (
+                    world.drained_at <= ended + 1e-6
+                    and ended <= world.drained_at + 1.5 + world.pause
+                )
             case 503, "draining" | "stopping":
                 return stopped or "dead" in states or self.was_killed or world.leader_died
             case 503, "timeout":
-                return ended - began > self.settings["request_seconds"] - 1e-6 and self.is_unfinished()
+                return (
+                    ended - began > self.settings["request_seconds"] - 1e-6 and self.is_unfinished()
+                )
             case 503, "encoder_ended":
                 return world.encoder_faults > 0
             case 429, "encoder_busy":
@@ -897,7 +1034,10 @@ class Judge:
                 most = self.settings["max_num_seqs"] + self.settings["max_queue"]
                 return "in one call" in message and count_of(self.call) > most
             case 500, "engine_dead":
-                return any(state in ("restarting", "dead") and at >= began for at, state in self.process.states)
+                return any(
+                    state in ("restarting", "dead") and at >= began
+                    for at, state in self.process.states
+                )
             case 500, None:
                 planned = "RuntimeError: planned" in message or "not numbers" in message
                 return planned and self.call["id"] in world.failed
@@ -907,13 +1047,18 @@ class Judge:
         """The engine has not done all of it, or it is long to tell."""
         jobs = [job for job in self.process.jobs if job.http_id == f"r{self.call['id']}"]
         choices = [choice for job in jobs for choice in job.choices]
-        return any(not choice.finish_reason for choice in choices) or self.settings["scores_in_place"] < 100
+        return (
+            any(not choice.finish_reason for choice in choices)
+            or self.settings["scores_in_place"] < 100
+        )
 
     def may_be_full(self, message: str) -> bool:
         """The most choices that other calls can have had in work meanwhile are counted."""
         most = self.settings["max_num_seqs"] + self.settings["max_queue"]
         others = self.world.beside(self.caller)
-        return sum(count_of(call) for caller in [self.caller, *others] for call in caller.calls) > most
+        return (
+            sum(count_of(call) for caller in [self.caller, *others] for call in caller.calls) > most
+        )
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -926,7 +1071,7 @@ def common(a: list[int], b: list[int]) -> int:
     return count
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A run
 
 
@@ -946,7 +1091,13 @@ class World:
         self.counts = workers.Counts([0] * settings["workers"], [0] * settings["workers"])
         self.room = settings["num_blocks"] * settings["block_size"]
         flags = ["--model", "sim", "--no-access-log"]
-        for name in ("max_queue", "request_seconds", "client_seconds", "drain_seconds", "max_connections"):
+        for name in (
+            "max_queue",
+            "request_seconds",
+            "client_seconds",
+            "drain_seconds",
+            "max_connections",
+        ):
             flags += ["--" + name.replace("_", "-"), str(settings[name])]
         self.args = serve.parse_args(flags)
         self.args.access_log = True  # it comes to `log`
@@ -970,7 +1121,9 @@ class World:
         self.problems: list[str] = []
         stops = [event["seconds"] for event in events if event["do"] in ("freeze", "stall_engine")]
         self.pause = sum(stops)
-        self.lag = 3.0 + self.pause  # seconds by which the server may know late that a client has left
+        self.lag = (
+            3.0 + self.pause
+        )  # seconds by which the server may know late that a client has left
 
     @property
     def now(self) -> float:
@@ -978,7 +1131,9 @@ class World:
 
     def listener(self, kind: str, hard: bool) -> Listener:
         most = self.settings[f"{kind}_piece"]
-        return Listener(lambda: pair(self.settings[f"{kind}_room"], lambda: self.rng.randint(1, most), hard))
+        return Listener(
+            lambda: pair(self.settings[f"{kind}_room"], lambda: self.rng.randint(1, most), hard)
+        )
 
     def broken(self, what: str):
         self.problems.append(what)
@@ -1010,10 +1165,16 @@ class World:
         if message["op"] == "add":
             call = self.calls[call_of(message["prompt"])]
             body, options = call["body"], message["options"]
-            wanted = {"n": body.get("n", 1), "priority": body.get("priority", 0), "cache_salt": self.salt_of(call)}
+            wanted = {
+                "n": body.get("n", 1),
+                "priority": body.get("priority", 0),
+                "cache_salt": self.salt_of(call),
+            }
             for name, value in wanted.items():
                 if options[name] != value:
-                    raise Violation(f"call {call['id']}: the engine gets {name} {options[name]!r}, wanted {value!r}")
+                    raise Violation(
+                        f"call {call['id']}: the engine gets {name} {options[name]!r}, wanted {value!r}"
+                    )
             if message["prompt"] not in prompts_of(call):
                 raise Violation(f"call {call['id']}: the engine gets another prompt")
         take_in(running, link, message, max_queue)
@@ -1062,7 +1223,9 @@ class World:
         if self.by_number[0].is_running:
             is_second = self.stopped_at is not None
             self.stopped_at = self.stopped_at or self.now
-            self.drained_at = min(self.drained_at, self.now + (0.0 if is_second else self.settings["drain_seconds"]))
+            self.drained_at = min(
+                self.drained_at, self.now + (0.0 if is_second else self.settings["drain_seconds"])
+            )
             self.by_number[0].service.on_signal()
 
     # the run
@@ -1094,7 +1257,9 @@ class World:
             self.check_metrics()
             self.part()
         elif self.engines[-1].is_dead:
-            self.wait(self.longest(), self.has_ended, "the engine is gone for good, but the server stays")
+            self.wait(
+                self.longest(), self.has_ended, "the engine is gone for good, but the server stays"
+            )
         self.stop()
         self.wait(self.longest(), self.has_ended, "the server does not end")
         self.check_end()
@@ -1104,7 +1269,9 @@ class World:
         names = "start_seconds load_seconds request_seconds client_seconds drain_seconds"
         seconds = QUIET_SECONDS + sum(self.settings[name] for name in names.split())
         seconds += self.lag + sum(event.get("rest", 0) * 100 for event in self.events)
-        return seconds + len(self.events) * (self.settings["encode_seconds"] + self.settings["turn_seconds"] * 2000)
+        return seconds + len(self.events) * (
+            self.settings["encode_seconds"] + self.settings["turn_seconds"] * 2000
+        )
 
     def wait(self, seconds: float, is_over, what: str):
         self.machine.run(self.now + seconds, lambda: self.has_problem() or is_over())
@@ -1131,17 +1298,25 @@ class World:
             raise Violation(self.problems[0])
 
     def is_quiet(self) -> bool:
-        return self.num_happened == len(self.events) and all(caller.ended_at is not None for caller in self.callers)
+        return self.num_happened == len(self.events) and all(
+            caller.ended_at is not None for caller in self.callers
+        )
 
     def beside(self, caller: Caller) -> list[Caller]:
         """Whoever else may have been there at the same time, as the server knows it."""
         since = caller.began - self.lag
-        others = [other for other in self.callers if other is not caller and other.began <= caller.ended_at]
+        others = [
+            other
+            for other in self.callers
+            if other is not caller and other.began <= caller.ended_at
+        ]
         return [other for other in others if other.ended_at is None or other.ended_at >= since]
 
     def is_serving(self) -> bool:
         """Nobody has stopped it, and the engine lives."""
-        return self.stopped_at is None and all(p.is_running and p.client.state == "ready" for p in self.living())
+        return self.stopped_at is None and all(
+            p.is_running and p.client.state == "ready" for p in self.living()
+        )
 
     def living(self) -> list[HttpProcess]:
         return list(self.by_number.values())
@@ -1153,7 +1328,9 @@ class World:
         for caller in self.callers:
             found = answers(caller.received)
             if len(found) > len(caller.calls):
-                raise Violation(f"call {caller.calls[0]['id']}: {len(found)} answers to {len(caller.calls)} calls")
+                raise Violation(
+                    f"call {caller.calls[0]['id']}: {len(found)} answers to {len(caller.calls)} calls"
+                )
             for number, call in enumerate(caller.calls):
                 answer = found[number] if number < len(found) else None
                 if answer is None and found and found[-1].headers.get("connection") == "close":
@@ -1180,7 +1357,12 @@ class World:
         """A call like any other."""
         body = {"prompt": f"~{id}", "max_tokens": max_tokens, "seed": 1, "ignore_eos": True}
         key = self.keys[0] if self.keys else None
-        self.call({"worker": worker, "calls": [{"id": id, "path": "/v1/completions", "body": body, "key": key}]})
+        self.call(
+            {
+                "worker": worker,
+                "calls": [{"id": id, "path": "/v1/completions", "body": body, "key": key}],
+            }
+        )
         return self.callers[-1]
 
     def probe_failure(self):
@@ -1206,10 +1388,16 @@ class World:
 
     def expect_refusal(self, caller: Caller, *codes: str):
         """It must have been told one of these by now."""
-        told = [json.loads(answer.body)["error"]["code"] for answer in answers(caller.received) if answer.status != 200]
+        told = [
+            json.loads(answer.body)["error"]["code"]
+            for answer in answers(caller.received)
+            if answer.status != 200
+        ]
         if len(told) != 1 or told[0] not in codes:
             name = caller.calls[0]["id"]
-            raise Violation(f"call {name} should be refused with {codes} by now, its answer is {caller.received!r}")
+            raise Violation(
+                f"call {name} should be refused with {codes} by now, its answer is {caller.received!r}"
+            )
 
     # how it ends
 
@@ -1224,7 +1412,9 @@ class World:
         self.stop()
         if self.settings["drain_seconds"]:
             self.rest(0.5)
-            newcomers = [self.ask(number, 13_000 + number) for number in range(self.settings["workers"])]
+            newcomers = [
+                self.ask(number, 13_000 + number) for number in range(self.settings["workers"])
+            ]
             self.rest(0.4)
             for caller in newcomers:
                 self.expect_refusal(caller, "draining")
@@ -1260,7 +1450,9 @@ class World:
             }
             for name, value in left.items():
                 if value:
-                    raise Violation(f"HTTP process {process.number} is idle, but has {name}: {value}")
+                    raise Violation(
+                        f"HTTP process {process.number} is idle, but has {name}: {value}"
+                    )
             tasks = sorted(task.get_coro().__qualname__ for task in asyncio.all_tasks(process.loop))
             wanted = ["Service.keep_room"] * (self.settings["workers"] > 1) + ["Service.run"]
             if tasks != wanted:
@@ -1293,7 +1485,9 @@ class World:
             if late > 3 * api.LINGER_SECONDS + 3 + self.pause:
                 raise Violation(f"HTTP process {process.number} ends {late:.1f} s after it had to")
             if process.client.choices:
-                raise Violation(f"HTTP process {process.number} has ended, but has choices {process.client.choices}")
+                raise Violation(
+                    f"HTTP process {process.number} has ended, but has choices {process.client.choices}"
+                )
 
 
 class Books:
@@ -1312,7 +1506,9 @@ class Books:
         found = self.values.get((name, label), 0)
         if found != wanted:
             what = f"{name} {label or ''}".strip()
-            raise Violation(f"HTTP process {self.process.number} counts {what} as {found}, wanted {wanted}")
+            raise Violation(
+                f"HTTP process {self.process.number} counts {what} as {found}, wanted {wanted}"
+            )
 
     def check(self):
         jobs = self.process.jobs
@@ -1369,7 +1565,10 @@ take_in = engine.take_in  # the real one
 
 @contextlib.contextmanager
 def stand_ins(world: World):
-    """Time, chance, sockets and processes of the code under test are the world's, and limits are small."""
+    """
+    Time, chance, sockets and processes of the code under test are the world's, and limits are
+    small.
+    """
     settings, clock = world.settings, world.machine.clock
     chance = SimpleNamespace(randbits=world.rng.getrandbits)
     ids = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{world.rng.getrandbits(128):032x}"))
@@ -1409,13 +1608,34 @@ def stand_ins(world: World):
         yield
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # From a seed to a run
 
-CALLS = ["stream", "n", "stop", "echo", "scored_echo", "logprobs", "chat", "prompts", "salt", "priority", "seedless"]
+CALLS = [
+    "stream",
+    "n",
+    "stop",
+    "echo",
+    "scored_echo",
+    "logprobs",
+    "chat",
+    "prompts",
+    "salt",
+    "priority",
+    "seedless",
+]
 CALLS += ["ignore_eos", "usage", "long", "big", "chunked", "bad", "get", "tokenize"]
 CLIENTS = ["burst", "slow", "vanish", "pieces", "half", "pipeline"]
-FAULTS = ["kill_engine", "stall_engine", "cannot_load", "fail_step", "fail_encoder", "stop", "kill_worker", "freeze"]
+FAULTS = [
+    "kill_engine",
+    "stall_engine",
+    "cannot_load",
+    "fail_step",
+    "fail_encoder",
+    "stop",
+    "kill_worker",
+    "freeze",
+]
 
 
 def draw(seed: int, steps: int) -> tuple[dict, list[dict]]:
@@ -1429,9 +1649,13 @@ def draw(seed: int, steps: int) -> tuple[dict, list[dict]]:
     events, t = [], rng.choice([0.01, 0.5, 1.0])
     for number in range(steps):
         event = draw_event(rng, number, settings, chosen)
-        if events and events[-1]["do"] == "kill_engine" and rng.random() < 0.3:  # while it is started again
+        if (
+            events and events[-1]["do"] == "kill_engine" and rng.random() < 0.3
+        ):  # while it is started again
             event = {"do": "kill_engine"}
-        if event["do"] != "call" or ("burst" in chosen and rng.random() < 0.7):  # while the call before is in work
+        if event["do"] != "call" or (
+            "burst" in chosen and rng.random() < 0.7
+        ):  # while the call before is in work
             t += rng.choice([0.0, 0.001, 0.01, 0.05, 0.15])
         else:
             t += rng.random() * 0.4
@@ -1505,9 +1729,16 @@ def draw_visit(rng: random.Random, number: int, settings: dict, chosen: set[str]
         event["half"] = True
     if "vanish" in chosen and rng.random() < 0.4:
         kind = rng.choice(["sent", "read", "seconds", "said"])
-        amounts = {"sent": [1, 100, 250], "read": [1, 300, 1000], "said": ["finish_reason", '"stop"', "DONE"]}
+        amounts = {
+            "sent": [1, 100, 250],
+            "read": [1, 300, 1000],
+            "said": ["finish_reason", '"stop"', "DONE"],
+        }
         amounts["seconds"] = [0.001, 0.01, 0.1, 0.5, 1.0]
-        event |= {"leaves": [kind, rng.choice(amounts[kind])], "how": rng.choice(["reset", "close"])}
+        event |= {
+            "leaves": [kind, rng.choice(amounts[kind])],
+            "how": rng.choice(["reset", "close"]),
+        }
     return event
 
 
@@ -1578,7 +1809,11 @@ def draw_body(rng: random.Random, id: int, chosen: set[str]) -> dict:
         if has("scored_echo", 0.2):
             body["max_tokens"] = 0
     if has("logprobs"):
-        body |= {"logprobs": rng.choice([0, 2])} if "prompt" in body else {"logprobs": True, "top_logprobs": 2}
+        body |= (
+            {"logprobs": rng.choice([0, 2])}
+            if "prompt" in body
+            else {"logprobs": True, "top_logprobs": 2}
+        )
     return body
 
 
@@ -1591,7 +1826,10 @@ def violation(settings: dict, events: list[dict]) -> str | None:
 
 
 def shrunk_trace(settings: dict, events: list[dict]) -> tuple[str, Path, int]:
-    """Of a run that breaks a rule: what the few events break that are enough for it, their file, and their number."""
+    """
+    Of a run that breaks a rule: what the few events break that are enough for it, their file, and
+    their number.
+    """
     events = shrink(events, lambda fewer: violation(settings, fewer) is not None)
     path = Path(f"simulator-http-{settings['seed']}.jsonl")
     path.write_text("".join(json.dumps(line) + "\n" for line in (settings, *events)))
@@ -1616,7 +1854,9 @@ def campaign(seed: int, steps: int, minutes: float) -> bool:
         except Violation as found:
             print(f"seed {seed}: {found}\nshrinking ..", flush=True)
             why, path, count = shrunk_trace(settings, events)
-            print(f"{count} events are enough: {why}\npython -m tests.simulator_http --replay {path}")
+            print(
+                f"{count} events are enough: {why}\npython -m tests.simulator_http --replay {path}"
+            )
             return False
         seen["whole answers"] += world.counts_of["answers"]
         seen.update({str(name): count for name, count in world.seen.items()})
@@ -1626,10 +1866,14 @@ def campaign(seed: int, steps: int, minutes: float) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--steps", type=int, default=30, help="events of a run")
-    parser.add_argument("--minutes", type=float, default=0.0, help="one seed after the other for so long")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="one seed after the other for so long"
+    )
     parser.add_argument("--replay", metavar="FILE", help="play a trace that a failure left")
     args = parser.parse_args()
     if args.replay:

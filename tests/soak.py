@@ -1,10 +1,12 @@
 """
-Half an hour of everything at once against a real server: clients that come, go, hang up, send nonsense.
+Half an hour of everything at once against a real server: clients that come, go, hang up, send
+nonsense.
 
     python tests/soak.py --model out/stdlib --minutes 30
 
-Exits with 1 on a 500, on blocks still held when all is quiet, or when either process grew by more than 20 MB after the
-first tenth of the time (at least --warm-up, while caches fill). The last line is JSON. test_soak.py runs half a minute.
+Exits with 1 on a 500, on blocks still held when all is quiet, or when either process grew by more
+than 20 MB after the first tenth of the time (at least --warm-up, while caches fill). The last line
+is JSON. test_soak.py runs half a minute.
 """
 
 import argparse
@@ -22,7 +24,14 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parents[1]
-NONSENSE = [b"{", b"[]", b'{"prompt": 1}', b'{"prompt": "a", "n": 1e9}', b'{"prompt": "\xff"}', b'{"temperature": NaN}']
+NONSENSE = [
+    b"{",
+    b"[]",
+    b'{"prompt": 1}',
+    b'{"prompt": "a", "n": 1e9}',
+    b'{"prompt": "\xff"}',
+    b'{"temperature": NaN}',
+]
 
 
 def memory(pid: int) -> float:
@@ -38,15 +47,31 @@ def children(pid: int) -> list[int]:
 
 def a_request(rng: random.Random) -> dict:
     text = "".join(
-        rng.choices(["def ", "import os\n", "class A:\n    ", "return x", " # ", "\u20ac"], k=rng.randint(1, 40))
+        rng.choices(
+            ["def ", "import os\n", "class A:\n    ", "return x", " # ", "\u20ac"],
+            k=rng.randint(1, 40),
+        )
     )
     body = {
         "prompt": rng.choice([text, [text, "x"]]),
         "max_tokens": rng.randint(1, 100),
         "temperature": rng.choice([0, 1]),
     }
-    extras = [{"n": 3}, {"logprobs": 5}, {"logprobs": 1, "echo": True}, {"stop": ["\n\n", "return"]}, {"top_p": 0.9}]
-    extras += [{"presence_penalty": 1}, {"logit_bias": {"5": 3}}, {"seed": 7}, {"stream": True}, {"stream": True}, {}]
+    extras = [
+        {"n": 3},
+        {"logprobs": 5},
+        {"logprobs": 1, "echo": True},
+        {"stop": ["\n\n", "return"]},
+        {"top_p": 0.9},
+    ]
+    extras += [
+        {"presence_penalty": 1},
+        {"logit_bias": {"5": 3}},
+        {"seed": 7},
+        {"stream": True},
+        {"stream": True},
+        {},
+    ]
     return body | rng.choice(extras)
 
 
@@ -73,18 +98,27 @@ async def one_call(http: httpx.AsyncClient, rng: random.Random, counts: Counter)
             counts["hung up"] += 1
     elif kind < 0.3:
         headers = {"Content-Type": "application/json"}
-        counts[(await http.post("/v1/completions", content=rng.choice(NONSENSE), headers=headers)).status_code] += 1
+        counts[
+            (
+                await http.post("/v1/completions", content=rng.choice(NONSENSE), headers=headers)
+            ).status_code
+        ] += 1
     else:
         response = await http.post("/v1/completions", json=body)
         counts[response.status_code] += 1
         if response.status_code == 200 and body.get("stream"):
-            counts["whole streams" if response.text.endswith("data: [DONE]\n\n") else "broken streams"] += 1
+            counts[
+                "whole streams" if response.text.endswith("data: [DONE]\n\n") else "broken streams"
+            ] += 1
 
 
 async def soak(url: str, pid: int, args) -> dict:
     started, counts, samples = time.monotonic(), Counter(), []
     until = started + 60 * args.minutes
-    clients = [asyncio.create_task(client(url, random.Random(i), until, counts)) for i in range(args.clients)]
+    clients = [
+        asyncio.create_task(client(url, random.Random(i), until, counts))
+        for i in range(args.clients)
+    ]
     warm = started + 60 * max(args.warm_up, args.minutes / 10)
     while time.monotonic() < until:
         await asyncio.sleep(5)
@@ -98,7 +132,10 @@ async def soak(url: str, pid: int, args) -> dict:
         "num_preemptions_total")}  # fmt: skip
     ends = len(samples) // 5 or 1  # compare the means of the first and of the last fifth
     growth = [
-        round(sum(s[i] for s in samples[-ends:]) / ends - sum(s[i] for s in samples[:ends]) / ends, 1) for i in (0, 1)
+        round(
+            sum(s[i] for s in samples[-ends:]) / ends - sum(s[i] for s in samples[:ends]) / ends, 1
+        )
+        for i in (0, 1)
     ]
     return {"minutes": args.minutes, "counts": {str(k): v for k, v in counts.items()}, "idle": idle,
             "MB at the end": samples[-1], "growth in MB, server and engine": growth}  # fmt: skip
@@ -107,25 +144,48 @@ async def soak(url: str, pid: int, args) -> dict:
 def problems(result: dict, most_growth: float) -> list[str]:
     """What must not have happened, of what `soak` found."""
     fine = ("200", "400", "429", "hung up", "whole streams")
-    found = [f"{count} times {name}" for name, count in result["counts"].items() if name not in fine]
+    found = [
+        f"{count} times {name}" for name, count in result["counts"].items() if name not in fine
+    ]
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    found += [f"{name} is {result['idle'][name]} when all is quiet" for name in gauges if result["idle"][name]]
+    found += [
+        f"{name} is {result['idle'][name]} when all is quiet"
+        for name in gauges
+        if result["idle"][name]
+    ]
     found += [f"grown by {megabytes} MB" for megabytes in result["growth in MB, server and engine"]
               if megabytes > most_growth]  # fmt: skip
     return found
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="out/stdlib")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--warm-up", type=float, default=1.0, help="minutes before memory is looked at")
-    parser.add_argument("--growth", type=float, default=20.0, help="MB that a process may grow after that")
+    parser.add_argument(
+        "--warm-up", type=float, default=1.0, help="minutes before memory is looked at"
+    )
+    parser.add_argument(
+        "--growth", type=float, default=20.0, help="MB that a process may grow after that"
+    )
     args = parser.parse_args()
-    command = [sys.executable, "serve.py", "--model", args.model, "--port", "0", "--no-access-log", "--check"]
+    command = [
+        sys.executable,
+        "serve.py",
+        "--model",
+        args.model,
+        "--port",
+        "0",
+        "--no-access-log",
+        "--check",
+    ]
     command += ["--kv-blocks", "60"]  # little enough for preemptions
-    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, env=os.environ) as server:
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, env=os.environ
+    ) as server:
         try:
             url = re.search(r"http://\S+", server.stdout.readline())[0]
             result = asyncio.run(soak(url, server.pid, args))

@@ -1,32 +1,66 @@
 """
-From a seed to the life of an engine: its settings and what happens to it, for the simulator (simulator.py).
+From a seed to the life of an engine: its settings and what happens to it, for the simulator
+(simulator.py).
 
-Swarm testing: a life has a random subset of all features and faults. With all of them in each, some would hide others:
-an engine that restarts all the time never fills its queue. Not run by itself.
+Swarm testing: a life has a random subset of all features and faults. With all of them in each, some
+would hide others: an engine that restarts all the time never fills its queue. Not run by itself.
 """
 
 import random
 
 FEATURES = [
-    *("n", "priorities", "salts", "stop tokens", "prompt scores", "logprobs", "shared prefixes", "forks", "beams"),
+    *(
+        "n",
+        "priorities",
+        "salts",
+        "stop tokens",
+        "prompt scores",
+        "logprobs",
+        "shared prefixes",
+        "forks",
+        "beams",
+    ),
     *("overlap", "padding", "prefix cache", "several links"),
 ]
 FAULTS = [
-    *("abort", "step raises", "late step", "broken logits", "tiny pool", "clock jump", "id used again", "full queue"),
+    *(
+        "abort",
+        "step raises",
+        "late step",
+        "broken logits",
+        "tiny pool",
+        "clock jump",
+        "id used again",
+        "full queue",
+    ),
     *("refused", "link gone", "restart"),
 ]
-STATES = ["any", "waiting", "preempted", "prefilling", "scoring", "promising", "active", "to come", "ending"]
+STATES = [
+    "any",
+    "waiting",
+    "preempted",
+    "prefilling",
+    "scoring",
+    "promising",
+    "active",
+    "to come",
+    "ending",
+]
 
 
 def a_life(seed: int) -> tuple[dict, list[dict]]:
     """Settings and events."""
     rng = random.Random(seed)
-    has = {name: rng.random() < 0.7 for name in FEATURES} | {name: rng.random() < 0.4 for name in FAULTS}
+    has = {name: rng.random() < 0.7 for name in FEATURES} | {
+        name: rng.random() < 0.4 for name in FAULTS
+    }
     settings = settings_of(rng, has)
     makers = [request] * 20
     for name, maker, weight in MAKERS:
         makers += [maker] * (weight * has[name])
-    events = [rng.choice(makers)(rng, has, settings, number) for number in range(rng.randint(20, 400))]
+    events = [
+        rng.choice(makers)(rng, has, settings, number) for number in range(rng.randint(20, 400))
+    ]
     pace = rng.choice([0, 1, 4, 10])  # the mean of steps between two events
     for event in events:
         after = min(50, int(rng.expovariate(1 / pace))) if pace else 0
@@ -35,7 +69,10 @@ def a_life(seed: int) -> tuple[dict, list[dict]]:
 
 
 def a_steady_life(num_requests: int, overlap: bool) -> tuple[dict, list[dict]]:
-    """Up to 8 requests at a time in 32 blocks of 4, without a fault: what the simulator's speed is measured on."""
+    """
+    Up to 8 requests at a time in 32 blocks of 4, without a fault: what the simulator's speed is
+    measured on.
+    """
     rng = random.Random(0)
     settings = settings_of(rng, dict.fromkeys(FEATURES + FAULTS, False))
     sizes = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 8, "token_budget": 16}
@@ -45,7 +82,14 @@ def a_steady_life(num_requests: int, overlap: bool) -> tuple[dict, list[dict]]:
     for number in range(num_requests):
         prompt = [rng.randrange(250) for _ in range(rng.randint(1, 12))]
         params = {"max_tokens": rng.randint(4, 40), "seed": number}
-        add = {"do": "add", "link": 0, "id": str(number), "prompt": prompt, "params": params, "options": {}}
+        add = {
+            "do": "add",
+            "link": 0,
+            "id": str(number),
+            "prompt": prompt,
+            "params": params,
+            "options": {},
+        }
         events.append(add | {"after": 5})
     return settings, events
 
@@ -84,7 +128,9 @@ def settings_of(rng: random.Random, has: dict) -> dict:
 
 
 def request(rng: random.Random, has: dict, settings: dict, number: int) -> dict:
-    longest = min(settings["context"], settings["engine"]["num_blocks"] * settings["engine"]["block_size"])
+    longest = min(
+        settings["context"], settings["engine"]["num_blocks"] * settings["engine"]["block_size"]
+    )
     length = rng.choice([rng.randint(1, longest - 1), rng.randint(1, min(longest - 1, 9))])
     most = longest - length
     params = {"max_tokens": rng.choice([most, rng.randint(1, most)]), "seed": rng.randrange(2**32)}
@@ -117,11 +163,15 @@ def a_prompt(rng: random.Random, has: dict, V: int, length: int) -> list[int]:
     """The trunk of a small tree of texts as far as it is shared, then tokens of its own."""
     shared = rng.choice([length, rng.randint(0, length)]) if has["shared prefixes"] else 0
     trunk = random.Random(rng.randrange(3))
-    return [trunk.randrange(V) for _ in range(shared)] + [rng.randrange(V) for _ in range(length - shared)]
+    return [trunk.randrange(V) for _ in range(shared)] + [
+        rng.randrange(V) for _ in range(length - shared)
+    ]
 
 
 def refused(rng, has, settings, number) -> dict:
-    """What the engine must not take: too long, empty, or with a token that the vocabulary has not."""
+    """
+    What the engine must not take: too long, empty, or with a token that the vocabulary has not.
+    """
     event = request(rng, has, settings, number)
     wrong = rng.choice(["long", "empty", "token"])
     if wrong == "long":
@@ -140,7 +190,11 @@ def burst(rng, has, settings, number) -> dict:
 
 def aimed(rng) -> dict:
     """At somebody in a certain state, if there is one within some steps."""
-    return {"state": rng.choice(STATES), "pick": rng.randrange(100), "patience": rng.choice([0, 20])}
+    return {
+        "state": rng.choice(STATES),
+        "pick": rng.randrange(100),
+        "patience": rng.choice([0, 20]),
+    }
 
 
 def abort(rng, has, settings, number) -> dict:
@@ -152,7 +206,9 @@ def id_used_again(rng, has, settings, number) -> dict:
     if rng.random() < 0.3:
         earlier = rng.randrange(number + 1)
         return request(rng, has, settings, earlier)
-    state = rng.choice(["any", "prefilling", "scoring", "scoring", "promising", "to come"])  # it has something to lose
+    state = rng.choice(
+        ["any", "prefilling", "scoring", "scoring", "promising", "to come"]
+    )  # it has something to lose
     return request(rng, has, settings, number) | {"do": "replace"} | aimed(rng) | {"state": state}
 
 
@@ -193,15 +249,22 @@ def fork(rng, has, settings, number) -> dict:
 
 
 def beam(rng, has, settings, number) -> dict:
-    longest = min(settings["context"], settings["engine"]["num_blocks"] * settings["engine"]["block_size"])
+    longest = min(
+        settings["context"], settings["engine"]["num_blocks"] * settings["engine"]["block_size"]
+    )
     length = rng.randint(1, min(longest - 1, 12))
     prompt = a_prompt(rng, has, settings["V"], length)
-    event = {"do": "beam", "prompt": prompt, "width": rng.randint(1, 3), "max_tokens": rng.randint(1, 8)}
+    event = {
+        "do": "beam",
+        "prompt": prompt,
+        "width": rng.randint(1, 3),
+        "max_tokens": rng.randint(1, 8),
+    }
     return event | {"patience": rng.choice([0, 100, 100])}  # until the engine is idle
 
 
-# Feature or fault; what makes an event of it, from (rng, what the life has, settings, number of the event); and how
-# often, where requests have 20.
+# Feature or fault; what makes an event of it, from (rng, what the life has, settings, number of the
+# event); and how often, where requests have 20.
 MAKERS = [
     ("abort", abort, 10),
     ("step raises", step_raises, 1),
@@ -232,7 +295,11 @@ def simpler(event: dict):
         if 0 < most < event["params"]["max_tokens"]:
             yield event | {"params": event["params"] | {"max_tokens": most}}
     for name in event["options"]:
-        yield event | {"options": {key: value for key, value in event["options"].items() if key != name}}
+        yield event | {
+            "options": {key: value for key, value in event["options"].items() if key != name}
+        }
     for name in event["params"]:
         if name not in ("max_tokens", "seed"):
-            yield event | {"params": {key: value for key, value in event["params"].items() if key != name}}
+            yield event | {
+                "params": {key: value for key, value in event["params"].items() if key != name}
+            }

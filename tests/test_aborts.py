@@ -1,6 +1,7 @@
 """
-Clients that hang up while others are served: the real engine behind the real server, a step at a time, so that the test
-knows in which state each request is when its connection closes. Whoever stays gets the tokens it would have got alone.
+Clients that hang up while others are served: the real engine behind the real server, a step at a
+time, so that the test knows in which state each request is when its connection closes. Whoever
+stays gets the tokens it would have got alone.
 """
 
 import asyncio
@@ -13,13 +14,15 @@ from collections import Counter
 import pytest
 from test_serve import FakeEngine, Server, read_until, wait_until
 
-import engine as engine_module
-from sampling import SamplingParams
+from serving import engine as engine_module
+from serving.sampling import SamplingParams
 from test_paged import VOCABULARY, assert_idle, new_engine, prompt, trained_model
 
 
 class SteppedEngine(FakeEngine):
-    """The real engine with its loop in a thread; each step waits for its turn, unless `gate` is open."""
+    """
+    The real engine with its loop in a thread; each step waits for its turn, unless `gate` is open.
+    """
 
     def __init__(self):
         super().__init__()
@@ -42,7 +45,9 @@ class SteppedEngine(FakeEngine):
         before = self.engine.num_steps
         self.turns.release()
         wait_until(lambda: self.engine.num_steps > before or not self.engine.has_work)
-        if self.engine.num_steps == before:  # nothing to do yet: a turn left over would be an unasked step later
+        if (
+            self.engine.num_steps == before
+        ):  # nothing to do yet: a turn left over would be an unasked step later
             self.turns.acquire(blocking=False)
 
 
@@ -53,7 +58,11 @@ class Client:
         self.stream, length = number % 2 == 0, rng.choice([3, 9, 20, 33])
         self.prompt, self.max_tokens = prompt(rng.randrange(30), length), rng.randrange(14, 22)
         self.fields = {"seed": number, "temperature": rng.choice([0.0, 1.0])}
-        body = self.fields | {"prompt": self.prompt, "max_tokens": self.max_tokens, "stream": self.stream}
+        body = self.fields | {
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "stream": self.stream,
+        }
         body = json.dumps(body | {"return_token_ids": True, "request_id": str(number)})
         self.sock = socket.create_connection(server.address, timeout=60)
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
@@ -87,7 +96,11 @@ def one_round(server, rng, counts: Counter, reference):
     for _ in range(rng.randrange(1, 5)):
         for _ in range(rng.randrange(3)):
             stepped.advance()
-        room = [r for r in engine.requests.values() if r.max_new_tokens - r.num_generated > 8 and r.id not in gone]
+        room = [
+            r
+            for r in engine.requests.values()
+            if r.max_new_tokens - r.num_generated > 8 and r.id not in gone
+        ]
         for victim in rng.sample(room, min(2, len(room))):
             client = of[by_id[victim.id]]
             counts[victim.status, client.stream] += 1
@@ -116,9 +129,9 @@ def test_aborts_change_nothing_for_others(each):
     assert VOCABULARY < 256
     with Server("--max-num-seqs", "64", engine=stepped) as server:
         server.service.client.info["vocab_size"] = VOCABULARY
-        while min(counts[s, True] + counts[s, False] for s in ("waiting", "prefilling", "active")) < each or (
-            sum(counts.values()) < 5 * each
-        ):
+        while min(
+            counts[s, True] + counts[s, False] for s in ("waiting", "prefilling", "active")
+        ) < each or (sum(counts.values()) < 5 * each):
             one_round(server, rng, counts, reference)
     streams = sum(n for (_, stream), n in counts.items() if stream)
     assert 0.3 < streams / sum(counts.values()) < 0.7, counts

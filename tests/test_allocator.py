@@ -1,4 +1,7 @@
-"""Blocks, the prefix cache and the scheduler's decisions on tiny pools, by literal block ids and eviction order."""
+"""
+Blocks, the prefix cache and the scheduler's decisions on tiny pools, by literal block ids and
+eviction order.
+"""
 
 import subprocess
 import sys
@@ -14,12 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import paged
 from paged import BlockAllocator, BlockCache, CachedBlock, Request, Scheduler, block_key, root_key
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The allocator
 
 
 def commit(allocator: BlockAllocator, blocks: list[int], salt: str = ""):
-    """Commit these blocks as one chain: block b holds the tokens b, b, ... after those of its predecessor."""
+    """
+    Commit these blocks as one chain: block b holds the tokens b, b, ... after those of its
+    predecessor.
+    """
     parent = root_key(salt=salt)
     for block in blocks:
         tokens = (block,) * allocator.block_size
@@ -29,7 +35,10 @@ def commit(allocator: BlockAllocator, blocks: list[int], salt: str = ""):
 
 
 def test_blocks_are_handed_out_from_zero_and_the_last_one_freed_is_the_next():
-    """A queue instead of a stack would spread a small load over the whole pool, and its caches over all memory."""
+    """
+    A queue instead of a stack would spread a small load over the whole pool, and its caches over
+    all memory.
+    """
     allocator = BlockAllocator(num_blocks=5)
     a, b = allocator.allocate_n(2), allocator.allocate_n(2)
     assert (a, b) == ([0, 1], [2, 3])
@@ -40,7 +49,9 @@ def test_blocks_are_handed_out_from_zero_and_the_last_one_freed_is_the_next():
 
 
 def test_one_past_capacity_raises_and_takes_nothing_and_exactly_at_capacity_does_not():
-    """A half-done allocation would lose the blocks it had taken when it found that there are too few."""
+    """
+    A half-done allocation would lose the blocks it had taken when it found that there are too few.
+    """
     allocator = BlockAllocator(num_blocks=3)
     held = allocator.allocate_one()
     with pytest.raises(RuntimeError, match=r"wanted 3, available 2 of 3"):
@@ -65,7 +76,10 @@ def test_double_free_raises():
 
 
 def test_a_shared_block_is_free_only_when_the_last_holder_gives_it_up():
-    """A hit that does not raise the reference count lets the first holder free what the second still reads."""
+    """
+    A hit that does not raise the reference count lets the first holder free what the second still
+    reads.
+    """
     allocator = BlockAllocator(num_blocks=2)
     table = allocator.allocate_n(2)
     allocator.share(table[:1])
@@ -76,7 +90,10 @@ def test_a_shared_block_is_free_only_when_the_last_holder_gives_it_up():
 
 
 def test_uncommitted_blocks_go_first_then_the_longest_unused_and_leaves_before_their_parents():
-    """Evicting a parent first leaves its children in the pool, unreachable: a hit needs the whole chain."""
+    """
+    Evicting a parent first leaves its children in the pool, unreachable: a hit needs the whole
+    chain.
+    """
     allocator = BlockAllocator(num_blocks=6)
     a, b, c = allocator.allocate_n(2), allocator.allocate_n(2), allocator.allocate_n(1)
     commit(allocator, a, "a")
@@ -89,7 +106,10 @@ def test_uncommitted_blocks_go_first_then_the_longest_unused_and_leaves_before_t
 
 
 def test_a_hit_makes_a_block_the_most_recently_used():
-    """Eviction in order of commit instead of use would throw away the system prompt that everybody shares."""
+    """
+    Eviction in order of commit instead of use would throw away the system prompt that everybody
+    shares.
+    """
     allocator = BlockAllocator(num_blocks=4)
     a, b = allocator.allocate_n(2), allocator.allocate_n(2)
     commit(allocator, a, "a")
@@ -120,7 +140,9 @@ def lines_executed(function) -> int:
 
     def trace(frame, event, argument):
         nonlocal count
-        if frame.f_code.co_filename != paged.__file__:  # whatever else runs now: a hook of the garbage collector
+        if (
+            frame.f_code.co_filename != paged.__file__
+        ):  # whatever else runs now: a hook of the garbage collector
             return None
         count += event == "line"
         return trace
@@ -145,7 +167,10 @@ def churned(num_blocks: int) -> BlockAllocator:
 
 
 def test_allocate_and_free_cost_the_same_in_a_pool_of_any_size():
-    """A search of the free list, or a pop from its front, makes each block of a large pool slower than the model."""
+    """
+    A search of the free list, or a pop from its front, makes each block of a large pool slower than
+    the model.
+    """
 
     def use(allocator):
         allocator.free_blocks_for_request(allocator.allocate_n(8))
@@ -166,7 +191,10 @@ def test_allocate_and_free_cost_the_same_in_a_pool_of_any_size():
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Random use of the allocator beside a naive one made of lists, which must hand out the same blocks."""
+    """
+    Random use of the allocator beside a naive one made of lists, which must hand out the same
+    blocks.
+    """
 
     SIZE = 6
 
@@ -226,14 +254,18 @@ class AllocatorMachine(RuleBasedStateMachine):
     def commit(self, data):
         block = data.draw(st.sampled_from(self.held()))
         self.keys += block not in self.committed
-        self.allocator.block_cache.insert(block, CachedBlock(b"key %d" % self.keys, b"", (self.keys,)))
+        self.allocator.block_cache.insert(
+            block, CachedBlock(b"key %d" % self.keys, b"", (self.keys,))
+        )
         self.committed.add(block)
 
     @precondition(lambda self: self.stack or self.idle)
     @rule(data=st.data())
     def free_what_nobody_holds(self, data):
         with pytest.raises(ValueError, match="freed twice"):
-            self.allocator.free_blocks_for_request([data.draw(st.sampled_from(self.stack + self.idle))])
+            self.allocator.free_blocks_for_request(
+                [data.draw(st.sampled_from(self.stack + self.idle))]
+            )
 
     @invariant()
     def same_state(self):
@@ -245,14 +277,18 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True, deadline=None)
+TestAllocatorMachine.settings = settings(
+    max_examples=60, stateful_step_count=40, derandomize=True, deadline=None
+)
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The prefix cache
 
 
 def test_keys_are_sha256_over_the_parents_key_and_the_tokens_as_64_bit_integers():
-    """A key without its parent, or with tokens cut to 16 bits, would make different prefixes equal."""
+    """
+    A key without its parent, or with tokens cut to 16 bits, would make different prefixes equal.
+    """
     root = root_key("gpt2", "pepper")
     assert root == sha256(b"4:gpt2pepper").digest()
     assert root.hex() == "5513a9f978adc345b0d8c5a039ce2a25d644d3ef778bf8e57de6e984a858a1af"
@@ -268,16 +304,26 @@ def test_keys_are_sha256_over_the_parents_key_and_the_tokens_as_64_bit_integers(
 
 def test_salt_and_model_id_cannot_be_shifted_into_each_other():
     """Plain concatenation gives model "ab" with salt "c" the root of model "a" with salt "bc"."""
-    roots = [root_key("ab", "c"), root_key("a", "bc"), root_key("", "abc"), root_key("abc", ""), root_key("1:a", "bc")]
+    roots = [
+        root_key("ab", "c"),
+        root_key("a", "bc"),
+        root_key("", "abc"),
+        root_key("abc", ""),
+        root_key("1:a", "bc"),
+    ]
     assert len(set(roots)) == len(roots)
     assert root_key(salt="\ud800") != root_key(salt="\ud801"), (
         "half a character, which JSON can carry, is a salt like any"
     )
 
 
-@pytest.mark.parametrize("forged", [CachedBlock(b"key", b"parent", (1, 3)), CachedBlock(b"key", b"other", (1, 2))])
+@pytest.mark.parametrize(
+    "forged", [CachedBlock(b"key", b"parent", (1, 3)), CachedBlock(b"key", b"other", (1, 2))]
+)
 def test_a_forged_key_does_not_hit(forged):
-    """Whoever finds two texts with one hash would otherwise be answered from another text's K, V."""
+    """
+    Whoever finds two texts with one hash would otherwise be answered from another text's K, V.
+    """
     cache = BlockCache()
     cache.insert(7, CachedBlock(b"key", b"parent", (1, 2)))
     assert cache.lookup(CachedBlock(b"key", b"parent", (1, 2))) == 7
@@ -293,7 +339,7 @@ def test_with_a_hash_that_always_collides_only_equal_prefixes_share(monkeypatch)
         assert request.num_hit_tokens == hits, prompt
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The scheduler
 
 
@@ -322,7 +368,10 @@ def running(scheduler: Scheduler, request: Request) -> Request:
 
 
 def test_blocks_of_a_prompt_are_allocated_at_once_and_those_of_the_answer_as_needed():
-    """ceil(P / S) blocks at admission; then one whenever the last is full, not one step earlier or later."""
+    """
+    ceil(P / S) blocks at admission; then one whenever the last is full, not one step earlier or
+    later.
+    """
     scheduler = Scheduler(block_size=4, max_kv_tokens=32)
     r = Request("r", [5] * 7, 6)
     scheduler.add_request(r)
@@ -331,12 +380,23 @@ def test_blocks_of_a_prompt_are_allocated_at_once_and_those_of_the_answer_as_nee
         plan = scheduler.plan()
         tables.append((list(r.block_table), r.num_filled_slots))
         scheduler.update(plan, [0] * len(plan.sampled))
-    assert tables == [([0, 1], 0), ([0, 1], 7), ([0, 1, 2], 8), ([0, 1, 2], 9), ([0, 1, 2], 10), ([0, 1, 2], 11)]
-    assert scheduler.block_allocator.free == [7, 6, 5, 4, 3] and list(scheduler.block_allocator.idle) == [2, 1, 0]
+    assert tables == [
+        ([0, 1], 0),
+        ([0, 1], 7),
+        ([0, 1, 2], 8),
+        ([0, 1, 2], 9),
+        ([0, 1, 2], 10),
+        ([0, 1, 2], 11),
+    ]
+    assert scheduler.block_allocator.free == [7, 6, 5, 4, 3] and list(
+        scheduler.block_allocator.idle
+    ) == [2, 1, 0]
 
 
 def test_a_hit_covers_at_most_all_blocks_before_the_last_token():
-    """A prompt whose every block is a hit would compute nothing, and have no logits to sample from."""
+    """
+    A prompt whose every block is a hit would compute nothing, and have no logits to sample from.
+    """
     scheduler = Scheduler(block_size=4)
     serve(scheduler, Request("first", [1] * 8, 1))
     for length, hits in (8, 4), (9, 8), (7, 4), (4, 0), (5, 4), (3, 0):
@@ -345,26 +405,38 @@ def test_a_hit_covers_at_most_all_blocks_before_the_last_token():
 
 
 def test_generated_blocks_are_hits_too():
-    """A chat sends its own answers back; committing prompts only would compute them again each time."""
+    """
+    A chat sends its own answers back; committing prompts only would compute them again each time.
+    """
     scheduler = Scheduler(block_size=2)
     first = serve(scheduler, Request("first", [1, 2, 3], 4))
     assert serve(scheduler, Request("second", [*first.tokens_so_far, 9], 1)).num_hit_tokens == 6
 
 
 def test_other_salts_and_other_models_share_nothing():
-    """A hit tells whether somebody else has sent this text: the salt is what keeps tenants apart."""
+    """
+    A hit tells whether somebody else has sent this text: the salt is what keeps tenants apart.
+    """
     scheduler = Scheduler(block_size=2, model_id="a")
     other_model = Scheduler(block_size=2, model_id="b")
     other_model.block_allocator = scheduler.block_allocator
     serve(scheduler, Request("first", [1, 2, 3], 1))
-    assert serve(scheduler, Request("salted", [1, 2, 3], 1, cache_salt="pepper")).num_hit_tokens == 0
+    assert (
+        serve(scheduler, Request("salted", [1, 2, 3], 1, cache_salt="pepper")).num_hit_tokens == 0
+    )
     assert serve(other_model, Request("other", [1, 2, 3], 1)).num_hit_tokens == 0
     assert serve(scheduler, Request("same", [1, 2, 3], 1)).num_hit_tokens == 2
-    assert serve(scheduler, Request("salted again", [1, 2, 3], 1, cache_salt="pepper")).num_hit_tokens == 2
+    assert (
+        serve(scheduler, Request("salted again", [1, 2, 3], 1, cache_salt="pepper")).num_hit_tokens
+        == 2
+    )
 
 
 def test_the_second_of_two_equal_commits_stays_private():
-    """Two blocks for one key: the index would name the second, and freeing the first would forget the key of both."""
+    """
+    Two blocks for one key: the index would name the second, and freeing the first would forget the
+    key of both.
+    """
     scheduler = Scheduler(block_size=2, max_kv_tokens=12)
     a, b = Request("a", [1, 2, 3], 3), Request("b", [1, 2, 3], 2)
     scheduler.add_request(a)
@@ -380,7 +452,10 @@ def test_the_second_of_two_equal_commits_stays_private():
 
 
 def test_nothing_is_committed_before_its_step_is_computed():
-    """Committed at allocation, a block is a hit for the next request although its K, V do not exist yet."""
+    """
+    Committed at allocation, a block is a hit for the next request although its K, V do not exist
+    yet.
+    """
     scheduler = Scheduler(block_size=2)
     scheduler.add_request(Request("a", [1, 2, 3, 4], 1))
     plan = scheduler.plan()
@@ -401,7 +476,10 @@ def test_an_aborted_or_failed_request_commits_nothing():
 
 
 def test_admission_counts_an_idle_hit_once():
-    """An idle block is in num_free; counted as a hit as well, it would admit a request that the pool cannot hold."""
+    """
+    An idle block is in num_free; counted as a hit as well, it would admit a request that the pool
+    cannot hold.
+    """
     scheduler = Scheduler(block_size=1, max_kv_tokens=5)
     serve(scheduler, Request("first", [1, 1, 1, 1], 1))
     holder = running(scheduler, Request("holder", [2], 4))
@@ -410,7 +488,9 @@ def test_admission_counts_an_idle_hit_once():
     scheduler.add_request(second)
     assert scheduler._maybe_admit() == [] and second.status == "waiting"
     scheduler.complete(holder)
-    assert scheduler._maybe_admit() == [second] and second.num_hit_tokens == 4  # exactly at capacity
+    assert (
+        scheduler._maybe_admit() == [second] and second.num_hit_tokens == 4
+    )  # exactly at capacity
 
 
 def test_the_watermark_keeps_blocks_for_those_who_run_but_never_blocks_an_empty_pool():
@@ -423,7 +503,9 @@ def test_the_watermark_keeps_blocks_for_those_who_run_but_never_blocks_an_empty_
     for length, admitted in (3, 0), (2, 1):
         request = Request(length, [6] * length, 1)
         scheduler.add_request(request)
-        assert len(scheduler._maybe_admit()) == admitted, f"{length} blocks of 3 free ones, 1 reserved"
+        assert len(scheduler._maybe_admit()) == admitted, (
+            f"{length} blocks of 3 free ones, 1 reserved"
+        )
         scheduler.complete(request)
 
 
@@ -445,7 +527,9 @@ def test_alone_in_the_pool_and_one_past_capacity_raises_with_the_numbers():
     scheduler.add_request(Request("grows", [1, 2, 3], 3))
     step(scheduler)
     step(scheduler)
-    with pytest.raises(RuntimeError, match=r"grows cannot grow.*holds 2 of 2 blocks for 4 tokens, wanted 1 more"):
+    with pytest.raises(
+        RuntimeError, match=r"grows cannot grow.*holds 2 of 2 blocks for 4 tokens, wanted 1 more"
+    ):
         scheduler.plan()
     scheduler.complete(scheduler.running[0])
     scheduler.check()
@@ -453,13 +537,23 @@ def test_alone_in_the_pool_and_one_past_capacity_raises_with_the_numbers():
 
 
 def test_preempted_first_is_the_least_urgent_and_it_computes_its_answer_again_before_it_goes_on():
-    """Resumed with the prompt alone, it would sample its next token without having read what it had said."""
+    """
+    Resumed with the prompt alone, it would sample its next token without having read what it had
+    said.
+    """
     scheduler = Scheduler(block_size=2, max_kv_tokens=8, token_budget=8, prefix_cache=False)
-    a, b = running(scheduler, Request("a", [1, 2, 3], 4)), running(scheduler, Request("b", [4, 5, 6], 4))
+    a, b = (
+        running(scheduler, Request("a", [1, 2, 3], 4)),
+        running(scheduler, Request("b", [4, 5, 6], 4)),
+    )
     assert (a.block_table, b.block_table) == ([0, 1], [2, 3])  # a's blocks are full
     plan = scheduler.plan()
     assert plan.preempted == [b] and plan.decodes == [a] and a.block_table == [0, 1, 2]
-    assert b.status == "waiting" and b.generated_tokens == [0] and scheduler.block_allocator.free == [3]
+    assert (
+        b.status == "waiting"
+        and b.generated_tokens == [0]
+        and scheduler.block_allocator.free == [3]
+    )
     scheduler.update(plan, [0])
     step(scheduler)
     assert a.status == "done" and b.status == "waiting"
@@ -470,8 +564,9 @@ def test_preempted_first_is_the_least_urgent_and_it_computes_its_answer_again_be
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf"])
 def test_the_first_in_line_is_not_preempted_for_newcomers(policy):
     """
-    The queue is ordered by age, the victim was chosen by priority: an old request of low priority was admitted first
-    and preempted by the next newcomer, 4,000 times, without ever reaching its first token.
+    The queue is ordered by age, the victim was chosen by priority: an old request of low priority
+    was admitted first and preempted by the next newcomer, 4,000 times, without ever reaching its
+    first token.
     """
     scheduler = Scheduler(policy, token_budget=2, max_kv_tokens=8, block_size=1, max_num_seqs=3)
     scheduler.add_request(Request("before", [1] * 2, 4))
@@ -483,14 +578,15 @@ def test_the_first_in_line_is_not_preempted_for_newcomers(policy):
         if len(scheduler.waiting) < 3:
             scheduler.add_request(Request(now, [1] * 2, 4, arrival_time=100.0 * now))
         step(scheduler)
-    # at most 2 steps of what was there before and W = 6 + 8 + 6 + 6 tokens to compute: see bound_on_steps in test_fuzz
+    # at most 2 steps of what was there before and W = 6 + 8 + 6 + 6 tokens to compute: see
+    # bound_on_steps in test_fuzz
     assert old.status == "done" and now <= 26
 
 
 def test_who_is_preempted_gives_the_turn_to_others():
     """
-    With more running than budget, the one whose turn it was could be preempted for lack of blocks: the plan was empty,
-    the engine got a step without tokens, and crashed on it.
+    With more running than budget, the one whose turn it was could be preempted for lack of blocks:
+    the plan was empty, the engine got a step without tokens, and crashed on it.
     """
     scheduler = Scheduler(token_budget=1, max_kv_tokens=6, block_size=2)
     a = Request("a", [1, 2, 3, 4], 3)
@@ -514,7 +610,10 @@ def test_a_fork_shares_all_blocks_and_the_first_to_write_copies_the_last():
     plan = scheduler.plan()
     scheduler.check(plan)
     assert plan.copies == {2: 1} and plan.grown == [a]
-    assert (a.block_table, b.block_table) == ([0, 2], [0, 1])  # b is the last holder of block 1: no second copy
+    assert (a.block_table, b.block_table) == (
+        [0, 2],
+        [0, 1],
+    )  # b is the last holder of block 1: no second copy
     scheduler.update(plan, [7, 8])
     assert (a.generated_tokens, b.generated_tokens) == ([0, 7], [0, 8])
     assert scheduler.plan().copies == {}
@@ -544,7 +643,9 @@ def test_forks_refused_and_accepted():
 
 
 def test_prompts_split_the_budget_and_decodes_go_first():
-    """One long prompt at the head of the line would make every short one behind it wait for its end."""
+    """
+    One long prompt at the head of the line would make every short one behind it wait for its end.
+    """
     scheduler = Scheduler(block_size=4, token_budget=10, max_num_partial_prefills=2)
     a = running(scheduler, Request("a", [1], 9))
     b, c, d = (Request(name, [ord(name)] * 12, 1) for name in "bcd")
@@ -562,8 +663,13 @@ def test_prompts_split_the_budget_and_decodes_go_first():
 
 
 def test_long_prompts_go_one_by_one_and_get_what_short_ones_leave_over():
-    """Counted as a sharer, or left out where budget is left over, the second long prompt would cost the others time."""
-    scheduler = Scheduler(block_size=4, token_budget=12, max_long_partial_prefills=1, long_prefill_threshold=10)
+    """
+    Counted as a sharer, or left out where budget is left over, the second long prompt would cost
+    the others time.
+    """
+    scheduler = Scheduler(
+        block_size=4, token_budget=12, max_long_partial_prefills=1, long_prefill_threshold=10
+    )
     b, c, d = Request("b", [1] * 30, 1), Request("c", [2] * 16, 1), Request("d", [3] * 9, 1)
     for request in (b, c, d):
         scheduler.add_request(request)
@@ -577,7 +683,10 @@ def test_long_prompts_go_one_by_one_and_get_what_short_ones_leave_over():
 
 
 def test_a_long_prompt_that_is_mostly_in_the_cache_is_not_long():
-    """A chat sends all its history again; counted as long, its few new tokens would wait behind long prompts."""
+    """
+    A chat sends all its history again; counted as long, its few new tokens would wait behind long
+    prompts.
+    """
     scheduler = Scheduler(block_size=4, token_budget=12, long_prefill_threshold=10)
     serve(scheduler, Request("before", [2] * 16, 1))
     b, c = Request("b", [1] * 30, 1), Request("c", [2] * 16, 1)
@@ -594,11 +703,14 @@ def quick_step(scheduler: Scheduler):
 
 def waits_beside_long_prompts(token_budget: int, max_long: int) -> list[int]:
     """
-    As many decodes as the budget has room for beside the share of prefills, four prompts of 4,000 tokens, and prompts
-    of 10 tokens, three whenever the last three are done. Returns after how many steps each of these had its token.
+    As many decodes as the budget has room for beside the share of prefills, four prompts of 4,000
+    tokens, and prompts of 10 tokens, three whenever the last three are done. Returns after how many
+    steps each of these had its token.
     """
     num_decodes = token_budget - token_budget // 4
-    scheduler = Scheduler("fcfs", token_budget, 200_000, 16, prefill_share=0.25, max_long_partial_prefills=max_long)
+    scheduler = Scheduler(
+        "fcfs", token_budget, 200_000, 16, prefill_share=0.25, max_long_partial_prefills=max_long
+    )
     decodes = [Request(i, [0], 10**6) for i in range(num_decodes)]
     long = [Request(f"long {i}", [i] * 4000, 1) for i in range(4)]
     for requests in decodes, long:
@@ -614,25 +726,37 @@ def waits_beside_long_prompts(token_budget: int, max_long: int) -> list[int]:
         left, now = [r for r in short if not r.is_done], now + 1
         quick_step(scheduler)
         waits += [now - since for r in left if r.is_done]
-        assert [r.num_generated for r in decodes] == [now + 2] * num_decodes, "a decode was passed over"
+        assert [r.num_generated for r in decodes] == [now + 2] * num_decodes, (
+            "a decode was passed over"
+        )
     return waits
 
 
 @pytest.mark.parametrize(("token_budget", "bound"), [(256, 1), (128, 2), (64, 3)])
 def test_a_short_prompt_beside_long_ones_has_its_first_token_soon(token_budget, bound):
     """
-    Four long prompts at the head of the line held all four places, and a short one waited until the first was done.
-    Now long ones hold one place, short ones the other three, and a place is worth token_budget * prefill_share //
-    max_num_partial_prefills tokens a step: 256 * 0.25 // 4 = 16, 8 or 4. A prompt of 10 takes 1, 2 or 3 steps.
+    Four long prompts at the head of the line held all four places, and a short one waited until the
+    first was done. Now long ones hold one place, short ones the other three, and a place is worth
+    token_budget * prefill_share // max_num_partial_prefills tokens a step: 256 * 0.25 // 4 = 16, 8
+    or 4. A prompt of 10 takes 1, 2 or 3 steps.
     """
     assert bound == -(-10 // (token_budget // 4 // 4))
     assert max(waits_beside_long_prompts(token_budget, max_long=1)) == bound
-    assert waits_beside_long_prompts(token_budget, max_long=4) == []  # none before the long ones are done
+    assert (
+        waits_beside_long_prompts(token_budget, max_long=4) == []
+    )  # none before the long ones are done
 
 
 def test_long_prompts_are_not_starved_by_short_ones():
-    """Short ones overtake the second long prompt, not the first: its share is certain, and the second is first next."""
-    limits = {"max_long_partial_prefills": 1, "long_prefill_threshold": 32, "max_num_partial_prefills": 4}
+    """
+    Short ones overtake the second long prompt, not the first: its share is certain, and the second
+    is first next.
+    """
+    limits = {
+        "max_long_partial_prefills": 1,
+        "long_prefill_threshold": 32,
+        "max_num_partial_prefills": 4,
+    }
     scheduler = Scheduler("fcfs", 16, 10_000, 4, **limits)
     long, done = [Request(i, [i] * 100, 1) for i in range(2)], {}
     for request in long:
@@ -648,7 +772,9 @@ def test_long_prompts_are_not_starved_by_short_ones():
 def test_sjf_serves_the_fewest_tokens_first_and_at_last_the_others():
     """Without ageing, a long request waits as long as shorter ones come."""
     scheduler = Scheduler("sjf", max_num_seqs=1)
-    scheduler.add_request(Request("long", [1] * 100, 100))  # 190 tokens more than the others: 9.5 seconds
+    scheduler.add_request(
+        Request("long", [1] * 100, 100)
+    )  # 190 tokens more than the others: 9.5 seconds
     for second in range(20):
         scheduler.add_request(Request(second, [2] * 9, 1, arrival_time=float(second)))
     admitted = []
@@ -684,7 +810,11 @@ def test_settings_with_which_nothing_could_ever_run_are_refused(settings):
     """Accepted, they would give empty plans for ever. The smallest that can run are accepted."""
     with pytest.raises(ValueError):
         Scheduler(**settings)
-    limits = {"max_num_partial_prefills": 1, "max_long_partial_prefills": 1, "long_prefill_threshold": 1}
+    limits = {
+        "max_num_partial_prefills": 1,
+        "max_long_partial_prefills": 1,
+        "long_prefill_threshold": 1,
+    }
     least = Scheduler("fcfs", 1, 4, 4, max_num_seqs=1, **limits)
     assert serve(least, Request("r", [1, 2, 3], 2)).generated_tokens == [0, 0]
 
@@ -704,7 +834,9 @@ def hand_out_a_held_block(scheduler):
 def free_a_committed_block(scheduler):
     allocator = scheduler.block_allocator
     allocator.idle.popitem()
-    allocator.free.append(next(block for block in allocator.block_cache.held if not allocator.ref_counts[block]))
+    allocator.free.append(
+        next(block for block in allocator.block_cache.held if not allocator.ref_counts[block])
+    )
 
 
 def idle_without_commit(scheduler):
@@ -756,7 +888,10 @@ def test_check_notices(sabotage):
 
 
 def test_check_notices_a_bad_plan():
-    """Two writers of one block, a write to a block that others may hit, more than the budget, and nothing to do."""
+    """
+    Two writers of one block, a write to a block that others may hit, more than the budget, and
+    nothing to do.
+    """
     scheduler = Scheduler(block_size=2, token_budget=2)
     a = running(scheduler, Request("a", [1], 5))
     b = running(scheduler, Request("b", [4, 5], 5))
@@ -769,7 +904,9 @@ def test_check_notices_a_bad_plan():
     with pytest.raises(AssertionError, match="to compute nothing"):
         scheduler.check(plan)
     plan.chunks = []
-    scheduler.block_cache.insert(a.block_table[-1], CachedBlock(block_key(b"", (0, 0)), b"", (0, 0)))
+    scheduler.block_cache.insert(
+        a.block_table[-1], CachedBlock(block_key(b"", (0, 0)), b"", (0, 0))
+    )
     with pytest.raises(AssertionError, match="writes committed block"):
         scheduler.check(plan)
     scheduler.block_cache.forget(a.block_table[-1])
@@ -793,15 +930,20 @@ def decoding(num_requests: int, context: int) -> Scheduler:
 
 
 def test_a_step_of_256_decodes_costs_the_same_at_any_context_length_and_little():
-    """A plan that looks at whole block tables, or copies whole texts, grows with the context; at 0.15 ms a step that
-    is soon more than the model takes."""
+    """
+    A plan that looks at whole block tables, or copies whole texts, grows with the context; at 0.15
+    ms a step that is soon more than the model takes.
+    """
 
     def one_step(scheduler):
         plan = scheduler.plan()
         scheduler.update(plan, [0] * len(plan.sampled))
 
     short, long = decoding(256, 17), decoding(256, 1025)
-    counts = [[lines_executed(lambda s=scheduler: one_step(s)) for _ in range(16)] for scheduler in (short, long)]
+    counts = [
+        [lines_executed(lambda s=scheduler: one_step(s)) for _ in range(16)]
+        for scheduler in (short, long)
+    ]
     assert counts[0] == counts[1]
     assert min(counts[0]) <= 256 * 20  # lines per request when no block is full
     best = 1.0
@@ -814,9 +956,15 @@ def test_a_step_of_256_decodes_costs_the_same_at_any_context_length_and_little()
 
 
 def test_policy_without_tensors():
-    """Importing the scheduler must not import torch, or a thousand fuzz trials start with a second of waiting."""
+    """
+    Importing the scheduler must not import torch, or a thousand fuzz trials start with a second of
+    waiting.
+    """
     code = "import sys, paged; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(paged.__file__).parent).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(paged.__file__).parent).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
@@ -829,11 +977,14 @@ def test_a_share_of_the_budget_is_a_share(share):
 
 def test_a_block_that_a_fork_still_writes_is_not_committed():
     """
-    A fork is made when the step that computed its prompt is known; the parent's next step is under way already, and may
-    fill the block that they share. Committed, it was the fork's alone once the parent had stopped, and was written
-    without a copy: whoever found it in the cache read another text's K and V.
+    A fork is made when the step that computed its prompt is known; the parent's next step is under
+    way already, and may fill the block that they share. Committed, it was the fork's alone once the
+    parent had stopped, and was written without a copy: whoever found it in the cache read another
+    text's K and V.
     """
-    scheduler = Scheduler(token_budget=5, max_kv_tokens=400, block_size=4, prefill_share=0.6, max_num_seqs=5)
+    scheduler = Scheduler(
+        token_budget=5, max_kv_tokens=400, block_size=4, prefill_share=0.6, max_num_seqs=5
+    )
     first = Request("first", [1, 2, 3], 9, stop_token_ids=frozenset([50]))
     for request in Request("o1", [5], 40), Request("o2", [6], 40), first:
         scheduler.add_request(request)
@@ -847,7 +998,11 @@ def test_a_block_that_a_fork_still_writes_is_not_committed():
             stops = [r is first and r.num_generated > r.num_to_come for r in plan.sampled]
             scheduler.resolve(plan, [50 if stop else 41 for stop in stops])
             if fork is None and first in plan.sampled and first.status == "active":
-                changes = {"generated_tokens": [], "num_filled_slots": 2, "block_table": first.block_table[:1]}
+                changes = {
+                    "generated_tokens": [],
+                    "num_filled_slots": 2,
+                    "block_table": first.block_table[:1],
+                }
                 fork = scheduler.fork(first, "fork", **changes)
         if step == 0:
             scheduler.add_request(Request("long", [5] * 60, 9))

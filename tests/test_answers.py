@@ -1,6 +1,7 @@
 """
-protocol.py: what a client is told of an answer, against a reference that has the whole answer at once. However the
-engine's steps cut the tokens, and whenever the client is told, the pieces together say what the reference says.
+protocol.py: what a client is told of an answer, against a reference that has the whole answer at
+once. However the engine's steps cut the tokens, and whenever the client is told, the pieces
+together say what the reference says.
 """
 
 import codecs
@@ -12,13 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import ChatRequest, Choice, CompletionRequest
+from serving.protocol import ChatRequest, Choice, CompletionRequest
 from tokenizer import bpe_tokenizer
 
 TOKENIZER = bpe_tokenizer([])  # a token a byte, and 256 is <|endoftext|>
 END = 256
 BYTES = [*b"ab", *"é".encode(), 0xFF, END]  # é is two tokens, 0xFF is no character
-SPELLING = {97: "a", 98: "b", 0xC3: "bytes:\\xc3", 0xA9: "bytes:\\xa9", 0xFF: "bytes:\\xff", END: "<|endoftext|>"}
+SPELLING = {
+    97: "a",
+    98: "b",
+    0xC3: "bytes:\\xc3",
+    0xA9: "bytes:\\xa9",
+    0xFF: "bytes:\\xff",
+    END: "<|endoftext|>",
+}
 
 
 def decoded(data: bytes, final: bool = False) -> str:
@@ -27,16 +35,24 @@ def decoded(data: bytes, final: bool = False) -> str:
 
 
 def score(place: int, token: int) -> list:
-    """As the engine's: [log-probability of the token, the likeliest ids, their log-probabilities], more than anybody
-    asks for. The token is the likeliest, the third, or none of these; one that cannot be has -inf."""
-    likeliest = [[token, 99, 100, 101, 102], [99, 100, token, 101, 102], [99, 100, 101, 102, 103]][place % 3]
+    """
+    As the engine's: [log-probability of the token, the likeliest ids, their log-probabilities],
+    more than anybody asks for. The token is the likeliest, the third, or none of these; one that
+    cannot be has -inf.
+    """
+    likeliest = [[token, 99, 100, 101, 102], [99, 100, token, 101, 102], [99, 100, 101, 102, 103]][
+        place % 3
+    ]
     values = [-0.5 - place, -1.5 - place, -2.5 - place, -3.5 - place, -math.inf]
     own = values[likeliest.index(token)] if token in likeliest else -math.inf
     return [own, likeliest, values]
 
 
 def wanted_candidates(token: int, scored: list, n: int) -> list[tuple[int, float]]:
-    """The n likeliest and, where it is none of them, the token itself, with what JSON has for minus infinity."""
+    """
+    The n likeliest and, where it is none of them, the token itself, with what JSON has for minus
+    infinity.
+    """
     own, ids, values = scored
     found = [(i, value) for i, value in zip(ids, values, strict=True) if ids.index(i) < n]
     found += [(token, own)] if token not in ids[:n] else []
@@ -66,15 +82,21 @@ class Reference:
         searched_from = len(texts[min(num_echoed + request.min_tokens, len(pieces))])
         self.end_at_stop_string(texts[num_echoed:], searched_from)
         places = len(self.tokens) + (num_echoed if request.candidates is not None else 0)
-        self.offsets = [len(text) for text in texts[num_echoed + len(self.tokens) - places :][:places]]
+        self.offsets = [
+            len(text) for text in texts[num_echoed + len(self.tokens) - places :][:places]
+        ]
 
     def end_at_stop_string(self, texts: list[str], searched_from: int):
         for end in range(searched_from + 1, len(texts[-1]) + 1):
-            found = [stop for stop in self.request.stop if texts[-1][searched_from:end].endswith(stop)]
+            found = [
+                stop for stop in self.request.stop if texts[-1][searched_from:end].endswith(stop)
+            ]
             if found:
                 stop = max(found, key=len)
                 self.finish_reason, self.stop_reason = "stop", stop
-                self.text = texts[-1][: end if self.request.include_stop_str_in_output else end - len(stop)]
+                self.text = texts[-1][
+                    : end if self.request.include_stop_str_in_output else end - len(stop)
+                ]
                 count = next(count for count, text in enumerate(texts) if len(text) >= end)
                 self.tokens = self.tokens[:count]
                 return
@@ -87,22 +109,32 @@ class Reference:
         tokens, scores = self.tokens, self.scores
         if self.request.echo:
             tokens, scores = self.prompt + tokens, [None, *prompt_scores(self.prompt), *scores]
-        found = [s and wanted_candidates(token, s, n) for token, s in zip(tokens, scores, strict=True)]
+        found = [
+            s and wanted_candidates(token, s, n) for token, s in zip(tokens, scores, strict=True)
+        ]
         return {
             "tokens": [name(token) for token in tokens],
-            "token_logprobs": [f and dict(f)[token] for token, f in zip(tokens, found, strict=True)],
+            "token_logprobs": [
+                f and dict(f)[token] for token, f in zip(tokens, found, strict=True)
+            ],
             "top_logprobs": [f and {name(i): value for i, value in f} for f in found],
             "text_offset": self.offsets,
         }
 
     def chat_logprobs(self, n: int) -> list:
         def entry(token: int, value: float) -> dict:
-            return {"token": name(token), "logprob": value, "bytes": list(TOKENIZER.spelled_bytes(token))}
+            return {
+                "token": name(token),
+                "logprob": value,
+                "bytes": list(TOKENIZER.spelled_bytes(token)),
+            }
 
         content = []
         for token, s in zip(self.tokens, self.scores, strict=True):
             found = wanted_candidates(token, s, n)
-            content.append(entry(token, dict(found)[token]) | {"top_logprobs": [entry(*f) for f in found[:n]]})
+            content.append(
+                entry(token, dict(found)[token]) | {"top_logprobs": [entry(*f) for f in found[:n]]}
+            )
         return content
 
 
@@ -133,14 +165,25 @@ ANSWERS = {
 }
 
 
-def told(choice: Choice, tokens: list[int], finish_reason: str, cuts: set, pauses: set) -> list[dict]:
-    """The chunks that a client gets if the engine's steps end at `cuts`, and the client is busy during `pauses`."""
+def told(
+    choice: Choice, tokens: list[int], finish_reason: str, cuts: set, pauses: set
+) -> list[dict]:
+    """
+    The chunks that a client gets if the engine's steps end at `cuts`, and the client is busy during
+    `pauses`.
+    """
     edges = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
     chunks = []
     for step, (start, end) in enumerate(pairwise(edges)):
         scores = [score(start + place, token) for place, token in enumerate(tokens[start:end])]
         reason = finish_reason if end == len(tokens) else None
-        choice.take(tokens[start:end], reason, 3, scores, prompt_scores(choice.prompt) if step == 0 else None)
+        choice.take(
+            tokens[start:end],
+            reason,
+            3,
+            scores,
+            prompt_scores(choice.prompt) if step == 0 else None,
+        )
         if choice.has_news() and (step not in pauses or choice.finish_reason):
             chunks += choice.request.chunks(choice)
             choice.told()
@@ -152,11 +195,16 @@ def told(choice: Choice, tokens: list[int], finish_reason: str, cuts: set, pause
 
 
 def check_the_ends(chunks: list[dict], wanted: Reference):
-    """Only the last chunk says how it ended, each says how many tokens there were until then, with their ids."""
+    """
+    Only the last chunk says how it ended, each says how many tokens there were until then, with
+    their ids.
+    """
     choices = [chunk["choices"][0] for chunk in chunks]
     assert {choice["index"] for choice in choices} == {7}
     reasons = [(choice["finish_reason"], choice["stop_reason"]) for choice in choices]
-    assert reasons == [(None, None)] * (len(chunks) - 1) + [(wanted.finish_reason, wanted.stop_reason)]
+    assert reasons == [(None, None)] * (len(chunks) - 1) + [
+        (wanted.finish_reason, wanted.stop_reason)
+    ]
     request = wanted.request
     if request.return_token_ids:
         ids = [choice["token_ids"] for choice in choices]
@@ -170,7 +218,10 @@ def check_the_ends(chunks: list[dict], wanted: Reference):
     assert all(("token_ids" in choice) == request.return_token_ids for choice in choices)
 
 
-IN_CHUNKS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+IN_CHUNKS = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
 
 
 @settings(max_examples=200, deadline=None)
@@ -181,7 +232,9 @@ def test_a_completion_says_the_same_however_it_is_cut(
     fields = {"prompt": prompt, "echo": echo, "logprobs": candidates} | fields
     request = CompletionRequest(**fields, **IN_CHUNKS)
     wanted = Reference(request, prompt, tokens, finish_reason)
-    chunks = told(Choice(None, 7, request, prompt, [], TOKENIZER, [END]), tokens, finish_reason, cuts, pauses)
+    chunks = told(
+        Choice(None, 7, request, prompt, [], TOKENIZER, [END]), tokens, finish_reason, cuts, pauses
+    )
     choices = [chunk["choices"][0] for chunk in chunks]
     assert "".join(choice["text"] for choice in choices) == wanted.text
     check_the_ends(chunks, wanted)
@@ -192,13 +245,20 @@ def test_a_completion_says_the_same_however_it_is_cut(
     if logprobs is None:
         assert all(choice["logprobs"] is None for choice in choices)
     else:
-        assert {key: [x for choice in choices for x in choice["logprobs"][key]] for key in logprobs} == logprobs
+        assert {
+            key: [x for choice in choices for x in choice["logprobs"][key]] for key in logprobs
+        } == logprobs
     # the same at once
     request = CompletionRequest(**fields, prompt_logprobs=prompt_logprobs)
     choice = Choice(None, 7, request, prompt, [], TOKENIZER, [END])
     scores = [score(*item) for item in enumerate(tokens)]
     choice.take(tokens, finish_reason, 3, scores, prompt_scores(prompt))
-    answer = {"text": wanted.text, "index": 7, "logprobs": logprobs, "finish_reason": wanted.finish_reason}
+    answer = {
+        "text": wanted.text,
+        "index": 7,
+        "logprobs": logprobs,
+        "finish_reason": wanted.finish_reason,
+    }
     answer["stop_reason"] = wanted.stop_reason
     if request.return_token_ids:
         answer |= {"token_ids": wanted.tokens, "prompt_token_ids": prompt}
@@ -210,20 +270,32 @@ def test_a_completion_says_the_same_however_it_is_cut(
 def wanted_prompt_logprobs(prompt: list[int], n: int) -> list[dict | None]:
     places = [None]
     for token, scored in zip(prompt[1:], prompt_scores(prompt), strict=True):
-        ranks = [*range(1, n + 1), None]  # of a token that is none of the likeliest the rank is not known
+        ranks = [
+            *range(1, n + 1),
+            None,
+        ]  # of a token that is none of the likeliest the rank is not known
         found = zip(wanted_candidates(token, scored, n), ranks, strict=False)
-        places.append({str(i): {"logprob": p, "rank": rank, "decoded_token": name(i)} for (i, p), rank in found})
+        places.append(
+            {
+                str(i): {"logprob": p, "rank": rank, "decoded_token": name(i)}
+                for (i, p), rank in found
+            }
+        )
     return places
 
 
 @settings(max_examples=200, deadline=None)
 @given(**ANSWERS)
-def test_a_chat_says_the_same_however_it_is_cut(prompt, tokens, finish_reason, cuts, pauses, fields, candidates):
+def test_a_chat_says_the_same_however_it_is_cut(
+    prompt, tokens, finish_reason, cuts, pauses, fields, candidates
+):
     fields = {"messages": [{"role": "user", "content": "x"}], **fields}
     fields |= {} if candidates is None else {"logprobs": True, "top_logprobs": candidates}
     request = ChatRequest(**fields, **IN_CHUNKS)
     wanted = Reference(request, prompt, tokens, finish_reason)
-    chunks = told(Choice(None, 7, request, prompt, [], TOKENIZER, [END]), tokens, finish_reason, cuts, pauses)
+    chunks = told(
+        Choice(None, 7, request, prompt, [], TOKENIZER, [END]), tokens, finish_reason, cuts, pauses
+    )
     choices = [chunk["choices"][0] for chunk in chunks]
     deltas = [choice["delta"] for choice in choices]
     assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
@@ -233,21 +305,34 @@ def test_a_chat_says_the_same_however_it_is_cut(prompt, tokens, finish_reason, c
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [
         prompt if request.return_token_ids else None, *[None] * (len(chunks) - 1)
     ]  # fmt: skip
-    logprobs = None if candidates is None else {"content": wanted.chat_logprobs(candidates), "refusal": None}
+    logprobs = (
+        None
+        if candidates is None
+        else {"content": wanted.chat_logprobs(candidates), "refusal": None}
+    )
     parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-    assert [x for part in parts for x in part["content"]] == (logprobs["content"] if logprobs else [])
+    assert [x for part in parts for x in part["content"]] == (
+        logprobs["content"] if logprobs else []
+    )
     # the same at once
     choice = Choice(None, 7, ChatRequest(**fields), prompt, [], TOKENIZER, [END])
     choice.take(tokens, finish_reason, 3, [score(*item) for item in enumerate(tokens)])
     message = {"role": "assistant", "content": wanted.text}
-    answer = {"message": message, "index": 7, "logprobs": logprobs, "finish_reason": wanted.finish_reason}
+    answer = {
+        "message": message,
+        "index": 7,
+        "logprobs": logprobs,
+        "finish_reason": wanted.finish_reason,
+    }
     answer["stop_reason"] = wanted.stop_reason
     ids = {"prompt_token_ids": prompt} if request.return_token_ids else {}
     answer |= {"token_ids": wanted.tokens} if request.return_token_ids else {}
     assert choice.request.answer([choice]) == {"choices": [answer], **ids}
 
 
-@pytest.mark.parametrize(("n", "found"), [(0, ["b"]), (1, ["y", "b"]), (3, ["y", "b", "x"]), (9, ["y", "b", "x"])])
+@pytest.mark.parametrize(
+    ("n", "found"), [(0, ["b"]), (1, ["y", "b"]), (3, ["y", "b", "x"]), (9, ["y", "b", "x"])]
+)
 def test_a_request_is_told_its_own_number_of_candidates(n, found):
     """A step scores as many candidates as any of its requests wants: the others got as many."""
     request = CompletionRequest(prompt="p", logprobs=n, max_tokens=1)
@@ -258,15 +343,28 @@ def test_a_request_is_told_its_own_number_of_candidates(n, found):
 
 
 def test_each_answer_has_its_own_prompt():
-    """Of several prompts in a call; and all choices of a prompt share its scores, which come with the first token of
-    one of them."""
-    request = CompletionRequest(prompt=["x", "y"], n=2, return_token_ids=True, prompt_logprobs=0, max_tokens=1)
+    """
+    Of several prompts in a call; and all choices of a prompt share its scores, which come with the
+    first token of one of them.
+    """
+    request = CompletionRequest(
+        prompt=["x", "y"], n=2, return_token_ids=True, prompt_logprobs=0, max_tokens=1
+    )
     choices = []
     for prompt in ([97, 98], [98, 97, 97]):
         scores = []
-        choices += [Choice(None, len(choices) + i, request, prompt, scores, TOKENIZER, [END]) for i in range(2)]
+        choices += [
+            Choice(None, len(choices) + i, request, prompt, scores, TOKENIZER, [END])
+            for i in range(2)
+        ]
     for choice in (choices[1], choices[0], choices[2], choices[3]):
-        choice.take([97], "length", 0, None, prompt_scores(choice.prompt) if choice.index in (1, 2) else None)
+        choice.take(
+            [97],
+            "length",
+            0,
+            None,
+            prompt_scores(choice.prompt) if choice.index in (1, 2) else None,
+        )
     answers = request.answer(choices)["choices"]
     assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
     for choice, answer in zip(choices, answers, strict=True):
@@ -285,7 +383,9 @@ def test_a_scored_echo_waits_for_its_scores_and_only_that():
 
 
 def test_an_answer_of_which_only_the_prompt_was_wanted():
-    """max_tokens 0: the engine computes a token for the scores, of which nothing is told or counted."""
+    """
+    max_tokens 0: the engine computes a token for the scores, of which nothing is told or counted.
+    """
     request = CompletionRequest(prompt="x", echo=True, logprobs=1, max_tokens=0)
     choice = Choice(None, 0, request, [97, 98], [], TOKENIZER, [END])
     choice.take([END], "stop", 0, [score(0, END)], prompt_scores([97, 98]))
@@ -296,16 +396,25 @@ def test_an_answer_of_which_only_the_prompt_was_wanted():
         None,
         0,
     )
-    assert answer["logprobs"]["tokens"] == ["a", "b"] and answer["logprobs"]["text_offset"] == [0, 1]
+    assert answer["logprobs"]["tokens"] == ["a", "b"] and answer["logprobs"]["text_offset"] == [
+        0,
+        1,
+    ]
     assert choice.has_news()  # in a stream, too, though no token is told
 
 
 @pytest.mark.parametrize(
-    ("fields", "is_news"), [({}, False), ({"return_token_ids": True}, True), ({"logprobs": 0}, True)]
+    ("fields", "is_news"),
+    [({}, False), ({"return_token_ids": True}, True), ({"logprobs": 0}, True)],
 )
 def test_what_is_news(fields, is_news):
-    """A token without text, half a character, is news to those who asked for tokens; to others text and the end are."""
-    choice = Choice(None, 0, CompletionRequest(prompt="x", stream=True, **fields), [97], [], TOKENIZER, [END])
+    """
+    A token without text, half a character, is news to those who asked for tokens; to others text
+    and the end are.
+    """
+    choice = Choice(
+        None, 0, CompletionRequest(prompt="x", stream=True, **fields), [97], [], TOKENIZER, [END]
+    )
     assert not choice.has_news()
     choice.take([0xC3], None, 0, [score(0, 0xC3)])
     assert choice.has_news() == is_news
@@ -320,7 +429,9 @@ def test_what_is_news(fields, is_news):
     assert not choice.has_news() and choice.is_over
 
 
-@pytest.mark.parametrize(("min_tokens", "text"), [(0, "a"), (1, "a"), (2, "aba"), (3, "aba"), (4, "abab")])
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, "a"), (1, "a"), (2, "aba"), (3, "aba"), (4, "abab")]
+)
 def test_stop_strings_count_from_the_first_token_after_min_tokens(min_tokens, text):
     request = CompletionRequest(prompt="x", stop="b", min_tokens=min_tokens)
     choice = Choice(None, 0, request, [97], [], TOKENIZER, [END])
@@ -330,11 +441,19 @@ def test_stop_strings_count_from_the_first_token_after_min_tokens(min_tokens, te
 
 @pytest.mark.parametrize("request_of", [CompletionRequest, ChatRequest])
 def test_json_has_no_infinity(request_of):
-    """What cannot be sampled has a log-probability of minus infinity, which no client could read."""
+    """
+    What cannot be sampled has a log-probability of minus infinity, which no client could read.
+    """
     fields = {"prompt": "x", "logprobs": 1, "prompt_logprobs": 1}
     if request_of is ChatRequest:
-        fields = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1}
+        fields = {
+            "messages": [{"role": "user", "content": "x"}],
+            "logprobs": True,
+            "top_logprobs": 1,
+        }
     choice = Choice(None, 0, request_of(**fields), [97, 98], [], TOKENIZER, [END])
-    choice.take([98], "length", 0, [[-math.inf, [97], [-math.inf]]], [[-math.inf, [97], [-math.inf]]])
+    choice.take(
+        [98], "length", 0, [[-math.inf, [97], [-math.inf]]], [[-math.inf, [97], [-math.inf]]]
+    )
     text = json.dumps(choice.request.answer([choice]), allow_nan=False)
     assert text.count("-9999.0") == (5 if request_of is CompletionRequest else 2)

@@ -1,6 +1,7 @@
 """
-The gate, the jobs and the life of the server, with the engine played by the test and time its own: who may come in,
-what is answered with which status, header and body, what the engine is told, and when.
+The gate, the jobs and the life of the server, with the engine played by the test and time its own:
+who may come in, what is answered with which status, header and body, what the engine is told, and
+when.
 """
 
 import asyncio
@@ -15,9 +16,9 @@ from test_connection import ASK, CHUNKED_ASK, GET
 from test_protocol import parse
 from wires import House, request
 
-import api
-from protocol import NEUTRAL, CompletionRequest
-from workers import Counts, Seat
+from serving import api
+from serving.protocol import NEUTRAL, CompletionRequest
+from serving.workers import Counts, Seat
 
 
 @pytest.fixture
@@ -28,7 +29,12 @@ def house():
 
 def error_of(answer) -> dict:
     """The error of an answer, after a check that it has OpenAI's shape and nothing else."""
-    assert list(answer.json) == ["error"] and list(answer.json["error"]) == ["message", "type", "param", "code"]
+    assert list(answer.json) == ["error"] and list(answer.json["error"]) == [
+        "message",
+        "type",
+        "param",
+        "code",
+    ]
     return answer.json["error"]
 
 
@@ -47,7 +53,7 @@ def texts(caller) -> dict[int, str]:
     return said
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # How much at once
 
 
@@ -73,7 +79,10 @@ class Held:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_burst_does_not_pass_the_queue(stream):
-    """There was room for each of them before their prompts were encoded: all twelve went to the engine."""
+    """
+    There was room for each of them before their prompts were encoded: all twelve went to the
+    engine.
+    """
     with House("--max-num-seqs", "2", "--max-queue", "3") as house:
         held = Held(house)
         callers = [house.ask(n=n, stream=stream) for n in (1, 2, 1, 2, 1, 1, 1)]
@@ -87,7 +96,8 @@ def test_a_burst_does_not_pass_the_queue(stream):
 
 
 @pytest.mark.parametrize(
-    "fields, count", [({"n": 5}, 5), ({"prompt": ["a"] * 5}, 5), ({"prompt": ["a", "b"], "n": 2}, 4)]
+    "fields, count",
+    [({"n": 5}, 5), ({"prompt": ["a"] * 5}, 5), ({"prompt": ["a", "b"], "n": 2}, 4)],
 )
 def test_what_fits_is_taken_and_one_more_is_not(fields, count):
     """The queue counts choices. More than ever fit is a 400, for it is no use to try again."""
@@ -96,9 +106,16 @@ def test_what_fits_is_taken_and_one_more_is_not(fields, count):
         assert len(house.choices) == count
         answer = house.ask(prompt=["a"] * (6 - count)).answer()
         message = f"{6 - count} prompts x n beside {count} in work are more than 5: try again later"
-        assert refusal_of(answer) == (429, "queue_full", message) and answer.headers["retry-after"] == "1"
+        assert (
+            refusal_of(answer) == (429, "queue_full", message)
+            and answer.headers["retry-after"] == "1"
+        )
         answer = house.ask(prompt=["a", "b"], n=3).answer()
-        assert refusal_of(answer) == (400, None, "6 prompts x n in one call, at most 5 are taken: split it")
+        assert refusal_of(answer) == (
+            400,
+            None,
+            "6 prompts x n in one call, at most 5 are taken: split it",
+        )
         assert error_of(answer)["param"] == "prompt" and "retry-after" not in answer.headers
         if count < 5:
             house.ask()
@@ -106,7 +123,10 @@ def test_what_fits_is_taken_and_one_more_is_not(fields, count):
 
 
 def test_the_queue_counts_what_other_processes_have_in_work():
-    """The engine says how many choices it works at, of all HTTP processes; ours may be more than it has said."""
+    """
+    The engine says how many choices it works at, of all HTTP processes; ours may be more than it
+    has said.
+    """
     with House("--max-num-seqs", "2", "--max-queue", "3") as house:
         house.engine.step(at_work=4)
         house.ask()
@@ -127,7 +147,9 @@ def test_room_that_was_freed_is_there_again():
             if end == "hang up":
                 caller.hang_up()
             elif end == "error":
-                house.engine.say({"op": "error", "id": str(number), "message": "no", "kind": "internal"})
+                house.engine.say(
+                    {"op": "error", "id": str(number), "message": "no", "kind": "internal"}
+                )
             else:
                 house.engine.step({str(number): b"x"}, end)
         assert not house.choices
@@ -141,7 +163,7 @@ def test_the_queue_is_asked_before_prompts_are_encoded():
         assert house.ask().answer().status == 429 and held.num_asked == 0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Who may come in
 
 KEY = {"Authorization": "Bearer sesame"}
@@ -155,7 +177,13 @@ def locked():
 
 def test_every_path_but_three_needs_the_key(locked):
     """Also paths that are not there, and other methods."""
-    calls = [*locked.service.routes, ("GET", "/nowhere"), ("DELETE", "/"), ("GET", "/livez/"), ("GET", "/V1/models")]
+    calls = [
+        *locked.service.routes,
+        ("GET", "/nowhere"),
+        ("DELETE", "/"),
+        ("GET", "/livez/"),
+        ("GET", "/V1/models"),
+    ]
     calls += [("HEAD", path) for method, path in calls if method == "GET"]
     for method, path in calls:
         caller = locked.call(method, path)
@@ -191,7 +219,10 @@ def test_a_key_is_one_of_the_keys(locked, header, is_valid):
     answer = locked.get("/v1/models", Authorization=header)
     assert answer.status == (200 if is_valid else 401)
     if not is_valid:
-        assert refusal_of(answer)[1:] == ("invalid_api_key", "send a valid API key: Authorization: Bearer KEY")
+        assert refusal_of(answer)[1:] == (
+            "invalid_api_key",
+            "send a valid API key: Authorization: Bearer KEY",
+        )
 
 
 def test_a_wrong_key_is_refused_before_the_body_comes(locked):
@@ -223,14 +254,25 @@ def test_an_origin_is_ours_whole(origin, status):
         answer = house.get("/v1/models", Host="gpt.example", Origin=origin)
         assert answer.status == status
         if status == 403:
-            assert refusal_of(answer)[2].startswith(f"pages of another origin, {origin!r}, are not served here")
+            assert refusal_of(answer)[2].startswith(
+                f"pages of another origin, {origin!r}, are not served here"
+            )
 
 
 def test_with_a_key_any_host_is_served_but_no_other_origin(locked):
-    """A page that makes its name point here knows no key; but where a browser keeps one, it must not lend it."""
+    """
+    A page that makes its name point here knows no key; but where a browser keeps one, it must not
+    lend it.
+    """
     assert locked.get("/v1/models", Host="any.example", **KEY).status == 200
-    assert locked.get("/v1/models", Host="any.example", Origin="http://any.example", **KEY).status == 200
-    assert locked.get("/v1/models", Host="any.example", Origin="http://evil.example", **KEY).status == 403
+    assert (
+        locked.get("/v1/models", Host="any.example", Origin="http://any.example", **KEY).status
+        == 200
+    )
+    assert (
+        locked.get("/v1/models", Host="any.example", Origin="http://evil.example", **KEY).status
+        == 403
+    )
     assert locked.get("/livez", Origin="http://evil.example").status == 403
 
 
@@ -252,7 +294,10 @@ def test_the_name_in_a_host_header(value, name):
 
 
 def test_addresses_are_no_names():
-    assert [api.is_address(host) for host in ("127.0.0.1", "::1", "10.0.0.7", "localhost", "", "1.2.3", "a::1")] == [
+    assert [
+        api.is_address(host)
+        for host in ("127.0.0.1", "::1", "10.0.0.7", "localhost", "", "1.2.3", "a::1")
+    ] == [
         *(True, True, True),
         *(False, False, False, True),
     ]
@@ -280,7 +325,7 @@ def test_keys_have_prefix_caches_of_their_own(locked):
     assert salts == ["key 0:", "key 0:x", "key 0:y", "key 1:", "key 1:x", "key 1:y"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Bodies
 
 
@@ -321,8 +366,12 @@ SCALARS = (
     | st.sampled_from([10**4299, -(10**4299), 2**63])
     | st.text(st.characters(), max_size=5)
 )
-VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=2))
-NAMES = st.sampled_from([*CompletionRequest.model_fields, *NEUTRAL]) | st.text(st.characters(), max_size=5)
+VALUES = st.recursive(
+    SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=2)
+)
+NAMES = st.sampled_from([*CompletionRequest.model_fields, *NEUTRAL]) | st.text(
+    st.characters(), max_size=5
+)
 
 
 @pytest.fixture(scope="module")
@@ -350,21 +399,42 @@ def test_no_body_makes_a_500(patient, body, prompted):
 
 
 PIECES = [
-    *(b"GET /livez HTTP/1.1\r\n", b"Host: localhost\r\n", b"Content-Length: 5\r\n", b"Content-Length: -1\r\n"),
+    *(
+        b"GET /livez HTTP/1.1\r\n",
+        b"Host: localhost\r\n",
+        b"Content-Length: 5\r\n",
+        b"Content-Length: -1\r\n",
+    ),
     b"\r\n",
-    *(b"Transfer-Encoding: chunked\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"FFFFFFFFFFFFFFFFFF\r\n", b"\0\xff", b"{}"),
+    *(
+        b"Transfer-Encoding: chunked\r\n",
+        b"5\r\nhello\r\n",
+        b"0\r\n\r\n",
+        b"FFFFFFFFFFFFFFFFFF\r\n",
+        b"\0\xff",
+        b"{}",
+    ),
     *(ASK.partition(b"Content-Length")[0], b"PRI * HTTP/2.0\r\n\r\n", b"Expect: 100-continue\r\n"),
-    *(b"Upgrade: websocket\r\nConnection: Upgrade\r\n", b"GET \xff\xfe HTTP/1.1\r\n", b"GET http://[ HTTP/1.1\r\n"),
+    *(
+        b"Upgrade: websocket\r\nConnection: Upgrade\r\n",
+        b"GET \xff\xfe HTTP/1.1\r\n",
+        b"GET http://[ HTTP/1.1\r\n",
+    ),
     *(b"CONNECT x:1 HTTP/1.1\r\n", b"A" * 3000, b": x\r\n", ASK, GET),
     *(b'Content-Length: 16\r\n\r\n{"prompt": "sa"}', b'Content-Length: 99\r\n\r\n{"prompt": "sa"}'),
 ]
 
 
 @settings(max_examples=200, deadline=None)
-@given(pieces=st.lists(st.sampled_from(PIECES) | st.binary(max_size=20), min_size=1, max_size=8), ends=st.booleans())
+@given(
+    pieces=st.lists(st.sampled_from(PIECES) | st.binary(max_size=20), min_size=1, max_size=8),
+    ends=st.booleans(),
+)
 def test_no_bytes_make_a_500(patient, pieces, ends):
-    """Whatever comes over the wire, whole or cut off in the middle: no failure of ours, nothing left behind, and the
-    server serves on."""
+    """
+    Whatever comes over the wire, whole or cut off in the middle: no failure of ours, nothing left
+    behind, and the server serves on.
+    """
     caller = patient.connect()
     for piece in pieces:
         caller.send(piece)
@@ -379,7 +449,7 @@ def test_no_bytes_make_a_500(patient, pieces, ends):
     assert patient.get("/livez").status == 200
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Streams
 
 
@@ -390,15 +460,22 @@ def test_a_stream_begins_with_its_first_event(house):
     house.engine.step({"0": b"x"})
     head = caller.said.partition("\r\n\r\n")[0].lower().split("\r\n")
     assert head[0] == "http/1.1 200 ok" and "content-type: text/event-stream; charset=utf-8" in head
-    assert "cache-control: no-cache" in head and any(line.startswith("x-request-id: ") for line in head)
+    assert "cache-control: no-cache" in head and any(
+        line.startswith("x-request-id: ") for line in head
+    )
     house.engine.step({"0": b"yz"}, "length")
     assert texts(caller) == {0: "xyz"} and caller.events[-1] == "[DONE]"
-    assert [event["choices"][0]["finish_reason"] for event in caller.events[:-1]] == [None, "length"]
+    assert [event["choices"][0]["finish_reason"] for event in caller.events[:-1]] == [
+        None,
+        "length",
+    ]
 
 
 def test_a_slow_reader_gets_one_event_of_all_that_came(house):
-    """While a client does not read, tokens gather; nothing is lost, and nobody else waits. (Over sockets this once
-    failed on a busy machine: how much gathers depended on its speed.)"""
+    """
+    While a client does not read, tokens gather; nothing is lost, and nobody else waits. (Over
+    sockets this once failed on a busy machine: how much gathers depended on its speed.)
+    """
     slow, quick = (house.ask(stream=True, max_tokens=99) for _ in range(2))
     house.engine.step({"0": b"a", "1": b"A"})
     slow.stop_reading()
@@ -415,7 +492,9 @@ def test_a_slow_reader_gets_one_event_of_all_that_came(house):
 
 def test_events_say_what_is_new_of_each_choice(house):
     """In one write, if one round brought it."""
-    caller = house.ask(["ab", "cd"], n=2, stream=True, max_tokens=9, stream_options={"include_usage": True})
+    caller = house.ask(
+        ["ab", "cd"], n=2, stream=True, max_tokens=9, stream_options={"include_usage": True}
+    )
     house.engine.step({"0": b"a", "1.1": b"d"})
     house.engine.step({"0.1": b"b", "1": b"c"}, "length")
     house.engine.step({"0": b"A"}, "length")
@@ -491,7 +570,9 @@ def test_an_answer_may_take_as_long_as_the_flag_says(stream):
         house.clock.run(0.2)
         answer = caller.answer()
         message = "not finished within 7 s, what the server allows"
-        assert refusal_of(answer) == (503, "timeout", message) and answer.headers["retry-after"] == "1"
+        assert (
+            refusal_of(answer) == (503, "timeout", message) and answer.headers["retry-after"] == "1"
+        )
         assert [message["id"] for message in house.engine.of("abort")] == ["0", "0.1"]
 
 
@@ -506,7 +587,10 @@ def test_a_stream_that_takes_too_long_is_told(house):
 
 
 def test_time_runs_while_a_long_answer_waits_for_its_turn(monkeypatch):
-    """While slow readers had all turns, an answer waited for longer than --request-seconds, and was then told."""
+    """
+    While slow readers had all turns, an answer waited for longer than --request-seconds, and was
+    then told.
+    """
     monkeypatch.setattr(api, "SCORES_IN_PLACE", 0)
     with House("--request-seconds", "7") as house:
         turns = house.service.telling = asyncio.Semaphore(0)  # slow readers have them all
@@ -535,7 +619,10 @@ def test_hanging_up_aborts_all_that_is_left(house, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answered_call_leaves_nothing_behind(house, stream):
-    """No task that goes on watching or pinging for a client that has its answer, and keeps its connection."""
+    """
+    No task that goes on watching or pinging for a client that has its answer, and keeps its
+    connection.
+    """
     caller = house.ask(stream=stream)
     house.engine.step({"0": b"x"})
     assert len(asyncio.all_tasks(house.clock)) == 2 + stream
@@ -607,11 +694,15 @@ def test_each_prompt_without_a_seed_has_its_own(house):
     assert len({seeds[0], seeds[5]}) == 2 and all(0 <= seed < 2**48 + 3 for seed in seeds)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Long answers
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda v: st.lists(v, max_size=5) | st.dictionaries(st.text(), v, max_size=3),
 )
 
@@ -626,7 +717,9 @@ def test_json_in_pieces_is_the_same(value):
 
 @pytest.mark.parametrize("size", [0, 1, api.SLICE, api.SLICE + 1, 3 * api.SLICE])
 def test_long_answers_go_out_in_slices(size):
-    """Each waits until the one before is on its way; all of them together are what was announced."""
+    """
+    Each waits until the one before is on its way; all of them together are what was announced.
+    """
     sent = []
 
     async def send(message):
@@ -668,9 +761,19 @@ def test_four_long_answers_are_there_at_once(house, monkeypatch):
 
 
 def scored(house, id: str, num: int, prompt: int | None = None):
-    """A step that brings a choice so many tokens, with three candidates each, and scores of the prompt."""
+    """
+    A step that brings a choice so many tokens, with three candidates each, and scores of the
+    prompt.
+    """
     score = [-1.0, [1, 2, 3], [-1.0, -2.0, -3.0]]
-    row = [id, [120] * num, "length", 0, [score] * num, None if prompt is None else [score] * (prompt - 1)]
+    row = [
+        id,
+        [120] * num,
+        "length",
+        0,
+        [score] * num,
+        None if prompt is None else [score] * (prompt - 1),
+    ]
     house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
 
 
@@ -715,7 +818,7 @@ def test_scores_are_counted_with_their_candidates(fields, count):
     assert api.Job.num_scores(SimpleNamespace(request=request), choices) == count
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is logged
 
 
@@ -724,13 +827,18 @@ def logged(capfd):
     """A function: the lines since it was called last."""
 
     def lines():
-        return [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+        return [
+            json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")
+        ]
 
     return lines
 
 
 def test_a_call_has_its_line_when_it_has_ended(house, logged):
-    """Time of day, client, method, path, status, milliseconds, id; a completion's seed; why it was refused."""
+    """
+    Time of day, client, method, path, status, milliseconds, id; a completion's seed; why it was
+    refused.
+    """
     house.args.access_log = True
     house.ask()
     seed = house.engine.of("add")[0]["params"]["seed"]
@@ -745,9 +853,21 @@ def test_a_call_has_its_line_when_it_has_ended(house, logged):
     id = done.pop("id")
     assert re.fullmatch("[0-9a-f]{32}", id)
     assert done == post | {"time": api_time(1.5), "status": 200, "ms": 1500.0, "seed": seed}
-    form = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
-    assert refused == post | {"time": api_time(1.5), "status": 400, "ms": 0.0, "id": "mine", "error": form}
-    assert missing["path"] == ("/v1/" + "x" * 300)[:200] and missing["status"] == 404 and len(missing["error"]) == 200
+    form = (
+        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
+    )
+    assert refused == post | {
+        "time": api_time(1.5),
+        "status": 400,
+        "ms": 0.0,
+        "id": "mine",
+        "error": form,
+    }
+    assert (
+        missing["path"] == ("/v1/" + "x" * 300)[:200]
+        and missing["status"] == 404
+        and len(missing["error"]) == 200
+    )
 
 
 def api_time(seconds: float) -> float:
@@ -763,7 +883,10 @@ def test_who_hung_up_is_logged_as_499(house, logged):
         caller.hang_up()
     whole, stream, half = logged()
     assert (whole["status"], whole["error"]) == (499, "the client is gone")
-    assert (stream["status"], stream["error"]) == (200, "the client is gone")  # its status was out already
+    assert (stream["status"], stream["error"]) == (
+        200,
+        "the client is gone",
+    )  # its status was out already
     assert (half["status"], half["error"]) == (499, "the client is gone")
 
 
@@ -781,7 +904,12 @@ def test_what_is_no_http_is_logged(house, logged):
     assert logged() == []
     house.args.access_log = True
     house.connect().send(b"nonsense\r\n\r\n")
-    wanted = {"event": "access", "client": "127.0.0.1", "status": 400, "error": "Invalid HTTP request received."}
+    wanted = {
+        "event": "access",
+        "client": "127.0.0.1",
+        "status": 400,
+        "error": "Invalid HTTP request received.",
+    }
     assert [line | {"time": 0} for line in logged()] == [wanted | {"time": 0}]
 
 
@@ -799,17 +927,27 @@ def test_requests_are_logged_when_asked_for(logged):
 
 @pytest.mark.parametrize(
     "given, is_taken",
-    [("a", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("a b", False), ("caf\xe9", False), ("!~", True)],
+    [
+        ("a", True),
+        ("x" * 128, True),
+        ("x" * 129, False),
+        ("", False),
+        ("a b", False),
+        ("caf\xe9", False),
+        ("!~", True),
+    ],
 )
 def test_a_clients_own_id_is_taken_if_it_can_be_a_header(house, given, is_taken):
-    head = b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: %s\r\n\r\n" % given.encode("latin-1")
+    head = b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: %s\r\n\r\n" % given.encode(
+        "latin-1"
+    )
     caller = house.connect()
     caller.send(head)
     id = caller.answer().headers["x-request-id"]
     assert (id == given) == is_taken and (is_taken or re.fullmatch("[0-9a-f]{32}", id))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The life of the server
 
 
@@ -819,10 +957,15 @@ def test_while_it_loads_it_is_alive_and_takes_nothing():
         message = "the server is loading: try again later"
         for path in ("/readyz", "/health", "/v1/models", "/v1/models/fake"):
             answer = house.get(path)
-            assert refusal_of(answer) == (503, "loading", message) and answer.headers["retry-after"] == "1"
+            assert (
+                refusal_of(answer) == (503, "loading", message)
+                and answer.headers["retry-after"] == "1"
+            )
         assert refusal_of(house.ask().answer())[:2] == (503, "loading")
         house.engine.ready()
-        assert house.get("/readyz").json == {"status": "ready"} and house.get("/health").status == 200
+        assert (
+            house.get("/readyz").json == {"status": "ready"} and house.get("/health").status == 200
+        )
         assert house.get("/livez").json == {"status": "alive"}
 
 
@@ -839,7 +982,11 @@ def test_who_sent_its_body_while_the_server_began_to_drain_is_refused(house):
     house.ask()
     stop(house)
     caller.send(ASK[-3:])
-    assert refusal_of(caller.answer()) == (503, "draining", "the server is draining: try again later")
+    assert refusal_of(caller.answer()) == (
+        503,
+        "draining",
+        "the server is draining: try again later",
+    )
     assert len(house.choices) == 1
 
 
@@ -874,7 +1021,10 @@ def test_what_does_not_finish_in_time_is_told():
             house.clock.run(0.2)
             answer = caller.answer()
             message = "the server stopped before this was finished"
-            assert refusal_of(answer) == (503, "stopping", message) and answer.headers["retry-after"] == "1"
+            assert (
+                refusal_of(answer) == (503, "stopping", message)
+                and answer.headers["retry-after"] == "1"
+            )
             assert house.service.server.should_exit and not house.choices
 
 
@@ -915,8 +1065,12 @@ def test_one_process_says_that_it_is_ready_and_counts_what_the_engine_says(capsy
     for number in (0, 1):
         with House(seat=Seat(number, Counts([0, 0], [0, 0]))) as house:
             house.engine.step(queries=3)
-            assert ("serving fake at http://127.0.0.1:8000" in capsys.readouterr().out) == (number == 0)
-            assert ('prefix_cache_queries_total{model_name="fake"} 3.0' in house.get("/metrics").body) == (number == 0)
+            assert ("serving fake at http://127.0.0.1:8000" in capsys.readouterr().out) == (
+                number == 0
+            )
+            assert (
+                'prefix_cache_queries_total{model_name="fake"} 3.0' in house.get("/metrics").body
+            ) == (number == 0)
 
 
 def test_a_dead_engine_is_started_again_once(house, logged):
@@ -925,7 +1079,11 @@ def test_a_dead_engine_is_started_again_once(house, logged):
     house.engine.die()
     reason = "the engine's process ended, it is started again"
     assert [refusal_of(caller.answer()) for caller in callers] == [(500, "engine_dead", reason)] * 2
-    assert refusal_of(house.get("/readyz")) == (503, "restarting", f"the server is restarting: {reason}")
+    assert refusal_of(house.get("/readyz")) == (
+        503,
+        "restarting",
+        f"the server is restarting: {reason}",
+    )
     assert refusal_of(house.get("/livez")) == (503, "dead", f"the engine is not alive: {reason}")
     assert [(line["event"], line["reason"]) for line in logged()] == [("engine_died", reason)]
     assert not house.choices and not house.service.server.should_exit and len(house.engines) == 2
@@ -935,8 +1093,14 @@ def test_a_dead_engine_is_started_again_once(house, logged):
     house.engine.step({"2": b"x"}, "length")
     assert caller.answer().status == 200
     house.engine.die()
-    assert house.service.server.should_exit and house.service.client.state == "dead" and len(house.engines) == 2
-    assert refusal_of(house.get("/livez"))[2] == "the engine is not alive: the engine's process ended"
+    assert (
+        house.service.server.should_exit
+        and house.service.client.state == "dead"
+        and len(house.engines) == 2
+    )
+    assert (
+        refusal_of(house.get("/livez"))[2] == "the engine is not alive: the engine's process ended"
+    )
 
 
 def test_every_process_ends_when_the_engine_is_gone_for_good():
@@ -965,7 +1129,11 @@ def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
     house.clock.run(119)
     assert house.get("/livez").status == 200
     house.clock.run(2)
-    assert refusal_of(house.get("/livez")) == (503, "dead", "the engine is not alive: no step in 120 s")
+    assert refusal_of(house.get("/livez")) == (
+        503,
+        "dead",
+        "the engine is not alive: no step in 120 s",
+    )
     house.engine.step({"0": b"x"}, "length")
     house.clock.run(3600)
     assert house.get("/livez").status == 200
@@ -1004,14 +1172,21 @@ def test_a_worker_whose_leader_is_gone_stops_now(monkeypatch):
 
 
 def test_the_url_of_a_socket():
-    for address, url in {("127.0.0.1", 80): "http://127.0.0.1:80", ("::1", 8000, 0, 0): "http://[::1]:8000"}.items():
+    for address, url in {
+        ("127.0.0.1", 80): "http://127.0.0.1:80",
+        ("::1", 8000, 0, 0): "http://[::1]:8000",
+    }.items():
         assert api.base_url(SimpleNamespace(getsockname=lambda: address)) == url  # noqa: B023 (called at once)
 
 
 def test_every_route_is_described(house):
-    """Its method, what it takes, what it answers: a path is wrong in no client that was generated."""
+    """
+    Its method, what it takes, what it answers: a path is wrong in no client that was generated.
+    """
     document = house.get("/openapi.json").json
-    calls = {(method.upper(), path) for path, calls in document["paths"].items() for method in calls}
+    calls = {
+        (method.upper(), path) for path, calls in document["paths"].items() for method in calls
+    }
     assert calls == set(house.service.routes) and document["openapi"] == "3.1.0"
     for method, path in calls:
         call = document["paths"][path][method.lower()]
@@ -1022,20 +1197,32 @@ def test_every_route_is_described(house):
         kinds = set(call["responses"]["200"]["content"])
         streams = {"application/json", "text/event-stream"}
         wanted = {"/": {"text/html"}, "/metrics": {"text/plain"}}
-        assert kinds == wanted.get(path, streams if path.endswith("completions") else {"application/json"})
+        assert kinds == wanted.get(
+            path, streams if path.endswith("completions") else {"application/json"}
+        )
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/fake", "/livez", "/readyz", "/health", "/openapi.json"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/fake", "/livez", "/readyz", "/health", "/openapi.json"]
+)
 def test_answers_have_the_fields_that_are_described(house, path):
     document = house.get("/openapi.json").json
     name = "/v1/models/{id}" if path.startswith("/v1/models/") else path
-    schema = document["paths"][name]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    schema = document["paths"][name]["get"]["responses"]["200"]["content"]["application/json"][
+        "schema"
+    ]
     assert set(schema["required"]) <= house.get(path).json.keys()
 
 
 def test_a_model_is_described(house):
     model = house.get("/v1/models/fake").json
-    wanted = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "pagedgpt", "max_model_len": 1000}
+    wanted = {
+        "id": "fake",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "pagedgpt",
+        "max_model_len": 1000,
+    }
     assert model == wanted and house.get("/v1/models").json == {"object": "list", "data": [model]}
 
 
@@ -1077,7 +1264,9 @@ def test_what_the_encoder_cannot_do_is_said(house, monkeypatch, raised, status, 
 
 def test_ids_outside_the_vocabulary_are_no_tokens(house):
     """At the edge they are."""
-    assert house.call("POST", "/detokenize", {"tokens": [97, 256]}).answer().json == {"prompt": "a<end>"}
+    assert house.call("POST", "/detokenize", {"tokens": [97, 256]}).answer().json == {
+        "prompt": "a<end>"
+    }
     answer = house.call("POST", "/detokenize", {"tokens": [97, 257]}).answer()
     assert refusal_of(answer)[2] == "token id 257 is outside the vocabulary, 0..256"
     assert house.call("POST", "/detokenize", {"tokens": []}).answer().json == {"prompt": ""}
@@ -1085,10 +1274,17 @@ def test_ids_outside_the_vocabulary_are_no_tokens(house):
 
 def test_a_refusal_of_the_engine_becomes_its_status(house):
     for number, (kind, status, code) in enumerate(
-        [("invalid", 400, None), ("full", 429, "queue_full"), ("internal", 500, None), ("other", 500, None)]
+        [
+            ("invalid", 400, None),
+            ("full", 429, "queue_full"),
+            ("internal", 500, None),
+            ("other", 500, None),
+        ]
     ):
         caller = house.ask()
-        house.engine.say({"op": "error", "id": str(number), "message": f"it is {kind}", "kind": kind})
+        house.engine.say(
+            {"op": "error", "id": str(number), "message": f"it is {kind}", "kind": kind}
+        )
         answer = caller.answer()
         assert refusal_of(answer) == (status, code, f"it is {kind}")
         assert answer.headers.get("retry-after") == ("1" if kind == "full" else None)

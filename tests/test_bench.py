@@ -1,4 +1,7 @@
-"""The benchmarks that need no quiet machine: workloads are what they are said to be, and waste is counted right."""
+"""
+The benchmarks that need no quiet machine: workloads are what they are said to be, and waste is
+counted right.
+"""
 
 import json
 import re
@@ -17,12 +20,23 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_workload_is_the_one_that_others_measure_and_its_parts_fit():
-    """Other lengths, and no figure could be compared; `bench.py batching` has room for 128 + 128 tokens a text."""
+    """
+    Other lengths, and no figure could be compared; `bench.py batching` has room for 128 + 128
+    tokens a text.
+    """
     requests = offline_workload()
-    assert (sum(len(prompt) for prompt, _ in requests), sum(n for _, n in requests)) == (142_827, 133_966)
+    assert (sum(len(prompt) for prompt, _ in requests), sum(n for _, n in requests)) == (
+        142_827,
+        133_966,
+    )
     small = offline_workload(96, 8, 65)
-    assert [(len(prompt), n) for prompt, n in small] == [(len(prompt) // 8, n // 8) for prompt, n in requests[:96]]
-    assert max(len(prompt) for prompt, _ in small) <= 128 and max(max(prompt) for prompt, _ in small) == 64
+    assert [(len(prompt), n) for prompt, n in small] == [
+        (len(prompt) // 8, n // 8) for prompt, n in requests[:96]
+    ]
+    assert (
+        max(len(prompt) for prompt, _ in small) <= 128
+        and max(max(prompt) for prompt, _ in small) == 64
+    )
 
 
 def test_a_padded_batch_is_a_rectangle():
@@ -30,13 +44,20 @@ def test_a_padded_batch_is_a_rectangle():
     assert padded([([1, 2, 3], 4), ([5], 9)]) == [([1, 2, 3], 9), ([0, 0, 5], 9)]
 
 
-@pytest.mark.parametrize(("S", "at_once", "inside"), [(2048, 16, 56.3), (16, 36.2, 0.8), (4, 36.4, 0.2)])
+@pytest.mark.parametrize(
+    ("S", "at_once", "inside"), [(2048, 16, 56.3), (16, 36.2, 0.8), (4, 36.4, 0.2)]
+)
 def test_waste_is_half_a_block_of_each_text(S, at_once, inside):
-    """Slabs: 32,768 / 2,048 requests. Blocks: on average half a block of each request is empty, S / 2 * 36 tokens."""
+    """
+    Slabs: 32,768 / 2,048 requests. Blocks: on average half a block of each request is empty, S / 2
+    * 36 tokens.
+    """
     row = fill_pool(S, 32_768)
     assert row["at once"] == at_once
     assert row["waste inside, %"] == inside
-    assert row["tokens, %"] + row["waste inside, %"] + row["waste outside, %"] == pytest.approx(100, abs=0.2)
+    assert row["tokens, %"] + row["waste inside, %"] + row["waste outside, %"] == pytest.approx(
+        100, abs=0.2
+    )
 
 
 PICTURES = [name for name, (_, defaults) in bench.COMMANDS.items() if "out" in defaults]
@@ -51,20 +72,29 @@ def run_bench(monkeypatch, capsys, *argv) -> dict:
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_goes_where_git_does_not_look(name):
-    """`bench.py memory` and `blockmap` wrote over the README's pictures, so whoever tried them had a changed repo."""
+    """
+    `bench.py memory` and `blockmap` wrote over the README's pictures, so whoever tried them had a
+    changed repo.
+    """
     path = bench.build_parser().parse_args([name]).out
-    assert path == Path(f"out/{name}.png") and "out/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert (
+        path == Path(f"out/{name}.png") and "out/" in (ROOT / ".gitignore").read_text().splitlines()
+    )
 
 
 @pytest.mark.parametrize("name", ["blockmap", "memory"])
 def test_drawing_leaves_the_tracked_pictures_alone(name, monkeypatch, capsys, tmp_path):
-    """The same bug, by what the commands do: each writes one file, below the folder it is run in."""
+    """
+    The same bug, by what the commands do: each writes one file, below the folder it is run in.
+    """
     monkeypatch.setattr(bench, "offline_workload", lambda: offline_workload(64))
     tracked = {path: path.read_bytes() for path in (ROOT / "assets").iterdir()}
     monkeypatch.chdir(tmp_path)
     assert run_bench(monkeypatch, capsys, name)["picture"] == f"out/{name}.png"
     (written,) = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert written == tmp_path / "out" / f"{name}.png" and written.read_bytes().startswith(b"\x89PNG")
+    assert written == tmp_path / "out" / f"{name}.png" and written.read_bytes().startswith(
+        b"\x89PNG"
+    )
     assert tracked == {path: path.read_bytes() for path in (ROOT / "assets").iterdir()}
 
 
@@ -77,7 +107,7 @@ def test_a_picture_that_cannot_be_written_costs_no_figures(path, monkeypatch, ca
     assert path in result["picture"] and "choose another --out" in result["picture"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Every command once: its figures are of a toy, but it runs, and says what it promises to
 
 SIZES = {"context_length": 128, "n_layer": 1, "n_head": 2, "n_embd": 32}
@@ -85,7 +115,10 @@ SIZES = {"context_length": 128, "n_layer": 1, "n_head": 2, "n_embd": 32}
 
 @pytest.fixture
 def toy(monkeypatch, tmp_path):
-    """Few and short requests, each time measured once, and a model directory with its corpus, in tmp_path."""
+    """
+    Few and short requests, each time measured once, and a model directory with its corpus, in
+    tmp_path.
+    """
     workload, median = bench.offline_workload, bench.median_ms
 
     def small_workload(n=256, scale=1, *rest, **named):
@@ -111,11 +144,29 @@ COMMANDS_AND_FIGURES = {  # what is typed, and what must be in the answer
     "attention --repeats 1": ["a layer, ms", "8 decodes at 1024, 12 heads of 64, ms"],
     "generate --repeats 1": ["floor, ms a step", "1 at once", "8 at once"],
     "quality --model DIR --data DIR": ["fp32", "bf16", "int8"],
-    "engine --model DIR --seeds 3": ["start-up, s", "engine", "offline, seed 3", "1 at once", "32 at once"],
-    "equality --model DIR": ["tokens", "fp32, tokens unlike the dense model's", "bf16, share of fp32's tokens"],
-    "server --model DIR --streams 1 3 --client-processes 1 --slow-clients 1": ["1 streams", "3 streams, 1 slow"],
+    "engine --model DIR --seeds 3": [
+        "start-up, s",
+        "engine",
+        "offline, seed 3",
+        "1 at once",
+        "32 at once",
+    ],
+    "equality --model DIR": [
+        "tokens",
+        "fp32, tokens unlike the dense model's",
+        "bf16, share of fp32's tokens",
+    ],
+    "server --model DIR --streams 1 3 --client-processes 1 --slow-clients 1": [
+        "1 streams",
+        "3 streams, 1 slow",
+    ],
     "overhead --model DIR": ["1 requests", "8 requests", "32 requests"],
-    "batching --repeats 1 --out DIR/x.png": ["one by one", "static batches", "continuous", "picture"],
+    "batching --repeats 1 --out DIR/x.png": [
+        "one by one",
+        "static batches",
+        "continuous",
+        "picture",
+    ],
     "memory --out DIR/x.png": ["slabs of 2048", "blocks of 4", "append a token at, us", "picture"],
     "blockmap --out DIR/x.png": ["preemptions", "hit tokens", "picture"],
 }
@@ -123,13 +174,17 @@ COMMANDS_AND_FIGURES = {  # what is typed, and what must be in the answer
 
 def test_no_command_is_left_out():
     """`bench.py kernels` needs a GPU: see below."""
-    assert {command.split()[0] for command in COMMANDS_AND_FIGURES} | {"kernels"} == set(bench.COMMANDS)
+    assert {command.split()[0] for command in COMMANDS_AND_FIGURES} | {"kernels"} == set(
+        bench.COMMANDS
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS_AND_FIGURES)
 def test_a_command_runs(command, toy, monkeypatch, capsys):
-    """None was run by any test: a name that had changed below was found by the reader who typed it."""
+    """
+    None was run by any test: a name that had changed below was found by the reader who typed it.
+    """
     result = run_bench(monkeypatch, capsys, *command.replace("DIR", str(toy)).split())
     figures = [result[name] for name in COMMANDS_AND_FIGURES[command]]
     assert None not in figures and result["bench"] == command.split()[0]
@@ -141,7 +196,11 @@ def test_a_command_runs(command, toy, monkeypatch, capsys):
         assert Path(result["picture"]).stat().st_size > 1000
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here is the GPU that `bench.py kernels` wants")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="here is the GPU that `bench.py kernels` wants"
+)
 def test_without_a_gpu_the_kernels_have_no_figures(monkeypatch, capsys):
-    with pytest.raises(SystemExit, match=r"there is none: on a CPU run `python bench.py attention`"):
+    with pytest.raises(
+        SystemExit, match=r"there is none: on a CPU run `python bench.py attention`"
+    ):
         run_bench(monkeypatch, capsys, "kernels")

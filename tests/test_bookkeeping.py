@@ -1,9 +1,10 @@
 """
-What the engine says of itself and of each request, compared with what a bystander counts: `Engine.stats()` and
-`counts()` after every step, every field of every Output, and nothing left when it is idle. Random requests of all kinds
-in small pools, with aborts, failing steps and ids that are used again, with overlap and without, by a clock of the
-test's own. No model: see pretend.py. The simulator (simulator.py) goes through more faults and the whole loop; here
-each block that the cache has must be found, not only no wrong one.
+What the engine says of itself and of each request, compared with what a bystander counts:
+`Engine.stats()` and `counts()` after every step, every field of every Output, and nothing left when
+it is idle. Random requests of all kinds in small pools, with aborts, failing steps and ids that are
+used again, with overlap and without, by a clock of the test's own. No model: see pretend.py. The
+simulator (simulator.py) goes through more faults and the whole loop; here each block that the cache
+has must be found, not only no wrong one.
 """
 
 import random
@@ -14,14 +15,30 @@ from types import SimpleNamespace
 import pytest
 from pretend import VOCABULARY, answer_to, finish, greedy, pretend_engine, score, texts_of
 
-import engine as engine_module
-from engine import Output
-from sampling import SamplingParams
+from serving import engine as engine_module
+from serving.engine import Output
+from serving.sampling import SamplingParams
 from test_paged import assert_idle
 
 MUST_HAPPEN = [
-    *("stop", "length", "error", "abort", "logits that are not numbers", "failed step", "id used again late"),
-    *("forked", "choice that waits", "choices never forked", "preempted", "scored prompt", "score", "hit"),
+    *(
+        "stop",
+        "length",
+        "error",
+        "abort",
+        "logits that are not numbers",
+        "failed step",
+        "id used again late",
+    ),
+    *(
+        "forked",
+        "choice that waits",
+        "choices never forked",
+        "preempted",
+        "scored prompt",
+        "score",
+        "hit",
+    ),
     *("aborted while scored", "salted choice that waits", "urgent choice that waits"),
 ]
 
@@ -45,22 +62,39 @@ class Expected:
     promised: bool = False  # to be forked, or to wait, once its prompt is computed
 
     def __post_init__(self):
-        self.answer, self.reason, self.scores = answer_to(self.prompt, self.params, self.choice, self.salt, self.eos)
+        self.answer, self.reason, self.scores = answer_to(
+            self.prompt, self.params, self.choice, self.salt, self.eos
+        )
         self.prompt_scores = None
         if self.prompt_logprobs is not None and len(self.prompt) > 1:
             texts = texts_of(self.prompt, self.salt)
             ends = range(1, len(texts))
-            self.prompt_scores = [score(texts[:end], self.prompt[end], self.prompt_logprobs) for end in ends]
+            self.prompt_scores = [
+                score(texts[:end], self.prompt[end], self.prompt_logprobs) for end in ends
+            ]
 
     def next_output(self) -> Output:
         """What the engine must say of it next, unless a step fails."""
         at = len(self.tokens)
         if at == len(self.answer):
-            return Output(self.id, [], "error", error="the model's logits are not numbers: its weights are broken")
+            return Output(
+                self.id,
+                [],
+                "error",
+                error="the model's logits are not numbers: its weights are broken",
+            )
         is_last = at + 1 == len(self.answer) and self.reason != "error"
         prompt_scores = self.prompt_scores if at == 0 else None
         reason = self.reason if is_last else None
-        return Output(self.id, [self.answer[at]], reason, self.cached_tokens, None, self.scores[at], prompt_scores)
+        return Output(
+            self.id,
+            [self.answer[at]],
+            reason,
+            self.cached_tokens,
+            None,
+            self.scores[at],
+            prompt_scores,
+        )
 
     @property
     def urgency(self) -> float:
@@ -72,7 +106,9 @@ class Trial:
     def __init__(self, seed: int, monkeypatch):
         self.rng = rng = random.Random(seed)
         self.clock = SimpleNamespace(now=100.0)
-        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: self.clock.now))
+        monkeypatch.setattr(
+            engine_module, "time", SimpleNamespace(monotonic=lambda: self.clock.now)
+        )
         self.block_size = rng.choice([1, 2, 4])
         self.num_blocks = rng.randint(8, 24)
         self.room = min(self.block_size * self.num_blocks, 30)
@@ -102,7 +138,7 @@ class Trial:
         self.p_fail = rng.choice([0.0, 0.04])
         self.watch()
 
-    # -- in ------------------------------------------------------------------------------------------------------------
+    # -- in ----------------------------------------------------------------------------------------
 
     def submit(self, again: str | None = None):
         """A request of any kind, by a free id, or by one that was free `again` a moment ago."""
@@ -118,7 +154,9 @@ class Trial:
             ignore_eos=rng.random() < 0.2,
             logprobs=rng.choice([None, None, 0, 2]),
         )
-        free = [id for id in "abcdefghijkl" if not any(live.split(".")[0] == id for live in self.live)]
+        free = [
+            id for id in "abcdefghijkl" if not any(live.split(".")[0] == id for live in self.live)
+        ]
         if not free:
             return
         id = again if again in free else rng.choice(free)
@@ -129,16 +167,22 @@ class Trial:
         flight = self.engine.in_flight
         late = flight is not None and any(r.id == id for r in flight.plan.sampled)
         self.counts["id used again late"] += late
-        self.engine.add_request(id, prompt, params, priority, n=n, prompt_logprobs=scored, cache_salt=salt)
+        self.engine.add_request(
+            id, prompt, params, priority, n=n, prompt_logprobs=scored, cache_salt=salt
+        )
         now = self.clock.now
         self.live[id] = Expected(id, prompt, params, 0, salt, priority, now, scored, self.eos)
         for choice in range(1, n):
             name = f"{id}.{choice}"
-            self.live[name] = Expected(name, prompt, params, choice, salt, priority, now, None, self.eos, promised=True)
+            self.live[name] = Expected(
+                name, prompt, params, choice, salt, priority, now, None, self.eos, promised=True
+            )
         self.seen.append(prompt)
 
     def abort(self):
-        id = self.rng.choice([id for id, live in self.live.items() if not live.promised] or ["nobody"])
+        id = self.rng.choice(
+            [id for id, live in self.live.items() if not live.promised] or ["nobody"]
+        )
         if id in self.live:
             self.counts["aborted while scored"] += id in self.engine.prompt_scores
             self.counts["abort"] += 1
@@ -150,11 +194,13 @@ class Trial:
     def end(self, id: str):
         """It is over; choices that were promised with it never come."""
         self.live.pop(id)
-        for name in [name for name, live in self.live.items() if live.promised and name.startswith(f"{id}.")]:
+        for name in [
+            name for name, live in self.live.items() if live.promised and name.startswith(f"{id}.")
+        ]:
             self.counts["choices never forked"] += 1
             del self.live[name]
 
-    # -- a step, watched -----------------------------------------------------------------------------------------------
+    # -- a step, watched ---------------------------------------------------------------------------
 
     def watch(self):
         """Count what goes from the scheduler to the runner and back, and let some steps fail."""
@@ -201,7 +247,10 @@ class Trial:
             self.waited.append(self.clock.now - expected.arrival)
 
     def longest_hit(self, expected: Expected, num_tokens: int) -> int:
-        """Tokens in whole blocks whose text, and salt, is that of a block in the cache; the last token is computed."""
+        """
+        Tokens in whole blocks whose text, and salt, is that of a block in the cache; the last token
+        is computed.
+        """
         S, scheduler = self.block_size, self.engine.scheduler
         if not scheduler.prefix_cache or expected.prompt_logprobs is not None:
             return 0
@@ -211,14 +260,20 @@ class Trial:
         return next((end - S for end in ends if texts[end - 1] not in cached), len(ends) * S)
 
     def step(self):
-        self.fault = self.rng.choice(["launch", "collect"]) if self.rng.random() < self.p_fail else None
+        self.fault = (
+            self.rng.choice(["launch", "collect"]) if self.rng.random() < self.p_fail else None
+        )
         self.failing = None
         self.clock.now += self.rng.choice([0.5, 1.0, 30.0])
         outputs = self.engine.step()
         failed = []
         if self.failing:
             self.counts["failed step"] += 1
-            took_part = [*self.failing.decodes, *(r for r, _ in self.failing.chunks), *self.failing.admitted]
+            took_part = [
+                *self.failing.decodes,
+                *(r for r, _ in self.failing.chunks),
+                *self.failing.admitted,
+            ]
             failed = list(dict.fromkeys(r.id for r in took_part if r.finish_reason == "error"))
             assert all(r.status == "done" for r in took_part)
         for output in outputs:
@@ -268,7 +323,9 @@ class Trial:
         requests = engine.requests.values()
         assert set(engine.requests) == {id for id, live in self.live.items() if not live.promised}
         first_of = {name.split(".")[0] for name, live in self.live.items() if live.promised}
-        assert set(engine.num_choices) == first_of and set(engine.prompt_scores) <= set(engine.requests)
+        assert set(engine.num_choices) == first_of and set(engine.prompt_scores) <= set(
+            engine.requests
+        )
         stats = engine.stats()
         held = {block for r in requests for block in r.block_table}
         assert stats.pop("kv_usage") == pytest.approx(len(held) / self.num_blocks, abs=1e-12)
@@ -310,9 +367,10 @@ class Trial:
 
 def test_the_engine_tells_what_a_bystander_counts(monkeypatch):
     """
-    Would catch: a gauge that counts cached blocks as used, or that stays after the last abort; choices that wait
-    without their salt or priority; scores of an aborted prompt kept, or given to the next of its name; cached tokens of
-    another admission than the first; a log-probability of another token or another request; a delay told twice.
+    Would catch: a gauge that counts cached blocks as used, or that stays after the last abort;
+    choices that wait without their salt or priority; scores of an aborted prompt kept, or given to
+    the next of its name; cached tokens of another admission than the first; a log-probability of
+    another token or another request; a delay told twice.
     """
     counts = Counter()
     for seed in range(120):
@@ -329,10 +387,13 @@ def test_the_engine_tells_what_a_bystander_counts(monkeypatch):
 
 def test_a_late_prefill_of_an_aborted_request_forks_and_tells_nothing():
     """
-    Preempted with a token, it had computed its prompt again when it was aborted, before that step's token was known:
-    the step then told its delay a second time, and forked the choices of whoever had its id by now, from its prompt.
+    Preempted with a token, it had computed its prompt again when it was aborted, before that step's
+    token was known: the step then told its delay a second time, and forked the choices of whoever
+    had its id by now, from its prompt.
     """
-    engine = pretend_engine(block_size=1, num_blocks=9, max_num_seqs=2, watermark=0, prefix_cache=False, overlap=True)
+    engine = pretend_engine(
+        block_size=1, num_blocks=9, max_num_seqs=2, watermark=0, prefix_cache=False, overlap=True
+    )
     engine.add_request("long", [1, 2, 3, 4], greedy(5))
     old = engine.add_request("a", [5, 6], greedy(5))
     while not (old.num_preemptions and old.num_to_come):
@@ -344,29 +405,41 @@ def test_a_late_prefill_of_an_aborted_request_forks_and_tells_nothing():
     outputs = engine.step()
     assert "a.1" not in engine.requests and not engine.stats()["prefilled"]
     outputs += finish(engine)
-    told = {id: [t for output in outputs if output.id == id for t in output.tokens] for id in ("a", "a.1")}
+    told = {
+        id: [t for output in outputs if output.id == id for t in output.tokens]
+        for id in ("a", "a.1")
+    }
     assert told["a"] == told["a.1"] == answer_to([7, 8], greedy(2))[0]
 
 
 def test_a_failed_step_ends_who_was_admitted_in_it_without_a_token():
-    """Its row was not filled on the device: it would have gone on with the block table of who had the row before."""
+    """
+    Its row was not filled on the device: it would have gone on with the block table of who had the
+    row before.
+    """
     engine = pretend_engine(token_budget=3, max_num_seqs=3, max_num_partial_prefills=1)
     launch = engine.runner.launch
 
     def fail(plan):
         engine.runner.launch = launch
-        assert [r.id for r in plan.admitted] == ["a", "b"] and [r.id for r, _ in plan.chunks] == ["a"]
+        assert [r.id for r in plan.admitted] == ["a", "b"] and [r.id for r, _ in plan.chunks] == [
+            "a"
+        ]
         raise FloatingPointError("bad number")
 
     engine.runner.launch = fail
     for id in "ab":
         engine.add_request(id, [1, 2, 3, 4, 5], greedy(2))
-    assert engine.step() == [Output(id, [], "error", error="FloatingPointError: bad number") for id in "ab"]
+    assert engine.step() == [
+        Output(id, [], "error", error="FloatingPointError: bad number") for id in "ab"
+    ]
     assert_idle(engine)
 
 
 def test_a_late_failure_is_not_that_of_who_has_the_id_now():
-    """A step that fails when its tokens are fetched ends those who took part, not others by their ids."""
+    """
+    A step that fails when its tokens are fetched ends those who took part, not others by their ids.
+    """
     engine = pretend_engine(overlap=True)
     collect = engine.runner.collect
 
@@ -381,5 +454,7 @@ def test_a_late_failure_is_not_that_of_who_has_the_id_now():
     engine.add_request("a", [7, 8], greedy(3))
     engine.runner.collect = fail
     assert engine.step() == [Output("b", [], "error", error="FloatingPointError: bad number")]
-    assert [t for output in finish(engine) for t in output.tokens] == answer_to([7, 8], greedy(3))[0]
+    assert [t for output in finish(engine) for t in output.tokens] == answer_to([7, 8], greedy(3))[
+        0
+    ]
     assert_idle(engine)

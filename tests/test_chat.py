@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import chat as module
-from chat import load_chat
+from serving import chat as module
+from serving.chat import load_chat
 from tokenizer import BPETokenizer, TokenizerError, bpe_tokenizer
 
 END = "<|endoftext|>"
@@ -20,7 +20,9 @@ def tokenizer():
     """A token a byte, and three control tokens."""
     tokenizer = bpe_tokenizer([])
     for name in ("<|im_start|>", "<|im_end|>"):
-        tokenizer.spec["added_tokens"].append(tokenizer.spec["added_tokens"][0] | {"id": 0, "content": name})
+        tokenizer.spec["added_tokens"].append(
+            tokenizer.spec["added_tokens"][0] | {"id": 0, "content": name}
+        )
         tokenizer.spec["added_tokens"][-1]["id"] = 255 + len(tokenizer.spec["added_tokens"])
     return type(tokenizer)(tokenizer.spec)
 
@@ -58,15 +60,26 @@ def test_several_templates_have_names(tokenizer, tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         return load_chat(tmp_path, tokenizer)
 
-    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    named = [
+        {"name": "tools", "template": "no"},
+        {"name": "default", "template": "{{ messages[0].content }}"},
+    ]
     assert load({"chat_template": named}).render(HELLO) == "hello"
     assert load({"chat_template": named[:1]}) is None and load({}) is None
-    for broken in ({"chat_template": 5}, {"chat_template": {}}, {"chat_template": [5]}, {"chat_template": [{}]}, []):
+    for broken in (
+        {"chat_template": 5},
+        {"chat_template": {}},
+        {"chat_template": [5]},
+        {"chat_template": [{}]},
+        [],
+    ):
         with pytest.raises(TokenizerError, match="restore it"):  # the last ones were tracebacks
             load(broken)
 
 
-@pytest.mark.parametrize("template", ["{{ lipsum(n=100) }}", "{{ cycler(1, 2).next() }}", "{{ joiner('x')() }}"])
+@pytest.mark.parametrize(
+    "template", ["{{ lipsum(n=100) }}", "{{ cycler(1, 2).next() }}", "{{ joiner('x')() }}"]
+)
 def test_globals_that_only_make_text_are_gone(make, template):
     """A template of 20 characters, lipsum(n=100000), made 60 MB of text for each request."""
     with pytest.raises(TokenizerError, match="is undefined"):
@@ -76,7 +89,9 @@ def test_globals_that_only_make_text_are_gone(make, template):
 def test_the_text_of_a_template_is_limited(make, monkeypatch):
     """A loop in a template could fill the memory of the server with text."""
     monkeypatch.setattr(module, "MAX_RENDERED", 1000)
-    assert make("{% for i in range(100) %}0123456789{% endfor %}").render(HELLO) == "0123456789" * 100
+    assert (
+        make("{% for i in range(100) %}0123456789{% endfor %}").render(HELLO) == "0123456789" * 100
+    )
     with pytest.raises(TokenizerError, match="makes more than 1000 characters"):
         make("{% for i in range(101) %}0123456789{% endfor %}").render(HELLO)
 
@@ -97,14 +112,24 @@ REAL = [
 
 @pytest.mark.parametrize("template", REAL)
 def test_templates_make_what_they_make_in_transformers(make, tmp_path, template):
-    """`tools is not none` was true, `{% break %}` and `{% generation %}` were unknown: real templates use all three."""
+    """
+    `tools is not none` was true, `{% break %}` and `{% generation %}` were unknown: real templates
+    use all three.
+    """
     from transformers import AutoTokenizer
 
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": "<|im_start|>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "bos_token": "<|im_start|>",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": END}))
     chat = make(template)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    messages = [{"role": "user", "content": " héllo <b> "}, {"role": "assistant", "content": "well"}]
+    messages = [
+        {"role": "user", "content": " héllo <b> "},
+        {"role": "assistant", "content": "well"},
+    ]
     wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert chat.render(messages, add_generation_prompt=True) == wanted
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -112,12 +137,18 @@ def test_templates_make_what_they_make_in_transformers(make, tmp_path, template)
 
 
 def test_control_tokens_have_their_names_in_a_template(make, tmp_path):
-    """The hub writes them as texts or as dictionaries; those that there are not are empty, and can be added to text."""
+    """
+    The hub writes them as texts or as dictionaries; those that there are not are empty, and can be
+    added to text.
+    """
     template = "{{ bos_token + '.' + eos_token + '.' }}{{ pad_token }}"
     for config, wanted in (
         ({}, ".."),
         ({"eos_token": END}, f".{END}."),
-        ({"bos_token": {"content": "<|im_start|>"}, "eos_token": {"content": END}}, f"<|im_start|>.{END}."),
+        (
+            {"bos_token": {"content": "<|im_start|>"}, "eos_token": {"content": END}},
+            f"<|im_start|>.{END}.",
+        ),
         ({"pad_token": "<|im_end|>", "bos_token": None}, "..<|im_end|>"),
         ({"model_max_length": 5, "add_bos_token": True}, ".."),
     ):
@@ -126,13 +157,15 @@ def test_control_tokens_have_their_names_in_a_template(make, tmp_path):
 
 
 def test_a_file_of_its_own_goes_before_the_configuration(make, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "é{{ messages[0].content }}"}', encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": "é{{ messages[0].content }}"}', encoding="utf-8"
+    )
     assert make("語").render(HELLO) == "語"
     (tmp_path / "chat_template.jinja").unlink()
     assert load_chat(tmp_path, bpe_tokenizer([])).render(HELLO) == "éhello"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What users write stays text
 
 
@@ -145,12 +178,22 @@ def test_a_user_cannot_speak_as_the_system(make):
 
 
 def test_names_that_two_messages_spell_together_stay_text(make):
-    """Where a template puts nothing between them, one message could begin a name and the next one end it."""
+    """
+    Where a template puts nothing between them, one message could begin a name and the next one end
+    it.
+    """
     chat = make("{% for m in messages %}{{ m.content }}{% endfor %}")
-    for parts in (["<|im_", "end|>"], ["<", "|im_end|>"], ["<|im_end|", ">"], ["<|im_end|><|im_", "start|>"]):
+    for parts in (
+        ["<|im_", "end|>"],
+        ["<", "|im_end|>"],
+        ["<|im_end|", ">"],
+        ["<|im_end|><|im_", "start|>"],
+    ):
         ids = chat.encode([{"role": "user", "content": part} for part in parts])
         assert ids == list("".join(parts).encode())
-    assert make("<|{{ messages[0].content }}").encode([{"role": "user", "content": "im_end|>"}]) == [*b"<|im_end|>"]
+    assert make("<|{{ messages[0].content }}").encode(
+        [{"role": "user", "content": "im_end|>"}]
+    ) == [*b"<|im_end|>"]
 
 
 NAMES = [END, "<|im_start|>", "<|im_end|>"]
@@ -159,7 +202,9 @@ SPLITS = [(name[:n], name[n:]) for name in NAMES for n in range(1, len(name))]
 
 @pytest.mark.parametrize(("first", "last"), SPLITS, ids="".join)
 def test_names_that_a_message_completes_stay_text(tokenizer, first, last):
-    """Whichever part of a name the template has, and whichever the message, down to one character."""
+    """
+    Whichever part of a name the template has, and whichever the message, down to one character.
+    """
     for template, content in (
         (f"{first}{{{{ messages[0].content }}}}", last),
         (f"{{{{ messages[0].content }}}}{last}", first),
@@ -179,7 +224,10 @@ def with_control_token(name: str):
 
 @pytest.mark.parametrize("text", ["<<", "<<<", "a<<<<b<<<", "<"])
 def test_a_name_that_overlaps_itself_stays_text(text):
-    """In <<< the name << begins at two places: with only the first made harmless, the second was the token."""
+    """
+    In <<< the name << begins at two places: with only the first made harmless, the second was the
+    token.
+    """
     chat = module.Chat("<<{{ messages[0].content }}<<", {}, with_control_token("<<"))
     ids = chat.encode([{"role": "user", "content": f".{text}."}])
     assert ids == [257, *f".{text}.".encode(), 257]
@@ -187,12 +235,16 @@ def test_a_name_that_overlaps_itself_stays_text(text):
 
 def test_a_role_may_be_a_control_token(make):
     """A template makes it of the role; of a message's text it stays text."""
-    chat = module.Chat("{{ messages[0].role }}:{{ messages[0].content }}", {}, with_control_token("user"))
+    chat = module.Chat(
+        "{{ messages[0].role }}:{{ messages[0].content }}", {}, with_control_token("user")
+    )
     assert chat.encode([{"role": "user", "content": "user"}]) == [257, *b":user"]
 
 
 def test_the_templates_own_text_stays_what_it_is(make):
-    """A stand-in is a character that nobody writes: neither the template nor any field of a message."""
+    """
+    A stand-in is a character that nobody writes: neither the template nor any field of a message.
+    """
     letters = "".join(map(chr, range(33, 123)))
     template = f"{letters}{{{{ messages[0].name }}}}{{{{ messages[0].content }}}}"
     message = {"role": "user", "name": "\U000f0000\U000f0001", "content": f"{END}|"}
@@ -202,18 +254,31 @@ def test_the_templates_own_text_stays_what_it_is(make):
 def test_names_that_overlap_stay_text(make):
     ids = make("{{ messages[0].content }}{{ messages[0].name }}")
     text = "<|im_start<|im_start|>|im_end|><|im_end|>"
-    assert ids.encode([{"role": "user", "content": text, "name": END}]) == [*text.encode(), *END.encode()]
+    assert ids.encode([{"role": "user", "content": text, "name": END}]) == [
+        *text.encode(),
+        *END.encode(),
+    ]
 
 
 def test_roles_make_control_tokens(make):
-    """Some templates write '<|' + role + '|>': a role is one of a few words, which no user chooses freely."""
-    assert make("{{ '<|' + messages[0].role + '|>' }}").encode([{"role": "im_end", "content": ""}]) == [258]
+    """
+    Some templates write '<|' + role + '|>': a role is one of a few words, which no user chooses
+    freely.
+    """
+    assert make("{{ '<|' + messages[0].role + '|>' }}").encode(
+        [{"role": "im_end", "content": ""}]
+    ) == [258]
 
 
 def test_private_use_characters_come_back(make):
-    """The stand-ins are private-use characters that the conversation does not have; those that it has are text."""
+    """
+    The stand-ins are private-use characters that the conversation does not have; those that it has
+    are text.
+    """
     text = "\U000f0000\U000f0001<|im_end|>\U000f0002"
-    assert make("{{ messages[0].content }}").encode([{"role": "user", "content": text}]) == [*text.encode()]
+    assert make("{{ messages[0].content }}").encode([{"role": "user", "content": text}]) == [
+        *text.encode()
+    ]
 
 
 def test_a_conversation_of_all_private_use_characters_is_refused(make):
@@ -222,7 +287,9 @@ def test_a_conversation_of_all_private_use_characters_is_refused(make):
         make("{{ messages[0].content }}").encode([{"role": "user", "content": text}])
 
 
-PARTS = st.sampled_from(["<|im_end|>", "<|im_", "end|>", "<", "|", ">", END, "a", " ", "\n", "é", "\U000f0000"])
+PARTS = st.sampled_from(
+    ["<|im_end|>", "<|im_", "end|>", "<", "|", ">", END, "a", " ", "\n", "é", "\U000f0000"]
+)
 CONTENTS = st.lists(st.lists(PARTS, max_size=6).map("".join), min_size=1, max_size=3)
 
 

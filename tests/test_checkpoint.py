@@ -1,4 +1,7 @@
-"""model.py's checkpoints: transformers' GPT-2 computes the same logits from the same directory, both ways."""
+"""
+model.py's checkpoints: transformers' GPT-2 computes the same logits from the same directory, both
+ways.
+"""
 
 import json
 
@@ -14,7 +17,10 @@ SHAPE = {"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 4, "n_e
 
 
 def random_model(**changes) -> GPT:
-    """A GPT whose every parameter is far from zero and one, so that no bias or norm can be lost unseen."""
+    """
+    A GPT whose every parameter is far from zero and one, so that no bias or norm can be lost
+    unseen.
+    """
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SHAPE | changes)).eval()
     for parameter in model.parameters():
@@ -50,12 +56,18 @@ def test_we_open_what_transformers_saves(tmp_path, activation):
             torch.nn.init.normal_(parameter, std=0.3)
     theirs.save_pretrained(tmp_path)
     ours = load_checkpoint(tmp_path)
-    assert (ours.config.eos_token_id, ours.config.activation, ours.config.bias) == (7, activation, True)
+    assert (ours.config.eos_token_id, ours.config.activation, ours.config.bias) == (
+        7,
+        activation,
+        True,
+    )
     with torch.no_grad():
         assert (ours(TOKENS)[0] - theirs(TOKENS).logits).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("changes", [{}, {"bias": False}, {"n_kv_head": 2}, {"eos_token_id": 3, "dropout": 0.1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"bias": False}, {"n_kv_head": 2}, {"eos_token_id": 3, "dropout": 0.1}]
+)
 def test_what_we_save_comes_back_to_the_bit(tmp_path, changes):
     ours = random_model(**changes)
     save_checkpoint(ours, tmp_path)
@@ -67,25 +79,48 @@ def test_what_we_save_comes_back_to_the_bit(tmp_path, changes):
 
 def test_loads_in_the_dtype_asked_for(tmp_path):
     save_checkpoint(random_model(), tmp_path)
-    assert {p.dtype for p in load_checkpoint(tmp_path, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in load_checkpoint(tmp_path, dtype=torch.bfloat16).parameters()} == {
+        torch.bfloat16
+    }
 
 
 def test_opens_the_hubs_oldest_layout(tmp_path):
-    """The hub's gpt2 has names without `transformer.`, causal masks among the weights, and sparse settings."""
+    """
+    The hub's gpt2 has names without `transformer.`, causal masks among the weights, and sparse
+    settings.
+    """
     ours = random_model()
     save_checkpoint(ours, tmp_path)
-    weights = {name.removeprefix("transformer."): w for name, w in load_file(tmp_path / "model.safetensors").items()}
+    weights = {
+        name.removeprefix("transformer."): w
+        for name, w in load_file(tmp_path / "model.safetensors").items()
+    }
     weights |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 33, 33).tril() for layer in range(3)}
     save_file(weights, tmp_path / "model.safetensors")
-    config = {"model_type": "gpt2", "vocab_size": 97, "n_positions": 33, "n_ctx": 33, "n_layer": 3, "n_head": 4}
-    config |= {"n_embd": 32, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "eos_token_id": 50256}
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 97,
+        "n_positions": 33,
+        "n_ctx": 33,
+        "n_layer": 3,
+        "n_head": 4,
+    }
+    config |= {
+        "n_embd": 32,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "eos_token_id": 50256,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with torch.no_grad():
         assert torch.equal(load_checkpoint(tmp_path)(TOKENS)[0], ours(TOKENS)[0])
 
 
 def test_a_directory_without_config_holds_no_model(tmp_path):
-    """config.json is written last: a process killed during its first save leaves no checkpoint, not a broken one."""
+    """
+    config.json is written last: a process killed during its first save leaves no checkpoint, not a
+    broken one.
+    """
     with pytest.raises(CheckpointError, match=r"run `python train\.py --out"):
         load_checkpoint(tmp_path)
     written = []
@@ -93,7 +128,9 @@ def test_a_directory_without_config_holds_no_model(tmp_path):
         import model
 
         write = model.write_atomically
-        patch.setattr(model, "write_atomically", lambda path, f: (written.append(path.name), write(path, f)))
+        patch.setattr(
+            model, "write_atomically", lambda path, f: (written.append(path.name), write(path, f))
+        )
         patch.setattr(model, "write_json", lambda path, content: written.append(path.name))
         save_checkpoint(random_model(), tmp_path)
     assert written == ["model.safetensors", "config.json"]
@@ -110,7 +147,10 @@ def test_a_directory_without_config_holds_no_model(tmp_path):
     ],
 )  # fmt: skip
 def test_broken_configurations(tmp_path, content):
-    """Some of these were tracebacks, and an epsilon that is a string made every request to the server fail, later."""
+    """
+    Some of these were tracebacks, and an epsilon that is a string made every request to the server
+    fail, later.
+    """
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json is not a model configuration"):
         load_checkpoint(tmp_path)
@@ -118,7 +158,10 @@ def test_broken_configurations(tmp_path, content):
 
 @pytest.mark.parametrize("name", ["n_layer", "n_embd", "n_positions", "vocab_size"])
 def test_sizes_are_compared_with_the_file_first(tmp_path, name):
-    """With "n_layer": 1000000000 loading never ended; of others torch said that a storage size overflowed."""
+    """
+    With "n_layer": 1000000000 loading never ended; of others torch said that a storage size
+    overflowed.
+    """
     save_checkpoint(random_model(), tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: 2**30}))
@@ -143,11 +186,15 @@ def test_options_that_we_do_not_compute_are_refused(tmp_path, option, value):
     save_checkpoint(random_model(), tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {option: value}))
-    with pytest.raises(CheckpointError, match=f"{option} is {value!r}, this code computes only .*: vLLM serves"):
+    with pytest.raises(
+        CheckpointError, match=f"{option} is {value!r}, this code computes only .*: vLLM serves"
+    ):
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("option", [{"n_inner": 128}, {"n_inner": None}, {"scale_attn_by_inverse_layer_idx": None}])
+@pytest.mark.parametrize(
+    "option", [{"n_inner": 128}, {"n_inner": None}, {"scale_attn_by_inverse_layer_idx": None}]
+)
 def test_options_that_say_what_we_compute_pass(tmp_path, option):
     """Four times the width is what there is without n_inner."""
     save_checkpoint(random_model(), tmp_path)
@@ -163,7 +210,10 @@ def written_config(folder, **content) -> GPTConfig:
 def test_what_a_configuration_does_not_say_is_as_in_transformers(tmp_path):
     """But for the dropout, which only training uses."""
     ours, theirs = written_config(tmp_path, model_type="gpt2"), transformers.GPT2Config()
-    for name, their_name in (("context_length", "n_positions"), ("activation", "activation_function")):
+    for name, their_name in (
+        ("context_length", "n_positions"),
+        ("activation", "activation_function"),
+    ):
         assert getattr(ours, name) == getattr(theirs, their_name)
     for name in ("vocab_size", "n_layer", "n_head", "n_embd", "layer_norm_epsilon"):
         assert getattr(ours, name) == getattr(theirs, name)
@@ -209,14 +259,20 @@ def test_gpt2s_end_of_text_counts_where_there_is_such_a_token(tmp_path, vocab_si
         ({"n_embd": 30, "n_head": 4}, "n_embd 30 is not a multiple of n_head 4"),
         ({"n_embd": 32, "n_head": 4, "n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
         ({"n_layer": 0}, "n_layer is 0: a whole number of at least 1"),
-        ({"context_length": 2**31}, "context_length is 2147483648: a whole number of at least 1, and below"),
+        (
+            {"context_length": 2**31},
+            "context_length is 2147483648: a whole number of at least 1, and below",
+        ),
         ({"dropout": 1}, "dropout is 1: a number from 0 to below 1 is wanted"),
         ({"dropout": -0.1}, "dropout is -0.1: a number from 0 to below 1 is wanted"),
         ({"layer_norm_epsilon": -1e-9}, "layer_norm_epsilon is -1e-09: a number from 0"),
         ({"layer_norm_epsilon": 1.0}, "layer_norm_epsilon is 1.0: a number from 0"),
         ({"bias": 1}, "bias is 1: true or false is wanted"),
         ({"vocab_size": 5, "eos_token_id": 5}, "eos_token_id is 5: a token id, 0 to 4, or none"),
-        ({"vocab_size": 5, "eos_token_id": 4, "more_eos_token_ids": (5,)}, "eos_token_id is 5: a token id, 0 to 4"),
+        (
+            {"vocab_size": 5, "eos_token_id": 4, "more_eos_token_ids": (5,)},
+            "eos_token_id is 5: a token id, 0 to 4",
+        ),
         ({"activation": "swish"}, "activation 'swish' is unknown; there is gelu_new"),
     ],
 )
@@ -224,14 +280,19 @@ def test_shapes_that_cannot_be(fields, message):
     with pytest.raises(ValueError) as caught:
         GPTConfig(**fields)
     assert str(caught.value).startswith(message)
-    assert GPTConfig(vocab_size=5, eos_token_id=4, n_embd=32, n_head=4, n_kv_head=2, dropout=0)  # at the edges
+    assert GPTConfig(
+        vocab_size=5, eos_token_id=4, n_embd=32, n_head=4, n_kv_head=2, dropout=0
+    )  # at the edges
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_configuration_that_is_written(tmp_path, dtype):
     """All that other programs read of it, as they spell it."""
     folder = tmp_path / "a" / "b"  # which need not be there
-    save_checkpoint(random_model(eos_token_id=5, more_eos_token_ids=(7,), dropout=0.1, n_kv_head=2).to(dtype), folder)
+    save_checkpoint(
+        random_model(eos_token_id=5, more_eos_token_ids=(7,), dropout=0.1, n_kv_head=2).to(dtype),
+        folder,
+    )
     assert json.loads((folder / "config.json").read_text()) == {
         "vocab_size": 97, "n_positions": 33, "n_layer": 3, "n_head": 4, "n_embd": 32, "n_kv_head": 2,
         "activation_function": "gelu_new", "bias": True, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
@@ -248,13 +309,17 @@ def test_the_configuration_that_is_written(tmp_path, dtype):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_matrices_are_written_as_gpt2_has_them(tmp_path, bias):
-    """[in, out] for those of linear layers, biases of zeros for a model that has none; and loaded each row in one
-    piece, as the kernels read them."""
+    """
+    [in, out] for those of linear layers, biases of zeros for a model that has none; and loaded each
+    row in one piece, as the kernels read them.
+    """
     ours = random_model(bias=bias)
     save_checkpoint(ours, tmp_path)
     saved, state = load_file(tmp_path / "model.safetensors"), ours.state_dict()
     for name, weight in state.items():
-        is_linear = name.endswith("weight") and weight.dim() == 2 and not name.startswith(("wte", "wpe"))
+        is_linear = (
+            name.endswith("weight") and weight.dim() == 2 and not name.startswith(("wte", "wpe"))
+        )
         assert torch.equal(saved[f"transformer.{name}"], weight.t() if is_linear else weight)
     biases = {name: weight for name, weight in saved.items() if name.endswith("bias")}
     assert len(biases) == 3 * 6 + 1 and len(saved) == 2 * len(biases) + 2
@@ -269,7 +334,10 @@ def test_matrices_are_written_as_gpt2_has_them(tmp_path, bias):
 def test_masks_of_the_hub_are_no_weights(tmp_path):
     """Both kinds that its GPT-2s have."""
     save_checkpoint(random_model(), tmp_path)
-    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 33, 33).tril(), "h.2.attn.masked_bias": torch.tensor(-1e4)}
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 33, 33).tril(),
+        "h.2.attn.masked_bias": torch.tensor(-1e4),
+    }
     change_weights(tmp_path, **masks)
     assert load_checkpoint(tmp_path).config == random_model().config
 
@@ -285,12 +353,16 @@ def test_weights_of_another_shape_are_refused(tmp_path, shape):
 def test_what_training_left_is_no_other_models_file(tmp_path):
     """train_state.pt stands beside what was never saved whole: that is still told to train."""
     (tmp_path / "train_state.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no model in .*, config\.json is missing: run `python train\.py"):
+    with pytest.raises(
+        CheckpointError, match=r"no model in .*, config\.json is missing: run `python train\.py"
+    ):
         load_checkpoint(tmp_path)
     for number in range(1, 6):
         (tmp_path / f"model-0000{number}.safetensors").write_bytes(b"")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"weights are in model-00001.*00002.*00003\.safetensors: they"):
+    with pytest.raises(
+        CheckpointError, match=r"weights are in model-00001.*00002.*00003\.safetensors: they"
+    ):
         load_checkpoint(tmp_path)
 
 
@@ -326,11 +398,22 @@ def change_weights(folder, **changes):
 def test_other_names_of_gelu_new(tmp_path, name):
     """They are the same function, and were refused."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "n_positions": 33, "n_layer": 3, "n_head": 4, "n_embd": 32, "initializer_range": 0.3}
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(activation_function=name, **sizes)).eval()
+    sizes = {
+        "vocab_size": 97,
+        "n_positions": 33,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_embd": 32,
+        "initializer_range": 0.3,
+    }
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(activation_function=name, **sizes)
+    ).eval()
     theirs.save_pretrained(tmp_path)
     ours = load_checkpoint(tmp_path)
-    assert ours.config.activation == "gelu_new" and ours.config.eos_token_ids == ()  # 50256 is only their default
+    assert (
+        ours.config.activation == "gelu_new" and ours.config.eos_token_ids == ()
+    )  # 50256 is only their default
     with torch.no_grad():
         assert (ours(TOKENS)[0] - theirs(TOKENS).logits).abs().max() <= 1e-4
 
@@ -374,32 +457,47 @@ def test_several_ends_of_text_come_back(tmp_path):
 
 
 def test_an_end_of_text_outside_the_vocabulary_is_refused(tmp_path):
-    """One of 10**9 in generation_config.json would never be seen; a negative one would be another token."""
+    """
+    One of 10**9 in generation_config.json would never be seen; a negative one would be another
+    token.
+    """
     save_checkpoint(random_model(), tmp_path)
     for bad in (97, 10**9, -1, [5, 97]):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": bad}))
-        with pytest.raises(CheckpointError, match=r"eos_token_id is .*: a token id, 0 to 96, or none is wanted"):
+        with pytest.raises(
+            CheckpointError, match=r"eos_token_id is .*: a token id, 0 to 96, or none is wanted"
+        ):
             load_config(tmp_path)
 
 
 def test_an_untied_head_is_refused(tmp_path):
-    """A head that is not the embedding was ignored: another model than the file's, without a word."""
+    """
+    A head that is not the embedding was ignored: another model than the file's, without a word.
+    """
     save_checkpoint(random_model(), tmp_path)
     embedding = load_file(tmp_path / "model.safetensors")["transformer.wte.weight"]
     change_weights(tmp_path, **{"lm_head.weight": embedding.clone()})
-    assert load_checkpoint(tmp_path).config == random_model().config  # a copy of the embedding is no other head
+    assert (
+        load_checkpoint(tmp_path).config == random_model().config
+    )  # a copy of the embedding is no other head
     for other in (embedding + 1, embedding[:96].clone()):
         change_weights(tmp_path, **{"lm_head.weight": other})
-        with pytest.raises(CheckpointError, match=r"lm_head\.weight, is not the embedding: .* vLLM serves"):
+        with pytest.raises(
+            CheckpointError, match=r"lm_head\.weight, is not the embedding: .* vLLM serves"
+        ):
             load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["h.3.ln_1.weight", "h.0.attn.q_norm.weight", "score.weight", "h.0.crossattention.x"])
+@pytest.mark.parametrize(
+    "name", ["h.3.ln_1.weight", "h.0.attn.q_norm.weight", "score.weight", "h.0.crossattention.x"]
+)
 def test_weights_that_the_model_lacks_are_refused(tmp_path, name):
     """A file of four layers with n_layer 3 opened as another model."""
     save_checkpoint(random_model(), tmp_path)
     change_weights(tmp_path, **{f"transformer.{name}": torch.ones(32)})
-    with pytest.raises(CheckpointError, match=f"does not match config.json: {name} is no part of this model"):
+    with pytest.raises(
+        CheckpointError, match=f"does not match config.json: {name} is no part of this model"
+    ):
         load_checkpoint(tmp_path)
 
 
@@ -415,21 +513,32 @@ def test_biases_beside_a_config_without_are_refused(tmp_path):
     "files",
     [
         ["pytorch_model.bin"],
-        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"],
+        [
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+        ],
         ["tf_model.h5", "flax_model.msgpack"],
     ],
 )
 def test_downloads_are_not_told_to_train(tmp_path, files):
-    """Weights in shards or pickles were "missing: run train.py", which would have trained another model over them."""
+    """
+    Weights in shards or pickles were "missing: run train.py", which would have trained another
+    model over them.
+    """
     save_checkpoint(random_model(), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     for name in files:
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing, the weights are in .*save_") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors is missing, the weights are in .*save_"
+    ) as caught:
         load_checkpoint(tmp_path)
     assert "train.py" not in str(caught.value) and all(name in str(caught.value) for name in files)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json is missing beside .*: download it, too"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json is missing beside .*: download it, too"
+    ):
         load_checkpoint(tmp_path)
 
 

@@ -1,6 +1,6 @@
 """
-The engine's client, over a wire that the test holds: what it writes and when, who is told what, how long it listens,
-and what it does when the engine is silent, deaf or gone. Time is the test's own.
+The engine's client, over a wire that the test holds: what it writes and when, who is told what, how
+long it listens, and what it does when the engine is silent, deaf or gone. Time is the test's own.
 """
 
 from types import SimpleNamespace
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from wires import House
 
-import client as client_module
-from links import line
+from serving import client as client_module
+from serving.links import line
 
 
 @pytest.fixture
@@ -29,14 +29,30 @@ def ops(house) -> list[tuple[str, str]]:
 
 
 def test_what_the_engine_is_told_of_a_request(house):
-    """Ids of our own, for clients may choose the same; a choice's is its prompt's and its number, as the engine's."""
-    house.ask([[1, 2], [3]], n=2, max_tokens=5, priority=-3, seed=9, cache_salt="s", request_id="x", logprobs=1)
+    """
+    Ids of our own, for clients may choose the same; a choice's is its prompt's and its number, as
+    the engine's.
+    """
+    house.ask(
+        [[1, 2], [3]],
+        n=2,
+        max_tokens=5,
+        priority=-3,
+        seed=9,
+        cache_salt="s",
+        request_id="x",
+        logprobs=1,
+    )
     first, second = house.engine.heard
     assert (first["op"], first["id"], first["prompt"]) == ("add", "0", [1, 2])
     assert (second["op"], second["id"], second["prompt"]) == ("add", "1", [3])
     options = {"n": 2, "priority": -3, "cache_salt": ":s", "prompt_logprobs": None}
     assert first["options"] == second["options"] == options
-    assert first["params"]["max_tokens"] == 5 and first["params"]["seed"] == 9 and first["params"]["logprobs"] == 1
+    assert (
+        first["params"]["max_tokens"] == 5
+        and first["params"]["seed"] == 9
+        and first["params"]["logprobs"] == 1
+    )
     assert list(house.choices) == ["0", "0.1", "1", "1.1"]
     assert [choice.index for choice in house.choices.values()] == [0, 1, 2, 3]
 
@@ -71,7 +87,9 @@ def test_a_stop_string_ends_the_engines_work(house):
     assert ops(house)[2:] == [("add", "1")]
     house.ask(["ab", "cd"], max_tokens=9, stop="b")  # a call goes on for its other prompts
     house.engine.step({"2": b"ab", "3": b"x"})
-    assert ops(house)[3:] == [("add", "2"), ("add", "3"), ("abort", "2")] and list(house.choices) == ["3"]
+    assert ops(house)[3:] == [("add", "2"), ("add", "3"), ("abort", "2")] and list(
+        house.choices
+    ) == ["3"]
 
 
 def test_errors_are_of_their_own_choice(house):
@@ -83,7 +101,7 @@ def test_errors_are_of_their_own_choice(house):
     assert not one.said and other.answer().status == 400 and list(house.choices) == ["0"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A link that is full
 
 
@@ -130,7 +148,7 @@ def test_an_engine_that_does_not_read_need_not_hear_of_who_has_gone(house, clien
     assert list(house.choices) == ["2"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rounds
 
 
@@ -150,7 +168,9 @@ def pass_seconds(house, seconds: float):
     house.clock.now += seconds
 
 
-@pytest.mark.parametrize("takes, pause", [(0.0, 0), (0.0009, 0), (0.002, 0.002), (0.02, 0.02), (3.0, 0.02)])
+@pytest.mark.parametrize(
+    "takes, pause", [(0.0, 0), (0.0009, 0), (0.002, 0.002), (0.02, 0.02), (3.0, 0.02)]
+)
 def test_the_engine_is_left_unread_for_as_long_as_a_round_took(house, takes, pause):
     """Up to 20 ms; a stream that is alone never waits."""
     house.ask(max_tokens=99, stream=True)
@@ -212,7 +232,7 @@ def test_at_work_is_what_the_engine_said_last(house, client):
     assert client.at_work == 7 and heard == [4, 7]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # An engine that is gone
 
 
@@ -223,7 +243,9 @@ class Process:
         self.sentinel = sentinel
 
 
-@pytest.mark.parametrize("words, reason", [(None, "the engine's process ended"), ("no model here", "no model here")])
+@pytest.mark.parametrize(
+    "words, reason", [(None, "the engine's process ended"), ("no model here", "no model here")]
+)
 def test_an_engine_that_dies_before_it_took_the_link_in_is_noticed(words, reason):
     """Half a second after its process, in which its last words may still be read."""
     house = House(ready=False)
@@ -278,8 +300,15 @@ def test_a_restart_begins_anew(house, client):
     house.clock.call_soon(house.engine.wire.protocol.data_received, b'{"op": "st')
     house.clock.settle()
     house.engine.die()
-    assert caller.answer().status == 500 and started == [2]  # connected first: an engine without links ends
-    assert (client.at_work, client.unsent, client.is_full, client.may_restart) == (0, {}, False, False)
+    assert caller.answer().status == 500 and started == [
+        2
+    ]  # connected first: an engine without links ends
+    assert (client.at_work, client.unsent, client.is_full, client.may_restart) == (
+        0,
+        {},
+        False,
+        False,
+    )
     house.engine.ready(max_model_len=77)
     assert client.state == "ready" and client.info["max_model_len"] == 77
     house.ask()

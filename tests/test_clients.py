@@ -1,8 +1,8 @@
 """
-Clients that others wrote, as their users run them, against serve.py in a process of its own. They are installed from
-tests/clients.txt into .venv-clients, once: 2.5 minutes, and then the tests take one. Where they cannot be installed (no
-network, say) all is skipped with the reason. vLLM's own load generator comes only with all of vLLM: what it sends is in
-tests/test_serve.py.
+Clients that others wrote, as their users run them, against serve.py in a process of its own. They
+are installed from tests/clients.txt into .venv-clients, once: 2.5 minutes, and then the tests take
+one. Where they cannot be installed (no network, say) all is skipped with the reason. vLLM's own
+load generator comes only with all of vLLM: what it sends is in tests/test_serve.py.
 """
 
 import json
@@ -26,12 +26,16 @@ ROOT = Path(__file__).parents[1]
 PINS = ROOT / "tests" / "clients.txt"
 HOME = ROOT / ".venv-clients"
 INSTALL_SECONDS = 480  # with the tests that makes less than ten minutes
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
 
 pytestmark = pytest.mark.slow
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The clients' environment, and a server
 
 
@@ -39,7 +43,14 @@ def install():
     """Make the environment anew. Raises subprocess.SubprocessError."""
     shutil.rmtree(HOME, ignore_errors=True)
     requirements = [line for line in PINS.read_text().splitlines() if not line.startswith("#")]
-    pip = [HOME / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [
+        HOME / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     pip += shlex.split(os.environ.get("PIP_OPTIONS", ""))
     options = {"check": True, "capture_output": True, "text": True, "timeout": INSTALL_SECONDS / 2}
     subprocess.run([sys.executable, "-m", "venv", HOME], **options)
@@ -50,7 +61,10 @@ def install():
 
 @pytest.fixture(scope="module")
 def bin(tmp_path_factory):
-    """The folder with the clients' programs. The processes that share the tests share it, and one of them makes it."""
+    """
+    The folder with the clients' programs. The processes that share the tests share it, and one of
+    them makes it.
+    """
     installed = HOME / PINS.name
     with FileLock(tmp_path_factory.getbasetemp().parent / "clients.lock"):
         if not installed.is_file() or installed.read_text() != PINS.read_text():
@@ -66,7 +80,9 @@ def bin(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Random weights, large ones, so that each token depends on those before; and a chat template."""
+    """
+    Random weights, large ones, so that each token depends on those before; and a chat template.
+    """
     folder = tmp_path_factory.mktemp("clients") / "tiny"
     folder.mkdir()
     tokenizer = train_bpe([(ROOT / "paged.py").read_text()], 400)
@@ -75,7 +91,9 @@ def checkpoint(tmp_path_factory):
     (folder / "chat_template.jinja").write_text(template)
     torch.manual_seed(0)
     sizes = {"context_length": 1024, "n_layer": 2, "n_head": 2, "n_embd": 32}
-    model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **sizes))
+    model = GPT(
+        GPTConfig(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **sizes)
+    )
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -94,14 +112,19 @@ def run_client(command: list, folder: Path) -> str:
     """What it prints. Whatever it caches or writes is put into the folder."""
     homes = {"HOME": str(folder), "HF_HOME": str(folder)}
     environment = os.environ | OFFLINE | homes
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.fixture
 def run_script(bin, server, tmp_path):
-    """Runs lines of Python in the clients' environment, which know `url` and `messages`; returns their `result`."""
+    """
+    Runs lines of Python in the clients' environment, which know `url` and `messages`; returns their
+    `result`.
+    """
 
     def run(script: str):
         before = f"import json\nurl = '{server.url}/v1'\nmessages = [{{'role': 'user', 'content': 'hello'}}]\n"
@@ -112,12 +135,15 @@ def run_script(bin, server, tmp_path):
     return run
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Load generators and evaluations
 
 
 def test_guidellm_measures_every_request(bin, server, checkpoint, tmp_path):
-    """Each of its requests was refused for `stream_options.continuous_usage_stats`; the program still ended with 0."""
+    """
+    Each of its requests was refused for `stream_options.continuous_usage_stats`; the program still
+    ended with 0.
+    """
     report = tmp_path / "report.json"
     options = {
         "--backend": f"kind=openai_http,target={server.url},model=tiny",
@@ -130,11 +156,19 @@ def test_guidellm_measures_every_request(bin, server, checkpoint, tmp_path):
     flags = [part for option in options.items() for part in option]
     run_client([bin / "guidellm", "run", *flags, "--disable-console"], tmp_path)
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
-    assert benchmark["metrics"]["request_totals"] == {"successful": 12, "errored": 0, "incomplete": 0, "total": 12}
+    assert benchmark["metrics"]["request_totals"] == {
+        "successful": 12,
+        "errored": 0,
+        "incomplete": 0,
+        "total": 12,
+    }
     assert [request["output_tokens"] for request in benchmark["requests"]["successful"]] == [8] * 12
 
 
-DOCUMENTS = ["def forward(self, x):\n    return self.head(x)\n", "for block in blocks:\n    print(block)\n"]
+DOCUMENTS = [
+    "def forward(self, x):\n    return self.head(x)\n",
+    "for block in blocks:\n    print(block)\n",
+]
 TASK = """
 task: documents
 dataset_path: json
@@ -165,21 +199,34 @@ def bits_per_byte(checkpoint) -> float:
 
 @pytest.mark.parametrize("tokenized", [False, True])
 def test_lm_eval_finds_the_models_bits_per_byte(tokenized, bin, server, checkpoint, tmp_path):
-    """With prompts as text, as its README has it, each began with 7 tokens that spell `<|endoftext|>` in place of one:
-    7.77 bits a byte where the model had 2.10, and nothing said so."""
+    """
+    With prompts as text, as its README has it, each began with 7 tokens that spell `<|endoftext|>`
+    in place of one: 7.77 bits a byte where the model had 2.10, and nothing said so.
+    """
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     (tmp_path / "documents.yaml").write_text(TASK.format(file=documents))
     address = f"model=tiny,base_url={server.url}/v1/completions,tokenizer={checkpoint}"
-    command = [bin / "lm_eval", "--model", "local-completions", "--tasks", "documents", "--include_path", tmp_path]
-    command += ["--model_args", f"{address},tokenized_requests={tokenized},max_length=1024,max_retries=1"]
+    command = [
+        bin / "lm_eval",
+        "--model",
+        "local-completions",
+        "--tasks",
+        "documents",
+        "--include_path",
+        tmp_path,
+    ]
+    command += [
+        "--model_args",
+        f"{address},tokenized_requests={tokenized},max_length=1024,max_retries=1",
+    ]
     run_client([*command, "--output_path", tmp_path / "results"], tmp_path)
     (results,) = (tmp_path / "results").rglob("results_*.json")
     found = json.loads(results.read_text())["results"]["documents"]["bits_per_byte,none"]
     assert found == pytest.approx(bits_per_byte(checkpoint), rel=1e-4)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Libraries
 
 
@@ -202,8 +249,10 @@ result = [answers, whole.usage.completion_tokens, text.usage.completion_tokens, 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm", "text-completion-openai"])
 def test_litellm_knows_a_prompt_that_is_too_long(provider, run_script):
-    """Its routers shorten the conversation or try a larger model when they see this exception: it knows it by words,
-    and ours made it a BadRequestError like any other."""
+    """
+    Its routers shorten the conversation or try a larger model when they see this exception: it
+    knows it by words, and ours made it a BadRequestError like any other.
+    """
     script = f"""
 from litellm import completion, text_completion, ContextWindowExceededError
 call = {{"api_base": url, "api_key": "none", "max_tokens": 8}}
@@ -236,8 +285,8 @@ result = [whole.choices[0].message.content, streamed, retrieved, last.usage.comp
     assert (retrieved, tokens) == ("tiny", 8)
 
 
-# What these say of a server's refusal: they send tools together with tool_choice or parallel_tool_calls, and were told
-# that these should be left out, which none of them can do.
+# What these say of a server's refusal: they send tools together with tool_choice or
+# parallel_tool_calls, and were told that these should be left out, which none of them can do.
 TOOL_USERS = {
     "instructor": """
 import instructor

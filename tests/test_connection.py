@@ -1,7 +1,7 @@
 """
-What clients may do to a connection, byte by byte, before anybody knows who they are: over wires that the tests hold,
-where each limit is met exactly and time is the tests' own, and over real sockets, with the fake engine of test_serve.py
-behind the server.
+What clients may do to a connection, byte by byte, before anybody knows who they are: over wires
+that the tests hold, where each limit is met exactly and time is the tests' own, and over real
+sockets, with the fake engine of test_serve.py behind the server.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ import pytest
 from test_serve import HEAD, FakeEngine, Server, read_until, wait_until
 from wires import House, request
 
-import connection
-from protocol import ApiError
-from workers import Counts, Seat
+from serving import connection
+from serving.protocol import ApiError
+from serving.workers import Counts, Seat
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 BODY = b'{"prompt": "say hi", "max_tokens": 9}'
@@ -74,7 +74,7 @@ def send_until_closed(sock, piece: bytes, limit: int) -> int:
     return sent
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Limits, met exactly
 
 
@@ -98,8 +98,10 @@ def head_of(size: int) -> bytes:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_head_may_be_64_kib_long(house, split):
-    """A byte more ends the connection, at once; only the time-out of 30 s did when the limit was gone, and the test
-    that was here passed all the same."""
+    """
+    A byte more ends the connection, at once; only the time-out of 30 s did when the limit was gone,
+    and the test that was here passed all the same.
+    """
     for size, is_served in ((2**16, True), (2**16 + 1, False)):
         caller = house.connect()
         head = head_of(size)
@@ -150,7 +152,10 @@ def test_each_request_of_a_connection_has_a_head_of_its_own(house):
     caller = house.connect()
     for _ in range(3):
         caller.send(head_of(2**16))
-    assert [answer.status for answer in caller.answers()] == [200] * 3 and caller.closed == (None, None)
+    assert [answer.status for answer in caller.answers()] == [200] * 3 and caller.closed == (
+        None,
+        None,
+    )
 
 
 def test_a_long_body_is_no_head(house):
@@ -215,7 +220,10 @@ def test_a_kept_connection_ends_after_five_idle_seconds(house):
     caller.send(ASK)
     house.clock.run(10)
     house.engine.step({"0": b"x"}, "length")
-    assert [answer.status for answer in caller.answers()] == [200, 200] and caller.wire.closed is None
+    assert [answer.status for answer in caller.answers()] == [
+        200,
+        200,
+    ] and caller.wire.closed is None
     house.clock.run(5.1)
     assert caller.closed == ("close", 19.9)
 
@@ -223,7 +231,9 @@ def test_a_kept_connection_ends_after_five_idle_seconds(house):
 def test_a_client_has_30_s_to_read_what_waits_for_it(house):
     """Reading on in time starts the time anew; what it was computing ends with it."""
     caller = house.connect()
-    caller.send(request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 99, "stream": True}))
+    caller.send(
+        request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 99, "stream": True})
+    )
     assert caller.wire.limits == {"high": 0, "low": None}  # whatever is not read counts
     house.engine.step({"0": b"x"})
     caller.stop_reading()
@@ -253,7 +263,9 @@ def test_a_body_that_waits_may_not_grow_for_ever():
     """Behind a request in work nobody reads it, so nobody else counts it."""
     with House("--max-body-mib", "0.5") as house:
         caller = house.connect()
-        caller.send(ASK + b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n")
+        caller.send(
+            ASK + b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n"
+        )
         caller.send(b" " * 2**18)
         caller.send(b" " * 2**18)
         assert caller.wire.closed is None and caller.wire.is_reading and house.choices
@@ -296,7 +308,9 @@ def test_an_answer_after_the_whole_body_keeps_the_connection():
     with House(keys=["sesame"]) as house:
         caller = house.connect()
         for _ in range(2):
-            caller.send(request("POST", "/v1/completions", {"prompt": 3}, Authorization="Bearer sesame"))
+            caller.send(
+                request("POST", "/v1/completions", {"prompt": 3}, Authorization="Bearer sesame")
+            )
         answers = caller.answers()
         assert [answer.status for answer in answers] == [400, 400] and caller.wire.closed is None
         assert not any("connection" in answer.headers for answer in answers)
@@ -311,7 +325,7 @@ def test_a_body_of_no_bytes_is_none(house):
         assert [answer.headers.get("connection") for answer in caller.answers()] == [None, None]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Clients that end their side, or hang up
 
 
@@ -326,7 +340,11 @@ def test_whether_a_client_is_still_there_is_asked_twice_at_once_and_then_each_se
     assert asked[:2] == [1, 2] and asked[-1] == 4 and caller.wire.closed is None
     house.engine.step({"0": b"x"}, "length")
     said = caller.answer()
-    assert said.status == 200 and said.headers["connection"] == "close" and caller.wire.closed == "close"
+    assert (
+        said.status == 200
+        and said.headers["connection"] == "close"
+        and caller.wire.closed == "close"
+    )
     house.clock.run(5)
     assert caller.said.endswith(said.body)
 
@@ -334,7 +352,9 @@ def test_whether_a_client_is_still_there_is_asked_twice_at_once_and_then_each_se
 def test_a_stream_asks_with_comments(house):
     """Before its headers as others do; then in whole chunks, between its own."""
     caller = house.connect()
-    caller.send(request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 9, "stream": True}))
+    caller.send(
+        request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 9, "stream": True})
+    )
     caller.end_side()
     house.clock.run(0.5)
     house.engine.step({"0": b"x"})
@@ -348,7 +368,9 @@ def test_a_stream_asks_with_comments(house):
 def test_the_request_that_is_answered_decides_how_it_is_asked(house):
     """Behind a stream that has ended, chunks of a stream would be the beginning of an answer."""
     caller = house.connect()
-    caller.send(request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 9, "stream": True}) + ASK)
+    caller.send(
+        request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 9, "stream": True}) + ASK
+    )
     house.engine.step({"0": b"x"}, "length")
     before = len(caller.said)
     caller.end_side()
@@ -373,7 +395,7 @@ def test_all_requests_of_a_connection_end_with_it(house):
     assert house.clock.next_timer() == float("inf")  # no timer is left that could do anything
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # How many
 
 
@@ -480,13 +502,17 @@ class Held:
     ],
 )
 def test_who_closes_how_many_where_there_are_several_processes(number, open, idle, most, gone):
-    """The process with the most idle connections closes those that are too many; the others only where these are not
-    enough. The ones that work, and those that are closing already, are left alone."""
+    """
+    The process with the most idle connections closes those that are too many; the others only where
+    these are not enough. The ones that work, and those that are closing already, are left alone.
+    """
     held = [Held(2.0), Held(0.5, is_idle=False), Held(1.0), Held(3.0), Held(0.1)]
     held[-1].is_closed = True
     connection.make_room(set(held), Seat(number, Counts(open, idle)), most)
     closed = sorted(c.idle_since for c in held[:-1] if c.is_closed)
-    assert closed == gone and [c.num_counted for c in held] == [int(c.idle_since in gone) for c in held]
+    assert closed == gone and [c.num_counted for c in held] == [
+        int(c.idle_since in gone) for c in held
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(connection.SINGLE_HEADERS))
@@ -503,24 +529,33 @@ def test_the_headers_that_decide_are_these():
     assert {name.decode() for name in connection.SINGLE_HEADERS} == set(names.split())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Over sockets: how much
 
 
 @pytest.mark.parametrize("piece", [b"a:b\r\n" * 1000, b"x" * 5000], ids=["lines", "one line"])
 @pytest.mark.parametrize(
-    "start", [HEAD, CHUNKED + b"1\r\nx\r\n0\r\na: ", CHUNKED + b"1;"], ids=["head", "trailers", "chunk"]
+    "start",
+    [HEAD, CHUNKED + b"1\r\nx\r\n0\r\na: ", CHUNKED + b"1;"],
+    ids=["head", "trailers", "chunk"],
 )
 def test_what_is_no_body_ends_somewhere(server, start, piece):
-    """51 MiB of trailers took 1.3 GiB of memory and 8 s, in which nobody else was served; nobody asked for a key."""
+    """
+    51 MiB of trailers took 1.3 GiB of memory and 8 s, in which nobody else was served; nobody asked
+    for a key.
+    """
     with connect(server) as sock:
         sock.sendall(start)
         wait_until(lambda: server.service.server.server_state.connections)
-        assert send_until_closed(sock, piece, limit=2**26) < 2**25  # of which the socket's buffers take most
+        assert (
+            send_until_closed(sock, piece, limit=2**26) < 2**25
+        )  # of which the socket's buffers take most
     assert server.get("/livez") == 200
 
 
-@pytest.mark.parametrize("number, status", [(connection.MAX_HEADERS - 3, 200), (connection.MAX_HEADERS + 1, 431)])
+@pytest.mark.parametrize(
+    "number, status", [(connection.MAX_HEADERS - 3, 200), (connection.MAX_HEADERS + 1, 431)]
+)
 def test_number_of_headers(server, number, status):
     """64 KiB of short headers took 1.7 MB of memory, in each connection."""
     data = answers(server, LIVEZ[:-2] + b"a:b\r\n" * number + b"Connection: close\r\n\r\n")
@@ -528,8 +563,13 @@ def test_number_of_headers(server, number, status):
 
 
 def test_trailers_are_never_headers(locked):
-    """With the trailers in the packet of the head, they were read before who asks: the last Authorization counted."""
-    trailers = b"Authorization: Bearer sesame\r\nHost: evil.example\r\nOrigin: http://evil.example\r\n\r\n"
+    """
+    With the trailers in the packet of the head, they were read before who asks: the last
+    Authorization counted.
+    """
+    trailers = (
+        b"Authorization: Bearer sesame\r\nHost: evil.example\r\nOrigin: http://evil.example\r\n\r\n"
+    )
     chunk = b"%x\r\n%s\r\n0\r\n" % (len(BODY), BODY)
     assert answers(locked, CHUNKED + chunk + trailers).startswith(b"HTTP/1.1 401 ")
     key = b"Authorization: Bearer sesame\r\nConnection: close\r\n"
@@ -549,7 +589,7 @@ def test_headers_that_contradict_each_other_are_refused(server, name, same):
     assert data.startswith(b"HTTP/1.1 400 ")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Refused before the body is read
 
 
@@ -558,16 +598,29 @@ def test_headers_that_contradict_each_other_are_refused(server, name, same):
     [
         (CHUNKED, 401),
         (HEAD + b"Content-Length: 50000\r\n\r\n", 401),
-        (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\nContent-Length: 9\r\n\r\n", 404),
-        (b"POST /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\nContent-Length: 9\r\n\r\n", 405),
+        (
+            b"POST /nowhere HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\nContent-Length: 9\r\n\r\n",
+            404,
+        ),
+        (
+            b"POST /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\nContent-Length: 9\r\n\r\n",
+            405,
+        ),
         (HEAD + b"Authorization: Bearer sesame\r\nContent-Length: 999999\r\n\r\n", 413),
-        (HEAD + b"Authorization: Bearer sesame\r\nExpect: 100-continue\r\nContent-Length: 999999\r\n\r\n", 413),
+        (
+            HEAD
+            + b"Authorization: Bearer sesame\r\nExpect: 100-continue\r\nContent-Length: 999999\r\n\r\n",
+            413,
+        ),
         (b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", 200),
     ],
 )
 def test_what_the_head_decides_is_said_at_once_and_last(locked, start, status):
-    """A body after an early 401 was read without end, for whoever sent it. Now the answer does not wait for the body,
-    says that the connection ends, and comes whole though the client is still sending."""
+    """
+    A body after an early 401 was read without end, for whoever sent it. Now the answer does not
+    wait for the body, says that the connection ends, and comes whole though the client is still
+    sending.
+    """
     with connect(locked) as sock:
         sock.sendall(start)
         said = read_until(sock, b"}")
@@ -580,7 +633,10 @@ def test_what_the_head_decides_is_said_at_once_and_last(locked, start, status):
 
 def test_a_refused_client_that_sends_all_before_it_reads_gets_its_answer(locked):
     """Closing with bytes unread resets the connection, and the answer is lost on its way."""
-    assert httpx.post(f"{locked.http.base_url}/v1/completions", content=b" " * 10**7).status_code == 401
+    assert (
+        httpx.post(f"{locked.http.base_url}/v1/completions", content=b" " * 10**7).status_code
+        == 401
+    )
     with connect(locked) as sock:
         sock.sendall(HEAD + b"Content-Length: 3000000\r\n\r\n" + b" " * 3000000)
         assert read_until(sock, b"no such end").startswith(b"HTTP/1.1 401 ")
@@ -606,15 +662,19 @@ def test_draining_is_said_before_the_body_comes():
             assert read_until(sock, b"}}").startswith(b"HTTP/1.1 503 ")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Several requests in one connection, and its end
 
 
-@pytest.mark.parametrize("behind", [LIVEZ, LIVEZ * 3, HEAD + b"Content-Length: 99999\r\n\r\n" + b" " * 90_000])
+@pytest.mark.parametrize(
+    "behind", [LIVEZ, LIVEZ * 3, HEAD + b"Content-Length: 99999\r\n\r\n" + b" " * 90_000]
+)
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_who_hangs_up_with_requests_waiting_is_noticed(behind, how):
-    """uvicorn told the last request of the connection only, and stopped reading: 22,000 tokens for a client that was
-    gone."""
+    """
+    uvicorn told the last request of the connection only, and stopped reading: 22,000 tokens for a
+    client that was gone.
+    """
     with Server(engine=FakeEngine(max_model_len=10**9)) as server:
         body = b'{"prompt": "loop", "max_tokens": 20000}'
         sock = connect(server)
@@ -631,12 +691,18 @@ def test_who_hangs_up_with_requests_waiting_is_noticed(behind, how):
 def test_pipelined_requests_are_answered_in_order(server):
     last = LIVEZ[:-2] + b"Connection: close\r\n\r\n"
     data = answers(server, CALL + LIVEZ + CALL + last)
-    assert [data.count(text) for text in (b"HTTP/1.1 200 OK", b'"text":"hi"', b"alive")] == [4, 2, 2]
+    assert [data.count(text) for text in (b"HTTP/1.1 200 OK", b'"text":"hi"', b"alive")] == [
+        4,
+        2,
+        2,
+    ]
     assert data.index(b"hi") < data.index(b"alive") < data.rindex(b"hi") < data.rindex(b"alive")
 
 
 def test_few_requests_may_wait_in_a_connection():
-    """Each of the 5,000 that a packet holds was made a request of its own, with or without a key."""
+    """
+    Each of the 5,000 that a packet holds was made a request of its own, with or without a key.
+    """
     with Server() as server:
         server.engine.gate.clear()
         with connect(server) as sock:
@@ -651,8 +717,12 @@ def test_few_requests_may_wait_in_a_connection():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_has_only_nothing_more_to_ask_is_answered(server, stream):
-    """`printf ... | nc -N` ends its side after the request. It was taken for gone, and got no answer."""
-    body = json.dumps({"prompt": "say " + "hello" * 20, "max_tokens": 999, "stream": stream}).encode()
+    """
+    `printf ... | nc -N` ends its side after the request. It was taken for gone, and got no answer.
+    """
+    body = json.dumps(
+        {"prompt": "say " + "hello" * 20, "max_tokens": 999, "stream": stream}
+    ).encode()
     server.engine.gate.clear()
     with connect(server) as sock:
         sock.sendall(HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
@@ -661,17 +731,24 @@ def test_who_has_only_nothing_more_to_ask_is_answered(server, stream):
         time.sleep(0.05)
         server.engine.gate.set()
         data = read_until(sock, b"no such end")
-    assert data.startswith(connection.CONTINUE) and b"HTTP/1.1 200 OK" in data and b"connection: close" in data
+    assert (
+        data.startswith(connection.CONTINUE)
+        and b"HTTP/1.1 200 OK" in data
+        and b"connection: close" in data
+    )
     assert data.endswith(b"[DONE]\n\n\r\n0\r\n\r\n") if stream else b"hello" * 20 in data
 
 
 @pytest.mark.parametrize("size", [0, 5])
 @pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"TLS/1.0, h2c"])
 def test_offers_of_another_protocol_are_ignored(server, size, offer):
-    """`curl --http2` and the JDK's client offer HTTP/2 in each request: its body was lost, the answer a 400, and the
-    connection deaf from then on."""
+    """
+    `curl --http2` and the JDK's client offer HTTP/2 in each request: its body was lost, the answer
+    a 400, and the connection deaf from then on.
+    """
     upgrade = (
-        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n" % offer
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+        % offer
     )
     lines = CALL.split(b"\r\n", 1)
     call = lines[0] + b"\r\n" + upgrade + lines[1]
@@ -691,7 +768,10 @@ def test_nothing_is_tunnelled(server):
 
 
 def test_a_packet_full_of_offers_is_no_work(server):
-    """Each is parsed again without its offer, with all that follows it: a packet of them must not cost its square."""
+    """
+    Each is parsed again without its offer, with all that follows it: a packet of them must not cost
+    its square.
+    """
     began = time.process_time()
     offer = b"GET /livez HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
     with connect(server) as sock, contextlib.suppress(OSError):
@@ -700,15 +780,23 @@ def test_a_packet_full_of_offers_is_no_work(server):
     assert time.process_time() - began < 1 and server.get("/livez") == 200
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # How many
 
 
 def test_idle_connections_make_room():
-    """512 connections that asked nothing shut everybody out, who has a key and who asks /livez, for 30 s each time. The
-    one that is idle for longest goes: never spoken, half a head, kept alive, or refused and still sending."""
+    """
+    512 connections that asked nothing shut everybody out, who has a key and who asks /livez, for 30
+    s each time. The one that is idle for longest goes: never spoken, half a head, kept alive, or
+    refused and still sending.
+    """
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-    starts = [b"", head, b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n", head + b"Content-Length: 99\r\n\r\n{"]
+    starts = [
+        b"",
+        head,
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        head + b"Content-Length: 99\r\n\r\n{",
+    ]
     with Server("--max-connections", "6") as server, contextlib.ExitStack() as stack:
         server.engine.gate.clear()
         busy = server.connect(prompt="say hi", max_tokens=9)
@@ -721,7 +809,12 @@ def test_idle_connections_make_room():
             idle.append(sock)
             assert not start or start == head or b"HTTP/1.1 " in read_until(sock, b"}")
         for number in range(5):
-            assert httpx.get(f"{server.http.base_url}/livez", headers={"Connection": "close"}).status_code == 200
+            assert (
+                httpx.get(
+                    f"{server.http.base_url}/livez", headers={"Connection": "close"}
+                ).status_code
+                == 200
+            )
             new = stack.enter_context(socket.create_connection(server.address, timeout=30))
             wait_until(lambda: len(server.service.server.server_state.connections) <= 6)
             assert [is_closed(sock) for sock in idle[:number]] == [True] * number

@@ -1,6 +1,6 @@
 """
-Weights in bf16 and int8 on a CPU: what the two layers compute, and that an engine with them is the same model run
-densely, whatever shares the batch.
+Weights in bf16 and int8 on a CPU: what the two layers compute, and that an engine with them is the
+same model run densely, whatever shares the batch.
 """
 
 import inspect
@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-import runner
-from engine import Engine
 from model import GPT, Int8Linear, PackedLinear, packed_for_cpu, serving_dtype
-from sampling import SamplingParams
+from serving import runner
+from serving.engine import Engine
+from serving.sampling import SamplingParams
 from test_paged import echo_text, prompt, raises, trained_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-needs_bf16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with AVX-512")
+needs_bf16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with AVX-512"
+)
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with VNNI")
 needs_compiler = pytest.mark.skipif(not kernels.cpp_compiler(), reason="needs a C++ compiler")
 ROWS = (1, 3, 8, 64, 257)
@@ -57,11 +59,18 @@ def model_in(dtype: str) -> GPT:
 @pytest.mark.parametrize("count", ROWS)
 @pytest.mark.parametrize(("out", "into"), [(339, 799), (64, 48)])
 def test_int8_errs_by_half_steps(count, out, into):
-    """Weights and rows are off by at most half a step of their own scales; the product of the integers is exact."""
+    """
+    Weights and rows are off by at most half a step of their own scales; the product of the integers
+    is exact.
+    """
     (weight, bias), x = layer(out, into), rows(count, into)
     w_half = weight.abs().amax(1) / 254
     x_half = x.abs().amax(1, keepdim=True) / 254
-    bound = x.abs().sum(1, keepdim=True) * w_half + x_half * weight.abs().sum(1) + into * x_half * w_half
+    bound = (
+        x.abs().sum(1, keepdim=True) * w_half
+        + x_half * weight.abs().sum(1)
+        + into * x_half * w_half
+    )
     exact = F.linear(x.double(), weight.double(), bias.double())
     got = Int8Linear(weight, bias)(x)
     assert got.dtype == torch.float32
@@ -95,12 +104,20 @@ def test_int8_rows_do_not_meet():
 
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 def test_engine_is_the_same_model_run_densely(dtype, quantize):
-    """Alone and in a batch of decodes and chunks. Where rounding may choose, the best two logits are this close."""
+    """
+    Alone and in a batch of decodes and chunks. Where rounding may choose, the best two logits are
+    this close.
+    """
     tie = {"fp32": 1e-4, "bf16": 0.05}[dtype] if quantize == "none" else 0.05
     model = model_in(dtype)
     reference = packed_for_cpu(model, quantize)
-    params, prompts = SamplingParams(temperature=0, max_tokens=24), [prompt(i, 5 + 5 * i) for i in range(8)]
-    engine = Engine(model, block_size=4, max_num_seqs=5, token_budget=16, quantize=quantize, check=True)
+    params, prompts = (
+        SamplingParams(temperature=0, max_tokens=24),
+        [prompt(i, 5 + 5 * i) for i in range(8)],
+    )
+    engine = Engine(
+        model, block_size=4, max_num_seqs=5, token_budget=16, quantize=quantize, check=True
+    )
     answers = engine.generate(prompts, params, progress=False)
     answers += engine.generate(prompts[3:4], params, progress=False)
     answers += Engine(model, quantize=quantize).generate(prompts, params, progress=False)
@@ -108,14 +125,20 @@ def test_engine_is_the_same_model_run_densely(dtype, quantize):
 
 
 def check_greedy(reference: GPT, prompts: list[list[int]], answers: list[list[int]], tie: float):
-    """That answers are the likeliest tokens of the model run densely; of two within `tie`, now and then the other."""
+    """
+    That answers are the likeliest tokens of the model run densely; of two within `tie`, now and
+    then the other.
+    """
     equal = count = 0
     with torch.no_grad():
         for text, answer in zip(prompts, answers, strict=True):
             logits = reference(torch.tensor([text + answer]))[0][0, len(text) - 1 : -1]
             chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
             assert (logits.amax(1) - chosen).max() <= tie
-            equal, count = equal + (logits.argmax(1) == torch.tensor(answer)).sum().item(), count + len(answer)
+            equal, count = (
+                equal + (logits.argmax(1) == torch.tensor(answer)).sum().item(),
+                count + len(answer),
+            )
     assert equal >= 0.99 * count
 
 
@@ -123,9 +146,11 @@ def check_greedy(reference: GPT, prompts: list[list[int]], answers: list[list[in
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS[:3])
 def test_compiled_steps_are_the_same_model(dtype, quantize, compiler, monkeypatch):
-    """Alone, after others and beside them, a prompt of one token too; a second engine's model is not taken for the
-    first's, though both compile the same function. "eager" runs the graph that was captured as it is: writing C++ for
-    it takes ten seconds a format, in `make test-all`."""
+    """
+    Alone, after others and beside them, a prompt of one token too; a second engine's model is not
+    taken for the first's, though both compile the same function. "eager" runs the graph that was
+    captured as it is: writing C++ for it takes ten seconds a format, in `make test-all`.
+    """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
     tie = {"fp32": 1e-4, "bf16": 0.05}[dtype] if quantize == "none" else 0.05
     prompts = [prompt(i, n) for i, n in enumerate((1, 2, 17, 30))]
@@ -135,9 +160,14 @@ def test_compiled_steps_are_the_same_model(dtype, quantize, compiler, monkeypatc
         reference = packed_for_cpu(model, quantize)
         engine = Engine(model, block_size=4, quantize=quantize, compile=True, check=True)
         calls, decode_one = [], engine.runner.decode_one
-        engine.runner.decode_one = lambda batch, calls=calls, f=decode_one: calls.append(1) or f(batch)
+        engine.runner.decode_one = lambda batch, calls=calls, f=decode_one: (
+            calls.append(1) or f(batch)
+        )
         params = [SamplingParams(temperature=0, max_tokens=n) for n in (24, 9, 20, 30)]
-        alone = [engine.generate([text], p, progress=False)[0] for text, p in zip(prompts, params, strict=True)]
+        alone = [
+            engine.generate([text], p, progress=False)[0]
+            for text, p in zip(prompts, params, strict=True)
+        ]
         assert len(calls) == sum(p.max_tokens - 1 for p in params)
         together = engine.generate(prompts, params, progress=False)
         assert len(calls) > sum(p.max_tokens - 1 for p in params)  # the longest ends alone
@@ -146,7 +176,9 @@ def test_compiled_steps_are_the_same_model(dtype, quantize, compiler, monkeypatc
 
 @needs_bf16
 @needs_vnni
-@pytest.mark.parametrize(("dtype", "quantize", "bound"), [("bf16", "none", 0.003), ("fp32", "int8", 0.01)])
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "bound"), [("bf16", "none", 0.003), ("fp32", "int8", 0.01)]
+)
 def test_loss_rises_little(dtype, quantize, bound):
     """Nats a token over held-out text; the loss of a packed model is that of its packed head."""
     text = echo_text(64, 65, 0.1, torch.Generator().manual_seed(99))
@@ -161,8 +193,9 @@ def test_loss_rises_little(dtype, quantize, bound):
 @pytest.mark.parametrize("plain_rows", [0, 1, 16])
 def test_few_rows_take_the_plain_weights_where_those_are_faster(plain_rows, monkeypatch):
     """
-    The packed product of one row took 1.2 times Hugging Face's time with AVX2. Whichever product a CPU is found to
-    prefer, the model stays the same, few rows take that one, and the head's plain weights are the embedding's, no copy.
+    The packed product of one row took 1.2 times Hugging Face's time with AVX2. Whichever product a
+    CPU is found to prefer, the model stays the same, few rows take that one, and the head's plain
+    weights are the embedding's, no copy.
     """
     monkeypatch.setattr("model.rows_of_plain", lambda weight: plain_rows)
     model = model_in("fp32")
@@ -171,7 +204,10 @@ def test_few_rows_take_the_plain_weights_where_those_are_faster(plain_rows, monk
     layer, theirs = packed.h[0].mlp.c_fc, model.h[0].mlp.c_fc
     for count in ROWS:
         x = rows(count, theirs.in_features)
-        layer.weight, kept = None if count <= plain_rows else layer.weight, layer.weight  # None: a use of it fails
+        layer.weight, kept = (
+            None if count <= plain_rows else layer.weight,
+            layer.weight,
+        )  # None: a use of it fails
         error = (layer(x) - F.linear(x, theirs.weight, theirs.bias)).norm()
         layer.weight = kept
         assert error <= 1e-5 * x.norm()
@@ -179,7 +215,10 @@ def test_few_rows_take_the_plain_weights_where_those_are_faster(plain_rows, monk
 
 @pytest.mark.parametrize(("fast", "wanted"), [((1, 16), 16), ((1,), 1), ((), 0)])
 def test_the_faster_product_is_found_by_measuring(fast, wanted, monkeypatch):
-    """For 16 rows, else for one, else for none; a gain of less than 15% is not worth weights kept twice."""
+    """
+    For 16 rows, else for one, else for none; a gain of less than 15% is not worth weights kept
+    twice.
+    """
     import model as module
 
     def repeat(product, number, repeat):
@@ -196,13 +235,19 @@ def test_packing_leaves_the_model_alone():
     model = model_in("bf16")
     before = {name: w.clone() for name, w in model.state_dict().items()}
     packed = packed_for_cpu(model, "int8")
-    assert all(torch.equal(w, before[name]) and w.dtype == torch.bfloat16 for name, w in model.state_dict().items())
+    assert all(
+        torch.equal(w, before[name]) and w.dtype == torch.bfloat16
+        for name, w in model.state_dict().items()
+    )
     assert {w.dtype for w in packed.parameters()} == {torch.float32}
     assert sum(isinstance(m, Int8Linear) for m in packed.modules()) == 4 * model.config.n_layer + 1
 
 
 def test_refusals(monkeypatch):
-    assert serving_dtype("auto", "cpu") == torch.float32 and serving_dtype("auto", "cuda:1") == torch.bfloat16
+    assert (
+        serving_dtype("auto", "cpu") == torch.float32
+        and serving_dtype("auto", "cuda:1") == torch.bfloat16
+    )
     with raises(ValueError, "fp16", "fp32 or bf16"):
         serving_dtype("fp16", "cpu")
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
@@ -219,10 +264,14 @@ def test_refusals_of_compile(monkeypatch):
         Engine(trained_model(), compile=True, attention="flex")
 
     def broken(*_):
-        raise RuntimeError("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand: g++ ..")
+        raise RuntimeError(
+            "backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand: g++ .."
+        )
 
     monkeypatch.setattr(runner, "compiled_decode", lambda *_: broken)
-    with raises(ValueError, "--compile", "CppCompileError: C++ compile error)", "TORCHINDUCTOR_CACHE_DIR"):
+    with raises(
+        ValueError, "--compile", "CppCompileError: C++ compile error)", "TORCHINDUCTOR_CACHE_DIR"
+    ):
         Engine(trained_model(), compile=True)
     monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
     monkeypatch.setenv("CXX", "/nowhere")

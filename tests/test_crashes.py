@@ -1,9 +1,11 @@
 """
-Kills at each write: whatever training writes, a process that dies between two operations on files, or a machine that
-loses power there, leaves a directory that is whole: served, resumed or begun anew, never a mixture.
+Kills at each write: whatever training writes, a process that dies between two operations on files,
+or a machine that loses power there, leaves a directory that is whole: served, resumed or begun
+anew, never a mixture.
 
-Nothing is killed. A `Disk` notes what is on disk around each operation, while a training runs once, undisturbed; each
-of these moments is then laid out in a directory of its own, and opened in all ways.
+Nothing is killed. A `Disk` notes what is on disk around each operation, while a training runs once,
+undisturbed; each of these moments is then laid out in a directory of its own, and opened in all
+ways.
 """
 
 import io
@@ -21,8 +23,22 @@ import train
 from model import CheckpointError, load_checkpoint
 from tokenizer import char_tokenizer, load_tokenizer, write_corpus
 
-FLAGS = ["--size=tiny", "--device=cpu", "--dtype=float32", "--threads=1", "--n_layer=1", "--n_head=1", "--n_embd=16"]
-FLAGS += ["--context_length=16", "--batch_size=2", "--sample_tokens=0", "--eval_tokens=32", "--eval_every=1"]
+FLAGS = [
+    "--size=tiny",
+    "--device=cpu",
+    "--dtype=float32",
+    "--threads=1",
+    "--n_layer=1",
+    "--n_head=1",
+    "--n_embd=16",
+]
+FLAGS += [
+    "--context_length=16",
+    "--batch_size=2",
+    "--sample_tokens=0",
+    "--eval_tokens=32",
+    "--eval_every=1",
+]
 PICTURE = b"the curve of a loss"
 TEXT = "a tale told by an idiot, full of sound and fury, signifying nothing. " * 9
 TEXTS = {1: TEXT, 2: TEXT.upper()}
@@ -30,10 +46,12 @@ TEXTS = {1: TEXT, 2: TEXT.upper()}
 
 class Disk:
     """
-    What a crash would leave of a folder, at each moment since this was made: `moments` are dictionaries, name -> bytes.
+    What a crash would leave of a folder, at each moment since this was made: `moments` are
+    dictionaries, name -> bytes.
 
-    A killed process leaves all that it has written. A power cut leaves whole only what was flushed to disk by fsync: of
-    all else, also under the name to which it was renamed later, the second half is missing.
+    A killed process leaves all that it has written. A power cut leaves whole only what was flushed
+    to disk by fsync: of all else, also under the name to which it was renamed later, the second
+    half is missing.
     """
 
     def __init__(self, folder: Path, monkeypatch):
@@ -87,9 +105,18 @@ class Disk:
             self.flushed[new] = content
 
     def distinct(self) -> list[dict[str, bytes]]:
-        """The moments, of those that differ only in what nobody reads (temporary files, the log) one."""
-        read = [name for files in self.moments for name in files if not name.endswith((".tmp", ".jsonl"))]
-        kept = {tuple(files.get(name) for name in dict.fromkeys(read)): files for files in self.moments}
+        """
+        The moments, of those that differ only in what nobody reads (temporary files, the log) one.
+        """
+        read = [
+            name
+            for files in self.moments
+            for name in files
+            if not name.endswith((".tmp", ".jsonl"))
+        ]
+        kept = {
+            tuple(files.get(name) for name in dict.fromkeys(read)): files for files in self.moments
+        }
         return list(kept.values())
 
 
@@ -128,7 +155,9 @@ def saved(monkeypatch) -> dict:
     save, weights = train.Run.save, {}
 
     def noted(self):
-        weights[self.args.seed, self.step] = {name: w.clone() for name, w in self.model.state_dict().items()}
+        weights[self.args.seed, self.step] = {
+            name: w.clone() for name, w in self.model.state_dict().items()
+        }
         save(self)
 
     monkeypatch.setattr(train.Run, "save", noted)
@@ -162,9 +191,14 @@ def resumed(folder: Path, saved: dict) -> tuple | None:
     return whose(folder, saved)
 
 
-def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_path, corpora, saved):
-    """A first training, and then another in its place by --overwrite. When --overwrite left train_state.pt behind and
-    was killed before its first save, --resume brought the training back that it was to replace."""
+def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(
+    tmp_path, corpora, saved
+):
+    """
+    A first training, and then another in its place by --overwrite. When --overwrite left
+    train_state.pt behind and was killed before its first save, --resume brought the training back
+    that it was to replace.
+    """
     out = tmp_path / "out"
     out.mkdir()
     moments, logs = [], {}
@@ -184,12 +218,16 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_
         if "loss.png" in files:  # for the Makefile: this training is done, and may be served
             assert files["loss.png"] == PICTURE and served[1] == 2
         if served is None:
-            assert train.open_out(train.parse_args(["--out", str(folder)])) is None  # a new training may begin
+            assert (
+                train.open_out(train.parse_args(["--out", str(folder)])) is None
+            )  # a new training may begin
         else:
             with pytest.raises(SystemExit, match="holds a model"):
                 train.open_out(train.parse_args(["--out", str(folder)]))
         end = resumed(folder, saved)
-        assert end is None or losses(folder) == logs[end[0]], "an interrupted training learns something else"
+        assert end is None or losses(folder) == logs[end[0]], (
+            "an interrupted training learns something else"
+        )
         if (served, end) not in verdicts[-1:]:
             verdicts.append((served, end))
     assert verdicts == [
@@ -206,7 +244,9 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_
 
 
 def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(tmp_path):
-    """Prepared again with other characters: one's tokens with the other's tokenizer would be nonsense."""
+    """
+    Prepared again with other characters: one's tokens with the other's tokenizer would be nonsense.
+    """
     folder, moments = tmp_path / "corpus", []
     folder.mkdir()
     for text in TEXTS.values():
@@ -221,7 +261,9 @@ def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(tmp_
         there = lay_out(files, tmp_path / str(i))
         try:
             corpus = train.load_corpus(str(there), MACHINE)
-            val, found = (corpus.tokenizer.decode(ids.tolist()) for ids in (corpus.val, corpus.train))
+            val, found = (
+                corpus.tokenizer.decode(ids.tolist()) for ids in (corpus.val, corpus.train)
+            )
             assert val == found[::-1]
             verdict = next(seed for seed, text in TEXTS.items() if text == found)
         except SystemExit as error:
@@ -234,7 +276,9 @@ def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(tmp_
 
 def test_a_fetched_text_is_whole_or_absent(tmp_path, monkeypatch):
     """Half a text would be taken for the corpus from then on."""
-    monkeypatch.setattr("urllib.request.urlopen", lambda address, timeout: io.BytesIO(TEXT.encode()))
+    monkeypatch.setattr(
+        "urllib.request.urlopen", lambda address, timeout: io.BytesIO(TEXT.encode())
+    )
     disk = Disk(tmp_path, monkeypatch)
     assert shakespeare["fetch"](tmp_path / "input.txt") == TEXT
     disk.look()

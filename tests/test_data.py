@@ -1,4 +1,6 @@
-"""data/: the same corpus on every run, held-out text kept apart, and files that are whole or absent."""
+"""
+data/: the same corpus on every run, held-out text kept apart, and files that are whole or absent.
+"""
 
 import hashlib
 import inspect
@@ -11,7 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenizer import char_tokenizer, load_tokenizer, read_corpus, train_bpe, write_atomically, write_corpus
+from tokenizer import (
+    char_tokenizer,
+    load_tokenizer,
+    read_corpus,
+    train_bpe,
+    write_atomically,
+    write_corpus,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 stdlib = runpy.run_path(str(ROOT / "data" / "stdlib" / "prepare.py"))
@@ -20,13 +29,23 @@ shakespeare = runpy.run_path(str(ROOT / "data" / "shakespeare_char" / "prepare.p
 
 @pytest.fixture
 def library(tmp_path) -> Path:
-    """A standard library of 200 small modules, with some folders that do not belong to the corpus."""
+    """
+    A standard library of 200 small modules, with some folders that do not belong to the corpus.
+    """
     root = tmp_path / "library"
     for i in range(200):
         path = root / ("package" if i % 2 else ".") / f"module{i}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"def function%d(x):\n    return x + %d\n" % (i, i) + b"# \xff\n" * (i == 7))
-    skipped = ["test/a.py", "json/tests/b.py", "site-packages/c/d.py", "dist-packages/e.py", "encodings/f.py"]
+        path.write_bytes(
+            b"def function%d(x):\n    return x + %d\n" % (i, i) + b"# \xff\n" * (i == 7)
+        )
+    skipped = [
+        "test/a.py",
+        "json/tests/b.py",
+        "site-packages/c/d.py",
+        "dist-packages/e.py",
+        "encodings/f.py",
+    ]
     skipped += ["pydoc_data/g.py", "idlelib/idle_test/h.py", "_sysconfigdata_x.py", "config-3/i.py"]
     for name in skipped:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,31 +73,49 @@ def test_stdlib_holds_every_file_once_on_its_side(library, tmp_path):
     folder = prepare(library, tmp_path / "out")
     names = sorted(["testing.py", *(("package/" if i % 2 else "") + f"module{i}.py" for i in range(200))],
                    key=lambda name: Path(name).parts)  # fmt: skip
-    held = [name for name in names if int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < 2**32 / 20]
+    held = [
+        name
+        for name in names
+        if int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < 2**32 / 20
+    ]
     assert 4 < len(held) < 20
     assert documents(folder, "val") == [(library / name).read_bytes() for name in held]
-    assert documents(folder, "train") == [(library / name).read_bytes() for name in names if name not in held]
+    assert documents(folder, "train") == [
+        (library / name).read_bytes() for name in names if name not in held
+    ]
 
 
 def test_stdlib_is_the_same_each_time_and_learns_nothing_from_held_out_text(library, tmp_path):
     first, second = prepare(library, tmp_path / "1"), prepare(library, tmp_path / "2")
     names = ("train.bin", "val.bin", "meta.json", "tokenizer.json", "tokenizer_config.json")
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
-    held = next(path for path in library.rglob("*.py") if stdlib["is_held_out"](path.relative_to(library).as_posix()))
+    held = next(
+        path
+        for path in library.rglob("*.py")
+        if stdlib["is_held_out"](path.relative_to(library).as_posix())
+    )
     held.write_text("unheard_of = 'quixotic' # " * 100)
     third = prepare(library, tmp_path / "3")
     assert (third / "val.bin").read_bytes() != (first / "val.bin").read_bytes()
-    assert all((third / name).read_bytes() == (first / name).read_bytes() for name in ("train.bin", "tokenizer.json"))
+    assert all(
+        (third / name).read_bytes() == (first / name).read_bytes()
+        for name in ("train.bin", "tokenizer.json")
+    )
 
 
 def test_stdlib_without_sources_says_so(tmp_path):
-    with pytest.raises(SystemExit, match=r"0 files to train on and 0 to hold out .* choose another corpus"):
+    with pytest.raises(
+        SystemExit, match=r"0 files to train on and 0 to hold out .* choose another corpus"
+    ):
         stdlib["prepare"](tmp_path, root=tmp_path)
 
 
 def test_shakespeare_is_nanogpts(tmp_path):
     """65 symbols, 1,003,854 and 111,540 tokens, and the ids of nanoGPT's sorted vocabulary."""
-    path = Path(os.environ.get("SHAKESPEARE_TXT") or ROOT.parent / "shared" / "data" / "tinyshakespeare" / "input.txt")
+    path = Path(
+        os.environ.get("SHAKESPEARE_TXT")
+        or ROOT.parent / "shared" / "data" / "tinyshakespeare" / "input.txt"
+    )
     if not path.is_file():
         pytest.skip("the text is not at hand: set SHAKESPEARE_TXT")
     shakespeare["prepare"](tmp_path, source=path)
@@ -106,25 +143,36 @@ def test_the_last_tenth_of_shakespeare_is_held_out(tmp_path):
 
 def test_gpt2s_corpus_is_the_same_text_in_gpt2s_tokens(library, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr("tokenizer.gpt2_tokenizer", lambda: train_bpe(["def function0(x): return x + 1"], 280))
+    monkeypatch.setattr(
+        "tokenizer.gpt2_tokenizer", lambda: train_bpe(["def function0(x): return x + 1"], 280)
+    )
     monkeypatch.setattr("sysconfig.get_path", lambda name: {"stdlib": str(library)}[name])
     gpt2 = runpy.run_path(str(ROOT / "data" / "stdlib_gpt2" / "prepare.py"))
-    assert inspect.signature(gpt2["prepare"]).parameters["out"].default == ROOT / "data" / "stdlib_gpt2"
+    assert (
+        inspect.signature(gpt2["prepare"]).parameters["out"].default
+        == ROOT / "data" / "stdlib_gpt2"
+    )
     gpt2["prepare"](tmp_path / "out")
     assert load_tokenizer(tmp_path / "out").vocab_size == 277  # all that so short a text gives
     theirs = prepare(library, tmp_path / "stdlib")
-    assert all(documents(tmp_path / "out", split) == documents(theirs, split) for split in ("train", "val"))
+    assert all(
+        documents(tmp_path / "out", split) == documents(theirs, split) for split in ("train", "val")
+    )
 
 
 def test_the_vocabulary_is_the_one_that_sizes_were_tuned_for(library, tmp_path, monkeypatch):
     """And it is learnt from the library of the interpreter that runs."""
     asked = []
     monkeypatch.setattr("sysconfig.get_path", lambda name: {"stdlib": str(library)}[name])
-    monkeypatch.setitem(stdlib["prepare"].__globals__, "train_bpe", lambda texts, size: asked.append(size))
+    monkeypatch.setitem(
+        stdlib["prepare"].__globals__, "train_bpe", lambda texts, size: asked.append(size)
+    )
     with pytest.raises(AttributeError):  # it wants the tokenizer
         stdlib["prepare"](tmp_path)
     assert asked == [4096]
-    assert inspect.signature(stdlib["prepare"]).parameters["out"].default == ROOT / "data" / "stdlib"
+    assert (
+        inspect.signature(stdlib["prepare"]).parameters["out"].default == ROOT / "data" / "stdlib"
+    )
 
 
 def test_the_commands_prepare_what_they_are_asked_to(tmp_path):
@@ -136,14 +184,19 @@ def test_the_commands_prepare_what_they_are_asked_to(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["prepare.py", "--input", str(tmp_path / "text")])
         runpy.run_path(str(folder / "prepare.py"), run_name="__main__")
-    assert load_tokenizer(folder).decode(read_corpus(folder, "train").tolist()) == "some text to prepa"
+    assert (
+        load_tokenizer(folder).decode(read_corpus(folder, "train").tolist()) == "some text to prepa"
+    )
 
 
 def test_shakespeare_without_network_says_what_to_do(tmp_path):
     """The address, the flag and the folder; and nothing half there."""
     with pytest.raises(SystemExit) as error:
         shakespeare["fetch"](tmp_path / "input.txt", "http://127.0.0.1:9/input.txt")
-    assert all(part in str(error.value) for part in ("http://127.0.0.1:9/input.txt", "--input FILE", str(tmp_path)))
+    assert all(
+        part in str(error.value)
+        for part in ("http://127.0.0.1:9/input.txt", "--input FILE", str(tmp_path))
+    )
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SystemExit, match=r"--input .*nowhere\.txt is not a file"):
         shakespeare["prepare"](tmp_path, source=tmp_path / "nowhere.txt")
@@ -159,7 +212,10 @@ def test_token_files_take_four_bytes_above_65536_symbols(tmp_path):
 
 
 def test_a_corpus_is_there_when_all_of_it_is(tmp_path, monkeypatch):
-    """meta.json goes first and comes last: a preparation that dies in between leaves a folder that is prepared anew."""
+    """
+    meta.json goes first and comes last: a preparation that dies in between leaves a folder that is
+    prepared anew.
+    """
     tokenizer = char_tokenizer("ab")
     write_corpus(tmp_path, tokenizer, [0, 1], [1])
     with pytest.raises(OverflowError):
@@ -179,7 +235,9 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
         write_atomically(path, half)
     assert path.read_text() == "old"
     write_atomically(path, lambda temporary: temporary.write_text("new"))
-    assert path.read_text() == "new" and [p.name for p in tmp_path.iterdir() if p.suffix != ".tmp"] == ["file"]
+    assert path.read_text() == "new" and [
+        p.name for p in tmp_path.iterdir() if p.suffix != ".tmp"
+    ] == ["file"]
 
 
 def test_held_out_bytes_are_the_same_whatever_the_vocabulary(library, tmp_path):

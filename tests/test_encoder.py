@@ -1,4 +1,7 @@
-"""encoder.py: nothing that is encoded or rendered holds up the one who asks, and everything has an end."""
+"""
+encoder.py: nothing that is encoded or rendered holds up the one who asks, and everything has an
+end.
+"""
 
 import asyncio
 import json
@@ -12,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import encoder as module
-from encoder import Encoder, EncoderBusy, read_ids, tokenize_answer
+from serving import encoder as module
+from serving.encoder import Encoder, EncoderBusy, read_ids, tokenize_answer
 from tokenizer import TokenizerError, bpe_tokenizer, char_tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +53,9 @@ def test_short_texts_need_no_process(folder):
     encoder.close()
 
 
-@pytest.mark.parametrize("text", ["  aaa" * 2000, f"é{END}" * 3000, "\ud800" * 5000, " " * 5000 + END])
+@pytest.mark.parametrize(
+    "text", ["  aaa" * 2000, f"é{END}" * 3000, "\ud800" * 5000, " " * 5000 + END]
+)
 def test_the_process_says_what_the_tokenizer_says(encoder, text):
     assert encoder.encode(text) == encoder.tokenizer.encode(text, allow_special=True)
     assert encoder.process is not None
@@ -70,7 +75,9 @@ def test_the_process_says_what_the_tokenizer_says(encoder, text):
     ],
 )
 def test_where_a_job_is_done(folder, monkeypatch, job, size, is_short):
-    """Here what takes 2 ms at most, in the process all else, whether somebody waits for it or not."""
+    """
+    Here what takes 2 ms at most, in the process all else, whether somebody waits for it or not.
+    """
     encoder = Encoder(folder)
     monkeypatch.setattr(module, "work", lambda *_: "here")
     monkeypatch.setattr(encoder, "_exchange", lambda _: "there")
@@ -83,7 +90,9 @@ def test_where_a_job_is_done(folder, monkeypatch, job, size, is_short):
 
 def test_a_text_counts_by_its_length(folder, monkeypatch):
     encoder, sizes = Encoder(folder), []
-    monkeypatch.setattr(encoder, "_do", lambda job, size: sizes.append(size) or ({"counts": [0]}, b""))
+    monkeypatch.setattr(
+        encoder, "_do", lambda job, size: sizes.append(size) or ({"counts": [0]}, b"")
+    )
     for text in ("", "abc", "é" * 5000):
         encoder.encode(text)
     assert sizes == [0, 3, 5000]
@@ -94,14 +103,19 @@ def test_jobs_that_are_asked_at_once_get_their_own_answers(encoder):
     """One after the other: two threads at one link would read each other's."""
 
     async def ask_all():
-        return await asyncio.gather(*[encoder.ask({"texts": ["b" * length]}, length) for length in range(5000, 5020)])
+        return await asyncio.gather(
+            *[encoder.ask({"texts": ["b" * length]}, length) for length in range(5000, 5020)]
+        )
 
     for length, (head, data) in enumerate(asyncio.run(ask_all()), 5000):
         assert head == {"counts": [length]} and read_ids(head, data) == [[98] * length]
 
 
 def test_what_work_makes_of_each_job():
-    """Control tokens are spelled by their names, half characters replaced; ids beyond the vocabulary have no text."""
+    """
+    Control tokens are spelled by their names, half characters replaced; ids beyond the vocabulary
+    have no text.
+    """
     tokenizer = bpe_tokenizer([])
     assert module.work({"tokens": [*b"a", 256, 0xC3, 98, 300]}, tokenizer, None) == (
         {}, f'{{"prompt": "a{END}\ufffdb"}}'.encode()
@@ -112,8 +126,15 @@ def test_what_work_makes_of_each_job():
         for texts in (["a", "bcd"], ["bcd", "a"], ["abc"] * 5):
             _, data = module.work({"texts": texts, "limit": limit}, tokenizer, None)
             assert bool(data) == fits
-    _, data = module.work({"texts": ["ab"], "answer": {"names": True, "max_model_len": 7}}, tokenizer, None)
-    assert json.loads(data) == {"count": 2, "max_model_len": 7, "tokens": [97, 98], "token_strs": ["a", "b"]}
+    _, data = module.work(
+        {"texts": ["ab"], "answer": {"names": True, "max_model_len": 7}}, tokenizer, None
+    )
+    assert json.loads(data) == {
+        "count": 2,
+        "max_model_len": 7,
+        "tokens": [97, 98],
+        "token_strs": ["a", "b"],
+    }
 
 
 def test_texts_come_back_in_order_and_too_long_ones_without_ids(encoder):
@@ -134,7 +155,15 @@ def test_templates_are_always_rendered_there(encoder):
 def test_the_answer_of_tokenize_is_json(encoder):
     ids = encoder.tokenizer.encode(f'a"\\\n\0é語{END}', allow_special=True)
     answer = json.loads(tokenize_answer(ids, encoder.tokenizer, names=True, max_model_len=9))
-    strings = ["a", '"', "\\", "\n", "\0", *(f"bytes:\\x{byte:02x}" for byte in "é語".encode()), END]
+    strings = [
+        "a",
+        '"',
+        "\\",
+        "\n",
+        "\0",
+        *(f"bytes:\\x{byte:02x}" for byte in "é語".encode()),
+        END,
+    ]
     assert answer == {"count": len(ids), "max_model_len": 9, "tokens": ids, "token_strs": strings}
     many = [5] * (2**16 * 2 + 1)  # more than are written at a time
     assert json.loads(tokenize_answer(many, encoder.tokenizer, names=False))["tokens"] == many
@@ -149,13 +178,21 @@ def test_names_are_made_for_so_many_tokens_only(encoder, monkeypatch):
     """Names of 4 million tokens took 60 s and 869 MiB, even when nobody asked for them."""
     monkeypatch.setattr(module, "MAX_NAMES", 3)
     assert json.loads(tokenize_answer([1, 2, 3], encoder.tokenizer, names=True))["token_strs"]
-    with pytest.raises(TokenizerError, match="return_token_strs for 4 tokens, at most 3 are named: leave it out"):
+    with pytest.raises(
+        TokenizerError, match="return_token_strs for 4 tokens, at most 3 are named: leave it out"
+    ):
         tokenize_answer([1, 2, 3, 4], encoder.tokenizer, names=True)
-    assert json.loads(tokenize_answer([1, 2, 3, 4], encoder.tokenizer, names=False))["token_strs"] is None
+    assert (
+        json.loads(tokenize_answer([1, 2, 3, 4], encoder.tokenizer, names=False))["token_strs"]
+        is None
+    )
 
 
 def test_templates_without_end_have_one(folder, monkeypatch, tmp_path):
-    """A loop in a template held the server for ever. The kernel ends it, and the next job starts another process."""
+    """
+    A loop in a template held the server for ever. The kernel ends it, and the next job starts
+    another process.
+    """
     source = (ROOT / "encoder.py").read_text()
     assert "JOB_SECONDS = 20 " in source
     quick = tmp_path / "encoder.py"  # the same with a second
@@ -163,14 +200,19 @@ def test_templates_without_end_have_one(folder, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "__file__", str(quick))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     encoder = Encoder(folder)
-    with pytest.raises(TokenizerError, match=r"this takes more than 20 s of CPU time to encode or render: shorten it"):
+    with pytest.raises(
+        TokenizerError,
+        match=r"this takes more than 20 s of CPU time to encode or render: shorten it",
+    ):
         encoder.chat([{"role": "user", "content": "for ever"}])
     assert encoder.chat(HELLO) == [*b"user: hello", 258]
     encoder.close()
 
 
 def test_templates_that_fill_the_memory_are_stopped(encoder):
-    with pytest.raises(TokenizerError, match="the chat template makes more than 16777216 characters"):
+    with pytest.raises(
+        TokenizerError, match="the chat template makes more than 16777216 characters"
+    ):
         encoder.chat([{"role": "user", "content": "large"}])
     if sys.platform == "linux":
         with pytest.raises(TokenizerError, match="takes more than 1024 MiB to encode or render"):
@@ -182,7 +224,10 @@ def test_templates_that_fill_the_memory_are_stopped(encoder):
 def test_broken_templates_are_told_at_start(folder, tmp_path):
     """The process compiles them: even that may compute."""
     load_tokenizer(folder).save(tmp_path)
-    for source, message in (("{% if %}", "the chat template is broken"), ("{{ 1 | nothing }}", "No filter named")):
+    for source, message in (
+        ("{% if %}", "the chat template is broken"),
+        ("{{ 1 | nothing }}", "No filter named"),
+    ):
         (tmp_path / "chat_template.jinja").write_text(source)
         encoder = Encoder(tmp_path)
         with pytest.raises(TokenizerError, match=message):
@@ -202,7 +247,10 @@ def test_without_a_template_no_process_is_started(tmp_path):
 
 
 def test_a_terminals_signals_do_not_reach_the_process_and_close_ends_it(folder):
-    """Ctrl-C at a terminal goes to all of a session. What was still to be done is not: it would start another."""
+    """
+    Ctrl-C at a terminal goes to all of a session. What was still to be done is not: it would start
+    another.
+    """
     encoder = Encoder(folder)
     encoder.check()
     process = encoder.process
@@ -234,7 +282,9 @@ def test_what_the_tokenizer_refuses_is_said(tmp_path):
     for text in ("abx", "abc" * 3000 + "x"):
         with pytest.raises(TokenizerError) as caught:
             encoder.encode(text)
-        assert str(caught.value).startswith(f"character 'x' (U+0078, at position {len(text) - 1}) is not among the 3")
+        assert str(caught.value).startswith(
+            f"character 'x' (U+0078, at position {len(text) - 1}) is not among the 3"
+        )
     encoder.close()
 
 
@@ -252,15 +302,25 @@ def test_only_so_much_waits(encoder, monkeypatch):
     monkeypatch.setattr(module, "MAX_WAITING", 10_000)  # exactly two
     assert [type(result) for result in asyncio.run(ask_all())] == [tuple, tuple, EncoderBusy]
     with pytest.raises(TokenizerError):  # what fails waits no longer, either
-        asyncio.run(encoder.ask({"messages": [{"role": "user", "content": "large"}], "options": {}}, 10_000))
+        asyncio.run(
+            encoder.ask({"messages": [{"role": "user", "content": "large"}], "options": {}}, 10_000)
+        )
     assert encoder.waiting == 0
 
 
 def test_a_directorys_own_pattern_runs_in_the_process(folder, tmp_path):
     """It may be one that looks at a text again and again: known ones do not."""
     spec = json.loads((folder / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": r"a|\s+|\S"}, "behavior": "Isolated", "invert": False}
-    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, spec["pre_tokenizer"] | {"use_regex": False}]}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": r"a|\s+|\S"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    spec["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, spec["pre_tokenizer"] | {"use_regex": False}],
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     encoder = Encoder(tmp_path)
     assert encoder.encode("aa") == [97, 97] and encoder.process is not None
@@ -271,7 +331,7 @@ def test_the_process_ends_with_its_parent(folder):
     """However the parent dies; and it has loaded no torch."""
     program = """
 import sys
-from encoder import Encoder
+from serving.encoder import Encoder
 encoder = Encoder(sys.argv[1])
 encoder.check()
 assert "torch" not in sys.modules
@@ -279,7 +339,9 @@ print(encoder.process.pid, flush=True)
 sys.stdin.read()
 """
     command = [sys.executable, "-c", program, str(folder)]
-    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    parent = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
     child = int(parent.stdout.readline())
     parent.send_signal(signal.SIGKILL)
     parent.wait()
@@ -292,6 +354,8 @@ sys.stdin.read()
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"  # in a container nobody may collect it
+        return (
+            Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+        )  # in a container nobody may collect it
     except (ProcessLookupError, FileNotFoundError):
         return False

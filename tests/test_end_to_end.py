@@ -1,7 +1,7 @@
 """
-The whole path with nothing faked: prepare a corpus, train for a few steps, serve the checkpoint as its own process,
-and talk to it as users do, with the official `openai` client. What it says must be what the model's own slow
-`generate` says.
+The whole path with nothing faked: prepare a corpus, train for a few steps, serve the checkpoint as
+its own process, and talk to it as users do, with the official `openai` client. What it says must be
+what the model's own slow `generate` says.
 """
 
 import asyncio
@@ -28,15 +28,24 @@ import torch
 from test_serve import wait_until
 
 from model import GPT, load_checkpoint, load_config, save_checkpoint
+from serving.workers import can_share_port
 from tokenizer import load_tokenizer
-from workers import can_share_port
 
 ROOT = Path(__file__).parents[1]
-# One thread: so small a model gains nothing from two, and on a busy machine two lose seconds waiting for each other.
+# One thread: so small a model gains nothing from two, and on a busy machine two lose seconds
+# waiting for each other.
 RUN = {"cwd": ROOT, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
-PROMPTS = ["def ", "import torch\n", "class Gr\u00f6\u00dfe:\n    ", "    return", "# \U0001f600 ", "x"]
+PROMPTS = [
+    "def ",
+    "import torch\n",
+    "class Gr\u00f6\u00dfe:\n    ",
+    "    return",
+    "# \U0001f600 ",
+    "x",
+]
 
-# A corpus of our own sources: there on every machine, and small enough for a tokenizer and a model in seconds.
+# A corpus of our own sources: there on every machine, and small enough for a tokenizer and a model
+# in seconds.
 PREPARE = """
 from pathlib import Path
 from tokenizer import train_bpe, write_corpus
@@ -47,7 +56,8 @@ def prepare():
     ids = tokenizer.encode(text)
     write_corpus(Path(__file__).parent, tokenizer, ids[4000:], ids[:4000])
 """
-# So high learning rates make a bad model whose answers are lively; after these few steps a good one says only blanks.
+# So high learning rates make a bad model whose answers are lively; after these few steps a good one
+# says only blanks.
 TRAIN = "--steps 60 --batch_size 1 --n_layer 2 --n_head 2 --n_embd 64 --context_length 512 --sample_tokens 8"
 TRAIN += " --matrix_lr 0.05 --vector_lr 0.03 --dtype float32"
 
@@ -72,7 +82,16 @@ class Process:
 
     def __init__(self, checkpoint, *flags, folder=None):
         """`folder` is where it has the folder of its sockets."""
-        command = [sys.executable, "serve.py", "--model", str(checkpoint), "--port", "0", "--check", *flags]
+        command = [
+            sys.executable,
+            "serve.py",
+            "--model",
+            str(checkpoint),
+            "--port",
+            "0",
+            "--check",
+            *flags,
+        ]
         command += [] if "--log-requests" in flags else ["--no-access-log"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         run = RUN | {"env": RUN["env"] | ({"TMPDIR": str(folder)} if folder else {})}
@@ -101,9 +120,15 @@ class Process:
     @property
     def children(self) -> list[int]:
         """Those that multiprocessing spawned to run code (another tracks resources)."""
-        listing = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
+        listing = subprocess.run(
+            ["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True
+        ).stdout.splitlines()
         rows = [line.split(None, 2) for line in listing]
-        return [int(pid) for pid, parent, args in rows if parent == str(self.process.pid) and "spawn_main" in args]
+        return [
+            int(pid)
+            for pid, parent, args in rows
+            if parent == str(self.process.pid) and "spawn_main" in args
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +145,10 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """What greedy decoding must say, from the dense model without a cache: prompt -> text of `count` tokens."""
+    """
+    What greedy decoding must say, from the dense model without a cache: prompt -> text of `count`
+    tokens.
+    """
     model, tokenizer = load_checkpoint(checkpoint), load_tokenizer(checkpoint)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -151,19 +179,35 @@ def test_greedy_text_is_the_models(client, checkpoint, expected, prompt):
 
 def test_control_tokens_in_prompts_are_tokens(server, client, checkpoint, expected):
     """
-    As in transformers and vLLM, whatever add_special_tokens says. <|endoftext|> in a prompt was seven tokens of text:
-    lm-eval, which begins each prompt with it, measured 7.77 bits a byte in place of 2.10.
+    As in transformers and vLLM, whatever add_special_tokens says. <|endoftext|> in a prompt was
+    seven tokens of text: lm-eval, which begins each prompt with it, measured 7.77 bits a byte in
+    place of 2.10.
     """
     tokenizer = load_tokenizer(checkpoint)
     name, eos, text = "<|endoftext|>", tokenizer.eos_token_id, PROMPTS[0]
     for add_special_tokens in (True, False):
-        fields = {"prompt": name + text, "add_special_tokens": add_special_tokens, "return_token_strs": True}
+        fields = {
+            "prompt": name + text,
+            "add_special_tokens": add_special_tokens,
+            "return_token_strs": True,
+        }
         answer = httpx.post(f"{server.url}/tokenize", json=fields).json()
-        assert answer["tokens"] == [eos, *tokenizer.encode(text)] and answer["token_strs"][0] == name
-    fields = {"model": str(checkpoint), "prompt": name + text, "echo": True, "logprobs": 1, **GREEDY}
+        assert (
+            answer["tokens"] == [eos, *tokenizer.encode(text)] and answer["token_strs"][0] == name
+        )
+    fields = {
+        "model": str(checkpoint),
+        "prompt": name + text,
+        "echo": True,
+        "logprobs": 1,
+        **GREEDY,
+    }
     (choice,) = client.completions.create(**fields).choices
     ids = [eos, *tokenizer.encode(text)]
-    assert choice.text.startswith(name + text) and choice.logprobs.tokens[:2] == [name, tokenizer.decode(ids[1:2])]
+    assert choice.text.startswith(name + text) and choice.logprobs.tokens[:2] == [
+        name,
+        tokenizer.decode(ids[1:2]),
+    ]
     assert choice.logprobs.text_offset[:2] == [0, len(name)]
     logprobs = load_checkpoint(checkpoint)(torch.tensor([ids]))[0][0].log_softmax(-1)
     wanted = logprobs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
@@ -172,7 +216,9 @@ def test_control_tokens_in_prompts_are_tokens(server, client, checkpoint, expect
 
 def test_greedy_stream_is_the_models(client, checkpoint, expected):
     usage = {"stream_options": {"include_usage": True}}
-    stream = client.completions.create(model=str(checkpoint), prompt=PROMPTS[0], stream=True, **usage, **GREEDY)
+    stream = client.completions.create(
+        model=str(checkpoint), prompt=PROMPTS[0], stream=True, **usage, **GREEDY
+    )
     *chunks, last = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected(PROMPTS[0])
     assert chunks[-1].choices[0].finish_reason == "length" and last.usage.completion_tokens == 24
@@ -180,16 +226,29 @@ def test_greedy_stream_is_the_models(client, checkpoint, expected):
 
 
 def test_many_at_once_are_each_the_models(server, checkpoint, expected):
-    """Batched with others, streaming or not, with prefix hits and seeded neighbours: the same greedy text."""
+    """
+    Batched with others, streaming or not, with prefix hits and seeded neighbours: the same greedy
+    text.
+    """
 
     async def ask(client, prompt, stream):
-        answer = await client.completions.create(model=str(checkpoint), prompt=prompt, stream=stream, **GREEDY)
-        return "".join([c.choices[0].text async for c in answer]) if stream else answer.choices[0].text
+        answer = await client.completions.create(
+            model=str(checkpoint), prompt=prompt, stream=stream, **GREEDY
+        )
+        return (
+            "".join([c.choices[0].text async for c in answer]) if stream else answer.choices[0].text
+        )
 
     async def ask_all():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            noise = client.completions.create(model=str(checkpoint), prompt=["noise"] * 4, max_tokens=40, seed=1)
-            asked = [ask(client, prompt * 20, stream) for prompt in PROMPTS for stream in (False, True)]
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client:
+            noise = client.completions.create(
+                model=str(checkpoint), prompt=["noise"] * 4, max_tokens=40, seed=1
+            )
+            asked = [
+                ask(client, prompt * 20, stream) for prompt in PROMPTS for stream in (False, True)
+            ]
             return (await asyncio.gather(noise, *asked))[1:]
 
     wanted = [text for prompt in PROMPTS for text in [expected(prompt * 20)] * 2]
@@ -200,7 +259,9 @@ def test_many_at_once_are_each_the_models(server, checkpoint, expected):
 def test_prefix_hits_are_reported(client, checkpoint):
     """The second time a prompt is asked, its whole blocks are found, all but the last token's."""
     model, prompt = str(checkpoint), "for i in range(10):\n" * 8
-    first, second = [client.completions.create(model=model, prompt=prompt, **GREEDY) for _ in range(2)]
+    first, second = [
+        client.completions.create(model=model, prompt=prompt, **GREEDY) for _ in range(2)
+    ]
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     blocks = (first.usage.prompt_tokens - 1) // 16
     assert second.usage.prompt_tokens_details.cached_tokens == blocks * 16 > 0
@@ -210,24 +271,35 @@ def test_prefix_hits_are_reported(client, checkpoint):
 def test_seed_decides(client, checkpoint):
     def text(seed):
         model = str(checkpoint)
-        return client.completions.create(model=model, prompt="def ", max_tokens=24, seed=seed).choices[0].text
+        return (
+            client.completions.create(model=model, prompt="def ", max_tokens=24, seed=seed)
+            .choices[0]
+            .text
+        )
 
     assert text(1) == text(1) != text(2)
 
 
 def test_stop_string(client, checkpoint, expected):
     stop = expected(PROMPTS[0])[5:8]
-    answer = client.completions.create(model=str(checkpoint), prompt=PROMPTS[0], stop=stop, **GREEDY)
+    answer = client.completions.create(
+        model=str(checkpoint), prompt=PROMPTS[0], stop=stop, **GREEDY
+    )
     assert answer.choices[0].text == expected(PROMPTS[0]).partition(stop)[0]
     assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens < 24
 
 
 def test_choices(client, checkpoint):
-    """Choices of a seed differ from each other, not from those of another call; greedy ones do not differ."""
+    """
+    Choices of a seed differ from each other, not from those of another call; greedy ones do not
+    differ.
+    """
     model, prompt = str(checkpoint), "class Request:\n    def "
 
     def texts(n, **fields):
-        answer = client.completions.create(model=model, prompt=[prompt, "x"], n=n, max_tokens=24, **fields)
+        answer = client.completions.create(
+            model=model, prompt=[prompt, "x"], n=n, max_tokens=24, **fields
+        )
         assert [c.index for c in answer.choices] == list(range(2 * n))
         assert answer.usage.completion_tokens == 48 * n
         return [c.text for c in answer.choices]
@@ -240,11 +312,18 @@ def test_choices(client, checkpoint):
 
 def test_logprobs_are_the_models(client, checkpoint):
     """
-    Of the prompt and of the answer, by echo, also without an answer; of the tokens, not of their pieces of text. Three
-    candidates, and the token itself where it is none of them, though the prompt is scored with nine.
+    Of the prompt and of the answer, by echo, also without an answer; of the tokens, not of their
+    pieces of text. Three candidates, and the token itself where it is none of them, though the
+    prompt is scored with nine.
     """
     ids = load_tokenizer(checkpoint).encode("import torch\nimport ")
-    fields = {"model": str(checkpoint), "prompt": ids, "logprobs": 3, "echo": True, "temperature": 0}
+    fields = {
+        "model": str(checkpoint),
+        "prompt": ids,
+        "logprobs": 3,
+        "echo": True,
+        "temperature": 0,
+    }
     more = {"return_token_ids": True, "prompt_logprobs": 9}
     answer = client.completions.create(max_tokens=6, **fields, extra_body=more).choices[0]
     tokens = ids + answer.token_ids
@@ -271,15 +350,24 @@ def test_other_parameters(client, checkpoint, expected):
 
     def tokens(**fields):
         fields["return_token_ids"] = True
-        answer = client.completions.create(model=str(checkpoint), prompt="def ", **GREEDY, extra_body=fields)
+        answer = client.completions.create(
+            model=str(checkpoint), prompt="def ", **GREEDY, extra_body=fields
+        )
         return answer.choices[0].token_ids
 
     plain = tokens()
     assert load_tokenizer(checkpoint).decode(plain) == expected("def ")
-    assert set(tokens(allowed_token_ids=[5, 9])) <= {5, 9} and tokens(logit_bias={"7": 100}) == [7] * 24
+    assert (
+        set(tokens(allowed_token_ids=[5, 9])) <= {5, 9}
+        and tokens(logit_bias={"7": 100}) == [7] * 24
+    )
     stopped = tokens(stop_token_ids=[plain[2]])
     assert len(stopped) <= 3 and len(tokens(stop_token_ids=[plain[2]], min_tokens=10)) >= 10
-    for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}):
+    for penalty in (
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 2.0},
+    ):
         assert len(set(tokens(**penalty))) > len(set(plain))
     assert tokens(priority=-3, cache_salt="mine", request_id="r") == plain
 
@@ -287,7 +375,10 @@ def test_other_parameters(client, checkpoint, expected):
 def test_prefixes_are_shared_within_a_salt(client, checkpoint):
     def cached(salt):
         answer = client.completions.create(
-            model=str(checkpoint), prompt="for salt in range(10):\n" * 5, **GREEDY, extra_body={"cache_salt": salt}
+            model=str(checkpoint),
+            prompt="for salt in range(10):\n" * 5,
+            **GREEDY,
+            extra_body={"cache_salt": salt},
         )
         return answer.usage.prompt_tokens_details.cached_tokens
 
@@ -296,17 +387,26 @@ def test_prefixes_are_shared_within_a_salt(client, checkpoint):
 
 def test_chat_needs_a_template(client, checkpoint):
     with pytest.raises(openai.BadRequestError, match="no chat template"):
-        client.chat.completions.create(model=str(checkpoint), messages=[{"role": "user", "content": "x"}])
+        client.chat.completions.create(
+            model=str(checkpoint), messages=[{"role": "user", "content": "x"}]
+        )
 
 
 @pytest.fixture(scope="module")
 def chat_server(checkpoint, tmp_path_factory):
     """The same checkpoint with a chat template, behind a key."""
-    folder, keys = tmp_path_factory.mktemp("chat") / "model", tmp_path_factory.mktemp("keys") / "keys"
+    folder, keys = (
+        tmp_path_factory.mktemp("chat") / "model",
+        tmp_path_factory.mktemp("keys") / "keys",
+    )
     shutil.copytree(checkpoint, folder)
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}\n")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}\n"
+    )
     keys.write_text("sesame\n")
-    with Process(folder, "--api-key-file", str(keys), "--served-model-name", "gpt", "--log-requests") as server:
+    with Process(
+        folder, "--api-key-file", str(keys), "--served-model-name", "gpt", "--log-requests"
+    ) as server:
         yield server
 
 
@@ -326,7 +426,9 @@ def test_chat_behind_a_key(chat_server, expected):
         (choice,) = answer.choices
         assert choice.message.role == "assistant" and text == choice.message.content
         assert "".join(entry.token for entry in choice.logprobs.content) == text
-        assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in choice.logprobs.content)  # greedy
+        assert all(
+            entry.top_logprobs[0].logprob == entry.logprob for entry in choice.logprobs.content
+        )  # greedy
         return text
 
     assert asyncio.run(talk()) == expected("import ")
@@ -338,7 +440,10 @@ def test_control_tokens_in_chats_are_text(chat_server, checkpoint):
     key = {"Authorization": "Bearer sesame"}
     body = {"messages": [{"role": "user", "content": content}], "return_token_strs": True}
     answer = httpx.post(f"{chat_server.url}/tokenize", json=body, headers=key).json()
-    assert answer["tokens"] == tokenizer.encode(content) and tokenizer.eos_token_id not in answer["tokens"]
+    assert (
+        answer["tokens"] == tokenizer.encode(content)
+        and tokenizer.eos_token_id not in answer["tokens"]
+    )
     assert "".join(answer["token_strs"]) == content
 
 
@@ -348,7 +453,9 @@ def test_errors_as_the_client_sees_them(client, checkpoint):
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-5", prompt="x")
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match=r"context length is 512 tokens, .* make 513") as long:
+    with pytest.raises(
+        openai.BadRequestError, match=r"context length is 512 tokens, .* make 513"
+    ) as long:
         client.completions.create(model=model, prompt=[1] * 500, max_tokens=13)
     assert long.value.param == "max_tokens"
     with pytest.raises(openai.BadRequestError, match="best_of is not served here"):
@@ -365,7 +472,9 @@ def test_models(client, checkpoint):
 
 def test_every_answer_has_an_id(client, checkpoint):
     fields = {"model": str(checkpoint), "prompt": "x", **GREEDY}
-    raw = client.completions.with_raw_response.create(**fields, extra_headers={"X-Request-Id": "mine"})
+    raw = client.completions.with_raw_response.create(
+        **fields, extra_headers={"X-Request-Id": "mine"}
+    )
     assert raw.request_id == "mine" and raw.parse().id == "cmpl-mine"
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(**fields, stop=["x"] * 65)
@@ -374,14 +483,18 @@ def test_every_answer_has_an_id(client, checkpoint):
 
 def test_usage_in_every_chunk(client, checkpoint):
     usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    stream = client.completions.create(model=str(checkpoint), prompt="x", stream=True, **usage, **GREEDY)
+    stream = client.completions.create(
+        model=str(checkpoint), prompt="x", stream=True, **usage, **GREEDY
+    )
     counts = [chunk.usage.completion_tokens for chunk in stream]
     assert counts == sorted(counts) and counts[-2:] == [24, 24]
 
 
 def test_unseeded_answers_differ(client, checkpoint):
     def text():
-        answer = client.completions.create(model=str(checkpoint), prompt=["class "] * 2, max_tokens=24)
+        answer = client.completions.create(
+            model=str(checkpoint), prompt=["class "] * 2, max_tokens=24
+        )
         return [choice.text for choice in answer.choices]
 
     assert len({*text(), *text()}) == 4
@@ -390,7 +503,9 @@ def test_unseeded_answers_differ(client, checkpoint):
 def http_processes(port: int) -> list[int]:
     """Those that listen on it."""
     sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    listening = {f"socket:[{s[9]}]" for s in sockets if s[1].endswith(f":{port:04X}") and s[3] == "0A"}
+    listening = {
+        f"socket:[{s[9]}]" for s in sockets if s[1].endswith(f":{port:04X}") and s[3] == "0A"
+    }
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended, or not ours
@@ -400,14 +515,20 @@ def http_processes(port: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has computed so far: how long it takes for something, whatever else the machine does."""
+    """
+    What a process has computed so far: how long it takes for something, whatever else the machine
+    does.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = int(fields[11]), int(fields[12])
     return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """Asks /livez every 50 ms, each time on a connection of its own: to whichever process the kernel chooses."""
+    """
+    Asks /livez every 50 ms, each time on a connection of its own: to whichever process the kernel
+    chooses.
+    """
 
     def __init__(self, url):
         self.url = url
@@ -428,7 +549,9 @@ class Watch:
         while not self.ended.wait(0.05):
             began = [cpu_seconds(pid) for pid in self.pids]
             is_alive = httpx.get(f"{self.url}/livez", timeout=30).status_code == 200
-            spent = [cpu_seconds(pid) - before for pid, before in zip(self.pids, began, strict=True)]
+            spent = [
+                cpu_seconds(pid) - before for pid, before in zip(self.pids, began, strict=True)
+            ]
             self.seconds.append(max(spent) if is_alive else float("inf"))
 
 
@@ -436,7 +559,10 @@ def trailers(url):
     """Of a chunked body, for ever."""
     host, port = url.removeprefix("http://").split(":")
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((host, int(port)), timeout=30) as sock, contextlib.suppress(OSError):
+    with (
+        socket.create_connection((host, int(port)), timeout=30) as sock,
+        contextlib.suppress(OSError),
+    ):
         sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n".encode())
         for _ in range(2000):
             sock.sendall(b"a:b\r\n" * 5000)
@@ -447,8 +573,18 @@ RARE = "\u2603"
 SCORED = {"prompt": "x", "n": 60, "logprobs": 20, "ignore_eos": True, "max_tokens": 200}
 ATTACKS = {
     "blanks": ("/tokenize", {"prompt": " " * 499_999}, 3, 200),
-    "allowed tokens": ("/v1/completions", {"prompt": ["x"] * 60, "allowed_token_ids": [*range(300)] * 800}, 2, 200),
-    "fields": ("/v1/completions", {"prompt": "x"} | {f"field {i}": 1 for i in range(200_000)}, 2, 400),
+    "allowed tokens": (
+        "/v1/completions",
+        {"prompt": ["x"] * 60, "allowed_token_ids": [*range(300)] * 800},
+        2,
+        200,
+    ),
+    "fields": (
+        "/v1/completions",
+        {"prompt": "x"} | {f"field {i}": 1 for i in range(200_000)},
+        2,
+        400,
+    ),
 }
 LONG_ATTACKS = {
     "more blanks": ("/tokenize", {"prompt": ("x" + " " * 499_999) * 8}, 2, 200),
@@ -463,7 +599,10 @@ slow = [pytest.param(name, marks=pytest.mark.slow) for name in LONG_ATTACKS]
 
 @pytest.mark.parametrize("name", ["trailers", *ATTACKS, *slow])
 def test_the_server_answers_during_an_attack(server, name):
-    """Nothing that one client sends keeps others waiting for a second. Each of these did, some for minutes."""
+    """
+    Nothing that one client sends keeps others waiting for a second. Each of these did, some for
+    minutes.
+    """
     with Watch(server.url) as watch, ThreadPoolExecutor(4) as pool:
         assert len(watch.pids) == 2
         wait_until(lambda: watch.seconds)
@@ -473,7 +612,12 @@ def test_the_server_answers_during_an_attack(server, name):
             path, fields, count, status = (ATTACKS | LONG_ATTACKS)[name]
             fields = ({"max_tokens": 24} if path == "/v1/completions" else {}) | fields
             body = json.dumps(fields, ensure_ascii=False).encode()
-            post = partial(httpx.post, f"{server.url}{path}", headers={"Content-Type": "application/json"}, timeout=60)
+            post = partial(
+                httpx.post,
+                f"{server.url}{path}",
+                headers={"Content-Type": "application/json"},
+                timeout=60,
+            )
             answers = list(pool.map(lambda _: post(content=body), range(count)))
             assert [answer.status_code for answer in answers] == [status] * count
         told = len(watch.seconds)
@@ -482,9 +626,15 @@ def test_the_server_answers_during_an_attack(server, name):
 
 
 def test_sigterm_drains_and_exits_0(server, client, checkpoint):
-    """The last test of this server: what runs is finished, new work is refused, the exit is clean."""
+    """
+    The last test of this server: what runs is finished, new work is refused, the exit is clean.
+    """
     stream = client.completions.create(
-        model=str(checkpoint), prompt="x", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        model=str(checkpoint),
+        prompt="x",
+        max_tokens=400,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     next(stream)
     server.process.send_signal(signal.SIGTERM)
@@ -501,9 +651,15 @@ def test_sigterm_drains_and_exits_0(server, client, checkpoint):
 
 @pytest.mark.slow
 def test_a_hang_up_drains(checkpoint, tmp_path):
-    """SIGHUP cut the streams of all HTTP processes. Now they are told to their end, and nothing is left behind."""
+    """
+    SIGHUP cut the streams of all HTTP processes. Now they are told to their end, and nothing is
+    left behind.
+    """
     body = {"prompt": "x", "max_tokens": 300, "stream": True, "ignore_eos": True}
-    with Process(checkpoint, *TWO_HTTP_PROCESSES, folder=tmp_path) as server, contextlib.ExitStack() as stack:
+    with (
+        Process(checkpoint, *TWO_HTTP_PROCESSES, folder=tmp_path) as server,
+        contextlib.ExitStack() as stack,
+    ):
         call = partial(httpx.stream, "POST", f"{server.url}/v1/completions", json=body, timeout=60)
         streams = [stack.enter_context(call()) for _ in range(6)]
         server.process.send_signal(signal.SIGHUP)
@@ -519,13 +675,17 @@ def has_handler(pid: int, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, to know when the handler is there")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs /proc, to know when the handler is there"
+)
 def test_sigterm_while_it_starts_leaves_nothing_behind(checkpoint, tmp_path):
     """Until the event loop ran, the signal killed the process: the folder of its sockets stayed."""
     command = [sys.executable, "serve.py", "--model", str(checkpoint), "--port", "0"]
     run = RUN | {"env": RUN["env"] | {"TMPDIR": str(tmp_path)}}
     with subprocess.Popen(command, **run) as process:
-        wait_until(lambda: list(tmp_path.glob("pagedgpt-*")) and has_handler(process.pid, signal.SIGTERM))
+        wait_until(
+            lambda: list(tmp_path.glob("pagedgpt-*")) and has_handler(process.pid, signal.SIGTERM)
+        )
         process.terminate()
         assert process.wait(30) == 0
     assert not list(tmp_path.glob("pagedgpt-*"))
@@ -533,8 +693,10 @@ def test_sigterm_while_it_starts_leaves_nothing_behind(checkpoint, tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
 def test_engine_killed(chat_server, expected):
-    """kill -9 of the engine's process: another one is started, once; then the server ends with a failure. The last
-    test of this server: its log has a line of JSON for each request."""
+    """
+    kill -9 of the engine's process: another one is started, once; then the server ends with a
+    failure. The last test of this server: its log has a line of JSON for each request.
+    """
     process, first = chat_server.process, chat_server.engine_pid
     os.kill(first, signal.SIGKILL)
     while (health := httpx.get(f"{chat_server.url}/livez")).status_code != 503:
@@ -545,7 +707,9 @@ def test_engine_killed(chat_server, expected):
     with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="sesame", max_retries=0) as client:
         answer = client.completions.create(model="gpt", prompt="def ", **GREEDY)
     assert answer.choices[0].text == expected("def ")
-    assert httpx.get(f"{chat_server.url}/livez").status_code == 200 and chat_server.engine_pid != first
+    assert (
+        httpx.get(f"{chat_server.url}/livez").status_code == 200 and chat_server.engine_pid != first
+    )
     os.kill(chat_server.engine_pid, signal.SIGKILL)
     assert process.wait(60) == 1
     said = process.stdout.read().splitlines()
@@ -557,8 +721,11 @@ def test_engine_killed(chat_server, expected):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
 def test_server_killed(checkpoint, tmp_path):
-    """kill -9 of the server: the engine and the other HTTP process find their links and orders closed and leave,
-    instead of keeping the memory and the port for ever, and the folder of sockets goes with the engine."""
+    """
+    kill -9 of the server: the engine and the other HTTP process find their links and orders closed
+    and leave, instead of keeping the memory and the port for ever, and the folder of sockets goes
+    with the engine.
+    """
     with Process(checkpoint, *TWO_HTTP_PROCESSES, folder=tmp_path) as server:
         left = set(server.children)
         assert len(left) == 1 + bool(TWO_HTTP_PROCESSES)
@@ -579,7 +746,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # At the terminal
 
 # Python with the packages of the HTTP server missing: `--prompt` must do without.
@@ -588,19 +755,31 @@ BARE = f"import sys; sys.modules |= dict.fromkeys({ABSENT}); import serve; "
 
 
 def at_terminal(checkpoint, *flags):
-    command = [sys.executable, "-c", f"{BARE} serve.main(sys.argv[1:])", "--model", str(checkpoint), *flags]
+    command = [
+        sys.executable,
+        "-c",
+        f"{BARE} serve.main(sys.argv[1:])",
+        "--model",
+        str(checkpoint),
+        *flags,
+    ]
     return subprocess.Popen(command, **RUN, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_prompt_at_the_terminal(checkpoint, expected):
-    process = at_terminal(checkpoint, "--prompt", "# \u20ac def ", "--temperature", "0", "--max-tokens", "24")
+    process = at_terminal(
+        checkpoint, "--prompt", "# \u20ac def ", "--temperature", "0", "--max-tokens", "24"
+    )
     out, errors = process.communicate(timeout=60)
     assert out == "# \u20ac def " + expected("# \u20ac def ") + "\n" and process.returncode == 0
     assert re.fullmatch(r"\[24 tokens, [0-9.]+ a second, seed \d+, cut off\]\n", errors)
 
 
 def test_ctrl_c_at_the_terminal(checkpoint, tmp_path):
-    """Ctrl-C stops the text, not with a traceback. The text is so long that no machine is done before the signal."""
+    """
+    Ctrl-C stops the text, not with a traceback. The text is so long that no machine is done before
+    the signal.
+    """
     long = GPT(replace(load_config(checkpoint), context_length=50_000))
     save_checkpoint(long, tmp_path)
     load_tokenizer(checkpoint).save(tmp_path)
@@ -613,7 +792,10 @@ def test_ctrl_c_at_the_terminal(checkpoint, tmp_path):
 
 
 def test_missing_and_broken_checkpoints(tmp_path, checkpoint):
-    """One line that says what to run, not a traceback, for each thing that can be missing, over HTTP or not."""
+    """
+    One line that says what to run, not a traceback, for each thing that can be missing, over HTTP
+    or not.
+    """
 
     for name in ("tokenizer.json", "config.json"):
         for folder in ("missing", "broken"):

@@ -1,6 +1,6 @@
 """
-The engine beyond right answers (test_paged.py): refusals, aborts, failures, interrupts, its loop, and that no request
-is changed by what happens to another.
+The engine beyond right answers (test_paged.py): refusals, aborts, failures, interrupts, its loop,
+and that no request is changed by what happens to another.
 """
 
 import io
@@ -17,13 +17,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import engine as engine_module
-from client import connect
-from engine import Engine
-from links import Links, line
 from paged import PRIORITY_AGEING, Request, Scheduler, priority_delay
-from sampling import GREEDY, SamplingParams
 from serve import listen_to_http
+from serving import engine as engine_module
+from serving.client import connect
+from serving.engine import Engine
+from serving.links import Links, line
+from serving.sampling import GREEDY, SamplingParams
 from test_paged import (
     CONTEXT,
     VOCABULARY,
@@ -43,7 +43,12 @@ class Faulty:
     """The model, but its `nth` paged forward from now raises `error`, once."""
 
     def __init__(self, engine: Engine, nth: int, error: BaseException):
-        self.model, self.config, self.left, self.error = engine.runner.model, engine.config, nth, error
+        self.model, self.config, self.left, self.error = (
+            engine.runner.model,
+            engine.config,
+            nth,
+            error,
+        )
         engine.runner.model = self
 
     def forward_paged(self, batch, kv):
@@ -57,7 +62,9 @@ class Faulty:
 
 
 def finish(engine: Engine) -> dict:
-    """Step until idle. Returns for each id the tokens and the finish reason that the steps gave out."""
+    """
+    Step until idle. Returns for each id the tokens and the finish reason that the steps gave out.
+    """
     answers = {}
     while engine.has_work:
         for output in engine.step():
@@ -70,27 +77,37 @@ def greedy(max_tokens: int) -> SamplingParams:
     return replace(GREEDY, max_tokens=max_tokens)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # In: what is refused, what is accepted at the limit
 
 
 def test_what_can_never_be_served_is_refused_with_its_numbers():
-    """Would catch: a limit off by one, a request queued although it was refused, a bool taken for token 1, a number of
-    numpy's called outside the vocabulary without a word on which."""
+    """
+    Would catch: a limit off by one, a request queued although it was refused, a bool taken for
+    token 1, a number of numpy's called outside the vocabulary without a word on which.
+    """
     engine = new_engine(trained_model(), num_blocks=10)  # 40 slots, fewer than the context
     for bad in ([VOCABULARY], [-1], [True], [1.0], ["a"], torch.tensor([1]).numpy()):
         with raises(ValueError, f"token {bad[0]!r}, outside 0..{VOCABULARY - 1}", "tokenizer"):
             engine.add_request("bad", [1, 2, *bad], greedy(1))
     with raises(ValueError, "prompt is empty"):
         engine.add_request("empty", [], greedy(1))
-    with raises(ValueError, "31 prompt tokens + 10 max_tokens = 41", "into 40", "10 blocks of 4", "shorten the prompt"):
+    with raises(
+        ValueError,
+        "31 prompt tokens + 10 max_tokens = 41",
+        "into 40",
+        "10 blocks of 4",
+        "shorten the prompt",
+    ):
         engine.add_request("long", prompt(0, 31), greedy(10))
     assert_idle(engine)
     engine.add_request("exact", [0, VOCABULARY - 1, *prompt(0, 28)], greedy(10))
     with raises(ValueError, "'exact' is in use"):
         engine.add_request("exact", prompt(0, 3), greedy(1))
     assert len(finish(engine)["exact"][0]) == 10
-    engine.add_request("exact", prompt(0, 3), greedy(1))  # an id is free again when its request has finished
+    engine.add_request(
+        "exact", prompt(0, 3), greedy(1)
+    )  # an id is free again when its request has finished
     finish(engine)
     assert_idle(engine)
 
@@ -104,8 +121,10 @@ def test_what_can_never_be_served_is_refused_with_its_numbers():
 
 
 def test_settings_that_cannot_work_are_refused():
-    """Would catch: more running requests than a step has tokens, silently served by turns; a misspelt name ignored; a
-    max_model_len that the model cannot hold, silently lowered."""
+    """
+    Would catch: more running requests than a step has tokens, silently served by turns; a misspelt
+    name ignored; a max_model_len that the model cannot hold, silently lowered.
+    """
     model = trained_model()
     with raises(ValueError, "token_budget is 7", "at least max_num_seqs, 8", "--token-budget"):
         new_engine(model, token_budget=7, max_num_seqs=8)
@@ -113,7 +132,9 @@ def test_settings_that_cannot_work_are_refused():
     with raises(ValueError, "policy 'lifo'", "fcfs, priority, sjf"):
         new_engine(model, policy="lifo")
     for length, blocks, most in ((CONTEXT + 1, 100, CONTEXT), (41, 10, 40), (0, 100, CONTEXT)):
-        with raises(ValueError, f"max_model_len is {length}", f"1 to {most}", f"{blocks} blocks of 4"):
+        with raises(
+            ValueError, f"max_model_len is {length}", f"1 to {most}", f"{blocks} blocks of 4"
+        ):
             new_engine(model, max_model_len=length, num_blocks=blocks)
         assert new_engine(model, max_model_len=most, num_blocks=blocks).max_model_len == most
     with raises(ValueError, "'flash'", "there is auto, torch"):
@@ -124,8 +145,13 @@ def test_settings_that_cannot_work_are_refused():
 
 
 def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_it_can_use(monkeypatch):
-    """Would catch: another formula than the one that blocks_that_fit states; a pool of no block at all."""
-    model = trained_model(num_kv_heads=2)  # a block: 2 * 2 layers * 2 KV heads of 16 * 4 tokens * 4 bytes = 2048
+    """
+    Would catch: another formula than the one that blocks_that_fit states; a pool of no block at
+    all.
+    """
+    model = trained_model(
+        num_kv_heads=2
+    )  # a block: 2 * 2 layers * 2 KV heads of 16 * 4 tokens * 4 bytes = 2048
     for pages, blocks in ((10**9, 3 * CONTEXT // 4), (10, 5), (9, 4), (1, 1)):
         memory = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": pages, "SC_PHYS_PAGES": 10**9}
         monkeypatch.setattr(engine_module.os, "sysconf", memory.__getitem__)
@@ -133,37 +159,56 @@ def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_it_can_use(mon
 
 
 def test_a_pool_beyond_all_memory_is_refused(monkeypatch):
-    """A block or two too many in --kv-blocks were a MemoryError, or, the system being generous, a death much later."""
+    """
+    A block or two too many in --kv-blocks were a MemoryError, or, the system being generous, a
+    death much later.
+    """
     model = trained_model(num_kv_heads=2)  # 2048 bytes a block, as above
-    monkeypatch.setattr(engine_module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__)
+    monkeypatch.setattr(
+        engine_module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__
+    )
     with raises(ValueError, "21 blocks of 4 tokens", "lower --kv-blocks"):
         Engine(model, block_size=4, num_blocks=21)
     assert Engine(model, block_size=4, num_blocks=20).num_blocks == 20
 
 
 def test_the_reference_stops_at_the_context_length():
-    """Would catch: the dense model asked for a position it does not have, or stopping a token early."""
+    """
+    Would catch: the dense model asked for a position it does not have, or stopping a token early.
+    """
     model = trained_model()
-    for length, new, total in ((60, 4, CONTEXT), (60, 9, CONTEXT), (60, 3, 63), (CONTEXT, 1, CONTEXT)):
+    for length, new, total in (
+        (60, 4, CONTEXT),
+        (60, 9, CONTEXT),
+        (60, 3, 63),
+        (CONTEXT, 1, CONTEXT),
+    ):
         assert model.generate(torch.tensor([prompt(0, length)]), new).shape == (1, total)
     with raises(ValueError, f"{CONTEXT + 1} tokens do not fit", f"context_length of {CONTEXT}"):
         model(torch.tensor([prompt(0, CONTEXT + 1)]))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Out: finished, aborted, failed, interrupted
 
 
 def test_stop_tokens():
-    """Would catch: an answer that goes on after its end, or loses its last token; ignore_eos ignored."""
+    """
+    Would catch: an answer that goes on after its end, or loses its last token; ignore_eos ignored.
+    """
     text = prompt(12, 17)
-    eos, other = text[7], text[10]  # the model repeats the text: these are the fourth and the seventh token to come
+    eos, other = (
+        text[7],
+        text[10],
+    )  # the model repeats the text: these are the fourth and the seventh token to come
     engine = new_engine(trained_model(eos_token_id=eos))
     full = trained_model().generate(torch.tensor([text]), 12)[0, 17:].tolist()
     assert full.index(eos) < full.index(other) < 11
     engine.add_request("eos", text, greedy(12))
     engine.add_request("ignored", text, replace(GREEDY, max_tokens=12, ignore_eos=True))
-    engine.add_request("other", text, replace(GREEDY, max_tokens=12, ignore_eos=True, stop_token_ids=(other,)))
+    engine.add_request(
+        "other", text, replace(GREEDY, max_tokens=12, ignore_eos=True, stop_token_ids=(other,))
+    )
     engine.add_request("both", text, replace(GREEDY, max_tokens=12, stop_token_ids=(other,)))
     engine.add_request("at the limit", text, greedy(full.index(eos) + 1))
     assert finish(engine) == {
@@ -177,8 +222,10 @@ def test_stop_tokens():
 
 
 def test_several_ends_of_text():
-    """Only the first of config.json's list ended a text, or the list was refused. All of them stop a request, none
-    does before min_tokens or with ignore_eos, and beams end at each."""
+    """
+    Only the first of config.json's list ended a text, or the list was refused. All of them stop a
+    request, none does before min_tokens or with ignore_eos, and beams end at each.
+    """
     text = prompt(12, 17)
     first, second = text[7], text[10]
     full = trained_model().generate(torch.tensor([text]), 12)[0, 17:].tolist()
@@ -211,12 +258,16 @@ def test_each_request_gets_its_own_number_of_logprobs():
             told[output.id] += [output.logprobs, *(output.prompt_logprobs or [])]
     assert all(score is None for score in told.pop("none"))
     for id, scores in told.items():
-        assert [(len(ids), len(logprobs)) for _, ids, logprobs in scores] == [(numbers[id], numbers[id])] * (4 + 8)
+        assert [(len(ids), len(logprobs)) for _, ids, logprobs in scores] == [
+            (numbers[id], numbers[id])
+        ] * (4 + 8)
 
 
 def test_abort_in_every_state():
-    """Would catch: blocks or rows of an aborted request that are never given back, a request that comes back, another
-    request's answer changed by it."""
+    """
+    Would catch: blocks or rows of an aborted request that are never given back, a request that
+    comes back, another request's answer changed by it.
+    """
     engine = new_engine(trained_model(), max_num_seqs=3, token_budget=8)
     active = engine.add_request("active", prompt(1, 5), greedy(20))
     stays = engine.add_request("stays", prompt(2, 6), mixed_params(20, 2)[1])
@@ -230,7 +281,11 @@ def test_abort_in_every_state():
     for request in requests:
         engine.abort(request.id)
         engine.scheduler.check()
-        assert request.status == "done" and request.finish_reason == "abort" and request.block_table == []
+        assert (
+            request.status == "done"
+            and request.finish_reason == "abort"
+            and request.block_table == []
+        )
     engine.abort("never heard of")
     engine.abort("active")  # twice is no error
     assert list(engine.requests) == ["stays"] and len(engine.scheduler.running) == 1
@@ -255,8 +310,10 @@ def test_a_preempted_request_can_be_aborted():
 
 
 def test_a_failing_step_fails_its_own_requests_only():
-    """Would catch: an engine that dies with one bad step, fails those who only wait, or goes on from a state that the
-    failed step left half written."""
+    """
+    Would catch: an engine that dies with one bad step, fails those who only wait, or goes on from a
+    state that the failed step left half written.
+    """
     for nth, failed in ((1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 3])):
         # five prompts share five tokens a step; in the second step the first four take all of them
         engine = new_engine(trained_model(), token_budget=5, max_num_seqs=5)
@@ -266,7 +323,9 @@ def test_a_failing_step_fails_its_own_requests_only():
         outputs = []
         while not any(output.error for output in outputs):
             outputs = engine.step()
-        assert [(o.id, o.tokens, o.finish_reason) for o in outputs] == [(i, [], "error") for i in failed]
+        assert [(o.id, o.tokens, o.finish_reason) for o in outputs] == [
+            (i, [], "error") for i in failed
+        ]
         assert {o.error for o in outputs} == {"FloatingPointError: bad number"}
         engine.scheduler.check()
         finish(engine)
@@ -275,7 +334,9 @@ def test_a_failing_step_fails_its_own_requests_only():
                 assert request.finish_reason == "error" and request.num_generated == 0
             else:
                 assert request.finish_reason == "length" and request.num_generated == 8
-                assert_equals_dense(trained_model(), request.prompt_tokens, request.generated_tokens, request.params)
+                assert_equals_dense(
+                    trained_model(), request.prompt_tokens, request.generated_tokens, request.params
+                )
         assert_idle(engine)
 
 
@@ -291,8 +352,11 @@ def test_generate_raises_what_failed_and_goes_on_next_time():
 
 
 def test_an_interrupt_leaves_an_idle_pool():
-    """Would catch: Ctrl-C in the middle of generate() leaving requests that the next call would serve again; a request
-    of the interrupted step that goes on with a device state one step ahead of its own."""
+    """
+    Would catch: Ctrl-C in the middle of generate() leaving requests that the next call would serve
+    again; a request of the interrupted step that goes on with a device state one step ahead of its
+    own.
+    """
     engine = new_engine(trained_model())
     faulty = Faulty(engine, 5, KeyboardInterrupt())
     mine = engine.add_request("mine", prompt(9, 9), greedy(20))
@@ -305,8 +369,10 @@ def test_an_interrupt_leaves_an_idle_pool():
 
 
 def test_a_refused_prompt_in_generate_leaves_nothing_behind():
-    """Would catch: the prompts before the refused one served with the next call; somebody else's request taken along
-    because its id is the one that generate() wanted."""
+    """
+    Would catch: the prompts before the refused one served with the next call; somebody else's
+    request taken along because its id is the one that generate() wanted.
+    """
     engine = new_engine(trained_model())
     engine.add_request("generate-1", prompt(2, 5), greedy(3))
     with raises(ValueError, "'generate-1' is in use"):
@@ -315,7 +381,9 @@ def test_a_refused_prompt_in_generate_leaves_nothing_behind():
     assert len(finish(engine)["generate-1"][0]) == 3
     engine = new_engine(trained_model())
     with raises(ValueError, "61 prompt tokens + 8 max_tokens = 69"):
-        engine.generate([prompt(0, 5), prompt(1, 6), prompt(2, 61), prompt(3, 5)], greedy(8), progress=False)
+        engine.generate(
+            [prompt(0, 5), prompt(1, 6), prompt(2, 61), prompt(3, 5)], greedy(8), progress=False
+        )
     assert_idle(engine)
     with raises(ValueError, "shorter"):
         engine.generate([prompt(0, 5), prompt(1, 6)], [greedy(8)], progress=False)
@@ -324,7 +392,7 @@ def test_a_refused_prompt_in_generate_leaves_nothing_behind():
     assert engine.generate([], greedy(8), progress=False) == []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What it says
 
 
@@ -338,7 +406,9 @@ def test_generate_shows_progress_and_counts():
             engine.generate(prompts, greedy(5))
         bar, summary = said.getvalue().strip().split("\n")
         assert "[====================] 3/3 requests" in bar and "tok/s" in bar
-        assert summary.startswith(f"5 steps, {33 - hits} prefill tokens, 12 decode tokens, 0 preemptions, ")
+        assert summary.startswith(
+            f"5 steps, {33 - hits} prefill tokens, 12 decode tokens, 0 preemptions, "
+        )
         assert f"prefix hit rate {hits / 33:.0%}, peak " in summary and "of 32 blocks" in summary
     silent = io.StringIO()
     with redirect_stderr(silent), redirect_stdout(silent):
@@ -347,19 +417,31 @@ def test_generate_shows_progress_and_counts():
 
 
 def test_trace_counts_a_shared_block_once():
-    """Counted once for each request that holds it, a shared prefix was more slots than the pool has in use."""
+    """
+    Counted once for each request that holds it, a shared prefix was more slots than the pool has in
+    use.
+    """
     scheduler = Scheduler(token_budget=32, max_kv_tokens=64, block_size=4)
     scheduler.add_request(Request("a", list(range(10)), 9))
     scheduler.update(scheduler.plan(), [50])
-    scheduler.add_request(Request("b", [*range(8), 90, 91], 9))  # begins with the two full blocks of a
+    scheduler.add_request(
+        Request("b", [*range(8), 90, 91], 9)
+    )  # begins with the two full blocks of a
     line = engine_module.describe(scheduler.plan(1), scheduler)
     assert "decode a | prefill b[8:10]" in line
-    assert "blocks 12 free 4 referenced 0 cached | slots 13/16 | hits 8" in line  # 8 shared, 3 of a, 2 of b
+    assert (
+        "blocks 12 free 4 referenced 0 cached | slots 13/16 | hits 8" in line
+    )  # 8 shared, 3 of a, 2 of b
 
 
 def test_trace_tells_each_step():
-    """Would catch: a trace that does not say what happened: who decoded, which chunk, how the blocks stand."""
-    engine = new_engine(trained_model(), num_blocks=5, token_budget=9, max_num_seqs=2, watermark=0, trace=True)
+    """
+    Would catch: a trace that does not say what happened: who decoded, which chunk, how the blocks
+    stand.
+    """
+    engine = new_engine(
+        trained_model(), num_blocks=5, token_budget=9, max_num_seqs=2, watermark=0, trace=True
+    )
     said = io.StringIO()
     with redirect_stdout(said):
         engine.add_request("a", prompt(1, 6), greedy(7))
@@ -371,7 +453,8 @@ def test_trace_tells_each_step():
         "step    0 | decode - | prefill a[0:6] | blocks 3 free 2 referenced 0 cached | slots 6/8 | hits 0",
         "step    1 | decode a | prefill b[0:8] | blocks 0 free 5 referenced 0 cached | slots 15/20 | hits 0",
         "step    2 | decode a | prefill b[8:9] | blocks 0 free 5 referenced 0 cached | slots 17/20 | hits 0",
-        # a needs a third block: b, two of whose blocks stay cached until one is needed, is sent away
+        # a needs a third block: b, two of whose blocks stay cached until one is needed, is sent
+        # away
         "step    3 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 9/12 | hits 0 | preempted b",
         "step    4 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 10/12 | hits 0",
         "step    5 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 11/12 | hits 0",
@@ -381,12 +464,15 @@ def test_trace_tells_each_step():
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Seeds, order, company
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company():
-    """Would catch: noise that depends on the row, the batch, the step, the request's name or a preemption."""
+    """
+    Would catch: noise that depends on the row, the batch, the step, the request's name or a
+    preemption.
+    """
     text, model = prompt(3, 11), trained_model()
     for seed in (0, 5, -(2**63), 2**63 - 1):
         params = SamplingParams(temperature=1.3, max_tokens=16, seed=seed)
@@ -401,27 +487,39 @@ def test_a_seed_gives_the_same_tokens_in_any_company():
         requests.append(engine.add_request("last", text, params))  # the first to be sent away
         finish(engine)
         assert requests[-1].generated_tokens == alone and requests[-1].num_preemptions > 0
-    others = {tuple(new_engine(model).generate([text], replace(params, seed=s), progress=False)[0]) for s in range(8)}
+    others = {
+        tuple(new_engine(model).generate([text], replace(params, seed=s), progress=False)[0])
+        for s in range(8)
+    }
     assert len(others) == 8, "and another seed others"
 
 
 def test_requests_without_a_seed_are_drawn_one():
-    """Would catch: all requests without a seed sharing one; an engine whose runs cannot be repeated."""
+    """
+    Would catch: all requests without a seed sharing one; an engine whose runs cannot be repeated.
+    """
     params = SamplingParams(max_tokens=16)
-    runs = [new_engine(trained_model(), seed=s).generate([prompt(3, 11)] * 4, params, False) for s in (1, 1, 2)]
+    runs = [
+        new_engine(trained_model(), seed=s).generate([prompt(3, 11)] * 4, params, False)
+        for s in (1, 1, 2)
+    ]
     assert len({tuple(answer) for answer in runs[0]}) == 4
     assert runs[0] == runs[1] != runs[2]
 
 
 def test_unseeded_engines_say_different_things():
-    """Every start of the server or of the terminal said the same text again: the seeds that were drawn were always
-    drawn from 0. The one that was drawn is told, and gives the text again."""
+    """
+    Every start of the server or of the terminal said the same text again: the seeds that were drawn
+    were always drawn from 0. The one that was drawn is told, and gives the text again.
+    """
     params = SamplingParams(max_tokens=16)
     engine, other = new_engine(trained_model()), new_engine(trained_model())
     drawn = engine.add_request("a", prompt(3, 11), params).params.seed
     assert drawn != other.add_request("a", prompt(3, 11), params).params.seed
     answer, _ = finish(engine)["a"]
-    assert new_engine(trained_model()).generate([prompt(3, 11)], replace(params, seed=drawn), False) == [answer]
+    assert new_engine(trained_model()).generate(
+        [prompt(3, 11)], replace(params, seed=drawn), False
+    ) == [answer]
 
 
 @pytest.mark.parametrize("P", [1, 7, 8, 9, 21])
@@ -436,14 +534,17 @@ def test_unseeded_engines_say_different_things():
 )
 def test_choices_are_forks_and_do_not_depend_on_room(P, changes, forks):
     """
-    Four choices of one prompt: they share its blocks and differ by their noise alone, so the tokens are the same
-    whether they were forked, waited for a row and hit the cache, or were preempted.
+    Four choices of one prompt: they share its blocks and differ by their noise alone, so the tokens
+    are the same whether they were forked, waited for a row and hit the cache, or were preempted.
     """
     params = SamplingParams(max_tokens=20, seed=5, temperature=1.5)
 
     def choices(**changes):
         engine = new_engine(
-            trained_model(), **({"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 16} | changes)
+            trained_model(),
+            **(
+                {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 16} | changes
+            ),
         )
         engine.add_request("other", prompt(50, 5), greedy(30))
         engine.add_request("a", prompt(0, P), params, n=4)
@@ -455,23 +556,42 @@ def test_choices_are_forks_and_do_not_depend_on_room(P, changes, forks):
     answers, num_forks = choices(**changes)
     assert sorted(answers) == ["a", "a.1", "a.2", "a.3", "other"] and answers == reference
     assert len({tuple(tokens) for tokens, _ in answers.values()}) == 5
-    committed = P % 4 == 0 and changes.get("prefix_cache", True)  # a full block is found in the cache instead
+    committed = P % 4 == 0 and changes.get(
+        "prefix_cache", True
+    )  # a full block is found in the cache instead
     assert num_forks == (0 if committed else forks)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_choices_are_their_prompt_in_all_but_noise(rows):
-    """Those that waited for a row lost their salt, and hit and filled everybody's cache, or lost their priority."""
+    """
+    Those that waited for a row lost their salt, and hit and filled everybody's cache, or lost their
+    priority.
+    """
     engine = new_engine(trained_model(), max_num_seqs=rows, policy="priority")
     text, params = prompt(0, 18), SamplingParams(max_tokens=6, seed=3, stop_token_ids=(5,))
     first = engine.add_request("a", text, params, -7, n=3, cache_salt="pepper", prompt_logprobs=1)
     engine.step()
-    asked = "prompt_tokens", "max_new_tokens", "arrival_time", "priority", "stop_token_ids", "cache_salt", "params"
+    asked = (
+        "prompt_tokens",
+        "max_new_tokens",
+        "arrival_time",
+        "priority",
+        "stop_token_ids",
+        "cache_salt",
+        "params",
+    )
     for choice in 1, 2:
         request = engine.requests[f"a.{choice}"]
         assert request.status == ("waiting" if rows == 1 else "active")
-        assert {name: getattr(request, name) for name in asked} == {name: getattr(first, name) for name in asked}
-        assert (request.choice, request.prompt_logprobs, request.generated_tokens) == (choice, None, [])
+        assert {name: getattr(request, name) for name in asked} == {
+            name: getattr(first, name) for name in asked
+        }
+        assert (request.choice, request.prompt_logprobs, request.generated_tokens) == (
+            choice,
+            None,
+            [],
+        )
     finish(engine)
     for salt, hits in (("", 0), ("pepper", 16), ("salt", 0)):
         engine.add_request("b", text, greedy(1), cache_salt=salt)
@@ -483,19 +603,28 @@ def test_choices_of_an_aborted_prompt_are_never_forked():
     engine.add_request("a", prompt(0, 20), greedy(5), n=4)
     engine.abort("a")
     assert finish(engine) == {} and not engine.num_choices
-    engine.add_request("b", prompt(0, 20), greedy(1), n=3)  # the first ends with its first token: nothing left to fork
+    engine.add_request(
+        "b", prompt(0, 20), greedy(1), n=3
+    )  # the first ends with its first token: nothing left to fork
     assert sorted(finish(engine)) == ["b", "b.1", "b.2"]
     assert_idle(engine)
 
 
 @pytest.mark.parametrize("num_blocks", [64, 12])  # with 12 it is preempted and scored again
 def test_scores_are_the_dense_models(num_blocks):
-    """Log-probabilities of each prompt token and each answer, in chunks, beside others; no prefix hit hides one."""
-    engine = new_engine(trained_model(), block_size=4, num_blocks=num_blocks, max_num_seqs=8, token_budget=16)
+    """
+    Log-probabilities of each prompt token and each answer, in chunks, beside others; no prefix hit
+    hides one.
+    """
+    engine = new_engine(
+        trained_model(), block_size=4, num_blocks=num_blocks, max_num_seqs=8, token_budget=16
+    )
     finish_first = [engine.add_request(i, prompt(0, 23), greedy(4)) for i in range(2)]
     finish(engine)
     engine.add_request("other", prompt(9, 15), greedy(20))
-    scored = engine.add_request("a", prompt(0, 23), replace(greedy(6), logprobs=2), prompt_logprobs=3)
+    scored = engine.add_request(
+        "a", prompt(0, 23), replace(greedy(6), logprobs=2), prompt_logprobs=3
+    )
     found, prompt_scores = [], None
     while engine.has_work:
         for output in engine.step():
@@ -531,16 +660,25 @@ def test_logits_that_are_not_numbers_end_their_request_with_an_error():
 
 def test_two_engines_in_one_process():
     """Would catch: state of a module or a class that two engines share."""
-    engines = [new_engine(trained_model(heads), block_size=size) for heads, size in ((2, 4), (4, 8))]
+    engines = [
+        new_engine(trained_model(heads), block_size=size) for heads, size in ((2, 4), (4, 8))
+    ]
     params = mixed_params(10, 5)
-    requests = [[e.add_request(i, prompt(i, 8 + 3 * i), params[i]) for i in range(5)] for e in engines]
+    requests = [
+        [e.add_request(i, prompt(i, 8 + 3 * i), params[i]) for i in range(5)] for e in engines
+    ]
     while any(e.has_work for e in engines):
         for e in engines:
             if e.has_work:
                 e.step()
     for heads, own in zip((2, 4), requests, strict=True):
         for request in own:
-            assert_equals_dense(trained_model(heads), request.prompt_tokens, request.generated_tokens, request.params)
+            assert_equals_dense(
+                trained_model(heads),
+                request.prompt_tokens,
+                request.generated_tokens,
+                request.params,
+            )
     for e in engines:
         assert_idle(e)
 
@@ -563,8 +701,20 @@ def test_priority_and_its_ageing():
         Request("after it has aged", [4], 2, arrival_time=61.0),
         Request("urgent", [5], 2, arrival_time=61.0, priority=-1),
     ]
-    by_priority = ["urgent", "before it has aged", "early and low", "after it has aged", "late and low"]
-    by_arrival = ["early and low", "late and low", "before it has aged", "after it has aged", "urgent"]
+    by_priority = [
+        "urgent",
+        "before it has aged",
+        "early and low",
+        "after it has aged",
+        "late and low",
+    ]
+    by_arrival = [
+        "early and low",
+        "late and low",
+        "before it has aged",
+        "after it has aged",
+        "urgent",
+    ]
     for policy, order in (("priority", by_priority), ("fcfs", by_arrival)):
         requests = [replace(r) for r in waiting]
         assert admission_order(Scheduler(policy, max_num_seqs=1), requests) == order
@@ -572,10 +722,15 @@ def test_priority_and_its_ageing():
 
 
 def test_no_priority_beats_ageing():
-    """-2**63 went before all others for 10**13 years. Now any two priorities are less than 480 s apart, in their order;
-    a server drops what is older than 600."""
+    """
+    -2**63 went before all others for 10**13 years. Now any two priorities are less than 480 s
+    apart, in their order; a server drops what is older than 600.
+    """
     scheduler = Scheduler("priority", max_num_seqs=1)
-    urgent = [Request(f"{when}", [1], 1, arrival_time=when, priority=-(10**400)) for when in (1.0, 479.0, 480.0)]
+    urgent = [
+        Request(f"{when}", [1], 1, arrival_time=when, priority=-(10**400))
+        for when in (1.0, 479.0, 480.0)
+    ]
     old = Request("old", [1], 1, arrival_time=0.0, priority=10**400)
     assert admission_order(scheduler, [old, *urgent]) == ["1.0", "479.0", "old", "480.0"]
     delays = [priority_delay(priority) for priority in range(-1000, 1001)]
@@ -584,14 +739,23 @@ def test_no_priority_beats_ageing():
 
 def test_the_engine_passes_its_limits_on_to_the_scheduler():
     """Would catch: a flag that is taken and does nothing."""
-    limits = {"max_num_partial_prefills": 3, "max_long_partial_prefills": 2, "long_prefill_threshold": 7}
+    limits = {
+        "max_num_partial_prefills": 3,
+        "max_long_partial_prefills": 2,
+        "long_prefill_threshold": 7,
+    }
     scheduler = new_engine(trained_model(), policy="sjf", **limits).scheduler
     assert {name: getattr(scheduler, name) for name in limits} == limits
-    assert scheduler.urgency(Request("r", [1] * 30, 10, arrival_time=1.0))[0] == 3.0  # 0.05 s for each of 40 tokens
+    assert (
+        scheduler.urgency(Request("r", [1] * 30, 10, arrival_time=1.0))[0] == 3.0
+    )  # 0.05 s for each of 40 tokens
 
 
 def test_nothing_leaks_whatever_happens():
-    """Would catch: blocks, rows or requests lost in a mixture of finishing, aborting, failing and preempting."""
+    """
+    Would catch: blocks, rows or requests lost in a mixture of finishing, aborting, failing and
+    preempting.
+    """
     rng = random.Random(0)
     engine = new_engine(trained_model(), num_blocks=24, max_num_seqs=6, token_budget=12)
     model, kept = engine.runner.model, []
@@ -611,10 +775,12 @@ def test_nothing_leaks_whatever_happens():
     assert min(reasons.count(reason) for reason in ("length", "abort", "error")) >= 3
     assert engine.scheduler.num_preemptions > 0 and engine.scheduler.num_hit_tokens > 0
     for request in [r for r in kept if r.finish_reason == "length"][::4]:
-        assert_equals_dense(trained_model(), request.prompt_tokens, request.generated_tokens, request.params)
+        assert_equals_dense(
+            trained_model(), request.prompt_tokens, request.generated_tokens, request.params
+        )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The loop that a server runs
 
 
@@ -652,7 +818,10 @@ class Loop:
 
 
 def test_the_loop_over_a_link():
-    """Would catch: a message lost or mixed up, a refusal that ends the loop, an abort that is not carried out."""
+    """
+    Would catch: a message lost or mixed up, a refusal that ends the loop, an abort that is not
+    carried out.
+    """
     loop = Loop(max_num_seqs=4)
     assert loop.receive() == {
         "op": "ready",
@@ -691,30 +860,54 @@ def test_the_loop_over_a_link():
     assert all(part in errors[id] for id, _, _, part in invalid)
     assert finished == {f"good {i}": "length" for i in range(3)}, "and never what was aborted"
     for i in range(3):
-        assert_equals_dense(trained_model(), prompt(i, 9 + i), answers[f"good {i}"], SamplingParams(**params))
+        assert_equals_dense(
+            trained_model(), prompt(i, 9 + i), answers[f"good {i}"], SamplingParams(**params)
+        )
 
 
 def test_the_loop_reports_a_failed_step_and_serves_on():
-    """Would catch: a failure that is not told to those who wait for an answer, or told as if it were their fault."""
+    """
+    Would catch: a failure that is not told to those who wait for an answer, or told as if it were
+    their fault.
+    """
     loop = Loop()
     loop.receive()
     Faulty(loop.engine, 3, FloatingPointError("bad number"))
     loop.send("add", id="a", prompt=prompt(0, 5), params={"max_tokens": 9})
     messages = [loop.receive() for _ in range(5)]
-    assert [len(m["out"]) for m in messages[:4]] == [0, 1, 1, 0]  # the first and last tell how the engine is
-    assert messages[4] == {"op": "error", "id": "a", "message": "FloatingPointError: bad number", "kind": "internal"}
+    assert [len(m["out"]) for m in messages[:4]] == [
+        0,
+        1,
+        1,
+        0,
+    ]  # the first and last tell how the engine is
+    assert messages[4] == {
+        "op": "error",
+        "id": "a",
+        "message": "FloatingPointError: bad number",
+        "kind": "internal",
+    }
     loop.send("add", id="a", prompt=prompt(0, 5), params={"max_tokens": 1, "temperature": 0})
     assert loop.receive()["out"][0][2] == "length"
     loop.stop()
 
 
 def test_the_loop_tells_that_the_last_work_is_gone():
-    """No step follows an abort and would tell of it: the gauges showed a request at work until the next one came."""
+    """
+    No step follows an abort and would tell of it: the gauges showed a request at work until the
+    next one came.
+    """
     loop = Loop(max_num_seqs=1, num_blocks=64)
     loop.receive()
     gauges = "running", "waiting", "at_work", "kv_usage"
     for id in "ab":
-        loop.send("add", id=id, prompt=prompt(0, 9), params={"max_tokens": 50, "seed": 0}, options={"n": 2})
+        loop.send(
+            "add",
+            id=id,
+            prompt=prompt(0, 9),
+            params={"max_tokens": 50, "seed": 0},
+            options={"n": 2},
+        )
         seen = {}
         while seen.get("at_work") != 2 or seen["running"] != 1 or seen["waiting"] != 1:
             seen = loop.receive()["stats"]
@@ -728,8 +921,10 @@ def test_the_loop_tells_that_the_last_work_is_gone():
 
 
 def test_links_have_requests_of_their_own():
-    """Two HTTP processes choose the same id. Would catch: tokens that reach another process's client; an engine that
-    computes on for a process that died, or ends with it."""
+    """
+    Two HTTP processes choose the same id. Would catch: tokens that reach another process's client;
+    an engine that computes on for a process that died, or ends with it.
+    """
     loop = Loop(max_num_seqs=4)
     loop.links.append(loop.connect())
     for link in (0, 1):
@@ -754,11 +949,17 @@ def test_links_have_requests_of_their_own():
 
 
 def test_the_queue_has_one_limit_for_all_links():
-    """Each HTTP process knows only its own requests; the engine counts those of all, choices to be forked included."""
+    """
+    Each HTTP process knows only its own requests; the engine counts those of all, choices to be
+    forked included.
+    """
     loop = Loop(max_num_seqs=2, max_queue=2)
     loop.links.append(loop.connect())
     long = {"max_tokens": 55, "seed": 0}
-    loop.engine.step, step = lambda: time.sleep(0.001) or [], loop.engine.step  # nothing ends meanwhile
+    loop.engine.step, step = (
+        lambda: time.sleep(0.001) or [],
+        loop.engine.step,
+    )  # nothing ends meanwhile
     loop.send("add", 0, id="a", prompt=prompt(0, 5), params=long, options={"n": 3})
     answers = [loop.receive(0) for _ in range(2)]
     while not answers[-1].get("stats", {}).get("at_work"):
@@ -781,7 +982,9 @@ def test_a_server_that_is_gone_before_the_engine_is_ready(tmp_path):
 
 
 def test_the_loop_ends_when_the_other_side_is_gone():
-    """Would catch: an engine process that outlives its server, idle or busy, and keeps the memory."""
+    """
+    Would catch: an engine process that outlives its server, idle or busy, and keeps the memory.
+    """
     for busy in (False, True):
         loop = Loop()
         loop.receive()
@@ -791,7 +994,7 @@ def test_the_loop_ends_when_the_other_side_is_gone():
         loop.stop()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Overlap, and CUDA graphs where there is a GPU
 
 
@@ -799,20 +1002,27 @@ def varied_work(engine: Engine, on_step=lambda step: None) -> dict:
     """Twenty requests of all kinds, two of them in three choices; their answers, by id."""
     for i in range(20):
         params = replace(mixed_params(24, 20)[i], seed=i, logprobs=2 if i % 5 == 0 else None)
-        params = replace(params, presence_penalty=0.5 * (i % 3), min_tokens=i % 4, stop_token_ids=(3, 7 + i % 5))
+        params = replace(
+            params, presence_penalty=0.5 * (i % 3), min_tokens=i % 4, stop_token_ids=(3, 7 + i % 5)
+        )
         engine.add_request(i, prompt(i % 7, 3 + 4 * (i % 9)), params, n=3 if i in (4, 11) else 1)
     answers, step = {}, 0
     while engine.has_work:
         on_step(step)
         step += 1
         for o in engine.step():
-            answers.setdefault(o.id, []).append((o.tokens, o.finish_reason, o.logprobs and o.logprobs[1]))
+            answers.setdefault(o.id, []).append(
+                (o.tokens, o.finish_reason, o.logprobs and o.logprobs[1])
+            )
     assert_idle(engine)
     return answers
 
 
 def test_delays_that_nobody_asks_for_are_forgotten(monkeypatch):
-    """`generate` in a program, the terminal too, never asks: two numbers of each request were kept for ever."""
+    """
+    `generate` in a program, the terminal too, never asks: two numbers of each request were kept for
+    ever.
+    """
     monkeypatch.setattr(engine_module, "MAX_DELAYS", 2)
     engine = new_engine(trained_model())
     for _ in range(3):
@@ -824,13 +1034,16 @@ def test_delays_that_nobody_asks_for_are_forgotten(monkeypatch):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_delays_are_told_once_for_each_request(overlap, monkeypatch):
     """
-    By a clock that counts launched steps. The prompt of 38 tokens takes three steps, and of its two choices only the
-    first has a prefill; with overlap a token's value is known a step later. Would catch: the step that a launch
-    computes counted as waiting, a preempted request told twice, a fork told at all.
+    By a clock that counts launched steps. The prompt of 38 tokens takes three steps, and of its two
+    choices only the first has a prefill; with overlap a token's value is known a step later. Would
+    catch: the step that a launch computes counted as waiting, a preempted request told twice, a
+    fork told at all.
     """
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    engine = new_engine(trained_model(), overlap=overlap, token_budget=16, max_num_seqs=2, num_blocks=17)
+    engine = new_engine(
+        trained_model(), overlap=overlap, token_budget=16, max_num_seqs=2, num_blocks=17
+    )
     engine.add_request("a", prompt(0, 38), greedy(26), n=2)
     clock.now = 7.0
     engine.add_request("late", prompt(50, 5), greedy(3))
@@ -856,8 +1069,11 @@ def test_delays_are_told_once_for_each_request(overlap, monkeypatch):
 
 @pytest.mark.parametrize("num_blocks", [200, 24])
 def test_overlap_changes_no_answer(num_blocks):
-    """Planned a step ahead: a stop found late, a token that is not there yet when its block is committed, a request
-    preempted with a token on its way, forks of a prompt that already decodes on."""
+    """
+    Planned a step ahead: a stop found late, a token that is not there yet when its block is
+    committed, a request preempted with a token on its way, forks of a prompt that already decodes
+    on.
+    """
     sizes = {"block_size": 4, "num_blocks": num_blocks, "max_num_seqs": 8, "token_budget": 24}
     engines = [new_engine(trained_model(), overlap=overlap, **sizes) for overlap in (False, True)]
     plain, overlapped = map(varied_work, engines)
@@ -868,7 +1084,10 @@ def test_overlap_changes_no_answer(num_blocks):
 
 
 def test_overlap_starts_a_step_before_it_takes_in_the_last():
-    """That the host works while the device does; and each request has at most one token more than it may."""
+    """
+    That the host works while the device does; and each request has at most one token more than it
+    may.
+    """
     engine, order = new_engine(trained_model(), overlap=True), []
     launch, collect = engine.runner.launch, engine.runner.collect
     engine.runner.launch = lambda plan: order.append("launch") or launch(plan)
@@ -890,7 +1109,9 @@ def test_an_abort_with_a_token_on_its_way_disturbs_nobody():
 
 
 def test_a_step_that_fails_under_overlap_ends_its_requests_only():
-    """The step before it, already computed, still brings its tokens; those who come later are served."""
+    """
+    The step before it, already computed, still brings its tokens; those who come later are served.
+    """
     engine = new_engine(trained_model(), overlap=True)
     engine.add_request("a", prompt(0, 5), greedy(9))
     Faulty(engine, 4, RuntimeError("broken"))
@@ -901,8 +1122,10 @@ def test_a_step_that_fails_under_overlap_ends_its_requests_only():
 
 
 def test_a_late_step_brings_nothing_for_who_has_its_id_now():
-    """Steps come back one late: the scores of an aborted prompt went to the next request of its name, and its choices
-    continued the old prompt."""
+    """
+    Steps come back one late: the scores of an aborted prompt went to the next request of its name,
+    and its choices continued the old prompt.
+    """
     engine = new_engine(trained_model(), overlap=True)
     for scored in None, 0:
         engine.add_request("a", prompt(0, 9), greedy(4), prompt_logprobs=0)
@@ -924,7 +1147,10 @@ def test_a_late_step_brings_nothing_for_who_has_its_id_now():
 
 
 def test_a_request_that_has_stopped_has_no_part_in_the_next_steps_failure():
-    """Its stop is found while one more step of it is under way; when that fails, it had both a stop and an error."""
+    """
+    Its stop is found while one more step of it is under way; when that fails, it had both a stop
+    and an error.
+    """
     engine = new_engine(trained_model(), overlap=True)
     first = serve(new_engine(trained_model()), [prompt(0, 5)], 3)[0]
     engine.add_request("stops", prompt(0, 5), replace(greedy(9), stop_token_ids=(first[0],)))
@@ -959,15 +1185,28 @@ def test_a_choice_has_a_name_of_its_own():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_on_a_gpu_graphs_and_overlap_change_no_answer(graphs):
-    """Padded rows that count, a graph that reads what was there when it was captured, a second engine beside the
-    first. In fp32 greedy tokens are the dense model's."""
+    """
+    Padded rows that count, a graph that reads what was there when it was captured, a second engine
+    beside the first. In fp32 greedy tokens are the dense model's.
+    """
     model = deepcopy(trained_model()).cuda()
-    sizes = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "token_budget": 24, "graphs": graphs}
-    plain, overlapped = (varied_work(Engine(model, overlap=overlap, check=True, **sizes)) for overlap in (False, True))
+    sizes = {
+        "block_size": 4,
+        "num_blocks": 200,
+        "max_num_seqs": 8,
+        "token_budget": 24,
+        "graphs": graphs,
+    }
+    plain, overlapped = (
+        varied_work(Engine(model, overlap=overlap, check=True, **sizes))
+        for overlap in (False, True)
+    )
     assert plain == overlapped
     engine = Engine(model, **sizes)
     prompts = [prompt(i, 3 + 4 * i) for i in range(9)]
-    for text, answer in zip(prompts, engine.generate(prompts, greedy(20), progress=False), strict=True):
+    for text, answer in zip(
+        prompts, engine.generate(prompts, greedy(20), progress=False), strict=True
+    ):
         dense = model.generate(torch.tensor([text], device="cuda"), len(answer))[0, len(text) :]
         assert answer == dense.tolist()
 
@@ -977,7 +1216,9 @@ def test_a_hundred_steps_without_waiting_for_the_device():
     """One `.item()` in a step, and the device waits for the host from then on."""
     engine = Engine(deepcopy(trained_model()).cuda(), max_num_seqs=8, block_size=4)
     for i in range(6):
-        engine.add_request(i, prompt(i, 5), SamplingParams(max_tokens=engine.max_model_len - 5, seed=i, top_p=0.9))
+        engine.add_request(
+            i, prompt(i, 5), SamplingParams(max_tokens=engine.max_model_len - 5, seed=i, top_p=0.9)
+        )
     for _ in range(5):
         engine.step()
     torch.cuda.set_sync_debug_mode("error")
@@ -997,7 +1238,9 @@ def test_on_a_gpu_the_pool_is_sized_after_a_warm_up(monkeypatch):
         happened.append("sized")
         return int(10.5 * 2 * 2 * 2 * 16 * 16 * 4 / 0.9), 2**30  # ten blocks and a half
 
-    monkeypatch.setattr(engine_module.Runner, "warm_up", lambda self: (warm_up(self), happened.append("warmed up")))
+    monkeypatch.setattr(
+        engine_module.Runner, "warm_up", lambda self: (warm_up(self), happened.append("warmed up"))
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
     engine = Engine(deepcopy(trained_model(num_kv_heads=2)).cuda(), block_size=16, max_num_seqs=8)
     assert engine.num_blocks == 10 and happened[:2] == ["warmed up", "sized"]
@@ -1017,5 +1260,9 @@ def test_out_of_memory_says_what_to_change(monkeypatch):
 def test_the_statement_before_serving():
     """Who reads it must see why a long prompt will be refused, and which attention is at work."""
     text = new_engine(trained_model(), num_blocks=32, block_size=4).statement()
-    for part in "MiB of weights", "32 blocks of 4, 128 tokens", "attention: torch, the fastest on a CPU":
+    for part in (
+        "MiB of weights",
+        "32 blocks of 4, 128 tokens",
+        "attention: torch, the fastest on a CPU",
+    ):
         assert part in text

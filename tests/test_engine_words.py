@@ -1,6 +1,6 @@
 """
-What the engine is told and what it says, to the letter: settings, sizes, messages of HTTP processes, statement, trace
-and summary. No model and no socket: see pretend.py.
+What the engine is told and what it says, to the letter: settings, sizes, messages of HTTP
+processes, statement, trace and summary. No model and no socket: see pretend.py.
 """
 
 import io
@@ -10,19 +10,38 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretend import VOCABULARY, PretendRunner, answer_to, finish, greedy, pretend_engine, pretend_model
+from pretend import (
+    VOCABULARY,
+    PretendRunner,
+    answer_to,
+    finish,
+    greedy,
+    pretend_engine,
+    pretend_model,
+)
 
-import engine as engine_module
-from engine import Engine, Output, describe, interleaved_generate, run, send_out, step_size, take_in
 from paged import POLICIES, Plan, Request, Scheduler
+from serving import engine as engine_module
+from serving.engine import (
+    Engine,
+    Output,
+    describe,
+    interleaved_generate,
+    run,
+    send_out,
+    step_size,
+    take_in,
+)
 from test_paged import assert_idle, raises
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Settings and sizes
 
 
 def test_every_setting_reaches_the_scheduler():
-    """Would catch: a flag that is taken and does nothing, a share of blocks taken for one of tokens."""
+    """
+    Would catch: a flag that is taken and does nothing, a share of blocks taken for one of tokens.
+    """
     settings = {
         "policy": "sjf",
         "token_budget": 40,
@@ -38,9 +57,15 @@ def test_every_setting_reaches_the_scheduler():
     assert scheduler.urgency is POLICIES["sjf"] and scheduler.prefill_tokens == 20
     assert (scheduler.watermark, scheduler.block_allocator.num_blocks) == (7, 70)
     others = [name for name in settings if name not in ("policy", "prefill_share")]
-    assert {name: getattr(scheduler, name) for name in others} == {name: settings[name] for name in others}
+    assert {name: getattr(scheduler, name) for name in others} == {
+        name: settings[name] for name in others
+    }
     scheduler = pretend_engine(num_blocks=200).scheduler
-    assert scheduler.watermark == 2 and scheduler.prefix_cache and scheduler.urgency is POLICIES["fcfs"]
+    assert (
+        scheduler.watermark == 2
+        and scheduler.prefix_cache
+        and scheduler.urgency is POLICIES["fcfs"]
+    )
     long = scheduler.max_long_partial_prefills, scheduler.long_prefill_threshold
     assert (scheduler.prefill_tokens, scheduler.max_num_partial_prefills, long) == (4, 4, (1, 512))
 
@@ -64,7 +89,10 @@ def test_the_pool_has_room_for_every_row_at_full_length():
 
 
 def engine_on_a_gpu(monkeypatch, free: float, total: float, **settings) -> tuple[Engine, list[str]]:
-    """An engine that believes its weights to be on a GPU with so many bytes free, and how its runners were built."""
+    """
+    An engine that believes its weights to be on a GPU with so many bytes free, and how its runners
+    were built.
+    """
     built = []
 
     class Noted(PretendRunner):
@@ -75,8 +103,12 @@ def engine_on_a_gpu(monkeypatch, free: float, total: float, **settings) -> tuple
         def warm_up(self):
             built.append("warmed up")
 
-    weight = SimpleNamespace(is_cuda=True, device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16)
-    config = SimpleNamespace(vocab_size=9, context_length=64, n_layer=3, n_head=7, n_kv_head=2, head_size=5)
+    weight = SimpleNamespace(
+        is_cuda=True, device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16
+    )
+    config = SimpleNamespace(
+        vocab_size=9, context_length=64, n_layer=3, n_head=7, n_kv_head=2, head_size=5
+    )
     model = SimpleNamespace(config=config, wte=SimpleNamespace(weight=weight), parameters=list)
     monkeypatch.setattr(engine_module, "Runner", Noted)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
@@ -84,11 +116,19 @@ def engine_on_a_gpu(monkeypatch, free: float, total: float, **settings) -> tuple
 
 
 def test_what_an_engine_on_a_gpu_does_by_default(monkeypatch):
-    """A block: 2 (K, V) * 3 layers * 2 KV heads * 5 * 4 tokens * 2 bytes = 480. Of what is free 90% is the pool's."""
+    """
+    A block: 2 (K, V) * 3 layers * 2 KV heads * 5 * 4 tokens * 2 bytes = 480. Of what is free 90% is
+    the pool's.
+    """
     engine, built = engine_on_a_gpu(monkeypatch, free=480 * 100, total=480 * 1000)
     assert engine.num_blocks == 90 and built == ["1 blocks", "warmed up", "90 blocks"]
-    assert engine.overlap and (engine.scheduler.max_num_seqs, engine.scheduler.token_budget) == (256, 8192)
-    engine, built = engine_on_a_gpu(monkeypatch, 480 * 100, 480 * 1000, num_blocks=1000, overlap=False)
+    assert engine.overlap and (engine.scheduler.max_num_seqs, engine.scheduler.token_budget) == (
+        256,
+        8192,
+    )
+    engine, built = engine_on_a_gpu(
+        monkeypatch, 480 * 100, 480 * 1000, num_blocks=1000, overlap=False
+    )
     assert engine.num_blocks == 1000 and built == ["1000 blocks"] and not engine.overlap
     with raises(ValueError, "1001 blocks of 4", "lower --kv-blocks"):
         engine_on_a_gpu(monkeypatch, 480 * 100, 480 * 1000, num_blocks=1001)
@@ -115,12 +155,15 @@ def test_what_is_accepted_at_the_limit():
     engine.add_request("b", [1], greedy(1), n=2)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Messages
 
 
 class FakeLinks:
-    """Links that say what a test has them say, a list of (link, message) a turn, and keep what they are told."""
+    """
+    Links that say what a test has them say, a list of (link, message) a turn, and keep what they
+    are told.
+    """
 
     def __init__(self, *turns):
         self.turns, self.links = list(turns), {}
@@ -156,7 +199,10 @@ GREEDY = {"temperature": 0.0}
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_once_around_the_loop_for_each_message(overlap):
-    """The loop greets, waits only where there is nothing to do, and tells after every turn how the engine is."""
+    """
+    The loop greets, waits only where there is nothing to do, and tells after every turn how the
+    engine is.
+    """
     engine = pretend_engine(eos=(3,), max_model_len=20, overlap=overlap)
     links = FakeLinks()
     link = links.link(0)
@@ -164,17 +210,27 @@ def test_once_around_the_loop_for_each_message(overlap):
     links.turns = [[(link, long)], [], [], [], [(link, {"op": "abort", "id": "a"})], [], []]
     assert answer_to([1, 2, 3], greedy(5, ignore_eos=True))[1] == "length"
     assert run(engine, links) is None
-    limits = {"max_model_len": 20, "max_num_seqs": 8, "vocab_size": VOCABULARY, "eos_token_ids": (3,)}
+    limits = {
+        "max_model_len": 20,
+        "max_num_seqs": 8,
+        "vocab_size": VOCABULARY,
+        "eos_token_ids": (3,),
+    }
     assert links.greeting == {"op": "ready", **limits}
     assert links.timeouts == [None, 0, 0, 0, 0, None, None]
     assert [stats["at_work"] for stats in links.stats] == [1, 1, 1, 1, 0, 0, 0]
     assert [stats["running"] for stats in links.stats] == [1, 1, 1, 1, 0, 0, 0]
-    assert [t for row in link.rows for t in row[1]] == answer_to([1, 2, 3], greedy(4 - overlap, ignore_eos=True))[0]
+    assert [t for row in link.rows for t in row[1]] == answer_to(
+        [1, 2, 3], greedy(4 - overlap, ignore_eos=True)
+    )[0]
     assert_idle(engine)
 
 
 def test_what_a_link_added_ends_with_it_and_nothing_else_does():
-    """Link 1 went, and with it link 10's requests, or those of its own that still wait, or choices to be forked."""
+    """
+    Link 1 went, and with it link 10's requests, or those of its own that still wait, or choices to
+    be forked.
+    """
     engine = pretend_engine(max_num_seqs=2)
     links = FakeLinks()
     one, ten, eleven = (links.link(number) for number in (1, 10, 11))
@@ -197,24 +253,48 @@ def test_the_queue_takes_what_it_can_and_no_choice_more():
     link = FakeLinks().link(0)
 
     def is_taken(engine, id, n, max_queue) -> bool:
-        take_in(engine, link, add(id, [1, 2], GREEDY | {"max_tokens": 9}, **({"n": n} if n > 1 else {})), max_queue)
+        take_in(
+            engine,
+            link,
+            add(id, [1, 2], GREEDY | {"max_tokens": 9}, **({"n": n} if n > 1 else {})),
+            max_queue,
+        )
         return f"0:{id}" in engine.requests
 
     engine = pretend_engine(max_num_seqs=2)
     assert is_taken(engine, "a", 3, 3) and not is_taken(engine, "b", 3, 3)
-    full = {"message": "3 choices beside 3 in work are more than 5: try again later", "kind": "full"}
+    full = {
+        "message": "3 choices beside 3 in work are more than 5: try again later",
+        "kind": "full",
+    }
     assert link.messages.pop() == {"op": "error", "id": "b", **full}
     assert is_taken(engine, "c", 2, 3) and not is_taken(engine, "d", 1, 3)
     assert is_taken(engine, "e", 4, None)
     engine = pretend_engine(max_num_seqs=2)
-    assert is_taken(engine, "a", 1, 0) and is_taken(engine, "b", 1, 0) and not is_taken(engine, "c", 1, 0)
+    assert (
+        is_taken(engine, "a", 1, 0)
+        and is_taken(engine, "b", 1, 0)
+        and not is_taken(engine, "c", 1, 0)
+    )
 
 
 def test_what_an_add_message_carries():
-    """JSON has texts as keys; a list of allowed tokens is kept as an array; options reach the request."""
+    """
+    JSON has texts as keys; a list of allowed tokens is kept as an array; options reach the request.
+    """
     engine, link = pretend_engine(policy="priority"), FakeLinks().link(4)
-    params = {"max_tokens": 3, "logit_bias": {"5": 2.5, "11": -1.0}, "allowed_token_ids": [5, 11], "logprobs": 2}
-    take_in(engine, link, add("a", [1, 2], params, priority=-3, prompt_logprobs=1, cache_salt="pepper"), None)
+    params = {
+        "max_tokens": 3,
+        "logit_bias": {"5": 2.5, "11": -1.0},
+        "allowed_token_ids": [5, 11],
+        "logprobs": 2,
+    }
+    take_in(
+        engine,
+        link,
+        add("a", [1, 2], params, priority=-3, prompt_logprobs=1, cache_salt="pepper"),
+        None,
+    )
     request = engine.requests["4:a"]
     assert request.params.logit_bias == {5: 2.5, 11: -1.0}
     assert request.params.allowed_token_ids == array("q", [5, 11])
@@ -243,12 +323,14 @@ def test_each_output_goes_to_its_link_with_all_that_it_has():
         send_out(links, output)
         assert links.links[number].rows.pop() == row
     send_out(links, Output("12:x", [], "error", error="broken"))
-    assert links.links[12].messages == [{"op": "error", "id": "x", "message": "broken", "kind": "internal"}]
+    assert links.links[12].messages == [
+        {"op": "error", "id": "x", "message": "broken", "kind": "internal"}
+    ]
     send_out(links, Output("2:a", [7]))  # its process is gone
     assert not any(link.rows for link in links.links.values())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What it says, and generate
 
 
@@ -276,14 +358,19 @@ def test_the_trace_tells_of_copies_and_preemptions():
 
 
 def test_the_bar_and_the_summary_are_of_this_call(monkeypatch):
-    """By a clock of a second a look: speed, steps, hits and time of the first call were told again with the second."""
+    """
+    By a clock of a second a look: speed, steps, hits and time of the first call were told again
+    with the second.
+    """
     clock = SimpleNamespace(now=0.0)
 
     def tick() -> float:
         clock.now += 1.0
         return clock.now
 
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=tick, monotonic=lambda: 0.0))
+    monkeypatch.setattr(
+        engine_module, "time", SimpleNamespace(perf_counter=tick, monotonic=lambda: 0.0)
+    )
     engine = pretend_engine(num_blocks=100)
     prompts = [[1, 2, 3, 4, 5, i] for i in range(3)]
     for steps_and_prefill, hits, seconds in (("5 steps, 18", "0%", 6), ("4 steps, 6", "67%", 5)):
@@ -298,7 +385,10 @@ def test_the_bar_and_the_summary_are_of_this_call(monkeypatch):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_generate_leaves_the_requests_of_others_as_they_are(fails):
-    """With overlap it dropped the step under way, and with it a token of a request that somebody else had added."""
+    """
+    With overlap it dropped the step under way, and with it a token of a request that somebody else
+    had added.
+    """
     engine = pretend_engine(overlap=True)
     engine.add_request("mine", [1, 2, 3], greedy(12, ignore_eos=True))
     outputs = engine.step() + engine.step()
@@ -315,15 +405,19 @@ def test_generate_leaves_the_requests_of_others_as_they_are(fails):
     assert_idle(engine)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The tutorial's loop
 
 
 def test_interleaved_generate_uses_what_it_is_given(monkeypatch):
-    """Would catch: a policy or a budget that is taken and does nothing, fewer rows than requests."""
+    """
+    Would catch: a policy or a budget that is taken and does nothing, fewer rows than requests.
+    """
     monkeypatch.setattr(engine_module, "Runner", PretendRunner)
     requests = [Request(i, [1, 2, i], 3, arrival_time=float(i), params=greedy(3)) for i in range(3)]
     scheduler = interleaved_generate(pretend_model(), requests, "priority", 5, 48)
     assert scheduler.urgency is POLICIES["priority"] and scheduler.token_budget == 5
     assert (scheduler.block_allocator.num_blocks, scheduler.max_num_seqs) == (12, 3)
-    assert [r.generated_tokens for r in requests] == [answer_to([1, 2, i], greedy(3))[0] for i in range(3)]
+    assert [r.generated_tokens for r in requests] == [
+        answer_to([1, 2, i], greedy(3))[0] for i in range(3)
+    ]

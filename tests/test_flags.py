@@ -1,6 +1,7 @@
 """
-Every flag of serve.py reaches what it sets: read from the command line, handed to the engine, to its loop, to the HTTP
-processes or to the terminal. Each row of the tables changes one flag and finds one difference.
+Every flag of serve.py reaches what it sets: read from the command line, handed to the engine, to
+its loop, to the HTTP processes or to the terminal. Each row of the tables changes one flag and
+finds one difference.
 """
 
 import argparse
@@ -14,12 +15,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import api  # before a test names a folder of metrics, which is read when it is imported
-import engine
 import model
 import serve
-import terminal
-from workers import METRICS_FOLDER
+from serving import (
+    api,  # before a test names a folder of metrics, which is read when it is imported
+    engine,
+    terminal,
+)
+from serving.workers import METRICS_FOLDER
 
 # What `serve.py` alone means: a reader of README and --help relies on each.
 DEFAULTS = {
@@ -97,8 +100,12 @@ def test_every_flag_is_in_the_table():
     assert {name for _, name, _ in FLAGS} == DEFAULTS.keys()
 
 
-@pytest.mark.parametrize("flag", ["--max-tokens", "--max-connections", "--http-workers", "--long-prefill-threshold"])
-@pytest.mark.parametrize(("text", "why"), [("0", "0 is too small, wanted at least 1"), ("x", "invalid int value: 'x'")])
+@pytest.mark.parametrize(
+    "flag", ["--max-tokens", "--max-connections", "--http-workers", "--long-prefill-threshold"]
+)
+@pytest.mark.parametrize(
+    ("text", "why"), [("0", "0 is too small, wanted at least 1"), ("x", "invalid int value: 'x'")]
+)
 def test_counts_are_at_least_one(flag, text, why, capsys):
     assert serve.parse_args([flag, "1"])
     with pytest.raises(SystemExit):
@@ -106,14 +113,16 @@ def test_counts_are_at_least_one(flag, text, why, capsys):
     assert f"argument {flag}: {why}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--client-seconds", "--request-seconds", "--drain-seconds", "--max-body-mib"])
+@pytest.mark.parametrize(
+    "flag", ["--client-seconds", "--request-seconds", "--drain-seconds", "--max-body-mib"]
+)
 def test_limits_of_time_and_size_may_be_fractions(flag):
     assert serve.parse_args([flag, "0"]) and serve.parse_args([flag, "0.25"])
     with pytest.raises(SystemExit):
         serve.parse_args([flag, "-0.25"])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The engine
 
 NOT_THE_ENGINES = {"model", "device", "dtype"}
@@ -139,7 +148,11 @@ def built(monkeypatch):
 
 def test_what_the_engine_is_built_with(built):
     wanted = {name: DEFAULTS[name] for name in OF_THE_ENGINE if name not in NOT_THE_ENGINES}
-    assert built() == wanted | {"directory": "out/stdlib", "device": "cuda", "dtype": torch.bfloat16}
+    assert built() == wanted | {
+        "directory": "out/stdlib",
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+    }
 
 
 @pytest.mark.parametrize(
@@ -179,7 +192,10 @@ def test_without_a_gpu_the_cpu_serves(built, monkeypatch):
 
 @pytest.fixture
 def engine_process(monkeypatch, tmp_path, capfd):
-    """Runs what the engine's process runs, here, with an engine that `build` makes; returns what it did."""
+    """
+    Runs what the engine's process runs, here, with an engine that `build` makes; returns what it
+    did.
+    """
 
     def run(build, *flags):
         folder = tmp_path / "sockets"
@@ -194,13 +210,18 @@ def engine_process(monkeypatch, tmp_path, capfd):
             serve.engine_process(serve.parse_args([*flags]), listener)
             client.settimeout(60)
             heard = b"" if ran else client.recv(4096)
-        return SimpleNamespace(ran=ran, threads=threads, heard=heard, folder=folder, err=capfd.readouterr().err)
+        return SimpleNamespace(
+            ran=ran, threads=threads, heard=heard, folder=folder, err=capfd.readouterr().err
+        )
 
     return run
 
 
 def test_the_engines_process_hands_the_queues_length_to_the_loop(engine_process):
-    """One core is left to HTTP; what was built is said; and when all are gone, so is the folder of the sockets."""
+    """
+    One core is left to HTTP; what was built is said; and when all are gone, so is the folder of the
+    sockets.
+    """
     made = SimpleNamespace(statement=lambda: "what was built")
     done = engine_process(lambda args: made, "--max-queue", "5")
     ((ran, links, max_queue),) = done.ran
@@ -232,7 +253,7 @@ def test_one_core_is_left_to_http(monkeypatch, cores, threads):
     assert serve.engine_threads() == threads
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The first HTTP process
 
 
@@ -265,13 +286,19 @@ def served(monkeypatch):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(("cores", "flags", "count"), [(8, [], 2), (8, ["--http-workers", "1"], 1), (2, [], 1)])
+@pytest.mark.parametrize(
+    ("cores", "flags", "count"), [(8, [], 2), (8, ["--http-workers", "1"], 1), (2, [], 1)]
+)
 def test_as_many_sockets_as_http_processes(served, monkeypatch, cores, flags, count):
-    """One for every four cores, or as many as the flag says; several count for /metrics in one folder."""
+    """
+    One for every four cores, or as many as the flag says; several count for /metrics in one folder.
+    """
     monkeypatch.setattr(serve, "default_count", lambda: max(1, cores // 4))
     monkeypatch.setattr(serve, "can_share_port", lambda: True)
     done = served(*flags)
-    assert done.count == count and done.metrics == (os.path.dirname(done.path) if count > 1 else None)
+    assert done.count == count and done.metrics == (
+        os.path.dirname(done.path) if count > 1 else None
+    )
     assert not os.path.exists(os.path.dirname(done.path)) and all(map(callable, done.handlers))
 
 
@@ -314,7 +341,9 @@ def lead(monkeypatch):
     def run(state="ready", problem=None, check=None, count=1):
         happened.clear()
         encoder = SimpleNamespace(check=check or note("check"), close=note("close encoder"))
-        client = SimpleNamespace(process=SimpleNamespace(join=note("join"), kill=note("kill engine")), state=state)
+        client = SimpleNamespace(
+            process=SimpleNamespace(join=note("join"), kill=note("kill engine")), state=state
+        )
         workers = SimpleNamespace(kill=note("kill workers"))
         monkeypatch.setattr(serve, "Encoder", note("encoder", encoder))
         monkeypatch.setattr(serve, "EngineClient", note("client", client))
@@ -331,11 +360,19 @@ def lead(monkeypatch):
 
 
 def test_the_first_process_ends_all_that_it_started(lead):
-    """A model that loads does not hear us: it is not waited for. What went wrong becomes the exit message."""
+    """
+    A model that loads does not hear us: it is not waited for. What went wrong becomes the exit
+    message.
+    """
     for state, patience in (("ready", 5), ("loading", 0), ("dead", 0)):
         result, happened, _ = lead(state, problem="what went wrong")
         assert result == "what went wrong"
-        assert happened[-4:] == [("kill workers",), ("close encoder",), ("join", patience), ("kill engine",)]
+        assert happened[-4:] == [
+            ("kill workers",),
+            ("close encoder",),
+            ("join", patience),
+            ("kill engine",),
+        ]
         assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
@@ -355,7 +392,9 @@ def test_the_first_process_serves_with_its_keys_and_its_seat(lead):
     calls = {what: rest for what, *rest in happened}
     assert calls["encoder"] == ["DIR"] and calls["client"][0] == "PATH"
     sock, *_, own, keys, spelled, seat, _ = calls["serve"]
-    assert sock == "sock" and own is args and keys == ["sesame"] and seat.is_first and seat.number == 0
+    assert (
+        sock == "sock" and own is args and keys == ["sesame"] and seat.is_first and seat.number == 0
+    )
     assert spelled == "${PAGEDGPT_API_KEY:?set it to the key of the server}"
     start_worker, sockets, counts = calls["workers"]
     assert sockets == ["sock"] * 2 and counts is seat.counts
@@ -364,8 +403,11 @@ def test_the_first_process_serves_with_its_keys_and_its_seat(lead):
 
 
 def test_a_process_that_is_started_gets_no_signals(monkeypatch):
-    """A terminal signals all of its processes, but when to stop is for the first to say. Its own come afterwards; and
-    what multiprocessing starts beside the first process would let them through again: it is there already."""
+    """
+    A terminal signals all of its processes, but when to stop is for the first to say. Its own come
+    afterwards; and what multiprocessing starts beside the first process would let them through
+    again: it is there already.
+    """
     held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before, seen = signal.pthread_sigmask(signal.SIG_BLOCK, ()), []
     monkeypatch.setattr(serve.resource_tracker, "ensure_running", lambda: seen.append(blocked()))
@@ -387,7 +429,10 @@ def test_a_process_that_is_started_gets_no_signals(monkeypatch):
 
 
 def test_a_port_is_served_until_the_end(monkeypatch):
-    """With a garbage collector that leaves a body of a million lists alone: it is read in 0.2 s, not in 0.6."""
+    """
+    With a garbage collector that leaves a body of a million lists alone: it is read in 0.2 s, not
+    in 0.6.
+    """
     thresholds = []
 
     class Service:
@@ -413,11 +458,15 @@ def test_the_other_processes_serve_the_same(monkeypatch):
     args = serve.parse_args(["--model", "DIR", "--api-key", "sesame"])
     serve.worker_process(args, ["sesame"], "PATH", "sock", "seat")
     shown = "${PAGEDGPT_API_KEY:?set it to the key of the server}"
-    assert seen == [("sock", ("client", "PATH"), ("encoder", "DIR"), args, ["sesame"], shown, "seat")]
+    assert seen == [
+        ("sock", ("client", "PATH"), ("encoder", "DIR"), args, ["sesame"], shown, "seat")
+    ]
 
 
 def test_how_a_shell_finds_the_key(tmp_path, monkeypatch):
-    """From any folder, and from a file with a blank in its name; the key itself is shown nowhere."""
+    """
+    From any folder, and from a file with a blank in its name; the key itself is shown nowhere.
+    """
     monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
     (tmp_path / "my keys").write_text("sesame\n")
     monkeypatch.chdir(tmp_path)
@@ -425,7 +474,10 @@ def test_how_a_shell_finds_the_key(tmp_path, monkeypatch):
     assert shown == f"$(grep -m 1 '[^[:space:]]' '{tmp_path}/my keys')"
     assert serve.key_in_shell(serve.parse_args([])) == ""
     monkeypatch.setenv(serve.KEY_VARIABLE, "sesame")
-    assert serve.key_in_shell(serve.parse_args([])) == "${PAGEDGPT_API_KEY:?set it to the key of the server}"
+    assert (
+        serve.key_in_shell(serve.parse_args([]))
+        == "${PAGEDGPT_API_KEY:?set it to the key of the server}"
+    )
 
 
 def test_a_key_on_the_command_line_goes_before_the_environments(monkeypatch):
@@ -442,7 +494,7 @@ def test_all_addresses_are_those_of_ipv4_too():
         socket.create_connection(("127.0.0.1", sock.getsockname()[1])).close()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What main does
 
 
@@ -451,7 +503,12 @@ ENDS = [None, "a message", ValueError("v"), RuntimeError("r"), OSError("o"), Key
 
 @pytest.mark.parametrize(
     ("typed", "place"),
-    [([], "http"), (["--prompt", "x"], "terminal"), (["--prompt", ""], "terminal"), (["--chat"], "terminal")],
+    [
+        ([], "http"),
+        (["--prompt", "x"], "terminal"),
+        (["--prompt", ""], "terminal"),
+        (["--chat"], "terminal"),
+    ],
 )
 @pytest.mark.parametrize("end", ENDS)
 def test_where_it_runs_and_what_becomes_its_exit(monkeypatch, typed, place, end):
@@ -479,7 +536,11 @@ def test_where_it_runs_and_what_becomes_its_exit(monkeypatch, typed, place, end)
 
 def test_what_torch_reads_when_it_is_loaded(monkeypatch):
     """Threads that wait spin less, and oneDNN keeps little code; what is set already stays."""
-    names = {"GOMP_SPINCOUNT": "100000", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+    names = {
+        "GOMP_SPINCOUNT": "100000",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+        "LRU_CACHE_CAPACITY": "64",
+    }
     monkeypatch.setattr(serve, "serve_http", lambda args: None)
     for given in ({}, dict.fromkeys(names, "7")):
         for name in names:
@@ -493,7 +554,7 @@ def test_what_torch_reads_when_it_is_loaded(monkeypatch):
         monkeypatch.delenv(name)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The terminal
 
 SPELL = SimpleNamespace(token_bytes=lambda token: b"x")
@@ -522,7 +583,11 @@ def test_seed_and_temperature_reach_the_sampler(seed, temperature, capsys):
     args = argparse.Namespace(seed=seed, temperature=temperature)
     made = OneAnswer()
     terminal.answer_with_rate(args, made, [1, 2], 7, SPELL)
-    assert (made.params.seed, made.params.temperature, made.params.max_tokens) == (seed, temperature, 7)
+    assert (made.params.seed, made.params.temperature, made.params.max_tokens) == (
+        seed,
+        temperature,
+        7,
+    )
     assert "[1 tokens, " in capsys.readouterr().err and made.prompt == [1, 2]
 
 
@@ -531,7 +596,9 @@ def test_the_seed_that_is_told_is_the_one_that_was_used(capsys):
     seeds = []
     for _ in range(5):
         made = OneAnswer()
-        terminal.answer_with_rate(argparse.Namespace(seed=None, temperature=1.0), made, [1], 7, SPELL)
+        terminal.answer_with_rate(
+            argparse.Namespace(seed=None, temperature=1.0), made, [1], 7, SPELL
+        )
         assert f", seed {made.params.seed}, cut off]\n" in capsys.readouterr().err
         seeds.append(made.params.seed)
     assert len(set(seeds)) == 5

@@ -1,16 +1,19 @@
 """
-A seeded, model-free fuzz of the scheduler: random pools, budgets and requests, and a KV store that cannot be fooled.
+A seeded, model-free fuzz of the scheduler: random pools, budgets and requests, and a KV store that
+cannot be fooled.
 
     python tests/test_fuzz.py                 # 800 trials
     python tests/test_fuzz.py TRIALS SEED     # trial i has seed SEED + i; a failure prints the one to run again
 
-The fake store remembers for each slot *which text up to and including that token* wrote it, as one running hash. So
-whatever goes wrong between a request and its K, V (a wrong share, a missed copy-on-write, a stale block, a commit
-before K, V exist, a hit on another prefix or another salt) shows up as a context that is not the request's own. Tokens
-are a function of what a request reads there, so a wrong context also gives wrong answers.
+The fake store remembers for each slot *which text up to and including that token* wrote it, as one
+running hash. So whatever goes wrong between a request and its K, V (a wrong share, a missed
+copy-on-write, a stale block, a commit before K, V exist, a hit on another prefix or another salt)
+shows up as a context that is not the request's own. Tokens are a function of what a request reads
+there, so a wrong context also gives wrong answers.
 
-Half of the trials overlap: as the engine does, they plan and compute a step before they take in the tokens of the one
-before, and fork a prompt when its first token is known, with the parent's next one on its way.
+Half of the trials overlap: as the engine does, they plan and compute a step before they take in the
+tokens of the one before, and fork a prompt when its first token is known, with the parent's next
+one on its way.
 """
 
 import random
@@ -26,10 +29,31 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for `python tests/test_
 from paged import BlockAllocator, Plan, Request, Scheduler
 
 MUST_HAPPEN = [
-    *("preempted", "evicted", "hit", "hit after preemption", "forked", "no row to fork", "copied", "took turns"),
+    *(
+        "preempted",
+        "evicted",
+        "hit",
+        "hit after preemption",
+        "forked",
+        "no row to fork",
+        "copied",
+        "took turns",
+    ),
     *("overtook", "refused", "failed", "finished by stop", "finished by length"),
-    *("aborted waiting", "aborted prefilling", "aborted active", "aborted ending", "aborted with a token to come"),
-    *("sat out", "preempted with a token to come", "failed after launch", "choice forked", "late stop"),
+    *(
+        "aborted waiting",
+        "aborted prefilling",
+        "aborted active",
+        "aborted ending",
+        "aborted with a token to come",
+    ),
+    *(
+        "sat out",
+        "preempted with a token to come",
+        "failed after launch",
+        "choice forked",
+        "late stop",
+    ),
 ]
 
 
@@ -39,7 +63,10 @@ def extend(text: int, token: int) -> int:
 
 
 class Allocator(BlockAllocator):
-    """Notes what it hands out, so that the store can poison it: a new owner must find nothing of use there."""
+    """
+    Notes what it hands out, so that the store can poison it: a new owner must find nothing of use
+    there.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -74,23 +101,37 @@ class Trial:
             prefix_cache=rng.random() < 0.8,
         )
         self.scheduler.block_allocator = self.allocator = Allocator(num_blocks, S)
-        self.kv: list[list[int | None]] = [[None] * S for _ in range(num_blocks)]  # what wrote each slot; None: poison
-        self.tables = [[0] * num_blocks for _ in range(self.scheduler.max_num_seqs)]  # the engine's, indexed by row
+        self.kv: list[list[int | None]] = [
+            [None] * S for _ in range(num_blocks)
+        ]  # what wrote each slot; None: poison
+        self.tables = [
+            [0] * num_blocks for _ in range(self.scheduler.max_num_seqs)
+        ]  # the engine's, indexed by row
         self.texts: dict[int, list[int]] = {}  # request id -> running hash at each of its tokens
-        self.expected: dict[int, tuple[list[int], str]] = {}  # request id -> its whole answer, and how it ends
+        self.expected: dict[
+            int, tuple[list[int], str]
+        ] = {}  # request id -> its whole answer, and how it ends
         self.accepted: list[Request] = []
         self.ended: set[int] = set()
         self.added_at: dict[int, int] = {}  # request id -> step
-        self.turns_missed: dict[Request, int] = defaultdict(int)  # steps in a row without a token, while decoding
+        self.turns_missed: dict[Request, int] = defaultdict(
+            int
+        )  # steps in a row without a token, while decoding
         self.seen: list[list[int]] = []  # texts that later prompts may start with
         self.V = rng.choice([1, 2, 2, 3, 50])
         self.time_per_step = rng.choice([0.0, 1.0, 30.0])  # one unit of priority is worth 60
         self.p_abort, self.p_fork = rng.choice([0.0, 0.03]), rng.choice([0.0, 0.08])
         self.p_fail = rng.choice([0.0, 0.0, 0.05])
         self.overlap = rng.random() < 0.5
-        self.under_way: tuple[Plan, list[int]] | None = None  # with overlap: the step before, and its tokens
-        self.first_hits: dict[int, int] = {}  # request id -> tokens found in the cache when it was first admitted
-        self.num_hits = self.num_queried = self.num_preempted = self.num_copied = self.num_forked = self.peak = 0
+        self.under_way: tuple[Plan, list[int]] | None = (
+            None  # with overlap: the step before, and its tokens
+        )
+        self.first_hits: dict[
+            int, int
+        ] = {}  # request id -> tokens found in the cache when it was first admitted
+        self.num_hits = self.num_queried = self.num_preempted = self.num_copied = (
+            self.num_forked
+        ) = self.peak = 0
         self.step_number = 0
 
     def run(self):
@@ -108,19 +149,30 @@ class Trial:
             self.step_number += 1
         self.check_counts()
         assert not any(self.allocator.ref_counts), "nobody is left, but blocks are still held"
-        assert self.allocator.num_free == self.allocator.num_blocks, "nobody is left, but the pool is not whole"
+        assert self.allocator.num_free == self.allocator.num_blocks, (
+            "nobody is left, but the pool is not whole"
+        )
         self.counts["evicted"] = self.allocator.num_evictions
         self.counts["preempted"] = self.scheduler.num_preemptions
-        self.counts["copied"], self.counts["forked"] = self.scheduler.num_copies, self.scheduler.num_forks
+        self.counts["copied"], self.counts["forked"] = (
+            self.scheduler.num_copies,
+            self.scheduler.num_forks,
+        )
 
-    # -- requests come, fork, and are aborted --------------------------------------------------------------------------
+    # -- requests come, fork, and are aborted ------------------------------------------------------
 
     def submit(self):
         rng, room = self.rng, self.room
         if rng.random() < 0.1:
             self.refused(rng.choice([0, room + 1, room + rng.randint(2, 9)]))
         length = rng.choice(
-            [1, room, rng.randint(1, room), rng.randint(1, min(room, 24)), rng.randint(1, min(room, 24))]
+            [
+                1,
+                room,
+                rng.randint(1, room),
+                rng.randint(1, min(room, 24)),
+                rng.randint(1, min(room, 24)),
+            ]
         )
         start = rng.choice(self.seen) if self.seen and rng.random() < 0.7 else []
         prompt = start[: min(length, rng.randint(0, len(start)))]
@@ -139,7 +191,9 @@ class Trial:
             prompt_logprobs=rng.choice([None] * 8 + [0, 2]),
         )
         self.scheduler.add_request(request)
-        texts = [extend(hash((len(request.cache_salt),)), prompt[0])]  # other salts must share nothing
+        texts = [
+            extend(hash((len(request.cache_salt),)), prompt[0])
+        ]  # other salts must share nothing
         for token in prompt[1:]:
             texts.append(extend(texts[-1], token))
         self.accept(request, texts)
@@ -155,13 +209,19 @@ class Trial:
             text = extend(text, answer[-1])
             if answer[-1] in request.stop_token_ids or len(answer) == request.max_new_tokens:
                 break
-        self.expected[request.id] = answer, "stop" if answer[-1] in request.stop_token_ids else "length"
+        self.expected[request.id] = (
+            answer,
+            "stop" if answer[-1] in request.stop_token_ids else "length",
+        )
 
     def sample(self, text: int, request: Request) -> int:
         return hash((text, request.params, 1)) % self.V
 
     def refused(self, prompt_length: int):
-        """No prompt, or one past the capacity; that exactly the capacity is accepted, `submit` shows all the time."""
+        """
+        No prompt, or one past the capacity; that exactly the capacity is accepted, `submit` shows
+        all the time.
+        """
         with pytest.raises(ValueError):
             self.scheduler.add_request(Request("refused", [0] * prompt_length, 1))
         self.counts["refused"] += 1
@@ -193,15 +253,29 @@ class Trial:
                 self.scheduler.fork(parent, "no row")
             self.counts["no row to fork"] += 1
             return
-        self.begin_fork(self.scheduler.fork(parent, len(self.accepted), params=self.rng.randrange(3)), parent)
+        self.begin_fork(
+            self.scheduler.fork(parent, len(self.accepted), params=self.rng.randrange(3)), parent
+        )
 
     def fork_choice(self, parent: Request):
-        """Another choice of a prompt, as the engine forks it: it computes the prompt's last token once more."""
+        """
+        Another choice of a prompt, as the engine forks it: it computes the prompt's last token once
+        more.
+        """
         S, P = self.scheduler.block_size, len(parent.prompt_tokens)
-        if parent.status != "active" or parent.num_committed * S >= P or not self.scheduler.free_rows:
+        if (
+            parent.status != "active"
+            or parent.num_committed * S >= P
+            or not self.scheduler.free_rows
+        ):
             return
         table = parent.block_table[: -(-P // S)]
-        own = {"generated_tokens": [], "num_filled_slots": P - 1, "block_table": table, "params": self.rng.randrange(3)}
+        own = {
+            "generated_tokens": [],
+            "num_filled_slots": P - 1,
+            "block_table": table,
+            "params": self.rng.randrange(3),
+        }
         self.begin_fork(self.scheduler.fork(parent, len(self.accepted), **own), parent)
         self.counts["choice forked"] += 1
 
@@ -212,13 +286,15 @@ class Trial:
         self.num_forked += 1
         self.scheduler.check()
 
-    # -- one step ------------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     def step(self):
         scheduler = self.scheduler
         if len(scheduler.active) > scheduler.token_budget:
             self.counts["took turns"] += 1
-        queue, prefilling, ending = (list(x) for x in (scheduler.waiting, scheduler.prefilling, scheduler.ending))
+        queue, prefilling, ending = (
+            list(x) for x in (scheduler.waiting, scheduler.prefilling, scheduler.ending)
+        )
         plan = scheduler.plan(self.step_number)
         scheduler.check(plan)
         self.check_order(plan, queue, prefilling, ending)
@@ -251,9 +327,14 @@ class Trial:
         self.check_finished(finished)
         self.check_conservation()
         for block in scheduler.block_cache.held:
-            assert None not in self.kv[block], f"block {block} was committed before its K, V existed"
+            assert None not in self.kv[block], (
+                f"block {block} was committed before its K, V existed"
+            )
         for request in completed_prefills:
-            if request.num_generated - request.num_to_come == 1 and self.rng.random() < 3 * self.p_fork:
+            if (
+                request.num_generated - request.num_to_come == 1
+                and self.rng.random() < 3 * self.p_fork
+            ):
                 self.fork_choice(request)
 
     def count(self, plan: Plan):
@@ -261,10 +342,14 @@ class Trial:
         self.num_preempted += len(plan.preempted)
         self.num_copied += len(plan.copies)
         self.peak = max(self.peak, sum(count > 0 for count in self.allocator.ref_counts))
-        self.counts["preempted with a token to come"] += sum(r.num_to_come > 0 for r in plan.preempted)
+        self.counts["preempted with a token to come"] += sum(
+            r.num_to_come > 0 for r in plan.preempted
+        )
         for request in plan.admitted:
             hits = self.longest_hit(request)
-            assert request.num_filled_slots == hits, f"{request.id}: {hits} tokens are cached, and not all were found"
+            assert request.num_filled_slots == hits, (
+                f"{request.id}: {hits} tokens are cached, and not all were found"
+            )
             self.first_hits.setdefault(request.id, hits)
             self.num_queried += request.num_tokens
             self.num_hits += hits
@@ -272,7 +357,10 @@ class Trial:
             self.counts["hit after preemption"] += hits > 0 and request.num_preemptions > 0
 
     def longest_hit(self, request: Request) -> int:
-        """How many of its tokens the cache holds, in whole blocks, less the last one: that is always computed."""
+        """
+        How many of its tokens the cache holds, in whole blocks, less the last one: that is always
+        computed.
+        """
         if not self.scheduler.prefix_cache or request.prompt_logprobs is not None:
             return 0
         S, texts = self.scheduler.block_size, self.texts[request.id]
@@ -281,43 +369,75 @@ class Trial:
         return next((end - S for end in ends if texts[end - 1] not in cached), len(ends) * S)
 
     def check_counts(self):
-        counted = {name: getattr(self.scheduler, f"num_{name}") for name in ("queried_tokens", "hit_tokens")}
+        counted = {
+            name: getattr(self.scheduler, f"num_{name}")
+            for name in ("queried_tokens", "hit_tokens")
+        }
         assert counted == {"queried_tokens": self.num_queried, "hit_tokens": self.num_hits}
         scheduler = self.scheduler
-        counted = scheduler.num_preemptions, scheduler.num_copies, scheduler.num_forks, scheduler.peak_blocks
+        counted = (
+            scheduler.num_preemptions,
+            scheduler.num_copies,
+            scheduler.num_forks,
+            scheduler.peak_blocks,
+        )
         assert counted == (self.num_preempted, self.num_copied, self.num_forked, self.peak)
 
-    def check_order(self, plan: Plan, queue: list[Request], prefilling: list[Request], ending: list[Request]):
-        """What `bound_on_steps` builds on: somebody advances, nobody is overtaken, the first in line is safe."""
+    def check_order(
+        self, plan: Plan, queue: list[Request], prefilling: list[Request], ending: list[Request]
+    ):
+        """
+        What `bound_on_steps` builds on: somebody advances, nobody is overtaken, the first in line
+        is safe.
+        """
         scheduler, work, urgency = self.scheduler, work_of(plan), self.scheduler.urgency
         assert work or self.under_way, "a step without a token, while there is work"
         assert all(n >= 1 for _, n in work), "a request is scheduled for nothing"
         assert len({r for r, _ in work}) == len(work), "a request is scheduled twice"
         assert queue == sorted(queue, key=urgency), "the queue is out of order"
-        assert not plan.admitted or plan.admitted == queue[: len(plan.admitted)], "admitted out of turn"
-        most_urgent = min((r for r in self.accepted if r.id not in self.ended), key=urgency, default=None)
+        assert not plan.admitted or plan.admitted == queue[: len(plan.admitted)], (
+            "admitted out of turn"
+        )
+        most_urgent = min(
+            (r for r in self.accepted if r.id not in self.ended), key=urgency, default=None
+        )
         assert most_urgent not in plan.preempted, "the first in line was preempted"
         prefilling = [r for r in prefilling if r.status == "prefilling"]
         if prefilling and scheduler.token_budget > 1:
-            assert plan.chunks and plan.chunks[0][0] is prefilling[0], "the first prompt got no token"
-        self.counts["overtook"] += [r for r, _ in plan.chunks] != scheduler.prefilling[: len(plan.chunks)]
+            assert plan.chunks and plan.chunks[0][0] is prefilling[0], (
+                "the first prompt got no token"
+            )
+        self.counts["overtook"] += [r for r, _ in plan.chunks] != scheduler.prefilling[
+            : len(plan.chunks)
+        ]
         for request in plan.preempted:  # it comes back at the end of the line
             self.turns_missed[request] = 0
-        sat_out = ending and self.allocator.num_free == 0  # those who end give their blocks back: nobody is sent away
+        sat_out = (
+            ending and self.allocator.num_free == 0
+        )  # those who end give their blocks back: nobody is sent away
         self.counts["sat out"] += bool(sat_out)
         assert not (ending and plan.preempted), "preempted, while blocks were about to come back"
         for request in scheduler.active:
             missed = 0 if request in plan.decodes else self.turns_missed[request] + 1
             self.turns_missed[request] = self.turns_missed[request] if sat_out else missed
-            assert self.turns_missed[request] < self.steps_per_turn(), f"{request.id} was passed over"
+            assert self.turns_missed[request] < self.steps_per_turn(), (
+                f"{request.id} was passed over"
+            )
 
     def steps_per_turn(self) -> int:
-        """Who decodes goes to the end of the line, and each step serves at least so many from its start."""
+        """
+        Who decodes goes to the end of the line, and each step serves at least so many from its
+        start.
+        """
         scheduler = self.scheduler
-        return -(-scheduler.max_num_seqs // max(1, scheduler.token_budget - scheduler.prefill_tokens))
+        return -(
+            -scheduler.max_num_seqs // max(1, scheduler.token_budget - scheduler.prefill_tokens)
+        )
 
     def execute(self, plan: Plan) -> list[int]:
-        """What the engine and its kernels do with a plan, in their order. Returns the sampled tokens."""
+        """
+        What the engine and its kernels do with a plan, in their order. Returns the sampled tokens.
+        """
         S, kv = self.scheduler.block_size, self.kv
         copied = {to: list(kv[source]) for to, source in plan.copies.items()}
         for block in self.allocator.handed_out:
@@ -331,7 +451,11 @@ class Trial:
             self.tables[request.row][len(request.block_table) - 1] = request.block_table[-1]
         work = work_of(plan)
         for request, n in work:
-            table, texts, start = self.tables[request.row], self.texts[request.id], request.num_filled_slots
+            table, texts, start = (
+                self.tables[request.row],
+                self.texts[request.id],
+                request.num_filled_slots,
+            )
             for position in range(start, start + n):
                 kv[table[position // S]][position % S] = texts[position]
         for request, n in work:  # all K, V of a layer are written before anybody attends
@@ -353,7 +477,10 @@ class Trial:
         return token
 
     def fail(self, plan: Plan):
-        """As the engine does: whoever took part ends with an error. The device may or may not have computed."""
+        """
+        As the engine does: whoever took part ends with an error. The device may or may not have
+        computed.
+        """
         if self.rng.random() < 0.5:
             self.execute(plan)
         self.end_all(took_part(plan))
@@ -364,18 +491,25 @@ class Trial:
             self.end(request)
         self.scheduler.check()
 
-    # -- what must hold afterwards -------------------------------------------------------------------------------------
+    # -- what must hold afterwards -----------------------------------------------------------------
 
     def check_finished(self, finished: list[Request]):
         for request in finished:
             answer, reason = self.expected[request.id]
-            assert request.generated_tokens == answer, f"request {request.id}: {request.generated_tokens} != {answer}"
-            assert request.finish_reason == reason and request.status == "done" and request.row is None
+            assert request.generated_tokens == answer, (
+                f"request {request.id}: {request.generated_tokens} != {answer}"
+            )
+            assert (
+                request.finish_reason == reason and request.status == "done" and request.row is None
+            )
             assert request.num_hit_tokens == self.first_hits[request.id], (
                 "cached tokens are those of its first admission"
             )
             self.counts["late stop"] += len(self.texts[request.id]) > request.num_tokens
-            waited, bound = self.step_number - self.added_at[request.id], self.bound_on_steps(request)
+            waited, bound = (
+                self.step_number - self.added_at[request.id],
+                self.bound_on_steps(request),
+            )
             assert waited <= bound, f"request {request.id} took {waited} steps, bound {bound}"
             self.counts[f"finished by {reason}"] += 1
             self.ended.add(request.id)
@@ -383,17 +517,18 @@ class Trial:
 
     def bound_on_steps(self, request: Request) -> int:
         """
-        From its arrival to its end. Let W be all tokens of all requests, and `first` the most urgent unfinished one.
+        From its arrival to its end. Let W be all tokens of all requests, and `first` the most
+        urgent unfinished one.
         - While `first` waits nobody is admitted, so nobody starts again, and each step computes a token that it will
           not compute again: after W steps the pool is empty, and one step later `first` is in. It stays: a victim is
           the least urgent.
         - Its prefill: each step computes a token of a prompt admitted before it or its own (with a budget of 1: or of
           a decode), and who is preempted comes back behind it: at most W steps.
         - Its answer: with more running than budget, a token each time its turn comes.
-        Then somebody else is first. Of k requests more urgent than `request`, each can be first once, or twice when
-        another arrives after it and goes before it.
-        With overlap tokens are known a step later, and every second step may compute nothing: all wait for blocks that
-        are about to come back.
+        Then somebody else is first. Of k requests more urgent than `request`, each can be first
+        once, or twice when another arrives after it and goes before it. With overlap tokens are
+        known a step later, and every second step may compute nothing: all wait for blocks that are
+        about to come back.
         """
         urgency = self.scheduler.urgency
         W = sum(len(r.prompt_tokens) + r.max_new_tokens for r in self.accepted)
@@ -404,7 +539,9 @@ class Trial:
     def check_conservation(self):
         """Each accepted request is in exactly one of waiting, running and ended."""
         alive = [r.id for r in self.scheduler.waiting + self.scheduler.running]
-        assert sorted([*alive, *self.ended]) == list(range(len(self.accepted))), "a request was lost or doubled"
+        assert sorted([*alive, *self.ended]) == list(range(len(self.accepted))), (
+            "a request was lost or doubled"
+        )
 
 
 def work_of(plan: Plan) -> list[tuple[Request, int]]:
@@ -416,14 +553,19 @@ def took_part(plan: Plan) -> list[Request]:
 
 
 def fuzz(trials: int, seed: int, steps: int | None = None) -> Counter:
-    """Run trials with seeds seed, seed + 1, ..., or until so many steps are done. Returns what happened how often."""
+    """
+    Run trials with seeds seed, seed + 1, ..., or until so many steps are done. Returns what
+    happened how often.
+    """
     total = Counter()
     for i in range(trials):
         trial = Trial(seed + i)
         try:
             trial.run()
         except Exception as error:
-            error.add_note(f"in step {trial.step_number} of: python tests/test_fuzz.py 1 {seed + i}")
+            error.add_note(
+                f"in step {trial.step_number} of: python tests/test_fuzz.py 1 {seed + i}"
+            )
             raise
         total += trial.counts
         total["trials"] += 1
@@ -435,7 +577,8 @@ def fuzz(trials: int, seed: int, steps: int | None = None) -> Counter:
 
 def report(counts: Counter, seconds: float) -> str:
     lines = [
-        f"{name:22}{counts[name]:12,}" for name in ("trials", "trials that preempt", "steps", "tokens", *MUST_HAPPEN)
+        f"{name:22}{counts[name]:12,}"
+        for name in ("trials", "trials that preempt", "steps", "tokens", *MUST_HAPPEN)
     ]
     return "\n".join([*lines, f"{seconds:.1f} s, {counts['steps'] / seconds:,.0f} steps/s"])
 
@@ -444,7 +587,9 @@ def check_that_all_happened(counts: Counter):
     """A fuzz that never evicts proves nothing about eviction."""
     never = [name for name in MUST_HAPPEN if counts[name] == 0]
     assert not never, f"in {counts['trials']} trials nothing was ever {', '.join(never)}"
-    assert counts["trials that preempt"] >= 0.3 * counts["trials"], "fewer than 30% of the trials preempt"
+    assert counts["trials that preempt"] >= 0.3 * counts["trials"], (
+        "fewer than 30% of the trials preempt"
+    )
 
 
 def run_and_report(trials: int, seed: int, steps: int | None = None):
@@ -455,7 +600,10 @@ def run_and_report(trials: int, seed: int, steps: int | None = None):
 
 
 def test_fuzz():
-    """Any of: a wrong share, a missed copy, a stale block, an early commit, a lost or starved request, a stall."""
+    """
+    Any of: a wrong share, a missed copy, a stale block, an early commit, a lost or starved request,
+    a stall.
+    """
     run_and_report(trials=800, seed=0)
 
 

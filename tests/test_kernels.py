@@ -1,10 +1,11 @@
 """
 store_kv and paged_attention against an fp64 reference that walks the block tables token by token.
 
-Block tables are permuted, lengths odd, and every slot that belongs to nobody (the sink, the tails of last blocks, the
-blocks that pad the tables, what lies before a window) is NaN: whoever reads it has NaN in the output. FlexAttention
-reads whole tiles and weighs what is masked by zero, so for it such slots hold large numbers. A backend's error may be
-at most twice that of plain torch attention in the same dtype. A new backend is one more name in BACKENDS.
+Block tables are permuted, lengths odd, and every slot that belongs to nobody (the sink, the tails
+of last blocks, the blocks that pad the tables, what lies before a window) is NaN: whoever reads it
+has NaN in the output. FlexAttention reads whole tiles and weighs what is masked by zero, so for it
+such slots hold large numbers. A backend's error may be at most twice that of plain torch attention
+in the same dtype. A new backend is one more name in BACKENDS.
 """
 
 import doctest
@@ -25,25 +26,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
-import layers
 import paged
-import runner
 from kernels import Batch, choose_backend, length_classes
 from model import GPT, Attention, GPTConfig
 from paged import KVBlockPool, gather_kv_from_pool, write_kv_to_pool
+from serving import fused as layers
+from serving import runner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["torch"] + (["triton"] if kernels.triton else [])  # on a CPU in Triton's interpreter: see conftest.py
+BACKENDS = ["torch"] + (
+    ["triton"] if kernels.triton else []
+)  # on a CPU in Triton's interpreter: see conftest.py
 GARBAGE = {"flex": 1e4}  # what nobody's slots hold, NaN by default
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A step with made-up requests
 
 
 @dataclass
 class Shape:
-    """Requests as (new tokens, context length after the step); the first num_decodes of them have one new token."""
+    """
+    Requests as (new tokens, context length after the step); the first num_decodes of them have one
+    new token.
+    """
 
     requests: list[tuple[int, int]]
     num_decodes: int = 0
@@ -63,7 +69,9 @@ class Shape:
 
 
 class Step:
-    """Tensors of a step: q [T, H, D], new k and v [T, Hk, D], one layer's pool kv, and the batch."""
+    """
+    Tensors of a step: q [T, H, D], new k and v [T, Hk, D], one layer's pool kv, and the batch.
+    """
 
     def __init__(self, shape: Shape, backend: str, seed: int = 0):
         self.shape, S, D = shape, shape.S, shape.D
@@ -75,22 +83,37 @@ class Step:
         self.tables = tables
         T = sum(n for n, _ in shape.requests)
         heads = torch.randn(T, shape.H + 2 * shape.Hk, D, generator=g).to(shape.dtype)
-        self.q, self.k, self.v = heads.split((shape.H, shape.Hk, shape.Hk), dim=1)  # views, as the model has them
-        self.kv = torch.full((2, num_blocks + 1, shape.Hk, S, D), GARBAGE.get(backend, torch.nan), dtype=shape.dtype)
+        self.q, self.k, self.v = heads.split(
+            (shape.H, shape.Hk, shape.Hk), dim=1
+        )  # views, as the model has them
+        self.kv = torch.full(
+            (2, num_blocks + 1, shape.Hk, S, D), GARBAGE.get(backend, torch.nan), dtype=shape.dtype
+        )
         positions = [p for n, context in shape.requests for p in range(context - n, context)]
         owners = [i for i, (n, _) in enumerate(shape.requests) for _ in range(n)]
         self.slots = [tables[i][p // S] * S + p % S for i, p in zip(owners, positions, strict=True)]
         for (n, context), table in zip(shape.requests, tables, strict=True):
-            for p in range(shape.first_seen(context - n), context - n):  # what earlier steps have cached
-                self.kv[:, table[p // S], :, p % S] = torch.randn(2, shape.Hk, D, generator=g).to(shape.dtype)
-        query_lens, context_lens = [n for n, _ in shape.requests], [context for _, context in shape.requests]
+            for p in range(
+                shape.first_seen(context - n), context - n
+            ):  # what earlier steps have cached
+                self.kv[:, table[p // S], :, p % S] = torch.randn(2, shape.Hk, D, generator=g).to(
+                    shape.dtype
+                )
+        query_lens, context_lens = (
+            [n for n, _ in shape.requests],
+            [context for _, context in shape.requests],
+        )
         self.batch = Batch(
             tokens=torch.zeros(T, dtype=torch.int64),
             positions=torch.tensor(positions),
             slot_mapping=torch.tensor(self.slots),
-            query_start=torch.tensor([sum(query_lens[:i]) for i in range(len(query_lens) + 1)], dtype=torch.int32),
+            query_start=torch.tensor(
+                [sum(query_lens[:i]) for i in range(len(query_lens) + 1)], dtype=torch.int32
+            ),
             context_lens=torch.tensor(context_lens, dtype=torch.int32),
-            block_tables=torch.tensor([t + ids[:1] * (M - len(t)) for t in tables], dtype=torch.int32),
+            block_tables=torch.tensor(
+                [t + ids[:1] * (M - len(t)) for t in tables], dtype=torch.int32
+            ),
             rows=torch.arange(len(tables)),
             logits_index=torch.zeros(0, dtype=torch.int64),
             num_decodes=shape.num_decodes,
@@ -99,8 +122,12 @@ class Step:
             backend=choose_backend(backend, DEVICE),
         )
         for name, value in vars(self.batch).items():
-            setattr(self.batch, name, value.to(DEVICE) if isinstance(value, torch.Tensor) else value)
-        self.batch.prepared = self.batch.backend.prepare(self.batch, shape.H, self.kv.to(DEVICE), shape.window)
+            setattr(
+                self.batch, name, value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+            )
+        self.batch.prepared = self.batch.backend.prepare(
+            self.batch, shape.H, self.kv.to(DEVICE), shape.window
+        )
 
     def store(self):
         kv = self.kv.to(DEVICE)
@@ -108,7 +135,9 @@ class Step:
         self.kv = kv.cpu()
 
     def attend(self) -> torch.Tensor:
-        return self.batch.backend.paged_attention(self.q.to(DEVICE), self.kv.to(DEVICE), self.batch).cpu()
+        return self.batch.backend.paged_attention(
+            self.q.to(DEVICE), self.kv.to(DEVICE), self.batch
+        ).cpu()
 
     def run(self) -> torch.Tensor:
         self.store()
@@ -117,7 +146,9 @@ class Step:
     def context(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of request i, slot by slot: [C, Hk, D] each."""
         S, (_, context) = self.shape.S, self.shape.requests[i]
-        both = torch.stack([self.kv[:, self.tables[i][p // S], :, p % S] for p in range(context)])  # [C, 2, Hk, D]
+        both = torch.stack(
+            [self.kv[:, self.tables[i][p // S], :, p % S] for p in range(context)]
+        )  # [C, 2, Hk, D]
         return both[:, 0], both[:, 1]
 
     def reference(self) -> torch.Tensor:
@@ -139,11 +170,19 @@ class Step:
         shape, out, t = self.shape, torch.empty_like(self.q), 0
         for i, (n, context) in enumerate(shape.requests):
             first = shape.first_seen(context - n)
-            k, v = (x[first:].transpose(0, 1).repeat_interleave(shape.H // shape.Hk, 0)[None] for x in self.context(i))
-            positions, keys = torch.arange(context - n, context)[:, None], torch.arange(first, context)
+            k, v = (
+                x[first:].transpose(0, 1).repeat_interleave(shape.H // shape.Hk, 0)[None]
+                for x in self.context(i)
+            )
+            positions, keys = (
+                torch.arange(context - n, context)[:, None],
+                torch.arange(first, context),
+            )
             mask = (keys <= positions) & (keys > positions - (shape.window or context))
             q = self.q[t : t + n].transpose(0, 1)[None]  # [1, H, n, D]
-            y = F.scaled_dot_product_attention(*(x.to(DEVICE) for x in (q, k, v)), attn_mask=mask.to(DEVICE))
+            y = F.scaled_dot_product_attention(
+                *(x.to(DEVICE) for x in (q, k, v)), attn_mask=mask.to(DEVICE)
+            )
             out[t : t + n] = y[0].transpose(0, 1).cpu()
             t += n
         return out
@@ -163,21 +202,33 @@ def check_attention(shape: Shape, backend: str, seed: int = 0):
 ODD = [1, 15, 16, 17, 339, 799]
 DECODES = Shape([(1, context) for context in ODD], num_decodes=6)
 PROMPTS = Shape([(n, n) for n in (1, 15, 16, 17, 339)])
-MIXED = Shape([(1, 1), (1, 16), (1, 339), (1, 17), (1, 1), (7, 7), (16, 48), (33, 100), (1, 20)], num_decodes=4)
+MIXED = Shape(
+    [(1, 1), (1, 16), (1, 339), (1, 17), (1, 1), (7, 7), (16, 48), (33, 100), (1, 20)],
+    num_decodes=4,
+)
 SKEWED = Shape([(1, 799), *[(1, 1 + i) for i in range(15)], (5, 30)], num_decodes=16)
 
 
 def variants() -> list[Shape]:
-    """Every block size, head size, grouping and dtype at least once, each with decodes, prompts and mixtures."""
+    """
+    Every block size, head size, grouping and dtype at least once, each with decodes, prompts and
+    mixtures.
+    """
     shapes = []
     for S in 1, 2, 3, 7, 16, 24, 100, 128:
         shapes += [Shape(MIXED.requests, 4, S=S), Shape(DECODES.requests, 6, S=S)]
     for D in 16, 64, 80, 96, 128:
         shapes.append(Shape(MIXED.requests, 4, D=D))
     for H, Hk in (6, 2), (4, 1), (1, 1), (12, 12):
-        shapes += [Shape(MIXED.requests, 4, H=H, Hk=Hk, S=5), Shape(PROMPTS.requests, H=H, Hk=Hk, S=16)]
+        shapes += [
+            Shape(MIXED.requests, 4, H=H, Hk=Hk, S=5),
+            Shape(PROMPTS.requests, H=H, Hk=Hk, S=16),
+        ]
     for window in 1, 5, 16, 100:
-        shapes += [Shape(MIXED.requests, 4, window=window, S=8), Shape(DECODES.requests, 6, H=6, Hk=2, window=window)]
+        shapes += [
+            Shape(MIXED.requests, 4, window=window, S=8),
+            Shape(DECODES.requests, 6, H=6, Hk=2, window=window),
+        ]
     for dtype in torch.bfloat16, torch.float16, torch.float32:
         for base in DECODES, PROMPTS, MIXED, SKEWED:
             shapes.append(Shape(base.requests, base.num_decodes, H=4, Hk=2, D=64, dtype=dtype))
@@ -185,23 +236,33 @@ def variants() -> list[Shape]:
 
 
 def cases() -> list[tuple[Shape, str]]:
-    """Every shape with every backend; but the interpreter takes a second for each, and has no bf16 dot product."""
+    """
+    Every shape with every backend; but the interpreter takes a second for each, and has no bf16 dot
+    product.
+    """
     all_cases = [(shape, backend) for backend in BACKENDS for shape in variants()]
     if DEVICE == "cpu":
         few = [shape for shape in variants() if shape.dtype != torch.bfloat16][1::3]
-        all_cases = [(shape, backend) for shape, backend in all_cases if backend == "torch" or shape in few]
+        all_cases = [
+            (shape, backend) for shape, backend in all_cases if backend == "torch" or shape in few
+        ]
     return all_cases
 
 
 @pytest.mark.parametrize(("shape", "backend"), cases(), ids=str)
 def test_attention_through_permuted_block_tables(shape, backend):
-    """Mask flipped or off by one, wrong block, wrong head of a group, stale slot read, requests or heads mixed up."""
+    """
+    Mask flipped or off by one, wrong block, wrong head of a group, stale slot read, requests or
+    heads mixed up.
+    """
     check_attention(shape, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_whole_prompt_of_799_tokens_and_the_last_part_of_one(backend):
-    """A chunk whose first query is not at position 0 sees what was cached before it, and no more."""
+    """
+    A chunk whose first query is not at position 0 sees what was cached before it, and no more.
+    """
     check_attention(Shape([(799, 799), (100, 799)], H=2, Hk=1, D=16), backend)
 
 
@@ -209,7 +270,11 @@ def test_a_whole_prompt_of_799_tokens_and_the_last_part_of_one(backend):
 def test_attention_of_any_mixture(backend):
     """What the list above does not think of."""
 
-    @settings(max_examples=40 if backend == "torch" or DEVICE == "cuda" else 8, derandomize=True, deadline=None)
+    @settings(
+        max_examples=40 if backend == "torch" or DEVICE == "cuda" else 8,
+        derandomize=True,
+        deadline=None,
+    )
     @given(st.data())
     def any_mixture(data):
         check_attention_of(data, backend)
@@ -222,14 +287,22 @@ def check_attention_of(data, backend: str):
     chunk = st.tuples(st.integers(1, 20), st.integers(0, 40)).map(lambda nc: (nc[0], sum(nc)))
     chunks = data.draw(st.lists(chunk, min_size=0 if decodes else 1, max_size=3))
     Hk = data.draw(st.integers(1, 3))
-    H, D, S = Hk * data.draw(st.integers(1, 3)), data.draw(st.sampled_from([16, 24, 80])), data.draw(st.integers(1, 20))
+    H, D, S = (
+        Hk * data.draw(st.integers(1, 3)),
+        data.draw(st.sampled_from([16, 24, 80])),
+        data.draw(st.integers(1, 20)),
+    )
     window = data.draw(st.sampled_from([0, 0, 1, 7, 30]))
-    check_attention(Shape(decodes + chunks, len(decodes), H, Hk, D, S, window=window), backend, seed=S)
+    check_attention(
+        Shape(decodes + chunks, len(decodes), H, Hk, D, S, window=window), backend, seed=S
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_pool_of_another_dtype_than_the_model(backend):
-    """K, V are kept in fp16 under an fp32 model: what comes out is fp32 again, within fp16's rounding."""
+    """
+    K, V are kept in fp16 under an fp32 model: what comes out is fp32 again, within fp16's rounding.
+    """
     step = Step(Shape(MIXED.requests, 4), backend)
     exact = step.run()
     step.kv = step.kv.half()
@@ -243,7 +316,10 @@ def test_a_pool_of_another_dtype_than_the_model(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("S", [1, 5, 16])
 def test_store_writes_the_addressed_slots_and_no_other_byte(backend, dtype, S):
-    """V written into the K cache, a head's row into its neighbour, or one slot too far: into another request's text."""
+    """
+    V written into the K cache, a head's row into its neighbour, or one slot too far: into another
+    request's text.
+    """
     step = Step(Shape(MIXED.requests, 4, H=6, Hk=3, S=S, dtype=dtype), backend)
     as_bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     step.kv = torch.randn(step.kv.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -267,7 +343,10 @@ def test_attention_only_reads_the_pool(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padded_rows_get_zeros_and_disturb_nobody(backend):
-    """The padding of a CUDA graph: no context, K and V into the sink. A division by its sum of weights, 0, is NaN."""
+    """
+    The padding of a CUDA graph: no context, K and V into the sink. A division by its sum of
+    weights, 0, is NaN.
+    """
     step = Step(Shape([(1, 33), (1, 1), (1, 70), (1, 1)], num_decodes=4), backend)
     wanted, batch, sink = step.run(), step.batch, step.kv.shape[1] - 1
     step = Step(step.shape, backend)
@@ -279,15 +358,20 @@ def test_padded_rows_get_zeros_and_disturb_nobody(backend):
     out = step.run()
     assert (out[[0, 2]] - wanted[[0, 2]]).abs().max() < 1e-6
     assert torch.equal(out[padding], torch.zeros_like(out[padding]))
-    one, other = (torch.stack([step.k[row], step.v[row]]) for row in padding)  # into one slot, at the same time
+    one, other = (
+        torch.stack([step.k[row], step.v[row]]) for row in padding
+    )  # into one slot, at the same time
     written = step.kv[:, sink, :, 0]
     assert ((written == one) | (written == other)).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_one_preparation_serves_all_lengths(backend):
-    """A captured graph replays the launches of its capture: nothing of them may hang on a length. One that changes on
-    the device, as there, from 799 tokens to 1 or from one split to many, must be right."""
+    """
+    A captured graph replays the launches of its capture: nothing of them may hang on a length. One
+    that changes on the device, as there, from 799 tokens to 1 or from one split to many, must be
+    right.
+    """
     shape = Shape([(1, 799), (1, 40), (1, 650)], num_decodes=3, H=2, Hk=1)
     step = Step(shape, backend)
     step.store()
@@ -299,21 +383,26 @@ def test_one_preparation_serves_all_lengths(backend):
 
 def in_a_child(check, *arguments):
     """
-    On a CPU an address that overflowed is a SIGSEGV: in a process of its own, so that pytest lives to say whose it was.
-    On a GPU it is an exception (and CUDA does not outlive a fork).
+    On a CPU an address that overflowed is a SIGSEGV: in a process of its own, so that pytest lives
+    to say whose it was. On a GPU it is an exception (and CUDA does not outlive a fork).
     """
     if DEVICE == "cuda":
         return check(*arguments)
     child = multiprocessing.get_context("fork").Process(target=check, args=arguments, daemon=True)
     child.start()
     child.join(300)
-    assert child.exitcode == 0, f"{check.__name__} ended with exit code {child.exitcode} (-11: a wild address)"
+    assert child.exitcode == 0, (
+        f"{check.__name__} ended with exit code {child.exitcode} (-11: a wild address)"
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offsets_beyond_2_to_the_31(backend):
-    """Block ids are int32, and so is their product with the size of a block unless somebody takes care: K and V of
-    another request, or a crash. The pool is virtual memory of which a few blocks are touched."""
+    """
+    Block ids are int32, and so is their product with the size of a block unless somebody takes
+    care: K and V of another request, or a crash. The pool is virtual memory of which a few blocks
+    are touched.
+    """
     in_a_child(attend_beyond_2_to_the_31, backend)
 
 
@@ -328,7 +417,9 @@ def attend_beyond_2_to_the_31(backend: str):
     moved.batch.slot_mapping += far * 16
     moved.batch.prepared = moved.batch.backend.prepare(moved.batch, shape.H, kv)
     moved.batch.backend.store_kv(moved.k.to(DEVICE), moved.v.to(DEVICE), kv, moved.batch)
-    assert torch.equal(moved.batch.backend.paged_attention(moved.q.to(DEVICE), kv, moved.batch).cpu(), wanted)
+    assert torch.equal(
+        moved.batch.backend.paged_attention(moved.q.to(DEVICE), kv, moved.batch).cpu(), wanted
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -339,7 +430,9 @@ def test_misuse_is_told_with_the_numbers(backend):
     with pytest.raises(AssertionError, match="4 query heads do not share 3 KV heads"):
         batch.backend.prepare(batch, 4, kv[:, :, :3])
     batch.context_lens_host = [10_000, *batch.context_lens_host[1:]]
-    with pytest.raises(AssertionError, match="a context of 10000 tokens does not fit into 24 blocks of 16"):
+    with pytest.raises(
+        AssertionError, match="a context of 10000 tokens does not fit into 24 blocks of 16"
+    ):
         batch.backend.prepare(batch, 4, kv)
 
 
@@ -347,8 +440,14 @@ def test_misuse_is_told_with_the_numbers(backend):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, kv, batch: (q, kv.transpose(2, 3), batch), "the pool of a layer must be contiguous"),
-        (lambda q, kv, batch: (q.transpose(0, 1), kv, batch), "wanted the heads of a token together"),
+        (
+            lambda q, kv, batch: (q, kv.transpose(2, 3), batch),
+            "the pool of a layer must be contiguous",
+        ),
+        (
+            lambda q, kv, batch: (q.transpose(0, 1), kv, batch),
+            "wanted the heads of a token together",
+        ),
         (lambda q, kv, batch: (q[..., :16], kv, batch), "heads of 16 for a pool of heads of 32"),
         (lambda q, kv, batch: (q, kv.double(), batch), "the kernels compute in float32"),
         (lambda q, kv, batch: (q.long(), kv, batch), "wanted floating point"),
@@ -358,20 +457,30 @@ def test_the_launchers_check_what_their_kernels_assume(change, message):
     """As above, for what only Triton assumes."""
     step = Step(Shape(MIXED.requests, 4), "triton")
     with pytest.raises(AssertionError, match=message):
-        step.batch.backend.paged_attention(*change(step.q.to(DEVICE), step.kv.to(DEVICE), step.batch))
+        step.batch.backend.paged_attention(
+            *change(step.q.to(DEVICE), step.kv.to(DEVICE), step.batch)
+        )
 
 
 def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     """A typo, or a backend that is not there, must not fall back in silence."""
-    assert choose_backend("auto").name == "torch" and choose_backend("auto").reason == "the fastest on a CPU"
+    assert (
+        choose_backend("auto").name == "torch"
+        and choose_backend("auto").reason == "the fastest on a CPU"
+    )
     assert choose_backend("flex").reason == "as asked"
     with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, torch, flex"):
         choose_backend("trition")
     if kernels.triton:
-        assert choose_backend("auto", "cuda:1")[:3] == ("triton", "the fastest on CUDA", kernels.prepare_triton)
+        assert choose_backend("auto", "cuda:1")[:3] == (
+            "triton",
+            "the fastest on CUDA",
+            kernels.prepare_triton,
+        )
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(
-        ValueError, match="'triton' needs a CUDA device and the package triton; on cpu there is auto, t"
+        ValueError,
+        match="'triton' needs a CUDA device and the package triton; on cpu there is auto, t",
     ):
         choose_backend("triton")
     monkeypatch.setattr(kernels, "triton", None)
@@ -380,8 +489,9 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
         choose_backend("flex", "cuda")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# FlexAttention: the compiler takes 10 s for each kind of call, so that is for `make test-all`; without it takes one
+# --------------------------------------------------------------------------------------------------
+# FlexAttention: the compiler takes 10 s for each kind of call, so that is for `make test-all`;
+# without it takes one
 
 FLEX = [
     Shape(MIXED.requests, 4, H=4, Hk=2),
@@ -394,12 +504,17 @@ FLEX = [
 
 
 FLEX_CALLS = [(shape, "eager") for shape in (DECODES, FLEX[0], FLEX[9])]
-FLEX_CALLS += [pytest.param(shape, "inductor", marks=pytest.mark.slow) for shape in (DECODES, *FLEX)]
+FLEX_CALLS += [
+    pytest.param(shape, "inductor", marks=pytest.mark.slow) for shape in (DECODES, *FLEX)
+]
 
 
 @pytest.mark.parametrize(("shape", "compiler"), FLEX_CALLS, ids=str)
 def test_flex_attention(shape, compiler, monkeypatch):
-    """As for the other backends: wrong tile, mask off by one, heads or requests mixed up, a tile counted twice."""
+    """
+    As for the other backends: wrong tile, mask off by one, heads or requests mixed up, a tile
+    counted twice.
+    """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
     monkeypatch.setattr(kernels, "compiled_flex", cache(kernels.compiled_flex.__wrapped__))
     torch._dynamo.reset()
@@ -408,14 +523,18 @@ def test_flex_attention(shape, compiler, monkeypatch):
 
 @pytest.mark.parametrize("shape", FLEX, ids=str)
 def test_what_flex_attention_is_to_see(shape):
-    """The same without the compiler: for each token the mask shows the slots of its own text and no other, and each
-    tile with such slots is listed once, as whole only if it needs no mask."""
+    """
+    The same without the compiler: for each token the mask shows the slots of its own text and no
+    other, and each tile with such slots is listed once, as whole only if it needs no mask.
+    """
     batch, S = (step := Step(shape, "flex")).batch, shape.S
     owners = [i for i, (n, _) in enumerate(shape.requests) for _ in range(n)]
     for call in batch.prepared.calls:
         mask, (rows, tile), num_keys = call.mask, call.mask.BLOCK_SIZE, call.mask.seq_lengths[1]
         keys = torch.arange(num_keys, device=DEVICE)
-        for t, b, query in zip(range(*call.tokens.indices(len(owners))), call.request, call.offset, strict=True):
+        for t, b, query in zip(
+            range(*call.tokens.indices(len(owners))), call.request, call.offset, strict=True
+        ):
             position = batch.positions[t].item()
             for h in range(shape.Hk):
                 entry, table = b * shape.Hk + h, step.tables[owners[t]]
@@ -427,24 +546,32 @@ def test_what_flex_attention_is_to_see(shape):
                 whole = mask.full_kv_indices[row][: mask.full_kv_num_blocks[row]].tolist()
                 assert len({*some, *whole}) == len(some + whole), "a tile is listed twice"
                 assert {key // tile for key in expected} <= {*some, *whole}, "a tile is left out"
-                assert {key for first in whole for key in range(first * tile, (first + 1) * tile)} <= {*expected}
+                assert {
+                    key for first in whole for key in range(first * tile, (first + 1) * tile)
+                } <= {*expected}
 
 
 @pytest.mark.slow
 def test_flex_attention_compiles_once_and_copies_no_keys():
-    """A compilation for each new number of requests is seconds in every step; a gather of K and V, or a repacked pool,
-    is what paging is there to avoid."""
+    """
+    A compilation for each new number of requests is seconds in every step; a gather of K and V, or
+    a repacked pool, is what paging is there to avoid.
+    """
     torch._dynamo.reset()
     for seed, contexts in enumerate([(2000, 1999, 2000), (1990, 2000), (2000, 5, 1, 1800)]):
         step = Step(Shape([(1, n) for n in contexts], len(contexts), H=8, Hk=8, D=64), "flex", seed)
-        step.kv = F.pad(step.kv, (0, 0, 0, 0, 0, 0, 0, 600 - step.kv.shape[1]))  # a pool keeps its size
+        step.kv = F.pad(
+            step.kv, (0, 0, 0, 0, 0, 0, 0, 600 - step.kv.shape[1])
+        )  # a pool keeps its size
         step.batch.prepared = step.batch.backend.prepare(step.batch, 8, step.kv.to(DEVICE))
         step.run()
         if seed == 1:
             compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
     kv, q = step.kv.to(DEVICE), step.q.to(DEVICE)
-    assert peak_memory(lambda: step.batch.backend.paged_attention(q, kv, step.batch)) < kv.nbytes / 4
+    assert (
+        peak_memory(lambda: step.batch.backend.paged_attention(q, kv, step.batch)) < kv.nbytes / 4
+    )
 
 
 @pytest.mark.parametrize(("backend", "copies"), [("torch", True), ("triton", False)])
@@ -460,7 +587,10 @@ def test_the_memory_that_attention_takes(backend, copies):
 
 
 def peak_memory(work) -> int:
-    """Bytes by which memory in use grows while `work` runs, at most: on CPUs, what is touched, not what is reserved."""
+    """
+    Bytes by which memory in use grows while `work` runs, at most: on CPUs, what is touched, not
+    what is reserved.
+    """
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -479,7 +609,7 @@ def peak_memory(work) -> int:
     return in_use("VmHWM") - before
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What else a decode step launches: its inputs, and linear layers with what stands around them
 
 needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="triton is not installed")
@@ -488,31 +618,50 @@ needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="triton is no
 @needs_triton
 @pytest.mark.parametrize("n", [1, 3, 7])
 def test_the_inputs_of_decodes_in_one_launch(n):
-    """A position one off, or the neighbour's table, is another text; so is a new block that only this step knows of.
-    The padding's row must stay as it is."""
+    """
+    A position one off, or the neighbour's table, is another text; so is a new block that only this
+    step knows of. The padding's row must stay as it is.
+    """
     g, S, N, M = torch.Generator().manual_seed(0), 4, 8, 6
-    last, lens = torch.randint(50, (N + 1,), generator=g), torch.randint(M * S, (N + 1,), generator=g)
+    last, lens = (
+        torch.randint(50, (N + 1,), generator=g),
+        torch.randint(M * S, (N + 1,), generator=g),
+    )
     lens[N] = 0
     tables = torch.randint(100, (N + 1, M), generator=g, dtype=torch.int32)
     rows = torch.tensor([5, N, 0, 3, N, 7, 1][:n])
     new, before = torch.tensor([70, -1, -1, 71, -1, -1, 0][:n]), tables.clone()
-    here, there = ([x.clone().to(DEVICE) for x in (rows, new, last, lens, tables)] for _ in range(2))
+    here, there = (
+        [x.clone().to(DEVICE) for x in (rows, new, last, lens, tables)] for _ in range(2)
+    )
     wanted, found = layers.decode_inputs(*here, S), layers.decode_inputs_triton(*there, S)
     for name in wanted._fields:
         assert torch.equal(getattr(wanted, name), getattr(found, name)), name
-    assert torch.equal(here[3], there[3]) and here[3][N] == 0 and here[3][rows[0]] == lens[rows[0]] + 1
+    assert (
+        torch.equal(here[3], there[3]) and here[3][N] == 0 and here[3][rows[0]] == lens[rows[0]] + 1
+    )
     for row, block in zip(rows.tolist(), new.tolist(), strict=True):
         if block >= 0:
             before[row, lens[row] // S] = block
     assert torch.equal(here[4].cpu(), before) and torch.equal(there[4].cpu(), before)
-    assert found.slot_mapping[0] == 70 * S + lens[5] % S and found.block_tables[0].tolist() == before[5].tolist()
+    assert (
+        found.slot_mapping[0] == 70 * S + lens[5] % S
+        and found.block_tables[0].tolist() == before[5].tolist()
+    )
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+)
 @pytest.mark.parametrize(
     ("R", "N", "K", "activation"),
-    [(1, 50, 130, "gelu_new"), (3, 96, 48, "gelu_new"), (33, 200, 64, "gelu_new"), (70, 65, 48, "gelu_new")]
+    [
+        (1, 50, 130, "gelu_new"),
+        (3, 96, 48, "gelu_new"),
+        (33, 200, 64, "gelu_new"),
+        (70, 65, 48, "gelu_new"),
+    ]
     + [(17, 40, 96, activation) for activation in (None, *layers.ACTIVATIONS)]
     + [(2, 8200, 24, None)],
 )
@@ -527,20 +676,33 @@ def test_linear_layers_with_their_activations(R, N, K, activation, dtype):
         def apply(function, device, dtype, layer=layer, x=x):
             with torch.no_grad():
                 return (
-                    function(x.to(device, dtype), deepcopy(layer).to(device, dtype), activation, False).cpu().double()
+                    function(
+                        x.to(device, dtype), deepcopy(layer).to(device, dtype), activation, False
+                    )
+                    .cpu()
+                    .double()
                 )
 
-        exact, plain = apply(layers.linear, "cpu", torch.float64), apply(layers.linear, "cpu", dtype)
+        exact, plain = (
+            apply(layers.linear, "cpu", torch.float64),
+            apply(layers.linear, "cpu", dtype),
+        )
         error = (apply(layers.linear_triton, DEVICE, dtype) - exact).abs().max()
         assert error <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
-@pytest.mark.parametrize(("R", "N", "K"), [(1, 48, 100), (3, 40, 1600), (20, 130, 800), (2, 48, None)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+)
+@pytest.mark.parametrize(
+    ("R", "N", "K"), [(1, 48, 100), (3, 40, 1600), (20, 130, 800), (2, 48, None)]
+)
 def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
-    """A part of the sum that is left out or added twice, its bias in each part, an x that does not grow, a norm of what
-    x was before. K None: nothing is added."""
+    """
+    A part of the sum that is left out or added twice, its bias in each part, an x that does not
+    grow, a norm of what x was before. K None: nothing is added.
+    """
     torch.manual_seed(R)
     for bias in True, False:
         layer, norm = torch.nn.Linear(K or 1, N, bias=bias), torch.nn.LayerNorm(N, bias=bias)
@@ -549,24 +711,37 @@ def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
         x, before = torch.randn(R, K or 1), 3 * torch.randn(R, N) + 1
 
         def apply(linear, add_norm, device, dtype, both=(layer, norm), tensors=(x, before)):
-            (layer, norm), (x, before) = deepcopy(both), (t.to(device, dtype, copy=True) for t in tensors)
+            (layer, norm), (x, before) = (
+                deepcopy(both),
+                (t.to(device, dtype, copy=True) for t in tensors),
+            )
             with torch.no_grad():
                 delta = linear(x, layer.to(device, dtype), None, True) if K else None
                 y = add_norm(before, delta, norm.to(device, dtype))
             return torch.stack([before, y]).cpu().double(), delta
 
-        (exact, _), (plain, _) = (apply(layers.linear, layers.add_norm, "cpu", d) for d in (torch.float64, dtype))
+        (exact, _), (plain, _) = (
+            apply(layers.linear, layers.add_norm, "cpu", d) for d in (torch.float64, dtype)
+        )
         found, delta = apply(layers.linear_triton, layers.add_norm_triton, DEVICE, dtype)
-        assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
-        assert R == 1 or not K or len(delta) == (4 if K == 1600 else 2)  # else the parts are not tested
+        assert (found - exact).abs().max() <= 2 * (
+            plain - exact
+        ).abs().max() + 1e-6 * exact.abs().max()
+        assert (
+            R == 1 or not K or len(delta) == (4 if K == 1600 else 2)
+        )  # else the parts are not tested
 
 
 @needs_triton
 @pytest.mark.parametrize("eps", [1e-6, 1e-5, 1e-2])
 def test_a_norm_adds_the_epsilon_that_it_was_given(eps):
-    """Rows of ordinary size are the same with any: 1e-6 for a model's own passed. These are so small that it decides,
-    alone and after something is added, and one is all zeros."""
-    x = torch.randn(4, 37, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-4], [3e-3], [0.1], [0]])
+    """
+    Rows of ordinary size are the same with any: 1e-6 for a model's own passed. These are so small
+    that it decides, alone and after something is added, and one is all zeros.
+    """
+    x = torch.randn(4, 37, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[1e-4], [3e-3], [0.1], [0]]
+    )
     norm = torch.nn.LayerNorm(37, eps=eps).requires_grad_(False).to(DEVICE)
     for parts in 0, 1, 3:
         exact = F.layer_norm((parts + 1) * x.double(), (37,), eps=eps)
@@ -588,7 +763,10 @@ def test_embeddings_of_tokens_and_positions():
 @pytest.mark.parametrize(("H", "Hk", "D"), [(4, 4, 16), (6, 2, 24), (1, 1, 40)])
 @pytest.mark.parametrize("R", [1, 5, 70])
 def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
-    """Heads of K taken for those of V or q, a slot of another row, tokens beyond the last that write to slot 0."""
+    """
+    Heads of K taken for those of V or q, a slot of another row, tokens beyond the last that write
+    to slot 0.
+    """
     torch.manual_seed(R)
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
     attention, x = Attention(config).requires_grad_(False), torch.randn(R, H * D)
@@ -625,8 +803,14 @@ def crash():
 
 
 def store_beyond_2_to_the_31(R: int):
-    attention, far = Attention(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=16)), 2**31 // 256
-    attention, x = attention.to(DEVICE, torch.float16).requires_grad_(False), torch.randn(R, 16, dtype=torch.float16)
+    attention, far = (
+        Attention(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=16)),
+        2**31 // 256,
+    )
+    attention, x = (
+        attention.to(DEVICE, torch.float16).requires_grad_(False),
+        torch.randn(R, 16, dtype=torch.float16),
+    )
     slots = 16 * (far + torch.arange(R)) + 5
     found = []
     for first in far, 0:
@@ -654,11 +838,19 @@ class OnGPU(SimpleNamespace):
 
 
 def test_which_products_are_ours_on_a_gpu(monkeypatch):
-    """Few rows, where launches cost most, and the head in 16 bits or of one row; all else is cuBLAS's. Would catch: a
-    limit off by one, a bias or an activation that is lost on one of the ways."""
+    """
+    Few rows, where launches cost most, and the head in 16 bits or of one row; all else is cuBLAS's.
+    Would catch: a limit off by one, a bias or an activation that is lost on one of the ways.
+    """
     monkeypatch.setattr(layers, "triton", True)
-    monkeypatch.setattr(layers, "linear_triton", lambda x, layer, activation, parts: f"ours {activation} {parts}")
-    monkeypatch.setattr(torch, "_addmm_activation", lambda bias, x, weight, use_gelu: f"cuBLAS {bias} gelu {use_gelu}")
+    monkeypatch.setattr(
+        layers, "linear_triton", lambda x, layer, activation, parts: f"ours {activation} {parts}"
+    )
+    monkeypatch.setattr(
+        torch,
+        "_addmm_activation",
+        lambda bias, x, weight, use_gelu: f"cuBLAS {bias} gelu {use_gelu}",
+    )
     monkeypatch.setattr(layers, "ACTIVATIONS", defaultdict(lambda: lambda y: f"activated {y}"))
     monkeypatch.setattr(F, "linear", lambda x, weight, bias: f"cuBLAS {bias}")
     few, many, gelu = layers.LINEAR_ROWS, layers.LINEAR_ROWS + 1, "gelu_new"
@@ -690,7 +882,9 @@ def test_keys_and_values_of_a_cpu_are_fp32():
         assert runner.kv_dtype(SimpleNamespace(wte=SimpleNamespace(weight=weight))) == wanted
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: cuBLAS and the choice between it and our kernels")
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="needs a GPU: cuBLAS and the choice between it and our kernels"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("R", [1, 256, 257, 600])
 def test_on_a_gpu_linear_layers_of_any_size_are_right(R, dtype):
@@ -713,12 +907,16 @@ def test_on_a_gpu_linear_layers_of_any_size_are_right(R, dtype):
 @needs_triton
 @pytest.mark.parametrize("chip", [101_376, 166_912, 232_448])  # an L4, an A100, an H200
 def test_tiles_fit_into_the_shared_memory(chip, monkeypatch):
-    """Tuned on an H200, the six stages of a layer of GPT-2 were too large for an L4, and heads of 256 in fp32 for an
-    H200 itself."""
+    """
+    Tuned on an H200, the six stages of a layer of GPT-2 were too large for an L4, and heads of 256
+    in fp32 for an H200 itself.
+    """
     launched = []
     for module in kernels, layers:
         monkeypatch.setattr(module, "shared_memory", lambda device: chip)
-    monkeypatch.setattr(layers, "matrix_kernel", defaultdict(lambda: lambda *_, **given: launched.append(given)))
+    monkeypatch.setattr(
+        layers, "matrix_kernel", defaultdict(lambda: lambda *_, **given: launched.append(given))
+    )
     for dtype in torch.bfloat16, torch.float32:
         for R in 2, 17, 33, 64, 65, 128, 129, 256:
             for N in 768, 3072, 50257:
@@ -727,30 +925,42 @@ def test_tiles_fit_into_the_shared_memory(chip, monkeypatch):
                 given = launched.pop()
                 tile = (given["ROWS"] + given["COLS"]) * given["BLOCK"] * dtype.itemsize
                 assert 1 <= given["num_stages"] <= chip // tile
-    stages = [kernels.stages_that_fit(torch.empty(2, 1, 1, 16, D)) for D in (64, 128, 256)]  # as compiled
+    stages = [
+        kernels.stages_that_fit(torch.empty(2, 1, 1, 16, D)) for D in (64, 128, 256)
+    ]  # as compiled
     assert stages == {101_376: [2, 2, 2], 166_912: [3, 2, 2], 232_448: [3, 3, 2]}[chip]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter compiles nothing")
 def test_nothing_compiles_after_the_first_steps():
-    """A kernel that is compiled for each width of the block tables, or number of rows, stops a server for seconds."""
+    """
+    A kernel that is compiled for each width of the block tables, or number of rows, stops a server
+    for seconds.
+    """
     for contexts in ([5], [17, 40], [300], [31, 2, 900]):
-        check_attention(Shape([(1, n) for n in contexts], len(contexts), D=64, dtype=torch.bfloat16), "triton")
+        check_attention(
+            Shape([(1, n) for n in contexts], len(contexts), D=64, dtype=torch.bfloat16), "triton"
+        )
     compiled = kernels.decode_kernel.device_caches[torch.cuda.current_device()][0]
     count = len(compiled)
     for contexts in ([6], [1999], [170, 41], [32, 200, 700], [1]):
-        check_attention(Shape([(1, n) for n in contexts], len(contexts), D=64, dtype=torch.bfloat16), "triton")
+        check_attention(
+            Shape([(1, n) for n in contexts], len(contexts), D=64, dtype=torch.bfloat16), "triton"
+        )
     assert len(compiled) == count
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Memory of the torch path
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 5000)), min_size=1, max_size=40))
 def test_length_classes_at_most_double_the_memory(lens):
-    """Padding all to the longest, one context of 4,096 among 31 short ones takes 30 times the memory it needs."""
+    """
+    Padding all to the longest, one context of 4,096 among 31 short ones takes 30 times the memory
+    it needs.
+    """
     groups = length_classes(lens)
     assert sorted(i for group in groups for i in group) == list(range(len(lens)))
     assert sum(len(group) * max(lens[i] for i in group) for group in groups) <= 2 * sum(lens)
@@ -773,23 +983,33 @@ def test_equal_decodes_are_one_gather():
 
 
 def test_block_ids_of_a_pool_beyond_2_to_the_31():
-    """Would catch: block tables, which are int32, multiplied as such. A pool of that size is not needed: the rows that
-    the torch path would read and write are numbers."""
+    """
+    Would catch: block tables, which are int32, multiplied as such. A pool of that size is not
+    needed: the rows that the torch path would read and write are numbers.
+    """
     batch = Step(Shape([(1, 18), (2, 2)], num_decodes=1, D=1, Hk=4, S=16), "torch").batch
     block = 2**27
     batch.block_tables[:, :2] = torch.tensor([[block, block + 1], [block + 2, 0]])
-    batch.slot_mapping = torch.tensor([(block + 1) * 16 + 1, (block + 2) * 16, (block + 2) * 16 + 1])
+    batch.slot_mapping = torch.tensor(
+        [(block + 1) * 16 + 1, (block + 2) * 16, (block + 2) * 16 + 1]
+    )
     num_blocks = block + 3
     plan = kernels.prepare_torch(batch, 4, torch.empty(2, num_blocks, 4, 16, 1, device="meta"))
-    of_k = [block * 64 + head * 16 for head in range(4)]  # of block 2^27, for each head: 2^33 and more
+    of_k = [
+        block * 64 + head * 16 for head in range(4)
+    ]  # of block 2^27, for each head: 2^33 and more
     firsts = of_k, [n + num_blocks * 64 for n in of_k]  # and V's
     long, short = [*range(16), 64, 65], [128, 129]
     for gather, offsets in zip(plan.gathers, (long, short), strict=True):
-        assert gather.kv_rows.tolist() == [[[[n + i for i in offsets] for n in first]] for first in firsts]
-    assert plan.store_rows.tolist() == [n + offset for first in firsts for offset in (65, 128, 129) for n in first]
+        assert gather.kv_rows.tolist() == [
+            [[[n + i for i in offsets] for n in first]] for first in firsts
+        ]
+    assert plan.store_rows.tolist() == [
+        n + offset for first in firsts for offset in (65, 128, 129) for n in first
+    ]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The pool
 
 
@@ -804,7 +1024,9 @@ def test_copies_read_all_sources_before_they_write():
 
 @pytest.mark.parametrize("S", [1, 3, 4])
 def test_the_tutorials_write_and_gather_agree_with_the_kernels(S):
-    """The post's helpers address one head of one layer; a reader may mix them with the engine's pool."""
+    """
+    The post's helpers address one head of one layer; a reader may mix them with the engine's pool.
+    """
     L, Hk, D, table, n = 2, 3, 8, [5, 0, 6, 2, 4, 1, 3], 7
     pool = KVBlockPool(7, S, L, Hk, D)
     pool.kv[:] = torch.nan
@@ -817,17 +1039,23 @@ def test_the_tutorials_write_and_gather_agree_with_the_kernels(S):
         found_k, found_v = gather_kv_from_pool(pool, table, S, n, layer=1, head=head)
         assert torch.equal(found_k, k[head]) and torch.equal(found_v, v[head])
         for p in range(n):
-            assert torch.equal(pool.kv[1, :, table[p // S], head, p % S], torch.stack([k[head, 0, p], v[head, 0, p]]))
+            assert torch.equal(
+                pool.kv[1, :, table[p // S], head, p % S],
+                torch.stack([k[head, 0, p], v[head, 0, p]]),
+            )
     assert pool.kv[0].isnan().all() and pool.kv[1].isfinite().sum() == 2 * Hk * n * D
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The model
 
 
 def paged_logits(model, kv, tables, texts, computed, new, S, backend) -> torch.Tensor:
     """One step that computes new[i] further tokens of texts[i]; logits at each of them, (T, V)."""
-    config, who = model.config, sorted(range(len(texts)), key=lambda i: new[i] > 1)  # single tokens are decodes
+    config, who = (
+        model.config,
+        sorted(range(len(texts)), key=lambda i: new[i] > 1),
+    )  # single tokens are decodes
     who = [i for i in who if new[i]]
     at = [(i, p) for i in who for p in range(computed[i], computed[i] + new[i])]
     query_lens, context_lens = [new[i] for i in who], [computed[i] + new[i] for i in who]
@@ -835,7 +1063,9 @@ def paged_logits(model, kv, tables, texts, computed, new, S, backend) -> torch.T
         tokens=torch.tensor([texts[i][p] for i, p in at]),
         positions=torch.tensor([p for _, p in at]),
         slot_mapping=torch.tensor([tables[i][p // S] * S + p % S for i, p in at]),
-        query_start=torch.tensor([sum(query_lens[:j]) for j in range(len(who) + 1)], dtype=torch.int32),
+        query_start=torch.tensor(
+            [sum(query_lens[:j]) for j in range(len(who) + 1)], dtype=torch.int32
+        ),
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
         block_tables=torch.tensor([tables[i] for i in who], dtype=torch.int32),
         rows=torch.tensor(who),
@@ -850,16 +1080,29 @@ def paged_logits(model, kv, tables, texts, computed, new, S, backend) -> torch.T
     return {i: logits[[j for j, (owner, _) in enumerate(at) if owner == i]] for i in who}
 
 
-@pytest.mark.parametrize("backend", ["torch"])  # in fp64, where a wrong token cannot hide in rounding
+@pytest.mark.parametrize(
+    "backend", ["torch"]
+)  # in fp64, where a wrong token cannot hide in rounding
 @pytest.mark.parametrize("n_kv_head", [4, 2])
 def test_paged_logits_of_chunked_prompts_equal_the_dense_models(backend, n_kv_head):
-    """Positions that restart with each chunk, layers that share a cache, logits taken from a neighbour's token."""
+    """
+    Positions that restart with each chunk, layers that share a cache, logits taken from a
+    neighbour's token.
+    """
     torch.manual_seed(0)
     config = GPTConfig(
-        vocab_size=61, context_length=64, n_layer=3, n_head=4, n_embd=32, n_kv_head=n_kv_head, activation="relu2"
+        vocab_size=61,
+        context_length=64,
+        n_layer=3,
+        n_head=4,
+        n_embd=32,
+        n_kv_head=n_kv_head,
+        activation="relu2",
     )
     model, S = GPT(config).double().eval(), 5
-    for parameter in model.parameters():  # GPT-2's initialisation is so small that all logits look alike
+    for (
+        parameter
+    ) in model.parameters():  # GPT-2's initialisation is so small that all logits look alike
         torch.nn.init.normal_(parameter, std=0.3)
     texts = [torch.randint(61, (n,)).tolist() for n in (23, 9, 31)]
     pool = KVBlockPool(21, S, config.n_layer, n_kv_head, config.head_size, dtype=torch.float64)
@@ -869,14 +1112,18 @@ def test_paged_logits_of_chunked_prompts_equal_the_dense_models(backend, n_kv_he
     found = {i: [] for i in range(3)}
     with torch.no_grad():
         for new in (7, 1, 0), (1, 4, 13), (0, 1, 1), (14, 1, 1), (1, 2, 16):
-            for i, logits in paged_logits(model, pool.kv, tables, texts, computed, new, S, backend).items():
+            for i, logits in paged_logits(
+                model, pool.kv, tables, texts, computed, new, S, backend
+            ).items():
                 found[i].append(logits)
                 computed[i] += new[i]
         assert computed == [23, 9, 31]
         for i, text in enumerate(texts):
             dense, _ = model(torch.tensor([text]))
             assert (torch.cat(found[i]) - dense[0]).abs().max() < 1e-10
-            assert (dense[0, 1:] - dense[0, :-1]).abs().amax(-1).min() > 0.01  # or taking a neighbour's shows nothing
+            assert (dense[0, 1:] - dense[0, :-1]).abs().amax(
+                -1
+            ).min() > 0.01  # or taking a neighbour's shows nothing
 
 
 @pytest.mark.parametrize("module", [kernels, paged])

@@ -1,4 +1,7 @@
-"""The engine's links to HTTP processes, without an engine: nobody waits for anybody, nothing is lost or mixed up."""
+"""
+The engine's links to HTTP processes, without an engine: nobody waits for anybody, nothing is lost
+or mixed up.
+"""
 
 import json
 import selectors
@@ -6,10 +9,10 @@ import socket
 
 import pytest
 
-import links as links_module
-from client import connect
-from links import Links, join
 from serve import listen_to_http
+from serving import links as links_module
+from serving.client import connect
+from serving.links import Links, join
 
 STATS = {"at_work": 0, "waited": []}
 
@@ -43,8 +46,11 @@ def read(sock) -> list[dict]:
 
 
 def test_a_link_that_is_behind_holds_up_nobody(links):
-    """Would catch: an engine that waits for a busy HTTP process, and with it all other processes' streams; tokens lost,
-    doubled or in another order when they are joined; memory that grows by more than the tokens."""
+    """
+    Would catch: an engine that waits for a busy HTTP process, and with it all other processes'
+    streams; tokens lost, doubled or in another order when they are joined; memory that grows by
+    more than the tokens.
+    """
     slow, quick = link_to(links), link_to(links)
     got = []
     for step in range(8_000):  # some 0.8 MB, four times what a link holds
@@ -52,7 +58,9 @@ def test_a_link_that_is_behind_holds_up_nobody(links):
             link.put_row(["a", [step], None, 7])
         tell(links)
         got += read(quick)
-    assert [message["out"] for message in got] == [[["a", [step], None, 7]] for step in range(8_000)]
+    assert [message["out"] for message in got] == [
+        [["a", [step], None, 7]] for step in range(8_000)
+    ]
     behind = links.links[0]
     assert behind.is_behind and list(behind.rows) == ["a"] and len(behind.unsent) < 1000
     behind.put_row(["b", [1], "stop", 0])  # one that came and ended in the meantime
@@ -65,11 +73,15 @@ def test_a_link_that_is_behind_holds_up_nobody(links):
         tell(links)
     assert tokens == list(range(8_000)) and rest["b"] == ["b", [1], "stop", 0]
     assert not behind.is_behind and not behind.rows
-    assert links.selector.get_key(behind.sock).events == selectors.EVENT_READ, "else the engine would never rest again"
+    assert links.selector.get_key(behind.sock).events == selectors.EVENT_READ, (
+        "else the engine would never rest again"
+    )
 
 
 def test_rows_are_joined_with_their_scores_and_their_end():
-    """A prompt's scores come with the first token, its own score with each, the reason with the last."""
+    """
+    A prompt's scores come with the first token, its own score with each, the reason with the last.
+    """
     row = ["a", [1], None, 4, [["s1"]], ["prompt"]]
     join(row, ["a", [2], None, 4, [["s2"]], None])
     join(row, ["a", [3], "length", 4, [["s3"]], None])
@@ -92,8 +104,11 @@ def test_an_error_comes_after_the_tokens_before_it(links):
 
 
 def test_links_hear_how_the_engine_is(links, monkeypatch):
-    """Who gets no tokens hears at once when work has come or gone, and else now and then, so that it knows that the
-    engine lives. Each hears of each wait in the queue once, however seldom it is told."""
+    """
+    Who gets no tokens hears at once when work has come or gone, and else now and then, so that it
+    knows that the engine lives. Each hears of each wait in the queue once, however seldom it is
+    told.
+    """
     working, idle = link_to(links), link_to(links)
     for step in range(3):
         links.links[0].put_row(["a", [step], None, 0])
@@ -110,8 +125,10 @@ def test_links_hear_how_the_engine_is(links, monkeypatch):
 
 @pytest.mark.parametrize("name", ["queries", "hits", "preemptions"])
 def test_a_count_that_has_changed_is_told_at_once(links, name):
-    """A request of another HTTP process that came and went in one step left the counters in /metrics behind until
-    there was work again (found by the simulator of the HTTP side)."""
+    """
+    A request of another HTTP process that came and went in one step left the counters in /metrics
+    behind until there was work again (found by the simulator of the HTTP side).
+    """
     idle = link_to(links)
     tell(links, **{name: 1})
     tell(links, **{name: 5})

@@ -1,6 +1,6 @@
 """
-The load generator's own arithmetic, and its streams over socket pairs: what it reports as the server's lateness must
-not be its own.
+The load generator's own arithmetic, and its streams over socket pairs: what it reports as the
+server's lateness must not be its own.
 """
 
 import json
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import load
+from serving import load
 
 
 @pytest.fixture
@@ -22,7 +22,9 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def stream():
-    """A stream of 3 tokens, due 2 s after the start at 100, with the server's end of its connection."""
+    """
+    A stream of 3 tokens, due 2 s after the start at 100, with the server's end of its connection.
+    """
     own = load.Stream(("127.0.0.1", 1), load.completion([1, 2], 3, at=2.0), 100.0)
     own.sock, server = socket.socketpair()
     with own.sock, server:
@@ -32,14 +34,22 @@ def stream():
 def test_a_request_says_how_much_and_when():
     request = load.completion([1, 2], 7, at=0.5, speed=100)
     assert (request["tokens"], request["at"], request["bytes a second"]) == (7, 0.5, 100)
-    body = {"prompt": [1, 2], "max_tokens": 7, "temperature": 0.6, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": [1, 2],
+        "max_tokens": 7,
+        "temperature": 0.6,
+        "ignore_eos": True,
+        "stream": True,
+    }
     assert request["body"] == body | {"stream_options": {"include_usage": True}}
     assert load.completion([1], 1)["bytes a second"] is None
 
 
 def test_a_row_is_measured_from_when_it_was_due(clock, stream):
-    """Not from when it was sent: a generator that is late must not make the server look early. Arrivals without a text,
-    as headers and pings, are none."""
+    """
+    Not from when it was sent: a generator that is late must not make the server look early.
+    Arrivals without a text, as headers and pings, are none.
+    """
     own, server = stream
     for seconds, data in (
         (102.5, b"HTTP/1.1 200 OK\r\n\r\n"),
@@ -63,7 +73,9 @@ def test_a_row_is_measured_from_when_it_was_due(clock, stream):
 
 def test_an_answer_that_is_not_whole_is_no_measurement(clock, stream):
     own, server = stream
-    server.sendall(b'data: {"text":"a"}\n\ndata: {"usage":{"completion_tokens":33,"total_tokens":5}}\n\n')
+    server.sendall(
+        b'data: {"text":"a"}\n\ndata: {"usage":{"completion_tokens":33,"total_tokens":5}}\n\n'
+    )
     own.read()
     with pytest.raises(ValueError, match="wanted 3 tokens, the answer ends with data: "):
         own.row()
@@ -113,7 +125,11 @@ def test_what_is_sent_is_http():
 def test_percentiles(count, wanted):
     """The value that so many in a hundred are below; in milliseconds, of seconds in any order."""
     values = [(7 + i) / 1000 for i in reversed(range(count))]
-    assert tuple(load.percentiles(values).values()) == wanted and list(load.percentiles([])) == ["p50", "p90", "p99"]
+    assert tuple(load.percentiles(values).values()) == wanted and list(load.percentiles([])) == [
+        "p50",
+        "p90",
+        "p99",
+    ]
 
 
 def test_a_run_ends_with_its_last_token():

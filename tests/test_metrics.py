@@ -1,7 +1,7 @@
 """
-What /metrics shows: each scenario says all numbers that it moves, and by how much. Nothing else may move, so a count
-taken twice, under another name, or not at all is found whichever it is. Time is the test's own: sums of seconds are
-exact.
+What /metrics shows: each scenario says all numbers that it moves, and by how much. Nothing else may
+move, so a count taken twice, under another name, or not at all is found whichever it is. Time is
+the test's own: sums of seconds are exact.
 """
 
 import re
@@ -12,10 +12,10 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from wires import House
 
-import api
-import engine as engine_module
-from engine import Engine
 from model import GPT, GPTConfig
+from serving import api
+from serving import engine as engine_module
+from serving.engine import Engine
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
 
@@ -93,11 +93,16 @@ LIMIT = "request_params_max_tokens"
 
 
 def test_the_numbers_of_one_request(house, watched):
-    """First token after 3 s, two more 0.5 s later (0.25 s each), the last one after another second."""
+    """
+    First token after 3 s, two more 0.5 s later (0.25 s each), the last one after another second.
+    """
     caller = house.ask("abcde", max_tokens=40)
     house.clock.run(3)
     house.engine.step({"0": b"x"})
-    assert watched.moved() == observed(FIRST, 3) | {"prompt_tokens_total": 5, "generation_tokens_total": 1}
+    assert watched.moved() == observed(FIRST, 3) | {
+        "prompt_tokens_total": 5,
+        "generation_tokens_total": 1,
+    }
     house.clock.run(0.5)
     house.engine.step({"0": b"yz"})
     assert watched.moved() == observed(BETWEEN, 0.25) | {"generation_tokens_total": 2}
@@ -106,11 +111,16 @@ def test_the_numbers_of_one_request(house, watched):
     assert caller.answer().status == 200
     ends = observed(WHOLE, 4.5) | observed(DECODE, 1.5) | observed(PROMPT, 5) | observed(LENGTH, 4)
     ends |= observed(LONGEST, 4) | observed(CHOICES, 1) | observed(LIMIT, 40)
-    assert watched.moved() == observed(BETWEEN, 1) | {"generation_tokens_total": 1} | ends | success("length")
+    assert watched.moved() == observed(BETWEEN, 1) | {
+        "generation_tokens_total": 1
+    } | ends | success("length")
 
 
 def test_the_numbers_of_several_choices(house, watched):
-    """A prompt counts once, lengths and times for each choice, the longest when all choices of a prompt have ended."""
+    """
+    A prompt counts once, lengths and times for each choice, the longest when all choices of a
+    prompt have ended.
+    """
     house.ask(["abc", "de"], n=2, max_tokens=7)
     house.clock.run(1)
     house.engine.step({"0": b"x", "0.1": b"y"})
@@ -119,16 +129,22 @@ def test_the_numbers_of_several_choices(house, watched):
     house.clock.run(1)
     house.engine.step({"0": b"x"}, "length")
     ends = observed(WHOLE, 2) | observed(DECODE, 1) | observed(PROMPT, 3) | observed(LENGTH, 2)
-    assert watched.moved() == observed(BETWEEN, 1) | {"generation_tokens_total": 1} | ends | success("length")
+    assert watched.moved() == observed(BETWEEN, 1) | {
+        "generation_tokens_total": 1
+    } | ends | success("length")
     house.clock.run(1)
     house.engine.step({"0.1": b"abc"}, "stop")
     ends = observed(WHOLE, 3) | observed(DECODE, 2) | observed(PROMPT, 3) | observed(LENGTH, 4)
     ends |= observed(LONGEST, 4) | observed(CHOICES, 2) | observed(LIMIT, 7)
     wanted = observed(BETWEEN, 2 / 3) | {"generation_tokens_total": 3} | ends | success("stop")
     assert watched.moved() == wanted
-    house.engine.step({"1.1": b"x"}, "length")  # the second prompt: its second choice has the first tokens
+    house.engine.step(
+        {"1.1": b"x"}, "length"
+    )  # the second prompt: its second choice has the first tokens
     ends = observed(WHOLE, 3) | observed(DECODE, 0) | observed(PROMPT, 2) | observed(LENGTH, 1)
-    assert watched.moved() == observed(FIRST, 3) | {"generation_tokens_total": 1} | ends | success("length")
+    assert watched.moved() == observed(FIRST, 3) | {"generation_tokens_total": 1} | ends | success(
+        "length"
+    )
     house.engine.step({"1": b"xy"}, "length")
     ends = observed(WHOLE, 3) | observed(DECODE, 0) | observed(PROMPT, 2) | observed(LENGTH, 2)
     ends |= observed(LONGEST, 2) | observed(CHOICES, 2) | observed(LIMIT, 7)
@@ -152,7 +168,10 @@ def test_a_chat_without_max_tokens_is_none_of_its_observations(house, watched):
 
 
 def test_a_stop_string_counts_no_token_after_it(house, watched):
-    """Generated they were, so they count as work; the answer's length is what the client was charged for."""
+    """
+    Generated they were, so they count as work; the answer's length is what the client was charged
+    for.
+    """
     house.ask("ab", max_tokens=9, stop="yz")
     house.engine.step({"0": b"xyzab"})
     moved = watched.moved()
@@ -210,7 +229,9 @@ def test_each_refusal_counts_once_by_its_status(status):
         watched = Watched(house)
         method, path, body, headers = REFUSALS[status]
         for _ in range(2):
-            caller = house.call(method, path, body, **({"Authorization": "Bearer sesame"} | headers))
+            caller = house.call(
+                method, path, body, **({"Authorization": "Bearer sesame"} | headers)
+            )
             assert caller.answer().status == status
             caller.hang_up()
         assert watched.moved() == refused(status, 2)
@@ -224,7 +245,9 @@ def test_what_is_no_http_counts_as_a_400(house, watched):
 
 def test_half_a_body_and_gone_is_no_refusal(house, watched):
     caller = house.connect()
-    caller.send(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+    caller.send(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    )
     caller.send(b"Content-Length: 99\r\n\r\n{")
     caller.hang_up()
     assert watched.moved() == {}
@@ -245,10 +268,16 @@ def test_a_bug_counts_as_a_500(house, watched):
 
 
 def test_what_the_engine_says_of_itself_is_shown(house, watched):
-    """Gauges as they are, also when they fall; totals and delays once each, under their own names."""
+    """
+    Gauges as they are, also when they fall; totals and delays once each, under their own names.
+    """
     house.engine.step(running=3, waiting=2, kv_usage=0.75, queries=20, hits=8, preemptions=1)
     gauges = {"num_requests_running": 3, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.75}
-    totals = {"prefix_cache_queries_total": 20, "prefix_cache_hits_total": 8, "num_preemptions_total": 1}
+    totals = {
+        "prefix_cache_queries_total": 20,
+        "prefix_cache_hits_total": 8,
+        "num_preemptions_total": 1,
+    }
     assert watched.moved() == gauges | totals
     house.engine.step(queries=26, hits=8, preemptions=3, waited=[0.5, 0.25], prefilled=[2.0])
     moved = {"prefix_cache_queries_total": 6, "num_preemptions_total": 2}
@@ -269,13 +298,25 @@ def test_totals_go_on_after_another_engine(house, watched):
 
 
 def test_buckets_are_those_that_a_value_is_not_above(house, watched):
-    """For each histogram: at the bound is inside. The bounds are the ones that vLLM's boards ask for."""
+    """
+    For each histogram: at the bound is inside. The bounds are the ones that vLLM's boards ask for.
+    """
     house.ask("a" * 5, max_tokens=20)
     house.clock.run(2.5)
     house.engine.step({"0": b"x"})
     house.clock.run(5)
     house.engine.step({"0": b"y"}, "length", waited=[0.3], prefilled=[480])
-    at = {FIRST: 2.5, BETWEEN: 5, WHOLE: 7.5, DECODE: 5, PROMPT: 5, LENGTH: 2, LONGEST: 2, CHOICES: 1, LIMIT: 20}
+    at = {
+        FIRST: 2.5,
+        BETWEEN: 5,
+        WHOLE: 7.5,
+        DECODE: 5,
+        PROMPT: 5,
+        LENGTH: 2,
+        LONGEST: 2,
+        CHOICES: 1,
+        LIMIT: 20,
+    }
     at |= {QUEUE: 0.3, PREFILL: 480}
     bounds = {FIRST: api.FIRST_TOKENS, BETWEEN: api.TOKEN_GAPS, CHOICES: (1, 2, 5, 10, 20)}
     bounds |= dict.fromkeys((WHOLE, DECODE, QUEUE, PREFILL), api.LATENCIES)
@@ -283,11 +324,14 @@ def test_buckets_are_those_that_a_value_is_not_above(house, watched):
     samples = shown(house)
     for name, value in at.items():
         found = {key: count for key, count in samples.items() if key.startswith(f"{name}_bucket")}
-        wanted = {f"{name}_bucket{{le={float(bound)}}}": float(value <= bound) for bound in bounds[name]}
+        wanted = {
+            f"{name}_bucket{{le={float(bound)}}}": float(value <= bound) for bound in bounds[name]
+        }
         assert found == wanted | {f"{name}_bucket{{le=+Inf}}": 1.0}
 
 
-# What the twelve panels of vLLM's Grafana board ask for (examples/observability/prometheus_grafana/grafana.json).
+# What the twelve panels of vLLM's Grafana board ask for
+# (examples/observability/prometheus_grafana/grafana.json).
 GRAFANA_BOARD = {
     "E2E Request Latency": "e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum "
     "e2e_request_latency_seconds_count",
@@ -316,7 +360,10 @@ def names():
 
 @pytest.mark.parametrize("panel", GRAFANA_BOARD)
 def test_the_panels_of_vllms_grafana_board_have_their_metrics(panel, names):
-    """Of its twelve panels four stayed empty: prompt and generation length, prefill and decode time, longest choice."""
+    """
+    Of its twelve panels four stayed empty: prompt and generation length, prefill and decode time,
+    longest choice.
+    """
     assert names >= set(GRAFANA_BOARD[panel].split())
 
 
@@ -331,16 +378,21 @@ VLLMS_BOUNDS = {
 @pytest.mark.parametrize("name", VLLMS_BOUNDS)
 def test_vllms_bounds_are_there_and_in_order(name):
     bounds = list(getattr(api, name))
-    assert bounds == sorted(set(bounds)) and set(bounds) >= set(map(float, VLLMS_BOUNDS[name].split()))
+    assert bounds == sorted(set(bounds)) and set(bounds) >= set(
+        map(float, VLLMS_BOUNDS[name].split())
+    )
     assert api.LENGTHS[:7] == [1, 2, 5, 10, 20, 50, 100] and api.LENGTHS[-1] == 500_000
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # With the real engine behind it
 
 
 class Link:
-    """The engine's end of the link to the one HTTP process: what is put waits for `house.engine` to say it."""
+    """
+    The engine's end of the link to the one HTTP process: what is put waits for `house.engine` to
+    say it.
+    """
 
     number = 0
 
@@ -361,7 +413,9 @@ class Driven:
     def __init__(self, house: House, **sizes):
         self.house = house
         torch.manual_seed(0)
-        model = GPT(GPTConfig(vocab_size=257, context_length=64, n_layer=1, n_head=2, n_embd=16)).eval()
+        model = GPT(
+            GPTConfig(vocab_size=257, context_length=64, n_layer=1, n_head=2, n_embd=16)
+        ).eval()
         self.engine = Engine(model, block_size=4, check=True, **sizes)
         self.link = Link()
         self.links = SimpleNamespace(links={0: self.link})
@@ -393,9 +447,15 @@ def driven_house(monkeypatch):
         yield house
 
 
-def gauges(running: float | None, waiting: float | None, usage: float | None) -> dict[str, float | None]:
+def gauges(
+    running: float | None, waiting: float | None, usage: float | None
+) -> dict[str, float | None]:
     """As `Watched.moved` has them, that is without those that are 0."""
-    return {"num_requests_running": running, "num_requests_waiting": waiting, "kv_cache_usage_perc": usage}
+    return {
+        "num_requests_running": running,
+        "num_requests_waiting": waiting,
+        "kv_cache_usage_perc": usage,
+    }
 
 
 def shows(moved: dict[str, float], wanted: dict[str, float]) -> bool:
@@ -405,12 +465,18 @@ def shows(moved: dict[str, float], wanted: dict[str, float]) -> bool:
 def usage(answer) -> tuple[int, int, int]:
     """Prompt tokens, completion tokens and cached ones of an answer."""
     counts = answer.json["usage"]
-    return counts["prompt_tokens"], counts["completion_tokens"], counts["prompt_tokens_details"]["cached_tokens"]
+    return (
+        counts["prompt_tokens"],
+        counts["completion_tokens"],
+        counts["prompt_tokens_details"]["cached_tokens"],
+    )
 
 
 def test_the_numbers_of_a_real_engine(driven_house):
-    """Ten blocks of 4 tokens and two rows: what runs, waits, is held, looked up and found, a step at a time, and
-    nothing running, waiting or held in the end: what is only cached is free."""
+    """
+    Ten blocks of 4 tokens and two rows: what runs, waits, is held, looked up and found, a step at a
+    time, and nothing running, waiting or held in the end: what is only cached is free.
+    """
     house = driven_house
     driven = Driven(house, num_blocks=10, max_num_seqs=2, token_budget=32)
     watched = Watched(house)
@@ -439,12 +505,17 @@ def test_the_numbers_of_a_real_engine(driven_house):
 
 
 def test_preemptions_count_and_are_no_hits(driven_house):
-    """Four blocks of 4 for two texts that grow to three: the later one goes back to the queue, once, and computes its
-    tokens again. What it then finds of its own is nothing that its client was spared."""
+    """
+    Four blocks of 4 for two texts that grow to three: the later one goes back to the queue, once,
+    and computes its tokens again. What it then finds of its own is nothing that its client was
+    spared.
+    """
     house = driven_house
     driven = Driven(house, num_blocks=4, max_num_seqs=2, token_budget=32)
     watched = Watched(house)
-    callers = [house.ask(list(range(start, start + 7)), max_tokens=4, temperature=0) for start in (1, 100)]
+    callers = [
+        house.ask(list(range(start, start + 7)), max_tokens=4, temperature=0) for start in (1, 100)
+    ]
     while house.choices:
         driven.step()
     assert [usage(caller.answer()) for caller in callers] == [(7, 4, 0), (7, 4, 0)]
@@ -452,7 +523,9 @@ def test_preemptions_count_and_are_no_hits(driven_house):
     assert moved["num_preemptions_total"] == 1 and moved["prompt_tokens_total"] == 14
     assert moved["generation_tokens_total"] == 8 and not moved.keys() & GAUGES
     assert shows(moved, observed(QUEUE, 0, 0))
-    assert moved["prefix_cache_queries_total"] == 7 + 7 + 9 and moved["prefix_cache_hits_total"] == 4
+    assert (
+        moved["prefix_cache_queries_total"] == 7 + 7 + 9 and moved["prefix_cache_hits_total"] == 4
+    )
 
 
 def test_nothing_runs_after_the_last_client_hung_up(driven_house):
@@ -471,8 +544,11 @@ def test_nothing_runs_after_the_last_client_hung_up(driven_house):
 
 
 def test_a_key_has_a_prefix_cache_of_its_own_for_all_its_choices(monkeypatch):
-    """Three choices on one row: two wait, and look their prompt up. They find what their own key has computed, 8 of
-    9 tokens; another key's first choice finds nothing. Waiting choices once had no salt, and shared with all."""
+    """
+    Three choices on one row: two wait, and look their prompt up. They find what their own key has
+    computed, 8 of 9 tokens; another key's first choice finds nothing. Waiting choices once had no
+    salt, and shared with all.
+    """
     with House("--max-num-seqs", "1", keys=["sesame", "simsim"]) as house:
         monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=house.clock.time))
         driven = Driven(house, num_blocks=20, max_num_seqs=1, token_budget=32)
@@ -487,14 +563,19 @@ def test_a_key_has_a_prefix_cache_of_its_own_for_all_its_choices(monkeypatch):
 
 
 def test_the_queue_is_as_long_as_the_flag_says_with_the_real_engine(driven_house):
-    """Calls that arrive together, from which none has been told of the others: two run, three wait, and each of the
-    others is a 429, whether this process or the engine counts them; then all five are answered, and there is room."""
+    """
+    Calls that arrive together, from which none has been told of the others: two run, three wait,
+    and each of the others is a 429, whether this process or the engine counts them; then all five
+    are answered, and there is room.
+    """
     house = driven_house
     driven = Driven(house, num_blocks=40, max_num_seqs=2, token_budget=32)
     callers = [house.ask("abc", max_tokens=2, n=n) for n in (1, 2, 1, 2, 1, 1)]
     driven.step()
     assert [caller.answer().status for caller in callers if caller.said] == [429, 429]
-    house.service.check_room = lambda count: None  # another process's call, of which this one knows nothing
+    house.service.check_room = lambda count: (
+        None
+    )  # another process's call, of which this one knows nothing
     late = house.ask("abc", max_tokens=2)
     driven.step()
     assert late.answer().status == 429

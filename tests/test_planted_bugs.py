@@ -1,6 +1,7 @@
 """
-Do the tests notice? Each bug of planted_bugs.toml is planted into a copy of the repo, and the test that it names must
-then fail, for the reason that it names. No test exists for the sake of that table.
+Do the tests notice? Each bug of planted_bugs.toml is planted into a copy of the repo, and the test
+that it names must then fail, for the reason that it names. No test exists for the sake of that
+table.
 """
 
 import tempfile
@@ -16,7 +17,9 @@ import test_paged
 pytestmark = pytest.mark.slow
 
 FILES = tomllib.loads((Path(__file__).parent / "planted_bugs.toml").read_text())
-BUGS = {f"{file}: {bug['title']}": bug | {"file": file} for file, bugs in FILES.items() for bug in bugs}
+BUGS = {
+    f"{file}: {bug['title']}": bug | {"file": file} for file, bugs in FILES.items() for bug in bugs
+}
 TESTS = sorted({bug["test"] for bug in BUGS.values()})
 
 
@@ -32,7 +35,10 @@ def forks(tmp_path_factory):
 
 @pytest.fixture
 def repo():
-    """A copy of it, under a short name: the tests put sockets beside it, whose path has room for 107 bytes."""
+    """
+    A copy of it, under a short name: the tests put sockets beside it, whose path has room for 107
+    bytes.
+    """
     with tempfile.TemporaryDirectory() as folder:
         yield copy_repo(Path(folder) / "repo")
 
@@ -46,7 +52,9 @@ def test_without_a_bug_they_pass(file, forks, repo):
 
 @pytest.mark.parametrize("title", BUGS)
 def test_a_planted_bug_fails_its_test(title, forks, repo):
-    """Would catch: tests that pass whatever the code does, or fail for another reason than the bug."""
+    """
+    Would catch: tests that pass whatever the code does, or fail for another reason than the bug.
+    """
     bug = BUGS[title]
     plant(repo / bug["file"], bug["right"], bug["wrong"])
     status, output = forks.run(repo, [bug["test"]])
@@ -57,4 +65,6 @@ def test_a_planted_bug_fails_its_test(title, forks, repo):
 def test_every_bug_is_one_of_code_that_users_run():
     """A bug in a test would prove nothing; nor would the same one twice."""
     assert all((ROOT / file).is_file() and "test" not in file for file in FILES)
-    assert len({(bug["file"], bug["right"], bug["wrong"]) for bug in BUGS.values()}) == len(BUGS) >= 60
+    assert (
+        len({(bug["file"], bug["right"], bug["wrong"]) for bug in BUGS.values()}) == len(BUGS) >= 60
+    )

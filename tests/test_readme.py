@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 import bench
-import chat
-import connection
-import encoder
-import protocol
 import serve
 import tokenizer
-from engine import Engine
+from serving import chat, connection, encoder, protocol
+from serving.engine import Engine
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -28,7 +25,9 @@ def test_the_tour_names_every_file_at_the_root():
     """A file that is not in the tour is a room without a door."""
     told = {name for name, _ in TOUR}
     assert told >= {path.name for path in ROOT.glob("*.py")}
-    assert all((ROOT / name).exists() for name in told), f"gone: {[n for n in told if not (ROOT / n).exists()]}"
+    assert all((ROOT / name).exists() for name in told), (
+        f"gone: {[n for n in told if not (ROOT / n).exists()]}"
+    )
 
 
 @pytest.mark.parametrize(("name", "lines"), TOUR)
@@ -36,7 +35,9 @@ def test_line_counts_are_true(name, lines):
     """Prose drifts from code; within 5% it is still true."""
     files = [ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("*.py"))
     real = sum(len(path.read_text().splitlines()) for path in files)
-    assert abs(real - int(lines)) <= 0.05 * real, f"{name} has {real} lines, the README says {lines}"
+    assert abs(real - int(lines)) <= 0.05 * real, (
+        f"{name} has {real} lines, the README says {lines}"
+    )
 
 
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
@@ -56,7 +57,7 @@ def test_make_targets_exist():
         assert f"\n{target}:" in makefile, f"no make {target}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # make run, with stand-ins for what takes minutes
 
 PYTHON = """#!/bin/sh
@@ -73,7 +74,10 @@ SERVE = "serve.py --model out/stdlib"
 
 @pytest.fixture
 def make(tmp_path):
-    """Runs `make run` where packages are installed; training writes these files. Returns what was called, and make."""
+    """
+    Runs `make run` where packages are installed; training writes these files. Returns what was
+    called, and make.
+    """
     if shutil.which("make") is None:
         pytest.skip("make is not installed: `make run` is untested")
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -87,8 +91,12 @@ def make(tmp_path):
     def make(training: str) -> tuple[list[str], subprocess.CompletedProcess]:
         (tmp_path / "training").write_text(training)
         (tmp_path / "calls").write_text("")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-        done = subprocess.run(["make", "run"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+        }
+        done = subprocess.run(
+            ["make", "run"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         return (tmp_path / "calls").read_text().splitlines(), done
 
     return make
@@ -103,8 +111,10 @@ def test_make_run_trains_once_and_then_serves(make):
 
 
 def test_make_run_goes_on_with_a_training_that_was_stopped(make):
-    """train.py ends well when it is asked to stop: `make run` then served what had been learnt by the way. Stopped once
-    more it still goes on; a folder without a state to go on from is begun anew."""
+    """
+    train.py ends well when it is asked to stop: `make run` then served what had been learnt by the
+    way. Stopped once more it still goes on; a folder without a state to go on from is begun anew.
+    """
     for training, call in ("config.json", TRAIN), (LEARNT, TRAIN), (LEARNT, RESUME):
         calls, done = make(training)
         assert calls == [call] and done.returncode != 0
@@ -127,13 +137,20 @@ def test_numbers_in_prose():
     assert f"num_blocks={blocks}" in picture and requests == "nine" and "range(9)" in picture
 
 
-# the beginning of a row in the README's table of limits, and what its second column says, from where the limit is kept
+# the beginning of a row in the README's table of limits, and what its second column says, from
+# where the limit is kept
 LIMITS = [
-    ("CPU time and memory to encode", f"{encoder.JOB_SECONDS} s (4 MiB take 1 to 5), {encoder.JOB_MEMORY >> 30} GiB"),
+    (
+        "CPU time and memory to encode",
+        f"{encoder.JOB_SECONDS} s (4 MiB take 1 to 5), {encoder.JOB_MEMORY >> 30} GiB",
+    ),
     ("text that a chat template makes", f"{chat.MAX_RENDERED >> 20} Mi characters"),
     ("texts that wait to be encoded", f"{encoder.MAX_WAITING >> 20} Mi characters"),
     ("tokens that `/tokenize` spells out", f"{encoder.MAX_NAMES:,}"),
-    ("a request's head with its trailers", f"{connection.MAX_HEAD >> 10} KiB, {connection.MAX_HEADERS} headers"),
+    (
+        "a request's head with its trailers",
+        f"{connection.MAX_HEAD >> 10} KiB, {connection.MAX_HEADERS} headers",
+    ),
     ("requests that wait behind another", f"{connection.MAX_PIPELINED}"),
     ("log-probabilities in one answer", f"{protocol.MAX_SCORES:,}: tokens"),
     ("`allowed_token_ids`", f"{protocol.MAX_ALLOWED:,}: different ids"),
@@ -154,10 +171,17 @@ def test_limits_are_as_told(begins, says):
 
 
 def test_limits_that_are_flags_have_the_defaults_that_are_told():
-    table = README[README.index("| limit | value") : README.index("A request that its head alone refuses")]
+    table = README[
+        README.index("| limit | value") : README.index("A request that its head alone refuses")
+    ]
     told = re.findall(r"`--([\w-]+) (\d+)`", table)
     args = vars(serve.parse_args([]))
     assert len(told) == 6
-    assert {name: float(number) for name, number in told} == {name: args[name.replace("-", "_")] for name, _ in told}
-    prose = f"Texts of more than {encoder.SHORT:,} characters and all chat templates", "A run of more than "
+    assert {name: float(number) for name, number in told} == {
+        name: args[name.replace("-", "_")] for name, _ in told
+    }
+    prose = (
+        f"Texts of more than {encoder.SHORT:,} characters and all chat templates",
+        "A run of more than ",
+    )
     assert prose[0] in README and f"{prose[1]}{tokenizer.MAX_BLANKS:,} blanks" in README

@@ -1,11 +1,11 @@
 """
-The device's side of a step: whatever the runner pads, replays or computes by other kernels, the answers are the dense
-model's.
+The device's side of a step: whatever the runner pads, replays or computes by other kernels, the
+answers are the dense model's.
 
-A `Scenario` lets requests of every kind come, hang up and fail while others run, and judges each token, score and
-log-probability that the engine gives out by the dense model's logits of the same text (oracle.py). The same events run
-in plain torch, with the padding of a GPU, with graphs that are replayed, in Triton's interpreter and, where there is
-one, on a GPU.
+A `Scenario` lets requests of every kind come, hang up and fail while others run, and judges each
+token, score and log-probability that the engine gives out by the dense model's logits of the same
+text (oracle.py). The same events run in plain torch, with the padding of a GPU, with graphs that
+are replayed, in Triton's interpreter and, where there is one, on a GPU.
 """
 
 import random
@@ -20,33 +20,40 @@ import pytest
 import torch
 
 import kernels
-import layers
 import model as model_module
-import runner as runner_module
-import sampling
-from engine import Engine, Output
 from model import GPT, GPTConfig
 from paged import Plan, Request
-from runner import Runner, padded_steps
-from sampling import SamplingParams
+from serving import fused as layers
+from serving import runner as runner_module
+from serving import sampling
+from serving.engine import Engine, Output
+from serving.runner import Runner, padded_steps
+from serving.sampling import SamplingParams
 from test_paged import CONTEXT, VOCABULARY, assert_idle, new_engine, prompt, trained_model
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a GPU does, on a CPU
 
 
 def prepare_from_device(batch: kernels.Batch, H: int, kv: torch.Tensor, window: int = 0):
-    """As `prepare_torch`, for a replayed step: what the host's lists say was true when the step was captured."""
+    """
+    As `prepare_torch`, for a replayed step: what the host's lists say was true when the step was
+    captured.
+    """
     batch.context_lens_host = batch.context_lens.tolist()
     batch.query_lens_host = batch.query_start.diff().tolist()
     return kernels.prepare_torch(batch, H, kv, window)
 
 
 class Replay:
-    """In the place of a CUDA graph: the same step again, from the same inputs into the same outputs."""
+    """
+    In the place of a CUDA graph: the same step again, from the same inputs into the same outputs.
+    """
 
     def __init__(self, runner: Runner, key: tuple[int, int, int]):
-        inputs = sampling.upload(runner.inputs(Plan(), *key), runner.device, to=runner.static_inputs)
+        inputs = sampling.upload(
+            runner.inputs(Plan(), *key), runner.device, to=runner.static_inputs
+        )
         self.step = partial(runner.compute, inputs, *key)
         self.outputs = [x.clone() for x in self.step()]
 
@@ -76,7 +83,9 @@ def capture(engine: Engine):
 
     def launch_and_copy(plan: Plan):
         flight = launch(plan)
-        flight.tokens = flight.tokens.clone()  # a GPU copies them to the host before the next replay
+        flight.tokens = (
+            flight.tokens.clone()
+        )  # a GPU copies them to the host before the next replay
         return flight
 
     runner.launch = launch_and_copy
@@ -97,7 +106,7 @@ def use_triton(monkeypatch):
     monkeypatch.setattr(model_module, "project_qkv", project_qkv)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Requests that come and go
 
 
@@ -143,7 +152,8 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 class Scenario:
     """
-    Random requests, aborts and failures, as `seed` says: `run` takes `steps` steps and then waits for the last answer.
+    Random requests, aborts and failures, as `seed` says: `run` takes `steps` steps and then waits
+    for the last answer.
     """
 
     def __init__(self, engine: Engine, seed: int, dense=None):
@@ -183,10 +193,22 @@ class Scenario:
         if rng.random() < 0.5:
             text[-1] = rng.randrange(VOCABULARY)
         params, scored = random_params(rng), rng.choice([None, None, 0, 2])
-        self.add(id, text, params, n, prompt_logprobs=scored, cache_salt=rng.choice(["", "", "salt"]))
+        self.add(
+            id, text, params, n, prompt_logprobs=scored, cache_salt=rng.choice(["", "", "salt"])
+        )
 
-    def add(self, id: str, text: list[int], params: SamplingParams, n=1, prompt_logprobs=None, cache_salt=""):
-        request = self.engine.add_request(id, text, params, n=n, prompt_logprobs=prompt_logprobs, cache_salt=cache_salt)
+    def add(
+        self,
+        id: str,
+        text: list[int],
+        params: SamplingParams,
+        n=1,
+        prompt_logprobs=None,
+        cache_salt="",
+    ):
+        request = self.engine.add_request(
+            id, text, params, n=n, prompt_logprobs=prompt_logprobs, cache_salt=cache_salt
+        )
         self.counts["requests"] += 1
         for choice in range(n):
             name = f"{id}.{choice}" if choice else id
@@ -238,7 +260,9 @@ class Scenario:
         assert len(output.tokens) == 1
         client.tokens += output.tokens
         if output.prompt_logprobs is not None:
-            assert client.prompt_scores is None and len(client.tokens) == 1, "scores come once, with the first token"
+            assert client.prompt_scores is None and len(client.tokens) == 1, (
+                "scores come once, with the first token"
+            )
             client.prompt_scores = output.prompt_logprobs
         client.logprobs.append(output.logprobs)
         if output.finish_reason:
@@ -257,7 +281,9 @@ class Scenario:
             texts = {"prompt": client.prompt, "generated": tokens[:i], "stops": client.stops}
             near = {"rounding": 1e-4, "choice": client.choice}
             possible = oracle.possible_tokens(logits[P - 1 + i], p, P + i, **texts, **near)
-            assert token in possible, f"{id} got {token} as token {i}, the dense model has {possible}: {client}"
+            assert token in possible, (
+                f"{id} got {token} as token {i}, the dense model has {possible}: {client}"
+            )
         self.counts["tokens"] += len(tokens)
         self.counts["ties"] += oracle.counts["ties"] - before
         may_stop = [token in client.stops and i >= p.min_tokens for i, token in enumerate(tokens)]
@@ -291,9 +317,13 @@ class Scenario:
 
 
 needs_interpreter = pytest.mark.skipif(
-    not kernels.INTERPRETED, reason="needs Triton's interpreter; where there is a GPU, a test below runs the same on it"
+    not kernels.INTERPRETED,
+    reason="needs Triton's interpreter; where there is a GPU, a test below runs the same on it",
 )
-SIZES = {"max_num_seqs": 6, "token_budget": 16}  # small: prompts come in chunks, and choices wait for rows
+SIZES = {
+    "max_num_seqs": 6,
+    "token_budget": 16,
+}  # small: prompts come in chunks, and choices wait for rows
 
 
 FAST = [(None, True, 15), (pad, False, 15), (capture, True, 15), (capture, False, 60)]
@@ -305,7 +335,10 @@ def cases() -> list:
     """A few seconds of them, and the others in `make test-all`."""
     quick = [pytest.param(*case, 60, marks=on_a_cpu(case), id=case_id(case)) for case in FAST]
     slow = [pytest.mark.slow]
-    return quick + [pytest.param(*case, 3000, marks=on_a_cpu(case) + slow, id=case_id(case) + "-long") for case in ALL]
+    return quick + [
+        pytest.param(*case, 3000, marks=on_a_cpu(case) + slow, id=case_id(case) + "-long")
+        for case in ALL
+    ]
 
 
 def on_a_cpu(case: tuple) -> list:
@@ -320,8 +353,9 @@ def case_id(case: tuple) -> str:
 @pytest.mark.parametrize(("ready", "overlap", "num_blocks", "steps"), cases())
 def test_whatever_happens_the_answers_are_the_dense_models(ready, overlap, num_blocks, steps):
     """
-    Would catch: a row of the padding that is somebody's, inputs of the step before replayed, a row that keeps what it
-    was told of its last owner, scores of a neighbour, a copy that comes too late, a chunk that samples too early.
+    Would catch: a row of the padding that is somebody's, inputs of the step before replayed, a row
+    that keeps what it was told of its last owner, scores of a neighbour, a copy that comes too
+    late, a chunk that samples too early.
     """
     engine = new_engine(trained_model(), overlap=overlap, num_blocks=num_blocks, **SIZES)
     if ready:
@@ -339,11 +373,13 @@ def test_whatever_happens_the_answers_are_the_dense_models(ready, overlap, num_b
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_a_few_steps_of_kernels_alone_are_the_dense_models(monkeypatch):
     """
-    The whole of a GPU's step in the interpreter: chunks, decodes, both, and their padding. Would catch: a kernel that
-    is right alone, but not with what its neighbours hand it.
+    The whole of a GPU's step in the interpreter: chunks, decodes, both, and their padding. Would
+    catch: a kernel that is right alone, but not with what its neighbours hand it.
     """
     use_triton(monkeypatch)
-    config = GPTConfig(VOCABULARY, CONTEXT, n_layer=1, n_head=2, n_embd=32, n_kv_head=1, layer_norm_epsilon=0.01)
+    config = GPTConfig(
+        VOCABULARY, CONTEXT, n_layer=1, n_head=2, n_embd=32, n_kv_head=1, layer_norm_epsilon=0.01
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = GPT(config).requires_grad_(False).eval()
@@ -352,7 +388,9 @@ def test_a_few_steps_of_kernels_alone_are_the_dense_models(monkeypatch):
     engine = new_engine(model, attention="triton", num_blocks=12, max_num_seqs=2, token_budget=6)
     pad(engine)
     scenario = Scenario(engine, seed=3)
-    params = SamplingParams(temperature=1.7, top_p=0.9, min_p=0.02, max_tokens=3, seed=5, logprobs=2)
+    params = SamplingParams(
+        temperature=1.7, top_p=0.9, min_p=0.02, max_tokens=3, seed=5, logprobs=2
+    )
     scenario.add("a", prompt(0, 7), params)
     scenario.step()
     scenario.add("b", prompt(1, 2), replace(params, presence_penalty=1.0), prompt_logprobs=1)
@@ -360,7 +398,9 @@ def test_a_few_steps_of_kernels_alone_are_the_dense_models(monkeypatch):
     assert scenario.counts["tokens"] == 6
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA graphs, and kernels compiled for it")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: CUDA graphs, and kernels compiled for it"
+)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "launches"])
 @pytest.mark.parametrize("num_blocks", [15, 60])
 def test_whatever_happens_a_gpus_answers_are_the_dense_models(num_blocks, graphs):
@@ -376,26 +416,35 @@ def test_whatever_happens_a_gpus_answers_are_the_dense_models(num_blocks, graphs
 
 
 def test_a_preempted_request_keeps_what_it_is_penalised_for():
-    """Its tokens are computed again in another row, which must be told what was generated and when a stop is banned."""
+    """
+    Its tokens are computed again in another row, which must be told what was generated and when a
+    stop is banned.
+    """
     engine = new_engine(trained_model(), num_blocks=8, watermark=0)
     scenario = Scenario(engine, seed=0)
     for i in range(2):
         text = prompt(i, 13)
         penalties = {"frequency_penalty": 1.0, "presence_penalty": 2.0, "repetition_penalty": 1.2}
         stops = {"stop_token_ids": tuple(text[5:8]), "min_tokens": 12}
-        scenario.add(f"{i}", text, SamplingParams(temperature=0, seed=i, max_tokens=16, **penalties, **stops))
+        scenario.add(
+            f"{i}", text, SamplingParams(temperature=0, seed=i, max_tokens=16, **penalties, **stops)
+        )
     scenario.run(0)
     assert engine.scheduler.num_preemptions > 0
 
 
 @needs_interpreter
 def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
-    """While the same requests decode on in their blocks, the device knows it all: an upload in each step is a third of
-    a small model's. A new block, or a request that ends, is told."""
+    """
+    While the same requests decode on in their blocks, the device knows it all: an upload in each
+    step is a third of a small model's. A new block, or a request that ends, is told.
+    """
     engine = new_engine(trained_model(), block_size=16, num_blocks=8, max_num_seqs=2)
     capture(engine)
     uploads, upload = [], runner_module.upload
-    monkeypatch.setattr(runner_module, "upload", lambda *a, **k: uploads.append(engine.num_steps) or upload(*a, **k))
+    monkeypatch.setattr(
+        runner_module, "upload", lambda *a, **k: uploads.append(engine.num_steps) or upload(*a, **k)
+    )
     for id, max_tokens in (("a", 9), ("b", 20)):
         engine.add_request(id, prompt(0, 4), SamplingParams(temperature=0, max_tokens=max_tokens))
     while engine.has_work:
@@ -404,37 +453,56 @@ def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
     assert sorted({step for step in uploads if step > 1}) == [2, 10, 14, 15]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # To what a step is padded
 
 
 def test_the_sizes_that_steps_are_padded_to():
-    """Would catch: a largest size that is missing, so that a full batch is captured for no graph; one that no batch
-    can reach; a budget without a key of its own."""
+    """
+    Would catch: a largest size that is missing, so that a full batch is captured for no graph; one
+    that no batch can reach; a budget without a key of its own.
+    """
     sizes, keys = padded_steps(20, 300)
     assert sizes == [1, 2, 4, 8, 16, 20]
     decodes = [(n, 0, 0) for n in sizes]
-    assert keys == [*decodes, (8, 8, 128), (20, 8, 128), (8, 8, 256), (20, 8, 256), (8, 8, 300), (20, 8, 300)]
+    assert keys == [
+        *decodes,
+        (8, 8, 128),
+        (20, 8, 128),
+        (8, 8, 256),
+        (20, 8, 256),
+        (8, 8, 300),
+        (20, 8, 300),
+    ]
     assert padded_steps(8, 0) == ([1, 2, 4, 8], [(1, 0, 0), (2, 0, 0), (4, 0, 0), (8, 0, 0)])
     assert padded_steps(1, 128)[1] == [(1, 0, 0), (1, 8, 128)]
     sizes, keys = padded_steps(256, 8192)
     assert sizes == [1, 2, 4, *range(8, 257, 8)]
     chunks = {128: 8, 256: 8, 512: 8, 1024: 16, 2048: 32, 4096: 64, 8192: 128}
-    assert set(keys[len(sizes) :]) == {(n, C, T) for n in (8, 32, 64, 128, 256) for T, C in chunks.items()}
+    assert set(keys[len(sizes) :]) == {
+        (n, C, T) for n in (8, 32, 64, 128, 256) for T, C in chunks.items()
+    }
 
 
 def planned(num_decodes: int, *chunks: int) -> Plan:
     requests = [Request(i, [1] * 2000, 5) for i in range(num_decodes + len(chunks))]
-    return Plan(decodes=requests[:num_decodes], chunks=list(zip(requests[num_decodes:], chunks, strict=True)))
+    return Plan(
+        decodes=requests[:num_decodes],
+        chunks=list(zip(requests[num_decodes:], chunks, strict=True)),
+    )
 
 
 def test_a_step_takes_the_smallest_size_that_holds_it():
-    """Would catch: a step cut to a size below its own; one padded to thousands of tokens where a hundred would do;
-    decodes padded to a key with chunks."""
+    """
+    Would catch: a step cut to a size below its own; one padded to thousands of tokens where a
+    hundred would do; decodes padded to a key with chunks.
+    """
     engine = new_engine(trained_model(), num_blocks=8)
     runner = engine.runner
     assert runner.padded_sizes(planned(3, 5)) == (3, 1, 5), "on a CPU nothing is padded"
-    runner.sizes, runner.keys = padded_steps(40, 1000)  # sizes 1, 2, 4, 8, 16, 24, 32, 40, with chunks 8, 32, 40
+    runner.sizes, runner.keys = padded_steps(
+        40, 1000
+    )  # sizes 1, 2, 4, 8, 16, 24, 32, 40, with chunks 8, 32, 40
     for plan, wanted in (
         (planned(1), (1, 0, 0)),
         (planned(3), (4, 0, 0)),
@@ -447,10 +515,13 @@ def test_a_step_takes_the_smallest_size_that_holds_it():
         (planned(9, 100, 28), (32, 8, 128)),
         (planned(33, 500, 400), (40, 15, 1000)),
         (planned(0, *[1] * 8), (8, 8, 128)),
-        # too many chunks for any key but the largest's 15, or for any at all: decodes are padded alone
+        # too many chunks for any key but the largest's 15, or for any at all: decodes are padded
+        # alone
         (planned(5, *[1] * 9), (8, 15, 1000)),
         (planned(5, *[1] * 16), (8, 16, 16)),
         (planned(0, *[1] * 16), (0, 16, 16)),
         (planned(9, 700, 400), (16, 2, 1100)),
     ):
-        assert runner.padded_sizes(plan) == wanted, f"{len(plan.decodes)} decodes, chunks {plan.chunks}"
+        assert runner.padded_sizes(plan) == wanted, (
+            f"{len(plan.decodes)} decodes, chunks {plan.chunks}"
+        )

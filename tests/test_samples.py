@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-import samples
+from training import samples
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,10 @@ import samples
         ("@cached\n", [True]),
         ("async with a as b:\n", [True]),
         ("f(1,\n  2)\n", [True]),  # two lines, one statement
-        ("f(1,\ndef g():\n    pass\n", [False, True, True]),  # never closed: the next statement is its own
+        (
+            "f(1,\ndef g():\n    pass\n",
+            [False, True, True],
+        ),  # never closed: the next statement is its own
         ("f(1))\n", [False]),
         ('"""One\n\ntwo."""\nx = 1\n', [True, True]),
         ("# x = = 3\n\n   \n", []),  # nothing to judge
@@ -49,7 +52,10 @@ def test_the_share_counts_over_all_texts():
 
 
 def test_every_statement_of_real_code_parses():
-    """The indented body of a module of the library: decorators, docstrings, try, else, continued lines."""
+    """
+    The indented body of a module of the library: decorators, docstrings, try, else, continued
+    lines.
+    """
     source = textwrap.indent(inspect.getsource(textwrap) + inspect.getsource(samples), "    ")
     verdicts = samples.judge(source)
     assert all(verdicts) and len(verdicts) > 200

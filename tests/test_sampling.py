@@ -1,8 +1,9 @@
 """
-Sampling: the noise word for word, the frequencies against the softmax, the filters against a naive reference.
+Sampling: the noise word for word, the frequencies against the softmax, the filters against a naive
+reference.
 
-Everything here is seeded, so a check of frequencies passes always or never. That it can fail is shown beside it: the
-same counts are held against the distribution of a wrong sampler.
+Everything here is seeded, so a check of frequencies passes always or never. That it can fail is
+shown beside it: the same counts are held against the distribution of a wrong sampler.
 """
 
 import math
@@ -19,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import possible_tokens
 
-import sampling
-from sampling import (
+from serving import sampling
+from serving.sampling import (
     GREEDY,
     Row,
     SamplingParams,
@@ -35,7 +36,8 @@ from sampling import (
     triton,
 )
 
-# On a GPU every test here runs there, the kernels compiled; elsewhere Triton's interpreter runs them on CPU tensors.
+# On a GPU every test here runs there, the kernels compiled; elsewhere Triton's interpreter runs
+# them on CPU tensors.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
 PATHS = [sampling.sample_torch, pytest.param(sampling.sample_triton, marks=needs_triton)]
@@ -51,7 +53,7 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Philox
 
 
@@ -84,7 +86,10 @@ KNOWN_ANSWERS = [  # counter, key, answer: those of Random123, the authors' own 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
 def test_philox_gives_the_known_answers(counter, key, answer):
-    """Another generator would be random too, but other backends and other readers could not repeat its tokens."""
+    """
+    Another generator would be random too, but other backends and other readers could not repeat its
+    tokens.
+    """
     assert philox_in_integers(counter, key) == answer
     assert philox_in_torch(counter, key) == answer
 
@@ -95,7 +100,10 @@ WORD = st.integers(0, ONES)
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(st.tuples(WORD, WORD, WORD, WORD), st.tuples(WORD, WORD))
 def test_philox_equals_integer_arithmetic(counter, key):
-    """A product of two 32-bit words fills int64 up to the sign bit: a shift that drags the sign along is wrong."""
+    """
+    A product of two 32-bit words fills int64 up to the sign bit: a shift that drags the sign along
+    is wrong.
+    """
     assert philox_in_torch(counter, key) == philox_in_integers(counter, key)
 
 
@@ -103,7 +111,9 @@ def expected_noise(seed: int, position: int, choice: int, V: int) -> list[float]
     """DESIGN's rule, in Python's own numbers."""
     noise = []
     for t in range(V):
-        words = philox_in_integers((t // 4, position, choice, 0), (seed % 2**32, (seed >> 32) % 2**32))
+        words = philox_in_integers(
+            (t // 4, position, choice, 0), (seed % 2**32, (seed >> 32) % 2**32)
+        )
         u = ((words[t % 4] >> 9) + 0.5) * 2.0**-23
         noise.append(-math.log(-math.log(u)))
     return noise
@@ -118,17 +128,27 @@ def noise(seeds, positions, choices, V):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_noise_is_the_function_that_design_states(seed):
-    """Key: all 64 bits of the seed, also of a negative one. Counter: (token // 4, position, choice, 0)."""
+    """
+    Key: all 64 bits of the seed, also of a negative one. Counter: (token // 4, position, choice,
+    0).
+    """
     found = noise([seed], [7], [3], 10)[0].tolist()
     assert found == pytest.approx(expected_noise(seed, 7, 3, 10), rel=1e-5, abs=1e-6)
 
 
 def test_every_part_of_seed_position_and_choice_gives_other_noise():
     """A seed cut to 32 bits, or a choice left out, gives two requests the same tokens."""
-    keys = [(seed, position, choice) for seed in SEEDS for position in (0, 1, 1023) for choice in (0, 1, 5)]
+    keys = [
+        (seed, position, choice)
+        for seed in SEEDS
+        for position in (0, 1, 1023)
+        for choice in (0, 1, 5)
+    ]
     rows = noise(*([key[i] for key in keys] for i in range(3)), 8)
     assert len({tuple(row) for row in rows.tolist()}) == len(keys)
-    assert len(set(noise([1], [2], [3], 1000)[0].tolist())) >= 995  # 23 bits: hardly two tokens alike
+    assert (
+        len(set(noise([1], [2], [3], 1000)[0].tolist())) >= 995
+    )  # 23 bits: hardly two tokens alike
 
 
 def test_noise_depends_neither_on_the_row_nor_on_the_batch():
@@ -143,7 +163,9 @@ def test_noise_depends_neither_on_the_row_nor_on_the_batch():
 
 
 def test_noise_of_a_token_does_not_depend_on_the_vocabulary():
-    """Four tokens share a counter, so a vocabulary that 4 does not divide must only cut off words."""
+    """
+    Four tokens share a counter, so a vocabulary that 4 does not divide must only cut off words.
+    """
     longest = noise([5], [6], [0], 12)
     for V in 1, 2, 3, 4, 5, 11:
         assert torch.equal(noise([5], [6], [0], V), longest[:, :V])
@@ -156,7 +178,7 @@ def test_noise_is_finite_at_both_ends(monkeypatch, word, u):
     assert noise([0], [0], [0], 1).item() == pytest.approx(-math.log(-math.log(u)), rel=1e-6)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Frequencies
 
 N, V = 20_000, 13
@@ -170,7 +192,9 @@ def rows_of(params: list[SamplingParams], choice: int = 0, vocab_size: int = V) 
     return rows
 
 
-def draw(params: SamplingParams, seeds: torch.Tensor, positions: torch.Tensor, logits=LOGITS) -> torch.Tensor:
+def draw(
+    params: SamplingParams, seeds: torch.Tensor, positions: torch.Tensor, logits=LOGITS
+) -> torch.Tensor:
     """One token for each pair of seed and position, all with the same logits and parameters."""
     rows = SamplingRows(len(seeds), logits.shape[-1], DEVICE)
     for name in "temperature", "top_k", "top_p", "min_p":
@@ -188,7 +212,9 @@ def lowest_kept(scores: list[float], params: SamplingParams) -> float:
     if params.top_p < 1:
         weights = [math.exp(x - ranked[0]) for x in ranked if x >= bar]
         bar = next(
-            ranked[i] for i in range(len(weights)) if math.fsum(weights[: i + 1]) >= params.top_p * math.fsum(weights)
+            ranked[i]
+            for i in range(len(weights))
+            if math.fsum(weights[: i + 1]) >= params.top_p * math.fsum(weights)
         )
     return max(bar, ranked[0] + math.log(params.min_p)) if params.min_p else bar
 
@@ -203,14 +229,18 @@ def probabilities(logits, params: SamplingParams) -> list[float]:
 
 def critical_value(df: int) -> float:
     """
-    Of chi-square at the level 0.001, by Wilson and Hilferty (1931): df (1 - 2 / (9 df) + z sqrt(2 / (9 df)))^3, where
-    z = 3.09 is the normal distribution's own. Within 2% of the tables from 3 degrees of freedom on, 3% too large for 1.
+    Of chi-square at the level 0.001, by Wilson and Hilferty (1931): df (1 - 2 / (9 df) + z sqrt(2 /
+    (9 df)))^3, where z = 3.09 is the normal distribution's own. Within 2% of the tables from 3
+    degrees of freedom on, 3% too large for 1.
     """
     return df * (1 - 2 / (9 * df) + 3.09 * math.sqrt(2 / (9 * df))) ** 3
 
 
 def fits(tokens: torch.Tensor, expected: list[float]) -> bool:
-    """Pearson's chi-square; tokens expected fewer than 5 times count as one. What should never come must never come."""
+    """
+    Pearson's chi-square; tokens expected fewer than 5 times count as one. What should never come
+    must never come.
+    """
     n, counts = len(tokens), torch.bincount(tokens, minlength=len(expected)).tolist()
     if any(count > 0 and p == 0 for count, p in zip(counts, expected, strict=True)):
         return False
@@ -218,7 +248,9 @@ def fits(tokens: torch.Tensor, expected: list[float]) -> bool:
     rare = [(count, n * p) for count, p in zip(counts, expected, strict=True) if 0 < n * p < 5]
     if rare:
         bins.append(tuple(map(sum, zip(*rare, strict=True))))
-    return sum((count - wanted) ** 2 / wanted for count, wanted in bins) < critical_value(max(1, len(bins) - 1))
+    return sum((count - wanted) ** 2 / wanted for count, wanted in bins) < critical_value(
+        max(1, len(bins) - 1)
+    )
 
 
 ALL = SamplingParams()
@@ -243,24 +275,39 @@ def test_the_critical_values_are_those_of_the_tables():
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("over", ["seeds", "positions"])
 def test_frequencies_are_those_of_the_softmax(name, over):
-    """Noise that is not Gumbel, a temperature applied twice, a filter in the wrong order, seeds that are correlated."""
-    params, many, one = CASES[name], torch.arange(N, device=DEVICE), torch.full((N,), 11, device=DEVICE)
+    """
+    Noise that is not Gumbel, a temperature applied twice, a filter in the wrong order, seeds that
+    are correlated.
+    """
+    params, many, one = (
+        CASES[name],
+        torch.arange(N, device=DEVICE),
+        torch.full((N,), 11, device=DEVICE),
+    )
     tokens = draw(params, many, one) if over == "seeds" else draw(params, one, many)
     assert fits(tokens, probabilities(LOGITS, params))
     for other in CASES:  # and the check can tell: no other case's distribution fits
         if other != name:
-            assert not fits(tokens, probabilities(LOGITS, CASES[other])), f"{name} passes for {other}"
+            assert not fits(tokens, probabilities(LOGITS, CASES[other])), (
+                f"{name} passes for {other}"
+            )
 
 
 @pytest.mark.parametrize("over", ["seeds", "positions", "choices"])
 def test_neighbours_are_independent(over):
-    """Counters that overlap give the next position, seed or fork the noise of this one, moved by some tokens."""
+    """
+    Counters that overlap give the next position, seed or fork the noise of this one, moved by some
+    tokens.
+    """
     logits, n = tensor([0.5, 0.0, -0.3, 0.2]), torch.arange(N, device=DEVICE)
     one, zero = torch.full_like(n, 11), torch.zeros_like(n)
     first = {"seeds": (n, one, zero), "positions": (one, n, zero), "choices": (n, one, zero)}[over]
     step = {"seeds": (1, 0, 0), "positions": (0, 1, 0), "choices": (0, 0, 1)}[over]
     a, b = (
-        (logits + gumbel_noise(*(x + k * dx for x, dx in zip(first, step, strict=True)), 4)).argmax(-1) for k in (0, 1)
+        (logits + gumbel_noise(*(x + k * dx for x, dx in zip(first, step, strict=True)), 4)).argmax(
+            -1
+        )
+        for k in (0, 1)
     )
     p = probabilities(logits, ALL)
     pairs = [x * y for x in p for y in p]
@@ -269,7 +316,10 @@ def test_neighbours_are_independent(over):
 
 
 def test_draws_of_a_text_use_all_words_alike():
-    """With one of Philox's four words used for four tokens, they would always come with the same noise."""
+    """
+    With one of Philox's four words used for four tokens, they would always come with the same
+    noise.
+    """
     seeds = torch.arange(N, device=DEVICE)
     rows = gumbel_noise(seeds, 0 * seeds, 0 * seeds, 8)
     assert fits(rows.argmax(-1), [1 / 8] * 8)
@@ -277,14 +327,15 @@ def test_draws_of_a_text_use_all_words_alike():
     assert correlation.abs().max() < 4 / math.sqrt(N)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The filters
 
 
 def threshold_triton(scores, top_k, top_p, min_p) -> torch.Tensor:
     """
-    What `sampling.threshold` gives, from the kernel, in several tiles a row. The kernel finds it among scores that are
-    still to be divided by their row's temperature: powers of two here, so that nothing is rounded.
+    What `sampling.threshold` gives, from the kernel, in several tiles a row. The kernel finds it
+    among scores that are still to be divided by their row's temperature: powers of two here, so
+    that nothing is rounded.
     """
     (R, V), rows = scores.shape, torch.arange(len(scores), device=DEVICE)
     width = 16 if V < 100 else 128
@@ -295,7 +346,18 @@ def threshold_triton(scores, top_k, top_p, min_p) -> torch.Tensor:
     thresholds, arrived = torch.full((2, R), torch.nan, device=DEVICE)
     scratch = torch.full((R, -(-V // width) * width), torch.nan, device=DEVICE)
     sampling.threshold_kernel[(R,)](
-        *(scores, rows, rows, params.floats, params.ints, params.bias, params.marks, thresholds, arrived, scratch),
+        *(
+            scores,
+            rows,
+            rows,
+            params.floats,
+            params.ints,
+            params.bias,
+            params.marks,
+            thresholds,
+            arrived,
+            scratch,
+        ),
         *(scores.stride(0), scratch.stride(0), V),
         EARLY=False,
         WIDTH=width,
@@ -304,7 +366,9 @@ def threshold_triton(scores, top_k, top_p, min_p) -> torch.Tensor:
 
 
 both_thresholds = pytest.mark.parametrize(
-    "threshold", [sampling.threshold, pytest.param(threshold_triton, marks=needs_triton)], ids=["torch", "triton"]
+    "threshold",
+    [sampling.threshold, pytest.param(threshold_triton, marks=needs_triton)],
+    ids=["torch", "triton"],
 )
 
 
@@ -317,7 +381,9 @@ def kept_by(threshold, scores, top_k, top_p, min_p) -> list[set[int]]:
 @both_thresholds
 @pytest.mark.parametrize("V", [1, 9, 37])
 def test_filters_equal_a_naive_reference_row_by_row(threshold, V):
-    """A filter that uses the wrong row's k, drops one token too many or too few, or tears a tie apart."""
+    """
+    A filter that uses the wrong row's k, drops one token too many or too few, or tears a tie apart.
+    """
     choose = random.Random(V)
     asked = [
         SamplingParams(
@@ -331,16 +397,25 @@ def test_filters_equal_a_naive_reference_row_by_row(threshold, V):
     scores = [[choose.randint(-few, few) / 4 for _ in range(V)] for _ in asked]
     for row in scores[::7]:  # whatever is forbidden is -inf
         row[: V // 2] = [-math.inf] * (V // 2)
-    found = kept_by(threshold, scores, *([getattr(p, name) for p in asked] for name in ("top_k", "top_p", "min_p")))
+    found = kept_by(
+        threshold,
+        scores,
+        *([getattr(p, name) for p in asked] for name in ("top_k", "top_p", "min_p")),
+    )
     compared = 0
     for i, p in enumerate(asked):
         bar = lowest_kept(scores[i], p)
         # where fp32 and Python may round to different sides, either is right
-        near = [replace(p, top_p=min(1.0, p.top_p * x), min_p=min(1.0, p.min_p * x)) for x in (1 - 1e-5, 1 + 1e-5)]
+        near = [
+            replace(p, top_p=min(1.0, p.top_p * x), min_p=min(1.0, p.min_p * x))
+            for x in (1 - 1e-5, 1 + 1e-5)
+        ]
         if all(lowest_kept(scores[i], q) in (bar, -math.inf) or p.min_p for q in near):
             compared += 1
             finite = {t for t, x in enumerate(scores[i]) if x > -math.inf}
-            assert found[i] & finite == {t for t in finite if scores[i][t] >= bar - 1e-6 * (p.min_p > 0)}, (
+            assert found[i] & finite == {
+                t for t in finite if scores[i][t] >= bar - 1e-6 * (p.min_p > 0)
+            }, (
                 p,
                 scores[i],
             )
@@ -356,14 +431,19 @@ def test_filters_at_their_edges(threshold):
 
     tie = [1.0, 2.0, 2.0, 1.0]
     assert kept(tie, 1, 1.0, 0.0) == kept(tie, 2, 1.0, 0.0) == {1, 2}
-    assert kept(tie, 3, 1.0, 0.0) == kept(tie, 4, 1.0, 0.0) == kept(tie, 0, 1.0, 0.0) == {0, 1, 2, 3}
+    assert (
+        kept(tie, 3, 1.0, 0.0) == kept(tie, 4, 1.0, 0.0) == kept(tie, 0, 1.0, 0.0) == {0, 1, 2, 3}
+    )
     steps = [0.0, 3.0, 1.0, 2.0]
     assert kept(steps, 1, 1.0, 0.0) == {1} and kept(steps, 2, 1.0, 0.0) == {1, 3}
     assert kept(steps, 3, 1.0, 0.0) == {1, 2, 3} and kept(steps, 4, 1.0, 0.0) == {0, 1, 2, 3}
     powers = [math.log(x) for x in (4, 2, 1, 1)]  # a half, a quarter, an eighth each
     assert kept(powers, 0, 0.49, 0.0) == {0} and kept(powers, 0, 0.51, 0.0) == {0, 1}
     assert kept(powers, 0, 0.74, 0.0) == {0, 1} and kept(powers, 0, 0.76, 0.0) == {0, 1, 2, 3}
-    assert kept(powers, 2, 0.66, 0.0) == {0} and kept(powers, 2, 0.67, 0.0) == {0, 1}  # two thirds of what top_k left
+    assert kept(powers, 2, 0.66, 0.0) == {0} and kept(powers, 2, 0.67, 0.0) == {
+        0,
+        1,
+    }  # two thirds of what top_k left
     assert kept(powers, 0, 1e-30, 0.0) == {0}
     assert kept(tie, 0, 1.0, 1.0) == {1, 2}
     assert kept(tie, 0, 1.0, math.exp(-1) - 1e-3) == {0, 1, 2, 3}
@@ -373,7 +453,10 @@ def test_filters_at_their_edges(threshold):
 @both_thresholds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_filters_of_a_large_vocabulary(threshold, dtype):
-    """Bounds that hold for a handful of scores only: a k beyond the lanes, a flat or a steep row, an outlier."""
+    """
+    Bounds that hold for a handful of scores only: a k beyond the lanes, a flat or a steep row, an
+    outlier.
+    """
     rows, V = 6, 300
     scores = randn(rows, V, seed=4) * tensor([[1e-3], [8.0]] * 3)
     scores[2:4, 7] = 1e30
@@ -383,14 +466,18 @@ def test_filters_of_a_large_vocabulary(threshold, dtype):
         asked = SamplingParams(top_k=k, top_p=p)
         found = threshold(scores, *(torch.full((rows,), x, device=DEVICE) for x in (k, p, 0.0)))
         for i, row in enumerate(scores.tolist()):
-            near = [lowest_kept(row, replace(asked, top_p=min(1.0, p * x))) for x in (1 - 1e-5, 1 + 1e-5)]
+            near = [
+                lowest_kept(row, replace(asked, top_p=min(1.0, p * x)))
+                for x in (1 - 1e-5, 1 + 1e-5)
+            ]
             assert near[1] <= found[i].item() <= near[0], (k, p, i)
 
 
 def test_no_filter_keeps_every_token():
     """
-    In fp32 the sum over 50,000 tokens reaches 1 before the last of them: a request with top_p 1 lost its rarest tokens
-    as soon as another one in its batch asked for a filter, so its answer depended on its neighbours.
+    In fp32 the sum over 50,000 tokens reaches 1 before the last of them: a request with top_p 1
+    lost its rarest tokens as soon as another one in its batch asked for a filter, so its answer
+    depended on its neighbours.
     """
     scores = 4 * randn(4, 50_257, seed=0)
     before = scores.cpu().double().softmax(-1).float().sort(descending=True).values.cumsum(-1)
@@ -399,7 +486,7 @@ def test_no_filter_keeps_every_token():
     assert torch.equal(drop_unlikely(scores, zero.long(), zero + 1, zero), scores)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A batch of mixed parameters
 
 
@@ -430,11 +517,16 @@ def mixed_logits() -> torch.Tensor:
 @both_paths
 @pytest.mark.parametrize("chosen", [range(8), [7, 2, 5, 0, 3], [1, 2], [0, 6], [6, 1], [3, 3, 3]])
 def test_a_mixed_batch_equals_each_request_alone(pick, chosen):
-    """Parameters by batch position instead of by row, a filter or a temperature that spills over to a neighbour."""
+    """
+    Parameters by batch position instead of by row, a filter or a temperature that spills over to a
+    neighbour.
+    """
     logits, rows, chosen = mixed_logits(), rows_of(MIXED, vocab_size=101), list(chosen)
     for position in range(3 if pick is not sampling.sample_torch else 40):
         asked, at = [MIXED[i] for i in chosen], tensor([position])
-        together = pick(logits[position][chosen], tensor(chosen), at.repeat(len(chosen)), rows, asked)
+        together = pick(
+            logits[position][chosen], tensor(chosen), at.repeat(len(chosen)), rows, asked
+        )
         assert together.tolist() == [alone(pick, i, position) for i in chosen]
         for i, token in zip(chosen, together.tolist(), strict=True):
             if MIXED[i].temperature == 0:
@@ -445,7 +537,10 @@ def test_a_mixed_batch_equals_each_request_alone(pick, chosen):
 def test_the_choice_index_of_a_row_reaches_the_noise(pick):
     """Forks of one request with one seed would all continue alike."""
     logits, one = torch.zeros(1, 1000, device=DEVICE), tensor([0])
-    tokens = [pick(logits, one, one + 3, rows_of([ALL], i, vocab_size=1000), [ALL]).item() for i in range(5)]
+    tokens = [
+        pick(logits, one, one + 3, rows_of([ALL], i, vocab_size=1000), [ALL]).item()
+        for i in range(5)
+    ]
     assert len(set(tokens)) == 5
 
 
@@ -456,13 +551,17 @@ def test_hardly_any_temperature_means_the_most_likely_token(pick, temperature, t
     """Divided by 1e-40, all positive logits are infinite, and the first of them won."""
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=1)
     logits = tensor([[1.0, 5.0, 3.0, -2.0]])
-    assert pick(logits, tensor([0]), tensor([0]), rows_of([params], vocab_size=4), [params]).tolist() == [1]
+    assert pick(
+        logits, tensor([0]), tensor([0]), rows_of([params], vocab_size=4), [params]
+    ).tolist() == [1]
 
 
 @both_paths
 @pytest.mark.parametrize(("penalty", "wanted"), [(1e-300, 1), (1e300, 2)])
 def test_a_penalty_beyond_single_precision_leaves_a_token(pick, penalty, wanted):
-    """In fp32 it is 0 or infinite: a logit over it is no number, and the request ended with an error."""
+    """
+    In fp32 it is 0 or infinite: a logit over it is no number, and the request ended with an error.
+    """
     params, rows = replace(GREEDY, repetition_penalty=penalty), SamplingRows(1, 4, DEVICE)
     rows.set(Row(0, params, 0, prompt_tokens=[1, 3], generated_tokens=[0]))
     logits = tensor([[0.0, 5.0, 3.0, -2.0]])
@@ -472,13 +571,17 @@ def test_a_penalty_beyond_single_precision_leaves_a_token(pick, penalty, wanted)
 @both_paths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tie_goes_to_the_lowest_token(monkeypatch, pick, dtype):
-    """A reduction in the order of arrival makes greedy answers differ from run to run. Within a lane, a tile and a
-    program there are ties here, and between programs."""
+    """
+    A reduction in the order of arrival makes greedy answers differ from run to run. Within a lane,
+    a tile and a program there are ties here, and between programs.
+    """
     shrink_tiles(monkeypatch, width=64, quads=16)
     logits = torch.zeros(3, 300, device=DEVICE, dtype=dtype)
     logits[0, [299, 131, 130]], logits[1, [64, 7, 298]] = 2.0, 2.0
     places = torch.arange(3, device=DEVICE)
-    assert pick(logits, places, places, rows_of([GREEDY] * 3, vocab_size=300), [GREEDY] * 3).tolist() == [130, 7, 0]
+    assert pick(
+        logits, places, places, rows_of([GREEDY] * 3, vocab_size=300), [GREEDY] * 3
+    ).tolist() == [130, 7, 0]
 
 
 @both_paths
@@ -493,11 +596,20 @@ def test_half_precision_logits_are_sampled_in_single(pick):
 
 @both_paths
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("params", [GREEDY, ALL, SamplingParams(top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0)])
+@pytest.mark.parametrize(
+    "params", [GREEDY, ALL, SamplingParams(top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0)]
+)
 def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
-    """A model that overflowed went on with token 0, or with the NaN's place, and nobody heard of it."""
+    """
+    A model that overflowed went on with token 0, or with the NaN's place, and nobody heard of it.
+    """
     logits = randn(6, 50, seed=3)
-    logits[0, 49], logits[1], logits[2, 5], logits[3, :49] = torch.nan, -torch.inf, torch.inf, -torch.inf
+    logits[0, 49], logits[1], logits[2, 5], logits[3, :49] = (
+        torch.nan,
+        -torch.inf,
+        torch.inf,
+        -torch.inf,
+    )
     logits[4, [0, 17]] = torch.nan
     rows, places = rows_of([params] * 6, vocab_size=50), torch.arange(6, device=DEVICE)
     tokens = pick(logits, places, places, rows, [params] * 6).tolist()
@@ -506,7 +618,7 @@ def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
     assert counted == ([0, 0, 0, 1, 0, 1] if params.penalises else [0] * 6)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Bias, bans, penalties
 
 
@@ -534,7 +646,9 @@ ADJUSTED = {
     "frequency": replace(GREEDY, frequency_penalty=0.7),
     "repetition": replace(GREEDY, repetition_penalty=1.9),
     "repetition below 1": replace(GREEDY, repetition_penalty=0.4),
-    "all penalties": replace(GREEDY, presence_penalty=0.3, frequency_penalty=-0.4, repetition_penalty=1.2),
+    "all penalties": replace(
+        GREEDY, presence_penalty=0.3, frequency_penalty=-0.4, repetition_penalty=1.2
+    ),
     "bias": replace(GREEDY, logit_bias={3: 1.0, 5: -100, 0: 0.25}),
     "allowed": replace(GREEDY, allowed_token_ids=(4, 9, 2)),
     "allowed and biased": replace(
@@ -542,7 +656,12 @@ ADJUSTED = {
     ),
     "min_tokens": replace(GREEDY, min_tokens=6),
     "everything": replace(
-        GREEDY, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.3, logit_bias={1: 1.5}, min_tokens=4
+        GREEDY,
+        presence_penalty=0.5,
+        frequency_penalty=0.2,
+        repetition_penalty=1.3,
+        logit_bias={1: 1.5},
+        min_tokens=4,
     ),
 }
 PROMPT, STOPS = [1, 2, 2, 7], (2, 8, 11, 99, -3)
@@ -551,9 +670,9 @@ PROMPT, STOPS = [1, 2, 2, 7], (2, 8, 11, 99, -3)
 @both_paths
 def test_penalties_bias_and_bans_follow_a_text_token_by_token(pick):
     """
-    Greedy texts of 12 tokens against a naive model of the rules: the prompt counted for presence or not for repetition,
-    a count that lags, a ban that ends a token early. Half way every request is preempted and set anew, in the
-    row of another, whose bias and counts must be gone.
+    Greedy texts of 12 tokens against a naive model of the rules: the prompt counted for presence or
+    not for repetition, a count that lags, a ban that ends a token early. Half way every request is
+    preempted and set anew, in the row of another, whose bias and counts must be gone.
     """
     asked, V, steps = list(ADJUSTED.values()), 12, 12
     logits = (0.7 * randn(steps, V, seed=5)).round(decimals=2)  # close together: every rule matters
@@ -577,7 +696,9 @@ def test_penalties_bias_and_bans_follow_a_text_token_by_token(pick):
 @both_paths
 def test_sampling_is_of_the_adjusted_logits(pick):
     """Filters that look at the raw logits keep what a bias has forbidden."""
-    params = SamplingParams(allowed_token_ids=(3, 6), top_k=2, top_p=0.999, logit_bias={6: 2.0}, seed=4)
+    params = SamplingParams(
+        allowed_token_ids=(3, 6), top_k=2, top_p=0.999, logit_bias={6: 2.0}, seed=4
+    )
     rows, n = rows_of([params]), 12
     zeros = torch.zeros(n, dtype=torch.int64, device=DEVICE)
     tokens = pick(LOGITS.expand(n, -1), zeros, torch.arange(n, device=DEVICE), rows, [params] * n)
@@ -586,9 +707,13 @@ def test_sampling_is_of_the_adjusted_logits(pick):
 
 @both_paths
 def test_what_is_forbidden_is_never_chosen_however_likely(pick):
-    """A ban that only takes 100 off a logit, as a bias may, holds until a model is sure of the token."""
+    """
+    A ban that only takes 100 off a logit, as a bias may, holds until a model is sure of the token.
+    """
     rows = SamplingRows(1, V, DEVICE)
-    rows.set(Row(0, SamplingParams(allowed_token_ids=(3, 4, 6), min_tokens=12), 4, stop_token_ids=(4,)))
+    rows.set(
+        Row(0, SamplingParams(allowed_token_ids=(3, 4, 6), min_tokens=12), 4, stop_token_ids=(4,))
+    )
     logits, positions = LOGITS.clone(), tensor([0, 5, 11, 12])
     logits[[0, 4]] = 1000.0
     *banned, free = pick(logits.expand(4, -1), 0 * positions, positions, rows).tolist()
@@ -596,10 +721,17 @@ def test_what_is_forbidden_is_never_chosen_however_likely(pick):
 
 
 def test_on_a_gpu_the_sampler_is_tritons(monkeypatch):
-    """Torch's is right there too, and waits for the device: the same answers, a third slower, and no graph."""
+    """
+    Torch's is right there too, and waits for the device: the same answers, a third slower, and no
+    graph.
+    """
     for name in "sample_torch", "sample_triton":
         monkeypatch.setattr(sampling, name, lambda *given, name=name: name)
-    for there, is_cuda, wanted in (True, True, "triton"), (True, False, "torch"), (None, True, "torch"):
+    for there, is_cuda, wanted in (
+        (True, True, "triton"),
+        (True, False, "torch"),
+        (None, True, "torch"),
+    ):
         monkeypatch.setattr(sampling, "triton", there)
         assert sample(SimpleNamespace(is_cuda=is_cuda), None, None, None) == f"sample_{wanted}"
 
@@ -612,14 +744,18 @@ def test_the_torch_path_skips_only_what_nobody_asked_for():
             rows = SamplingRows(2, V, DEVICE)
             rows.set(Row(0, p, 0, 0, PROMPT, [0], (0, 1)), Row(1, ALL, 0))
             logits, at = LOGITS.expand(2, -1), tensor([5, 5])
-            found.append((sampling.sample_torch(logits, tensor([0, 1]), at, rows, asked), rows.marks))
+            found.append(
+                (sampling.sample_torch(logits, tensor([0, 1]), at, rows, asked), rows.marks)
+            )
         (tokens, marks), (hinted_tokens, hinted_marks) = found
         assert torch.equal(tokens, hinted_tokens) and torch.equal(marks, hinted_marks)
 
 
 def test_placing_requests_takes_two_small_uploads(monkeypatch):
-    """Rows of V numbers for every request that is admitted are 400 kB for each, in the engine's way; an upload for each
-    request made 24 ms of a first step of 256."""
+    """
+    Rows of V numbers for every request that is admitted are 400 kB for each, in the engine's way;
+    an upload for each request made 24 ms of a first step of 256.
+    """
     sizes, upload = [], sampling.upload
 
     def count(values, *where):
@@ -628,13 +764,15 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
 
     monkeypatch.setattr(sampling, "upload", count)
     rows = SamplingRows(4, 1000, DEVICE)
-    rows.set(*(Row(i, SamplingParams(top_p=0.5, top_k=3 + i), 5, 0, [1, 2], [3], [4]) for i in (1, 3, 2)))
+    rows.set(
+        *(Row(i, SamplingParams(top_p=0.5, top_k=3 + i), 5, 0, [1, 2], [3], [4]) for i in (1, 3, 2))
+    )
     assert sizes == [7 * 3, 6 * 3] and rows.top_k.tolist() == [0, 4, 5, 6]
     rows.set(Row(1, SamplingParams(logit_bias={3: 1}, min_tokens=1), 5, 0, [1, 2], [3], [4]))
     assert sizes[2:] == [1000, 1000, 7, 6]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Triton and torch
 
 
@@ -654,13 +792,26 @@ def noise_kernel(seeds, positions, choices, words, noise, V, QUADS: tl.constexpr
 
 @needs_triton
 def test_both_paths_draw_the_same_words_and_the_same_noise():
-    """A signed shift, a seed cut to 32 bits, positions and choices swapped: other tokens on a GPU than on a CPU."""
-    keys = [(seed, p, c) for seed in [*SEEDS, 12345] for p in (0, 7, 2**31 - 1, 2**31, 2**32 - 1) for c in (0, 3)]
+    """
+    A signed shift, a seed cut to 32 bits, positions and choices swapped: other tokens on a GPU than
+    on a CPU.
+    """
+    keys = [
+        (seed, p, c)
+        for seed in [*SEEDS, 12345]
+        for p in (0, 7, 2**31 - 1, 2**31, 2**32 - 1)
+        for c in (0, 3)
+    ]
     seeds, positions, choices = (tensor([key[i] for key in keys]) for i in range(3))
     words = torch.zeros(len(keys), 32, dtype=torch.int64, device=DEVICE)
     noise = torch.zeros(len(keys), 32, device=DEVICE)
     noise_kernel[(len(keys),)](seeds, positions, choices, words, noise, 32, QUADS=8)
-    counter = (torch.arange(8, device=DEVICE), positions[:, None], choices[:, None], 0 * positions[:, None])
+    counter = (
+        torch.arange(8, device=DEVICE),
+        positions[:, None],
+        choices[:, None],
+        0 * positions[:, None],
+    )
     key = (seeds & ONES)[:, None], ((seeds >> 32) & ONES)[:, None]
     assert torch.equal(words, torch.stack(philox(counter, key), dim=-1).flatten(1))
     found, expected = noise[:, ::4], gumbel_noise(seeds, positions, choices, 32)[:, ::4]
@@ -670,7 +821,10 @@ def test_both_paths_draw_the_same_words_and_the_same_noise():
 @needs_triton
 @pytest.mark.parametrize("V", [1, 2, 3, 5, 13, 61])
 def test_both_paths_pick_by_noise_alone(V):
-    """With equal logits only the noise decides: each word must meet its own token, also where 4 does not divide V."""
+    """
+    With equal logits only the noise decides: each word must meet its own token, also where 4 does
+    not divide V.
+    """
     asked = [SamplingParams(seed=seed) for seed in SEEDS]
     rows, places = rows_of(asked, choice=2, vocab_size=V), torch.arange(len(asked), device=DEVICE)
     logits = torch.zeros(len(asked), V, device=DEVICE)
@@ -683,7 +837,9 @@ TEMPERATURES = [0, 0.3, 0.7, 1, 1.7, 5]  # 5 is beyond what is accepted, not bey
 
 
 def random_params(choose: random.Random, V: int, likely: list[int]) -> SamplingParams:
-    """Half of the requests ask for one thing, so that nothing else hides it; the others for several."""
+    """
+    Half of the requests ask for one thing, so that nothing else hides it; the others for several.
+    """
     c = choose.choice
     several = {
         "top_k": c([1, 2, 5, 50, V - 1, V, 10**6]),
@@ -697,7 +853,9 @@ def random_params(choose: random.Random, V: int, likely: list[int]) -> SamplingP
         "min_tokens": 4,
     }
     number = c([1, 1, 1, 2, 3, len(several)])
-    return SamplingParams(**{name: several[name] for name in choose.sample(sorted(several), number)})
+    return SamplingParams(
+        **{name: several[name] for name in choose.sample(sorted(several), number)}
+    )
 
 
 class Twins:
@@ -709,10 +867,14 @@ class Twins:
         logits = (randn(R, V, seed=seed) * tensor([[0.3], [1.0], [3.0]]).repeat(R, 1)[:R]).to(dtype)
         self.V, self.rows, self.requests = V, [SamplingRows(R, V, DEVICE) for _ in range(2)], []
         for row in range(R):
-            likely = logits[row].topk(min(V, 4)).indices.tolist()  # what a penalty or a ban must change
+            likely = (
+                logits[row].topk(min(V, 4)).indices.tolist()
+            )  # what a penalty or a ban must change
             prompt, generated = (choose.choices(likely, k=choose.randrange(5)) for _ in range(2))
             key, stops = choose.getrandbits(64) - 2**63, (likely[0], V - 1, V + 7)
-            request = Row(row, random_params(choose, V, likely), key, row % 3, prompt, generated, stops)
+            request = Row(
+                row, random_params(choose, V, likely), key, row % 3, prompt, generated, stops
+            )
             self.requests.append((request, choose.choice(TEMPERATURES)))
         for rows in self.rows:
             rows.set(*(request for request, _ in self.requests))
@@ -731,11 +893,16 @@ class Twins:
         return possible_tokens(self.logits[i], params, self.positions[i], **keys, **texts)
 
     def check(self):
-        """Both paths choose possible tokens, so they differ in proven ties alone; and they remember and count them."""
+        """
+        Both paths choose possible tokens, so they differ in proven ties alone; and they remember
+        and count them.
+        """
         places, positions = tensor(self.places), tensor(self.positions)
         picked = [
             pick(self.logits, places, positions, rows)
-            for pick, rows in zip((sampling.sample_torch, sampling.sample_triton), self.rows, strict=True)
+            for pick, rows in zip(
+                (sampling.sample_torch, sampling.sample_triton), self.rows, strict=True
+            )
         ]
         for i, pair in enumerate(zip(*(tokens.tolist() for tokens in picked), strict=True)):
             possible = self.possible(i)
@@ -760,7 +927,9 @@ class Twins:
 
 
 @sampling.jit
-def scores_kernel(logits, rows, positions, floats, ints, bias, marks, scores, stride, V, WIDTH: tl.constexpr):
+def scores_kernel(
+    logits, rows, positions, floats, ints, bias, marks, scores, stride, V, WIDTH: tl.constexpr
+):
     """Grid (R,): what the kernels of a row work with, [R, V]."""
     r, t = tl.program_id(0), tl.arange(0, WIDTH)
     source = sampling.source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
@@ -777,7 +946,9 @@ def scores_triton(logits, rows, positions, params: SamplingRows) -> torch.Tensor
 
 
 @pytest.mark.parametrize(
-    "adjust", [sampling.adjust, pytest.param(scores_triton, marks=needs_triton)], ids=["torch", "triton"]
+    "adjust",
+    [sampling.adjust, pytest.param(scores_triton, marks=needs_triton)],
+    ids=["torch", "triton"],
 )
 def test_every_logit_is_adjusted_by_the_rules(adjust):
     """A token tells of a wrong penalty only where it decides; here every number is looked at."""
@@ -792,11 +963,20 @@ def test_every_logit_is_adjusted_by_the_rules(adjust):
 
 @needs_triton
 def test_a_tile_has_noise_wherever_the_filters_keep_a_token(monkeypatch):
-    """Noise is most of the work, and is left out where a tile has no such token. Four tokens share a counter: here only
-    the first of each four is kept, or the second ..; and their logits differ little, but by a low temperature."""
+    """
+    Noise is most of the work, and is left out where a tile has no such token. Four tokens share a
+    counter: here only the first of each four is kept, or the second ..; and their logits differ
+    little, but by a low temperature.
+    """
     shrink_tiles(monkeypatch, width=64, quads=8)
-    params = [SamplingParams(top_k=16, seed=i, temperature=[0.2, 1.0][i // 4 % 2]) for i in range(12)]
-    rows, places, logits = rows_of(params, vocab_size=64), torch.arange(12, device=DEVICE), 0.2 * randn(12, 64, seed=8)
+    params = [
+        SamplingParams(top_k=16, seed=i, temperature=[0.2, 1.0][i // 4 % 2]) for i in range(12)
+    ]
+    rows, places, logits = (
+        rows_of(params, vocab_size=64),
+        torch.arange(12, device=DEVICE),
+        0.2 * randn(12, 64, seed=8),
+    )
     for i in range(12):
         logits[i, i % 4 :: 4] += 5
     for i, token in enumerate(sampling.sample_triton(logits, places, places + 5, rows).tolist()):
@@ -823,9 +1003,10 @@ def shrink_tiles(monkeypatch, width: int, quads: int):
 )
 def test_both_paths_choose_alike(monkeypatch, R, V, dtype, width, quads):
     """
-    Whatever is mixed, in any order of rows: each path's token is the one that float64 finds. Where that has several,
-    because rounding decides, they may differ. min_p or top_p applied as if every temperature were 1 changed a third of
-    the tokens at 1.7, and one row in sixteen was allowed to differ without a reason.
+    Whatever is mixed, in any order of rows: each path's token is the one that float64 finds. Where
+    that has several, because rounding decides, they may differ. min_p or top_p applied as if every
+    temperature were 1 changed a third of the tokens at 1.7, and one row in sixteen was allowed to
+    differ without a reason.
     """
     shrink_tiles(monkeypatch, width, quads)
     before = oracle.counts.copy()
@@ -840,7 +1021,10 @@ def test_both_paths_choose_alike(monkeypatch, R, V, dtype, width, quads):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_both_paths_choose_alike_at_length():
     """The same with the tiles of a GPU, vocabularies up to GPT-2's, and many more mixtures."""
-    before, rows_of_each = oracle.counts.copy(), 160 if DEVICE == "cuda" else 3  # the interpreter takes a second a row
+    before, rows_of_each = (
+        oracle.counts.copy(),
+        160 if DEVICE == "cuda" else 3,
+    )  # the interpreter takes a second a row
     for R, V in (1, 50257), (3, 50257), (40, 1000), (7, 4099), (64, 127), (200, 5), (200, 2):
         for dtype in torch.float32, torch.bfloat16:
             for seed in range(-(-rows_of_each // R)):
@@ -850,7 +1034,10 @@ def test_both_paths_choose_alike_at_length():
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs and their streams")
 def test_a_cuda_graph_serves_whatever_is_asked_later():
-    """A decision on the host, a synchronisation or a new tensor for a row is frozen into the graph, or breaks it."""
+    """
+    A decision on the host, a synchronisation or a new tensor for a row is frozen into the graph, or
+    breaks it.
+    """
     V, asked = 50257, list(ADJUSTED.values())
     rows, places = SamplingRows(len(asked), V, DEVICE), torch.arange(len(asked), device=DEVICE)
     logits, positions = randn(len(asked), V, seed=7).bfloat16(), places + 9
@@ -860,7 +1047,9 @@ def test_a_cuda_graph_serves_whatever_is_asked_later():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tokens = sampling.sample_triton(logits, places, positions, rows)
-    for i, drawn in enumerate([{}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9}]):
+    for i, drawn in enumerate(
+        [{}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9}]
+    ):
         other = SamplingRows(len(asked), V, DEVICE)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -875,53 +1064,107 @@ def test_a_cuda_graph_serves_whatever_is_asked_later():
         assert i == 0 or len(set(tokens.tolist())) > 3
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Log-probabilities
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_logprobs_are_those_of_the_raw_logits(dtype, n):
-    """Those of the tempered or penalised distribution, or of ranks that moved, are not what the API promises."""
+    """
+    Those of the tempered or penalised distribution, or of ranks that moved, are not what the API
+    promises.
+    """
     logits, tokens = (3 * randn(4, 40, seed=6)).to(dtype), tensor([0, 39, 7, 7])
     chosen, ids, top = sampling.logprobs(logits, tokens, n)
     expected = logits.double().log_softmax(-1)
     torch.testing.assert_close(chosen.double(), expected[range(4), tokens], atol=1e-5, rtol=0)
-    torch.testing.assert_close(top.double(), expected.sort(descending=True).values[:, :n], atol=1e-5, rtol=0)
-    assert ids.shape == (4, n) and torch.equal(expected.gather(1, ids), expected.sort(descending=True).values[:, :n])
+    torch.testing.assert_close(
+        top.double(), expected.sort(descending=True).values[:, :n], atol=1e-5, rtol=0
+    )
+    assert ids.shape == (4, n) and torch.equal(
+        expected.gather(1, ids), expected.sort(descending=True).values[:, :n]
+    )
 
 
 def test_logprobs_are_finite_whatever_the_logits():
-    """No JSON has an infinity; a row that went wrong has no token, and must not break the others'."""
+    """
+    No JSON has an infinity; a row that went wrong has no token, and must not break the others'.
+    """
     logits = torch.zeros(4, 6, device=DEVICE)
     logits[0, 2], logits[1, :], logits[2, 3] = -torch.inf, torch.nan, torch.inf
     chosen, ids, top = sampling.logprobs(logits, tensor([2, -1, -1, 5]), 20)
-    assert chosen[0] == sampling.FLOOR == top.min() and chosen.isfinite().all() and top.isfinite().all()
+    assert (
+        chosen[0] == sampling.FLOOR == top.min()
+        and chosen.isfinite().all()
+        and top.isfinite().all()
+    )
     assert chosen[3].item() == pytest.approx(-math.log(6)) and ids.shape == (4, 6)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # SamplingParams
 
 
 NAN, INF = math.nan, math.inf
 REFUSED = [
-    *(("temperature", x, "a number from 0 (greedy) to 2") for x in (-0.1, 2.1, NAN, INF, -INF, True, "1", None, [1])),
-    *(("top_k", x, "a whole number, 0 for all tokens") for x in (-1, 2**31, 1.0, NAN, True, "5", None)),
-    *(("top_p", x, "a number above 0, up to 1") for x in (0, 0.0, -0.5, 1.01, NAN, INF, True, "0.5", None)),
+    *(
+        ("temperature", x, "a number from 0 (greedy) to 2")
+        for x in (-0.1, 2.1, NAN, INF, -INF, True, "1", None, [1])
+    ),
+    *(
+        ("top_k", x, "a whole number, 0 for all tokens")
+        for x in (-1, 2**31, 1.0, NAN, True, "5", None)
+    ),
+    *(
+        ("top_p", x, "a number above 0, up to 1")
+        for x in (0, 0.0, -0.5, 1.01, NAN, INF, True, "0.5", None)
+    ),
     *(("min_p", x, "a number from 0 to 1") for x in (-0.01, 1.01, NAN, INF, False, "0", None)),
-    *(("max_tokens", x, "a whole number, at least 1") for x in (0, -1, 1.5, NAN, INF, True, "16", None)),
-    *(("stop_token_ids", x, "a tuple of token ids") for x in (None, 5, "abc", (1.5,), [True], ([1],))),
+    *(
+        ("max_tokens", x, "a whole number, at least 1")
+        for x in (0, -1, 1.5, NAN, INF, True, "16", None)
+    ),
+    *(
+        ("stop_token_ids", x, "a tuple of token ids")
+        for x in (None, 5, "abc", (1.5,), [True], ([1],))
+    ),
     *(("ignore_eos", x, "True or False") for x in (None, 1, "yes")),
-    *(("seed", x, "a whole number of 64 bits, or None") for x in (2**63, -(2**63) - 1, 1.0, NAN, True, "0")),
-    *(("presence_penalty", x, "a number from -2 to 2") for x in (-2.1, 2.1, NAN, INF, True, "1", None)),
-    *(("frequency_penalty", x, "a number from -2 to 2") for x in (-2.1, 2.1, NAN, INF, True, "1", None)),
-    *(("repetition_penalty", x, "a finite number above 0") for x in (0, -1, NAN, INF, True, "1", None)),
-    *(("min_tokens", x, "a whole number, 0 to max_tokens") for x in (-1, 17, 1.0, NAN, True, "1", None)),
+    *(
+        ("seed", x, "a whole number of 64 bits, or None")
+        for x in (2**63, -(2**63) - 1, 1.0, NAN, True, "0")
+    ),
+    *(
+        ("presence_penalty", x, "a number from -2 to 2")
+        for x in (-2.1, 2.1, NAN, INF, True, "1", None)
+    ),
+    *(
+        ("frequency_penalty", x, "a number from -2 to 2")
+        for x in (-2.1, 2.1, NAN, INF, True, "1", None)
+    ),
+    *(
+        ("repetition_penalty", x, "a finite number above 0")
+        for x in (0, -1, NAN, INF, True, "1", None)
+    ),
+    *(
+        ("min_tokens", x, "a whole number, 0 to max_tokens")
+        for x in (-1, 17, 1.0, NAN, True, "1", None)
+    ),
     *(("logprobs", x, "a whole number, 0 to 20, or None") for x in (-1, 21, 1.0, True, "1")),
     *(
         ("logit_bias", x, "a dict from token ids to numbers from -100 to 100, or None")
-        for x in ({"1": 1.0}, {1: 101}, {1: -100.5}, {1: NAN}, {1: True}, {True: 1}, {1: "1"}, {1.0: 1}, [1], 1)
+        for x in (
+            {"1": 1.0},
+            {1: 101},
+            {1: -100.5},
+            {1: NAN},
+            {1: True},
+            {True: 1},
+            {1: "1"},
+            {1.0: 1},
+            [1],
+            1,
+        )
     ),
     *(
         ("allowed_token_ids", x, "a tuple of token ids, at least one, or None")
@@ -931,9 +1174,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value", "wanted"), REFUSED)
-def test_a_wrong_parameter_is_refused_with_its_name_its_value_and_what_is_wanted(name, value, wanted):
-    """NaN passes `x < 0 or x > 2`, True is an int to Python, "1" fails only on the device, in everybody's step,
-    and a stop token that is a character never stops anything."""
+def test_a_wrong_parameter_is_refused_with_its_name_its_value_and_what_is_wanted(
+    name, value, wanted
+):
+    """
+    NaN passes `x < 0 or x > 2`, True is an int to Python, "1" fails only on the device, in
+    everybody's step, and a stop token that is a character never stops anything.
+    """
     with pytest.raises(ValueError) as caught:
         SamplingParams(**{name: value})
     assert str(caught.value) == f"{name} is {value!r}; it must be {wanted}"
@@ -963,7 +1210,10 @@ range_of_ids = tuple(range(V))
     ],
 )
 def test_parameters_exactly_at_their_limits_are_accepted(name, value):
-    """The edge's other side: what is accepted must also reach the device arrays, and here drop no token."""
+    """
+    The edge's other side: what is accepted must also reach the device arrays, and here drop no
+    token.
+    """
     params = SamplingParams(**{name: value})
     rows, positions = rows_of([params]), torch.arange(5000, device=DEVICE)
     tokens = sample(LOGITS.expand(5000, -1), 0 * positions, positions, rows, [params])
@@ -972,10 +1222,19 @@ def test_parameters_exactly_at_their_limits_are_accepted(name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", 0), ("temperature", 0.0), ("temperature", 1e-300), ("top_k", 1), ("top_p", 1e-300), ("min_p", 1)],
+    [
+        ("temperature", 0),
+        ("temperature", 0.0),
+        ("temperature", 1e-300),
+        ("top_k", 1),
+        ("top_p", 1e-300),
+        ("min_p", 1),
+    ],
 )
 def test_parameters_that_leave_only_the_most_likely_token(name, value):
-    """A top_p of 1e-300 is 0 in fp32: the filter alone would drop all tokens, and answer token 0."""
+    """
+    A top_p of 1e-300 is 0 in fp32: the filter alone would drop all tokens, and answer token 0.
+    """
     params = SamplingParams(**{name: value})
     rows, positions = rows_of([params]), torch.arange(100, device=DEVICE)
     tokens = sample(LOGITS.flip(0).expand(100, -1), 0 * positions, positions, rows, [params])
@@ -993,5 +1252,7 @@ def test_token_ids_outside_the_vocabulary_are_refused():
             "allowed_token_ids",
         ),
     ):
-        with pytest.raises(ValueError, match=rf"{name} has token (13|-1), outside 0..12: leave it out"):
+        with pytest.raises(
+            ValueError, match=rf"{name} has token (13|-1), outside 0..12: leave it out"
+        ):
             bad.check_vocabulary(13)

@@ -1,6 +1,7 @@
 """
-The HTTP side with a fake engine behind it: real sockets, real uvicorn, the real pipes and messages, and an engine that
-says what the test's prompt tells it to. So every test here takes milliseconds and knows which token comes when.
+The HTTP side with a fake engine behind it: real sockets, real uvicorn, the real pipes and messages,
+and an engine that says what the test's prompt tells it to. So every test here takes milliseconds
+and knows which token comes when.
 """
 
 import asyncio
@@ -30,16 +31,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-import api
-import client as client_module
-import encoder
-import load
 import serve
-import welcome
-from client import EngineClient
-from encoder import Encoder
-from links import Links, line
-from protocol import ApiError, Choice, CompletionRequest
+from serving import api, encoder, load, welcome
+from serving import client as client_module
+from serving.client import EngineClient
+from serving.encoder import Encoder
+from serving.links import Links, line
+from serving.protocol import ApiError, Choice, CompletionRequest
 from tokenizer import TextStream, TokenizerError, bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +45,10 @@ EOS = 256
 
 
 class ByteTokenizer:
-    """A token a byte, so that every character beyond ASCII is split over tokens. It does not know the character \\0."""
+    """
+    A token a byte, so that every character beyond ASCII is split over tokens. It does not know the
+    character \\0.
+    """
 
     vocab_size, eos_token_id = 257, EOS
     has_known_pattern = True
@@ -65,16 +66,22 @@ class ByteTokenizer:
 
 
 def fake_score(token, n):
-    """The likeliest token is the next one, and each of the others half as likely as the one before."""
-    return [-2.0, [(token + i) % 257 for i in range(1, n + 1)], [-float(i) for i in range(1, n + 1)]]
+    """
+    The likeliest token is the next one, and each of the others half as likely as the one before.
+    """
+    return [
+        -2.0,
+        [(token + i) % 257 for i in range(1, n + 1)],
+        [-float(i) for i in range(1, n + 1)],
+    ]
 
 
 class FakeEngine(threading.Thread):
     """
-    Speaks the engine's protocol over links. The prompt is the script:
-    "say TEXT" answers the bytes of TEXT and the end of text, with scores that `fake_score` makes up if asked for;
-    "say3 TEXT" three tokens a step; "loop" (and anything else) x after x; "invalid", "internal", "full" are refused;
-    "break" fails after two tokens. Nothing moves while `gate` is closed.
+    Speaks the engine's protocol over links. The prompt is the script: "say TEXT" answers the bytes
+    of TEXT and the end of text, with scores that `fake_score` makes up if asked for; "say3 TEXT"
+    three tokens a step; "loop" (and anything else) x after x; "invalid", "internal", "full" are
+    refused; "break" fails after two tokens. Nothing moves while `gate` is closed.
     """
 
     def __init__(self, ready=True, max_model_len=100_000, pace=0.0005, successor=None, per_step=1):
@@ -82,7 +89,12 @@ class FakeEngine(threading.Thread):
         self.per_step = per_step  # tokens
         self.successor, self.max_num_seqs = successor, 256  # who comes after it dies
         self.links: Links | None = None  # set before it is started
-        self.gate, self.ready, self.max_model_len, self.pace = threading.Event(), ready, max_model_len, pace
+        self.gate, self.ready, self.max_model_len, self.pace = (
+            threading.Event(),
+            ready,
+            max_model_len,
+            pace,
+        )
         self.gate.set()
         self.running: dict[str, list] = {}  # id -> steps to come, each (tokens, finish_reason)
         self.added, self.aborted, self.died = [], [], False
@@ -115,9 +127,13 @@ class FakeEngine(threading.Thread):
             self.added.append(message | {"link": link.number})
             for choice in range(message["options"]["n"]):
                 id = f"{message['id']}.{choice}" if choice else message["id"]
-                name = id if link.number == 0 else f"{link.number}:{id}"  # in the tests that have one link, its own
+                name = (
+                    id if link.number == 0 else f"{link.number}:{id}"
+                )  # in the tests that have one link, its own
                 self.owners[name] = link, id
-                self.add(name, bytes(t for t in message["prompt"] if t < 256).decode(), message["params"])
+                self.add(
+                    name, bytes(t for t in message["prompt"] if t < 256).decode(), message["params"]
+                )
         elif message["op"] == "abort":
             name = message["id"] if link.number == 0 else f"{link.number}:{message['id']}"
             self.aborted.append(name)
@@ -137,17 +153,26 @@ class FakeEngine(threading.Thread):
         tokens = [*text.encode(), EOS] if command.startswith("say") else [ord("x")] * limit
         if command in ("invalid", "internal", "full"):
             return self.refuse(id, f"the engine finds this {command}", command)
-        stop = next((i for i, t in enumerate(tokens, 1) if t in [EOS, *params["stop_token_ids"]]), len(tokens) + 1)
+        stop = next(
+            (i for i, t in enumerate(tokens, 1) if t in [EOS, *params["stop_token_ids"]]),
+            len(tokens) + 1,
+        )
         reason = "stop" if stop <= limit else "length"
         tokens = tokens[: min(stop, limit)]
         steps = [tokens[i : i + per_step] for i in range(0, len(tokens), per_step)]
-        self.running[id] = [(step, reason if i == len(steps) else None) for i, step in enumerate(steps, 1)]
+        self.running[id] = [
+            (step, reason if i == len(steps) else None) for i, step in enumerate(steps, 1)
+        ]
         if command == "break":
             self.running[id][2:] = [("the step failed", "break")]
         n, scored = params["logprobs"], self.added[-1]["options"]["prompt_logprobs"]
-        self.scores[id] = [None if n is None else [fake_score(token, n) for token in step] for step in steps]
+        self.scores[id] = [
+            None if n is None else [fake_score(token, n) for token in step] for step in steps
+        ]
         self.prompt_scores[id] = (
-            None if scored is None else [fake_score(t, scored) for t in self.added[-1]["prompt"][1:]]
+            None
+            if scored is None
+            else [fake_score(t, scored) for t in self.added[-1]["prompt"][1:]]
         )
 
     def step(self):
@@ -165,7 +190,12 @@ class FakeEngine(threading.Thread):
     def stats(self):
         stats = dict.fromkeys(["kv_usage", "hits", "preemptions", "waiting"], 0)
         stats |= {"queries": sum(len(message["prompt"]) for message in self.added)}
-        return stats | {"running": len(self.running), "at_work": len(self.running), "waited": [], "prefilled": []}
+        return stats | {
+            "running": len(self.running),
+            "at_work": len(self.running),
+            "waited": [],
+            "prefilled": [],
+        }
 
     def die(self):
         """As a killed process would: all links are closed."""
@@ -187,7 +217,9 @@ class Server:
 
     def __init__(self, *flags, engine=None, send_buffer=None, directory=None):
         self.engine = engine or FakeEngine()
-        self.args = args = serve.parse_args(["--model", "fake", "--port", "0", "--no-access-log", *flags])
+        self.args = args = serve.parse_args(
+            ["--model", "fake", "--port", "0", "--no-access-log", *flags]
+        )
         for fake in filter(None, (self.engine, self.engine.successor)):
             fake.max_num_seqs = args.max_num_seqs or fake.max_num_seqs
         self.sock = serve.listen(args)
@@ -202,7 +234,9 @@ class Server:
         self.service = api.Service(client, encoder, args, serve.api_keys(args))
         self.result = "still running"
         self.thread = threading.Thread(target=self.run, daemon=True)
-        self.http = httpx.Client(base_url="http://{}:{}".format(*self.address), timeout=30, verify=False)
+        self.http = httpx.Client(
+            base_url="http://{}:{}".format(*self.address), timeout=30, verify=False
+        )
 
     def start_engine(self):
         engine = next(self.engines)
@@ -240,7 +274,9 @@ class Server:
         return self.http.get(path).status_code
 
     def post(self, prompt="say hi", **fields):
-        return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1000} | fields)
+        return self.http.post(
+            "/v1/completions", json={"prompt": prompt, "max_tokens": 1000} | fields
+        )
 
     def answer(self, prompt="say hi", **fields):
         response = self.post(prompt, **fields)
@@ -252,14 +288,20 @@ class Server:
         response = self.post(prompt, stream=True, **fields)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
-        events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
+        events = [
+            line.removeprefix("data: ")
+            for line in response.text.split("\n\n")
+            if line.startswith("data: ")
+        ]
         return [json.loads(event) if event != "[DONE]" else event for event in events]
 
     def connect(self, **body) -> socket.socket:
         """A raw connection that has sent its request, to be dropped or read slowly."""
         body = json.dumps(body)
         sock = socket.create_connection(self.address, timeout=30)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         return sock
 
@@ -285,8 +327,13 @@ def error_of(response):
 
 @pytest.fixture(scope="module", autouse=True)
 def uvicorn_ends_soon():
-    """It looks every 0.1 s whether it is to end, and then waits as long again: 5 s for all servers of this file."""
-    quick = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 20)})
+    """
+    It looks every 0.1 s whether it is to end, and then waits as long again: 5 s for all servers of
+    this file.
+    """
+    quick = SimpleNamespace(
+        **vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 20)}
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn.server, "asyncio", quick)
         yield
@@ -299,12 +346,15 @@ def server():
     assert not server.service.client.choices, "some test left a request behind"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tokens to text
 
 
 def naive_stop(text, stops):
-    """Where the text ends if read a character at a time: (start, end, stop) of the first stop string to be complete."""
+    """
+    Where the text ends if read a character at a time: (start, end, stop) of the first stop string
+    to be complete.
+    """
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -314,8 +364,15 @@ def naive_stop(text, stops):
 
 
 def certain(text, stops):
-    """What of a text without stop strings can be shown already: all but the longest end that may become one."""
-    return next(text[:i] for i in range(len(text) + 1) if i == len(text) or any(s.startswith(text[i:]) for s in stops))
+    """
+    What of a text without stop strings can be shown already: all but the longest end that may
+    become one.
+    """
+    return next(
+        text[:i]
+        for i in range(len(text) + 1)
+        if i == len(text) or any(s.startswith(text[i:]) for s in stops)
+    )
 
 
 @settings(max_examples=400, deadline=None)
@@ -326,8 +383,11 @@ def certain(text, stops):
     include=st.booleans(),
 )
 def test_stop_strings_do_not_depend_on_tokens(text, stops, cuts, include):
-    """However the bytes of a text are cut into tokens, through characters too, it ends where the plain text does; each
-    token releases exactly what is certain by then, and the token that completes the stop string is the last taken."""
+    """
+    However the bytes of a text are cut into tokens, through characters too, it ends where the plain
+    text does; each token releases exactly what is certain by then, and the token that completes the
+    stop string is the last taken.
+    """
     data = text.encode()
     edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
     tokens = [data[a:b] for a, b in pairwise(edges)]
@@ -337,7 +397,10 @@ def test_stop_strings_do_not_depend_on_tokens(text, stops, cuts, include):
         shown, read = shown + stream.push(number), read + token
         so_far = read.decode("utf-8", "ignore")
         if stream.matched is not None:
-            assert len(so_far) >= end and len(b"".join(tokens[:number]).decode("utf-8", "ignore")) < end
+            assert (
+                len(so_far) >= end
+                and len(b"".join(tokens[:number]).decode("utf-8", "ignore")) < end
+            )
             break
         assert shown == certain(so_far, stops)
     else:
@@ -348,13 +411,16 @@ def test_stop_strings_do_not_depend_on_tokens(text, stops, cuts, include):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.binary(max_size=3)))
 def test_any_bytes_become_text(tokens):
-    """A model may utter bytes that are no UTF-8: the pieces then still join to what decoding all at once gives."""
+    """
+    A model may utter bytes that are no UTF-8: the pieces then still join to what decoding all at
+    once gives.
+    """
     stream = TextStream(tokens.__getitem__)
     pieces = [stream.push(i) for i in range(len(tokens))]
     assert "".join(pieces) + stream.flush() == b"".join(tokens).decode("utf-8", "replace")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Answers
 
 
@@ -364,7 +430,15 @@ def test_whole_answer_has_exactly_these_fields(server):
     assert answer == {
         "object": "text_completion",
         "model": "fake",
-        "choices": [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "choices": [
+            {
+                "index": 0,
+                "text": "hello",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
         "usage": {
             "prompt_tokens": 9,
             "completion_tokens": 6,  # the end of text is a token too
@@ -376,22 +450,32 @@ def test_whole_answer_has_exactly_these_fields(server):
 
 def test_stream_says_the_same_in_pieces(server):
     events = server.stream("say hello", stream_options={"include_usage": True})
-    assert events[-1] == "[DONE]" and len({(event["id"], event["created"]) for event in events[:-1]}) == 1
+    assert (
+        events[-1] == "[DONE]"
+        and len({(event["id"], event["created"]) for event in events[:-1]}) == 1
+    )
     assert text_of(events) == "hello"
     *chunks, last = events[:-1]
     assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (
+        len(chunks) - 1
+    ) + ["stop"]
     assert last["choices"] == [] and last["usage"] == server.answer("say hello")["usage"]
 
 
 def test_stream_without_usage_never_mentions_it(server):
     assert all("usage" not in event for event in server.stream() if event != "[DONE]")
-    alone = server.stream(stream_options={"continuous_usage_stats": True})  # means nothing alone, as in vLLM
+    alone = server.stream(
+        stream_options={"continuous_usage_stats": True}
+    )  # means nothing alone, as in vLLM
     assert all("usage" not in event for event in alone if event != "[DONE]")
 
 
 def test_usage_in_every_chunk(server):
-    """guidellm counts tokens by it; every request of it was refused. Each chunk has that of its own choice."""
+    """
+    guidellm counts tokens by it; every request of it was refused. Each chunk has that of its own
+    choice.
+    """
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last, done = server.stream(["say one", "say three"], stream_options=options)
     for index, (prompt_tokens, count) in enumerate([(7, 4), (9, 6)]):
@@ -399,13 +483,27 @@ def test_usage_in_every_chunk(server):
         counts = [usage["completion_tokens"] for usage in usages]
         assert counts == sorted(set(counts)) and counts[-1] == count  # more with each chunk
         assert all(usage["prompt_tokens"] == prompt_tokens for usage in usages)
-        assert all(usage["total_tokens"] == prompt_tokens + usage["completion_tokens"] for usage in usages)
+        assert all(
+            usage["total_tokens"] == prompt_tokens + usage["completion_tokens"] for usage in usages
+        )
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 10 and done == "[DONE]"
 
 
 def test_parameters_reach_the_engine(server):
-    fields = {"temperature": 0.0, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop_token_ids": [1], "ignore_eos": True}
-    fields |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "min_tokens": 2}
+    fields = {
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "seed": 7,
+        "stop_token_ids": [1],
+        "ignore_eos": True,
+    }
+    fields |= {
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.5,
+        "min_tokens": 2,
+    }
     fields |= {"allowed_token_ids": [3], "logprobs": 4, "logit_bias": {"5": 1.5}}
     server.post(**fields, top_k=-1, n=2, prompt_logprobs=6, priority=-7, cache_salt="s")
     added = server.engine.added[-1]
@@ -415,21 +513,32 @@ def test_parameters_reach_the_engine(server):
 
 def test_finish_reason_length(server):
     answer = server.answer("say hello", max_tokens=2)
-    assert answer["choices"][0]["finish_reason"] == "length" and answer["choices"][0]["text"] == "he"
+    assert (
+        answer["choices"][0]["finish_reason"] == "length" and answer["choices"][0]["text"] == "he"
+    )
 
 
 @pytest.mark.parametrize("include, text", [(False, "a"), (True, "ab")])
 def test_stop_token_id_ends_the_text(server, include, text):
     """vLLM's meaning: stop_reason is the id, and its text is left out unless asked for."""
-    choice = server.answer("say abc", stop_token_ids=[ord("b")], include_stop_str_in_output=include)["choices"][0]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", ord("b"))
+    choice = server.answer(
+        "say abc", stop_token_ids=[ord("b")], include_stop_str_in_output=include
+    )["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+        text,
+        "stop",
+        ord("b"),
+    )
 
 
 @pytest.mark.parametrize("command, count", [("say", 5), ("say3", 5)])
 @pytest.mark.parametrize("include, text", [(False, "one"), (True, "oneTW")])
 def test_stop_string_over_tokens(server, command, count, include, text):
-    """The stop string lies across tokens: none of it is shown, the tokens after it are neither shown nor counted (also
-    when they came in the same step), and the engine hears at once that it need not go on."""
+    """
+    The stop string lies across tokens: none of it is shown, the tokens after it are neither shown
+    nor counted (also when they came in the same step), and the engine hears at once that it need
+    not go on.
+    """
     fields = {"stop": ["zzz", "TW"], "include_stop_str_in_output": include}
     answer = server.answer(f"{command} oneTWO" + "more" * 500, **fields)
     assert answer["choices"][0] | {"index": 0} == answer["choices"][0]
@@ -440,7 +549,10 @@ def test_stop_string_over_tokens(server, command, count, include, text):
 
 
 def test_no_stop_string_before_min_tokens(server):
-    """As in vLLM: what the first min_tokens say is no stop string, nor is a part of it the beginning of one."""
+    """
+    As in vLLM: what the first min_tokens say is no stop string, nor is a part of it the beginning
+    of one.
+    """
     assert server.answer("say abab", stop="b", min_tokens=2)["choices"][0]["text"] == "aba"
     assert server.answer("say abab", stop="ba", min_tokens=2)["choices"][0]["text"] == "abab"
 
@@ -460,14 +572,20 @@ def seconds_for_each_thousand(count: int) -> list[float]:
 
 
 def test_late_tokens_cost_as_little_as_early_ones():
-    """Of 10,000 tokens: nothing grows with the text. A busy machine may spoil some measurements, growth would all."""
+    """
+    Of 10,000 tokens: nothing grows with the text. A busy machine may spoil some measurements,
+    growth would all.
+    """
     measured = (seconds_for_each_thousand(10) for _ in range(8))
     assert any(min(times[-3:]) < 2 * min(times[:3]) for times in measured)
 
 
 def test_many_stop_strings_cost_as_little_as_few():
-    """Each token's text was searched for each stop string, and each end of it tried as the beginning of each: 64 long
-    ones took 80 times as long as one, where the text begins like them a thousand times as long."""
+    """
+    Each token's text was searched for each stop string, and each end of it tried as the beginning
+    of each: 64 long ones took 80 times as long as one, where the text begins like them a thousand
+    times as long.
+    """
     text = ("the quick brown fox " * 250).encode()
     tokens = [text[i : i + 4] for i in range(0, len(text), 4)]
 
@@ -487,9 +605,14 @@ def test_many_stop_strings_cost_as_little_as_few():
 
 
 def test_stop_string_ends_its_own_prompt_only():
-    """In a call of several prompts, one that met its stop string is aborted at once, not when the last one is done."""
+    """
+    In a call of several prompts, one that met its stop string is aborted at once, not when the last
+    one is done.
+    """
     with Server(engine=FakeEngine(max_model_len=10**9)) as server:
-        sock = server.connect(prompt=["loop", "say oneTWO" + "more" * 5000], stop="TWO", max_tokens=20_000)
+        sock = server.connect(
+            prompt=["loop", "say oneTWO" + "more" * 5000], stop="TWO", max_tokens=20_000
+        )
         wait_until(lambda: server.engine.aborted == ["1"])
         assert list(server.engine.running) == ["0"]
         sock.close()
@@ -548,7 +671,9 @@ def test_prompts_as_token_ids(server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo(server, stream):
     def text(*args, **fields):
-        return text_of(server.stream(*args, **fields) if stream else [server.answer(*args, **fields)])
+        return text_of(
+            server.stream(*args, **fields) if stream else [server.answer(*args, **fields)]
+        )
 
     assert text("say hi", echo=True) == "say hihi"
     before = len(server.engine.added)
@@ -558,13 +683,21 @@ def test_echo(server, stream):
 
 
 def test_a_long_echo_is_text_at_once(monkeypatch):
-    """128 choices that begin with a prompt of 30,000 tokens were spelled token by token, with nobody else served."""
-    request, prompt = CompletionRequest(prompt="x", echo=True, stop="x"), list("xé€".encode() * 500)[:-1]
+    """
+    128 choices that begin with a prompt of 30,000 tokens were spelled token by token, with nobody
+    else served.
+    """
+    request, prompt = (
+        CompletionRequest(prompt="x", echo=True, stop="x"),
+        list("xé€".encode() * 500)[:-1],
+    )
     with monkeypatch.context() as patch:
         patch.setattr(TextStream, "push", lambda *_: 1 / 0)
         choice = Choice(None, 0, request, prompt, [], ByteTokenizer(), [EOS])
     assert choice.text == "xé€" * 499 + "xé"
-    choice.take([0xAC, ord("y")], "length", 0)  # the character that began in the prompt ends in the answer
+    choice.take(
+        [0xAC, ord("y")], "length", 0
+    )  # the character that began in the prompt ends in the answer
     assert choice.text == "xé€" * 500 + "y"
 
 
@@ -573,12 +706,17 @@ def test_token_ids_in_the_answer(server):
     assert choice["prompt_token_ids"] == list(b"say ab") and choice["token_ids"] == [*b"ab", EOS]
     chunks = [event["choices"][0] for event in server.stream("say ab", return_token_ids=True)[:-1]]
     assert [token for chunk in chunks for token in chunk["token_ids"]] == [*b"ab", EOS]
-    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [list(b"say ab")] + [None] * (len(chunks) - 1)
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [list(b"say ab")] + [None] * (
+        len(chunks) - 1
+    )
 
 
 def test_request_id_names_the_answer_and_may_repeat(server):
     """Two clients may choose the same name; inside, requests have names of their own."""
-    first, second = server.connect(prompt="loop", max_tokens=300, request_id="x"), server.answer(request_id="x")
+    first, second = (
+        server.connect(prompt="loop", max_tokens=300, request_id="x"),
+        server.answer(request_id="x"),
+    )
     assert second["id"] == "cmpl-x" and second["choices"][0]["text"] == "hi"
     assert b'"cmpl-x"' in read_until(first, b"}}}")
 
@@ -591,17 +729,29 @@ def read_until(sock, end):
 
 
 def test_choices_of_several_prompts(server):
-    """Prompt-major: all choices of the first prompt, then those of the second. A prompt is charged once."""
+    """
+    Prompt-major: all choices of the first prompt, then those of the second. A prompt is charged
+    once.
+    """
     answer = server.answer(["say a", "say bc"], n=2)
-    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "a"), (1, "a"), (2, "bc"), (3, "bc")]
-    assert answer["usage"]["prompt_tokens"] == 11 and answer["usage"]["completion_tokens"] == 2 * (2 + 3)
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [
+        (0, "a"),
+        (1, "a"),
+        (2, "bc"),
+        (3, "bc"),
+    ]
+    assert answer["usage"]["prompt_tokens"] == 11 and answer["usage"]["completion_tokens"] == 2 * (
+        2 + 3
+    )
     events = server.stream(["say a", "say bc"], n=2)
     assert [text_of(events, index) for index in range(4)] == ["a", "a", "bc", "bc"]
 
 
 def test_logprobs(server):
-    """Four lists; the token itself is among its candidates even where it is none of the likeliest; bytes that are no
-    character are spelled out, and offsets count characters of the text."""
+    """
+    Four lists; the token itself is among its candidates even where it is none of the likeliest;
+    bytes that are no character are spelled out, and offsets count characters of the text.
+    """
     choice = server.answer("say a€b", logprobs=1)["choices"][0]
     assert choice["logprobs"] == {
         "tokens": ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b", "<end>"],
@@ -626,22 +776,44 @@ def test_streamed_logprobs_are_the_same(server):
     """Each token's once, though its text may be held back for a while."""
     fields = {"logprobs": 3, "echo": True, "stop": ["xyz", "!"]}
     whole = server.answer("say a€bxy b", **fields)["choices"][0]["logprobs"]
-    chunks = [event["choices"][0]["logprobs"] for event in server.stream("say a€bxy b", **fields)[:-1]]
+    chunks = [
+        event["choices"][0]["logprobs"] for event in server.stream("say a€bxy b", **fields)[:-1]
+    ]
     assert {name: [x for chunk in chunks for x in chunk[name]] for name in whole} == whole
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_many_log_probabilities_are_told_beside_the_event_loop(chat, monkeypatch, path, stream):
-    """12,000 prompt tokens with 20 log-probabilities each took 1.9 s to tell, in which nobody else was served. A thread
-    tells them now, piece by piece, and says the same."""
-    call = {"prompt": "say hello", "echo": True, "logprobs": 3, "prompt_logprobs": None if stream else 2}
+    """
+    12,000 prompt tokens with 20 log-probabilities each took 1.9 s to tell, in which nobody else was
+    served. A thread tells them now, piece by piece, and says the same.
+    """
+    call = {
+        "prompt": "say hello",
+        "echo": True,
+        "logprobs": 3,
+        "prompt_logprobs": None if stream else 2,
+    }
     if path != "/v1/completions":
-        call = {"messages": HELLO, "logprobs": True, "top_logprobs": 3, "prompt_logprobs": None if stream else 2}
-    call |= {"max_tokens": 50, "n": 2, "stream": stream, "return_token_ids": True, "request_id": "r"}
+        call = {
+            "messages": HELLO,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "prompt_logprobs": None if stream else 2,
+        }
+    call |= {
+        "max_tokens": 50,
+        "n": 2,
+        "stream": stream,
+        "return_token_ids": True,
+        "request_id": "r",
+    }
     said, threads = [], []
     encode = api.long_json
-    monkeypatch.setattr(api, "long_json", lambda value: threads.append(threading.current_thread()) or encode(value))
+    monkeypatch.setattr(
+        api, "long_json", lambda value: threads.append(threading.current_thread()) or encode(value)
+    )
     monkeypatch.setattr(api, "PIECE", 2)
     for number in (10**6, 0):
         monkeypatch.setattr(api, "SCORES_IN_PLACE", number)
@@ -652,7 +824,13 @@ def test_many_log_probabilities_are_told_beside_the_event_loop(chat, monkeypatch
         for event in answer:
             for choice in event["choices"]:
                 by_index[choice["index"]].append(choice)
-        said.append((by_index if not stream else joined(by_index), answer[0].keys(), answer[-1].get("usage")))
+        said.append(
+            (
+                by_index if not stream else joined(by_index),
+                answer[0].keys(),
+                answer[-1].get("usage"),
+            )
+        )
         assert bool(threads) == (number == 0)
     assert said[0] == said[1] and chat.thread not in threads
 
@@ -660,29 +838,40 @@ def test_many_log_probabilities_are_told_beside_the_event_loop(chat, monkeypatch
 def joined(by_index: dict[int, list[dict]]) -> tuple:
     """What the chunks of each choice say together, however many they are."""
     texts = {
-        i: "".join(c.get("text") or c.get("delta", {}).get("content", "") for c in own) for i, own in by_index.items()
+        i: "".join(c.get("text") or c.get("delta", {}).get("content", "") for c in own)
+        for i, own in by_index.items()
     }
     ids = {i: [token for c in own for token in c["token_ids"]] for i, own in by_index.items()}
     parts = {i: [c["logprobs"] for c in own if c["logprobs"]] for i, own in by_index.items()}
-    scores = {i: {name: [x for part in own for x in part[name] or []] for name in own[0]} for i, own in parts.items()}
+    scores = {
+        i: {name: [x for part in own for x in part[name] or []] for name in own[0]}
+        for i, own in parts.items()
+    }
     return texts, ids, scores
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_with_logprobs(server, max_tokens):
-    """What evaluation harnesses ask for: the prompt's log-probabilities, the first one null as nothing predicts it."""
+    """
+    What evaluation harnesses ask for: the prompt's log-probabilities, the first one null as nothing
+    predicts it.
+    """
     answer = server.answer(["say x", "say y"], echo=True, logprobs=2, max_tokens=max_tokens, n=2)
     for choice, text in zip(answer["choices"], "xxyy", strict=True):
         logprobs, total = choice["logprobs"], 5 + max_tokens
         assert choice["text"] == f"say {text}" + text * max_tokens
-        assert logprobs["tokens"] == list(choice["text"]) and logprobs["text_offset"] == list(range(total))
+        assert logprobs["tokens"] == list(choice["text"]) and logprobs["text_offset"] == list(
+            range(total)
+        )
         assert logprobs["token_logprobs"] == [None] + [-2.0] * (total - 1)
         assert logprobs["top_logprobs"][:2] == [None, {"b": -1.0, "c": -2.0, "a": -2.0}]
     assert answer["usage"]["completion_tokens"] == 4 * max_tokens
 
 
 def test_a_streamed_echo_waits_for_its_prompts_scores(server):
-    """One prompt's tokens came while the other's scores were still to come: its echo had none, a 500."""
+    """
+    One prompt's tokens came while the other's scores were still to come: its echo had none, a 500.
+    """
     fields = {"echo": True, "logprobs": 0, "max_tokens": 2}
     for _ in range(10):
         events = server.stream(["say x and so on", "y"], **fields)
@@ -707,7 +896,10 @@ def test_prompt_logprobs(server):
 def test_control_tokens_have_text_when_asked(server):
     fields = {"include_stop_str_in_output": True}
     assert server.answer("say a", **fields)["choices"][0]["text"] == "a"
-    assert server.answer("say a", **fields, skip_special_tokens=False)["choices"][0]["text"] == "a<end>"
+    assert (
+        server.answer("say a", **fields, skip_special_tokens=False)["choices"][0]["text"]
+        == "a<end>"
+    )
 
 
 def test_tokenize_and_back(server):
@@ -721,19 +913,25 @@ def test_tokenize_and_back(server):
     }  # fmt: skip
     assert post("/tokenize", prompt="").json()["tokens"] == []
     assert post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": "a€"}
-    assert error_of(post("/detokenize", tokens=[257]))["message"] == "token id 257 is outside the vocabulary, 0..256"
+    assert (
+        error_of(post("/detokenize", tokens=[257]))["message"]
+        == "token id 257 is outside the vocabulary, 0..256"
+    )
     assert error_of(post("/tokenize"))["message"] == "give either prompt or messages"
     assert error_of(post("/tokenize", prompt="\0"))["param"] == "prompt"
     assert post("/tokenize", prompt="a", model="other").status_code == 404
-    assert "no chat template" in error_of(post("/tokenize", messages=[{"role": "user", "content": "x"}]))["message"]
+    assert (
+        "no chat template"
+        in error_of(post("/tokenize", messages=[{"role": "user", "content": "x"}]))["message"]
+    )
 
 
 @pytest.mark.parametrize("size", [2**18, pytest.param(2**22, marks=pytest.mark.slow)])
 def test_no_text_holds_up_the_server(size):
     """
-    8 runs of 499,999 blanks stopped the server for minutes, six calls with 4 MiB of one rare character for 60 s (with
-    869 MiB of memory): texts were encoded, and tokens named, where the interpreter was held. /livez answers within a
-    second meanwhile, and so do short calls.
+    8 runs of 499,999 blanks stopped the server for minutes, six calls with 4 MiB of one rare
+    character for 60 s (with 869 MiB of memory): texts were encoded, and tokens named, where the
+    interpreter was held. /livez answers within a second meanwhile, and so do short calls.
     """
     runs = (" " * (size // 8 - 1) + "x") * 8
     rare = "\U0001f9ff" * (size // 4)
@@ -743,9 +941,13 @@ def test_no_text_holds_up_the_server(size):
     calls.append(("/v1/completions", {"prompt": runs}))
     with Server("--max-body-mib", "16") as server, ThreadPoolExecutor(len(calls)) as pool:
         longest = 0.0
-        answers = [pool.submit(server.http.post, path, json=body, timeout=250) for path, body in calls]
+        answers = [
+            pool.submit(server.http.post, path, json=body, timeout=250) for path, body in calls
+        ]
         while not all(answer.done() for answer in answers):
-            started = time.process_time()  # the server's, which is ours: another process's load is not counted
+            started = (
+                time.process_time()
+            )  # the server's, which is ours: another process's load is not counted
             assert server.get("/livez") == 200
             assert server.http.post("/tokenize", json={"prompt": "short"}).json()["count"] == 5
             longest = max(longest, time.process_time() - started)
@@ -761,13 +963,20 @@ def test_no_text_holds_up_the_server(size):
 
 
 def test_long_texts_are_not_encoded_where_clients_are_served(server):
-    """With the process that encodes stopped, only calls with long texts wait: others, and /livez, are answered."""
+    """
+    With the process that encodes stopped, only calls with long texts wait: others, and /livez, are
+    answered.
+    """
     long = {"prompt": "a" * 5000}
     assert server.http.post("/tokenize", json=long).status_code == 200  # it has started
     pid = server.service.encoder.process.pid
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(3) as pool:
-        calls = [("/tokenize", long), ("/v1/completions", long), ("/detokenize", {"tokens": [97] * 5000})]
+        calls = [
+            ("/tokenize", long),
+            ("/v1/completions", long),
+            ("/detokenize", {"tokens": [97] * 5000}),
+        ]
         answers = [pool.submit(server.http.post, path, json=body) for path, body in calls]
         try:
             for _ in range(20):
@@ -800,11 +1009,14 @@ def test_the_process_that_encodes_is_started_again(server):
     assert server.http.post("/tokenize", json=long).status_code == 200
     server.service.encoder.process.kill()
     response = server.http.post("/tokenize", json=long)
-    assert response.status_code == 503 and "the encoding process ended" in error_of(response)["message"]
+    assert (
+        response.status_code == 503
+        and "the encoding process ended" in error_of(response)["message"]
+    )
     assert server.http.post("/tokenize", json=long).json()["count"] == 5000
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Chats
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -815,7 +1027,9 @@ def chat(tmp_path_factory):
     """A server whose checkpoint has a template: it makes the engine say the last message."""
     folder = tmp_path_factory.mktemp("chat")
     template = "{{ 'say ' if add_generation_prompt }}{{ messages[-1].content }}"
-    template += "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    template += (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    )
     bpe_tokenizer([]).save(folder)  # its tokens are the bytes, too
     (folder / "chat_template.jinja").write_text(template)
     with Server(directory=folder) as server:
@@ -848,35 +1062,55 @@ def test_chat_may_be_as_long_as_the_context(chat):
 
 
 def test_chat_stream(chat):
-    """First the role, then the text, last an empty delta with the reason; then the usage, if asked for."""
-    response = ask(chat, stream=True, n=2, stream_options={"include_usage": True}, return_token_ids=True)
+    """
+    First the role, then the text, last an empty delta with the reason; then the usage, if asked
+    for.
+    """
+    response = ask(
+        chat, stream=True, n=2, stream_options={"include_usage": True}, return_token_ids=True
+    )
     lines = [line[6:] for line in response.text.split("\n\n") if line]
     chunks = [json.loads(line) for line in lines[:-1]]
-    assert lines[-1] == "[DONE]" and {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert lines[-1] == "[DONE]" and {chunk["object"] for chunk in chunks} == {
+        "chat.completion.chunk"
+    }
     assert chunks.pop()["usage"]["completion_tokens"] == 12
     for index in range(2):
         own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
         assert own[0]["delta"] == {"role": "assistant", "content": ""}
         assert "".join(choice["delta"]["content"] for choice in own[1:-1]) == "hello"
-        assert own[-1]["delta"] == {} and [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["stop"]
+        assert own[-1]["delta"] == {} and [c["finish_reason"] for c in own] == [None] * (
+            len(own) - 1
+        ) + ["stop"]
         assert [token for choice in own for token in choice["token_ids"]] == [*b"hello", EOS]
-    assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [list(b"say hello")] * 2
+    assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [
+        list(b"say hello")
+    ] * 2
 
 
 def test_usage_in_every_chunk_of_a_chat(chat):
     """The role costs no token yet."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     response = ask(chat, stream=True, stream_options=options)
-    chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+    chunks = [
+        json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")
+    ]
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts[0] == 0 and counts == sorted(counts) and counts[-3:] == [6, 6, 6]
     assert all(chunk["usage"]["prompt_tokens"] == 9 for chunk in chunks)
 
 
-# What `vllm bench serve` of vLLM's commit 02cfb53 sends, which comes only with all of vLLM: --backend openai and
+# What `vllm bench serve` of vLLM's commit 02cfb53 sends, which comes only with all of vLLM:
+# --backend openai and
 # --backend openai-chat, with and without --ignore-eos.
 VLLM_BENCH = {"stream": True, "stream_options": {"include_usage": True}}
-VLLM_BENCH_TEXT = {"model": "fake", "prompt": "say hello", "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None}
+VLLM_BENCH_TEXT = {
+    "model": "fake",
+    "prompt": "say hello",
+    "repetition_penalty": 1.0,
+    "max_tokens": 4,
+    "logprobs": None,
+}
 VLLM_BENCH_CHAT = {
     "model": "fake",
     "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
@@ -886,13 +1120,19 @@ VLLM_BENCH_CHAT = {
 
 @pytest.mark.parametrize("more", [{}, {"ignore_eos": True, "temperature": 0.0}])
 def test_vllms_load_generator_counts_its_tokens(chat, more):
-    """It takes a request for failed that has no chunk with a choice, and its number of tokens from a last chunk that
-    has a usage and no choice."""
+    """
+    It takes a request for failed that has no chunk with a choice, and its number of tokens from a
+    last chunk that has a usage and no choice.
+    """
     calls = {"/v1/completions": VLLM_BENCH_TEXT, "/v1/chat/completions": VLLM_BENCH_CHAT}
     for path, body in calls.items():
-        response = chat.http.post(path, json=VLLM_BENCH | body | more, headers={"x-request-id": "bench-0"})
+        response = chat.http.post(
+            path, json=VLLM_BENCH | body | more, headers={"x-request-id": "bench-0"}
+        )
         assert response.status_code == 200, response.text
-        *chunks, done = [event.removeprefix("data: ") for event in response.text.strip().split("\n\n")]
+        *chunks, done = [
+            event.removeprefix("data: ") for event in response.text.strip().split("\n\n")
+        ]
         *chunks, last = [json.loads(chunk) for chunk in chunks]
         assert done == "[DONE]" and any(chunk["choices"] for chunk in chunks)
         assert not any(chunk["usage"] for chunk in chunks)
@@ -911,7 +1151,9 @@ def test_chat_logprobs(chat):
 def test_chats_refused(chat, server):
     error = error_of(ask(server))
     assert "fake has no chat template" in error["message"] and error["param"] == "messages"
-    assert error_of(ask(chat, [{"role": "system", "content": "x"}]))["message"] == "no system message"
+    assert (
+        error_of(ask(chat, [{"role": "system", "content": "x"}]))["message"] == "no system message"
+    )
     assert error_of(ask(chat, tools=[{"type": "function"}]))["param"] == "tools"
     assert ask(chat, model="other").status_code == 404
 
@@ -919,13 +1161,18 @@ def test_chats_refused(chat, server):
 def test_models(server):
     models = server.http.get("/v1/models").json()
     assert models["object"] == "list"
-    assert [(m["id"], m["object"], m["max_model_len"]) for m in models["data"]] == [("fake", "model", 100_000)]
+    assert [(m["id"], m["object"], m["max_model_len"]) for m in models["data"]] == [
+        ("fake", "model", 100_000)
+    ]
     assert server.http.get("/v1/models/fake").json() == models["data"][0]
 
 
 @pytest.mark.parametrize("name", ["out/stdlib", "/data/model", "models/", "a b%2F"])
 def test_one_model_by_its_name(name):
-    """`models.retrieve` was a 404. The name of a model may be a path; clients write its slashes as they are, or not."""
+    """
+    `models.retrieve` was a 404. The name of a model may be a path; clients write its slashes as
+    they are, or not.
+    """
     with Server("--served-model-name", name) as server:
         for path in (quote(name), quote(name, safe="")):
             assert server.http.get(f"/v1/models/{path}").json()["id"] == name
@@ -945,7 +1192,9 @@ def test_the_page_in_a_browser():
 
 
 def test_the_page_tells_no_secrets(tmp_path):
-    """It needs no key, so where there is one the model's name, its place and the key's are not on it."""
+    """
+    It needs no key, so where there is one the model's name, its place and the key's are not on it.
+    """
     keys = tmp_path / "secret keys"
     keys.write_text("sesame")
     with Server("--api-key-file", str(keys)) as server:
@@ -958,12 +1207,17 @@ def test_the_page_tells_no_secrets(tmp_path):
 def as_curl_sees_it(greeting, environment):
     """The arguments that a shell makes of the greeting's command."""
     command = greeting.splitlines()[1].strip().removeprefix("curl ")
-    done = subprocess.run(["sh", "-c", f"printf '%s\\n' {command}"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["sh", "-c", f"printf '%s\\n' {command}"], env=environment, capture_output=True, text=True
+    )
     return done.stdout.splitlines() if done.returncode == 0 else done.stderr
 
 
 def test_the_greetings_command_works_as_it_stands(tmp_path):
-    """With a key it lacked it, and with a chat template it asked for a completion. The key itself is not printed."""
+    """
+    With a key it lacked it, and with a chat template it asked for a completion. The key itself is
+    not printed.
+    """
     keys = tmp_path / "my keys"
     keys.write_text("\n sesame \nsimsim\n")
 
@@ -976,7 +1230,12 @@ def test_the_greetings_command_works_as_it_stands(tmp_path):
     assert as_curl_sees_it(greeting(), {}) == [*text, *body]
     with_key = greeting("--api-key-file", str(keys))
     assert "sesame" not in with_key
-    assert as_curl_sees_it(with_key, os.environ) == [*text, "-H", "Authorization: Bearer  sesame ", *body]
+    assert as_curl_sees_it(with_key, os.environ) == [
+        *text,
+        "-H",
+        "Authorization: Bearer  sesame ",
+        *body,
+    ]
     with_key = greeting("--api-key", "sesame")
     assert "sesame" not in with_key
     set = {"PAGEDGPT_API_KEY": "sesame"}
@@ -987,7 +1246,7 @@ def test_the_greetings_command_works_as_it_stands(tmp_path):
     assert json.loads(body)["messages"] == [{"role": "user", "content": "Hello"}]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Refusals
 
 JSON = {"content-type": "application/json"}
@@ -1004,8 +1263,11 @@ def listener(tmp_path):
 
 
 def test_a_message_larger_than_a_link_takes_at_a_time(listener):
-    """The rest of a long message was an error once, taken for the engine's death; the log-probabilities of a prompt are
-    such a message. It comes in many parts, and so does a long prompt on its way to the engine."""
+    """
+    The rest of a long message was an error once, taken for the engine's death; the
+    log-probabilities of a prompt are such a message. It comes in many parts, and so does a long
+    prompt on its way to the engine.
+    """
     client, links = EngineClient(listener.getsockname()), Links(listener)
     states, found, long = [], [], "x" * 2**22
     client.on_state = states.append
@@ -1029,11 +1291,20 @@ def test_a_message_larger_than_a_link_takes_at_a_time(listener):
 
 
 def test_openapi_describes_what_is_taken_and_answered(server):
-    """Fuzzers and client generators read it: a path or a limit that is not in it is none to them."""
+    """
+    Fuzzers and client generators read it: a path or a limit that is not in it is none to them.
+    """
     document = server.http.get("/openapi.json").json()
-    assert {(m.upper(), path) for path, calls in document["paths"].items() for m in calls} == set(server.service.routes)
-    completions, schemas = document["paths"]["/v1/completions"]["post"], document["components"]["schemas"]
-    assert completions["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/CompletionRequest")
+    assert {(m.upper(), path) for path, calls in document["paths"].items() for m in calls} == set(
+        server.service.routes
+    )
+    completions, schemas = (
+        document["paths"]["/v1/completions"]["post"],
+        document["components"]["schemas"],
+    )
+    assert completions["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith(
+        "/CompletionRequest"
+    )
     assert schemas["CompletionRequest"]["properties"]["temperature"]["maximum"] == 2
     assert {"200", "400", "401", "404", "429", "503"} <= completions["responses"].keys()
 
@@ -1051,18 +1322,48 @@ def nowhere(call, instead):
         (POST, JSON, b"null", 400, "the body must be a JSON object"),
         (POST, {}, b'{"prompt": "a"}', 400, NO_TYPE),
         (POST, {"content-type": "text/plain"}, b'{"prompt": "a"}', 400, NO_TYPE),
-        (POST, {"content-type": "Application/JSON; charset=utf-8"}, b"[1]", 400, "the body must be a JSON object"),
+        (
+            POST,
+            {"content-type": "Application/JSON; charset=utf-8"},
+            b"[1]",
+            400,
+            "the body must be a JSON object",
+        ),
         (POST, JSON, b'{"prompt": "\xff"}', 400, NOT_JSON.format("invalid unicode code point", 13)),
-        (POST, JSON, b'{"seed": ' + b"9" * 5000 + b"}", 400, NOT_JSON.format("number out of range", 4311)),
+        (
+            POST,
+            JSON,
+            b'{"seed": ' + b"9" * 5000 + b"}",
+            400,
+            NOT_JSON.format("number out of range", 4311),
+        ),
         (POST, JSON, b"[" * 90_000, 400, NOT_JSON.format("recursion limit exceeded", 202)),
-        (POST, JSON, b'{"prompt": "a", "top_p": NaN}', 400, "top_p: input should be a finite number, got nan"),
+        (
+            POST,
+            JSON,
+            b'{"prompt": "a", "top_p": NaN}',
+            400,
+            "top_p: input should be a finite number, got nan",
+        ),
         (POST, JSON, b'{"prompt": "a", "\\ud800": 1}', 400, None),  # half a character is no JSON
         (POST, JSON, b'{"prompt": "\\ud800"}', 400, None),
         (POST, JSON, b" " * 110_000, 413, TOO_LONG),
         (POST, {"content-type": "application/jsonp"}, b'{"prompt": "a"}', 400, NO_TYPE),
-        (POST, {"content-type": "application/json-seq; charset=utf-8"}, b'{"prompt": "a"}', 400, NO_TYPE),
+        (
+            POST,
+            {"content-type": "application/json-seq; charset=utf-8"},
+            b'{"prompt": "a"}',
+            400,
+            NO_TYPE,
+        ),
         (GET, {}, b"", 405, nowhere("GET /v1/completions", "POST /v1/completions")),
-        (("POST", "/v1/completion"), JSON, b"{}", 404, nowhere("POST /v1/completion", "POST /v1/completions")),
+        (
+            ("POST", "/v1/completion"),
+            JSON,
+            b"{}",
+            404,
+            nowhere("POST /v1/completion", "POST /v1/completions"),
+        ),
         (("GET", "/v1/models/"), {}, b"", 404, nowhere("GET /v1/models/", "GET /v1/models")),
     ],
 )
@@ -1070,7 +1371,9 @@ def test_bad_calls(server, call, headers, body, status, message):
     response = server.http.request(*call, headers=headers, content=body)
     assert response.status_code == status, response.text
     error = error_of(response)
-    assert error["type"] == "invalid_request_error" and error["message"] == (message or error["message"])
+    assert error["type"] == "invalid_request_error" and error["message"] == (
+        message or error["message"]
+    )
 
 
 IN_OPENAI = ", as this is OpenAI's API"
@@ -1098,7 +1401,10 @@ IN_OPENAI = ", as this is OpenAI's API"
 def test_paths_of_other_servers_are_told_what_to_call(server, call, hint):
     response = server.http.request(*call.split())
     assert response.status_code == 404
-    assert error_of(response)["message"] == f"there is no {call} here; {hint}; /openapi.json lists what there is"
+    assert (
+        error_of(response)["message"]
+        == f"there is no {call} here; {hint}; /openapi.json lists what there is"
+    )
 
 
 def test_unknown_paths_are_quoted_shortly(server):
@@ -1117,7 +1423,9 @@ def test_other_methods_are_told_which_there_are(server):
         assert (response.status_code, response.headers["allow"]) == (405, allowed)
 
 
-@pytest.mark.parametrize("path", ["/", "/livez", "/v1/models", "/v1/models/fake", "/openapi.json", "/nowhere"])
+@pytest.mark.parametrize(
+    "path", ["/", "/livez", "/v1/models", "/v1/models/fake", "/openapi.json", "/nowhere"]
+)
 def test_head_is_get_without_a_body(server, path):
     """It was a 405: load balancers and download tools ask with it first."""
     whole, head = server.http.get(path), server.http.head(path)
@@ -1135,14 +1443,23 @@ def test_chunked_body_is_refused_too(server):
     "sizes, fits", [([10], True), ([6, 4], True), ([11], False), ([6, 5], False), ([4] * 9, False)]
 )
 def test_body_is_counted_as_it_comes(sizes, fits):
-    """What counts is the sum of the parts, at most the limit; reading stops with the part that exceeds it."""
+    """
+    What counts is the sum of the parts, at most the limit; reading stops with the part that exceeds
+    it.
+    """
     parts, read = iter(sizes), []
 
     async def receive():
         read.append(next(parts))
-        return {"type": "http.request", "body": b" " * read[-1], "more_body": sum(read) < sum(sizes)}
+        return {
+            "type": "http.request",
+            "body": b" " * read[-1],
+            "more_body": sum(read) < sum(sizes),
+        }
 
-    service = SimpleNamespace(args=serve.parse_args(["--max-body-mib", str(10 / 2**20)]), check_ready=lambda: None)
+    service = SimpleNamespace(
+        args=serve.parse_args(["--max-body-mib", str(10 / 2**20)]), check_ready=lambda: None
+    )
     http = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
     with pytest.raises(ApiError) as caught:
         asyncio.run(api.Service.read(service, http, CompletionRequest))
@@ -1178,12 +1495,17 @@ def test_refused_requests(server, fields, status, param, code, message, stream):
     assert response.status_code == status, response.text
     error = error_of(response)
     assert (error["param"], error["code"], error["message"]) == (param, code, message)
-    assert error["type"] == {429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
+    assert error["type"] == {429: "rate_limit_error", 500: "server_error"}.get(
+        status, "invalid_request_error"
+    )
     assert response.headers.get("retry-after") == ("1" if status == 429 else None)
 
 
 def test_too_many_prompts_are_counted_before_they_are_encoded(server, monkeypatch):
-    """A body of 4 MB holds 800,000 prompts; encoding them to say that they are too many held all clients up for 5 s."""
+    """
+    A body of 4 MB holds 800,000 prompts; encoding them to say that they are too many held all
+    clients up for 5 s.
+    """
     monkeypatch.setattr(server.service, "encode", lambda request: 1 / 0)
     response = server.post(["a"] * 17)
     assert response.status_code == 400 and error_of(response)["message"].startswith("17 prompts")
@@ -1209,11 +1531,17 @@ def test_error_after_the_headers(server):
     """Too late for a status: the stream tells, and ends without [DONE]."""
     events = server.stream("break")
     assert text_of(events[:-1]) == "xx"
-    assert events[-1]["error"]["message"] == "the step failed" and events[-1]["error"]["type"] == "server_error"
+    assert (
+        events[-1]["error"]["message"] == "the step failed"
+        and events[-1]["error"]["type"] == "server_error"
+    )
 
 
 def test_a_bug_has_the_shape_of_an_error():
-    """Should a bug of ours slip through, the client still gets JSON that its library can read, and no internals."""
+    """
+    Should a bug of ours slip through, the client still gets JSON that its library can read, and no
+    internals.
+    """
     with Server() as server:
         server.service.encode = lambda request: {}["a bug"]
         response = server.post()
@@ -1222,7 +1550,7 @@ def test_a_bug_has_the_shape_of_an_error():
         assert error_of(response)["type"] == "server_error"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Many at once
 
 
@@ -1255,9 +1583,14 @@ class Listening:
 
 
 @pytest.mark.parametrize(("took", "rests"), [(0.0, False), (0.005, True), (3.0, True)])
-def test_after_a_round_the_engine_is_not_listened_to_for_as_long(listener, monkeypatch, took, rests):
-    """With a write for each token of 256 streams the loop did nothing else, and the requests of a burst were read after
-    up to 2 s. A stream that is alone is never made to wait, and nobody for longer than MAX_PAUSE."""
+def test_after_a_round_the_engine_is_not_listened_to_for_as_long(
+    listener, monkeypatch, took, rests
+):
+    """
+    With a write for each token of 256 streams the loop did nothing else, and the requests of a
+    burst were read after up to 2 s. A stream that is alone is never made to wait, and nobody for
+    longer than MAX_PAUSE.
+    """
     client, clock = EngineClient(listener.getsockname()), [100.0]
     monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     client.transport = Listening()
@@ -1269,10 +1602,16 @@ def test_after_a_round_the_engine_is_not_listened_to_for_as_long(listener, monke
 
     async def one_round():
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(loop, "call_later", lambda wait, call, *args: waits.append((wait, call, args)))
+        monkeypatch.setattr(
+            loop, "call_later", lambda wait, call, *args: waits.append((wait, call, args))
+        )
         choice.job = SimpleNamespace(take=take)
-        client.data_received(line({"op": "step", "out": [["a", [1], None, 0]], "stats": {"at_work": 1}}))
-        assert client.transport.is_read  # until all that it wrote is out, and what had arrived was read
+        client.data_received(
+            line({"op": "step", "out": [["a", [1], None, 0]], "stats": {"at_work": 1}})
+        )
+        assert (
+            client.transport.is_read
+        )  # until all that it wrote is out, and what had arrived was read
         for _ in range(3):
             await asyncio.sleep(0)
 
@@ -1288,13 +1627,17 @@ def test_what_several_steps_brought_is_told_at_once(listener):
     """And an error comes after the tokens before it, as it was sent."""
     client, told = EngineClient(listener.getsockname()), []
     client.transport = Listening()
-    job = SimpleNamespace(take=lambda choice, *row: told.append(row), refuse=lambda *error: told.append(error))
+    job = SimpleNamespace(
+        take=lambda choice, *row: told.append(row), refuse=lambda *error: told.append(error)
+    )
     client.choices = {id: SimpleNamespace(job=job, finish_reason=None) for id in "ab"}
 
     def step(*rows):
         return line({"op": "step", "out": rows, "stats": {"at_work": 2}})
 
-    data = step(["a", [1], None, 5, [["s"]], ["p"]], ["b", [7], None, 0]) + step(["a", [2], None, 5, [["t"]], None])
+    data = step(["a", [1], None, 5, [["s"]], ["p"]], ["b", [7], None, 0]) + step(
+        ["a", [2], None, 5, [["t"]], None]
+    )
     error = line({"op": "error", "id": "b", "message": "broken", "kind": "internal"})
     data += error + step(["a", [3], "length", 5, [["u"]], None])
 
@@ -1311,26 +1654,44 @@ def test_what_several_steps_brought_is_told_at_once(listener):
     ]
 
 
-@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"stop": ["never", "lo w"], "logprobs": 0}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"logprobs": 2}, {"stop": ["never", "lo w"], "logprobs": 0}]
+)
 def test_joined_tokens_say_the_same(fields):
-    """Text, log-probabilities, stop strings and usage do not depend on how many tokens came at a time."""
+    """
+    Text, log-probabilities, stop strings and usage do not depend on how many tokens came at a time.
+    """
 
     def events(per_step):
         engine = FakeEngine(per_step=per_step)
         with Server(engine=engine) as server:
-            found = server.stream("say h\u20acllo world", stream_options={"include_usage": True}, **fields)
-        logprobs = [choice["logprobs"] for event in found[:-1] for choice in event["choices"] if choice["logprobs"]]
-        joined = {name: [x for part in logprobs for x in part[name]] for name in (logprobs or [{}])[0]}
+            found = server.stream(
+                "say h\u20acllo world", stream_options={"include_usage": True}, **fields
+            )
+        logprobs = [
+            choice["logprobs"]
+            for event in found[:-1]
+            for choice in event["choices"]
+            if choice["logprobs"]
+        ]
+        joined = {
+            name: [x for part in logprobs for x in part[name]] for name in (logprobs or [{}])[0]
+        }
         return text_of(found), joined, found[-2]["usage"], len(found)
 
     *single, count = events(1)
     *several, fewer = events(4)
-    assert several == single and fewer <= count  # on a busy machine tokens of several steps are one event, too
+    assert (
+        several == single and fewer <= count
+    )  # on a busy machine tokens of several steps are one event, too
     assert single[0] == ("h\u20acl" if "stop" in fields else "h\u20acllo world")
 
 
 def test_a_newcomer_is_served_while_128_streams_write():
-    """All of them have news all the time; who comes meanwhile gets a whole answer long before any of them ends."""
+    """
+    All of them have news all the time; who comes meanwhile gets a whole answer long before any of
+    them ends.
+    """
     with Server(engine=FakeEngine(pace=0.02)) as server:
         socks = [server.connect(prompt="loop", max_tokens=2000, stream=True) for _ in range(128)]
         wait_until(lambda: len(server.engine.running) == 128)
@@ -1344,7 +1705,9 @@ def test_a_newcomer_is_served_while_128_streams_write():
 
 
 def test_percentiles_are_of_all_rows():
-    rows = [{"first": i / 1000, "gaps": [i / 500] * 2, "end": i, "tokens": 3} for i in range(1, 101)]
+    rows = [
+        {"first": i / 1000, "gaps": [i / 500] * 2, "end": i, "tokens": 3} for i in range(1, 101)
+    ]
     assert load.summary(rows) == {
         "output tok/s": 3,
         "s": 100,
@@ -1354,14 +1717,17 @@ def test_percentiles_are_of_all_rows():
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Clients that go away, or read slowly
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
 def test_disconnect_aborts(stream, started):
-    """Streaming or not, before the first token or after: closing the connection ends all the work of the call."""
+    """
+    Streaming or not, before the first token or after: closing the connection ends all the work of
+    the call.
+    """
     with Server(engine=FakeEngine(max_model_len=10**9)) as server:
         if not started:
             server.engine.gate.clear()
@@ -1376,9 +1742,16 @@ def test_disconnect_aborts(stream, started):
 
 
 def test_late_tokens_of_an_aborted_request_are_dropped(listener):
-    """Between our abort and the engine's reading it, tokens of the request still come; they must do no harm."""
+    """
+    Between our abort and the engine's reading it, tokens of the request still come; they must do no
+    harm.
+    """
     client, stats = EngineClient(listener.getsockname()), {"at_work": 0}
-    message = {"op": "step", "out": [["gone", [1], None, 0], ["gone", [2], "stop", 0]], "stats": stats}
+    message = {
+        "op": "step",
+        "out": [["gone", [1], None, 0], ["gone", [2], "stop", 0]],
+        "stats": stats,
+    }
 
     async def receive():
         client.data_received(line(message))
@@ -1387,12 +1760,15 @@ def test_late_tokens_of_an_aborted_request_are_dropped(listener):
     assert client.choices == {}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Who may come in, and how long clients may take
 
 
 def test_api_key(tmp_path):
-    """With a key everything but what a supervisor asks needs it, and each key has a prefix cache of its own."""
+    """
+    With a key everything but what a supervisor asks needs it, and each key has a prefix cache of
+    its own.
+    """
     keys = tmp_path / "keys"
     keys.write_text("sesame\n\n simsim \n")
     with Server("--api-key-file", str(keys)) as server:
@@ -1409,7 +1785,9 @@ def test_api_key(tmp_path):
             headers = {"Authorization": header.encode()} if header else {}
             for path in paths:
                 response = server.http.get(path, headers=headers)
-                assert response.status_code == 401 and error_of(response)["code"] == "invalid_api_key"
+                assert (
+                    response.status_code == 401 and error_of(response)["code"] == "invalid_api_key"
+                )
         assert response.headers["www-authenticate"] == "Bearer"
         assert server.post().status_code == 401
         assert [server.http.get(path).status_code for path in ("/livez", "/readyz")] == [200, 200]
@@ -1419,7 +1797,9 @@ def test_api_key(tmp_path):
             assert [server.get(path) for path in paths] == [200, 200, 200, 404]
             server.answer(cache_salt="x")
             salts.add(server.engine.added[-1]["options"]["cache_salt"])
-        assert len(salts) == 2 and all("sesame" not in salt and salt.endswith(":x") for salt in salts)
+        assert len(salts) == 2 and all(
+            "sesame" not in salt and salt.endswith(":x") for salt in salts
+        )
 
 
 def test_a_key_may_stand_in_the_command():
@@ -1440,10 +1820,14 @@ def test_two_places_of_keys_are_refused(capsys):
 def test_keys_come_from_environment_or_file(tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEDGPT_API_KEY", "one")
     assert serve.api_keys(serve.parse_args([])) == ["one"]
-    serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0"])).close()  # it has a key: no need to force
+    serve.listen(
+        serve.parse_args(["--host", "0.0.0.0", "--port", "0"])
+    ).close()  # it has a key: no need to force
     for blank in ("", " \n"):
         monkeypatch.setenv("PAGEDGPT_API_KEY", blank)
-        with pytest.raises(ValueError, match="PAGEDGPT_API_KEY is blank: give it a key, or unset it"):
+        with pytest.raises(
+            ValueError, match="PAGEDGPT_API_KEY is blank: give it a key, or unset it"
+        ):
             serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0"]))
     several = tmp_path / "several"
     several.write_text("\ufeffone\n\n  two \none\n")
@@ -1465,7 +1849,9 @@ def test_a_key_file_that_others_can_read_is_told(tmp_path, capsys):
 
 @pytest.mark.parametrize("before, ended_by", [("SIG_DFL", "SIGTERM"), ("SIG_IGN", None)])
 def test_a_terminal_that_closes_ends_the_server_as_sigterm_does(before, ended_by):
-    """SIGHUP cut all streams without a drain; under nohup, which ignores it, the server must go on."""
+    """
+    SIGHUP cut all streams without a drain; under nohup, which ignores it, the server must go on.
+    """
     code = f"""
 import serve, signal
 caught = []
@@ -1505,11 +1891,19 @@ assert caught == {[ended_by] if ended_by else []}
     ],
 )
 def test_hosts_and_origins(headers, status):
-    """A page on the web can make its own name point to 127.0.0.1: its requests then say so in Host or Origin. Only the
-    name of an origin was compared: another server's pages on this machine, at another port, passed for ours."""
-    args = serve.parse_args(["--allowed-hosts", "GPT.example", "--allowed-origins", "tauri://localhost"])
+    """
+    A page on the web can make its own name point to 127.0.0.1: its requests then say so in Host or
+    Origin. Only the name of an origin was compared: another server's pages on this machine, at
+    another port, passed for ours.
+    """
+    args = serve.parse_args(
+        ["--allowed-hosts", "GPT.example", "--allowed-origins", "tauri://localhost"]
+    )
     gate = api.Gate(SimpleNamespace(args=args, keys=[], routes={}))
-    scope = {"path": "/v1/models", "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()]}
+    scope = {
+        "path": "/v1/models",
+        "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+    }
     scope["scheme"] = "http"
     if status == 200:
         assert gate.admit(scope) == ""
@@ -1519,8 +1913,17 @@ def test_hosts_and_origins(headers, status):
         assert caught.value.status == status
 
 
-PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-ORIGINS = ["http://localhost:3000", "moz-extension://1f", "chrome-extension://abc", "tauri://localhost", "null"]
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+ORIGINS = [
+    "http://localhost:3000",
+    "moz-extension://1f",
+    "chrome-extension://abc",
+    "tauri://localhost",
+    "null",
+]
 
 
 @pytest.fixture(scope="module")
@@ -1532,8 +1935,11 @@ def shared_server():
 
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_pages_of_allowed_origins_are_served(shared_server, origin):
-    """They got a 403, with a valid key too, and no flag could change it. A browser first asks, without the key, and
-    shows the page nothing that does not name its origin: errors do too, so that it can say what was wrong."""
+    """
+    They got a 403, with a valid key too, and no flag could change it. A browser first asks, without
+    the key, and shows the page nothing that does not name its origin: errors do too, so that it can
+    say what was wrong.
+    """
     http, key = shared_server.http, {"Authorization": "Bearer sesame"}
     asked = http.options("/v1/completions", headers=PREFLIGHT | {"Origin": origin})
     assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == origin
@@ -1541,13 +1947,17 @@ def test_pages_of_allowed_origins_are_served(shared_server, origin):
     assert "POST" in asked.headers["access-control-allow-methods"] and asked.headers["x-request-id"]
     body = {"prompt": "say hi", "max_tokens": 9}
     answers = {
-        200: http.post("/v1/completions", json=body | {"stream": True}, headers={"Origin": origin} | key),
+        200: http.post(
+            "/v1/completions", json=body | {"stream": True}, headers={"Origin": origin} | key
+        ),
         401: http.post("/v1/completions", json=body, headers={"Origin": origin}),
         400: http.post("/v1/completions", json={}, headers={"Origin": origin} | key),
         404: http.get("/nowhere", headers={"Origin": origin} | key),
     }
     shared_server.engine.gate.clear()
-    waiting = threading.Thread(target=http.post, args=["/v1/completions"], kwargs={"json": body, "headers": key})
+    waiting = threading.Thread(
+        target=http.post, args=["/v1/completions"], kwargs={"json": body, "headers": key}
+    )
     waiting.start()
     wait_until(lambda: shared_server.service.client.choices)
     answers[429] = http.post("/v1/completions", json=body, headers={"Origin": origin} | key)
@@ -1555,18 +1965,27 @@ def test_pages_of_allowed_origins_are_served(shared_server, origin):
     waiting.join()
     for status, answer in answers.items():
         assert answer.status_code == status
-        assert answer.headers["access-control-allow-origin"] == origin and answer.headers["vary"] == "Origin"
+        assert (
+            answer.headers["access-control-allow-origin"] == origin
+            and answer.headers["vary"] == "Origin"
+        )
         assert answer.headers["access-control-expose-headers"] == "x-request-id, retry-after"
 
 
-@pytest.mark.parametrize("origin", ["http://localhost:3001", "https://localhost:3000", "moz-extension://2f"])
+@pytest.mark.parametrize(
+    "origin", ["http://localhost:3001", "https://localhost:3000", "moz-extension://2f"]
+)
 def test_pages_of_other_origins_are_told_of_the_flag(shared_server, origin):
-    for method, headers in (("GET", {}), ("OPTIONS", PREFLIGHT), ("GET", {"Authorization": "Bearer sesame"})):
-        refused = shared_server.http.request(method, "/v1/models", headers=headers | {"Origin": origin})
-        assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
-        message = (
-            f"pages of another origin, {origin!r}, are not served here: --allowed-origins {origin} would let them in"
+    for method, headers in (
+        ("GET", {}),
+        ("OPTIONS", PREFLIGHT),
+        ("GET", {"Authorization": "Bearer sesame"}),
+    ):
+        refused = shared_server.http.request(
+            method, "/v1/models", headers=headers | {"Origin": origin}
         )
+        assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
+        message = f"pages of another origin, {origin!r}, are not served here: --allowed-origins {origin} would let them in"
         assert error_of(refused)["message"] == message
 
 
@@ -1575,7 +1994,12 @@ def test_any_origin_may_be_allowed():
         for origin in ("http://any.example", "null"):
             answer = server.http.get("/v1/models", headers={"Origin": origin})
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
-            assert server.http.options("/v1/models", headers=PREFLIGHT | {"Origin": origin}).status_code == 200
+            assert (
+                server.http.options(
+                    "/v1/models", headers=PREFLIGHT | {"Origin": origin}
+                ).status_code
+                == 200
+            )
         assert server.http.get("/livez", headers={"Host": "evil.example"}).status_code == 403
 
 
@@ -1603,9 +2027,13 @@ def test_origins_are_taken_as_browsers_send_them(given, taken):
     assert serve.parse_args(["--allowed-origins", given]).allowed_origins == [taken]
 
 
-@pytest.mark.parametrize("text", ["localhost:3000", "http://localhost:3000/", "http://", "https://*.example", ""])
+@pytest.mark.parametrize(
+    "text", ["localhost:3000", "http://localhost:3000/", "http://", "https://*.example", ""]
+)
 def test_what_is_no_origin_is_refused(text, capsys):
-    """A path or a missing scheme would never match what a browser sends, and nobody would know why."""
+    """
+    A path or a missing scheme would never match what a browser sends, and nobody would know why.
+    """
     with pytest.raises(SystemExit):
         serve.parse_args(["--allowed-origins", text])
     wanted = f"{text!r} is no origin, wanted SCHEME://HOST or SCHEME://HOST:PORT without a path, null or *"
@@ -1614,9 +2042,12 @@ def test_what_is_no_origin_is_refused(text, capsys):
 
 @pytest.fixture
 def logging_server(monkeypatch):
-    """A server with the lines of its log in `server.log`, of its own: another test's last call may be logged when that
-    test has ended. Tests read the log while it is written, which pytest's capturing does not allow: it empties its file
-    after reading, and what is written in between is lost."""
+    """
+    A server with the lines of its log in `server.log`, of its own: another test's last call may be
+    logged when that test has ended. Tests read the log while it is written, which pytest's
+    capturing does not allow: it empties its file after reading, and what is written in between is
+    lost.
+    """
     lines = []
 
     def note(line, file=None, flush=False):
@@ -1631,14 +2062,19 @@ def logging_server(monkeypatch):
 
 
 def access_log(server, count: int) -> list[dict]:
-    """The log's first `count` lines. A call is logged when it has ended, which may be after its client knows it."""
+    """
+    The log's first `count` lines. A call is logged when it has ended, which may be after its client
+    knows it.
+    """
     wait_until(lambda: len(server.log) >= count)
     return [json.loads(line) for line in server.log[:count]]
 
 
 def test_every_answer_has_an_id(logging_server):
-    """The client's own, or else a new one, also in the log and in the name of a completion: so a user's report, the
-    answer and the line of the log are brought together."""
+    """
+    The client's own, or else a new one, also in the log and in the name of a completion: so a
+    user's report, the answer and the line of the log are brought together.
+    """
     server = logging_server
     ids = []
     for call in (("GET", "/"), ("GET", "/nowhere"), ("HEAD", "/livez"), ("OPTIONS", "/v1/models")):
@@ -1650,15 +2086,20 @@ def test_every_answer_has_an_id(logging_server):
     own = {"X-Request-Id": "my-request:1"}
     assert server.http.get("/v1/models", headers=own).headers["x-request-id"] == "my-request:1"
     logged = [line["id"] for line in access_log(server, 5)]
-    assert sorted(logged) == sorted([ids[1], *ids[3:], "my-request:1"])  # but those of the page and of /livez
+    assert sorted(logged) == sorted(
+        [ids[1], *ids[3:], "my-request:1"]
+    )  # but those of the page and of /livez
     for other in ("a b", "x" * 129, "", "caf\u00e9"):
         answer = server.http.get("/livez", headers={"X-Request-Id": other.encode()})
         assert len(answer.headers["x-request-id"]) == 32
 
 
 def test_an_unseeded_answer_can_be_had_again(logging_server):
-    """Each start of the server said the same, and no two starts in a row anything else. Now each call draws a seed,
-    which is in the log; equal prompts of a call have seeds of their own, so that their answers differ."""
+    """
+    Each start of the server said the same, and no two starts in a row anything else. Now each call
+    draws a seed, which is in the log; equal prompts of a call have seeds of their own, so that
+    their answers differ.
+    """
 
     def seeds(prompt, **fields):
         added = logging_server.engine.added
@@ -1686,7 +2127,10 @@ def test_slow_readers_are_cut_off():
 
 
 def test_log_lines(capfd):
-    """One line of JSON each; texts only with --log-requests; nothing a client sends makes a line of its own."""
+    """
+    One line of JSON each; texts only with --log-requests; nothing a client sends makes a line of
+    its own.
+    """
     with Server("--log-requests") as server:
         server.args.access_log = True
         server.answer("say hi", user="me", request_id="r", cache_salt="a secret")
@@ -1713,12 +2157,19 @@ def test_log_lines(capfd):
 
 
 def test_the_log_says_why_a_call_was_refused(capfd):
-    """It had the status alone: with 400 for every wrong field, nobody could help whom a server refused."""
+    """
+    It had the status alone: with 400 for every wrong field, nobody could help whom a server
+    refused.
+    """
     calls = [
         ({"model": 'x"}\n{"event": "forged"}'}, 404, "model_not_found"),
         ({"temperature": "secret"}, 400, "temperature: input should be a valid number"),
         ({"prompt": "break"}, 500, "the step failed"),
-        ({"prompt": "break", "stream": True}, 200, "the step failed"),  # after the headers, if these are out by then
+        (
+            {"prompt": "break", "stream": True},
+            200,
+            "the step failed",
+        ),  # after the headers, if these are out by then
     ]
     with Server() as server:
         server.args.access_log = True
@@ -1729,7 +2180,9 @@ def test_the_log_says_why_a_call_was_refused(capfd):
     lines = [json.loads(line) for line in text.splitlines()]
     assert [line["event"] for line in lines] == ["access"] * len(calls)
     assert [line["status"] for line in lines] == answered
-    assert all(line["error"].startswith(error) for line, (_, _, error) in zip(lines, calls, strict=True))
+    assert all(
+        line["error"].startswith(error) for line, (_, _, error) in zip(lines, calls, strict=True)
+    )
     assert "secret" not in text
 
 
@@ -1743,24 +2196,36 @@ def test_texts_are_not_logged(capfd):
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-@pytest.mark.parametrize("data", [b"nonsense\r\n\r\n", b"GET /livez HTTP/1.1\r\nHost localhost\r\n\r\n"])
+@pytest.mark.parametrize(
+    "data", [b"nonsense\r\n\r\n", b"GET /livez HTTP/1.1\r\nHost localhost\r\n\r\n"]
+)
 def test_what_is_no_http_gets_an_error_in_json(server, data):
     """It was uvicorn's own plain text."""
     with socket.create_connection(server.address, timeout=30) as sock:
         sock.sendall(data)
         head, _, body = read_until(sock, b"no such end").partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"Content-Type: application/json" in head
-    error = {"message": "Invalid HTTP request received.", "type": "invalid_request_error", "param": None, "code": None}
+    assert (
+        head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        and b"Content-Type: application/json" in head
+    )
+    error = {
+        "message": "Invalid HTTP request received.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
     assert json.loads(body) == {"error": error} and f"Content-Length: {len(body)}".encode() in head
     assert b"\r\nx-request-id: " in head
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Loading, draining, dying
 
 
 def test_stopped_while_loading(capsys):
-    """The engine was ready while the server ended: the greeting asked a closed socket for its address."""
+    """
+    The engine was ready while the server ended: the greeting asked a closed socket for its address.
+    """
     with Server(engine=FakeEngine(ready=False)) as server:
         server.stop()
         wait_until(lambda: server.service.draining)
@@ -1770,10 +2235,15 @@ def test_stopped_while_loading(capsys):
 
 
 def test_signals_do_not_reach_the_engine(listener):
-    """Ctrl-C at a terminal is for both processes; the engine's left a traceback if it came while Python started up."""
+    """
+    Ctrl-C at a terminal is for both processes; the engine's left a traceback if it came while
+    Python started up.
+    """
     before = signal.getsignal(signal.SIGINT)
     link = client_module.connect(listener.getsockname())
-    process = serve.start_process(serve.engine_process, serve.parse_args(["--model", "/no/model"]), listener)
+    process = serve.start_process(
+        serve.engine_process, serve.parse_args(["--model", "/no/model"]), listener
+    )
     assert signal.getsignal(signal.SIGINT) is before
     for sig in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, sig)
@@ -1785,10 +2255,15 @@ def test_signals_do_not_reach_the_engine(listener):
 
 
 def test_drain():
-    """After SIGTERM: not ready, new work refused, running work finished, then the end without complaint."""
+    """
+    After SIGTERM: not ready, new work refused, running work finished, then the end without
+    complaint.
+    """
     with Server() as server:
         server.engine.gate.clear()
-        running = [server.connect(prompt="say hi", max_tokens=9, stream=stream) for stream in (False, True)]
+        running = [
+            server.connect(prompt="say hi", max_tokens=9, stream=stream) for stream in (False, True)
+        ]
         wait_until(lambda: len(server.engine.added) == 2)
         server.stop()
         wait_until(lambda: server.get("/readyz") == 503)
@@ -1835,8 +2310,10 @@ def test_second_signal_stops_now():
 
 
 def test_who_is_still_being_encoded_when_the_server_stops_is_told(monkeypatch):
-    """With a long text being encoded, or half of it sent, SIGTERM ended in uvicorn's own 500, no JSON, after the
-    linger. It is a 503 as for whatever else is not finished: clients try again."""
+    """
+    With a long text being encoded, or half of it sent, SIGTERM ended in uvicorn's own 500, no JSON,
+    after the linger. It is a 503 as for whatever else is not finished: clients try again.
+    """
     monkeypatch.setattr(api, "LINGER_SECONDS", 0.2)
     with Server() as server, ThreadPoolExecutor(1) as pool:
         asked = threading.Event()
@@ -1853,16 +2330,25 @@ def test_who_is_still_being_encoded_when_the_server_stops_is_told(monkeypatch):
             assert asked.wait(30)
             server.stop()
             assert b'"code": "stopping"' in read_until(half, b"}}")
-        assert answer.result(30).status_code == 503 and error_of(answer.result())["code"] == "stopping"
+        assert (
+            answer.result(30).status_code == 503 and error_of(answer.result())["code"] == "stopping"
+        )
 
 
 def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monkeypatch):
-    """Half a body, and an answer that nobody reads, each left a traceback of 60 lines when the server was stopped."""
+    """
+    Half a body, and an answer that nobody reads, each left a traceback of 60 lines when the server
+    was stopped.
+    """
     monkeypatch.setattr(api, "LINGER_SECONDS", 0.2)
     with Server(engine=FakeEngine(pace=0), send_buffer=4096) as server:
-        unread = server.connect(prompt=["loop"] * 8, max_tokens=3000, stream=True, return_token_ids=True)
+        unread = server.connect(
+            prompt=["loop"] * 8, max_tokens=3000, stream=True, return_token_ids=True
+        )
         half = socket.create_connection(server.address)
-        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        half.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         half.sendall(b'Content-Length: 99\r\n\r\n{"prompt": ')
         wait_until(lambda: len(server.engine.added) == 8 and not server.engine.running)
     unread.close(), half.close()
@@ -1872,20 +2358,33 @@ def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monke
 
 def test_death_of_the_engine():
     """
-    Whoever waits gets an error, streaming or not, and the health pages say so. The first time another engine is
-    started, and serves; when that one dies too, the server ends with exit code 1.
+    Whoever waits gets an error, streaming or not, and the health pages say so. The first time
+    another engine is started, and serves; when that one dies too, the server ends with exit code 1.
     """
     second = FakeEngine(ready=False)
     with Server(engine=FakeEngine(successor=second)) as server:
         server.engine.gate.clear()
-        waiting = [server.connect(prompt="loop", max_tokens=9, stream=stream) for stream in (False, True)]
+        waiting = [
+            server.connect(prompt="loop", max_tokens=9, stream=stream) for stream in (False, True)
+        ]
         wait_until(lambda: len(server.engine.added) == 2)
         server.engine.die()
         for sock in waiting:
             answer = read_until(sock, b"}}")
-            assert b" 500 " in answer and b'"engine_dead"' in answer and b"it is started again" in answer
-        assert (server.get("/livez"), server.get("/health"), server.get("/readyz")) == (503, 503, 503)
-        assert server.post().status_code == 503 and error_of(server.http.get("/livez"))["code"] == "dead"
+            assert (
+                b" 500 " in answer
+                and b'"engine_dead"' in answer
+                and b"it is started again" in answer
+            )
+        assert (server.get("/livez"), server.get("/health"), server.get("/readyz")) == (
+            503,
+            503,
+            503,
+        )
+        assert (
+            server.post().status_code == 503
+            and error_of(server.http.get("/livez"))["code"] == "dead"
+        )
         second.say_ready()
         wait_until(lambda: server.get("/readyz") == 200)
         assert server.get("/livez") == 200 and server.answer()["choices"][0]["text"] == "hi"
@@ -1895,7 +2394,10 @@ def test_death_of_the_engine():
 
 
 def test_an_engine_that_does_not_read_costs_no_memory(listener):
-    """40 calls that hung up while the engine was stopped left 300 MiB of requests for it, of which nobody waited."""
+    """
+    40 calls that hung up while the engine was stopped left 300 MiB of requests for it, of which
+    nobody waited.
+    """
     client, links, heard = EngineClient(listener.getsockname()), Links(listener), []
     client.info["max_model_len"] = 10**6
     job = SimpleNamespace(salt="")
@@ -1931,30 +2433,44 @@ def test_an_engine_that_does_not_read_costs_no_memory(listener):
 
 
 def test_engine_that_cannot_start():
-    """Its one line becomes the server's, and the server ends; that its link then ends too says nothing more."""
+    """
+    Its one line becomes the server's, and the server ends; that its link then ends too says nothing
+    more.
+    """
     engine = FakeEngine(ready=False)
     server = Server(engine=engine)
     engine.links.accept()
     engine.links.greet({"op": "fatal", "message": "no model here: run `python train.py`"})
     engine.links.close()
-    assert serve.run_on_loop(server.service.run(server.sock)) == "no model here: run `python train.py`"
+    assert (
+        serve.run_on_loop(server.service.run(server.sock)) == "no model here: run `python train.py`"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The command line
 
 
 def test_answers_do_not_wait_for_acknowledgements():
-    """A listening socket that did not name its protocol made asyncio leave Nagle's algorithm on: header and body went
-    out in two writes, and the second waited up to 40 ms for the client to acknowledge the first."""
-    with serve.listen(serve.parse_args(["--port", "0"])) as sock, socket.create_connection(sock.getsockname()):
+    """
+    A listening socket that did not name its protocol made asyncio leave Nagle's algorithm on:
+    header and body went out in two writes, and the second waited up to 40 ms for the client to
+    acknowledge the first.
+    """
+    with (
+        serve.listen(serve.parse_args(["--port", "0"])) as sock,
+        socket.create_connection(sock.getsockname()),
+    ):
         accepted, _ = sock.accept()
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         accepted.close()
 
 
 def test_port_in_use():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="choose another --port"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(SystemExit, match="choose another --port"),
+    ):
         serve.listen(serve.parse_args(["--port", str(taken.getsockname()[1])]))
 
 
@@ -1965,7 +2481,9 @@ def test_port_that_does_not_exist(port):
         serve.listen(serve.parse_args(["--port", port]))
 
 
-@pytest.mark.parametrize("host, refused", [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("localhost", False)])
+@pytest.mark.parametrize(
+    "host, refused", [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("localhost", False)]
+)
 def test_other_machines_are_kept_out(host, refused):
     flags = ["--host", host, "--port", "0"]
     with pytest.raises(SystemExit, match="--allow-remote") if refused else contextlib.nullcontext():
@@ -1976,7 +2494,9 @@ def test_remote_when_forced():
     serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0", "--allow-remote"])).close()
 
 
-@pytest.mark.parametrize("flag", ["--block-size", "--kv-blocks", "--max-model-len", "--max-num-seqs", "--token-budget"])
+@pytest.mark.parametrize(
+    "flag", ["--block-size", "--kv-blocks", "--max-model-len", "--max-num-seqs", "--token-budget"]
+)
 def test_sizes_are_positive(flag, capsys):
     """A block size of 0 used to end in a ZeroDivisionError in the engine's process."""
     assert serve.parse_args([flag, "1"])
@@ -1987,16 +2507,22 @@ def test_sizes_are_positive(flag, capsys):
 
 @pytest.mark.parametrize("flag", ["--max-queue", "--max-body-mib", "--drain-seconds"])
 def test_limits_are_not_negative(flag, capsys):
-    """--max-body-mib nan and inf ended in a traceback, and a negative queue refused every request."""
+    """
+    --max-body-mib nan and inf ended in a traceback, and a negative queue refused every request.
+    """
     assert serve.parse_args([flag, "0"])
     for value in ["-1"] if flag == "--max-queue" else ["-0.1", "nan"]:
         with pytest.raises(SystemExit):
             serve.parse_args([flag, value])
-        assert f"argument {flag}: {value} is too small, wanted at least 0" in capsys.readouterr().err
+        assert (
+            f"argument {flag}: {value} is too small, wanted at least 0" in capsys.readouterr().err
+        )
 
 
 def python(code):
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_http_process_imports_no_torch():
@@ -2006,10 +2532,11 @@ def test_http_process_imports_no_torch():
 
 
 def test_serve_itself_imports_no_http_packages():
-    """`--prompt` and the engine's process do without starlette, uvicorn and pydantic; serving says what to install."""
-    code = (
-        "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = sys.modules['pydantic'] = None; import serve"
-    )
+    """
+    `--prompt` and the engine's process do without starlette, uvicorn and pydantic; serving says
+    what to install.
+    """
+    code = "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = sys.modules['pydantic'] = None; import serve"
     assert python(code).returncode == 0
     done = python(f"{code}; serve.main([])")
     assert (

@@ -22,4 +22,7 @@ def test_events_become_as_simple_as_the_failure_allows():
             yield event | {"size": size}
 
     events = [{"size": 9}, {"size": 7}, {"size": 3}]
-    assert shrink(events, lambda events: sum(e["size"] for e in events) >= 8, simpler) == [{"size": 5}, {"size": 3}]
+    assert shrink(events, lambda events: sum(e["size"] for e in events) >= 8, simpler) == [
+        {"size": 5},
+        {"size": 3},
+    ]

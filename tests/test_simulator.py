@@ -1,6 +1,6 @@
 """
-The simulator (simulator.py) as a test: some thousand steps of random lives, the failures that it has found so far, and
-that it can fail at all. `python -m tests.simulator` runs more of it.
+The simulator (simulator.py) as a test: some thousand steps of random lives, the failures that it
+has found so far, and that it can fail at all. `python -m tests.simulator` runs more of it.
 """
 
 from pathlib import Path
@@ -17,7 +17,10 @@ TRACES = sorted((Path(__file__).parent / "traces").glob("*.jsonl"))
 
 @pytest.mark.parametrize("first", range(0, 120, 30))
 def test_random_lives(first):
-    """Would catch: whatever makes an answer, a count or the order of service wrong, or keeps what nobody needs."""
+    """
+    Would catch: whatever makes an answer, a count or the order of service wrong, or keeps what
+    nobody needs.
+    """
     for seed in range(first, first + 30):
         settings, events = a_life(seed)
         assert not fails(settings, events), f"python -m tests.simulator --seed {seed}"
@@ -25,12 +28,19 @@ def test_random_lives(first):
 
 @pytest.mark.slow
 def test_a_million_steps_of_random_lives():
-    """The same, long enough for what happens once in 100,000 steps; and every feature meets every fault in it."""
+    """
+    The same, long enough for what happens once in 100,000 steps; and every feature meets every
+    fault in it.
+    """
     summary = campaign(10**6, steps=1e6, seconds=3600, processes=2)
     print(f"\n{summary}")
-    assert not summary.failure, f"python -m tests.simulator --seed {summary.last}: {summary.failure}"
+    assert not summary.failure, (
+        f"python -m tests.simulator --seed {summary.last}: {summary.failure}"
+    )
     rare = [pair for pair in summary.steps_with if summary.steps_with[pair] < 1000]
-    assert len(summary.steps_with) == len(FEATURES) * len(FAULTS) and not rare, f"hardly met: {rare}"
+    assert len(summary.steps_with) == len(FEATURES) * len(FAULTS) and not rare, (
+        f"hardly met: {rare}"
+    )
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
@@ -56,7 +66,10 @@ class Listening(World):
 
 
 def test_a_seed_is_the_same_life_on_any_machine():
-    """Would catch: anything in it that depends on a clock, the order of a set, or hash(), which differs by process."""
+    """
+    Would catch: anything in it that depends on a clock, the order of a set, or hash(), which
+    differs by process.
+    """
     heard = []
     for seed in range(5):
         world = Listening(*a_life(seed))
@@ -67,7 +80,10 @@ def test_a_seed_is_the_same_life_on_any_machine():
 
 
 def test_a_failure_is_shrunk_and_played_again(monkeypatch, capsys, tmp_path):
-    """A bug is planted: the simulator must find it, and leave a trace that plays it again in a few events."""
+    """
+    A bug is planted: the simulator must find it, and leave a trace that plays it again in a few
+    events.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(paged.Request, "clear_cache", forgets_the_last_block)
     monkeypatch.setattr("sys.argv", ["simulator", "--steps", "10000", "--processes", "1"])
@@ -86,4 +102,6 @@ def test_a_failure_is_shrunk_and_played_again(monkeypatch, capsys, tmp_path):
 def forgets_the_last_block(request, block_allocator):
     block_allocator.free_blocks_for_request(request.block_table[:-1])
     request.block_table = []
-    request.num_filled_slots = request.num_computed_slots = request.prefill_cursor = request.num_committed = 0
+    request.num_filled_slots = request.num_computed_slots = request.prefill_cursor = (
+        request.num_committed
+    ) = 0

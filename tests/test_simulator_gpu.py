@@ -1,7 +1,7 @@
 """
-The simulator's lives with the real runner: on a GPU with its graphs, padding and overlap, and a few on a CPU. There is
-a model then, so the right answers are the dense model's, token by token; where its best two scores are nearer than
-rounding (oracle.py says when) either is right.
+The simulator's lives with the real runner: on a GPU with its graphs, padding and overlap, and a few
+on a CPU. There is a model then, so the right answers are the dense model's, token by token; where
+its best two scores are nearer than rounding (oracle.py says when) either is right.
 
     python -m pytest -s -m "slow or not slow" tests/test_simulator_gpu.py     # prints how many steps, tokens and ties
 """
@@ -10,12 +10,17 @@ import oracle
 import pytest
 import torch
 
-from runner import Runner
+from serving.runner import Runner
 from test_paged import CONTEXT, VOCABULARY, trained_model
 from tests.simulator import Faulty, Text, World
 from tests.swarm import a_life
 
-NOT_PLAYED = ("beam", "broken", "fork", "restart")  # what only the simulated runner can do, or takes a new capture
+NOT_PLAYED = (
+    "beam",
+    "broken",
+    "fork",
+    "restart",
+)  # what only the simulated runner can do, or takes a new capture
 TEMPERATURES = (0.0, 0.7, 1.0, 1.4)
 
 
@@ -37,7 +42,11 @@ class DenseWorld(World):
         events = [self.fitted(event) for event in events if event["do"] not in NOT_PLAYED]
         super().__init__(settings, events, build=FaultyRealRunner)
         self.dense = trained_model()
-        self.served = trained_model() if device == "cpu" else type(self.dense)(self.dense.config).eval().to(device)
+        self.served = (
+            trained_model()
+            if device == "cpu"
+            else type(self.dense)(self.dense.config).eval().to(device)
+        )
         self.served.load_state_dict(self.dense.state_dict())
         self.ties = 0
 
@@ -48,7 +57,9 @@ class DenseWorld(World):
         prompt = [token % VOCABULARY for token in event["prompt"]][: self.most - 1]
         wanted = {"temperature": TEMPERATURES[event["params"]["seed"] % 4]}
         wanted["max_tokens"] = min(event["params"]["max_tokens"], self.most - len(prompt))
-        wanted["stop_token_ids"] = [t % VOCABULARY for t in event["params"].get("stop_token_ids", ())]
+        wanted["stop_token_ids"] = [
+            t % VOCABULARY for t in event["params"].get("stop_token_ids", ())
+        ]
         return event | {"prompt": prompt, "params": event["params"] | wanted}
 
     def model(self):
@@ -64,7 +75,12 @@ class DenseWorld(World):
         params = oracle.SamplingParams(**text.params)
         before = oracle.counts["ties"]
         possible = oracle.possible_tokens(
-            self.logits_of(whole)[-1], params, len(whole), choice=text.choice, stops=text.stops, rounding=1e-4
+            self.logits_of(whole)[-1],
+            params,
+            len(whole),
+            choice=text.choice,
+            stops=text.stops,
+            rounding=1e-4,
         )
         self.ties += oracle.counts["ties"] - before
         token = tokens[0] if tokens[0] in possible else min(possible)
@@ -81,7 +97,9 @@ class DenseWorld(World):
         if text.prompt_logprobs is None or text.told or len(text.prompt) == 1:
             assert prompt_logprobs is None, f"{text.id}: scores that nobody asked for"
             return
-        assert len(prompt_logprobs) == len(text.prompt) - 1, f"{text.id}: {len(prompt_logprobs)} scores of the prompt"
+        assert len(prompt_logprobs) == len(text.prompt) - 1, (
+            f"{text.id}: {len(prompt_logprobs)} scores of the prompt"
+        )
         for i, found in enumerate(prompt_logprobs):
             self.check_score(found, text.prompt_logprobs, scores[i], text.prompt[i + 1])
 
@@ -104,18 +122,26 @@ def live(seeds: range, device: str, graphs: bool) -> int:
         steps += world.steps
         tokens += sum(text.told for text in world.everybody)
         ties += world.ties
-    print(f"\n{steps:,} steps, {tokens:,} tokens, all the dense model's; in {ties} of them two were as good")
+    print(
+        f"\n{steps:,} steps, {tokens:,} tokens, all the dense model's; in {ties} of them two were as good"
+    )
     return steps
 
 
 @pytest.mark.slow
 def test_some_thousand_steps_with_the_real_runner():
-    """Would catch: a stale row, table or last token on the device, which the simulated runner cannot have."""
+    """
+    Would catch: a stale row, table or last token on the device, which the simulated runner cannot
+    have.
+    """
     assert live(range(100, 116), "cpu", graphs=False) > 2000
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_on_a_gpu_some_thousand_steps_are_the_dense_models(graphs):
-    """Would catch: what a captured step, its padding, or overlap gets wrong when requests come, hang up and fail."""
+    """
+    Would catch: what a captured step, its padding, or overlap gets wrong when requests come, hang
+    up and fail.
+    """
     assert live(range(200, 212), "cuda", graphs) > 2000

@@ -1,11 +1,13 @@
-"""Runs of the simulator of the HTTP side: random clients and faults, and that it can fail at all."""
+"""
+Runs of the simulator of the HTTP side: random clients and faults, and that it can fail at all.
+"""
 
 from pathlib import Path
 
 import pytest
 import simulator_http as simulator
 
-import client
+from serving import client
 
 TRACES = sorted((Path(__file__).parent / "traces_http").glob("*.jsonl"))
 
@@ -19,13 +21,18 @@ def run(settings: dict, events: list[dict]) -> simulator.World:
 def play(seeds: range, steps: int):
     for seed in seeds:
         problem = simulator.violation(*simulator.draw(seed, steps))
-        assert not problem, f"{problem}: python -m tests.simulator_http --seed {seed} --steps {steps}"
+        assert not problem, (
+            f"{problem}: python -m tests.simulator_http --seed {seed} --steps {steps}"
+        )
 
 
 @pytest.mark.parametrize("first", range(0, 60, 5))
 def test_random_clients_and_faults(first):
-    """Each call gets exactly one end, and the answer that its seed gives; whatever was lost, when all is quiet the
-    counters add up, nothing is left of any call, everybody is served again, and the server can be stopped."""
+    """
+    Each call gets exactly one end, and the answer that its seed gives; whatever was lost, when all
+    is quiet the counters add up, nothing is left of any call, everybody is served again, and the
+    server can be stopped.
+    """
     play(range(first, first + 5), steps=20)
 
 
@@ -41,7 +48,10 @@ def test_many_random_clients_and_faults():
 
 
 def test_a_failure_is_shrunk_and_played_again(monkeypatch, capsys, tmp_path):
-    """A bug is planted: the simulator must find it, and leave a trace that plays it again in a few events."""
+    """
+    A bug is planted: the simulator must find it, and leave a trace that plays it again in a few
+    events.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(client.EngineClient, "abort", aborts_here_alone)
     monkeypatch.setattr("sys.argv", ["simulator_http", "--minutes", "1", "--steps", "20"])
@@ -64,5 +74,9 @@ def aborts_here_alone(self, choice):
 def test_a_seed_is_always_the_same_run():
     """What every client received, and when: to the byte and to the virtual microsecond."""
     first, second = (run(*simulator.draw(5, 20)) for _ in range(2))
-    assert first.callers and [caller.received for caller in first.callers] == [c.received for c in second.callers]
-    assert [caller.ended_at for caller in first.callers] == [caller.ended_at for caller in second.callers]
+    assert first.callers and [caller.received for caller in first.callers] == [
+        c.received for c in second.callers
+    ]
+    assert [caller.ended_at for caller in first.callers] == [
+        caller.ended_at for caller in second.callers
+    ]

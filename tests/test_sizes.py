@@ -1,9 +1,12 @@
-"""sizes.py: which size a machine gets, what it may expect, and how far a busy machine stretches the clock."""
+"""
+sizes.py: which size a machine gets, what it may expect, and how far a busy machine stretches the
+clock.
+"""
 
 import pytest
 
 import train
-from sizes import PROBE, RESERVE, SIZES, choose_size, end_of_run, minutes_and_seconds
+from training.sizes import PROBE, RESERVE, SIZES, choose_size, end_of_run, minutes_and_seconds
 
 TIME = 125.0  # seconds that the default run has for its steps, about
 
@@ -58,7 +61,9 @@ def test_more_steps_and_larger_sizes_are_better():
 def test_the_expectation_is_the_measured_one_and_between_two_of_them():
     small = SIZES["small"]
     assert small.expected(850) == pytest.approx(1.49) and small.expected(200) == pytest.approx(1.82)
-    assert small.expected((450 * 850) ** 0.5) == pytest.approx((1.61 + 1.49) / 2)  # half way, in the logarithm
+    assert small.expected((450 * 850) ** 0.5) == pytest.approx(
+        (1.61 + 1.49) / 2
+    )  # half way, in the logarithm
     assert small.expected(5) == pytest.approx(1.82)  # nothing is promised beyond what was measured
     assert small.expected(10**6) == pytest.approx(1.38)
 
@@ -73,8 +78,12 @@ def test_the_expectation_is_the_measured_one_and_between_two_of_them():
         (100, -50, 0.9, 140),  # the steps are done: as planned
     ],
 )
-def test_a_busy_machine_stretches_the_clock_within_the_limit(elapsed, steps_left, step_seconds, expected):
-    assert end_of_run(elapsed, steps_left, step_seconds, planned=140, latest=180) == pytest.approx(expected)
+def test_a_busy_machine_stretches_the_clock_within_the_limit(
+    elapsed, steps_left, step_seconds, expected
+):
+    assert end_of_run(elapsed, steps_left, step_seconds, planned=140, latest=180) == pytest.approx(
+        expected
+    )
 
 
 def test_a_limit_before_the_plan_changes_nothing():

@@ -1,4 +1,7 @@
-"""The terminal: prompts and conversations, with a real engine in this process or, through a pty, in one of its own."""
+"""
+The terminal: prompts and conversations, with a real engine in this process or, through a pty, in
+one of its own.
+"""
 
 import io
 import os
@@ -14,11 +17,11 @@ import pytest
 import torch
 
 import serve
-import terminal
-from encoder import Encoder
 from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
-from sampling import SamplingParams
-from terminal import Answer, Chat, Text, stream_answer
+from serving import terminal
+from serving.encoder import Encoder
+from serving.sampling import SamplingParams
+from serving.terminal import Answer, Chat, Text, stream_answer
 from test_paged import assert_idle, new_engine, prompt, trained_model
 from tokenizer import TextStream, load_tokenizer, train_bpe
 
@@ -29,8 +32,10 @@ TEMPLATE += "{% if add_generation_prompt %}<answer>{% endif %}"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Random weights that go on for ever (no token ends a text), a context of 4,000 tokens and a chat template. The
-    weights are large, so that each token of the context changes the answer."""
+    """
+    Random weights that go on for ever (no token ends a text), a context of 4,000 tokens and a chat
+    template. The weights are large, so that each token of the context changes the answer.
+    """
     folder = tmp_path_factory.mktemp("terminal")
     tokenizer = train_bpe([(ROOT / "terminal.py").read_text()], 300)
     tokenizer.save(folder)
@@ -45,12 +50,17 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def run(checkpoint, monkeypatch, capfd):
-    """Runs `serve.py --model CHECKPOINT ...` here, with what it reads; returns what it wrote and its exit message."""
+    """
+    Runs `serve.py --model CHECKPOINT ...` here, with what it reads; returns what it wrote and its
+    exit message.
+    """
 
     def run(*flags, stdin=b""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         with pytest.raises(SystemExit) as ended:
-            serve.main(["--model", str(checkpoint), "--temperature", "0", "--kv-blocks", "300", *flags])
+            serve.main(
+                ["--model", str(checkpoint), "--temperature", "0", "--kv-blocks", "300", *flags]
+            )
         out, err = capfd.readouterr()
         return SimpleNamespace(out=out, err=err, problem=ended.value.code)
 
@@ -71,7 +81,7 @@ def expected(checkpoint, continued):
     return lambda text, count: tokenizer.decode(continued(tokenizer.encode(text), count))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One prompt
 
 
@@ -96,7 +106,11 @@ def test_standard_input_is_the_prompt_whole_and_exactly(run, expected):
 
 @pytest.mark.parametrize(
     ("stdin", "problem"),
-    [(b"", "the prompt is empty"), (b"\xff", "standard input is not UTF-8"), (b"x " * 5000, "4000")],
+    [
+        (b"", "the prompt is empty"),
+        (b"\xff", "standard input is not UTF-8"),
+        (b"x " * 5000, "4000"),
+    ],
 )
 def test_prompts_that_cannot_be_answered_print_nothing(stdin, problem, run):
     found = run("--prompt", "-", "--raw", stdin=stdin)
@@ -104,7 +118,10 @@ def test_prompts_that_cannot_be_answered_print_nothing(stdin, problem, run):
 
 
 def test_the_seed_is_told_and_gives_the_same_text(run):
-    """Unseeded prompts had the same text at every start; and one that differs each time must be found again."""
+    """
+    Unseeded prompts had the same text at every start; and one that differs each time must be found
+    again.
+    """
     flags = ("--prompt", "def f", "--max-tokens", "20", "--temperature", "1")
     first, second = run(*flags), run(*flags)
     assert first.out != second.out
@@ -117,7 +134,16 @@ def test_a_conversation_with_a_seed_can_be_had_again(run):
     """--seed was ignored, seen by nobody. Another seed, another text."""
 
     def say(*seed):
-        return run("--chat", "--raw", "--max-tokens", "20", "--temperature", "1", *seed, stdin=b"one\ntwo\n")
+        return run(
+            "--chat",
+            "--raw",
+            "--max-tokens",
+            "20",
+            "--temperature",
+            "1",
+            *seed,
+            stdin=b"one\ntwo\n",
+        )
 
     first, other = say("--seed", "0"), say("--seed", "1")
     assert say("--seed", "0").out == first.out != other.out
@@ -130,7 +156,9 @@ def test_a_conversation_with_a_seed_can_be_had_again(run):
 def test_without_jinja2_raw_text_is_continued_all_the_same(run, monkeypatch):
     """Before the model is loaded, in one message; `--raw` needs no template."""
     monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
-    assert re.search("needs jinja2: `pip install jinja2`, or add --raw", run("--prompt", "x").problem)
+    assert re.search(
+        "needs jinja2: `pip install jinja2`, or add --raw", run("--prompt", "x").problem
+    )
     assert run("--prompt", "x", "--raw", "--max-tokens", "2").problem is None
 
 
@@ -140,21 +168,43 @@ def test_only_one_of_prompt_and_chat(run, capfd):
 
 def test_a_reader_that_has_enough_ends_it_quietly(checkpoint):
     """`python serve.py --prompt x | head -1` ended in "[Errno 32] Broken pipe"."""
-    command = [sys.executable, "serve.py", "--model", checkpoint, "--prompt", "x\n", "--raw", "--max-tokens", "3000"]
+    command = [
+        sys.executable,
+        "serve.py",
+        "--model",
+        checkpoint,
+        "--prompt",
+        "x\n",
+        "--raw",
+        "--max-tokens",
+        "3000",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes
+    )
     assert process.stdout.readline() == b"x\n"
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(60) == 0
     process.stderr.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A conversation
 
 
 def test_each_answer_follows_all_that_was_said(run, expected):
-    lines = ["/system be brief", "one", "two", "/system", "/reset", "three", "//four", "five\\", "six"]
+    lines = [
+        "/system be brief",
+        "one",
+        "two",
+        "/system",
+        "/reset",
+        "three",
+        "//four",
+        "five\\",
+        "six",
+    ]
     found = run("--chat", "--max-tokens", "4", stdin="\n".join(lines).encode())
     conversations = [("<system>be brief", ["one", "two"]), ("", ["three", "/four", "five\nsix"])]
     answers = ""
@@ -168,7 +218,9 @@ def test_each_answer_follows_all_that_was_said(run, expected):
 
 
 def test_without_a_template_lines_continue_a_text(run, checkpoint, continued):
-    """Of tokens: those of an answer, which half a character may end, are what it is continued by."""
+    """
+    Of tokens: those of an answer, which half a character may end, are what it is continued by.
+    """
     found = run("--chat", "--raw", "--max-tokens", "4", stdin=b"\ndef f\n\nreturn\n/exit\nnot read")
     tokenizer, ids, answers = load_tokenizer(checkpoint), [], ""
     for line in ("def f", "", "\nreturn"):
@@ -185,7 +237,9 @@ def test_without_a_template_lines_continue_a_text(run, checkpoint, continued):
 def test_commands(run):
     found = run("--chat", stdin=b"/help\n/hello world\n/reset\n/exit\n")
     assert found.out == "" and found.problem is None
-    assert "there is no /hello; /help lists the commands" in found.err and terminal.HELP in found.err
+    assert (
+        "there is no /hello; /help lists the commands" in found.err and terminal.HELP in found.err
+    )
 
 
 def test_a_message_that_fits_no_context_is_said_and_forgotten(run, expected):
@@ -219,7 +273,11 @@ def test_the_oldest_messages_make_room_for_new_ones(chat, capsys):
     ids = chat.prompt(len(whole) - 1)
     assert "2 oldest messages are forgotten" in capsys.readouterr().err
     assert chat.turns[0]["content"] == "question 1" and len(chat.turns) == 11
-    assert load_tokenizer(chat.encoder.directory).decode(ids).startswith("<system>s<user>question 1<assistant>")
+    assert (
+        load_tokenizer(chat.encoder.directory)
+        .decode(ids)
+        .startswith("<system>s<user>question 1<assistant>")
+    )
     with pytest.raises(ValueError, match=r"at most 5 fit"):
         chat.prompt(5)
     assert len(chat.turns) == 11
@@ -243,7 +301,9 @@ def test_the_oldest_half_of_a_text_makes_room(capsys):
         text.prompt(99)
 
 
-@pytest.mark.parametrize(("answered", "room", "kept"), [(10, 60, 60), (10, 59, 50), (10, 50, 50), (54, 103, 51)])
+@pytest.mark.parametrize(
+    ("answered", "room", "kept"), [(10, 60, 60), (10, 59, 50), (10, 50, 50), (54, 103, 51)]
+)
 def test_the_last_line_of_a_text_is_kept_whole(answered, room, kept, capsys):
     """Though it is more than half of what fits; and a text that fits exactly is not cut."""
     text = Text(SimpleNamespace(encode=lambda text: list(text.encode())))
@@ -337,8 +397,13 @@ def bytes_text() -> Text:
         (100, None, 25, 90, 90),
     ],
 )
-def test_how_long_an_answer_may_be(limit, max_tokens, reserve, length_of_text, length_of_chat, capsys):
-    """A text's as long as the flag says or 200, a chat's as far as the context goes; both end where that does."""
+def test_how_long_an_answer_may_be(
+    limit, max_tokens, reserve, length_of_text, length_of_chat, capsys
+):
+    """
+    A text's as long as the flag says or 200, a chat's as far as the context goes; both end where
+    that does.
+    """
     args = SimpleNamespace(max_tokens=max_tokens, temperature=0, seed=None)
     for conversation, length in ((bytes_text(), length_of_text), (Chat(None), length_of_chat)):
         engine, rooms = Fake(max_model_len=limit), []
@@ -349,16 +414,29 @@ def test_how_long_an_answer_may_be(limit, max_tokens, reserve, length_of_text, l
 
 @pytest.mark.parametrize(
     ("template", "length", "max_tokens", "asked"),
-    [(True, 10, None, 990), (False, 10, None, 200), (False, 900, None, 100), (True, 10, 7, 7), (False, 999, None, 1)],
+    [
+        (True, 10, None, 990),
+        (False, 10, None, 200),
+        (False, 900, None, 100),
+        (True, 10, 7, 7),
+        (False, 999, None, 1),
+    ],
 )
-def test_how_long_the_answer_to_a_prompt_may_be(template, length, max_tokens, asked, monkeypatch, capsys):
+def test_how_long_the_answer_to_a_prompt_may_be(
+    template, length, max_tokens, asked, monkeypatch, capsys
+):
     ids = [1] * length
-    made = SimpleNamespace(chat=lambda *_, **__: ids, encode=lambda text: ids, close=lambda: None, tokenizer=BYTES)
+    made = SimpleNamespace(
+        chat=lambda *_, **__: ids, encode=lambda text: ids, close=lambda: None, tokenizer=BYTES
+    )
     monkeypatch.setattr(terminal, "open_encoder", lambda args: (made, template))
     engine = Fake()
     args = SimpleNamespace(prompt="p", max_tokens=max_tokens, temperature=0, seed=None)
     terminal.continue_prompt(args, lambda args: engine)
-    assert engine.asked == [(length, asked)] and capsys.readouterr().out == ("" if template else "p") + "x\n"
+    assert (
+        engine.asked == [(length, asked)]
+        and capsys.readouterr().out == ("" if template else "p") + "x\n"
+    )
 
 
 def test_a_turn_that_is_interrupted_before_an_answer_was_never_said(capsys):
@@ -386,7 +464,7 @@ def test_a_terminal_that_cannot_show_a_character_shows_another(monkeypatch):
     assert data.getvalue() == b"a?b"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Ctrl-C, and what a terminal shows
 
 SPELL = SimpleNamespace(token_bytes=lambda token: b"x")
@@ -394,7 +472,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 
 def test_ctrl_c_stops_an_answer_and_frees_its_blocks(capsys):
-    """The program goes on: what there is of the answer is kept, and the next one is computed as if nothing was."""
+    """
+    The program goes on: what there is of the answer is kept, and the next one is computed as if
+    nothing was.
+    """
     engine = new_engine(trained_model())
     whole = stream_answer(engine, prompt(0, 10), GREEDY, SPELL)
     step = engine.step
@@ -407,7 +488,11 @@ def test_ctrl_c_stops_an_answer_and_frees_its_blocks(capsys):
     before = engine.num_steps
     engine.step = interrupted
     part = stream_answer(engine, prompt(0, 10), GREEDY, SPELL)
-    assert part.finish_reason == "interrupted" and part.tokens == whole.tokens[:5] and part.text == "xxxxx"
+    assert (
+        part.finish_reason == "interrupted"
+        and part.tokens == whole.tokens[:5]
+        and part.text == "xxxxx"
+    )
     assert_idle(engine)
     engine.step = step
     assert stream_answer(engine, prompt(0, 10), GREEDY, SPELL).tokens == whole.tokens
@@ -421,7 +506,9 @@ def test_the_token_that_ends_a_text_is_not_part_of_it(capsys):
 
 
 def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
-    """Random models say escape codes, hostile ones on purpose; into a file goes what the model said."""
+    """
+    Random models say escape codes, hostile ones on purpose; into a file goes what the model said.
+    """
     terminal.show("a\x1b[2J\n\t\x9b1m")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     terminal.show("a\x1b[2J\n\t\x9b1m\x7f")
@@ -429,7 +516,9 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
 
 
 def test_every_control_character_has_a_picture(monkeypatch, capsys):
-    """A carriage return, too: it would write over the line. Only line ends and tabs are what they are."""
+    """
+    A carriage return, too: it would write over the line. Only line ends and tabs are what they are.
+    """
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     terminal.show("".join(map(chr, range(256))))
     pictures = [chr(0x2400 + code) for code in range(32)]
@@ -454,7 +543,9 @@ class Session:
         command = [sys.executable, "-c", OWN_TERMINAL, sys.executable, "serve.py", *flags]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, start_new_session=True, **streams
+        )
         os.close(theirs)
         self.unread = ""
 
@@ -462,8 +553,10 @@ class Session:
         os.write(self.terminal, keys.encode())
 
     def read_until(self, end: str, again: str = "") -> str:
-        """What it wrote since the last call, to `end`; what follows is left for the next. `again` is typed each second:
-        readline sees no Ctrl-C that comes just before it begins to wait."""
+        """
+        What it wrote since the last call, to `end`; what follows is left for the next. `again` is
+        typed each second: readline sees no Ctrl-C that comes just before it begins to wait.
+        """
         for _ in range(60):
             while end not in self.unread and select.select([self.terminal], [], [], 1)[0]:
                 self.unread += os.read(self.terminal, 65536).decode("utf-8", "replace")
@@ -489,7 +582,10 @@ class Session:
 
 
 def test_a_conversation_at_a_real_terminal(checkpoint):
-    """Streaming, Ctrl-C in an answer and at the prompt, the arrow that brings the last line back, Ctrl-D."""
+    """
+    Streaming, Ctrl-C in an answer and at the prompt, the arrow that brings the last line back,
+    Ctrl-D.
+    """
     with Session("--model", str(checkpoint), "--chat") as session:
         session.read_until(">>> ")
         for keys in ("hello\r", "\x1b[A\r"):
@@ -498,7 +594,9 @@ def test_a_conversation_at_a_real_terminal(checkpoint):
             session.wait_for_text()  # an answer has begun, of 3,900 tokens
             session.type("\x03")
             note = session.read_until(">>> ")
-            assert 0 < int(re.search(r"\[(\d+) tokens, [0-9.]+ a second, seed \d+\]", note)[1]) < 3900
+            assert (
+                0 < int(re.search(r"\[(\d+) tokens, [0-9.]+ a second, seed \d+\]", note)[1]) < 3900
+            )
         session.type("half a line\x03")
         session.read_until("[Ctrl-D or /exit ends]", again="\x03")
         session.read_until(">>> ")

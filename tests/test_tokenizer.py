@@ -1,4 +1,7 @@
-"""tokenizer.py: every text and every byte comes back, and transformers reads the same ids from the same files."""
+"""
+tokenizer.py: every text and every byte comes back, and transformers reads the same ids from the
+same files.
+"""
 
 import json
 import os
@@ -49,7 +52,9 @@ def bpe() -> BPETokenizer:
 @pytest.fixture(scope="module")
 def gpt2() -> BPETokenizer:
     """GPT-2's own, from an offline copy of its vocabulary."""
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or ROOT.parent / "shared" / "data" / "tiktoken_cache"
+    folder = (
+        os.environ.get("TIKTOKEN_CACHE_DIR") or ROOT.parent / "shared" / "data" / "tiktoken_cache"
+    )
     if not Path(folder).is_dir():
         pytest.skip("GPT-2's vocabulary is not at hand: set TIKTOKEN_CACHE_DIR")
     with pytest.MonkeyPatch.context() as patch:
@@ -72,18 +77,25 @@ def test_any_text_comes_back_and_bytes_of_text_are_that_text(bpe, text):
     assert b"".join(map(bpe.token_bytes, ids)) == text.encode()
 
 
-@pytest.mark.parametrize("data", [b"\xff", b"ok \xe2\x82 cut", b"\xed\xa0\x80", b"\xc0\xaf", bytes(range(256))])
+@pytest.mark.parametrize(
+    "data", [b"\xff", b"ok \xe2\x82 cut", b"\xed\xa0\x80", b"\xc0\xaf", bytes(range(256))]
+)
 def test_bytes_that_are_not_utf8_come_back(bpe, data):
     assert bpe.decode_bytes(bpe.encode(data)) == data
 
 
 def test_lone_surrogate_is_read_as_the_replacement_character(bpe):
-    """JSON can carry half of a surrogate pair, which no UTF-8 can: the server must not fall over it."""
+    """
+    JSON can carry half of a surrogate pair, which no UTF-8 can: the server must not fall over it.
+    """
     assert bpe.decode(bpe.encode("a\ud800b")) == "a\ufffdb"
 
 
 def test_endless_blanks_come_back(bpe):
-    """tiktoken's regular expressions panic on a million blanks in a row; anyone may send such a prompt."""
+    """
+    tiktoken's regular expressions panic on a million blanks in a row; anyone may send such a
+    prompt.
+    """
     text = "def f():" + " " * 1_200_000 + "x"
     assert bpe.decode(bpe.encode(text)) == text
 
@@ -103,10 +115,15 @@ def assert_same_as_transformers(ours: BPETokenizer, directory: Path):
     theirs, again = AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
     assert len(theirs) == ours.vocab_size
     assert theirs.eos_token_id == ours.eos_token_id == again.eos_token_id
-    # the characters where Unicode tables of two libraries could differ: each once beside a letter, a digit, a space
-    every = [f"a{chr(c)}1{chr(c)} {chr(c)}" for c in range(0, 0x30000, 7) if not 0xD800 <= c < 0xE000]
+    # the characters where Unicode tables of two libraries could differ: each once beside a letter,
+    # a digit, a space
+    every = [
+        f"a{chr(c)}1{chr(c)} {chr(c)}" for c in range(0, 0x30000, 7) if not 0xD800 <= c < 0xE000
+    ]
     for text in [*NASTY, *every]:
-        ids = ours.encode(text, allow_special=True)  # transformers always reads a spelt control token as one
+        ids = ours.encode(
+            text, allow_special=True
+        )  # transformers always reads a spelt control token as one
         assert ids == theirs.encode(text), text
         assert ids == again.encode(text, allow_special=True)
     for text in NASTY:
@@ -123,7 +140,10 @@ def test_gpt2_ids_are_those_of_tiktoken(gpt2):
 
 
 def test_reads_a_gpt2_directory_as_the_hub_has_it(gpt2, tmp_path):
-    """The hub's GPT-2 writes merges as "a b", and its tokenizer_config.json names no end-of-text token."""
+    """
+    The hub's GPT-2 writes merges as "a b", and its tokenizer_config.json names no end-of-text
+    token.
+    """
     spec = json.loads(json.dumps(gpt2.spec))
     spec["model"]["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
@@ -134,13 +154,28 @@ def test_reads_a_gpt2_directory_as_the_hub_has_it(gpt2, tmp_path):
 
 
 def test_reads_another_pattern_a_normalizer_and_a_named_end_token(bpe, tmp_path):
-    """As Qwen's directories have it: the pattern in a Split, NFC, and the end token in tokenizer_config.json."""
+    """
+    As Qwen's directories have it: the pattern in a Split, NFC, and the end token in
+    tokenizer_config.json.
+    """
     spec = json.loads(json.dumps(bpe.spec))
-    split = {"type": "Split", "pattern": {"Regex": r"\d|\D+"}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": r"\d|\D+"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
     spec["normalizer"] = {"type": "NFC"}
-    spec["added_tokens"].append(spec["added_tokens"][0] | {"id": bpe.vocab_size, "content": "<|im_end|>"})
+    spec["added_tokens"].append(
+        spec["added_tokens"][0] | {"id": bpe.vocab_size, "content": "<|im_end|>"}
+    )
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
     tokenizer = load_tokenizer(tmp_path)
@@ -159,7 +194,11 @@ def test_spelt_control_token_is_text_unless_asked(bpe):
     assert bpe.eos_token_id not in bpe.encode(text)
     assert bpe.eos_token_id not in bpe.encode(text.encode())
     assert bpe.decode(bpe.encode(text)) == text
-    assert bpe.encode(text, allow_special=True) == [*bpe.encode("a"), bpe.eos_token_id, *bpe.encode("b")]
+    assert bpe.encode(text, allow_special=True) == [
+        *bpe.encode("a"),
+        bpe.eos_token_id,
+        *bpe.encode("b"),
+    ]
 
 
 def test_control_token_has_no_text(bpe):
@@ -182,7 +221,12 @@ def test_characters(tmp_path):
     chars.save(tmp_path)
     theirs, again = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     for part in (text, text[::-1], "  ", ""):
-        assert chars.encode(part) == theirs.encode(part) == again.encode(part) == chars.encode(part.encode())
+        assert (
+            chars.encode(part)
+            == theirs.encode(part)
+            == again.encode(part)
+            == chars.encode(part.encode())
+        )
         assert chars.decode(chars.encode(part)) == theirs.decode(chars.encode(part)) == part
 
 
@@ -197,12 +241,21 @@ def test_names_of_control_tokens_in_bytes(bpe):
 
 def test_bytes_that_are_no_character_are_shown(bpe):
     """The first two of the three bytes of \u20ac are one replacement character, as everywhere."""
-    assert bpe.decode([97, 0xE2, 0x82, 98]) == "a\ufffdb" and bpe.decode_bytes([0xE2, 0x82]) == b"\xe2\x82"
+    assert (
+        bpe.decode([97, 0xE2, 0x82, 98]) == "a\ufffdb"
+        and bpe.decode_bytes([0xE2, 0x82]) == b"\xe2\x82"
+    )
 
 
 @pytest.mark.parametrize(
     ("data", "name"),
-    [(b"", ""), (b"a b", "a b"), ("é".encode(), "é"), (b"\xc3", "bytes:\\xc3"), (b"\n\xff", "bytes:\\x0a\\xff")],
+    [
+        (b"", ""),
+        (b"a b", "a b"),
+        ("é".encode(), "é"),
+        (b"\xc3", "bytes:\\xc3"),
+        (b"\n\xff", "bytes:\\x0a\\xff"),
+    ],
 )
 def test_names_of_tokens(data, name):
     """Two digits for each byte: no two tokens are called the same."""
@@ -239,7 +292,10 @@ def test_a_stream_that_is_pushed_all_at_once_counts_its_characters():
 
 
 def test_unknown_character_is_named():
-    with pytest.raises(TokenizerError, match=r"'x' \(U\+0078, at position 2\) is not among the 4 .* train with a BPE"):
+    with pytest.raises(
+        TokenizerError,
+        match=r"'x' \(U\+0078, at position 2\) is not among the 4 .* train with a BPE",
+    ):
         char_tokenizer("helo").encode("hexox")  # the first of them
 
 
@@ -260,19 +316,30 @@ def test_training_without_the_library_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("make", [lambda: char_tokenizer("abc"), lambda: module.bpe_tokenizer([])])
 def test_ids_beyond_the_vocabulary_have_no_text(make):
-    """A model may have more rows than there are tokens. Its sampling one left the server's client waiting for ever."""
+    """
+    A model may have more rows than there are tokens. Its sampling one left the server's client
+    waiting for ever.
+    """
     tokenizer = make()
     first, beyond = tokenizer.token_bytes(0), tokenizer.vocab_size
-    assert first and tokenizer.token_bytes(beyond) == b"" and tokenizer.decode_bytes([0, beyond, 0]) == first * 2
+    assert (
+        first
+        and tokenizer.token_bytes(beyond) == b""
+        and tokenizer.decode_bytes([0, beyond, 0]) == first * 2
+    )
 
 
 def test_downloads_without_a_tokenizer_are_not_told_to_train(tmp_path):
     """train.py would have trained another model over the download."""
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing: copy it there, from where the model is"):
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer\.json is missing: copy it there, from where the model is"
+    ):
         load_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"the tokenizer is in vocab\.json: let transformers write it: Auto"):
+    with pytest.raises(
+        TokenizerError, match=r"the tokenizer is in vocab\.json: let transformers write it: Auto"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -295,19 +362,33 @@ def test_directories_that_hold_no_tokenizer(bpe, tmp_path):
 SPLIT = {"type": "Split", "pattern": {"Regex": r"\d|\D+"}, "behavior": "Isolated", "invert": False}
 BARE = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 LEVEL = BARE | {"use_regex": True}
-NO_REGEX_SAID = {key: value for key, value in LEVEL.items() if key != "use_regex"}  # then there is one
+NO_REGEX_SAID = {
+    key: value for key, value in LEVEL.items() if key != "use_regex"
+}  # then there is one
 CLS = [{"SpecialToken": {"id": END, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-TEMPLATE = {"type": "TemplateProcessing", "single": CLS, "pair": [], "special_tokens": {END: {"id": END}}}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": CLS,
+    "pair": [],
+    "special_tokens": {END: {"id": END}},
+}
 
 
 def sequence(*parts):
     return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": list(parts)}}
 
 
-# what stands in tokenizer.json, and what the refusal says; most were read as plain GPT-2, without a word
+# what stands in tokenizer.json, and what the refusal says; most were read as plain GPT-2, without a
+# word
 FOREIGN = [
-    (sequence({"type": "Digits", "individual_digits": True}, LEVEL), "cuts text by Digits and ByteLevel"),
-    (sequence({"type": "Punctuation", "behavior": "Contiguous"}, LEVEL), "cuts text by Punctuation and ByteLevel"),
+    (
+        sequence({"type": "Digits", "individual_digits": True}, LEVEL),
+        "cuts text by Digits and ByteLevel",
+    ),
+    (
+        sequence({"type": "Punctuation", "behavior": "Contiguous"}, LEVEL),
+        "cuts text by Punctuation and ByteLevel",
+    ),
     (sequence(SPLIT, SPLIT, BARE), "cuts text by Split and Split and ByteLevel"),
     (sequence(SPLIT, LEVEL), "cuts text by Split and ByteLevel, supported"),
     (sequence(SPLIT, NO_REGEX_SAID), "cuts text by Split and ByteLevel, supported"),
@@ -325,8 +406,14 @@ FOREIGN = [
     ({"normalizer": {"type": "Lowercase"}}, "normalizes text by Lowercase"),
     ({"normalizer": {"type": "NFC"}, "token": {"normalized": True}}, "found in normalized text"),
     ({"post_processor": TEMPLATE}, "adds tokens to every text .*TemplateProcessing"),
-    ({"post_processor": {"type": "RobertaProcessing"}}, "adds tokens to every text .*RobertaProcessing"),
-    ({"post_processor": {"type": "Sequence", "processors": [LEVEL, TEMPLATE]}}, "adds tokens to every text"),
+    (
+        {"post_processor": {"type": "RobertaProcessing"}},
+        "adds tokens to every text .*RobertaProcessing",
+    ),
+    (
+        {"post_processor": {"type": "Sequence", "processors": [LEVEL, TEMPLATE]}},
+        "adds tokens to every text",
+    ),
     ({"decoder": {"type": "Metaspace"}}, "makes text of tokens by Metaspace"),
     ({"model": {"dropout": 0.1}}, "dropout"),
     ({"model": {"continuing_subword_prefix": "##"}}, "continuing_subword_prefix"),
@@ -335,16 +422,30 @@ FOREIGN = [
     ({"model": {"type": "WordLevel"}}, "WordLevel of other pieces"),
     *(({"token": {flag: True}}, f"with {flag}") for flag in ("lstrip", "rstrip", "single_word")),
     ({"token": {"special": False}}, r"special: false"),
-    ({"config": {"added_tokens_decoder": {"7": {"content": "<think>", "special": True}}}}, "lacks '<think>'"),
-    ({"config": {"added_tokens_decoder": {"7": {"content": END, "special": True, "lstrip": True}}}}, "with lstrip"),
+    (
+        {"config": {"added_tokens_decoder": {"7": {"content": "<think>", "special": True}}}},
+        "lacks '<think>'",
+    ),
+    (
+        {
+            "config": {
+                "added_tokens_decoder": {"7": {"content": END, "special": True, "lstrip": True}}
+            }
+        },
+        "with lstrip",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), FOREIGN, ids=[message for _, message in FOREIGN])
 def test_foreign_tokenizers_are_refused_by_name(bpe, tmp_path, changes, message):
-    """Each of these encoded, or decoded, to something else than in transformers, and nothing said so."""
+    """
+    Each of these encoded, or decoded, to something else than in transformers, and nothing said so.
+    """
     write_changed(bpe, tmp_path, **changes)
-    with pytest.raises(TokenizerError, match=f"{message}.* not supported here, vLLM or transformers open"):
+    with pytest.raises(
+        TokenizerError, match=f"{message}.* not supported here, vLLM or transformers open"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -380,7 +481,10 @@ def test_what_is_understood_has_the_ids_of_the_library(bpe, tmp_path, changes):
 
 
 def write_changed(bpe, folder, model=(), token=(), config=(), **changes):
-    """Save the tokenizer with changes to tokenizer.json, its model, its added token, and tokenizer_config.json."""
+    """
+    Save the tokenizer with changes to tokenizer.json, its model, its added token, and
+    tokenizer_config.json.
+    """
     spec = json.loads(json.dumps(bpe.spec)) | changes
     spec["model"] |= dict(model)
     spec["added_tokens"][0] |= dict(token)
@@ -390,7 +494,9 @@ def write_changed(bpe, folder, model=(), token=(), config=(), **changes):
 
 def test_merges_may_be_texts(bpe, tmp_path):
     """As the hub's GPT-2 has them, with a blank between the two parts."""
-    write_changed(bpe, tmp_path, model={"merges": [" ".join(pair) for pair in bpe.spec["model"]["merges"]]})
+    write_changed(
+        bpe, tmp_path, model={"merges": [" ".join(pair) for pair in bpe.spec["model"]["merges"]]}
+    )
     assert all(load_tokenizer(tmp_path).encode(text) == bpe.encode(text) for text in NASTY)
 
 
@@ -409,18 +515,29 @@ def test_characters_may_have_a_control_token(tmp_path):
 
 
 def test_an_id_may_be_left_out(bpe, tmp_path):
-    """The size is that of the highest id: the model needs so many rows. An id without a token has no text."""
+    """
+    The size is that of the highest id: the model needs so many rows. An id without a token has no
+    text.
+    """
     write_changed(bpe, tmp_path, token={"id": 705})
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (706, 705)
-    assert [tokenizer.spelled_bytes(i) for i in (699, 704, 705, 706)] == [b"", b"", END.encode(), b""]
+    assert [tokenizer.spelled_bytes(i) for i in (699, 704, 705, 706)] == [
+        b"",
+        b"",
+        END.encode(),
+        b"",
+    ]
 
 
 def test_a_control_token_that_is_in_the_vocabulary_too_has_no_text(bpe, tmp_path):
     """The hub's GPT-2 has it in both places."""
     write_changed(bpe, tmp_path, model={"vocab": bpe.vocab | {END: 699}})
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.decode([*tokenizer.encode("a"), 699]) == "a" and tokenizer.spelled_bytes(699) == END.encode()
+    assert (
+        tokenizer.decode([*tokenizer.encode("a"), 699]) == "a"
+        and tokenizer.spelled_bytes(699) == END.encode()
+    )
 
 
 @pytest.mark.parametrize(("length", "fits"), [(1, True), (256, True), (257, False)])
@@ -453,10 +570,16 @@ def test_characters_of_another_kind_are_refused(tmp_path, changes, message):
 def test_what_is_saved(bpe, tmp_path):
     """All that transformers reads, as it is written, and no file that was only on the way."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for tokenizer, more in ((bpe, {"bos_token": END, "eos_token": END}), (char_tokenizer("aé"), {})):
+    for tokenizer, more in (
+        (bpe, {"bos_token": END, "eos_token": END}),
+        (char_tokenizer("aé"), {}),
+    ):
         folder = tmp_path / type(tokenizer).__name__ / "new"
         tokenizer.save(folder)
-        assert sorted(path.name for path in folder.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
         assert json.loads((folder / "tokenizer_config.json").read_text()) == config | more
         assert json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) == tokenizer.spec
     assert "é" in (folder / "tokenizer.json").read_text(encoding="utf-8")  # to be read by people
@@ -467,9 +590,13 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     happened = []
     for name in ("fsync", "replace"):
         do = getattr(os, name)
-        monkeypatch.setattr(module.os, name, lambda *args, name=name, do=do: happened.append(name) or do(*args))
+        monkeypatch.setattr(
+            module.os, name, lambda *args, name=name, do=do: happened.append(name) or do(*args)
+        )
     path = tmp_path / "file"
-    module.write_atomically(path, lambda temporary: happened.append(temporary.name) or temporary.write_text("new"))
+    module.write_atomically(
+        path, lambda temporary: happened.append(temporary.name) or temporary.write_text("new")
+    )
     assert happened == ["file.tmp", "fsync", "replace"]
     assert path.read_text() == "new" and [*tmp_path.iterdir()] == [path]
     with pytest.raises(ZeroDivisionError):
@@ -480,13 +607,18 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 def test_ids_in_another_order_than_the_merges_are_refused(bpe, tmp_path):
     """tiktoken merges by the order of ids."""
     names = [*bpe.vocab]
-    write_changed(bpe, tmp_path, model={"vocab": dict(zip(names, range(len(names) - 1, -1, -1), strict=True))})
+    write_changed(
+        bpe, tmp_path, model={"vocab": dict(zip(names, range(len(names) - 1, -1, -1), strict=True))}
+    )
     with pytest.raises(TokenizerError, match="another order"):
         load_tokenizer(tmp_path)
 
 
 def test_tokens_that_no_merge_makes_are_refused_where_they_count(bpe, tmp_path):
-    """With ignore_merges a piece that is a token as a whole is that token, however it came into the vocabulary."""
+    """
+    With ignore_merges a piece that is a token as a whole is that token, however it came into the
+    vocabulary.
+    """
     vocab = bpe.vocab | {"zzzzzz": bpe.vocab_size}
     write_changed(bpe, tmp_path, model={"vocab": vocab, "ignore_merges": True})
     with pytest.raises(TokenizerError, match="tokens that no merge makes"):
@@ -497,7 +629,11 @@ def test_tokens_that_no_merge_makes_are_refused_where_they_count(bpe, tmp_path):
 
 def test_a_vocabulary_without_some_bytes_is_refused(bpe, tmp_path):
     """SmolLM2's lacks 21 of them: a KeyError named one."""
-    write_changed(bpe, tmp_path, model={"vocab": {piece: i for piece, i in bpe.vocab.items() if piece not in "ab"}})
+    write_changed(
+        bpe,
+        tmp_path,
+        model={"vocab": {piece: i for piece, i in bpe.vocab.items() if piece not in "ab"}},
+    )
     with pytest.raises(TokenizerError, match="lacks 2 of the 256 bytes"):
         load_tokenizer(tmp_path)
 
@@ -545,7 +681,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(bpe, tmp_path):
         assert load_tokenizer(tmp_path).vocab_size == 700
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The same ids as transformers
 
 
@@ -561,14 +697,19 @@ def theirs(bpe, tmp_path_factory):
 PIECES = st.one_of(
     st.text(max_size=6),
     st.text(" \n\t\r\u00a0\u3000\x85\x1c'sdlrevm019-_<|>aé語", max_size=12),
-    st.sampled_from([END, "<|endof", "text|>", "def ", "    ", "\n\n\n", "😀", "e\u0301", "'ll", "١٢"]),
+    st.sampled_from(
+        [END, "<|endof", "text|>", "def ", "    ", "\n\n\n", "😀", "e\u0301", "'ll", "١٢"]
+    ),
 )
 
 
 @given(st.lists(PIECES, max_size=8).map("".join))
 @settings(max_examples=1000, deadline=None)
 def test_any_text_has_the_ids_of_transformers(bpe, theirs, text):
-    """Control tokens in a prompt are tokens, with add_special_tokens or without: <|endoftext|> was seven of text."""
+    """
+    Control tokens in a prompt are tokens, with add_special_tokens or without: <|endoftext|> was
+    seven of text.
+    """
     ids = bpe.encode(text, allow_special=True)
     assert ids == theirs.encode(text) == theirs.encode(text, add_special_tokens=False)
     assert bpe.encode(text) == bpe.bpe.encode_ordinary(text)  # without our guard of blanks
@@ -610,12 +751,15 @@ def test_reads_what_transformers_writes_of_a_gpt2_tokenizer(bpe, tmp_path):
     assert all(ours.encode(text, allow_special=True) == theirs.encode(text) for text in NASTY)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Bounded work
 
 
 def test_runs_of_blanks_below_the_limit_are_looked_at_once():
-    """The guard's expression tried each blank of a run of 499,999 as the first of 500,000: 8 runs took minutes."""
+    """
+    The guard's expression tried each blank of a run of 499,999 as the first of 500,000: 8 runs took
+    minutes.
+    """
     started = time.process_time()
     assert len(module.cut_blanks((" " * 200_000 + "x") * 2)) == 1  # 20 s
     assert time.process_time() - started < 2
@@ -629,14 +773,34 @@ def test_long_runs_of_blanks_are_cut_and_nothing_else():
         assert len(pieces) == 1 + blanks // n and max(map(len, pieces)) <= n + 3
 
 
-# What costs the most for each byte, here and in tiktoken's own issues: one piece of one character, pieces of one or
-# two, pieces that merge to the end or never
-COSTLY = ["a", " ", "\n", "1", "-", "é", "語", "🧿", "\u0301", "\x00", "'s", " \n", "a1 -", "<", "<|", END]
+# What costs the most for each byte, here and in tiktoken's own issues: one piece of one character,
+# pieces of one or two, pieces that merge to the end or never
+COSTLY = [
+    "a",
+    " ",
+    "\n",
+    "1",
+    "-",
+    "é",
+    "語",
+    "🧿",
+    "\u0301",
+    "\x00",
+    "'s",
+    " \n",
+    "a1 -",
+    "<",
+    "<|",
+    END,
+]
 
 
 @pytest.mark.parametrize("unit", COSTLY)
 def test_the_work_is_bounded_for_each_byte(bpe, unit):
-    """Nothing that a client sends takes more than a few microseconds a byte, nor more for longer texts."""
+    """
+    Nothing that a client sends takes more than a few microseconds a byte, nor more for longer
+    texts.
+    """
     text = unit * (200_000 // len(unit.encode()))
     started = time.process_time()
     assert bpe.decode(bpe.encode(text)) == text

@@ -1,4 +1,7 @@
-"""train.py on several processes: who computes what, who writes and speaks, and that together they take one's steps."""
+"""
+train.py on several processes: who computes what, who writes and speaks, and that together they take
+one's steps.
+"""
 
 import os
 import signal
@@ -29,8 +32,8 @@ def free_port() -> int:
 
 def processes(world: int, work, folder: Path):
     """
-    Run `work` in so many processes, forked, with torchrun's environment; what each prints goes to `folder`/its rank.
-    Fails where one does not return.
+    Run `work` in so many processes, forked, with torchrun's environment; what each prints goes to
+    `folder`/its rank. Fails where one does not return.
     """
     port, children = free_port(), []
     for rank in range(world):
@@ -55,11 +58,17 @@ def processes(world: int, work, folder: Path):
 
 
 def test_two_processes_take_the_steps_of_one(corpus, tmp_path):  # noqa: F811
-    """Gradients are averaged, so losses and weights are those of one process up to rounding; one writes and speaks."""
+    """
+    Gradients are averaged, so losses and weights are those of one process up to rounding; one
+    writes and speaks.
+    """
     flags = [*TINY, "--steps=4", "--dropout=0", "--eval_every=2", f"--data={corpus}"]
     train.main([*flags, f"--out={tmp_path / 'one'}"])
     processes(2, lambda: train.main([*flags, f"--out={tmp_path / 'two'}"]), tmp_path)
-    one, two = load_checkpoint(tmp_path / "one").state_dict(), load_checkpoint(tmp_path / "two").state_dict()
+    one, two = (
+        load_checkpoint(tmp_path / "one").state_dict(),
+        load_checkpoint(tmp_path / "two").state_dict(),
+    )
     assert max((one[name] - two[name]).abs().max() for name in one) < 1e-4
     for alone, together in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
         assert dict(together) == pytest.approx(dict(alone), abs=2e-4)
@@ -103,13 +112,17 @@ def test_each_process_of_a_host_takes_a_gpu_of_its_own(monkeypatch):
 def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(monkeypatch, joined, bf16, dtype):
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 or including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 or including_emulation
+    )
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     monkeypatch.setenv("WORLD_SIZE", "2")
     machine = train.choose_machine(train.parse_args(["--device=cuda:1"]))
     assert (machine.device, machine.dtype, machine.compile) == (torch.device("cuda:1"), dtype, True)
     assert chosen == [machine.device, "high"] and joined == ["nccl"]
-    machine = train.choose_machine(train.parse_args(["--device=cuda:1", "--no-compile", "--dtype=float32"]))
+    machine = train.choose_machine(
+        train.parse_args(["--device=cuda:1", "--no-compile", "--dtype=float32"])
+    )
     assert (machine.dtype, machine.compile) == (torch.float32, False)
 
 
@@ -119,7 +132,9 @@ def test_threads_are_those_asked_for_or_one_a_core_at_most(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)), raising=False)
     assert not train.choose_machine(train.parse_args(["--device=cpu"])).compile
-    assert train.choose_machine(train.parse_args(["--device=cpu", "--threads=5", "--compile"])).compile
+    assert train.choose_machine(
+        train.parse_args(["--device=cpu", "--threads=5", "--compile"])
+    ).compile
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     train.choose_machine(train.parse_args(["--device=cpu"]))
     assert set_to == [3, 5, 2]
@@ -152,7 +167,11 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
     assert prepared_at_barrier == [False]
     corpus = train.load_corpus("letters", place(0, 2))  # noqa: F811
     assert prepared_at_barrier == [False, True]
-    assert (corpus.train.tolist(), corpus.val.tolist(), corpus.tokenizer.vocab_size) == ([0, 1, 0], [1], 2)
+    assert (corpus.train.tolist(), corpus.val.tolist(), corpus.tokenizer.vocab_size) == (
+        [0, 1, 0],
+        [1],
+        2,
+    )
     (meta.parent / "prepare.py").write_text("raise AssertionError('prepared twice')")
     assert train.load_corpus("letters", MACHINE).val.tolist() == [1]
     assert len(prepared_at_barrier) == 2  # who is alone waits for nobody
@@ -164,7 +183,9 @@ def test_evaluation_is_divided_among_processes(corpus, monkeypatch):  # noqa: F8
     torch.manual_seed(0)
     model = train.GPT(train.GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16))
     whole = train.evaluate(model, loaded, MACHINE)
-    monkeypatch.setattr(train.Machine, "mean", lambda machine, x: x / machine.world)  # the others found nothing
+    monkeypatch.setattr(
+        train.Machine, "mean", lambda machine, x: x / machine.world
+    )  # the others found nothing
     parts = [train.evaluate(model, loaded, place(rank, 3)) for rank in range(3)]
     assert sum(count for _, count in parts) == whole[1] == 1001
     assert sum(nats for nats, _ in parts) == pytest.approx(whole[0])
@@ -174,7 +195,9 @@ def test_evaluation_is_divided_among_processes(corpus, monkeypatch):  # noqa: F8
 def test_a_batch_that_does_not_divide_is_refused(corpus, monkeypatch, tmp_path):  # noqa: F811
     monkeypatch.setattr(train, "choose_machine", lambda args: place(0, 3))
     monkeypatch.setattr(train.dist, "barrier", lambda: None)
-    with pytest.raises(SystemExit, match="--batch_size 4 does not divide among 3 processes: take a multiple"):
+    with pytest.raises(
+        SystemExit, match="--batch_size 4 does not divide among 3 processes: take a multiple"
+    ):
         train.main([*TINY, f"--data={corpus}", f"--out={tmp_path / 'out'}"])
 
 
@@ -185,7 +208,9 @@ def test_all_stop_when_one_is_asked_to(corpus, tmp_path, monkeypatch):  # noqa: 
     batches = train.Batches(run.corpus.train, args.batch_size, args.context_length, args.seed)
     monkeypatch.setattr(train.Run, "forward_module", lambda self: self.model)
     one_of_four = torch.tensor([0.25, 0.0], dtype=torch.float64)
-    monkeypatch.setattr(train.Machine, "mean", lambda machine, x: x + one_of_four if x.shape == (2,) else x)
+    monkeypatch.setattr(
+        train.Machine, "mean", lambda machine, x: x + one_of_four if x.shape == (2,) else x
+    )
     assert train.train(run, batches, caught=[], started=0.0) is False
     assert run.step == 1
 

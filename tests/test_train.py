@@ -1,4 +1,6 @@
-"""train.py: what it learns from, that a run can be stopped, killed and resumed, and what it says."""
+"""
+train.py: what it learns from, that a run can be stopped, killed and resumed, and what it says.
+"""
 
 import json
 import math
@@ -17,15 +19,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import samples
 import serve
 import train
 from model import GPT, GPTConfig, causal_attention, head_loss, load_checkpoint
 from tokenizer import char_tokenizer, load_tokenizer, read_corpus, train_bpe, write_corpus
+from training import samples
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "context_length": 32, "batch_size": 4, "warmup": 2, "dropout": 0.1}
-SIZES |= {"dtype": "float32", "threads": 1, "device": "cpu", "eval_every": 5, "eval_tokens": 64, "sample_tokens": 4}
+SIZES = {
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "context_length": 32,
+    "batch_size": 4,
+    "warmup": 2,
+    "dropout": 0.1,
+}
+SIZES |= {
+    "dtype": "float32",
+    "threads": 1,
+    "device": "cpu",
+    "eval_every": 5,
+    "eval_tokens": 64,
+    "sample_tokens": 4,
+}
 SIZES |= {"size": "tiny"}  # named, so that nothing is measured
 TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 
@@ -73,7 +90,7 @@ def assert_loads(out: Path):
     return state
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The whole run
 
 
@@ -83,7 +100,9 @@ def test_a_run_learns_and_leaves_a_checkpoint(tiny, corpus, tmp_path, capsys):
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if "loss" in line] == list(range(1, 41))
     assert [line["step"] for line in log if "val_loss" in line] == [5, 10, 15, 20, 25, 30, 35, 40]
-    assert log[0]["loss"] == pytest.approx(math.log(300), abs=0.1)  # an untrained model knows nothing
+    assert log[0]["loss"] == pytest.approx(
+        math.log(300), abs=0.1
+    )  # an untrained model knows nothing
     assert log[-1]["val_loss"] < log[0]["loss"] - 1
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert assert_loads(out)["step"] == 40
@@ -94,13 +113,18 @@ def test_a_run_learns_and_leaves_a_checkpoint(tiny, corpus, tmp_path, capsys):
     bits = log[-1]["val_loss"] * 1001 / math.log(2) / len(held_out)
     assert log[-1]["bits_per_byte"] == pytest.approx(bits, abs=1e-4)
     assert f"bits per byte: model {bits:.3f}, gzip" in printed
-    assert f"held out: 1,001 tokens, {len(held_out):,} bytes, each scored once, in windows of 32" in printed
+    assert (
+        f"held out: 1,001 tokens, {len(held_out):,} bytes, each scored once, in windows of 32"
+        in printed
+    )
     assert "held out: 1,001 tokens" in printed and "gzip -9" in printed and "xz -9" in printed
 
 
 # between two evaluations, at one, and often
 @pytest.mark.parametrize("stops", [(7,), (10,), (1, 2, 5, 19)], ids=["between", "at", "often"])
-def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(tiny, tmp_path, monkeypatch, capsys, stops):
+def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
+    tiny, tmp_path, monkeypatch, capsys, stops
+):
     """To the bit, dropout included: batches and noise are functions of (seed, step)."""
     train.main([*tiny, "--steps", "20", "--out", str(tmp_path / "whole")])
     update, out = train.Run.update, tmp_path / "out"
@@ -144,7 +168,9 @@ def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tiny, tmp_
         return result * math.nan if self.step == 8 else result
 
     monkeypatch.setattr(train.Run, "update", poisoned)
-    with pytest.raises(SystemExit, match=r"step 8: loss nan.*checkpoint of step 5 is in .*lower --matrix_lr") as error:
+    with pytest.raises(
+        SystemExit, match=r"step 8: loss nan.*checkpoint of step 5 is in .*lower --matrix_lr"
+    ) as error:
         train.main([*tiny, "--steps", "20"])
     assert error.value.code not in (0, None)
     with pytest.raises(SystemExit, match=r"step 8: .* checkpoint of step 5 is in"):
@@ -153,7 +179,10 @@ def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tiny, tmp_
 
 
 def test_a_gradient_that_is_no_number_stops_too(tiny, corpus):
-    """The loss of its step is still one. Of several steps that are looked at together, the first bad one is named."""
+    """
+    The loss of its step is still one. Of several steps that are looked at together, the first bad
+    one is named.
+    """
     run = train.Run(train.parse_args(tiny), train.load_corpus(str(corpus), MACHINE), MACHINE)
     run.step = 30
     run.check_finite([[1.0, 2.0], [1e30, 0.0]])
@@ -173,7 +202,9 @@ def test_a_directory_with_a_model_is_not_overwritten_by_accident(tiny, tmp_path)
     train.main([*tiny, "--steps", "2"])
     out = tmp_path / "out"
     before = (out / "model.safetensors").read_bytes()
-    with pytest.raises(SystemExit, match="--resume continues it, --overwrite starts again, --out names another"):
+    with pytest.raises(
+        SystemExit, match="--resume continues it, --overwrite starts again, --out names another"
+    ):
         train.main([*tiny, "--steps", "2"])
     assert (out / "model.safetensors").read_bytes() == before
     train.main([*tiny, "--steps", "2", "--overwrite", "--seed", "7", "--n_embd", "32"])
@@ -181,10 +212,14 @@ def test_a_directory_with_a_model_is_not_overwritten_by_accident(tiny, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("parse_args", "default"), [(serve.parse_args, "(default: 8000)"), (train.parse_args, "(default: 0.0)")]
+    ("parse_args", "default"),
+    [(serve.parse_args, "(default: 8000)"), (train.parse_args, "(default: 0.0)")],
 )
 def test_help_names_only_defaults_that_say_something(parse_args, default, capsys):
-    """Beside --no-graphs stood "(default: True)", as if graphs were off, and beside 20 flags "(default: None)"."""
+    """
+    Beside --no-graphs stood "(default: True)", as if graphs were off, and beside 20 flags
+    "(default: None)".
+    """
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     told = capsys.readouterr().out
@@ -193,15 +228,23 @@ def test_help_names_only_defaults_that_say_something(parse_args, default, capsys
 
 
 MISTAKES = {
-    "there is no such corpus": (["--data", "typo"], "--data typo: .* has neither meta.json nor prepare.py"),
+    "there is no such corpus": (
+        ["--data", "typo"],
+        "--data typo: .* has neither meta.json nor prepare.py",
+    ),
     "an impossible model": (["--n_head", "3"], "n_embd 16 is not a multiple of n_head 3"),
-    "too long a context": (["--context_length", "1000000"], "training tokens are too few for windows of 1000000"),
+    "too long a context": (
+        ["--context_length", "1000000"],
+        "training tokens are too few for windows of 1000000",
+    ),
 }
 
 
 @pytest.mark.parametrize(("flags", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistaken_flag_beside_overwrite_deletes_nothing(tiny, tmp_path, flags, message):
-    """`--overwrite --data TYPO` deleted the trained model, and then said that there is no such corpus."""
+    """
+    `--overwrite --data TYPO` deleted the trained model, and then said that there is no such corpus.
+    """
     train.main([*tiny, "--steps", "2"])
     with pytest.raises(SystemExit, match=message):
         train.main([*tiny, "--steps", "2", "--overwrite", *flags])
@@ -209,18 +252,27 @@ def test_a_mistaken_flag_beside_overwrite_deletes_nothing(tiny, tmp_path, flags,
 
 
 def test_minutes_end_the_run_in_time(tiny, tmp_path):
-    """Four seconds of them are for what follows the last step; the learning rate reaches its end with the clock."""
+    """
+    Four seconds of them are for what follows the last step; the learning rate reaches its end with
+    the clock.
+    """
     started = time.monotonic()
     train.main([*tiny, "--minutes", "0.08"])
     assert 0.5 < time.monotonic() - started < 60 * 0.08 + 30  # a unit wrong is ten times as long
     state = assert_loads(tmp_path / "out")
     assert state["share"] == 1 and state["step"] > 5
-    assert all(group["lr"] < 0.01 for optimizer in state["optimizers"] for group in optimizer["param_groups"])
+    assert all(
+        group["lr"] < 0.01
+        for optimizer in state["optimizers"]
+        for group in optimizer["param_groups"]
+    )
 
 
 def test_a_slow_first_step_does_not_end_the_run(tiny, tmp_path, monkeypatch):
-    """It allocates, or compiles. The time for what follows the last step was reckoned from it, was more than there was,
-    and the run ended untrained after it."""
+    """
+    It allocates, or compiles. The time for what follows the last step was reckoned from it, was
+    more than there was, and the run ended untrained after it.
+    """
     clock, update = Clock(), train.Run.update
 
     def timed_update(self, *batch):
@@ -238,9 +290,11 @@ def test_the_clock_keeps_time_for_what_follows_the_last_step(tiny, corpus):
     args = train.parse_args(tiny)
     machine = train.choose_machine(args)
     run = train.Run(args, train.load_corpus(str(corpus), machine), machine)
-    # Batches of 4 x 32 tokens, each a forward pass of 0.4 steps: of 1,001 held-out tokens, and of 16 samples that grow
-    # from 8 tokens by 8. And 4 seconds for the rest.
-    assert train.closing_seconds(run, step_seconds=2.0) == pytest.approx(0.4 * 2.0 * (1001 + 16 * 8 * 12) / 128 + 4)
+    # Batches of 4 x 32 tokens, each a forward pass of 0.4 steps: of 1,001 held-out tokens, and of
+    # 16 samples that grow from 8 tokens by 8. And 4 seconds for the rest.
+    assert train.closing_seconds(run, step_seconds=2.0) == pytest.approx(
+        0.4 * 2.0 * (1001 + 16 * 8 * 12) / 128 + 4
+    )
 
 
 def test_runs_without_the_optional_packages(tiny, tmp_path, monkeypatch, capsys):
@@ -279,33 +333,64 @@ def test_nothing_to_resume(tmp_path):
     with pytest.raises(SystemExit, match="nothing to resume in"):
         train.main(["--resume", "--out", str(tmp_path)])
     (tmp_path / "train_state.pt").write_bytes(b"torn")
-    with pytest.raises(SystemExit, match=r"train_state\.pt cannot be read .*: start again with --overwrite"):
+    with pytest.raises(
+        SystemExit, match=r"train_state\.pt cannot be read .*: start again with --overwrite"
+    ):
         train.main(["--resume", "--out", str(tmp_path)])
-    torch.save({"step": tmp_path}, tmp_path / "train_state.pt")  # whose unpickling could run anything
+    torch.save(
+        {"step": tmp_path}, tmp_path / "train_state.pt"
+    )  # whose unpickling could run anything
     with pytest.raises(SystemExit, match=r"train_state\.pt cannot be read"):
         train.main(["--resume", "--out", str(tmp_path)])
 
 
 def test_presets_fill_in_and_flags_win():
     args = train.parse_args(["--preset", "gpt2-124M", "--n_layer", "2", "--device", "cpu"])
-    assert (args.n_layer, args.n_embd, args.data, args.out) == (2, 768, "stdlib_gpt2", "out/gpt2-124M")
-    assert train.parse_args(["--preset", "gpt2-124M", "--device", "cpu", "--minutes", "1"]).steps is None
+    assert (args.n_layer, args.n_embd, args.data, args.out) == (
+        2,
+        768,
+        "stdlib_gpt2",
+        "out/gpt2-124M",
+    )
+    assert (
+        train.parse_args(["--preset", "gpt2-124M", "--device", "cpu", "--minutes", "1"]).steps
+        is None
+    )
     assert train.parse_args([]).out == "out/stdlib"
     args = train.parse_args(["--size", "tiny", "--n_embd", "32"])
     assert (args.n_layer, args.n_embd, args.matrix_lr) == (2, 32, 0.012)
     parser = train.build_parser()
     assert all(action.help for action in parser._actions)
     knobs = {action.dest for action in parser._actions}
-    assert all(set(preset) <= knobs for sizes in train.PRESETS.values() for preset in sizes.values())
+    assert all(
+        set(preset) <= knobs for sizes in train.PRESETS.values() for preset in sizes.values()
+    )
 
 
 def test_a_gpu_gets_the_recipe_of_a_gpu_unless_a_size_is_named():
     args = train.parse_args(["--device=cuda"])
-    assert (args.n_layer, args.n_embd, args.batch_size, args.steps, args.dropout) == (6, 384, 64, 1500, 0.1)
+    assert (args.n_layer, args.n_embd, args.batch_size, args.steps, args.dropout) == (
+        6,
+        384,
+        64,
+        1500,
+        0.1,
+    )
     args = train.parse_args(["--device=cuda", "--preset=shakespeare_char", "--dropout=0.3"])
-    assert (args.data, args.n_embd, args.dropout, args.out) == ("shakespeare_char", 384, 0.3, "out/shakespeare_char")
+    assert (args.data, args.n_embd, args.dropout, args.out) == (
+        "shakespeare_char",
+        384,
+        0.3,
+        "out/shakespeare_char",
+    )
     args = train.parse_args(["--device=cuda", "--size=small"])
-    assert (args.size, args.n_layer, args.n_embd, args.steps, args.dropout) == ("small", 2, 128, None, 0.0)
+    assert (args.size, args.n_layer, args.n_embd, args.steps, args.dropout) == (
+        "small",
+        2,
+        128,
+        None,
+        0.0,
+    )
 
 
 def test_minutes_and_steps_that_are_named_hold():
@@ -318,9 +403,13 @@ def test_minutes_and_steps_that_are_named_hold():
 
 
 def test_what_a_resumed_run_may_change(capsys):
-    args = train.parse_args(["--resume", "--out=x", "--device=cpu", "--threads=3", "--compile", "--preset=stdlib"])
+    args = train.parse_args(
+        ["--resume", "--out=x", "--device=cpu", "--threads=3", "--compile", "--preset=stdlib"]
+    )
     assert (args.out, args.device, args.threads, args.compile) == ("x", "cpu", 3, True)
-    actions = {flag: action for action in train.build_parser()._actions for flag in action.option_strings}
+    actions = {
+        flag: action for action in train.build_parser()._actions for flag in action.option_strings
+    }
     for flag in sorted(set(actions) - train.RESUMABLE - {"-h", "--help", "--size"}):
         value = [] if actions[flag].nargs == 0 else ["1"]
         with pytest.raises(SystemExit):
@@ -328,7 +417,8 @@ def test_what_a_resumed_run_may_change(capsys):
         assert "leave out" in capsys.readouterr().err or actions[flag].choices
 
 
-# Each was tuned or measured, and README's figures are of these. What changes here is to be measured again.
+# Each was tuned or measured, and README's figures are of these. What changes here is to be measured
+# again.
 DEFAULTS = """
     preset stdlib, data stdlib, n_layer 4, n_head 2, n_embd 256, context_length 256, activation relu2, bias False,
     dropout 0.0, minutes 2.25, max_minutes 2.25, least_steps 1, batch_size 8, matrix_lr 0.02, vector_lr 0.004,
@@ -340,13 +430,15 @@ CHANGES = {
     ("--size=small",): "n_layer 2, n_embd 128, least_steps 420",
     ("--size=medium",): "n_layer 3, n_embd 128, least_steps 1050",
     ("--size=large",): "n_head 4, context_length 256, batch_size 8, least_steps 2500",
-    ("--preset=shakespeare_char",): "n_layer 3, n_embd 128, context_length 128, batch_size 16, data shakespeare_char",
-    ("--preset=gpt2-124M",): """data stdlib_gpt2, n_layer 12, n_head 12, n_embd 768, context_length 1024, bias True,
+    (
+        "--preset=shakespeare_char",
+    ): "n_layer 3, n_embd 128, context_length 128, batch_size 16, data shakespeare_char",
+    (
+        "--preset=gpt2-124M",
+    ): """data stdlib_gpt2, n_layer 12, n_head 12, n_embd 768, context_length 1024, bias True,
         activation gelu_new, batch_size 32, steps 2000, matrix_lr 0.01, vector_lr 0.001""",
 }
-OF_ALL_SIZES = (
-    "batch_size 16, context_length 128, matrix_lr 0.012, vector_lr 0.02, momentum 0.9, beta2 0.99, decay 0.6, "
-)
+OF_ALL_SIZES = "batch_size 16, context_length 128, matrix_lr 0.012, vector_lr 0.02, momentum 0.9, beta2 0.99, decay 0.6, "
 OF_ALL_SIZES += "minutes 2.35, max_minutes 3.05, eval_every 200, "
 
 
@@ -359,13 +451,15 @@ def test_settings_are_those_that_were_measured(flags):
     expected = settings(DEFAULTS)
     if flags:
         name = flags[0].partition("=")
-        expected |= settings((OF_ALL_SIZES if name[0] == "--size" else "") + CHANGES[flags]) | {name[0][2:]: name[2]}
+        expected |= settings((OF_ALL_SIZES if name[0] == "--size" else "") + CHANGES[flags]) | {
+            name[0][2:]: name[2]
+        }
     args = vars(train.parse_args(["--device=cpu", *flags]))
     given = {name: str(value) for name, value in args.items() if value is not None}
     assert given == expected | {"device": "cpu", "out": f"out/{expected['preset']}"}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The choice of a size, and the clock
 
 
@@ -383,7 +477,10 @@ class Clock:
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Pretend what steps of the probe take: {(dtype, threads): seconds}. Holds what was asked for, in order."""
+    """
+    Pretend what steps of the probe take: {(dtype, threads): seconds}. Holds what was asked for, in
+    order.
+    """
     asked = []
 
     def pretend(seconds: dict):
@@ -403,15 +500,32 @@ def fit(flags: list[str], corpus: Path, seconds_ago: float = 0.0):
     argv = ["--device", "cpu", "--data", str(corpus), *flags]
     args = train.parse_args(argv)
     started = time.monotonic() - seconds_ago
-    return train.fit_to_machine(args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, started)
+    return train.fit_to_machine(
+        args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, started
+    )
 
 
 @pytest.mark.parametrize(
     ("seconds", "size", "dtype", "threads"),
     [
-        ({("float32", 2): 0.15, ("float32", 1): 0.28, ("bfloat16", 2): 0.90}, "small", "float32", 2),  # AVX2
-        ({("float32", 2): 0.10, ("float32", 1): 0.19, ("bfloat16", 2): 0.07}, "medium", "bfloat16", 2),  # AMX
-        ({("float32", 2): 3.70, ("float32", 1): 0.25, ("bfloat16", 1): 0.90}, "small", "float32", 1),  # a busy core
+        (
+            {("float32", 2): 0.15, ("float32", 1): 0.28, ("bfloat16", 2): 0.90},
+            "small",
+            "float32",
+            2,
+        ),  # AVX2
+        (
+            {("float32", 2): 0.10, ("float32", 1): 0.19, ("bfloat16", 2): 0.07},
+            "medium",
+            "bfloat16",
+            2,
+        ),  # AMX
+        (
+            {("float32", 2): 3.70, ("float32", 1): 0.25, ("bfloat16", 1): 0.90},
+            "small",
+            "float32",
+            1,
+        ),  # a busy core
         ({("float32", 2): 9.00, ("float32", 1): 5.00, ("bfloat16", 1): 9.00}, "tiny", "float32", 1),
     ],
 )
@@ -420,9 +534,13 @@ def test_what_the_machine_does_fastest_is_chosen(measured, corpus, seconds, size
     args, machine = fit([], corpus)
     assert (args.size, args.dtype, machine.dtype) == (size, dtype, getattr(torch, dtype))
     assert set(asked) == set(seconds)  # bfloat16 is timed with the better number of threads
-    assert args.n_embd == train.SIZES[size].knobs["n_embd"] and args.least_steps == train.SIZES[size].least_steps
+    assert (
+        args.n_embd == train.SIZES[size].knobs["n_embd"]
+        and args.least_steps == train.SIZES[size].least_steps
+    )
     assert measured.threads == threads
-    # the default minutes but for four seconds at the end, and twenty steps' time for looking at the model
+    # the default minutes but for four seconds at the end, and twenty steps' time for looking at the
+    # model
     chosen, step = train.SIZES[size], min(seconds.values())
     expected = chosen.expected((60 * 2.25 - 4 - 20 * step) / (chosen.cost * step))
     assert args.expected == pytest.approx(expected, abs=1e-3)
@@ -436,7 +554,9 @@ def test_time_that_went_by_before_the_first_step_is_not_there_for_steps(measured
 
 
 def test_flags_leave_less_to_measure(measured, corpus):
-    asked = measured({("float32", 2): 0.15, ("float32", 1): 0.28, ("bfloat16", 2): 0.07, ("bfloat16", 1): 0.1})
+    asked = measured(
+        {("float32", 2): 0.15, ("float32", 1): 0.28, ("bfloat16", 2): 0.07, ("bfloat16", 1): 0.1}
+    )
     for flags, timed in (
         (["--threads=2"], [("float32", 2), ("bfloat16", 2)]),
         (["--dtype=bfloat16"], [("bfloat16", 2), ("bfloat16", 1)]),
@@ -452,9 +572,14 @@ def test_flags_leave_less_to_measure(measured, corpus):
 
 
 def test_all_processes_choose_the_same_size(measured, corpus, monkeypatch):
-    """Each looked at its own clock: near a size's limit torchrun's processes could train models of different shapes."""
+    """
+    Each looked at its own clock: near a size's limit torchrun's processes could train models of
+    different shapes.
+    """
     measured({("float32", 2): 0.10, ("float32", 1): 0.19, ("bfloat16", 2): 0.07})
-    monkeypatch.setattr(train.Machine, "mean", lambda machine, seconds: seconds + 120)  # the others began long ago
+    monkeypatch.setattr(
+        train.Machine, "mean", lambda machine, seconds: seconds + 120
+    )  # the others began long ago
     assert fit([], corpus)[0].size == "tiny"
 
 
@@ -467,7 +592,13 @@ def test_flags_win_over_the_chosen_size(measured, corpus):
 
 def test_a_named_size_is_taken_on_any_machine():
     args = train.parse_args(["--size", "large", "--batch_size", "4"])
-    assert (args.size, args.n_layer, args.context_length, args.batch_size, args.steps) == ("large", 4, 256, 4, None)
+    assert (args.size, args.n_layer, args.context_length, args.batch_size, args.steps) == (
+        "large",
+        4,
+        256,
+        4,
+        None,
+    )
     assert args.max_minutes > args.minutes
 
 
@@ -475,12 +606,20 @@ def test_other_presets_keep_their_recipe(measured, corpus):
     """Only the dtype and the threads are measured for them."""
     measured({("float32", 2): 0.15, ("float32", 1): 0.28, ("bfloat16", 2): 0.9})
     args, _ = fit(["--preset", "shakespeare_char"], corpus)
-    assert (args.size, args.n_layer, args.n_embd, args.matrix_lr, args.momentum) == (None, 3, 128, 0.02, 0.95)
+    assert (args.size, args.n_layer, args.n_embd, args.matrix_lr, args.momentum) == (
+        None,
+        3,
+        128,
+        0.02,
+        0.95,
+    )
     assert (args.minutes, args.max_minutes, args.dtype) == (2.25, 2.25, "float32")
 
 
 @pytest.mark.parametrize(("to_beat", "steps"), [(math.inf, 2), (0.4, 2), (0.3, 1)])
-def test_a_step_is_timed_after_another_unless_that_was_hopeless(tiny, corpus, monkeypatch, to_beat, steps):
+def test_a_step_is_timed_after_another_unless_that_was_hopeless(
+    tiny, corpus, monkeypatch, to_beat, steps
+):
     """The first step allocates. Where bfloat16 is emulated, two of its steps would take seconds."""
     clock, update, taken = Clock(), train.Run.update, []
 
@@ -498,7 +637,10 @@ def test_a_step_is_timed_after_another_unless_that_was_hopeless(tiny, corpus, mo
 
 
 def test_the_chosen_size_is_stored_and_resumed(tiny, tmp_path, monkeypatch, measured, capsys):
-    """On another machine, or a busier one, a resumed run would measure another size: that of the directory stays."""
+    """
+    On another machine, or a busier one, a resumed run would measure another size: that of the
+    directory stays.
+    """
     asked = measured({("float32", 1): 0.15})
     flags = [flag for flag in tiny if not flag.startswith("--size")]
     update = train.Run.update
@@ -517,27 +659,39 @@ def test_the_chosen_size_is_stored_and_resumed(tiny, tmp_path, monkeypatch, meas
     assert "run:    2 min 21 s, 4 x 32 tokens a step" in first and "expect: about 1.4" in first
     measured({("float32", 1): 60.0})
     saved = torch.load(tmp_path / "out" / "train_state.pt", weights_only=True)["args"]
-    monkeypatch.setattr(train, "train", lambda *run: False)  # what it would do is told before it begins
+    monkeypatch.setattr(
+        train, "train", lambda *run: False
+    )  # what it would do is told before it begins
     train.main(["--resume", "--out", str(tmp_path / "out")])
     resumed = capsys.readouterr().out
     assert "size:   small" in resumed and "run:    2 min 21 s, from step 4, " in resumed
     assert asked == [("float32", 1)]
-    assert saved["size"] == "small" and 1.4 < saved["expected"] < 1.6 and saved["least_steps"] == 420
+    assert (
+        saved["size"] == "small" and 1.4 < saved["expected"] < 1.6 and saved["least_steps"] == 420
+    )
 
 
 def test_how_long_a_busy_machine_may_take_is_told(tiny, monkeypatch, capsys):
     monkeypatch.setattr(train, "train", lambda *run: False)
     train.main(tiny)
-    assert "run:    2 min 21 s, up to 3 min 3 s if the machine becomes busy, 4 x 32 tokens" in capsys.readouterr().out
+    assert (
+        "run:    2 min 21 s, up to 3 min 3 s if the machine becomes busy, 4 x 32 tokens"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_resumed_run_from_before_there_were_sizes_keeps_its_shape(measured, corpus):
-    """Its directory names no size: to measure one now would build another model than the one that is saved."""
+    """
+    Its directory names no size: to measure one now would build another model than the one that is
+    saved.
+    """
     measured({("float32", 2): 0.15, ("float32", 1): 0.28})
     argv = ["--resume", "--device", "cpu"]
     args = train.parse_args(argv)
     args.dtype = "float32"  # of the directory
-    args, _ = train.fit_to_machine(args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, time.monotonic())
+    args, _ = train.fit_to_machine(
+        args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, time.monotonic()
+    )
     assert (args.size, args.n_layer, args.n_embd) == (None, 4, 256)
 
 
@@ -547,7 +701,9 @@ def test_a_resumed_run_expects_what_it_expected(measured, corpus):
     argv = ["--resume", "--device", "cpu"]
     args = train.parse_args(argv)
     args.size, args.dtype, args.expected = "small", "float32", 1.234
-    args, _ = train.fit_to_machine(args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, time.monotonic())
+    args, _ = train.fit_to_machine(
+        args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, time.monotonic()
+    )
     assert (args.size, args.expected, measured.threads) == ("small", 1.234, 2)
 
 
@@ -556,13 +712,21 @@ def test_a_resumed_run_expects_what_it_expected(measured, corpus):
     [
         (lambda step: 1.0, 20, 57, 1 / 56 / 0.6),  # quiet: as planned
         (lambda step: 1.0 if step < 10 else 2.5, 32, 65, 0.0561),  # busy: until 32 steps are done
-        (lambda step: 1.0 if step < 10 else 20.0, 30, 70, 0.3806),  # too busy: to the limit, less than a step beyond
+        (
+            lambda step: 1.0 if step < 10 else 20.0,
+            30,
+            70,
+            0.3806,
+        ),  # too busy: to the limit, less than a step beyond
     ],
 )
 def test_a_busy_machine_stretches_the_run_within_its_limit(
     tiny, tmp_path, monkeypatch, step_seconds, least_steps, ends, rate
 ):
-    """Before, a run ended after its minutes whatever it had learnt; the learning rate reaches its end all the same."""
+    """
+    Before, a run ended after its minutes whatever it had learnt; the learning rate reaches its end
+    all the same.
+    """
     clock, update = Clock(), train.Run.update
 
     def timed_update(self, *batch):
@@ -572,7 +736,16 @@ def test_a_busy_machine_stretches_the_run_within_its_limit(
     monkeypatch.setattr(train, "time", clock)
     monkeypatch.setattr(train.Run, "update", timed_update)
     monkeypatch.setattr(train, "closing_seconds", lambda run, seconds: 3.0)  # of 60 and of 72
-    flags = ["--minutes", "1", "--max_minutes", "1.2", "--least_steps", str(least_steps), "--eval_every", "1000"]
+    flags = [
+        "--minutes",
+        "1",
+        "--max_minutes",
+        "1.2",
+        "--least_steps",
+        str(least_steps),
+        "--eval_every",
+        "1000",
+    ]
     train.main([*tiny, *flags])
     assert clock.now - 1000 == ends
     state = assert_loads(tmp_path / "out")
@@ -583,7 +756,10 @@ def test_a_busy_machine_stretches_the_run_within_its_limit(
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """A clock on which a training step takes a second and nothing else any time; and the steps taken: (share, rate)."""
+    """
+    A clock on which a training step takes a second and nothing else any time; and the steps taken:
+    (share, rate).
+    """
     clock, update = Clock(), train.Run.update
 
     def timed_update(self, *batch):
@@ -603,16 +779,25 @@ def seconds(monkeypatch):
 
 def shares(begin: float, left: float) -> list[float]:
     """
-    The share of a timed run that is done before each of its steps, of a second each, if it goes on from `begin` with
-    so many seconds left. The first step does not count, for it may be slow; then each is its part of what is left.
+    The share of a timed run that is done before each of its steps, of a second each, if it goes on
+    from `begin` with so many seconds left. The first step does not count, for it may be slow; then
+    each is its part of what is left.
     """
-    return [begin, *(begin + (1 - begin) * step / (left - 1) for step in range(math.ceil(left) - 1))]
+    return [
+        begin,
+        *(begin + (1 - begin) * step / (left - 1) for step in range(math.ceil(left) - 1)),
+    ]
 
 
 @pytest.mark.parametrize("stops", [(), (12,), (1, 7, 8, 20, 30)], ids=["never", "once", "often"])
-def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(tiny, tmp_path, monkeypatch, seconds, stops):
-    """A resumed run took all its --minutes again, and its learning rate did not fall until they were nearly over. Its
-    loading does not count, only that of the first life: there, the minutes are what the user waits for."""
+def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
+    tiny, tmp_path, monkeypatch, seconds, stops
+):
+    """
+    A resumed run took all its --minutes again, and its learning rate did not fall until they were
+    nearly over. Its loading does not count, only that of the first life: there, the minutes are
+    what the user waits for.
+    """
     load_corpus = train.load_corpus
 
     def slowly(*arguments):
@@ -633,7 +818,9 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(tiny, tmp_path,
     assert [share for share, _ in seconds.steps] == pytest.approx(expected)
     args = assert_loads(tmp_path / "out")["args"]
     for step, (share, rate) in enumerate(seconds.steps):
-        assert rate == pytest.approx(min(1, (step + 1) / args["warmup"]) * min(1, (1 - share) / args["decay"]))
+        assert rate == pytest.approx(
+            min(1, (step + 1) / args["warmup"]) * min(1, (1 - share) / args["decay"])
+        )
 
 
 def test_the_log_holds_what_each_step_gave(tiny, tmp_path, monkeypatch, seconds, capsys):
@@ -648,27 +835,42 @@ def test_the_log_holds_what_each_step_gave(tiny, tmp_path, monkeypatch, seconds,
     train.main([*tiny, "--steps", "6"])
     log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     steps = [line for line in log if "loss" in line]
-    assert [[line["loss"], line["norm"]] for line in steps] == [pytest.approx(t.tolist(), abs=1e-4) for t in told]
+    assert [[line["loss"], line["norm"]] for line in steps] == [
+        pytest.approx(t.tolist(), abs=1e-4) for t in told
+    ]
     assert {line["tokens_per_second"] for line in steps} == {4 * 32}
     assert "6 s in all; checkpoint in" in capsys.readouterr().out
 
 
-def test_an_evaluation_on_the_way_is_of_a_part_and_the_last_one_of_all(tiny, tmp_path, monkeypatch, capsys):
+def test_an_evaluation_on_the_way_is_of_a_part_and_the_last_one_of_all(
+    tiny, tmp_path, monkeypatch, capsys
+):
     limits = []
-    monkeypatch.setattr(train, "evaluate", lambda model, corpus, machine, limit=None: limits.append(limit) or (7.5, 3))
+    monkeypatch.setattr(
+        train,
+        "evaluate",
+        lambda model, corpus, machine, limit=None: limits.append(limit) or (7.5, 3),
+    )
     train.main([*tiny, "--steps=10"])
     assert limits == [64, None]
     log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [line["val_loss"] for line in log if "val_loss" in line] == [2.5, 2.5]
-    assert "step 5, 50% of the run: held-out loss 2.500 nats a token; a sample:" in capsys.readouterr().out
+    assert (
+        "step 5, 50% of the run: held-out loss 2.500 nats a token; a sample:"
+        in capsys.readouterr().out
+    )
 
 
 def test_where_nothing_ends_a_text_the_first_token_has_no_score(tmp_path, monkeypatch):
     """Nothing comes before it; nor do its bytes count among those that the bits are divided by."""
     tokenizer = char_tokenizer("abcé\n")
-    write_corpus(tmp_path, tokenizer, tokenizer.encode("abcé\n" * 30), tokenizer.encode("éab\ncab\n" * 5))
+    write_corpus(
+        tmp_path, tokenizer, tokenizer.encode("abcé\n" * 30), tokenizer.encode("éab\ncab\n" * 5)
+    )
     data = []
-    monkeypatch.setattr(train, "compare_with_compressors", lambda nats, text: data.append(text) or "")
+    monkeypatch.setattr(
+        train, "compare_with_compressors", lambda nats, text: data.append(text) or ""
+    )
     train.main([*TINY, "--steps=1", f"--data={tmp_path}", f"--out={tmp_path / 'out'}"])
     assert data == [("éab\ncab\n" * 5)[1:].encode()]
 
@@ -680,9 +882,23 @@ def test_a_resumed_run_is_told_what_its_machine_is_now(tiny, tmp_path, monkeypat
     monkeypatch.setattr(train, "choose_machine", lambda args: sys.exit(asked.append(args)))
     (tmp_path / "out").rename(tmp_path / "moved")
     with pytest.raises(SystemExit):
-        train.main(["--resume", f"--out={tmp_path / 'moved'}", "--device=cuda:1", "--threads=3", "--compile"])
+        train.main(
+            [
+                "--resume",
+                f"--out={tmp_path / 'moved'}",
+                "--device=cuda:1",
+                "--threads=3",
+                "--compile",
+            ]
+        )
     now, begun = vars(asked[0]), vars(train.parse_args([*tiny, "--steps=1"]))
-    changed = {"out": str(tmp_path / "moved"), "resume": True, "device": "cuda:1", "threads": 3, "compile": True}
+    changed = {
+        "out": str(tmp_path / "moved"),
+        "resume": True,
+        "device": "cuda:1",
+        "threads": 3,
+        "compile": True,
+    }
     assert {name: value for name, value in now.items() if name in begun} == begun | changed
 
 
@@ -698,15 +914,20 @@ def test_the_picture_is_of_the_log(tmp_path, monkeypatch):
 
 
 def test_a_progress_bar_counts_the_steps(tiny, tmp_path, monkeypatch, seconds, capsys):
-    """To the number of --steps; without, to as many as there will be at this speed, which nobody knows after the first
-    step: there, the default run died of a division by zero wherever there was a bar. A resumed one goes on."""
+    """
+    To the number of --steps; without, to as many as there will be at this speed, which nobody knows
+    after the first step: there, the default run died of a division by zero wherever there was a
+    bar. A resumed one goes on.
+    """
     bars = []
 
     def tqdm(**settings):
         bars.append(MagicMock(**{name: settings[name] for name in ("total", "initial")}))
         return bars[-1]
 
-    monkeypatch.setattr("tqdm.tqdm", tqdm)  # the module stays: others look for it while they are imported
+    monkeypatch.setattr(
+        "tqdm.tqdm", tqdm
+    )  # the module stays: others look for it while they are imported
     monkeypatch.setattr(train, "closing_seconds", lambda run, step_seconds: 0.0)
     train.main([*tiny, "--steps", "6"])
     assert bars == []  # nobody looks
@@ -743,7 +964,10 @@ def test_what_a_run_is_told_before_it_begins(tiny, corpus, tmp_path, monkeypatch
 
 
 def test_a_second_signal_kills(monkeypatch):
-    """The first asks for an end after the step that runs: whoever asks twice does not want to wait for it."""
+    """
+    The first asks for an end after the step that runs: whoever asks twice does not want to wait for
+    it.
+    """
     caught = train.catch_signals()
     for number in (signal.SIGTERM, signal.SIGINT):
         assert signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler)
@@ -754,11 +978,13 @@ def test_a_second_signal_kills(monkeypatch):
 
 def test_an_out_that_cannot_be_made_gets_a_message(tiny, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match=r"--out .*file/out cannot be made \(.*\): name another directory"):
+    with pytest.raises(
+        SystemExit, match=r"--out .*file/out cannot be made \(.*\): name another directory"
+    ):
         train.main([*tiny, "--steps=2", "--out", str(tmp_path / "file" / "out")])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The samples
 
 
@@ -769,14 +995,25 @@ def run(tiny, corpus):
 
 
 def test_the_last_samples_are_whole_lines_and_their_statements_are_counted(run, monkeypatch):
-    """A line that the prompt began or that the length cut off would read badly, and parse by chance."""
-    texts = ["rest\n", " rest\nx = 1\nif x:\n    y = = 2\nz = cut o", "\ndef f():\n    retu", "", "\na b\n", "no line"]
+    """
+    A line that the prompt began or that the length cut off would read badly, and parse by chance.
+    """
+    texts = [
+        "rest\n",
+        " rest\nx = 1\nif x:\n    y = = 2\nz = cut o",
+        "\ndef f():\n    retu",
+        "",
+        "\na b\n",
+        "no line",
+    ]
     monkeypatch.setattr(samples, "sample", lambda *arguments, **named: texts)
     lines = samples.last_samples(run).split("\n")
     assert lines[:4] == ["sample 1:", "    x = 1", "    if x:", "        y = = 2"]
     assert lines[4:8] == ["sample 2:", "    def f():", "sample 3:", "    a b"]
     # x = 1, if x: and def f(): parse, y = = 2 and a b do not
-    assert re.fullmatch(r"statements that parse: 60% of the sampled, \d+% of the held-out text's", lines[8])
+    assert re.fullmatch(
+        r"statements that parse: 60% of the sampled, \d+% of the held-out text's", lines[8]
+    )
 
 
 def test_samples_that_are_the_truth_have_its_share_of_statements(run, monkeypatch):
@@ -784,7 +1021,9 @@ def test_samples_that_are_the_truth_have_its_share_of_statements(run, monkeypatc
     val = run.corpus.val.tolist()
 
     def follow(run, prompts, length, temperature):
-        starts = [next(i for i in range(len(val)) if val[i : i + len(p)] == p) + len(p) for p in prompts]
+        starts = [
+            next(i for i in range(len(val)) if val[i : i + len(p)] == p) + len(p) for p in prompts
+        ]
         return [run.corpus.tokenizer.decode(val[i : i + length]) for i in starts]
 
     judged, share = [], samples.share
@@ -793,14 +1032,22 @@ def test_samples_that_are_the_truth_have_its_share_of_statements(run, monkeypatc
     shares = re.findall(r"(\d+)% of", samples.last_samples(run))
     assert len(shares) == 2 and shares[0] == shares[1]
     assert judged[0] == judged[1] and len(judged[0]) == 16
-    for real, told in ((0.5, False), (0.51, True), (None, False)):  # most of a corpus of Python parses
+    for real, told in (
+        (0.5, False),
+        (0.51, True),
+        (None, False),
+    ):  # most of a corpus of Python parses
         monkeypatch.setattr(samples, "share", lambda texts, real=real: real)
         assert ("statements that parse" in samples.last_samples(run)) == told
 
 
 def test_a_corpus_that_is_no_python_gets_no_share_of_statements(run, monkeypatch):
-    monkeypatch.setattr(samples, "sample", lambda *arguments, **named: ["\nFirst Citizen:\nSpeak, speak.\n"])
-    monkeypatch.setattr(run.corpus.tokenizer, "decode", lambda ids: "\nSecond Citizen:\nOne word, good citizens.\n")
+    monkeypatch.setattr(
+        samples, "sample", lambda *arguments, **named: ["\nFirst Citizen:\nSpeak, speak.\n"]
+    )
+    monkeypatch.setattr(
+        run.corpus.tokenizer, "decode", lambda ids: "\nSecond Citizen:\nOne word, good citizens.\n"
+    )
     assert samples.last_samples(run) == "sample 1:\n    First Citizen:\n    Speak, speak."
 
 
@@ -813,7 +1060,10 @@ def test_a_sample_ends_where_the_model_ends_it(run, monkeypatch):
 
 
 def test_samples_follow_the_temperature_and_the_seed(run, monkeypatch):
-    """Of two words whose scores differ by 1, the second is drawn as often as softmax(1 / temperature) says."""
+    """
+    Of two words whose scores differ by 1, the second is drawn as often as softmax(1 / temperature)
+    says.
+    """
     logits, drawn = torch.tensor([[0.0, 1.0]]).repeat(20_000, 1), {}
 
     def choose_one(prompts, length, choose):
@@ -834,7 +1084,10 @@ def test_samples_follow_the_temperature_and_the_seed(run, monkeypatch):
 
 
 def test_the_last_samples_follow_texts_from_all_over_the_held_out_part(run, monkeypatch):
-    """Sixteen, from its first token to its last; a prompt is a quarter of the context, and the rest fits behind it."""
+    """
+    Sixteen, from its first token to its last; a prompt is a quarter of the context, and the rest
+    fits behind it.
+    """
     asked = []
     monkeypatch.setattr(samples, "sample", lambda run, *given: asked.append(given) or ["\nx = 1\n"])
     samples.last_samples(run)
@@ -851,13 +1104,15 @@ def test_the_last_samples_follow_texts_from_all_over_the_held_out_part(run, monk
     assert asked[2][0] == [val[:64]] * 16
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Real processes, real signals
 
 
 def start(flags: list[str], folder: Path) -> subprocess.Popen:
     log = open(folder / "stdout", "w")  # noqa: SIM115
-    return subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags], stdout=log, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *flags], stdout=log, stderr=subprocess.STDOUT
+    )
 
 
 def wait_for(path: Path, process: subprocess.Popen):
@@ -869,8 +1124,10 @@ def wait_for(path: Path, process: subprocess.Popen):
 
 @pytest.mark.parametrize("kills", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(tiny, tmp_path, kills):
-    """Each life saves after every step, so that most kills fall into a save; the next life resumes what is left. The
-    last one ends by Ctrl-C, with status 0 and what it had."""
+    """
+    Each life saves after every step, so that most kills fall into a save; the next life resumes
+    what is left. The last one ends by Ctrl-C, with status 0 and what it had.
+    """
     out, moments, step = tmp_path / "out", random.Random(kills), 0
     flags = [*tiny, "--steps", "1000000", "--eval_every", "1", "--sample_tokens", "0"]
     for sign in [signal.SIGKILL] * kills + [signal.SIGINT]:
@@ -890,16 +1147,33 @@ def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(tiny, tmp_path, kills
 
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tiny, tmp_path):
-    """torchrun: gradients are averaged, so the weights agree with those of one process up to rounding."""
+    """
+    torchrun: gradients are averaged, so the weights agree with those of one process up to rounding.
+    """
     flags = [*tiny, "--steps", "6", "--dropout", "0"]
     train.main([*flags, "--out", str(tmp_path / "one")])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29511"]
-    subprocess.run([*torchrun, str(ROOT / "train.py"), *flags, "--out", str(tmp_path / "two")], check=True, timeout=120)
-    one, two = load_checkpoint(tmp_path / "one").state_dict(), load_checkpoint(tmp_path / "two").state_dict()
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        "29511",
+    ]
+    subprocess.run(
+        [*torchrun, str(ROOT / "train.py"), *flags, "--out", str(tmp_path / "two")],
+        check=True,
+        timeout=120,
+    )
+    one, two = (
+        load_checkpoint(tmp_path / "one").state_dict(),
+        load_checkpoint(tmp_path / "two").state_dict(),
+    )
     assert max((one[name] - two[name]).abs().max() for name in one) < 1e-3
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The parts
 
 
@@ -925,7 +1199,9 @@ def test_the_shortest_corpus_is_two_windows_and_a_target():
     tokens = np.arange(21, dtype=np.uint16)
     x, y = train.Batches(tokens, 3, 10, seed=1)(0, MACHINE)
     assert x.dtype == torch.int64 and x.shape == (3, 10) and torch.equal(y, x + 1) and y.max() <= 20
-    with pytest.raises(SystemExit, match="20 training tokens are too few for windows of 10: lower context_length"):
+    with pytest.raises(
+        SystemExit, match="20 training tokens are too few for windows of 10: lower context_length"
+    ):
         train.Batches(tokens[:20], 3, 10, seed=1)
 
 
@@ -945,7 +1221,10 @@ def test_batches_are_a_function_of_seed_and_step():
 
 
 def test_evaluation_scores_every_token_once(corpus):
-    """Against one window at a time, in plain torch: the last one is short, the first starts from the end of a text."""
+    """
+    Against one window at a time, in plain torch: the last one is short, the first starts from the
+    end of a text.
+    """
     loaded = train.load_corpus(str(corpus), MACHINE)
     torch.manual_seed(0)
     model = GPT(GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16))
@@ -960,7 +1239,9 @@ def test_evaluation_scores_every_token_once(corpus):
     nats, count = train.evaluate(model, loaded, MACHINE)
     assert count == len(loaded.val) == 1001
     assert nats == pytest.approx(expected, rel=1e-5)
-    assert train.evaluate(model, loaded, MACHINE, limit=96)[1] == 96 - 32 + 1001 % 32  # first, middle and last window
+    assert (
+        train.evaluate(model, loaded, MACHINE, limit=96)[1] == 96 - 32 + 1001 % 32
+    )  # first, middle and last window
     assert train.evaluate(model, loaded, MACHINE, limit=1)[1] == 32
 
 
@@ -968,9 +1249,15 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
     """Neither in an evaluation nor in a sample; afterwards training drops again."""
     args = train.parse_args([*tiny, "--dropout", "0.5"])
     run = train.Run(args, train.load_corpus(str(corpus), MACHINE), MACHINE)
-    calm = GPT(GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16, activation="relu2", bias=False))
+    calm = GPT(
+        GPTConfig(
+            300, context_length=32, n_layer=1, n_head=2, n_embd=16, activation="relu2", bias=False
+        )
+    )
     calm.load_state_dict(run.model.state_dict())
-    assert train.evaluate(run.model, run.corpus, MACHINE, 96) == train.evaluate(calm, run.corpus, MACHINE, 96)
+    assert train.evaluate(run.model, run.corpus, MACHINE, 96) == train.evaluate(
+        calm, run.corpus, MACHINE, 96
+    )
     assert run.model.training
     modes = []
     run.model.register_forward_hook(lambda model, inputs, output: modes.append(model.training))
@@ -981,7 +1268,9 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
 def test_bits_per_byte():
     text = os.urandom(1000)
     report = train.compare_with_compressors(nats=4000 * math.log(2), data=text)
-    assert "model 4.000" in report and "gzip -9 8.18" in report  # noise does not compress: 23 bytes more
+    assert (
+        "model 4.000" in report and "gzip -9 8.18" in report
+    )  # noise does not compress: 23 bytes more
     assert "(51% below gzip)" in report
     worse = train.compare_with_compressors(nats=1e6, data=text)  # was told as "-59% below gzip"
     assert re.search(r"\([\d,]+% above gzip\)", worse)
@@ -1016,13 +1305,19 @@ def test_muon_moves_q_k_and_v_apart():
 
 
 def test_loss_in_chunks_is_the_loss():
-    """The head's loss that never holds all logits, and its gradients, against torch's own, with targets left out."""
+    """
+    The head's loss that never holds all logits, and its gradients, against torch's own, with
+    targets left out.
+    """
     torch.manual_seed(0)
     x, head = torch.randn(3, 200, 24), torch.randn(77, 24)
     targets = torch.randint(77, (3, 200))
     targets[0, :50] = -100
     results = []
-    for loss_of in (head_loss, lambda x, w, t: F.cross_entropy((x @ w.T).flatten(0, 1), t.flatten())):
+    for loss_of in (
+        head_loss,
+        lambda x, w, t: F.cross_entropy((x @ w.T).flatten(0, 1), t.flatten()),
+    ):
         leaves = [x.clone().requires_grad_(), head.clone().requires_grad_()]
         loss = loss_of(*leaves, targets)
         results.append([loss, *torch.autograd.grad(3 * loss, leaves)])
@@ -1031,8 +1326,10 @@ def test_loss_in_chunks_is_the_loss():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_attention_spelt_out_is_attention(dropout):
-    """Training on a CPU in bfloat16 takes another path: same values and gradients, within bfloat16. It leaves out the
-    same weights, for both draw the same numbers."""
+    """
+    Training on a CPU in bfloat16 takes another path: same values and gradients, within bfloat16. It
+    leaves out the same weights, for both draw the same numbers.
+    """
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 50, 3, 16).bfloat16()
     results = []
@@ -1063,13 +1360,18 @@ def test_a_text_longer_than_the_context_is_refused_and_none_is_written():
 
 
 def test_initial_weights_are_gpt2s():
-    """N(0, 0.02), but the projections into the residual stream, of which two a layer add up, less; biases zero."""
+    """
+    N(0, 0.02), but the projections into the residual stream, of which two a layer add up, less;
+    biases zero.
+    """
     torch.manual_seed(0)
     model = GPT(GPTConfig(500, context_length=200, n_layer=3, n_head=2, n_embd=64))
     for name, w in model.named_parameters():
         if w.ndim == 2:
             wanted = 0.02 / math.sqrt(6) if "c_proj" in name else 0.02
-            assert w.std().item() == pytest.approx(wanted, rel=0.05) and abs(w.mean()) < 0.1 * wanted, name
+            assert (
+                w.std().item() == pytest.approx(wanted, rel=0.05) and abs(w.mean()) < 0.1 * wanted
+            ), name
         else:
             assert torch.all(w == (1 if "ln_" in name and name.endswith("weight") else 0)), name
 
@@ -1077,6 +1379,7 @@ def test_initial_weights_are_gpt2s():
 def test_a_seed_is_of_the_initial_weights_too(tiny, corpus):
     loaded = train.load_corpus(str(corpus), MACHINE)
     first, again, other = (
-        train.Run(train.parse_args([*tiny, f"--seed={seed}"]), loaded, MACHINE).model.wte.weight for seed in (3, 3, 4)
+        train.Run(train.parse_args([*tiny, f"--seed={seed}"]), loaded, MACHINE).model.wte.weight
+        for seed in (3, 3, 4)
     )
     assert torch.equal(first, again) and not torch.equal(first, other)

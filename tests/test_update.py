@@ -1,7 +1,8 @@
 """
-train.py's update, whole, against its formulas written down once more: loss, dropout, clipping, Muon, AdamW, decay and
-schedule. The reference is plain float64, with autograd for the gradients, and shares no function with the repo. No knob
-has its default, and no two knobs are alike, so that each term of each formula moves the weights.
+train.py's update, whole, against its formulas written down once more: loss, dropout, clipping,
+Muon, AdamW, decay and schedule. The reference is plain float64, with autograd for the gradients,
+and shares no function with the repo. No knob has its default, and no two knobs are alike, so that
+each term of each formula moves the weights.
 """
 
 import math
@@ -15,8 +16,24 @@ import torch.nn.functional as F
 import train
 
 VOCAB = 23
-FLAGS = {"device": "cpu", "size": "tiny", "dtype": "float32", "n_layer": 2, "n_head": 3, "n_embd": 24, "seed": 5}
-FLAGS |= {"context_length": 7, "batch_size": 3, "steps": 6, "warmup": 2, "decay": 0.7, "momentum": 0.8, "beta2": 0.9}
+FLAGS = {
+    "device": "cpu",
+    "size": "tiny",
+    "dtype": "float32",
+    "n_layer": 2,
+    "n_head": 3,
+    "n_embd": 24,
+    "seed": 5,
+}
+FLAGS |= {
+    "context_length": 7,
+    "batch_size": 3,
+    "steps": 6,
+    "warmup": 2,
+    "decay": 0.7,
+    "momentum": 0.8,
+    "beta2": 0.9,
+}
 FLAGS |= {"weight_decay": 3.0, "matrix_lr": 0.03, "vector_lr": 0.007, "clip": 0.2}
 KINDS = {
     "all terms": ["--dropout=0.2", "--bias", "--activation=gelu_new"],
@@ -24,11 +41,15 @@ KINDS = {
 }
 
 
-def make_run(flags=(), rank: int = 0, world: int = 1, dtype: torch.dtype = torch.float32) -> train.Run:
+def make_run(
+    flags=(), rank: int = 0, world: int = 1, dtype: torch.dtype = torch.float32
+) -> train.Run:
     """A run on a corpus of random tokens."""
     args = train.parse_args([f"--{name}={value}" for name, value in FLAGS.items()] + list(flags))
     tokens = np.random.default_rng(0).integers(VOCAB, size=500).astype(np.uint16)
-    corpus = train.Corpus(SimpleNamespace(vocab_size=VOCAB, eos_token_id=None), tokens, tokens[:100])
+    corpus = train.Corpus(
+        SimpleNamespace(vocab_size=VOCAB, eos_token_id=None), tokens, tokens[:100]
+    )
     return train.Run(args, corpus, train.Machine(torch.device("cpu"), dtype, False, rank, world))
 
 
@@ -39,12 +60,17 @@ def batch_of(run: train.Run):
     return batches(run.step, run.machine)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The reference
 
 
-def reference_loss(w: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, args) -> torch.Tensor:
-    """GPT-2's mean cross-entropy in float64. Dropout draws its masks in float32, in the order of the layers."""
+def reference_loss(
+    w: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, args
+) -> torch.Tensor:
+    """
+    GPT-2's mean cross-entropy in float64. Dropout draws its masks in float32, in the order of the
+    layers.
+    """
 
     def drop(values):
         return values * F.dropout(torch.ones(values.shape), args.dropout)
@@ -60,7 +86,11 @@ def reference_loss(w: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor,
     def activation(values):
         if args.activation == "relu2":
             return values.clamp(min=0) ** 2
-        return 0.5 * values * (1 + torch.tanh(math.sqrt(2 / math.pi) * (values + 0.044715 * values**3)))
+        return (
+            0.5
+            * values
+            * (1 + torch.tanh(math.sqrt(2 / math.pi) * (values + 0.044715 * values**3)))
+        )
 
     (B, T), H, D = x.shape, args.n_head, args.n_embd // args.n_head
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
@@ -78,7 +108,10 @@ def reference_loss(w: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor,
 
 
 def reference_orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz with Jordan's quintic, told by what it does to the singular values: five times s -> p(s)."""
+    """
+    Newton-Schulz with Jordan's quintic, told by what it does to the singular values: five times s
+    -> p(s).
+    """
     u, s, v = torch.linalg.svd(matrix / matrix.square().sum().sqrt(), full_matrices=False)
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
@@ -86,12 +119,17 @@ def reference_orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def reference_muon(w, mean, gradient, lr: float, args) -> tuple[torch.Tensor, torch.Tensor]:
-    """The new weight and the new mean gradient: Nesterov momentum, orthogonal parts, decoupled weight decay."""
+    """
+    The new weight and the new mean gradient: Nesterov momentum, orthogonal parts, decoupled weight
+    decay.
+    """
     mean = args.momentum * mean + (1 - args.momentum) * gradient
     ahead = args.momentum * mean + (1 - args.momentum) * gradient
     rows, columns = w.shape
     parts = ahead.chunk(3) if rows == 3 * columns else [ahead]  # q, k and v
-    update = torch.cat([reference_orthogonal(part) * max(1, len(part) / columns) ** 0.5 for part in parts])
+    update = torch.cat(
+        [reference_orthogonal(part) * max(1, len(part) / columns) ** 0.5 for part in parts]
+    )
     return w - lr * args.weight_decay * w - lr * update, mean
 
 
@@ -106,7 +144,10 @@ def reference_adamw(w, state, gradient, lr: float, step: int, args) -> tuple[tor
 
 
 def reference_step(w: dict, state: dict, x, y, step: int, args) -> tuple[dict, float, float]:
-    """Step `step`, counted from 1, of the whole update: the new weights, the loss, the norm of the gradient."""
+    """
+    Step `step`, counted from 1, of the whole update: the new weights, the loss, the norm of the
+    gradient.
+    """
     torch.manual_seed(args.seed + step - 1)
     leaves = {name: value.clone().requires_grad_() for name, value in w.items()}
     loss = reference_loss(leaves, x, y, args)
@@ -119,25 +160,33 @@ def reference_step(w: dict, state: dict, x, y, step: int, args) -> tuple[dict, f
         g = gradients[name] * min(1, args.clip / norm)
         if name.startswith("h.") and value.ndim == 2:
             mean = state.get(name, torch.zeros_like(g))
-            new[name], state[name] = reference_muon(value, mean, g, rise * fall * args.matrix_lr, args)
+            new[name], state[name] = reference_muon(
+                value, mean, g, rise * fall * args.matrix_lr, args
+            )
         else:
             moments = state.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
-            new[name], state[name] = reference_adamw(value, moments, g, rise * fall * args.vector_lr, step, args)
+            new[name], state[name] = reference_adamw(
+                value, moments, g, rise * fall * args.vector_lr, step, args
+            )
     return new, loss.item(), norm
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The update
 
 
 @pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
 def test_four_updates_are_those_of_the_formulas(flags):
-    """One dropout mask for all steps, no clipping, Muon's momentum as 1 - momentum, weight decay not times the learning
-    rate: nothing noticed, for the loss falls all the same."""
+    """
+    One dropout mask for all steps, no clipping, Muon's momentum as 1 - momentum, weight decay not
+    times the learning rate: nothing noticed, for the loss falls all the same.
+    """
     run = make_run(flags)
     with torch.no_grad():
         for parameter in run.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)  # biases and norms, too, are far from where they begin
+            parameter.add_(
+                torch.randn_like(parameter) * 0.1
+            )  # biases and norms, too, are far from where they begin
     state = {}
     for step in range(1, 5):
         before = {name: w.detach().double() for name, w in run.model.named_parameters()}
@@ -148,9 +197,13 @@ def test_four_updates_are_those_of_the_formulas(flags):
             moved = (expected[name] - before[name]).abs().max()
             wrong = (w.detach().double() - expected[name]).abs()
             if name.endswith("attn.c_attn.bias"):
-                wrong[24:48] = 0  # softmax does not see the bias of the keys: its gradient is rounding
+                wrong[24:48] = (
+                    0  # softmax does not see the bias of the keys: its gradient is rounding
+                )
             wrong = wrong.max()
-            assert moved > 1e-4 and wrong < 2e-3 * moved, f"step {step}: {name} is off by {wrong}, it moved {moved}"
+            assert moved > 1e-4 and wrong < 2e-3 * moved, (
+                f"step {step}: {name} is off by {wrong}, it moved {moved}"
+            )
     assert run.step == 4 and run.share == 4 / 6
 
 
@@ -162,7 +215,10 @@ def test_the_norm_that_is_told_is_that_before_clipping(clip):
 
 
 def test_dropout_differs_by_step_and_by_process_and_by_seed_and_by_nothing_else():
-    """Each process leaves out others, each step leaves out others; the same step again leaves out the same."""
+    """
+    Each process leaves out others, each step leaves out others; the same step again leaves out the
+    same.
+    """
     still = ["--dropout=0.5", "--matrix_lr=0", "--vector_lr=0", "--batch_size=4"]
     x, y = batch_of(make_run(still))
 
@@ -194,22 +250,33 @@ def test_which_optimizer_trains_what():
     """Muon the matrices inside the blocks, AdamW all the rest: embeddings, norms, biases."""
     run = make_run(["--bias"])
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-    muon, adamw = ([names[id(p)] for group in o.param_groups for p in group["params"]] for o in run.optimizers)
+    muon, adamw = (
+        [names[id(p)] for group in o.param_groups for p in group["params"]] for o in run.optimizers
+    )
     inside = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
-    assert sorted(muon) == sorted(f"h.{layer}.{name}.weight" for layer in range(2) for name in inside)
+    assert sorted(muon) == sorted(
+        f"h.{layer}.{name}.weight" for layer in range(2) for name in inside
+    )
     assert sorted(muon + adamw) == sorted(names.values())
 
 
 def test_in_bfloat16_only_the_matrix_products_are():
-    """Weights, gradients and the optimizer's state stay in float32; the update is that of float32, roughly."""
+    """
+    Weights, gradients and the optimizer's state stay in float32; the update is that of float32,
+    roughly.
+    """
     runs = [make_run(dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     seen = []
-    runs[1].model.h[0].mlp.c_fc.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    runs[1].model.h[0].mlp.c_fc.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.dtype)
+    )
     before = {name: w.clone() for name, w in runs[0].model.state_dict().items()}
     losses = [run.update(run.model, *batch_of(run)).tolist() for run in runs]
     assert seen == [torch.bfloat16]
     assert losses[1] == pytest.approx(losses[0], rel=0.02) and losses[1] != losses[0]
-    kept = [value for o in runs[1].optimizers for state in o.state.values() for value in state.values()]
+    kept = [
+        value for o in runs[1].optimizers for state in o.state.values() for value in state.values()
+    ]
     assert {value.dtype for value in [*runs[1].model.parameters(), *kept]} == {torch.float32}
     for name, w in runs[0].model.state_dict().items():
         moved = (w - before[name]).norm()

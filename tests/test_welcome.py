@@ -4,13 +4,26 @@ import argparse
 
 import pytest
 
-import api
-import welcome
-from protocol import CompletionRequest
+from serving import api, welcome
+from serving.protocol import CompletionRequest
 
 ROUTES = [
-    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
-    *(("GET", path) for path in ("/v1/models", "/v1/models/{id}", "/", "/livez", "/readyz", "/health", "/metrics")),
+    *(
+        ("POST", path)
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+    ),
+    *(
+        ("GET", path)
+        for path in (
+            "/v1/models",
+            "/v1/models/{id}",
+            "/",
+            "/livez",
+            "/readyz",
+            "/health",
+            "/metrics",
+        )
+    ),
     ("GET", "/openapi.json"),
 ]
 
@@ -69,11 +82,18 @@ def test_the_page_says_what_runs_and_how_to_call_it():
 
 
 def test_nothing_runs_on_the_page_or_frames_it():
-    policy = dict(part.strip().split(" ", 1) for part in welcome.PAGE_HEADERS["Content-Security-Policy"].split(";"))
+    policy = dict(
+        part.strip().split(" ", 1)
+        for part in welcome.PAGE_HEADERS["Content-Security-Policy"].split(";")
+    )
     closed = ("default-src", "base-uri", "form-action", "frame-ancestors")
     assert {name: policy.get(name) for name in closed} == dict.fromkeys(closed, "'none'")
     assert policy["img-src"] == "data:" and "script-src" not in policy
-    others = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
+    others = {
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
     assert welcome.PAGE_HEADERS.items() >= others.items()
 
 
@@ -85,4 +105,8 @@ def test_help_names_defaults_that_are_some():
     parser.add_argument("--switch", action="store_true", help="a switch")
     parser.add_argument("--zero", default=0, help="a zero")
     said = parser.format_help()
-    assert "a number (default: 3)" in said and "a zero (default: 0)" in said and said.count("(default") == 2
+    assert (
+        "a number (default: 3)" in said
+        and "a zero (default: 0)" in said
+        and said.count("(default") == 2
+    )

@@ -1,6 +1,6 @@
 """
-Several HTTP processes, real ones, on one port, with one fake engine behind them: what holds for one server holds for
-all of them together.
+Several HTTP processes, real ones, on one port, with one fake engine behind them: what holds for one
+server holds for all of them together.
 """
 
 import asyncio
@@ -17,23 +17,37 @@ from test_serve import FakeEngine, bytes_directory, read_until, wait_until
 from wires import Clock
 
 import serve
-import workers as workers_module
-from links import Links
-from workers import Counts, Seat, Workers, share_port, shared_counts
+from serving import workers as workers_module
+from serving.links import Links
+from serving.workers import Counts, Seat, Workers, share_port, shared_counts
 
-pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="one port for several processes is Linux's")
+pytestmark = pytest.mark.skipif(
+    os.uname().sysname != "Linux", reason="one port for several processes is Linux's"
+)
 
 KEYS = ["sesame", "simsim"]
 BEARER = {"Authorization": "Bearer sesame"}
 
 
 class Crew:
-    """HTTP processes, the first of which would lead; here the test does, with its event loop in a thread."""
+    """
+    HTTP processes, the first of which would lead; here the test does, with its event loop in a
+    thread.
+    """
 
     def __init__(self, folder, count, *flags):
         self.engine = FakeEngine()
         self.folder = folder
-        flags = ["--model", bytes_directory(), "--served-model-name", "fake", "--port", "0", "--no-access-log", *flags]
+        flags = [
+            "--model",
+            bytes_directory(),
+            "--served-model-name",
+            "fake",
+            "--port",
+            "0",
+            "--no-access-log",
+            *flags,
+        ]
         self.args = serve.parse_args(flags)
         self.listener = serve.listen_to_http(str(folder))
         self.engine.links = Links(self.listener)
@@ -50,7 +64,9 @@ class Crew:
         """Seat 1 plays the first: it alone counts what the engine says of itself."""
         if seat.number == 1:
             seat = Seat(0, self.counts, seat.orders)
-        return serve.start_process(serve.worker_process, self.args, KEYS, self.listener.getsockname(), sock, seat)
+        return serve.start_process(
+            serve.worker_process, self.args, KEYS, self.listener.getsockname(), sock, seat
+        )
 
     async def watch(self):
         self.loop = asyncio.get_running_loop()
@@ -96,7 +112,9 @@ class Crew:
     def connect(self, **body) -> socket.socket:
         body = json.dumps(body)
         sock = socket.create_connection(self.address, timeout=30)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         head += f"Authorization: Bearer sesame\r\nContent-Length: {len(body)}\r\n\r\n"
         sock.sendall(head.encode() + body.encode())
         return sock
@@ -104,13 +122,20 @@ class Crew:
     def spread(self, **body) -> list[socket.socket]:
         """Connections with a request each, until every process has one."""
         socks, before = [], len(self.engine.added)
-        while len({message["link"] for message in self.engine.added[before:]}) < len(self.workers.sockets):
+        while len({message["link"] for message in self.engine.added[before:]}) < len(
+            self.workers.sockets
+        ):
             socks.append(self.connect(**body))
             wait_until(lambda: len(self.engine.added) == before + len(socks))
         return socks
 
     def metric(self, name):
-        return sum(map(float, re.findall(rf"^vllm:{name}{{.*}} (\S+)", self.get("/metrics").text, re.MULTILINE)))
+        return sum(
+            map(
+                float,
+                re.findall(rf"^vllm:{name}{{.*}} (\S+)", self.get("/metrics").text, re.MULTILINE),
+            )
+        )
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +153,13 @@ def test_processes_share_the_port_and_the_engine(crew):
 
 
 def test_metrics_are_of_all_processes(crew):
-    """Whoever is asked tells the sum; what the engine says of itself reaches all of them and counts once."""
-    before = [crew.metric(name) for name in ("generation_tokens_total", "prefix_cache_queries_total")]
+    """
+    Whoever is asked tells the sum; what the engine says of itself reaches all of them and counts
+    once.
+    """
+    before = [
+        crew.metric(name) for name in ("generation_tokens_total", "prefix_cache_queries_total")
+    ]
     socks = crew.spread(prompt="say hi", max_tokens=9)
     for sock in socks:
         read_until(sock, b"}}}")
@@ -139,7 +169,10 @@ def test_metrics_are_of_all_processes(crew):
 
 
 def test_a_key_has_one_prefix_cache_in_all_processes(crew):
-    """Would catch: a salt drawn by each process, with which a prefix is found only where it was computed."""
+    """
+    Would catch: a salt drawn by each process, with which a prefix is found only where it was
+    computed.
+    """
     before = len(crew.engine.added)
     while len({message["link"] for message in crew.engine.added[before:]}) < 2:
         for key in KEYS:
@@ -150,14 +183,20 @@ def test_a_key_has_one_prefix_cache_in_all_processes(crew):
 
 
 def test_connections_are_counted_over_all_processes(crew):
-    """Each process refuses what is more than --max-connections for all of them, though it has but a part of these."""
+    """
+    Each process refuses what is more than --max-connections for all of them, though it has but a
+    part of these.
+    """
     crew.engine.gate.clear()
     wait_until(lambda: sum(crew.counts.open) == 0)
     before = len(crew.engine.added)
     socks = [crew.connect(prompt="say hi", max_tokens=9) for _ in range(40)]
     wait_until(lambda: len(crew.engine.added) == before + 40)
     assert sum(crew.counts.open) == 40 and 0 < crew.counts.open[0] < 40
-    with crew.connect(prompt="say hi", max_tokens=9) as one_more, contextlib.suppress(ConnectionError):
+    with (
+        crew.connect(prompt="say hi", max_tokens=9) as one_more,
+        contextlib.suppress(ConnectionError),
+    ):
         assert one_more.recv(10) == b""
     crew.engine.gate.set()
     for sock in socks:
@@ -167,7 +206,10 @@ def test_connections_are_counted_over_all_processes(crew):
 
 
 def test_idle_connections_make_room_in_whichever_process_they_are(crew):
-    """A newcomer in a process without an idle connection was closed at once, while another one had 40 of them."""
+    """
+    A newcomer in a process without an idle connection was closed at once, while another one had 40
+    of them.
+    """
     wait_until(lambda: sum(crew.counts.open) == 0)
     there, here = [], []  # in the process of seat 0, and of seat 2
     while len(there) < 40:
@@ -191,12 +233,21 @@ def test_idle_connections_make_room_in_whichever_process_they_are(crew):
 
 
 def test_a_process_that_dies_is_started_again(crew, capfd):
-    """Its requests end in the engine and its connections count no more; the other process's clients notice nothing."""
+    """
+    Its requests end in the engine and its connections count no more; the other process's clients
+    notice nothing.
+    """
     crew.engine.gate.clear()
     socks = crew.spread(prompt="loop", max_tokens=50)
     crew.engine.aborted.clear()
-    own = [message for message in crew.engine.added[-len(socks) :] if message["link"] == crew.engine.added[-1]["link"]]
-    victim = 2 if crew.counts.open[2] == len(own) else 1  # the seats of the two processes are 0 and 2
+    own = [
+        message
+        for message in crew.engine.added[-len(socks) :]
+        if message["link"] == crew.engine.added[-1]["link"]
+    ]
+    victim = (
+        2 if crew.counts.open[2] == len(own) else 1
+    )  # the seats of the two processes are 0 and 2
     os.kill(crew.workers.processes[victim].pid, 9)
     wait_until(lambda: len(crew.deaths) == 1 and crew.engine.aborted)
     crew.engine.gate.set()
@@ -205,7 +256,11 @@ def test_a_process_that_dies_is_started_again(crew, capfd):
         with contextlib.suppress(ConnectionError):
             answers.append(read_until(sock, b"}}}"))
     whole = [answer for answer in answers if b'"length"' in answer]
-    assert len(whole) + len(crew.engine.aborted) == len(socks) and len(whole) and len(crew.engine.aborted)
+    assert (
+        len(whole) + len(crew.engine.aborted) == len(socks)
+        and len(whole)
+        and len(crew.engine.aborted)
+    )
     crew.wait_for_links(2)
     wait_until(lambda: len(crew.pids()) == 2)
     for sock in crew.spread(prompt="say hi", max_tokens=9):
@@ -213,7 +268,10 @@ def test_a_process_that_dies_is_started_again(crew, capfd):
 
 
 def test_all_processes_drain(tmp_path, monkeypatch):
-    """After the order: new work refused, running work finished in each of them, then the port is closed."""
+    """
+    After the order: new work refused, running work finished in each of them, then the port is
+    closed.
+    """
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     with Crew(tmp_path, 2) as crew:
         crew.engine.gate.clear()
@@ -231,7 +289,10 @@ def test_all_processes_drain(tmp_path, monkeypatch):
 
 
 def test_a_port_is_shared_with_nobody_else():
-    """SO_REUSEPORT lets any process of the same user in: two servers would share one port's clients, in silence."""
+    """
+    SO_REUSEPORT lets any process of the same user in: two servers would share one port's clients,
+    in silence.
+    """
     with contextlib.ExitStack() as stack:
         sockets = share_port(serve.listen(serve.parse_args(["--port", "0"])), 3)
         for sock in sockets:
@@ -242,11 +303,14 @@ def test_a_port_is_shared_with_nobody_else():
 
 
 def test_too_many_processes_are_refused_at_once():
-    """`--http-workers 99999` ended with "Too many open files", about a folder that it then could not remove."""
+    """
+    `--http-workers 99999` ended with "Too many open files", about a folder that it then could not
+    remove.
+    """
     assert "at most 64" in serve.serve_http(serve.parse_args(["--http-workers", "65"]))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Without processes, on a clock of the test's own
 
 
@@ -317,8 +381,12 @@ def office():
 
 
 def test_a_worker_that_died_is_started_again_a_second_later(office):
-    """At its socket and number; until then its connections count for nothing, and nobody looks at it."""
-    assert [played.seat.number for played in office.started] == [1, 2] and sorted(office.readers) == [101, 102]
+    """
+    At its socket and number; until then its connections count for nothing, and nobody looks at it.
+    """
+    assert [played.seat.number for played in office.started] == [1, 2] and sorted(
+        office.readers
+    ) == [101, 102]
     office.counts.open[:] = [3, 4, 5]
     office.counts.idle[:] = [1, 2, 3]
     first = office.started[0]
@@ -328,7 +396,9 @@ def test_a_worker_that_died_is_started_again_a_second_later(office):
     office.clock.run(0.9)
     assert len(office.started) == 2
     office.clock.run(0.2)
-    assert [played.seat.number for played in office.started] == [1, 2, 1] and sorted(office.readers) == [101, 102]
+    assert [played.seat.number for played in office.started] == [1, 2, 1] and sorted(
+        office.readers
+    ) == [101, 102]
     office.end(1)
     assert office.deaths == [first, office.started[2]]
 
@@ -369,16 +439,27 @@ def test_the_end_of_the_first_process_is_seen_by_the_others(office):
     assert office.started[0].heard() == b"" and office.started[1].heard() == b"nothing"
 
 
-@pytest.mark.parametrize("idle, number", [([0, 0], 0), ([1, 2], 1), ([2, 2, 1], 0), ([0, 3, 9], 2), ([5], 0)])
+@pytest.mark.parametrize(
+    "idle, number", [([0, 0], 0), ([1, 2], 1), ([2, 2, 1], 0), ([0, 3, 9], 2), ([5], 0)]
+)
 def test_one_process_makes_room(idle, number):
     counts = Counts(idle, idle)
-    assert [counts.makes_room(i) for i in range(len(idle))] == [i == number for i in range(len(idle))]
+    assert [counts.makes_room(i) for i in range(len(idle))] == [
+        i == number for i in range(len(idle))
+    ]
 
 
 @pytest.mark.parametrize(
     "cores, system, count",
     [
-        *((1, "Linux", 1), (4, "Linux", 1), (7, "Linux", 1), (8, "Linux", 2), (16, "Linux", 4), (192, "Linux", 8)),
+        *(
+            (1, "Linux", 1),
+            (4, "Linux", 1),
+            (7, "Linux", 1),
+            (8, "Linux", 2),
+            (16, "Linux", 4),
+            (192, "Linux", 8),
+        ),
         *((None, "Linux", 1), (64, "Darwin", 1)),
     ],
 )

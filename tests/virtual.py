@@ -1,14 +1,15 @@
 """
-Processes, sockets and time in memory: what asyncio and the engine's links need of a system, without one.
+Processes, sockets and time in memory: what asyncio and the engine's links need of a system, without
+one.
 
     machine = Machine()                         # the clock, and all event loops
     loop = machine.new_loop()                   # of one process
     ours, theirs = pair(machine, room=1000)     # a connection
     machine.run(until=machine.clock.now + 60)   # virtual seconds
 
-Nothing sleeps, nothing is a thread, and the order of everything is fixed, so the same program runs the same way each
-time. The clock moves when all loops wait: then it jumps to the next timer. Not run by itself: the simulator of the HTTP
-side uses it.
+Nothing sleeps, nothing is a thread, and the order of everything is fixed, so the same program runs
+the same way each time. The clock moves when all loops wait: then it jumps to the next timer. Not
+run by itself: the simulator of the HTTP side uses it.
 """
 
 import asyncio
@@ -66,7 +67,9 @@ class Loop(asyncio.BaseEventLoop):
         self.executors: dict[int, float] = {}  # when each will have done its jobs
         self.job_seconds = 0.0
         self.high = 2**16  # bytes that a Unix connection keeps before it asks its protocol to pause
-        self.set_task_factory(lambda loop, coroutine, **options: Task(coroutine, loop=loop, **options))
+        self.set_task_factory(
+            lambda loop, coroutine, **options: Task(coroutine, loop=loop, **options)
+        )
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
 
     # what BaseEventLoop asks of a subclass
@@ -104,13 +107,18 @@ class Loop(asyncio.BaseEventLoop):
             events._set_running_loop(None)
 
     def kill(self):
-        """As the system does with a process: nothing of it runs any more, and all its connections end."""
+        """
+        As the system does with a process: nothing of it runs any more, and all its connections end.
+        """
         self.is_dead = True
         for sock in self.sockets:
             sock.close()
 
     def bury(self):
-        """End the tasks of a process that does not run any more, so that nothing complains of them later."""
+        """
+        End the tasks of a process that does not run any more, so that nothing complains of them
+        later.
+        """
         self.is_dead = False
         self.set_exception_handler(lambda loop, context: None)
         for _ in range(100):
@@ -204,12 +212,15 @@ class Machine:
                 return
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a process can wait for
 
 
 class Signal:
-    """Something that becomes readable: a process's end, or bytes in a pipe. It is its own file descriptor."""
+    """
+    Something that becomes readable: a process's end, or bytes in a pipe. It is its own file
+    descriptor.
+    """
 
     def __init__(self):
         self.data = b""
@@ -267,14 +278,15 @@ os_of_pipes = SimpleNamespace(
 )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Sockets
 
 
 class Socket:
     """
-    One end of a connection. It holds `room` bytes that have arrived and were not read; one read brings at most
-    `piece()` of them. A `hard` one is TCP: its end with bytes unread, or bytes sent to who is gone, reset it.
+    One end of a connection. It holds `room` bytes that have arrived and were not read; one read
+    brings at most `piece()` of them. A `hard` one is TCP: its end with bytes unread, or bytes sent
+    to who is gone, reset it.
     """
 
     def __init__(self, room: int, piece: Callable[[], int], hard: bool):
@@ -352,7 +364,9 @@ class Socket:
         self.on_change()
 
 
-def pair(room: int = 2**16, piece: Callable[[], int] = lambda: 2**18, hard: bool = True) -> tuple[Socket, Socket]:
+def pair(
+    room: int = 2**16, piece: Callable[[], int] = lambda: 2**18, hard: bool = True
+) -> tuple[Socket, Socket]:
     ends = Socket(room, piece, hard), Socket(room, piece, hard)
     ends[0].peer = ends[1]
     ends[1].peer = ends[0]
@@ -452,7 +466,10 @@ class Share:
 
 
 class Selector:
-    """selectors.DefaultSelector for these sockets; `on_ready` is called when a `select` would find something new."""
+    """
+    selectors.DefaultSelector for these sockets; `on_ready` is called when a `select` would find
+    something new.
+    """
 
     READ = 1
     WRITE = 2
@@ -484,11 +501,15 @@ class Selector:
         self.keys.clear()
 
 
-selectors_of_memory = SimpleNamespace(DefaultSelector=Selector, EVENT_READ=Selector.READ, EVENT_WRITE=Selector.WRITE)
+selectors_of_memory = SimpleNamespace(
+    DefaultSelector=Selector, EVENT_READ=Selector.READ, EVENT_WRITE=Selector.WRITE
+)
 
 
 class Transport(asyncio.Transport):
-    """asyncio's transport of a socket: reads once in a turn, keeps what the socket has no room for."""
+    """
+    asyncio's transport of a socket: reads once in a turn, keeps what the socket has no room for.
+    """
 
     def __init__(self, loop: Loop, sock: Socket, protocol: asyncio.Protocol):
         super().__init__()

@@ -7,9 +7,10 @@ The HTTP side on a clock that the tests turn: no sockets, no threads, no sleepin
         assert caller.answer().status == 200
         house.clock.run(30)                    # seconds, at once
 
-Connections, gate, jobs and the engine's client are the real ones. A test has the other ends of their wires: it says
-byte by byte what a client sends, and message by message what the engine does, and knows at what time what happened.
-For whole random runs, with several HTTP processes and the real scheduler, see virtual.py and simulator_http.py.
+Connections, gate, jobs and the engine's client are the real ones. A test has the other ends of
+their wires: it says byte by byte what a client sends, and message by message what the engine does,
+and knows at what time what happened. For whole random runs, with several HTTP processes and the
+real scheduler, see virtual.py and simulator_http.py.
 """
 
 import asyncio
@@ -24,15 +25,14 @@ import uvicorn
 from test_serve import EOS, ByteTokenizer, bytes_directory
 from uvicorn.server import ServerState
 
-import api
-import client as client_module
-import connection
 import serve
-from client import EngineClient
-from connection import Connection, LastAnswers
-from encoder import Encoder
-from links import line
-from workers import Seat
+from serving import api, connection
+from serving import client as client_module
+from serving.client import EngineClient
+from serving.connection import Connection, LastAnswers
+from serving.encoder import Encoder
+from serving.links import line
+from serving.workers import Seat
 
 MAX_TURNS = 10_000  # of the event loop, without any time passing
 EPOCH = 1_700_000_000  # what the calendar says when the clock starts
@@ -52,7 +52,10 @@ class Clock(asyncio.SelectorEventLoop):
         return self.now
 
     def next_timer(self) -> float:
-        return min((timer.when() for timer in self._scheduled if not timer.cancelled()), default=float("inf"))
+        return min(
+            (timer.when() for timer in self._scheduled if not timer.cancelled()),
+            default=float("inf"),
+        )
 
     def settle(self):
         """Do all that is ready, and what becomes ready by that."""
@@ -78,7 +81,10 @@ class Clock(asyncio.SelectorEventLoop):
 
 
 class Wire(asyncio.Transport):
-    """A transport that keeps what is written, for the test to read, and notes how and when it was closed."""
+    """
+    A transport that keeps what is written, for the test to read, and notes how and when it was
+    closed.
+    """
 
     def __init__(self, clock: Clock):
         super().__init__({"peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 8000)})
@@ -137,7 +143,9 @@ class Caller:
         self.clock = house.clock
         self.began = self.clock.now
         self.wire = Wire(self.clock)
-        protocol = Connection(config=house.config, server_state=house.state, app_state={}, _loop=self.clock)
+        protocol = Connection(
+            config=house.config, server_state=house.state, app_state={}, _loop=self.clock
+        )
         self.do(self.wire.join, protocol)
 
     def do(self, call, *args):
@@ -153,7 +161,9 @@ class Caller:
         self.do(self.wire.abort)
 
     def end_side(self):
-        """It has nothing more to ask, as `printf ... | nc -N`, or is gone: at first nobody can tell."""
+        """
+        It has nothing more to ask, as `printf ... | nc -N`, or is gone: at first nobody can tell.
+        """
 
         def end():
             if not self.wire.protocol.eof_received():
@@ -180,17 +190,23 @@ class Caller:
         return self.wire.closed, None if at is None else pytest.approx(at - self.began)
 
     def answers(self, method: str = "GET") -> list[SimpleNamespace]:
-        """All that the server answered: status, headers, body (text), and its JSON, if it is such."""
+        """
+        All that the server answered: status, headers, body (text), and its JSON, if it is such.
+        """
         file = KeptOpen(self.wire.written)
         found = []
         while file.tell() < len(self.wire.written):
-            response = http.client.HTTPResponse(SimpleNamespace(makefile=lambda mode: file), method=method)
+            response = http.client.HTTPResponse(
+                SimpleNamespace(makefile=lambda mode: file), method=method
+            )
             response.begin()
             body = response.read().decode()
             headers = {name.lower(): value for name, value in response.getheaders()}
             is_json = headers.get("content-type") == "application/json" and body
             parsed = json.loads(body) if is_json else None
-            found.append(SimpleNamespace(status=response.status, headers=headers, body=body, json=parsed))
+            found.append(
+                SimpleNamespace(status=response.status, headers=headers, body=body, json=parsed)
+            )
         return found
 
     def answer(self, method: str = "GET") -> SimpleNamespace:
@@ -211,7 +227,14 @@ class Engine:
     def __init__(self, house: "House", wire: Wire):
         self.house = house
         self.wire = wire
-        self.stats = {"running": 0, "waiting": 0, "kv_usage": 0.0, "queries": 0, "hits": 0, "preemptions": 0}
+        self.stats = {
+            "running": 0,
+            "waiting": 0,
+            "kv_usage": 0.0,
+            "queries": 0,
+            "hits": 0,
+            "preemptions": 0,
+        }
         self.stats |= {"at_work": 0, "waited": [], "prefilled": []}
 
     @property
@@ -227,11 +250,23 @@ class Engine:
         self.house.clock.settle()
 
     def ready(self, max_model_len: int = 1000):
-        limits = {"max_model_len": max_model_len, "max_num_seqs": self.house.args.max_num_seqs or 256}
+        limits = {
+            "max_model_len": max_model_len,
+            "max_num_seqs": self.house.args.max_num_seqs or 256,
+        }
         self.say({"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]})
 
-    def step(self, tokens: dict[str, bytes] | None = None, finish: str | None = None, cached: int = 0, **stats):
-        """A step that brings each request these bytes, or lists of token ids; `finish` is of all of them."""
+    def step(
+        self,
+        tokens: dict[str, bytes] | None = None,
+        finish: str | None = None,
+        cached: int = 0,
+        **stats,
+    ):
+        """
+        A step that brings each request these bytes, or lists of token ids; `finish` is of all of
+        them.
+        """
         rows = [[id, list(data), finish, cached] for id, data in (tokens or {}).items()]
         self.say({"op": "step", "out": rows, "stats": self.stats | stats})
 
@@ -244,7 +279,9 @@ class Engine:
 class House:
     """A server whose clients and whose engine the test plays."""
 
-    def __init__(self, *flags: str, keys=(), ready: bool = True, seat: Seat | None = None, directory=None):
+    def __init__(
+        self, *flags: str, keys=(), ready: bool = True, seat: Seat | None = None, directory=None
+    ):
         self.args = serve.parse_args(["--model", "fake", "--no-access-log", *flags])
         self.clock = Clock()
         self.is_ready = ready
@@ -254,16 +291,22 @@ class House:
         link = EngineClient("nowhere", lambda: None)
         self.encoder = Encoder(directory or bytes_directory(), ByteTokenizer())
         self.service = api.Service(link, self.encoder, self.args, list(keys), seat=seat)
-        self.config = uvicorn.Config(LastAnswers(api.Gate(self.service)), log_level="critical", ws="none")
+        self.config = uvicorn.Config(
+            LastAnswers(api.Gate(self.service)), log_level="critical", ws="none"
+        )
         self.config.load()
         self.state = ServerState()
         self.service.server = SimpleNamespace(should_exit=False, server_state=self.state)
-        self.service.sock = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 8000), family=socket.AF_INET)
+        self.service.sock = SimpleNamespace(
+            getsockname=lambda: ("127.0.0.1", 8000), family=socket.AF_INET
+        )
         self.service.loop = self.clock
 
     def patch_clocks(self):
         calendar = SimpleNamespace(
-            monotonic=self.clock.time, perf_counter=self.clock.time, time=lambda: EPOCH + self.clock.now - Clock.now
+            monotonic=self.clock.time,
+            perf_counter=self.clock.time,
+            time=lambda: EPOCH + self.clock.now - Clock.now,
         )
         for module in (api, client_module, connection):
             self.patches.setattr(module, "time", calendar)
@@ -299,7 +342,9 @@ class House:
     def connect(self) -> Caller:
         return Caller(self)
 
-    def call(self, method: str, path: str, body: dict | bytes | None = None, **headers: str) -> Caller:
+    def call(
+        self, method: str, path: str, body: dict | bytes | None = None, **headers: str
+    ) -> Caller:
         """A connection that has sent this request. Names of headers are written with _ for -."""
         caller = self.connect()
         caller.send(request(method, path, body, **headers))
@@ -327,5 +372,8 @@ def request(method: str, path: str, body: dict | bytes | None = None, **headers:
     if data:
         given |= {"Content-Type": "application/json", "Content-Length": str(len(data))}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items() if value is not None)]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        *(f"{name}: {value}" for name, value in given.items() if value is not None),
+    ]
     return "\r\n".join([*lines, "\r\n"]).encode() + data

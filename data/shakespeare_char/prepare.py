@@ -4,8 +4,8 @@ Tiny Shakespeare, character by character: nanoGPT's corpus, split and vocabulary
     python data/shakespeare_char/prepare.py                   # fetches 1.1 MB once
     python data/shakespeare_char/prepare.py --input FILE      # without network
 
-Writes train.bin (1,003,854 tokens), val.bin (111,540), meta.json and a tokenizer of 65 characters beside this file.
-`python train.py --preset shakespeare_char` calls it by itself.
+Writes train.bin (1,003,854 tokens), val.bin (111,540), meta.json and a tokenizer of 65 characters
+beside this file. `python train.py --preset shakespeare_char` calls it by itself.
 """
 
 import argparse
@@ -18,11 +18,15 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from tokenizer import char_tokenizer, write_atomically, write_corpus  # noqa: E402
 
-ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+ADDRESS = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
 
 
 def fetch(path: Path, address: str = ADDRESS) -> str:
-    """The text, from `path` if it is there, otherwise from the network once. Exits with what to do."""
+    """
+    The text, from `path` if it is there, otherwise from the network once. Exits with what to do.
+    """
     if not path.is_file():
         try:
             with urllib.request.urlopen(address, timeout=20) as response:
@@ -44,7 +48,9 @@ def prepare(out: Path = HERE, source: Path | None = None):
     tokenizer = char_tokenizer(text)
     cut = int(len(text) * 0.9)  # nanoGPT's split: the last tenth of the text is held out
     write_corpus(out, tokenizer, tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:]))
-    print(f"shakespeare_char: {cut:,} training tokens, {len(text) - cut:,} held out, {tokenizer.vocab_size} characters")
+    print(
+        f"shakespeare_char: {cut:,} training tokens, {len(text) - cut:,} held out, {tokenizer.vocab_size} characters"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """
-The default corpus: the Python standard library of the interpreter that runs this. Nothing is downloaded.
+The default corpus: the Python standard library of the interpreter that runs this. Nothing is
+downloaded.
 
     python data/stdlib/prepare.py
 
-Learns a byte-level BPE on the training files and writes train.bin, val.bin, meta.json and the tokenizer beside this
-file. `python train.py` calls it by itself.
+Learns a byte-level BPE on the training files and writes train.bin, val.bin, meta.json and the
+tokenizer beside this file. `python train.py` calls it by itself.
 """
 
 import argparse
@@ -19,27 +20,47 @@ sys.path.insert(0, str(HERE.parents[1]))
 from tokenizer import BPETokenizer, train_bpe, write_corpus  # noqa: E402
 
 VOCAB_SIZE = 4096
-# Not language: packages of other people, tests and their data, and modules that are tables or generated.
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+# Not language: packages of other people, tests and their data, and modules that are tables or
+# generated.
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 HELD_OUT = 1 / 20  # of the files
 
 
 def is_language(name: Path) -> bool:
     """Whether a file of the library, by its relative name, belongs to the corpus."""
-    return not any(part in SKIPPED_FOLDERS or part.startswith(SKIPPED_PREFIXES) for part in name.parts)
+    return not any(
+        part in SKIPPED_FOLDERS or part.startswith(SKIPPED_PREFIXES) for part in name.parts
+    )
 
 
 def is_held_out(name: str) -> bool:
-    """By a hash of the name, so that a file is on the same side on every machine and in every version of Python."""
+    """
+    By a hash of the name, so that a file is on the same side on every machine and in every version
+    of Python.
+    """
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < HELD_OUT * 2**32
 
 
 def read_library(root: Path) -> tuple[list[bytes], list[bytes]]:
-    """The files to train on and those held out, each in the order of their names. Exits if there are none."""
+    """
+    The files to train on and those held out, each in the order of their names. Exits if there are
+    none.
+    """
     names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     names = [name.as_posix() for name in names if is_language(name)]
-    train, val = ([(root / name).read_bytes() for name in names if is_held_out(name) == held] for held in (False, True))
+    train, val = (
+        [(root / name).read_bytes() for name in names if is_held_out(name) == held]
+        for held in (False, True)
+    )
     if not train or not val:
         sys.exit(
             f"{len(train)} files to train on and {len(val)} to hold out under {root}, at least one of each is wanted: "
@@ -50,17 +71,21 @@ def read_library(root: Path) -> tuple[list[bytes], list[bytes]]:
 
 def tokenize(tokenizer: BPETokenizer, documents: list[bytes]) -> list[int]:
     """All documents behind each other, each closed by the end-of-text token."""
-    return [i for document in documents for i in [*tokenizer.encode(document), tokenizer.eos_token_id]]
+    return [
+        i for document in documents for i in [*tokenizer.encode(document), tokenizer.eos_token_id]
+    ]
 
 
 def prepare(out: Path = HERE, root: Path | None = None, tokenizer: BPETokenizer | None = None):
     """
-    Make the corpus of the library at `root` (by default the running interpreter's) in the folder `out`, with a
-    tokenizer learnt from its training files unless one is given.
+    Make the corpus of the library at `root` (by default the running interpreter's) in the folder
+    `out`, with a tokenizer learnt from its training files unless one is given.
     """
     train, val = read_library(root or Path(sysconfig.get_path("stdlib")))
     if tokenizer is None:  # held-out text must not shape the vocabulary that it is measured with
-        tokenizer = train_bpe((document.decode("utf-8", "replace") for document in train), VOCAB_SIZE)
+        tokenizer = train_bpe(
+            (document.decode("utf-8", "replace") for document in train), VOCAB_SIZE
+        )
     train_ids, val_ids = tokenize(tokenizer, train), tokenize(tokenizer, val)
     write_corpus(out, tokenizer, train_ids, val_ids)
     print(

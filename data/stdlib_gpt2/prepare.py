@@ -18,7 +18,10 @@ from tokenizer import gpt2_tokenizer  # noqa: E402
 
 
 def prepare(out: Path = HERE):
-    """Make the corpus in the folder `out`. Raises TokenizerError where GPT-2's vocabulary cannot be had."""
+    """
+    Make the corpus in the folder `out`. Raises TokenizerError where GPT-2's vocabulary cannot be
+    had.
+    """
     stdlib = runpy.run_path(str(HERE.parent / "stdlib" / "prepare.py"))
     stdlib["prepare"](out, tokenizer=gpt2_tokenizer())
 

@@ -6,13 +6,14 @@ The engine's end of its links to the HTTP processes: who says what, and nobody w
         link.put({"op": "error", "id": message["id"], "message": "no", "kind": "invalid"})
     links.flush(engine.stats())
 
-A message is one line of JSON (JSON writes line breaks inside of texts as \\n), never a pickle, so neither side can run
-code in the other. Not run by itself: the engine's loop, `engine.run`, uses it.
+A message is one line of JSON (JSON writes line breaks inside of texts as \\n), never a pickle, so
+neither side can run code in the other. Not run by itself: the engine's loop, `engine.run`, uses it.
 
-An HTTP process that is busy must not hold up the engine, nor the streams of the other HTTP processes. So nothing here
-blocks, and a link that has not taken all of its last message gets no new one: meanwhile the tokens of a request are
-joined to one row, and go out as one when there is room. What waits for a link is no more than its requests' tokens, and
-two numbers for each request of all links, which are for the metrics.
+An HTTP process that is busy must not hold up the engine, nor the streams of the other HTTP
+processes. So nothing here blocks, and a link that has not taken all of its last message gets no new
+one: meanwhile the tokens of a request are joined to one row, and go out as one when there is room.
+What waits for a link is no more than its requests' tokens, and two numbers for each request of all
+links, which are for the metrics.
 """
 
 import json
@@ -21,8 +22,15 @@ import socket
 import time
 
 READ_SIZE = 2**18  # bytes taken from a link at a time
-NEWS = ("at_work", "queries", "hits", "preemptions")  # stats that a link hears of at once when they change
-STATS_SECONDS = 0.1  # a link whose requests get no tokens hears at least this often how the engine is
+NEWS = (
+    "at_work",
+    "queries",
+    "hits",
+    "preemptions",
+)  # stats that a link hears of at once when they change
+STATS_SECONDS = (
+    0.1  # a link whose requests get no tokens hears at least this often how the engine is
+)
 
 encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -45,7 +53,10 @@ def join(row: Row, later: Row):
 
 
 class Messages:
-    """The messages that arrive at either end of a link, of which one may come in many parts, or many at once."""
+    """
+    The messages that arrive at either end of a link, of which one may come in many parts, or many
+    at once.
+    """
 
     def __init__(self):
         self.unread = bytearray()  # the beginning of a message
@@ -99,7 +110,9 @@ class Link:
             join(waiting, row)
 
     def gather(self, lists: dict[str, list]):
-        """Keep what `stats` says of the time since it was asked last, for those who were not told yet."""
+        """
+        Keep what `stats` says of the time since it was asked last, for those who were not told yet.
+        """
         for name, values in lists.items():
             self.lists[name] = self.lists.get(name, []) + values
 
@@ -126,7 +139,9 @@ class Link:
 
 
 class Links:
-    """All HTTP processes, those to come included: they connect to `listener`, whenever they start."""
+    """
+    All HTTP processes, those to come included: they connect to `listener`, whenever they start.
+    """
 
     def __init__(self, listener: socket.socket):
         self.listener = listener
@@ -168,8 +183,9 @@ class Links:
 
     def receive(self, timeout: float | None) -> list[tuple[Link, dict]]:
         """
-        What has arrived, and from whom; where nothing has, what comes first within `timeout` seconds (None: ever).
-        {"op": "gone"} is the last message of a link that was closed from the other side.
+        What has arrived, and from whom; where nothing has, what comes first within `timeout`
+        seconds (None: ever). {"op": "gone"} is the last message of a link that was closed from the
+        other side.
         """
         found = []
         for key, events in self.selector.select(timeout):
@@ -188,14 +204,19 @@ class Links:
 
     def flush(self, stats: dict):
         """
-        Send what was put, with the engine's stats, to all links that took their last message whole. The others hear
-        the stats alone, when what counts has changed, or when they were told nothing for a while.
+        Send what was put, with the engine's stats, to all links that took their last message whole.
+        The others hear the stats alone, when what counts has changed, or when they were told
+        nothing for a while.
         """
         now = time.monotonic()
         lists = {name: value for name, value in stats.items() if isinstance(value, list)}
         for link in list(self.links.values()):
             link.gather(lists)
-            has_news = link.rows or link.messages or any(link.heard.get(name) != stats.get(name) for name in NEWS)
+            has_news = (
+                link.rows
+                or link.messages
+                or any(link.heard.get(name) != stats.get(name) for name in NEWS)
+            )
             if (has_news or now - link.told > STATS_SECONDS) and not link.unsent:
                 link.compose(stats)
                 self._send(link)
@@ -213,7 +234,10 @@ class Links:
         del self.links[link.number]
 
     def close(self):
-        """End all links; the other sides read the end of the file. `listener` stays open for whoever comes next."""
+        """
+        End all links; the other sides read the end of the file. `listener` stays open for whoever
+        comes next.
+        """
         for link in list(self.links.values()):
             self._forget(link)
         self.selector.close()

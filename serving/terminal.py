@@ -5,8 +5,8 @@ The model at the terminal, with the engine in this process: a text continued, or
     python serve.py --prompt - < FILE     # all of standard input, exactly
     python serve.py --chat                # line by line; /help says what else there is
 
-A prompt is a user's message where the checkpoint has a chat template, and a text to continue where it has none or
-`--raw` says so. Not run by itself: serve.py has the flags.
+A prompt is a user's message where the checkpoint has a chat template, and a text to continue where
+it has none or `--raw` says so. Not run by itself: serve.py has the flags.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from encoder import Encoder
+from serving.encoder import Encoder
 from tokenizer import TextStream, Tokenizer
 
 PLAIN_TOKENS = 200  # length of a continuation: only chats are sure to come to an end of their own
@@ -28,7 +28,8 @@ HELP = """\
 /reset         forget what was said
 /exit          end, as Ctrl-D does
 Ctrl-C stops an answer. A line that ends with \\ goes on in the next one. //x sends /x."""
-# Control characters in a model's text would move the cursor, or worse: a terminal shows their pictures.
+# Control characters in a model's text would move the cursor, or worse: a terminal shows their
+# pictures.
 PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 PICTURES |= dict.fromkeys(range(127, 160), "\ufffd")
 
@@ -38,7 +39,7 @@ def note(text: str):
     print(f"[{text}]", file=sys.stderr, flush=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One answer
 
 
@@ -55,10 +56,13 @@ def show(text: str):
     print(text, end="", flush=True)
 
 
-def stream_answer(engine, prompt: list[int], params, tokenizer: Tokenizer, opening: str = "") -> Answer:
+def stream_answer(
+    engine, prompt: list[int], params, tokenizer: Tokenizer, opening: str = ""
+) -> Answer:
     """
-    Show the opening, then an answer as its tokens come. Ctrl-C ends it, not the program; however it ends, its blocks
-    are free. Raises ValueError for what can never be answered and RuntimeError for a step that failed.
+    Show the opening, then an answer as its tokens come. Ctrl-C ends it, not the program; however it
+    ends, its blocks are free. Raises ValueError for what can never be answered and RuntimeError for
+    a step that failed.
     """
     id = f"answer {engine.num_steps}"  # a late token of an interrupted one must not find the next
     engine.add_request(id, prompt, params)
@@ -91,9 +95,11 @@ def add_output(answer: Answer, output, stream: TextStream):
     show(text)
 
 
-def answer_with_rate(args: argparse.Namespace, engine, prompt: list[int], max_tokens: int, *rest) -> Answer:
+def answer_with_rate(
+    args: argparse.Namespace, engine, prompt: list[int], max_tokens: int, *rest
+) -> Answer:
     """`stream_answer`, and a note of how fast it was and of the seed that gives it again."""
-    from sampling import SamplingParams  # imports torch
+    from serving.sampling import SamplingParams  # imports torch
 
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
     params = SamplingParams(temperature=args.temperature, max_tokens=max_tokens, seed=seed)
@@ -105,7 +111,7 @@ def answer_with_rate(args: argparse.Namespace, engine, prompt: list[int], max_to
     return answer
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One prompt
 
 
@@ -128,11 +134,16 @@ def read_prompt(args: argparse.Namespace) -> str:
     try:
         return sys.stdin.buffer.read().decode()  # bytes: in text mode line ends would change
     except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt -: standard input is not UTF-8 ({error}): convert it first") from None
+        raise ValueError(
+            f"--prompt -: standard input is not UTF-8 ({error}): convert it first"
+        ) from None
 
 
 def continue_prompt(args: argparse.Namespace, build_engine: Callable):
-    """Answer --prompt. Raises ValueError, with what to change, and RuntimeError for a step that failed."""
+    """
+    Answer --prompt. Raises ValueError, with what to change, and RuntimeError for a step that
+    failed.
+    """
     encoder, with_template = open_encoder(args)
     with contextlib.closing(encoder):
         text = read_prompt(args)
@@ -141,14 +152,17 @@ def continue_prompt(args: argparse.Namespace, build_engine: Callable):
         else:
             prompt = encoder.encode(text)
     engine = build_engine(args)
-    room = max(1, engine.max_model_len - len(prompt))  # the engine refuses what is too long, with the numbers
+    room = max(
+        1, engine.max_model_len - len(prompt)
+    )  # the engine refuses what is too long, with the numbers
     usual = room if with_template else min(PLAIN_TOKENS, room)
     opening = "" if with_template else text
     answer_with_rate(args, engine, prompt, args.max_tokens or usual, encoder.tokenizer, opening)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A conversation. Both kinds have the same methods; `prompt` leaves out what is oldest if there is no room for all.
+# --------------------------------------------------------------------------------------------------
+# A conversation. Both kinds have the same methods; `prompt` leaves out what is oldest if there is
+# no room for all.
 
 
 class Chat:
@@ -172,7 +186,9 @@ class Chat:
         self.turns.append({"role": "assistant", "content": answer.text})
 
     def prompt(self, room: int) -> list[int]:
-        """The tokens to answer, at most `room`. Raises ValueError if the last message alone has more."""
+        """
+        The tokens to answer, at most `room`. Raises ValueError if the last message alone has more.
+        """
         system = [{"role": "system", "content": self.system}] if self.system else []
         for first in range(0, len(self.turns), 2):
             ids = self.encoder.chat(system + self.turns[first:], add_generation_prompt=True)
@@ -181,7 +197,9 @@ class Chat:
                     note(f"the context is full: the {first} oldest messages are forgotten")
                 self.turns = self.turns[first:]
                 return ids
-        raise ValueError(f"this message makes a prompt of {len(ids)} tokens, at most {room} fit: shorten it")
+        raise ValueError(
+            f"this message makes a prompt of {len(ids)} tokens, at most {room} fit: shorten it"
+        )
 
 
 class Text:
@@ -209,18 +227,27 @@ class Text:
         self.ids += answer.tokens
 
     def prompt(self, room: int) -> list[int]:
-        """The tokens to continue, at most `room`. Raises ValueError if the last line alone has more."""
+        """
+        The tokens to continue, at most `room`. Raises ValueError if the last line alone has more.
+        """
         if self.asked > room:
             raise ValueError(f"this line has {self.asked} tokens, at most {room} fit: shorten it")
         if len(self.ids) > room:
-            kept = max(self.asked, room // 2)  # half, or it would be cut, and its prefix computed, each time
-            note(f"the context is full: the {len(self.ids) - kept} oldest tokens of the text are forgotten")
+            kept = max(
+                self.asked, room // 2
+            )  # half, or it would be cut, and its prefix computed, each time
+            note(
+                f"the context is full: the {len(self.ids) - kept} oldest tokens of the text are forgotten"
+            )
             self.ids = self.ids[-kept:]
         return self.ids
 
 
 def converse(args: argparse.Namespace, build_engine: Callable):
-    """Read lines and answer them, until /exit or the end of input. Raises ValueError if it cannot start."""
+    """
+    Read lines and answer them, until /exit or the end of input. Raises ValueError if it cannot
+    start.
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  `input` then edits lines, and remembers them
 
@@ -231,7 +258,9 @@ def converse(args: argparse.Namespace, build_engine: Callable):
         note(f"{args.model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
         if not with_template:
             why = "--raw" if encoder.has_chat else "no chat template"
-            note(f"{why}: your lines are added to a text that the model continues; an empty line lets it go on")
+            note(
+                f"{why}: your lines are added to a text that the model continues; an empty line lets it go on"
+            )
         while (line := read_line()) is not None:
             if line.startswith("/") and not line.startswith("//"):
                 if not run_command(line, conversation):
@@ -279,18 +308,24 @@ def run_command(line: str, conversation: Chat | Text) -> bool:
     return True
 
 
-def take_turn(args: argparse.Namespace, engine, conversation: Chat | Text, line: str, tokenizer: Tokenizer):
+def take_turn(
+    args: argparse.Namespace, engine, conversation: Chat | Text, line: str, tokenizer: Tokenizer
+):
     """Answer a line. One that cannot be answered is said why and is not in the conversation."""
     if not line and not (isinstance(conversation, Text) and conversation.ids):
         return
     limit = engine.max_model_len
-    reserve = min(args.max_tokens or PLAIN_TOKENS, limit // 4)  # at least so much room is an answer's
+    reserve = min(
+        args.max_tokens or PLAIN_TOKENS, limit // 4
+    )  # at least so much room is an answer's
     try:
         conversation.ask(line)
         prompt = conversation.prompt(limit - reserve)
         room = limit - len(prompt)
         usual = PLAIN_TOKENS if isinstance(conversation, Text) else room
-        answer = answer_with_rate(args, engine, prompt, min(args.max_tokens or usual, room), tokenizer)
+        answer = answer_with_rate(
+            args, engine, prompt, min(args.max_tokens or usual, room), tokenizer
+        )
     except (ValueError, RuntimeError) as error:
         note(str(error))
         conversation.take_back()
@@ -300,16 +335,20 @@ def take_turn(args: argparse.Namespace, engine, conversation: Chat | Text, line:
         conversation.answered(answer)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace, build_engine: Callable):
     """What serve.py does with --prompt or --chat. `build_engine(args)` loads the model."""
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+    sys.stdout.reconfigure(
+        errors="replace"
+    )  # a terminal that cannot show a character shows another
     try:
         if args.chat:
             converse(args, build_engine)
         else:
             continue_prompt(args, build_engine)
     except BrokenPipeError:  # whoever read has enough, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or Python complains when it flushes

@@ -1,22 +1,32 @@
 """
-The named sizes of the default training run, and the choice among them: which one a machine has time for.
+The named sizes of the default training run, and the choice among them: which one a machine has time
+for.
 
     python train.py                # measures the machine and chooses
     python train.py --size small   # takes this one
 
-A size is a model with a recipe that was tuned for it. All were compared at the same computing time: a slow machine
-does best with a small model that sees many tokens. Everything here is plain arithmetic, without tensors.
+A size is a model with a recipe that was tuned for it. All were compared at the same computing time:
+a slow machine does best with a small model that sees many tokens. Everything here is plain
+arithmetic, without tensors.
 """
 
 import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-# Tuned for all sizes together, 8 to 16 combinations each: between half and twice these learning rates the result
-# differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat 512, 1,024 and 2,048 even for the
-# smallest model (1.69 against 1.95 with 1,024): its logits cost more, but each token is more text. Batches of 16 x 128
-# tokens beat 4 to 12 sequences and contexts of 192 and 256, where computing time is scarce.
-RECIPE = {"batch_size": 16, "matrix_lr": 0.012, "vector_lr": 0.02, "momentum": 0.9, "beta2": 0.99, "decay": 0.6}
+# Tuned for all sizes together, 8 to 16 combinations each: between half and twice these learning
+# rates the result differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat
+# 512, 1,024 and 2,048 even for the smallest model (1.69 against 1.95 with 1,024): its logits cost
+# more, but each token is more text. Batches of 16 x 128 tokens beat 4 to 12 sequences and contexts
+# of 192 and 256, where computing time is scarce.
+RECIPE = {
+    "batch_size": 16,
+    "matrix_lr": 0.012,
+    "vector_lr": 0.02,
+    "momentum": 0.9,
+    "beta2": 0.99,
+    "decay": 0.6,
+}
 TIME = {"minutes": 2.35, "max_minutes": 3.05, "eval_every": 200}
 
 
@@ -34,7 +44,10 @@ class Size:
         return RECIPE | TIME | self.knobs | {"least_steps": self.least_steps}
 
     def expected(self, steps: float) -> float:
-        """Bits per byte after so many steps: straight lines over log(steps) between the measured points."""
+        """
+        Bits per byte after so many steps: straight lines over log(steps) between the measured
+        points.
+        """
         points = sorted(self.results.items())
         steps = min(max(steps, points[0][0]), points[-1][0])
         for (left, worse), (right, better) in pairwise(points):
@@ -74,17 +87,22 @@ RESERVE = 1.15  # a size is chosen if there is so much time for its least steps,
 
 
 def choose_size(step_seconds: float, seconds: float) -> str:
-    """The name of the largest size for whose steps there is time, where a step of the probe takes `step_seconds`."""
+    """
+    The name of the largest size for whose steps there is time, where a step of the probe takes
+    `step_seconds`.
+    """
     for name, size in reversed(SIZES.items()):
         if RESERVE * size.least_steps * size.cost * step_seconds <= seconds:
             return name
     return next(iter(SIZES))
 
 
-def end_of_run(elapsed: float, steps_left: int, step_seconds: float, planned: float, latest: float) -> float:
+def end_of_run(
+    elapsed: float, steps_left: int, step_seconds: float, planned: float, latest: float
+) -> float:
     """
-    When a run ends, in seconds since its start: as planned, unless the machine has become too busy for the steps that
-    it needs at least; then later, but never later than `latest`.
+    When a run ends, in seconds since its start: as planned, unless the machine has become too busy
+    for the steps that it needs at least; then later, but never later than `latest`.
     """
     needed = elapsed + steps_left * step_seconds
     return min(max(planned, needed), max(planned, latest))

@@ -1,6 +1,6 @@
 """
-What newcomers are told: --help, the greeting at the terminal, the page at /, what to call instead of a path that is
-not here.
+What newcomers are told: --help, the greeting at the terminal, the page at /, what to call instead
+of a path that is not here.
 
     print(greeting("out/stdlib", "http://127.0.0.1:8000", chats=False, key=""))
 
@@ -12,7 +12,8 @@ import difflib
 import html
 import json
 
-# Nothing is loaded, run, framed or sent from the page; its icon is empty, so that browsers ask for none.
+# Nothing is loaded, run, framed or sent from the page; its icon is empty, so that browsers ask for
+# none.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -38,7 +39,10 @@ EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Names the default of each flag, but no "None" and "True": what happens without such a flag, its help says."""
+    """
+    Names the default of each flag, but no "None" and "True": what happens without such a flag, its
+    help says.
+    """
 
     def _get_help_string(self, action: argparse.Action) -> str:
         is_switch = action.nargs == 0
@@ -48,9 +52,16 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def example_call(url: str, chats: bool, key: str) -> list[str]:
-    """The parts of a curl command that works when it is pasted into a shell; `key` as the shell is to spell it."""
+    """
+    The parts of a curl command that works when it is pasted into a shell; `key` as the shell is to
+    spell it.
+    """
     path = "/v1/completions"
-    body: dict = {"prompt": "def ", "max_tokens": 64, "temperature": 0.6}  # a small model reads better below 1
+    body: dict = {
+        "prompt": "def ",
+        "max_tokens": 64,
+        "temperature": 0.6,
+    }  # a small model reads better below 1
     if chats:
         path = "/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
@@ -62,12 +73,18 @@ def example_call(url: str, chats: bool, key: str) -> list[str]:
 
 
 def greeting(name: str, url: str, chats: bool, key: str) -> str:
-    """What the server prints when it is ready: people and scripts wait for the first line, and try the second."""
+    """
+    What the server prints when it is ready: people and scripts wait for the first line, and try the
+    second.
+    """
     return f"serving {name} at {url}\n    {' '.join(example_call(url, chats, key))}"
 
 
 def page(name: str, state: str, url: str, chats: bool, has_key: bool) -> str:
-    """The page at /, as HTML. It is served without a key: where there is one, the model's name is not told."""
+    """
+    The page at /, as HTML. It is served without a key: where there is one, the model's name is not
+    told.
+    """
     served = "a model, behind an API key" if has_key else f"<code>{html.escape(name)}</code>"
     curl = " \\\n    ".join(example_call(url, chats, "YOUR_KEY" if has_key else ""))
     client = f'OpenAI(base_url="{url}/v1", api_key="{"YOUR_KEY" if has_key else "none"}")'
@@ -98,6 +115,9 @@ def hint_for(path: str, routes: list[tuple[str, str]]) -> str:
     known = [other for _, other in routes]
     if f"/v1{path}" in known:
         return f"call /v1{path}, a base URL ends in /v1; "
-    meant = [path.removeprefix("/v1") or "/v1/models", *difflib.get_close_matches(path, known, 1, cutoff=0.85)]
+    meant = [
+        path.removeprefix("/v1") or "/v1/models",
+        *difflib.get_close_matches(path, known, 1, cutoff=0.85),
+    ]
     calls = [f"{method} {other}" for wanted in meant for method, other in routes if other == wanted]
     return f"call {calls[0]}; " if calls else ""

@@ -4,9 +4,10 @@ A conversation -> token ids, by the chat template that a checkpoint brings.
     chat = load_chat("out/chatty", tokenizer)              # None where the checkpoint has no template
     ids = chat.encode([{"role": "user", "content": "hello"}])
 
-The template is a program that comes with the checkpoint, from anywhere: it runs in jinja2's sandbox, without the
-filters and globals that only make text, and its text is limited. Time and memory are limited by encoder.py, which runs
-this in a process of its own. Templates see what transformers shows them, and their text becomes the same tokens.
+The template is a program that comes with the checkpoint, from anywhere: it runs in jinja2's
+sandbox, without the filters and globals that only make text, and its text is limited. Time and
+memory are limited by encoder.py, which runs this in a process of its own. Templates see what
+transformers shows them, and their text becomes the same tokens.
 """
 
 import json
@@ -15,15 +16,21 @@ from pathlib import Path
 
 from tokenizer import Tokenizer, TokenizerError, read_json, token_text
 
-MAX_RENDERED = 2**24  # characters that a template may make of a conversation: four times the largest body
-USELESS_GLOBALS = ("lipsum", "cycler", "joiner")  # jinja2's own, which templates of chats do not use
+MAX_RENDERED = (
+    2**24
+)  # characters that a template may make of a conversation: four times the largest body
+USELESS_GLOBALS = (
+    "lipsum",
+    "cycler",
+    "joiner",
+)  # jinja2's own, which templates of chats do not use
 PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters without a meaning, 131,070 of them
 
 
 def read_template(directory: str | Path) -> str | None:
     """
-    The template's source: chat_template.jinja, or in tokenizer_config.json. None where there is none. Raises
-    TokenizerError for what is no template.
+    The template's source: chat_template.jinja, or in tokenizer_config.json. None where there is
+    none. Raises TokenizerError for what is no template.
     """
     own_path = Path(directory) / "chat_template.jinja"
     if own_path.is_file():
@@ -35,7 +42,9 @@ def read_template(directory: str | Path) -> str | None:
             named = {t["name"]: t["template"] for t in template}
             template = named.get("default")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise TokenizerError(f"{path} is broken ({type(error).__name__}: {error}): restore it") from None
+        raise TokenizerError(
+            f"{path} is broken ({type(error).__name__}: {error}): restore it"
+        ) from None
     if not isinstance(template, str | None):
         raise TokenizerError(f"{path} has a chat_template that is no text: restore it")
     return template
@@ -71,28 +80,40 @@ class Chat:
 
     def encode(self, messages: list[dict], **options) -> list[int]:
         """
-        Token ids of a conversation; options, such as add_generation_prompt, are variables of the template. The names
-        of control tokens in the template's own text are these tokens, those in a message are text: or a user could
-        end his turn, and speak as the system. Raises TokenizerError.
+        Token ids of a conversation; options, such as add_generation_prompt, are variables of the
+        template. The names of control tokens in the template's own text are these tokens, those in
+        a message are text: or a user could end his turn, and speak as the system. Raises
+        TokenizerError.
         """
         disguised, originals = disguise(messages, self.names)
-        ids = self.tokenizer.encode(self.render(disguised, **options), allow_special=True, stand_ins=originals)
+        ids = self.tokenizer.encode(
+            self.render(disguised, **options), allow_special=True, stand_ins=originals
+        )
         if not ids:
             raise TokenizerError("the chat template makes no text of this conversation")
         return ids
 
     def render(self, messages: list[dict], **options) -> str:
-        """The text of a conversation. Raises TokenizerError for whatever the template finds wrong with it."""
+        """
+        The text of a conversation. Raises TokenizerError for whatever the template finds wrong with
+        it.
+        """
         pieces, size = [], 0
         try:
-            for piece in self.template.generate(messages=messages, tools=None, documents=None, **options):
+            for piece in self.template.generate(
+                messages=messages, tools=None, documents=None, **options
+            ):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_RENDERED:
-                    raise TokenizerError(f"the chat template makes more than {MAX_RENDERED} characters of this")
+                    raise TokenizerError(
+                        f"the chat template makes more than {MAX_RENDERED} characters of this"
+                    )
         except (TokenizerError, MemoryError):
             raise
-        except Exception as error:  # whatever a template does wrong with a conversation is no fault of ours
+        except (
+            Exception
+        ) as error:  # whatever a template does wrong with a conversation is no fault of ours
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
         return "".join(pieces)
 
@@ -102,13 +123,18 @@ def make_environment():
     try:
         import jinja2  # noqa: F401
     except ImportError:
-        raise TokenizerError("this checkpoint has a chat template, which needs jinja2: pip install jinja2") from None
+        raise TokenizerError(
+            "this checkpoint has a chat template, which needs jinja2: pip install jinja2"
+        ) from None
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} .. {% endgeneration %} marks what the model said, for training: here it is just text."""
+        """
+        {% generation %} .. {% endgeneration %} marks what the model said, for training: here it is
+        just text.
+        """
 
         tags = frozenset(["generation"])
 
@@ -119,13 +145,21 @@ def make_environment():
 
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
         # jinja2's own escapes for HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     def raise_exception(message: str):
         raise TokenizerError(message)
 
     extensions = [loopcontrols, Generation]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -134,7 +168,7 @@ def make_environment():
     return environment
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What users write stays text
 
 
@@ -166,14 +200,18 @@ class ControlNames:
 
 def disguise(messages: list[dict], names: ControlNames) -> tuple[list[dict], dict[int, str]]:
     """
-    The messages, with a stand-in for the first character of each name of a control token that they spell; and what the
-    stand-ins stand for, for `str.translate`. A stand-in is a private-use character that no message of this conversation
-    has, so none can spell it. Whatever the template does with the messages, the names in its text are then its own.
+    The messages, with a stand-in for the first character of each name of a control token that they
+    spell; and what the stand-ins stand for, for `str.translate`. A stand-in is a private-use
+    character that no message of this conversation has, so none can spell it. Whatever the template
+    does with the messages, the names in its text are then its own.
 
-    Marking where a message begins and ends would not do: templates strip messages, split and compare them. Nor would
-    encoding the messages apart from the template's text: a token may reach from one into the other.
+    Marking where a message begins and ends would not do: templates strip messages, split and
+    compare them. Nor would encoding the messages apart from the template's text: a token may reach
+    from one into the other.
     """
-    texts = [text for message in messages for field, text in message.items() if is_free(field, text)]
+    texts = [
+        text for message in messages for field, text in message.items() if is_free(field, text)
+    ]
     used = set().union(*texts)
     free = (chr(i) for i in PRIVATE_USE if chr(i) not in used)
     stand_ins: dict[str, str] = {}
@@ -188,14 +226,22 @@ def disguise(messages: list[dict], names: ControlNames) -> tuple[list[dict], dic
         return "".join(characters)
 
     changed = [
-        {field: disguised(text) if is_free(field, text) else text for field, text in message.items()}
+        {
+            field: disguised(text) if is_free(field, text) else text
+            for field, text in message.items()
+        }
         for message in messages
     ]
     if "" in stand_ins.values():
-        raise TokenizerError("this conversation uses all private-use characters of Unicode: leave some out")
+        raise TokenizerError(
+            "this conversation uses all private-use characters of Unicode: leave some out"
+        )
     return changed, {ord(stand_in): character for character, stand_in in stand_ins.items()}
 
 
 def is_free(field: str, text) -> bool:
-    """Users write what they like, but a role is one of a few words, and templates make control tokens of it."""
+    """
+    Users write what they like, but a role is one of a few words, and templates make control tokens
+    of it.
+    """
     return field != "role" and isinstance(text, str)

@@ -1,14 +1,16 @@
 """
-Load for a server that speaks OpenAI's completions, from independent client processes with raw sockets.
+Load for a server that speaks OpenAI's completions, from independent client processes with raw
+sockets.
 
-    python load.py 127.0.0.1 8000 < share.json      # one process's share: a list of requests; prints what it measured
+    python -m serving.load 127.0.0.1 8000 < share.json      # one process's share: a list of requests; prints what it measured
 
     rows = load(host, port, [completion(prompt, 100) for prompt in prompts], processes=12)
 
-A client that shares a process with all others, or a rich HTTP library, is slower than the server it measures, and what
-it reports as the server's lateness is its own. Here a process has a few connections, reads what comes, looks for texts
-in it, and notes the time. `completion` says what a request is, `Stream.row` what is measured of it; a slow client's row
-is None. The clock is the machine's, so processes share it.
+A client that shares a process with all others, or a rich HTTP library, is slower than the server it
+measures, and what it reports as the server's lateness is its own. Here a process has a few
+connections, reads what comes, looks for texts in it, and notes the time. `completion` says what a
+request is, `Stream.row` what is measured of it; a slow client's row is None. The clock is the
+machine's, so processes share it.
 """
 
 import itertools
@@ -18,7 +20,9 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 READ_SIZE = 2**16  # bytes taken at a time
 START_SECONDS = 0.3  # until every client process has read its share
 SIP_SECONDS = 0.1  # how often a slow client reads
@@ -27,10 +31,16 @@ SLOW_BUFFER = 4096  # bytes that the system may hold ready for a slow client
 
 def completion(prompt: list[int], tokens: int, at: float = 0.0, speed: float | None = None) -> dict:
     """
-    A streamed request for an answer of so many tokens, to be sent `at` seconds after the start, by a client that reads
-    `speed` bytes a second, or, for None, all that comes.
+    A streamed request for an answer of so many tokens, to be sent `at` seconds after the start, by
+    a client that reads `speed` bytes a second, or, for None, all that comes.
     """
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0.6,
+        "ignore_eos": True,
+        "stream": True,
+    }
     body["stream_options"] = {"include_usage": True}
     return {"body": body, "tokens": tokens, "at": at, "bytes a second": speed}
 
@@ -67,19 +77,29 @@ class Stream:
 
     def row(self) -> dict:
         """
-        What was measured, in seconds: from when it was due to the first text; between arrivals of text; from the start
-        to the last text. Raises ValueError when the answer was not whole.
+        What was measured, in seconds: from when it was due to the first text; between arrivals of
+        text; from the start to the last text. Raises ValueError when the answer was not whole.
         """
         tokens = self.request["tokens"]
         if f'"completion_tokens":{tokens},'.encode() not in self.tail:
-            raise ValueError(f"wanted {tokens} tokens, the answer ends with {self.tail.decode(errors='replace')}")
+            raise ValueError(
+                f"wanted {tokens} tokens, the answer ends with {self.tail.decode(errors='replace')}"
+            )
         times = [moment - self.due for moment in self.arrivals]
         gaps = [after - before for before, after in itertools.pairwise(times)]
-        return {"first": times[0], "gaps": gaps, "end": self.request["at"] + times[-1], "tokens": tokens}
+        return {
+            "first": times[0],
+            "gaps": gaps,
+            "end": self.request["at"] + times[-1],
+            "tokens": tokens,
+        }
 
 
 def play(host: str, port: int, requests: list[dict], start: float) -> list[dict | None]:
-    """Send each request at its time and read all answers. Ends when the streams that are not slow have ended."""
+    """
+    Send each request at its time and read all answers. Ends when the streams that are not slow have
+    ended.
+    """
     streams = [Stream((host, port), request, start) for request in requests]
     waiting = sorted(streams, key=lambda stream: -stream.due)
     selector = selectors.DefaultSelector()
@@ -121,12 +141,16 @@ def sip(streams: list[Stream]):
 
 
 def load(host: str, port: int, requests: list[dict], processes: int) -> list[dict | None]:
-    """Spread requests over client processes; returns a row for each, in their order. Raises ValueError."""
+    """
+    Spread requests over client processes; returns a row for each, in their order. Raises
+    ValueError.
+    """
     shares = [requests[i::processes] for i in range(min(processes, len(requests)))]
-    command = [sys.executable, __file__, host, str(port)]
+    command = [sys.executable, "-m", "serving.load", host, str(port)]
     clients = []
     for _ in shares:
-        clients.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        clients.append(subprocess.Popen(command, cwd=ROOT, **pipes))
     for client in clients:
         client.stdout.readline()  # it is up
     start = time.monotonic() + START_SECONDS
@@ -152,7 +176,10 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Of a run: output tokens a second, until the last one came, and the milliseconds that clients waited."""
+    """
+    Of a run: output tokens a second, until the last one came, and the milliseconds that clients
+    waited.
+    """
     seconds = max(row["end"] for row in rows)
     tokens = sum(row["tokens"] for row in rows)
     gaps = [gap for row in rows for gap in row["gaps"]]

@@ -1,16 +1,17 @@
 """
 From logits to tokens, for a batch in which every request has its own parameters.
 
-Randomness is a function, not a state: the noise of a token depends on the request's seed, its position and the choice
-index, never on what else is in the batch. So the same request with the same seed gives the same tokens, alone or in a
-crowd, preempted or not. Letters: R rows of logits, V vocabulary.
+Randomness is a function, not a state: the noise of a token depends on the request's seed, its
+position and the choice index, never on what else is in the batch. So the same request with the same
+seed gives the same tokens, alone or in a crowd, preempted or not. Letters: R rows of logits, V
+vocabulary.
 
     rows = SamplingRows(num_rows=4, vocab_size=V, device="cpu")
     rows.set(Row(2, SamplingParams(top_p=0.9), seed=7))
     tokens = sample(logits, torch.tensor([2]), positions, rows)     # logits [1, V], positions [1] -> [1]
 
-Two paths, one meaning: torch's sorts and runs anywhere, Triton's is two launches whatever the batch asks for, and
-decides on the device, so that a CUDA graph can hold it.
+Two paths, one meaning: torch's sorts and runs anywhere, Triton's is two launches whatever the batch
+asks for, and decides on the device, so that a CUDA graph can hold it.
 """
 
 import math
@@ -27,12 +28,15 @@ from kernels import INTERPRETED, early, jit, tl, triton, wait
 @dataclass(frozen=True)
 class SamplingParams:
     """
-    How one request is continued. Applied in this order: logit_bias and allowed_token_ids, min_tokens, the penalties
-    (repetition, frequency, presence), temperature, top_k, top_p, min_p. Raises ValueError.
+    How one request is continued. Applied in this order: logit_bias and allowed_token_ids,
+    min_tokens, the penalties (repetition, frequency, presence), temperature, top_k, top_p, min_p.
+    Raises ValueError.
     """
 
     temperature: float = 1.0  # 0: always the most likely token
-    top_k: int = 0  # sample among the k most likely tokens, and those that tie with the last; 0: among all
+    top_k: int = (
+        0  # sample among the k most likely tokens, and those that tie with the last; 0: among all
+    )
     top_p: float = 1.0  # sample among the most likely tokens that together have this probability
     min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
     max_tokens: int = 16
@@ -41,11 +45,17 @@ class SamplingParams:
     seed: int | None = None  # 64 bits; None: the engine draws one
     presence_penalty: float = 0.0  # taken off the logit of each token that was generated,
     frequency_penalty: float = 0.0  # once more for each time it was
-    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or answer
+    repetition_penalty: float = (
+        1.0  # divides positive, multiplies negative logits of tokens in prompt or answer
+    )
     logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
-    allowed_token_ids: Sequence[int] | None = None  # no other token is ever chosen; a tuple, a list or array("q")
+    allowed_token_ids: Sequence[int] | None = (
+        None  # no other token is ever chosen; a tuple, a list or array("q")
+    )
     min_tokens: int = 0  # no stop token before so many tokens
-    logprobs: int | None = None  # how many log-probabilities are wanted besides the chosen token's; None: not even that
+    logprobs: int | None = (
+        None  # how many log-probabilities are wanted besides the chosen token's; None: not even that
+    )
 
     def __post_init__(self):
         number = int | float
@@ -54,21 +64,42 @@ class SamplingParams:
         self._require("top_p", number, lambda x: 0 < x <= 1, "a number above 0, up to 1")
         self._require("min_p", number, lambda x: 0 <= x <= 1, "a number from 0 to 1")
         self._require("max_tokens", int, lambda x: x >= 1, "a whole number, at least 1")
-        self._require("stop_token_ids", tuple | list, lambda x: all(type(t) is int for t in x), "a tuple of token ids")
+        self._require(
+            "stop_token_ids",
+            tuple | list,
+            lambda x: all(type(t) is int for t in x),
+            "a tuple of token ids",
+        )
         self._require("ignore_eos", bool, lambda x: True, "True or False")
         self._require("presence_penalty", number, lambda x: -2 <= x <= 2, "a number from -2 to 2")
         self._require("frequency_penalty", number, lambda x: -2 <= x <= 2, "a number from -2 to 2")
-        self._require("repetition_penalty", number, lambda x: 0 < x < math.inf, "a finite number above 0")
-        self._require("min_tokens", int, lambda x: 0 <= x <= self.max_tokens, "a whole number, 0 to max_tokens")
+        self._require(
+            "repetition_penalty", number, lambda x: 0 < x < math.inf, "a finite number above 0"
+        )
+        self._require(
+            "min_tokens",
+            int,
+            lambda x: 0 <= x <= self.max_tokens,
+            "a whole number, 0 to max_tokens",
+        )
         if self.seed is not None:
-            self._require("seed", int, lambda x: -(2**63) <= x < 2**63, "a whole number of 64 bits, or None")
+            self._require(
+                "seed", int, lambda x: -(2**63) <= x < 2**63, "a whole number of 64 bits, or None"
+            )
         if self.logit_bias is not None:
-            self._require("logit_bias", dict, is_bias, "a dict from token ids to numbers from -100 to 100, or None")
+            self._require(
+                "logit_bias",
+                dict,
+                is_bias,
+                "a dict from token ids to numbers from -100 to 100, or None",
+            )
         if self.allowed_token_ids is not None:
             wanted = "a tuple of token ids, at least one, or None"
             self._require("allowed_token_ids", tuple | list | array, is_ids, wanted)
         if self.logprobs is not None:
-            self._require("logprobs", int, lambda x: 0 <= x <= 20, "a whole number, 0 to 20, or None")
+            self._require(
+                "logprobs", int, lambda x: 0 <= x <= 20, "a whole number, 0 to 20, or None"
+            )
 
     def _require(self, name: str, kind, in_range, wanted: str):
         value = getattr(self, name)
@@ -104,7 +135,11 @@ def is_ids(ids: Sequence) -> bool:
 
 def is_bias(bias: dict) -> bool:
     values = [x for x in bias.values() if isinstance(x, int | float) and not isinstance(x, bool)]
-    return all(type(t) is int for t in bias) and len(values) == len(bias) and all(-100 <= x <= 100 for x in values)
+    return (
+        all(type(t) is int for t in bias)
+        and len(values) == len(bias)
+        and all(-100 <= x <= 100 for x in values)
+    )
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -113,12 +148,16 @@ ALMOST_GREEDY = 1e-5  # temperatures below are 0: dividing by less would overflo
 
 def upload(values, device, dtype=torch.int64, to: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Numbers of the host, a list, a tensor or an array of that type, on a device, in a tensor of their own or at the
-    beginning of `to`. Nobody waits for it: that takes pinned memory.
+    Numbers of the host, a list, a tensor or an array of that type, on a device, in a tensor of
+    their own or at the beginning of `to`. Nobody waits for it: that takes pinned memory.
     """
     host = torch.asarray(values, dtype=dtype)
     host = host.pin_memory() if torch.device(device).type == "cuda" else host
-    return host.to(device, non_blocking=True) if to is None else to[: len(host)].copy_(host, non_blocking=True)
+    return (
+        host.to(device, non_blocking=True)
+        if to is None
+        else to[: len(host)].copy_(host, non_blocking=True)
+    )
 
 
 class Row(NamedTuple):
@@ -135,9 +174,9 @@ class Row(NamedTuple):
 
 class SamplingRows:
     """
-    The parameters of every running request, and its last token, in device arrays, indexed by the request's row. The
-    tensors stay the same for ever, for CUDA graphs know them by address. What a row does not ask for is never read, so
-    never cleared either.
+    The parameters of every running request, and its last token, in device arrays, indexed by the
+    request's row. The tensors stay the same for ever, for CUDA graphs know them by address. What a
+    row does not ask for is never read, so never cleared either.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device):
@@ -146,15 +185,21 @@ class SamplingRows:
         self.bias = torch.zeros(num_rows, vocab_size, device=device)  # -inf: not allowed
         # of each token: 4 * times generated + 2 if a stop token + 1 if in the prompt
         self.marks = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
-        self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)  # the next input of a decode
+        self.last_token = torch.zeros(
+            num_rows, dtype=torch.int64, device=device
+        )  # the next input of a decode
         # views of the columns, each [num_rows]; kernels read them by number
-        self.temperature, self.top_p, self.min_p, self.repetition, self.frequency, self.presence = self.floats.unbind(1)
-        self.top_k, self.seed, self.choice, self.stop_from, self.biased, self.penalised = self.ints.unbind(1)
+        self.temperature, self.top_p, self.min_p, self.repetition, self.frequency, self.presence = (
+            self.floats.unbind(1)
+        )
+        self.top_k, self.seed, self.choice, self.stop_from, self.biased, self.penalised = (
+            self.ints.unbind(1)
+        )
 
     def set(self, *requests: Row):
         """
-        Give rows to requests: two small uploads for all of them, and one of V numbers each for bias and marks of those
-        that ask for them. Nobody waits.
+        Give rows to requests: two small uploads for all of them, and one of V numbers each for bias
+        and marks of those that ask for them. Nobody waits.
         """
         device, V = self.floats.device, self.bias.shape[1]
         floats, ints = [], []
@@ -162,7 +207,16 @@ class SamplingRows:
             # the position of the first token that may be a stop token
             stop_from = len(prompt_tokens) + p.min_tokens if p.min_tokens else 0
             repetition = min(max(p.repetition_penalty, 1e-6), 1e6)  # beyond, logits would overflow
-            floats.append((p.temperature, p.top_p, p.min_p, repetition, p.frequency_penalty, p.presence_penalty))
+            floats.append(
+                (
+                    p.temperature,
+                    p.top_p,
+                    p.min_p,
+                    repetition,
+                    p.frequency_penalty,
+                    p.presence_penalty,
+                )
+            )
             ints.append((row, p.top_k, seed, choice, stop_from, p.biases, p.penalises))
             if p.biases:
                 bias = torch.zeros(V)
@@ -176,7 +230,9 @@ class SamplingRows:
             if p.penalises or stop_from:
                 stops = [t for t in set(stop_token_ids) if 0 <= t < V]
                 marks = 4 * torch.tensor(generated_tokens, dtype=torch.int64).bincount(minlength=V)
-                marks[torch.tensor(prompt_tokens, dtype=torch.int64)] += 1  # once, however often it is there
+                marks[torch.tensor(prompt_tokens, dtype=torch.int64)] += (
+                    1  # once, however often it is there
+                )
                 marks[torch.tensor(stops, dtype=torch.int64)] += 2
                 self.marks[row] = upload(marks, device, torch.int32)
         rows, ints = upload(ints, device).split((1, 6), dim=1)
@@ -185,15 +241,20 @@ class SamplingRows:
 
 
 def sample(
-    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingRows, asked=None
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    params: SamplingRows,
+    asked=None,
 ) -> torch.Tensor:
     """
-    Pick a token for each row of logits [R, V] (fp32, bf16 or fp16): argmax of logits / temperature + Gumbel noise, over
-    the tokens that the filters keep, is a sample of the softmax (the Gumbel-max trick, Gumbel 1954). rows [R] are the
-    requests' rows in `params`, positions [R] the places of the new tokens in their texts; `asked`, the SamplingParams
-    of the rows, lets the host of the torch path skip what nobody asked for. Returns [R] int64: ties go to the lowest
-    token, and a row without a finite maximum (NaN anywhere, all -inf) gives -1. The rows remember their last token (0
-    for -1), those that are penalised count all of them.
+    Pick a token for each row of logits [R, V] (fp32, bf16 or fp16): argmax of logits / temperature
+    + Gumbel noise, over the tokens that the filters keep, is a sample of the softmax (the
+    Gumbel-max trick, Gumbel 1954). rows [R] are the requests' rows in `params`, positions [R] the
+    places of the new tokens in their texts; `asked`, the SamplingParams of the rows, lets the host
+    of the torch path skip what nobody asked for. Returns [R] int64: ties go to the lowest token,
+    and a row without a finite maximum (NaN anywhere, all -inf) gives -1. The rows remember their
+    last token (0 for -1), those that are penalised count all of them.
     """
     path = sample_triton if triton and logits.is_cuda else sample_torch
     return path(logits, rows, positions, params, asked)
@@ -202,10 +263,12 @@ def sample(
 FLOOR = -9999.0  # JSON knows no infinity
 
 
-def logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Log-softmax of the raw logits [R, V], before temperature and penalties: of the chosen tokens [R] -> [R] fp32, and
-    the n largest, [R, n] token ids and [R, n] fp32, best first. At least FLOOR.
+    Log-softmax of the raw logits [R, V], before temperature and penalties: of the chosen tokens [R]
+    -> [R] fp32, and the n largest, [R, n] token ids and [R, n] fp32, best first. At least FLOOR.
     """
     total = logits.float().logsumexp(-1, keepdim=True)
     top, top_ids = logits.topk(min(n, logits.shape[-1]))
@@ -217,7 +280,7 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> tuple[torch.
     return relative(chosen)[:, 0], top_ids, relative(top)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # torch
 
 
@@ -235,7 +298,9 @@ def sample_torch(logits, rows, positions, params: SamplingRows, asked=None) -> t
         greedy = temperature < ALMOST_GREEDY
         scores = scores / torch.where(greedy, 1.0, temperature)
         if anybody(lambda p: p.filters):
-            scores = drop_unlikely(scores, params.top_k[rows], params.top_p[rows], params.min_p[rows])
+            scores = drop_unlikely(
+                scores, params.top_k[rows], params.top_p[rows], params.min_p[rows]
+            )
         noise = gumbel_noise(params.seed[rows], positions, params.choice[rows], scores.shape[-1])
         scores = torch.where(greedy, scores, scores + noise)
     best, tokens = scores.max(-1)
@@ -247,10 +312,12 @@ def sample_torch(logits, rows, positions, params: SamplingRows, asked=None) -> t
     return torch.where(valid, tokens, -1)
 
 
-def adjust(scores: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingRows) -> torch.Tensor:
+def adjust(
+    scores: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingRows
+) -> torch.Tensor:
     """
-    scores [R, V] fp32 after bias, ban of stop tokens and penalties; the formulas are vLLM's. What is forbidden is
-    added as -inf, so that a NaN stays one.
+    scores [R, V] fp32 after bias, ban of stop tokens and penalties; the formulas are vLLM's. What
+    is forbidden is added as -inf, so that a NaN stays one.
     """
     marks = params.marks[rows]
     count = marks >> 2
@@ -263,30 +330,40 @@ def adjust(scores: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, pa
     return scores - params.presence[rows][:, None] * (count > 0)
 
 
-def threshold(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def threshold(
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
     """
-    The least score [R] that the filters [R] keep, of scores [R, V]: the largest of three. top_k: the k-th largest
-    score. top_p (Holtzman et al. 2020): the score of the last token needed for that share of what top_k keeps. min_p
-    (Nguyen et al. 2024): the largest score + log(min_p). Ties with the threshold stay, so the best token always does.
+    The least score [R] that the filters [R] keep, of scores [R, V]: the largest of three. top_k:
+    the k-th largest score. top_p (Holtzman et al. 2020): the score of the last token needed for
+    that share of what top_k keeps. min_p (Nguyen et al. 2024): the largest score + log(min_p). Ties
+    with the threshold stay, so the best token always does.
     """
     ranked, V = scores.sort(dim=-1, descending=True).values, scores.shape[-1]
     k = torch.where(top_k > 0, top_k, V).clamp(max=V)[:, None]
     kth, top = ranked.gather(1, k - 1), ranked[:, :1]  # [R, 1]
     weights = (ranked - top).exp().masked_fill(ranked < kth, 0.0)
     mass = weights.cumsum(-1)
-    needed = mass - weights < top_p[:, None] * mass[:, -1:]  # what the more likely tokens have is not enough
+    needed = (
+        mass - weights < top_p[:, None] * mass[:, -1:]
+    )  # what the more likely tokens have is not enough
     pth = ranked.gather(1, needed.sum(-1, keepdim=True).clamp(min=1) - 1)
-    pth = torch.where(top_p[:, None] < 1, pth, -torch.inf)  # rounded sums reach 1 before the last token
+    pth = torch.where(
+        top_p[:, None] < 1, pth, -torch.inf
+    )  # rounded sums reach 1 before the last token
     return torch.maximum(torch.maximum(kth, pth), top + min_p.log()[:, None])[:, 0]
 
 
-def drop_unlikely(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def drop_unlikely(
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
     """scores [R, V] with -inf below the threshold of the filters [R]."""
     return scores.masked_fill(scores < threshold(scores, top_k, top_p, min_p)[:, None], -torch.inf)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Noise: Philox4x32-10, a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
+# --------------------------------------------------------------------------------------------------
+# Noise: Philox4x32-10, a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as
+# easy as 1, 2, 3")
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -296,8 +373,9 @@ ROUNDS = 10
 
 def philox(counter: tuple, key: tuple) -> tuple:
     """
-    Four random words from four 32-bit counter words and two key words, all int64 tensors that broadcast. Words 0 and 2
-    go through a round alike, and so do 1 and 3: each pair is one tensor, which halves the operations.
+    Four random words from four 32-bit counter words and two key words, all int64 tensors that
+    broadcast. Words 0 and 2 go through a round alike, and so do 1 and 3: each pair is one tensor,
+    which halves the operations.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     even, odd = torch.stack([c0, c2]), torch.stack([c1, c3])  # [2, ...]
@@ -305,7 +383,11 @@ def philox(counter: tuple, key: tuple) -> tuple:
     def pair(words):  # two numbers as [2, 1, ...]
         return torch.tensor(words, device=even.device).view(2, *[1] * (even.dim() - 1))
 
-    multipliers, steps, key = pair(MULTIPLIERS), pair(KEY_STEPS), torch.stack(torch.broadcast_tensors(*key))
+    multipliers, steps, key = (
+        pair(MULTIPLIERS),
+        pair(KEY_STEPS),
+        torch.stack(torch.broadcast_tensors(*key)),
+    )
     round_keys = [(key + i * steps) & MASK32 for i in range(ROUNDS)]
     for round_key in round_keys:
         product = even * multipliers  # 64 bits; the sign bit is a bit like any other
@@ -314,10 +396,13 @@ def philox(counter: tuple, key: tuple) -> tuple:
     return even[0], odd[0], even[1], odd[1]
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, V: int) -> torch.Tensor:
+def gumbel_noise(
+    seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, V: int
+) -> torch.Tensor:
     """
-    Standard Gumbel noise [R, V] fp32 for seeds, positions and choices [R] int64. Key: the seed. Counter: (token id //
-    4, position, choice, 0); token id t takes word t % 4. A word's upper 23 bits are a u in (0, 1), exact in fp32.
+    Standard Gumbel noise [R, V] fp32 for seeds, positions and choices [R] int64. Key: the seed.
+    Counter: (token id // 4, position, choice, 0); token id t takes word t % 4. A word's upper 23
+    bits are a u in (0, 1), exact in fp32.
     """
     seeds, positions, choices = seeds[:, None], positions[:, None].long(), choices[:, None]
     quads = torch.arange(math.ceil(V / 4), device=seeds.device)  # [V / 4]
@@ -328,13 +413,17 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Te
     return -torch.log(-torch.log(u))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Triton: the same in two launches, without sorting; what a row did not ask for is skipped on the device
+# --------------------------------------------------------------------------------------------------
+# Triton: the same in two launches, without sorting; what a row did not ask for is skipped on the
+# device
 
 
 @jit
 def source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
-    """Row r of logits and what is asked of it, as load_scores wants them; the pointers are the row's own."""
+    """
+    Row r of logits and what is asked of it, as load_scores wants them; the pointers are the row's
+    own.
+    """
     row = tl.load(rows + r)
     floats, ints, logits = floats + row * 6, ints + row * 6, logits + r.to(tl.int64) * stride
     banned = tl.load(positions + r) < tl.load(ints + 3)
@@ -344,7 +433,10 @@ def source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
 
 @jit
 def load_scores(source, t):
-    """Logits of tokens t, fp32, after bias, ban of stop tokens and penalties, as `adjust`; -inf beyond the last."""
+    """
+    Logits of tokens t, fp32, after bias, ban of stop tokens and penalties, as `adjust`; -inf beyond
+    the last.
+    """
     logits, floats, _, bias, marks, V, biased, banned, penalised = source
     score = tl.load(logits + t, mask=t < V, other=-float("inf")).to(tl.float32)
     if biased:
@@ -355,18 +447,29 @@ def load_scores(source, t):
         score += tl.where(((mark & 2) > 0) & banned, -float("inf"), 0.0)
         repetition = tl.where((mark & 1) + count > 0, tl.load(floats + 3), 1.0)
         score = tl.where(score > 0, score / repetition, score * repetition)
-        score -= tl.load(floats + 4) * count.to(tl.float32) + tl.where(count > 0, tl.load(floats + 5), 0.0)
+        score -= tl.load(floats + 4) * count.to(tl.float32) + tl.where(
+            count > 0, tl.load(floats + 5), 0.0
+        )
     return score
 
 
 @jit
-def survey(scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr):
+def survey(
+    scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr
+):
     """
-    One pass over n scores: how much lies at or above three pivots, counted or, if WEIGHTED, as the sum of
-    2^((score - top) * rate); and the least score from `low` on, the largest below `high`.
+    One pass over n scores: how much lies at or above three pivots, counted or, if WEIGHTED, as the
+    sum of 2^((score - top) * rate); and the least score from `low` on, the largest below `high`.
     """
-    f1, f2, f3 = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
-    least, most = tl.full([WIDTH], float("inf"), tl.float32), tl.full([WIDTH], -float("inf"), tl.float32)
+    f1, f2, f3 = (
+        tl.zeros([WIDTH], tl.float32),
+        tl.zeros([WIDTH], tl.float32),
+        tl.zeros([WIDTH], tl.float32),
+    )
+    least, most = (
+        tl.full([WIDTH], float("inf"), tl.float32),
+        tl.full([WIDTH], -float("inf"), tl.float32),
+    )
     for start in range(0, n, WIDTH):
         score = tl.load(scores + start + tl.arange(0, WIDTH))
         weight = tl.exp2((score - top) * rate) if WEIGHTED else 1.0
@@ -375,21 +478,34 @@ def survey(scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED: tl.constexpr, 
         f3 += tl.where(score >= p3, weight, 0.0)
         least = tl.minimum(least, tl.where(score >= low, score, float("inf")))
         most = tl.maximum(most, tl.where(score < high, score, -float("inf")))
-    return tl.sum(f1, axis=0), tl.sum(f2, axis=0), tl.sum(f3, axis=0), tl.min(least, axis=0), tl.max(most, axis=0)
+    return (
+        tl.sum(f1, axis=0),
+        tl.sum(f2, axis=0),
+        tl.sum(f3, axis=0),
+        tl.min(least, axis=0),
+        tl.max(most, axis=0),
+    )
 
 
 @jit
 def search(scores, n, least, top, wanted, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr):
     """
-    The largest of n scores, among `least` .. `top`, that has at least `wanted` at or above it. A pass quarters the
-    bracket low <= answer < high, and finds the scores at the ends of the one before; when these are one, that is it.
+    The largest of n scores, among `least` .. `top`, that has at least `wanted` at or above it. A
+    pass quarters the bracket low <= answer < high, and finds the scores at the ends of the one
+    before; when these are one, that is it.
     """
     low, high, most, rounds = least, top + float("inf"), top, 0
-    while (least < most) & (rounds < 300):  # floats have 2^8 binades: 300 are never needed, but nothing may hang
+    while (least < most) & (
+        rounds < 300
+    ):  # floats have 2^8 binades: 300 are never needed, but nothing may hang
         step = most * 0.25 - least * 0.25
         p1, p2, p3 = least + step, least + 2 * step, least + 3 * step
-        f1, f2, f3, least, most = survey(scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED, WIDTH)
-        low = tl.where(f3 >= wanted, p3, tl.where(f2 >= wanted, p2, tl.where(f1 >= wanted, p1, low)))
+        f1, f2, f3, least, most = survey(
+            scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED, WIDTH
+        )
+        low = tl.where(
+            f3 >= wanted, p3, tl.where(f2 >= wanted, p2, tl.where(f1 >= wanted, p1, low))
+        )
         high = tl.where(f1 < wanted, p1, tl.where(f2 < wanted, p2, tl.where(f3 < wanted, p3, high)))
         least, most = tl.maximum(least, low), tl.minimum(most, high)
         rounds += 1
@@ -399,8 +515,9 @@ def search(scores, n, least, top, wanted, rate, WEIGHTED: tl.constexpr, WIDTH: t
 @jit
 def collect(source, V, floor, scores, WIDTH: tl.constexpr):
     """
-    Write a row's scores from `floor` on to `scores`: each lane piles up its own, so no lane waits for another, and the
-    piles are filled up with -inf to the highest of them. Returns how many scores there are now, with these.
+    Write a row's scores from `floor` on to `scores`: each lane piles up its own, so no lane waits
+    for another, and the piles are filled up with -inf to the highest of them. Returns how many
+    scores there are now, with these.
     """
     lane = tl.arange(0, WIDTH)
     height = tl.zeros([WIDTH], tl.int32)
@@ -410,7 +527,9 @@ def collect(source, V, floor, scores, WIDTH: tl.constexpr):
         height += (score >= floor).to(tl.int32)
     highest = tl.max(height, axis=0)
     for i in range(0, highest):
-        tl.store(scores + i * WIDTH + lane, tl.full([WIDTH], -float("inf"), tl.float32), mask=i >= height)
+        tl.store(
+            scores + i * WIDTH + lane, tl.full([WIDTH], -float("inf"), tl.float32), mask=i >= height
+        )
     tl.debug_barrier()  # other threads may read them
     return highest * WIDTH
 
@@ -421,28 +540,38 @@ def threshold_kernel(
     WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R,): a program finds the least score that the filters of its row keep, as `threshold` but before the
-    temperature; -inf where there is nothing to filter. Two or three passes over the row leave only the scores that
-    come into question, in its `scratch`, and these are searched.
+    Grid (R,): a program finds the least score that the filters of its row keep, as `threshold` but
+    before the temperature; -inf where there is nothing to filter. Two or three passes over the row
+    leave only the scores that come into question, in its `scratch`, and these are searched.
     """
     wait(EARLY)
     r, lane = tl.program_id(0), tl.arange(0, WIDTH)
     source = source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
     floats, scratch = source[1], scratch + r.to(tl.int64) * scratch_stride
-    temperature, top_p, min_p, k = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2), tl.load(source[2])
+    temperature, top_p, min_p, k = (
+        tl.load(floats),
+        tl.load(floats + 1),
+        tl.load(floats + 2),
+        tl.load(source[2]),
+    )
     limited = (k > 0) & (k < V)
     tl.store(arrived + r, 0)
     tl.store(thresholds + r, -float("inf"))
     if (temperature < 1e-5) | ((top_p >= 1) & (min_p <= 0) & (limited == 0)):
         return
 
-    peak, least = tl.full([WIDTH], -float("inf"), tl.float32), tl.full([WIDTH], float("inf"), tl.float32)
+    peak, least = (
+        tl.full([WIDTH], -float("inf"), tl.float32),
+        tl.full([WIDTH], float("inf"), tl.float32),
+    )
     for start in range(0, V, WIDTH):
         score = load_scores(source, start + lane)
         peak = tl.maximum(peak, score)
         least = tl.minimum(least, tl.where(score > -float("inf"), score, float("inf")))
     top, floor = tl.max(peak, axis=0), tl.min(least, axis=0)
-    floor = tl.where(top < float("inf"), floor, top)  # an infinite row has no token: leave nothing to search
+    floor = tl.where(
+        top < float("inf"), floor, top
+    )  # an infinite row has no token: leave nothing to search
     rate = 1.4426950408889634 / temperature  # log2(e): weights are powers of two
     if limited | (top_p < 1):
         mass = 0.0
@@ -461,7 +590,9 @@ def threshold_kernel(
         n = collect(source, V, floor, scratch, WIDTH)
         if limited:
             floor = search(scratch, n, floor, top, k.to(tl.float32), rate, False, WIDTH)
-            mass, _, _, _, _ = survey(scratch, n, floor, floor, floor, floor, floor, top, rate, True, WIDTH)
+            mass, _, _, _, _ = survey(
+                scratch, n, floor, floor, floor, floor, floor, top, rate, True, WIDTH
+            )
         if top_p < 1:  # of what top_k left
             floor = search(scratch, n, floor, top, top_p * mass, rate, True, WIDTH)
     if min_p > 0:
@@ -471,7 +602,10 @@ def threshold_kernel(
 
 @jit
 def four_words(seed, quad, position, choice):
-    """The words of tokens 4 * quad .. 4 * quad + 3, uint32 each, as in gumbel_noise; tl.philox has the same rounds."""
+    """
+    The words of tokens 4 * quad .. 4 * quad + 3, uint32 each, as in gumbel_noise; tl.philox has the
+    same rounds.
+    """
     return tl.philox(seed, quad, position.to(tl.int32), choice.to(tl.int32), 0)
 
 
@@ -487,8 +621,9 @@ else:
 @jit
 def gumbel(word):
     """
-    As in gumbel_noise, of words uint32: -log(E) with E = -log(u). The chip's own logarithm is three times as fast as an
-    exact one, but not good where u is close to 1, for the tokens that win: there E is a series in 1 - u.
+    As in gumbel_noise, of words uint32: -log(E) with E = -log(u). The chip's own logarithm is three
+    times as fast as an exact one, but not good where u is close to 1, for the tokens that win:
+    there E is a series in 1 - u.
     """
     v = ((~word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 1 - u, exactly; 2^-23
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6 + v / 7))))))
@@ -498,7 +633,10 @@ def gumbel(word):
 
 @jit
 def better(best, token, score, t, noise, inverse, floor):
-    """The best score and its token so far, each lane its own, and tokens t. A NaN is better than all, as infinity."""
+    """
+    The best score and its token so far, each lane its own, and tokens t. A NaN is better than all,
+    as infinity.
+    """
     score = tl.where(score < floor, -float("inf"), score * inverse + noise)
     score = tl.where(score == score, score, float("inf"))
     return tl.where(score > best, score, best), tl.where(score > best, t, token)
@@ -511,8 +649,9 @@ def pick_kernel(
     SPLITS: tl.constexpr, QUADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R, SPLITS): a program takes every SPLITS-th tile of a row, QUADS Philox calls with four tokens each. Whoever
-    arrives last of a row picks the best of all, remembers and counts it; `arrived` is zero before.
+    Grid (R, SPLITS): a program takes every SPLITS-th tile of a row, QUADS Philox calls with four
+    tokens each. Whoever arrives last of a row picks the best of all, remembers and counts it;
+    `arrived` is zero before.
     """
     wait(EARLY)
     r, split = tl.program_id(0), tl.program_id(1)
@@ -530,7 +669,9 @@ def pick_kernel(
         s2, s3 = load_scores(source, t + 2), load_scores(source, t + 3)
         n0, n1, n2, n3 = zero, zero, zero, zero
         noisy = drawn
-        if floor > -float("inf"):  # noise is most of the work, and few tiles have a token that the filters keep
+        if floor > -float(
+            "inf"
+        ):  # noise is most of the work, and few tiles have a token that the filters keep
             noisy = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0) >= floor
         if noisy:
             w0, w1, w2, w3 = four_words(seed, quad, position, choice)
@@ -557,25 +698,54 @@ def pick_kernel(
 
 
 WIDTH, THRESHOLD_WARPS = 2048, 16  # tokens a program of the threshold kernel takes at a time
-QUADS, PICK_WARPS, PICK_PROGRAMS = 256, 4, 4096  # of the pick kernel: four times what an H200 runs at a time
+QUADS, PICK_WARPS, PICK_PROGRAMS = (
+    256,
+    4,
+    4096,
+)  # of the pick kernel: four times what an H200 runs at a time
 
 
 def sample_triton(logits, rows, positions, params: SamplingRows, asked=None) -> torch.Tensor:
-    """`sample` on CUDA: two launches that depend on the shapes alone, so a graph of them serves whatever is asked."""
+    """
+    `sample` on CUDA: two launches that depend on the shapes alone, so a graph of them serves
+    whatever is asked.
+    """
     R, V = logits.shape
-    assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: wanted the scores of a row together"
+    assert logits.stride(1) == 1, (
+        f"logits have strides {logits.stride()}: wanted the scores of a row together"
+    )
     assert params.bias.shape[1] == V, f"logits for {V} tokens, rows for {params.bias.shape[1]}"
-    assert rows.is_contiguous() and positions.is_contiguous(), "rows and positions must be contiguous"
+    assert rows.is_contiguous() and positions.is_contiguous(), (
+        "rows and positions must be contiguous"
+    )
     quads = min(QUADS, triton.next_power_of_2(-(-V // 4)))
     splits = triton.next_power_of_2(max(1, min(PICK_PROGRAMS // max(1, R), -(-V // (4 * quads)))))
-    thresholds, partial = logits.new_empty(R, dtype=torch.float32), logits.new_empty(R * splits, dtype=torch.float32)
-    arrived, partial_token = rows.new_empty(R, dtype=torch.int32), rows.new_empty(R * splits, dtype=torch.int32)
+    thresholds, partial = (
+        logits.new_empty(R, dtype=torch.float32),
+        logits.new_empty(R * splits, dtype=torch.float32),
+    )
+    arrived, partial_token = (
+        rows.new_empty(R, dtype=torch.int32),
+        rows.new_empty(R * splits, dtype=torch.int32),
+    )
     tokens = rows.new_empty(R, dtype=torch.int64)
     if R == 0:
         return tokens
-    given = logits, rows, positions, params.floats, params.ints, params.bias, params.marks, thresholds, arrived
+    given = (
+        logits,
+        rows,
+        positions,
+        params.floats,
+        params.ints,
+        params.bias,
+        params.marks,
+        thresholds,
+        arrived,
+    )
     width = min(WIDTH, triton.next_power_of_2(V))
-    scratch = thresholds.new_empty(R, -(-V // width) * width)  # fp32, of which little is ever written
+    scratch = thresholds.new_empty(
+        R, -(-V // width) * width
+    )  # fp32, of which little is ever written
     threshold_kernel[(R,)](
         *given, scratch, logits.stride(0), scratch.stride(0), V,
         WIDTH=width, num_warps=THRESHOLD_WARPS, **early(logits),

@@ -3,9 +3,9 @@ A client's connection, and what one may cost: uvicorn's HTTP protocol with limit
 
     uvicorn.Config(LastAnswers(gate), http=Connection)      # gate: the ASGI application, with `args`
 
-Not run by itself: api.py puts it in front of its `Gate`. Nobody has shown a key yet, so everything here is bounded:
-bytes and number of headers, time, requests that wait in a connection, connections. Only Linux's and macOS's behaviour
-of TCP is assumed, nothing of the requests' meaning.
+Not run by itself: api.py puts it in front of its `Gate`. Nobody has shown a key yet, so everything
+here is bounded: bytes and number of headers, time, requests that wait in a connection, connections.
+Only Linux's and macOS's behaviour of TCP is assumed, nothing of the requests' meaning.
 """
 
 import asyncio
@@ -17,31 +17,45 @@ from collections import deque
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from protocol import ApiError, error_body
-from workers import Seat
+from serving.protocol import ApiError, error_body
+from serving.workers import Seat
 
 MAX_HEAD = 2**16  # bytes of a request besides its body: its first line, headers and trailers
 MAX_HEADERS = 128  # each costs 20 times its bytes in memory
 MAX_PIPELINED = 8  # requests of one connection that wait for the answer to the first
 REFUSED_SECONDS = 1  # how long a client that still sends its body has to read why it is refused
 PROBE_SECONDS = 1  # between two questions whether a client that ended its side is still there
-ROOM_SECONDS = 0.1  # between two looks whether other HTTP processes have more connections than there may be
+ROOM_SECONDS = (
+    0.1  # between two looks whether other HTTP processes have more connections than there may be
+)
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PING_CHUNK = b"8\r\n: ping\n\n\r\n"
 
-# Headers that decide who is asked, by whom, and where a request ends: with two of one kind, whoever stands in front of
-# this server may have read the other.
-SINGLE_HEADERS = {b"host", b"authorization", b"origin", b"content-length", b"content-type", b"transfer-encoding"}
+# Headers that decide who is asked, by whom, and where a request ends: with two of one kind, whoever
+# stands in front of this server may have read the other.
+SINGLE_HEADERS = {
+    b"host",
+    b"authorization",
+    b"origin",
+    b"content-length",
+    b"content-type",
+    b"transfer-encoding",
+}
 
 
 def check_head(headers: list[tuple[bytes, bytes]]):
-    """Raises ApiError (400, 431) for headers that are too many or contradict each other. Names are in lower case."""
+    """
+    Raises ApiError (400, 431) for headers that are too many or contradict each other. Names are in
+    lower case.
+    """
     if len(headers) > MAX_HEADERS:
         raise ApiError(431, f"the request has more than {MAX_HEADERS} headers: send fewer")
     names = [name for name, _ in headers if name in SINGLE_HEADERS]
     for name in names:
         if names.count(name) > 1:
-            raise ApiError(400, f"the header {name.decode()} is there {names.count(name)} times: send it once")
+            raise ApiError(
+                400, f"the header {name.decode()} is there {names.count(name)} times: send it once"
+            )
 
 
 def announces_body(headers: list[tuple[bytes, bytes]]) -> bool:
@@ -51,8 +65,8 @@ def announces_body(headers: list[tuple[bytes, bytes]]) -> bool:
 
 class LastAnswers:
     """
-    ASGI middleware: an answer that is given before the whole body was read, a refusal mostly, is the connection's last.
-    What the client still sends is dropped, and not for long.
+    ASGI middleware: an answer that is given before the whole body was read, a refusal mostly, is
+    the connection's last. What the client still sends is dropped, and not for long.
     """
 
     def __init__(self, app):
@@ -79,15 +93,18 @@ class LastAnswers:
                 return await send(message)
             await send(message | {"more_body": True})  # all of the answer goes out now,
             await drop_rest(receive)
-            await send({"type": "http.response.body"})  # and with its end uvicorn closes the connection
+            await send(
+                {"type": "http.response.body"}
+            )  # and with its end uvicorn closes the connection
 
         await self.app(scope, receive_part, send_part)
 
 
 async def drop_rest(receive):
     """
-    Drop what a client still sends until it ends, hangs up or REFUSED_SECONDS are over. A connection that is closed with
-    bytes unread is reset, and a client that was still sending would lose the answer.
+    Drop what a client still sends until it ends, hangs up or REFUSED_SECONDS are over. A connection
+    that is closed with bytes unread is reset, and a client that was still sending would lose the
+    answer.
     """
     with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # the latter: the server stops
         async with asyncio.timeout(REFUSED_SECONDS):
@@ -97,9 +114,9 @@ async def drop_rest(receive):
 
 def make_room(connections: set, seat: Seat, most: int):
     """
-    Where all HTTP processes together have more than `most` connections, close those here that are idle for longest, the
-    newest perhaps, which has sent nothing yet. Who has the most idle ones does it; the others let a newcomer in as long
-    as it can, and it sees that within ROOM_SECONDS.
+    Where all HTTP processes together have more than `most` connections, close those here that are
+    idle for longest, the newest perhaps, which has sent nothing yet. Who has the most idle ones
+    does it; the others let a newcomer in as long as it can, and it sees that within ROOM_SECONDS.
     """
     counts = seat.counts
     excess = sum(counts.open) - most
@@ -114,9 +131,9 @@ def make_room(connections: set, seat: Seat, most: int):
 
 class Connection(HttpToolsProtocol):
     """
-    uvicorn's connection, cut off when it takes longer than --client-seconds to send a whole request or to read what
-    waits for it, or sends too much besides bodies; where there are too many, the one that is idle for longest goes.
-    What it was computing ends with it.
+    uvicorn's connection, cut off when it takes longer than --client-seconds to send a whole request
+    or to read what waits for it, or sends too much besides bodies; where there are too many, the
+    one that is idle for longest goes. What it was computing ends with it.
     """
 
     def __init__(self, *args, **options):
@@ -140,7 +157,9 @@ class Connection(HttpToolsProtocol):
         make_room(self.connections, self.seat, self.args.max_connections)
 
     def count(self):
-        """Tell the other HTTP processes of this connection: --max-connections holds for all together."""
+        """
+        Tell the other HTTP processes of this connection: --max-connections holds for all together.
+        """
         number = self.seat.number
         is_open = self in self.connections and not self.transport.is_closing()
         is_idle = is_open and self.is_idle
@@ -150,7 +169,10 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """No request is in work: no head is complete, or what was asked has its answer, which says it is the last."""
+        """
+        No request is in work: no head is complete, or what was asked has its answer, which says it
+        is the last.
+        """
         return all(cycle.scope.get("is_last") for cycle in self.unanswered)
 
     def cut_off_later(self):
@@ -184,7 +206,9 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name, value):
         self.head_size += len(name) + len(value) + len(": \r\n")
         self.untold = 0
-        if not self.in_body and len(self.headers) <= MAX_HEADERS:  # trailers are counted and forgotten
+        if (
+            not self.in_body and len(self.headers) <= MAX_HEADERS
+        ):  # trailers are counted and forgotten
             super().on_header(name, value)
 
     def on_headers_complete(self):
@@ -197,7 +221,8 @@ class Connection(HttpToolsProtocol):
         self.count()
         if len(self.unanswered) > 1 + MAX_PIPELINED:
             self.transport.abort()
-        # uvicorn stops reading while requests wait, and then would not notice that the client hangs up
+        # uvicorn stops reading while requests wait, and then would not notice that the client hangs
+        # up
         self.flow.resume_reading()
 
     def on_body(self, body):
@@ -216,8 +241,9 @@ class Connection(HttpToolsProtocol):
 
     def ignore_upgrade(self, rest: bytes):
         """
-        A client that offers to go on in HTTP/2 (h2c) or as a WebSocket is answered in HTTP/1.1, as if it had not. The
-        parser takes such a request for ended with its head: another one gets it again, without the offer.
+        A client that offers to go on in HTTP/2 (h2c) or as a WebSocket is answered in HTTP/1.1, as
+        if it had not. The parser takes such a request for ended with its head: another one gets it
+        again, without the offer.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -238,16 +264,18 @@ class Connection(HttpToolsProtocol):
 
     def probe(self, seconds: float):
         """
-        A client that hangs up sends what one sends that only has nothing more to ask. Its machine answers the first
-        bytes after that with a reset, and the next then end the connection: so send some that mean nothing, twice at
-        once, as most hang up, and then now and then.
+        A client that hangs up sends what one sends that only has nothing more to ask. Its machine
+        answers the first bytes after that with a reset, and the next then end the connection: so
+        send some that mean nothing, twice at once, as most hang up, and then now and then.
         """
         if not self.unanswered or self.transport.is_closing():
             return
         cycle = self.unanswered[0]
         if not cycle.response_started:
             self.transport.write(CONTINUE)
-        elif cycle.chunked_encoding:  # a stream of events: uvicorn writes whole chunks, so this is between two
+        elif (
+            cycle.chunked_encoding
+        ):  # a stream of events: uvicorn writes whole chunks, so this is between two
             self.transport.write(PING_CHUNK)
         self.loop.call_later(seconds, self.probe, PROBE_SECONDS)
 

@@ -1,11 +1,11 @@
 """
-What a model writes: samples at the end of a training run, and how much of them is Python, which is the share of their
-complete statements that `ast.parse` would accept.
+What a model writes: samples at the end of a training run, and how much of them is Python, which is
+the share of their complete statements that `ast.parse` would accept.
 
     share(["x = 1\\nif x:\\n    y = (2\\n", "x ="])    # 2/3: `y = (2` is not complete, `x =` is, and wrong
 
-A statement may come from the middle of a function, so each is read alone: without its indentation, a header such as
-`if x:` or `else:` with a `pass` for the block that it announces.
+A statement may come from the middle of a function, so each is read alone: without its indentation,
+a header such as `if x:` or `else:` with a `pass` for the block that it announces.
 """
 
 import argparse
@@ -17,20 +17,32 @@ from codeop import PyCF_ALLOW_INCOMPLETE_INPUT  # tells "goes on in the next lin
 import numpy as np
 import torch
 
-LAST_SAMPLES = 16  # texts at the end, three of them shown: so many that the share of statements is good to 5%
+LAST_SAMPLES = (
+    16  # texts at the end, three of them shown: so many that the share of statements is good to 5%
+)
 TEMPERATURE = 0.6  # at 0.8 a small model stumbles over its rarer choices, at 0.4 it repeats itself
 # what a clause that cannot stand alone follows, by its first word
-BEFORE = {"elif": "if x: pass\n", "else": "if x: pass\n", "except": "try: pass\n", "finally": "try: pass\n"}
+BEFORE = {
+    "elif": "if x: pass\n",
+    "else": "if x: pass\n",
+    "except": "try: pass\n",
+    "finally": "try: pass\n",
+}
 BEFORE |= {"case": "match x:\n "}
 
 
 def sample(run, prompts: list[list[int]], length: int, temperature: float) -> list[str]:
-    """The model's continuations, of at most `length` tokens, of equally long prompts; each ends where it ends it."""
+    """
+    The model's continuations, of at most `length` tokens, of equally long prompts; each ends where
+    it ends it.
+    """
     machine, tokenizer = run.machine, run.corpus.tokenizer
     generator = torch.Generator(machine.device).manual_seed(run.args.seed)
 
     def choose(logits, position):
-        return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)[:, 0]
+        return torch.multinomial(
+            (logits.float() / temperature).softmax(-1), 1, generator=generator
+        )[:, 0]
 
     run.model.eval()
     with machine.autocast():
@@ -48,47 +60,68 @@ def whole_lines(text: str) -> str:
 
 def last_samples(run) -> str:
     """
-    Three continuations of held-out text, to be printed. For a corpus of Python, also the share of statements that parse
-    of all LAST_SAMPLES continuations, and of what really follows, cut alike.
+    Three continuations of held-out text, to be printed. For a corpus of Python, also the share of
+    statements that parse of all LAST_SAMPLES continuations, and of what really follows, cut alike.
     """
     val, tokenizer = run.corpus.val, run.corpus.tokenizer
     prompt, length = sample_lengths(run.args)
     places = np.linspace(0, len(val) - prompt - length, LAST_SAMPLES).clip(0).astype(int)
     texts = sample(run, [val[i : i + prompt].tolist() for i in places], length, TEMPERATURE)
     texts = [whole_lines(text) for text in texts]
-    truth = [whole_lines(tokenizer.decode(val[i + prompt : i + prompt + length].tolist())) for i in places]
+    truth = [
+        whole_lines(tokenizer.decode(val[i + prompt : i + prompt + length].tolist()))
+        for i in places
+    ]
     shown = [text for text in texts if text.strip()][:3]
-    told = [f"sample {i}:\n" + textwrap.indent(text.strip("\n"), "    ") for i, text in enumerate(shown, 1)]
+    told = [
+        f"sample {i}:\n" + textwrap.indent(text.strip("\n"), "    ")
+        for i, text in enumerate(shown, 1)
+    ]
     sampled, real = share(texts), share(truth)
-    if sampled is not None and real is not None and real > 0.5:  # else the corpus is of another language
-        told.append(f"statements that parse: {sampled:.0%} of the sampled, {real:.0%} of the held-out text's")
+    if (
+        sampled is not None and real is not None and real > 0.5
+    ):  # else the corpus is of another language
+        told.append(
+            f"statements that parse: {sampled:.0%} of the sampled, {real:.0%} of the held-out text's"
+        )
     return "\n".join(told)
 
 
 def sample_lengths(args: argparse.Namespace) -> tuple[int, int]:
-    """Tokens of the prompt and of the continuation, of the last samples: together they fit the context."""
+    """
+    Tokens of the prompt and of the continuation, of the last samples: together they fit the
+    context.
+    """
     prompt = args.context_length // 4
     return prompt, min(2 * args.sample_tokens, args.context_length - prompt)
 
 
 def sample_tokens_in_all(args: argparse.Namespace) -> float:
-    """Tokens that the model reads for the last samples: for each that it writes, the text so far."""
+    """
+    Tokens that the model reads for the last samples: for each that it writes, the text so far.
+    """
     prompt, length = sample_lengths(args)
     return LAST_SAMPLES * length * (prompt + length / 2)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Python
 
 
 def share(texts: list[str]) -> float | None:
-    """Of the complete statements of texts, the part that parses, from 0 to 1. None where there is no statement."""
+    """
+    Of the complete statements of texts, the part that parses, from 0 to 1. None where there is no
+    statement.
+    """
     verdicts = [verdict for text in texts for verdict in judge(text)]
     return sum(verdicts) / len(verdicts) if verdicts else None
 
 
 def judge(text: str) -> list[bool]:
-    """Whether each complete statement of a text parses. What is still open when the text ends is left out."""
+    """
+    Whether each complete statement of a text parses. What is still open when the text ends is left
+    out.
+    """
     lines = text.split("\n")
     verdicts = []
     start = 0
@@ -115,10 +148,18 @@ def is_blank(line: str) -> bool:
 
 
 def parses(lines: list[str]) -> bool | None:
-    """Whether these lines are one statement or header: True, False, or None if they may yet become one."""
+    """
+    Whether these lines are one statement or header: True, False, or None if they may yet become
+    one.
+    """
     source = "\n".join(lines).lstrip()
     word = source.split(maxsplit=1)[0].rstrip(":")
-    bodies = ["", "\n  pass", "\n  pass\nfinally: pass", "\ndef f(): pass"]  # of a statement, header, try, decorator
+    bodies = [
+        "",
+        "\n  pass",
+        "\n  pass\nfinally: pass",
+        "\ndef f(): pass",
+    ]  # of a statement, header, try, decorator
     verdicts = [compiles(BEFORE.get(word, "") + source + body) for body in bodies]
     if True in verdicts:
         return True

@@ -5,10 +5,11 @@ Texts and conversations -> token ids, and back, without holding up whoever asks.
     ids = encoder.encode("def ")                               # blocks; `await encoder.ask(job)` does not
     ids = encoder.chat([{"role": "user", "content": "hello"}])
 
-Short texts are encoded where they are. Long ones, and all chat templates, go to a process of their own, because both
-hold Python's interpreter: it starts with the first that needs it, imports no torch, and does one job after the other.
-A job that takes too much time or memory ends the process, its client gets one error, and the next job starts another.
-`python encoder.py DIRECTORY FILE_DESCRIPTOR` is that process.
+Short texts are encoded where they are. Long ones, and all chat templates, go to a process of their
+own, because both hold Python's interpreter: it starts with the first that needs it, imports no
+torch, and does one job after the other. A job that takes too much time or memory ends the process,
+its client gets one error, and the next job starts another. `python -m serving.encoder DIRECTORY
+FILE_DESCRIPTOR` is that process.
 """
 
 import asyncio
@@ -24,14 +25,17 @@ from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from chat import Chat, load_chat, read_template
+from serving.chat import Chat, load_chat, read_template
 from tokenizer import Tokenizer, TokenizerError, load_tokenizer, token_name
 
+ROOT = Path(__file__).parents[1]
 # Encoding takes 20 to 500 ns a byte, whatever the text: 4,096 characters or ids are at most 2 ms.
 SHORT = 4096
 JOB_SECONDS = 20  # of CPU time for one job: 4 MiB, the largest body, take 1 to 5
 JOB_MEMORY = 2**30  # bytes that a job may take: 4 MiB take 0.4 GiB
-MAX_WAITING = 2**26  # characters and ids of all jobs that wait or are worked at: so much memory they hold here
+MAX_WAITING = (
+    2**26
+)  # characters and ids of all jobs that wait or are worked at: so much memory they hold here
 MAX_NAMES = 2**18  # tokens that one answer names
 
 
@@ -52,7 +56,10 @@ class Encoder:
         self.link: Connection | None = None
 
     def check(self):
-        """Raises TokenizerError for a chat template that is broken. It is a program, so the process compiles it."""
+        """
+        Raises TokenizerError for a chat template that is broken. It is a program, so the process
+        compiles it.
+        """
         if self.has_chat:
             self.thread.submit(self._start).result()
 
@@ -61,13 +68,16 @@ class Encoder:
         return read_ids(*self._do({"texts": [text]}, len(text)))[0]
 
     def chat(self, messages: list[dict], **options) -> list[int]:
-        """Token ids of a conversation: [{"role", "content"}, ...], and variables of the template."""
+        """
+        Token ids of a conversation: [{"role", "content"}, ...], and variables of the template.
+        """
         return read_ids(*self._do({"messages": messages, "options": options}, 0))[0]
 
     async def ask(self, job: dict, size: int) -> tuple[dict, bytes]:
         """
-        What `work` makes of a job whose texts have so many characters, or ids. Raises TokenizerError for what the
-        client can change, EncoderBusy, and RuntimeError should the process end for another reason.
+        What `work` makes of a job whose texts have so many characters, or ids. Raises
+        TokenizerError for what the client can change, EncoderBusy, and RuntimeError should the
+        process end for another reason.
         """
         if self.is_short(job, size):
             return work(job, self.tokenizer, None)
@@ -75,7 +85,9 @@ class Encoder:
             raise EncoderBusy
         self.waiting += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.thread, self._exchange, job)
+            return await asyncio.get_running_loop().run_in_executor(
+                self.thread, self._exchange, job
+            )
         finally:
             self.waiting -= size
 
@@ -88,7 +100,10 @@ class Encoder:
             process.wait()
 
     def is_short(self, job: dict, size: int) -> bool:
-        """Whether a job takes 2 ms at most. A template can be any program, and a checkpoint's own pattern is one."""
+        """
+        Whether a job takes 2 ms at most. A template can be any program, and a checkpoint's own
+        pattern is one.
+        """
         if "messages" in job or not self.tokenizer.has_known_pattern:
             return False
         return size + 16 * len(job.get("texts", ())) <= SHORT
@@ -102,7 +117,9 @@ class Encoder:
         if self.process is None:
             self._start()
         try:
-            self.link.send_bytes(json.dumps(job, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+            self.link.send_bytes(
+                json.dumps(job, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            )
             return self._receive()
         except (EOFError, OSError):
             raise self._ended("this") from None
@@ -116,9 +133,12 @@ class Encoder:
     def _start(self):
         """Start the process and wait until it is ready."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, __file__, str(self.directory), str(theirs.fileno())]
+        directory = str(Path(self.directory).resolve())
+        command = [sys.executable, "-m", "serving.encoder", directory, str(theirs.fileno())]
         # a session of its own: Ctrl-C at the terminal is for us
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], start_new_session=True, cwd=ROOT
+        )
         theirs.close()
         self.link = Connection(ours.detach())
         what = f"reading the tokenizer and chat template of {self.directory}"
@@ -136,11 +156,13 @@ class Encoder:
         code = self.process.wait()
         self.process = self.link = None
         if code == -signal.SIGPROF:
-            return TokenizerError(f"{what} takes more than {JOB_SECONDS} s of CPU time to encode or render: shorten it")
+            return TokenizerError(
+                f"{what} takes more than {JOB_SECONDS} s of CPU time to encode or render: shorten it"
+            )
         return RuntimeError(f"the encoding process ended (exit code {code})")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The work, here or in the process
 
 
@@ -180,11 +202,20 @@ def read_ids(head: dict, data: bytes) -> list[list[int]]:
 
 
 def tokenize_answer(ids: list[int], tokenizer: Tokenizer, names: bool, **fields) -> bytes:
-    """The JSON of /tokenize. Its lists are written by hand: `json` would take 60 bytes and more for each id."""
+    """
+    The JSON of /tokenize. Its lists are written by hand: `json` would take 60 bytes and more for
+    each id.
+    """
     if names and len(ids) > MAX_NAMES:
-        raise TokenizerError(f"return_token_strs for {len(ids)} tokens, at most {MAX_NAMES} are named: leave it out")
+        raise TokenizerError(
+            f"return_token_strs for {len(ids)} tokens, at most {MAX_NAMES} are named: leave it out"
+        )
     head = json.dumps({"count": len(ids)} | fields)[:-1].encode()
-    strings = joined(json.dumps(token_name(tokenizer.spelled_bytes(i))) for i in ids) if names else b"null"
+    strings = (
+        joined(json.dumps(token_name(tokenizer.spelled_bytes(i))) for i in ids)
+        if names
+        else b"null"
+    )
     return b'%s, "tokens": %s, "token_strs": %s}' % (head, joined(map(str, ids)), strings)
 
 
@@ -195,12 +226,15 @@ def joined(items: Iterable[str]) -> bytes:
     return f"[{','.join(pieces)}]".encode()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The process
 
 
 def limit_memory():
-    """A job that needs more than JOB_MEMORY gets a MemoryError, where the system can tell what we have already."""
+    """
+    A job that needs more than JOB_MEMORY gets a MemoryError, where the system can tell what we have
+    already.
+    """
     import resource
 
     try:
@@ -212,14 +246,19 @@ def limit_memory():
 
 
 def attempt(do: Callable, *args) -> tuple[dict, bytes]:
-    """What `do(*args)` replies. The kernel ends the process if it takes more than JOB_SECONDS of CPU time."""
+    """
+    What `do(*args)` replies. The kernel ends the process if it takes more than JOB_SECONDS of CPU
+    time.
+    """
     signal.setitimer(signal.ITIMER_PROF, JOB_SECONDS)
     try:
         return do(*args)
     except TokenizerError as error:
         return {"error": str(error)}, b""
     except MemoryError:
-        return {"error": f"this takes more than {JOB_MEMORY >> 20} MiB to encode or render: shorten it"}, b""
+        return {
+            "error": f"this takes more than {JOB_MEMORY >> 20} MiB to encode or render: shorten it"
+        }, b""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

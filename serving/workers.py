@@ -1,13 +1,14 @@
 """
-Several HTTP processes on one port: the first one, which serve.py is, starts the others, starts again those that die,
-and has them end with it.
+Several HTTP processes on one port: the first one, which serve.py is, starts the others, starts
+again those that die, and has them end with it.
 
     workers = Workers(start, sockets[1:], counts)        # start(sock, seat) -> the process
     workers.watch()                                      # on the event loop
     workers.stop()                                       # drain; the second time: now
 
-Each has a listening socket of its own on the same port (SO_REUSEPORT), among which the kernel spreads connections, and
-a link to the engine of its own (client.py). What is left to share is in a `Seat`. Not run by itself.
+Each has a listening socket of its own on the same port (SO_REUSEPORT), among which the kernel
+spreads connections, and a link to the engine of its own (client.py). What is left to share is in a
+`Seat`. Not run by itself.
 """
 
 import asyncio
@@ -20,11 +21,17 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-RESTART_SECONDS = 1.0  # until one that died is started again: one that cannot start must not keep a core busy
-CORES_EACH = 4  # how many cores there are for each HTTP process, if nobody says how many it shall be
+RESTART_SECONDS = (
+    1.0  # until one that died is started again: one that cannot start must not keep a core busy
+)
+CORES_EACH = (
+    4  # how many cores there are for each HTTP process, if nobody says how many it shall be
+)
 MAX_BY_DEFAULT = 8
 MAX_WORKERS = 64  # by order: each has sockets, and files of counts, in the first one
-METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # names prometheus_client's variable: where several processes count
+METRICS_FOLDER = (
+    "PROMETHEUS_MULTIPROC_DIR"  # names prometheus_client's variable: where several processes count
+)
 
 # Not a fork: it would inherit connections, and the event loop.
 context = multiprocessing.get_context("spawn")
@@ -32,13 +39,20 @@ context = multiprocessing.get_context("spawn")
 
 @dataclass
 class Counts:
-    """Connections of each HTTP process, by its number. All processes see them, each writes its own."""
+    """
+    Connections of each HTTP process, by its number. All processes see them, each writes its own.
+    """
 
     open: Any = field(default_factory=lambda: [0])
-    idle: Any = field(default_factory=lambda: [0])  # those among them in which no request is in work
+    idle: Any = field(
+        default_factory=lambda: [0]
+    )  # those among them in which no request is in work
 
     def makes_room(self, number: int) -> bool:
-        """Whether it is this process that closes idle connections when there are too many: it has the most of them."""
+        """
+        Whether it is this process that closes idle connections when there are too many: it has the
+        most of them.
+        """
         return number == max(range(len(self.idle)), key=self.idle.__getitem__)
 
 
@@ -48,7 +62,9 @@ class Seat:
 
     number: int = 0  # 0: the first, which leads
     counts: Counts = field(default_factory=Counts)
-    orders: Connection | None = None  # from the first: a byte is one `stop`, the end of the file its death
+    orders: Connection | None = (
+        None  # from the first: a byte is one `stop`, the end of the file its death
+    )
 
     @property
     def is_first(self) -> bool:
@@ -56,14 +72,19 @@ class Seat:
 
 
 def default_count() -> int:
-    """One HTTP process on small machines; on large ones as many as keep up with a GPU's 256 streams."""
+    """
+    One HTTP process on small machines; on large ones as many as keep up with a GPU's 256 streams.
+    """
     if not can_share_port():
         return 1
     return max(1, min(MAX_BY_DEFAULT, (os.cpu_count() or 1) // CORES_EACH))
 
 
 def can_share_port() -> bool:
-    """Whether the kernel spreads connections among sockets on one port. macOS gives all of them to the last."""
+    """
+    Whether the kernel spreads connections among sockets on one port. macOS gives all of them to the
+    last.
+    """
     return os.uname().sysname == "Linux"
 
 
@@ -72,13 +93,20 @@ def shared_counts(count: int) -> Counts:
 
 
 def share_port(first: socket.socket, count: int) -> list[socket.socket]:
-    """The socket and further ones on its port. It was opened without sharing, so nobody else listens there."""
+    """
+    The socket and further ones on its port. It was opened without sharing, so nobody else listens
+    there.
+    """
     sockets = [first]
     first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     for _ in range(count - 1):
-        both = first.family == socket.AF_INET6 and not first.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+        both = first.family == socket.AF_INET6 and not first.getsockopt(
+            socket.IPPROTO_IPV6, socket.IPV6_V6ONLY
+        )
         address = first.getsockname()[:2]
-        sock = socket.create_server(address, family=first.family, dualstack_ipv6=both, reuse_port=True)
+        sock = socket.create_server(
+            address, family=first.family, dualstack_ipv6=both, reuse_port=True
+        )
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sockets.append(sock)
     return sockets
@@ -86,8 +114,8 @@ def share_port(first: socket.socket, count: int) -> list[socket.socket]:
 
 class Workers:
     """
-    All HTTP processes but the first, for the first. A worker's socket stays open here while it is started again:
-    whoever connects meanwhile waits for the next one.
+    All HTTP processes but the first, for the first. A worker's socket stays open here while it is
+    started again: whoever connects meanwhile waits for the next one.
     """
 
     def __init__(self, start: Callable, sockets: list[socket.socket], counts: Counts):
@@ -135,7 +163,9 @@ class Workers:
         """For whoever wants to know."""
 
     def stop(self):
-        """Have all workers take no new work and end when theirs is done; the second time, end at once."""
+        """
+        Have all workers take no new work and end when theirs is done; the second time, end at once.
+        """
         self.stopping = True
         for sock in self.sockets:
             sock.close()  # so that the port is closed with the last worker

@@ -4,9 +4,10 @@ One step of serving: plan -> batch -> forward -> sample -> update.
     engine = Engine(load_checkpoint("out/stdlib"))
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))     # prompts and answers are lists of token ids
 
-The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py) computes it on the device, and the
-`Engine` ties both to requests that come and go. `run` is its own loop, for a thread or a process of its own.
-Letters: B requests, T tokens, M blocks per table, S block size, R sampled tokens.
+The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py) computes it on the
+device, and the `Engine` ties both to requests that come and go. `run` is its own loop, for a thread
+or a process of its own. Letters: B requests, T tokens, M blocks per table, S block size, R sampled
+tokens.
 """
 
 import os
@@ -23,15 +24,15 @@ from typing import NamedTuple
 
 import torch
 
-from links import Link, Links
 from model import GPT, GPTConfig
 from paged import Plan, Request, Scheduler
-from runner import InFlight, Runner, kv_dtype
-from sampling import GREEDY, SamplingParams
+from serving.links import Link, Links
+from serving.runner import InFlight, Runner, kv_dtype
+from serving.sampling import GREEDY, SamplingParams
 
 MAX_DELAYS = 10_000  # seconds of each kind that wait to be asked for: a server asks each step, other programs never
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The engine
 
 
@@ -43,20 +44,32 @@ class Output(NamedTuple):
     finish_reason: str | None = None  # stop, length or error; None while it goes on
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     error: str | None = None
-    logprobs: list | None = None  # [log-probability of the token, the likeliest ids, their log-probabilities]
-    prompt_logprobs: list[list] | None = None  # with the first token: such a score of each prompt token but the first
+    logprobs: list | None = (
+        None  # [log-probability of the token, the likeliest ids, their log-probabilities]
+    )
+    prompt_logprobs: list[list] | None = (
+        None  # with the first token: such a score of each prompt token but the first
+    )
 
 
 def bytes_per_block(model: GPT, block_size: int) -> int:
     """2 (K and V) * layers * KV heads * head size * block size * bytes each."""
     config = model.config
-    return 2 * config.n_layer * config.n_kv_head * config.head_size * block_size * kv_dtype(model).itemsize
+    return (
+        2
+        * config.n_layer
+        * config.n_kv_head
+        * config.head_size
+        * block_size
+        * kv_dtype(model).itemsize
+    )
 
 
 def blocks_that_fit(model: GPT, block_size: int) -> int:
     """
-    How many KV blocks there is memory for, when nobody says: 90% of what is free on the GPU (the rest is for CUDA
-    graphs), or a quarter of what is free on the CPU (others live there too), over the bytes of a block.
+    How many KV blocks there is memory for, when nobody says: 90% of what is free on the GPU (the
+    rest is for CUDA graphs), or a quarter of what is free on the CPU (others live there too), over
+    the bytes of a block.
     """
     device = model.wte.weight.device
     if device.type == "cuda":
@@ -69,7 +82,10 @@ def blocks_that_fit(model: GPT, block_size: int) -> int:
 
 
 def check_pool_fits(model: GPT, num_blocks: int, block_size: int):
-    """Raises ValueError for a pool larger than all the device's memory: reserving it can succeed, filling it cannot."""
+    """
+    Raises ValueError for a pool larger than all the device's memory: reserving it can succeed,
+    filling it cannot.
+    """
     device = model.wte.weight.device
     if device.type == "cuda":
         memory = torch.cuda.mem_get_info(device)[1]
@@ -84,8 +100,8 @@ def check_pool_fits(model: GPT, num_blocks: int, block_size: int):
 
 def pool_size(model: GPT, num_blocks: int | None, block_size: int, max_num_seqs: int) -> int:
     """
-    The number of blocks asked for, or, for None, what texts of full length for all rows take, as far as there is room.
-    Raises ValueError for a pool that memory cannot hold.
+    The number of blocks asked for, or, for None, what texts of full length for all rows take, as
+    far as there is room. Raises ValueError for a pool that memory cannot hold.
     """
     if num_blocks is None:
         wanted = max_num_seqs * -(-model.config.context_length // block_size)
@@ -94,8 +110,13 @@ def pool_size(model: GPT, num_blocks: int | None, block_size: int, max_num_seqs:
     return num_blocks
 
 
-def longest_text(config: GPTConfig, num_blocks: int, block_size: int, max_model_len: int | None) -> int:
-    """The longest prompt plus answer: what is asked for, or else possible. Raises ValueError for more than that."""
+def longest_text(
+    config: GPTConfig, num_blocks: int, block_size: int, max_model_len: int | None
+) -> int:
+    """
+    The longest prompt plus answer: what is asked for, or else possible. Raises ValueError for more
+    than that.
+    """
     most = min(config.context_length, num_blocks * block_size)
     if max_model_len is not None and not 1 <= max_model_len <= most:
         raise ValueError(
@@ -106,7 +127,10 @@ def longest_text(config: GPTConfig, num_blocks: int, block_size: int, max_model_
 
 
 def step_size(on_gpu: bool, max_num_seqs: int | None, token_budget: int | None) -> tuple[int, int]:
-    """The most requests and tokens of a step: what is asked for, or else suits the device. May raise ValueError."""
+    """
+    The most requests and tokens of a step: what is asked for, or else suits the device. May raise
+    ValueError.
+    """
     max_num_seqs = max_num_seqs or (256 if on_gpu else 64)
     token_budget = token_budget or max(8192 if on_gpu else 512, max_num_seqs)
     if token_budget < max_num_seqs:
@@ -141,10 +165,13 @@ class Engine:
         model: GPT,
         *,
         block_size: int = 16,
-        num_blocks: int | None = None,  # None: room for max_num_seqs texts of full length, as far as memory allows
+        num_blocks: int
+        | None = None,  # None: room for max_num_seqs texts of full length, as far as memory allows
         max_num_seqs: int | None = None,  # None: 256 on a GPU, 64 on a CPU
-        token_budget: int | None = None,  # tokens computed in a step; None: 8192 on a GPU, 512 on a CPU
-        max_model_len: int | None = None,  # longest prompt plus answer; None: what model and pool allow
+        token_budget: int
+        | None = None,  # tokens computed in a step; None: 8192 on a GPU, 512 on a CPU
+        max_model_len: int
+        | None = None,  # longest prompt plus answer; None: what model and pool allow
         attention: str = "auto",
         quantize: str = "none",  # or int8: weights and the rows that they multiply as integers; on a CPU
         compile: bool = False,  # on a CPU: the step of a single request that decodes
@@ -155,7 +182,8 @@ class Engine:
         max_long_partial_prefills: int = 1,  # of these, how many may be long; short ones overtake the other long ones
         long_prefill_threshold: int = 512,  # long: more tokens than this, prefix hits aside
         watermark: float = 0.01,  # share of the blocks kept free for running requests when a new one is admitted
-        seed: int | None = None,  # of the seeds drawn for requests that bring none; None: of the system's own noise
+        seed: int
+        | None = None,  # of the seeds drawn for requests that bring none; None: of the system's own noise
         graphs: bool = True,  # on CUDA: capture steps; without, the same sizes run launch by launch
         overlap: bool | None = None,  # plan a step while the one before runs; None: on CUDA
         trace: bool = False,  # print each step
@@ -164,8 +192,14 @@ class Engine:
         on_gpu = model.wte.weight.is_cuda
         max_num_seqs, token_budget = step_size(on_gpu, max_num_seqs, token_budget)
         self.config = model.config
-        shape = {"block_size": block_size, "max_num_seqs": max_num_seqs, "token_budget": token_budget}
-        build = partial(Runner, model, attention=attention, quantize=quantize, compile=compile, **shape)
+        shape = {
+            "block_size": block_size,
+            "max_num_seqs": max_num_seqs,
+            "token_budget": token_budget,
+        }
+        build = partial(
+            Runner, model, attention=attention, quantize=quantize, compile=compile, **shape
+        )
         if on_gpu and num_blocks is None:  # what a step takes is not free for the pool
             with memory_for("the weights and a step"):
                 build(num_blocks=1, graphs=False).warm_up()
@@ -190,7 +224,9 @@ class Engine:
         self.overlap = on_gpu if overlap is None else overlap
         self.in_flight: InFlight | None = None
         self.requests: dict[int | str, Request] = {}  # waiting or running
-        self.num_choices: dict[int | str, int] = {}  # of those whose other choices are still to be forked
+        self.num_choices: dict[
+            int | str, int
+        ] = {}  # of those whose other choices are still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of those whose prompts are being scored
         self.seeds = random.Random(seed)
         self.delays = {name: deque(maxlen=MAX_DELAYS) for name in ("waited", "prefilled")}
@@ -203,7 +239,10 @@ class Engine:
         return len(self.requests) + sum(n - 1 for n in self.num_choices.values())
 
     def statement(self) -> str:
-        """What was built: memory, room, graphs and the way of attention, to be said once before it serves."""
+        """
+        What was built: memory, room, graphs and the way of attention, to be said once before it
+        serves.
+        """
         runner, S = self.runner, self.scheduler.block_size
         tokens, backend = self.num_blocks * S, runner.backend
         parts = [
@@ -231,24 +270,33 @@ class Engine:
         cache_salt: str = "",
     ) -> Request:
         """
-        Queue a request; with the priority policy, a lower priority is served first. With n > 1, further choices with
-        the ids "id.1", "id.2", ... are forked from it once its prompt is computed; should it fail before, they never
-        are. Raises ValueError at once, with the numbers, for what can never be served.
+        Queue a request; with the priority policy, a lower priority is served first. With n > 1,
+        further choices with the ids "id.1", "id.2", ... are forked from it once its prompt is
+        computed; should it fail before, they never are. Raises ValueError at once, with the
+        numbers, for what can never be served.
         """
         prompt_tokens, V = list(prompt_tokens), self.config.vocab_size
         params.check_vocabulary(V)
         if type(n) is not int or n < 1:
             raise ValueError(f"n is {n!r}: wanted a whole number, at least 1")
-        if prompt_logprobs is not None and not (type(prompt_logprobs) is int and 0 <= prompt_logprobs <= V):
+        if prompt_logprobs is not None and not (
+            type(prompt_logprobs) is int and 0 <= prompt_logprobs <= V
+        ):
             raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}: wanted 0 to {V}, or None")
         for taken in (id, *(f"{id}.{choice}" for choice in range(1, n))):
-            promised = any(taken == f"{first}.{i}" for first, m in self.num_choices.items() for i in range(1, m))
+            promised = any(
+                taken == f"{first}.{i}"
+                for first, m in self.num_choices.items()
+                for i in range(1, m)
+            )
             if taken in self.requests or promised:
                 raise ValueError(f"request id {taken!r} is in use: choose another")
         if not prompt_tokens:
             raise ValueError("the prompt is empty: give it at least one token")
         for t in prompt_tokens:
-            if type(t) is not int or not 0 <= t < V:  # an array's numbers are no int either: .tolist() makes them so
+            if (
+                type(t) is not int or not 0 <= t < V
+            ):  # an array's numbers are no int either: .tolist() makes them so
                 raise ValueError(
                     f"the prompt has token {t!r}, outside 0..{V - 1}: encode it with this model's tokenizer, to a list"
                 )
@@ -269,7 +317,9 @@ class Engine:
             cache_salt=cache_salt,
             prompt_logprobs=prompt_logprobs,
             stop_token_ids=frozenset(params.stop_token_ids).union(eos),
-            params=params if params.seed is not None else replace(params, seed=self.seeds.getrandbits(63)),
+            params=params
+            if params.seed is not None
+            else replace(params, seed=self.seeds.getrandbits(63)),
         )
         self.scheduler.add_request(request)
         self.requests[id] = request
@@ -279,9 +329,10 @@ class Engine:
 
     def _fork_choices(self, first: Request):
         """
-        The other choices of a prompt that was just computed. A fork shares all its blocks and computes only its last
-        token again, which gives the logits to sample from. Where that cannot be (no row is free, the first choice has
-        ended, the last block is full and committed) a choice waits like any request and finds the blocks in the cache.
+        The other choices of a prompt that was just computed. A fork shares all its blocks and
+        computes only its last token again, which gives the logits to sample from. Where that cannot
+        be (no row is free, the first choice has ended, the last block is full and committed) a
+        choice waits like any request and finds the blocks in the cache.
         """
         P = len(first.prompt_tokens)
         can_share = first.status == "active" and first.num_committed * self.scheduler.block_size < P
@@ -289,17 +340,29 @@ class Engine:
             id, own = f"{first.id}.{choice}", {"choice": choice, "prompt_logprobs": None}
             if can_share and self.scheduler.free_rows:
                 own["block_table"] = first.block_table[: self.scheduler.blocks_for(P)]
-                fork = self.scheduler.fork(first, id, generated_tokens=[], num_filled_slots=P - 1, **own)
+                fork = self.scheduler.fork(
+                    first, id, generated_tokens=[], num_filled_slots=P - 1, **own
+                )
                 self.runner.place(fork)
             else:
-                shared = ("prompt_tokens", "max_new_tokens", "arrival_time", "priority", "stop_token_ids", "cache_salt")
+                shared = (
+                    "prompt_tokens",
+                    "max_new_tokens",
+                    "arrival_time",
+                    "priority",
+                    "stop_token_ids",
+                    "cache_salt",
+                )
                 same = {name: getattr(first, name) for name in (*shared, "params")}
                 fork = Request(id, **same, **own)
                 self.scheduler.add_request(fork)
             self.requests[id] = fork
 
     def abort(self, id: int | str):
-        """Forget a request in whatever state, and free its blocks. One that has finished already is no error."""
+        """
+        Forget a request in whatever state, and free its blocks. One that has finished already is no
+        error.
+        """
         self.num_choices.pop(id, None), self.prompt_scores.pop(id, None)
         request = self.requests.pop(id, None)
         if request is not None:
@@ -308,8 +371,9 @@ class Engine:
 
     def step(self) -> list[Output]:
         """
-        Compute one step; with overlap, start one and return what the one before has brought, so that the host works
-        while the device does. Should a step fail, the requests that took part end with an error and the others go on.
+        Compute one step; with overlap, start one and return what the one before has brought, so
+        that the host works while the device does. Should a step fail, the requests that took part
+        end with an error and the others go on.
         """
         outputs, flight = self._launch()
         if self.overlap:
@@ -336,7 +400,9 @@ class Engine:
         return [], flight
 
     def _note_admissions(self, plan: Plan):
-        """A request waits until its first admission: what comes after a preemption counts as work."""
+        """
+        A request waits until its first admission: what comes after a preemption counts as work.
+        """
         now = time.monotonic()
         for request in plan.admitted:
             if not request.num_preemptions:
@@ -344,7 +410,10 @@ class Engine:
                 self.delays["waited"].append(now - request.arrival_time)
 
     def _note_first_tokens(self, completed_prefills: list[Request]):
-        """Note how long each first token took, but not of requests that had tokens before a preemption."""
+        """
+        Note how long each first token took, but not of requests that had tokens before a
+        preemption.
+        """
         now = time.monotonic()
         for request in completed_prefills:
             known = request.num_generated - request.num_to_come
@@ -359,9 +428,14 @@ class Engine:
             return self._fail(plan, error)
         for request, (start, found) in plan.prompt_scores.items():
             if self.requests.get(request.id) is request:  # not aborted since
-                self.prompt_scores.setdefault(request.id, [])[start:] = found  # after a preemption, from 0 again
-        live = [r.num_to_come for r in plan.sampled]  # the others have ended since they were planned
-        # before `resolve`, which ends some of them; whoever was aborted since the launch has no token to come
+                self.prompt_scores.setdefault(request.id, [])[start:] = (
+                    found  # after a preemption, from 0 again
+                )
+        live = [
+            r.num_to_come for r in plan.sampled
+        ]  # the others have ended since they were planned
+        # before `resolve`, which ends some of them; whoever was aborted since the launch has no
+        # token to come
         completed_prefills = [r for r in plan.sampled[len(plan.decodes) :] if r.num_to_come]
         for request in self.scheduler.resolve(plan, tokens):
             del self.requests[request.id]
@@ -373,25 +447,38 @@ class Engine:
         new = zip(plan.sampled, tokens, live, strict=True)
         if plan.logprobs or self.prompt_scores or min(tokens, default=0) < 0:
             return [self._output(r, token, plan) for r, token, n in new if n]
-        rest = None, None, None  # the hot loop: of 256 outputs, Output(..) would take 25 us more than this
+        rest = (
+            None,
+            None,
+            None,
+        )  # the hot loop: of 256 outputs, Output(..) would take 25 us more than this
         return [
-            tuple.__new__(Output, (r.id, [token], r.finish_reason, r.num_hit_tokens, *rest)) for r, token, n in new if n
+            tuple.__new__(Output, (r.id, [token], r.finish_reason, r.num_hit_tokens, *rest))
+            for r, token, n in new
+            if n
         ]
 
     def _output(self, r: Request, token: int, plan: Plan) -> Output:
         if token < 0:  # the sampler's word for logits that are not numbers
             self.abort(r.id)
-            return Output(r.id, [], "error", error="the model's logits are not numbers: its weights are broken")
+            return Output(
+                r.id,
+                [],
+                "error",
+                error="the model's logits are not numbers: its weights are broken",
+            )
         found = plan.logprobs.get(r), self.prompt_scores.pop(r.id, None)
         return Output(r.id, [token], r.finish_reason, r.num_hit_tokens, None, *found)
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
         """
-        End whoever took part in a step: what it wrote of their K, V and device state is unknown, after Ctrl-C too,
-        which goes on from here.
+        End whoever took part in a step: what it wrote of their K, V and device state is unknown,
+        after Ctrl-C too, which goes on from here.
         """
         took_part = dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted)
-        failed = [r for r in took_part if self.requests.get(r.id) is r]  # the others have ended since
+        failed = [
+            r for r in took_part if self.requests.get(r.id) is r
+        ]  # the others have ended since
         for request in failed:
             self.abort(request.id)
             request.finish_reason = "error"
@@ -400,12 +487,16 @@ class Engine:
         return [Output(r.id, [], "error", error=f"{type(error).__name__}: {error}") for r in failed]
 
     def generate(
-        self, prompts: Iterable[list[int]], params: SamplingParams | list[SamplingParams], progress: bool = True
+        self,
+        prompts: Iterable[list[int]],
+        params: SamplingParams | list[SamplingParams],
+        progress: bool = True,
     ) -> list[list[int]]:
         """
-        Continue all prompts (lists of token ids), batched continuously, by one SamplingParams or one for each prompt.
-        Returns the answers in order, a stop token included. Raises ValueError for what does not fit, RuntimeError if a
-        step failed; either way, and after Ctrl-C, nothing of the call stays in the engine.
+        Continue all prompts (lists of token ids), batched continuously, by one SamplingParams or
+        one for each prompt. Returns the answers in order, a stop token included. Raises ValueError
+        for what does not fit, RuntimeError if a step failed; either way, and after Ctrl-C, nothing
+        of the call stays in the engine.
         """
         prompts = list(prompts)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -418,11 +509,16 @@ class Engine:
             for request in requests:
                 self.abort(request.id)
             if not self.requests:
-                self.in_flight = None  # what is on the device's stream is before whatever uses its blocks again
+                self.in_flight = (
+                    None  # what is on the device's stream is before whatever uses its blocks again
+                )
         return [r.generated_tokens for r in requests]
 
     def _run_until_done(self, total: int, progress: bool):
-        """Step until idle, with a progress bar on stderr a few times a second and the counts at the end."""
+        """
+        Step until idle, with a progress bar on stderr a few times a second and the counts at the
+        end.
+        """
         started, before, done, shown = time.perf_counter(), self.counts(), 0, 0.0
         while self.has_work:
             for output in self.step():
@@ -434,7 +530,11 @@ class Engine:
             if progress and (seconds - shown > 0.2 or not self.has_work):
                 shown = seconds
                 bar = "=" * (20 * done // total)
-                print(f"\r[{bar:20}] {done}/{total} requests, {new / seconds:,.0f} tok/s", end="", file=sys.stderr)
+                print(
+                    f"\r[{bar:20}] {done}/{total} requests, {new / seconds:,.0f} tok/s",
+                    end="",
+                    file=sys.stderr,
+                )
         if progress:
             print("\n" + self.summary(before, time.perf_counter() - started), file=sys.stderr)
 
@@ -451,8 +551,9 @@ class Engine:
 
     def stats(self) -> dict:
         """
-        What a server's metrics show. `waited` has the seconds in the queue of each request that was admitted since the
-        last call, `prefilled` those from there to the first token, of each that got its first.
+        What a server's metrics show. `waited` has the seconds in the queue of each request that was
+        admitted since the last call, `prefilled` those from there to the first token, of each that
+        got its first.
         """
         scheduler = self.scheduler
         delays = {name: list(values) for name, values in self.delays.items()}
@@ -478,15 +579,23 @@ class Engine:
         return f"{counts}, prefix hit rate {hit_rate:.0%}, {peak}, {seconds:.2f} s"
 
     @torch.inference_mode()
-    def beam_search(self, prompt_tokens: list[int], width: int, max_tokens: int) -> list[tuple[list[int], float]]:
+    def beam_search(
+        self, prompt_tokens: list[int], width: int, max_tokens: int
+    ) -> list[tuple[list[int], float]]:
         """
-        The `width` likeliest answers that beam search finds, best first, each with its log-probability; an answer ends
-        at max_tokens or after the end-of-text token. Beams are forks: they share the blocks of what they have in
-        common, and copy the last one on write. Needs the engine for itself; raises ValueError for what does not fit.
+        The `width` likeliest answers that beam search finds, best first, each with its
+        log-probability; an answer ends at max_tokens or after the end-of-text token. Beams are
+        forks: they share the blocks of what they have in common, and copy the last one on write.
+        Needs the engine for itself; raises ValueError for what does not fit.
         """
         self._check_beams(len(prompt_tokens), width, max_tokens)
-        first = self.add_request("beam", prompt_tokens, replace(GREEDY, max_tokens=max_tokens, ignore_eos=True))
-        beams, answers = {first: 0.0}, []  # request -> log-probability; (tokens, log-probability), best first
+        first = self.add_request(
+            "beam", prompt_tokens, replace(GREEDY, max_tokens=max_tokens, ignore_eos=True)
+        )
+        beams, answers = (
+            {first: 0.0},
+            [],
+        )  # request -> log-probability; (tokens, log-probability), best first
         try:
             # log-probabilities only fall: a beam behind the worst of enough answers stays behind
             while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
@@ -496,7 +605,9 @@ class Engine:
                 if not plan.sampled:  # a long prompt takes several steps
                     self.scheduler.update(plan, [])
                     continue
-                beams, ended = self._extend_beams(plan, beams, logits[wanted].float().log_softmax(-1), width)
+                beams, ended = self._extend_beams(
+                    plan, beams, logits[wanted].float().log_softmax(-1), width
+                )
                 answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
         finally:
             for request in list(self.requests.values()):
@@ -504,34 +615,51 @@ class Engine:
         return answers
 
     def _check_beams(self, P: int, width: int, max_tokens: int):
-        """Raises ValueError unless `width` beams of P + max_tokens tokens have rows and blocks, all at once."""
+        """
+        Raises ValueError unless `width` beams of P + max_tokens tokens have rows and blocks, all at
+        once.
+        """
         S, rows = self.scheduler.block_size, self.scheduler.max_num_seqs
         if self.has_work:
-            raise ValueError(f"beam search needs the engine for itself, {len(self.requests)} requests are under way")
+            raise ValueError(
+                f"beam search needs the engine for itself, {len(self.requests)} requests are under way"
+            )
         if not 1 <= width <= rows:
             raise ValueError(
                 f"a beam width of {width} needs as many rows, there are {rows}: change width or max_num_seqs"
             )
-        needed = P // S + width * (self.scheduler.blocks_for(P + max_tokens) - P // S)  # full prompt blocks are shared
+        needed = P // S + width * (
+            self.scheduler.blocks_for(P + max_tokens) - P // S
+        )  # full prompt blocks are shared
         if needed > self.num_blocks:
             raise ValueError(
                 f"{width} beams need {needed} blocks, the pool has {self.num_blocks}: change width or pool"
             )
 
-    def _extend_beams(self, plan: Plan, beams: dict[Request, float], logprobs: torch.Tensor, width: int):
+    def _extend_beams(
+        self, plan: Plan, beams: dict[Request, float], logprobs: torch.Tensor, width: int
+    ):
         """
-        Replace the beams by their best `width` extensions, given the log-probabilities (R, V) of their next tokens.
-        Returns these, {request: log-probability}, and the answers that ended here, [(tokens, log-probability)].
+        Replace the beams by their best `width` extensions, given the log-probabilities (R, V) of
+        their next tokens. Returns these, {request: log-probability}, and the answers that ended
+        here, [(tokens, log-probability)].
         """
         scores = logprobs + torch.tensor([[beams[r]] for r in plan.sampled], device=logprobs.device)
-        V, best = scores.shape[1], scores.flatten().topk(min(2 * width, scores.numel()))  # at most `width` are ends
+        V, best = (
+            scores.shape[1],
+            scores.flatten().topk(min(2 * width, scores.numel())),
+        )  # at most `width` are ends
         ended, going = [], []  # (beam, token, log-probability), best first
         for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             beam, token = plan.sampled[index // V], index % V
-            last = token in self.config.eos_token_ids or beam.num_generated + 1 == beam.max_new_tokens
+            last = (
+                token in self.config.eos_token_ids or beam.num_generated + 1 == beam.max_new_tokens
+            )
             (ended if last else going).append((beam, token, score))
         answers = [([*beam.generated_tokens, token], score) for beam, token, score in ended]
-        own = {beam: token for beam, token, _ in reversed(going[:width])}  # each beam's first, its best, wins
+        own = {
+            beam: token for beam, token, _ in reversed(going[:width])
+        }  # each beam's first, its best, wins
         if not own:
             return {}, answers
         self.scheduler.update(plan, [own.get(beam, 0) for beam in plan.sampled])
@@ -550,14 +678,20 @@ class Engine:
 
 
 def describe(plan: Plan, scheduler: Scheduler) -> str:
-    """One line of trace: who decodes, which chunk of whom is prefilled, and how the blocks stand."""
+    """
+    One line of trace: who decodes, which chunk of whom is prefilled, and how the blocks stand.
+    """
     allocator, S = scheduler.block_allocator, scheduler.block_size
     chunks = [f"{r.id}[{r.prefill_cursor}:{r.prefill_cursor + n}]" for r, n in plan.chunks]
     used = sum(count > 0 for count in allocator.ref_counts)
     lengths = {r: r.num_filled_slots for r in scheduler.running}  # and after the step:
     for request, n in [(r, 1) for r in plan.decodes] + plan.chunks:
         lengths[request] += n
-    filled = {b: min(S, n - i * S) for r, n in lengths.items() for i, b in enumerate(r.block_table[: -(-n // S)])}
+    filled = {
+        b: min(S, n - i * S)
+        for r, n in lengths.items()
+        for i, b in enumerate(r.block_table[: -(-n // S)])
+    }
     parts = [
         f"step {plan.step:4}",
         "decode " + (" ".join(str(r.id) for r in plan.decodes) or "-"),
@@ -573,16 +707,21 @@ def describe(plan: Plan, scheduler: Scheduler) -> str:
     return " | ".join(parts)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Two loops around a step: the tutorial's, and a server's
 
 
 def interleaved_generate(
-    model: GPT, requests: list[Request], policy: str = "fcfs", token_budget: int = 16, max_kv_tokens: int = 256
+    model: GPT,
+    requests: list[Request],
+    policy: str = "fcfs",
+    token_budget: int = 16,
+    max_kv_tokens: int = 256,
 ) -> Scheduler:
     """
-    The tutorial's loop: serve all requests, greedily or by their `params`, in a pool of max_kv_tokens; the answers are
-    in their `generated_tokens`. Returns the scheduler, for its counts.
+    The tutorial's loop: serve all requests, greedily or by their `params`, in a pool of
+    max_kv_tokens; the answers are in their `generated_tokens`. Returns the scheduler, for its
+    counts.
     """
     for r in requests:
         if len(r.prompt_tokens) + r.max_new_tokens > model.config.context_length:
@@ -605,8 +744,8 @@ def interleaved_generate(
 
 def run(engine: Engine, links: Links, max_queue: int | None = None):
     """
-    The engine's own loop, for a thread or a process: take in what has arrived, compute a step, send out what it
-    brought, until all other sides are gone. Over each link go (links.py has the wire):
+    The engine's own loop, for a thread or a process: take in what has arrived, compute a step, send
+    out what it brought, until all other sides are gone. Over each link go (links.py has the wire):
 
         in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
              {"op": "abort", "id"}
@@ -625,7 +764,10 @@ def run(engine: Engine, links: Links, max_queue: int | None = None):
 
 
 def turn(engine: Engine, links: Links, max_queue: int | None):
-    """One round of `run`: take messages in, compute a step, send its tokens out. Waits only if nothing is in work."""
+    """
+    One round of `run`: take messages in, compute a step, send its tokens out. Waits only if nothing
+    is in work.
+    """
     for link, message in links.receive(timeout=0 if engine.has_work else None):
         take_in(engine, link, message, max_queue)
     for output in engine.step():
@@ -639,11 +781,15 @@ def take_in(engine: Engine, link: Link, message: dict, max_queue: int | None):
         case "add":
             try:
                 if problem := no_room(engine, message, max_queue):
-                    link.put({"op": "error", "id": message["id"], "message": problem, "kind": "full"})
+                    link.put(
+                        {"op": "error", "id": message["id"], "message": problem, "kind": "full"}
+                    )
                 else:
                     add(engine, link, message)
             except (ValueError, TypeError) as error:
-                link.put({"op": "error", "id": message["id"], "message": str(error), "kind": "invalid"})
+                link.put(
+                    {"op": "error", "id": message["id"], "message": str(error), "kind": "invalid"}
+                )
         case "abort":
             engine.abort(f"{link.number}:{message['id']}")
         case "gone":
@@ -656,15 +802,22 @@ def add(engine: Engine, link: Link, message: dict):
     """Raises ValueError or TypeError for what the engine does not take."""
     params = message["params"]
     if bias := params.get("logit_bias"):
-        params["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON's keys are texts
+        params["logit_bias"] = {
+            int(token): value for token, value in bias.items()
+        }  # JSON's keys are texts
     if allowed := params.get("allowed_token_ids"):
         params["allowed_token_ids"] = array("q", allowed)  # 8 bytes for each, a list takes 40
     id = f"{link.number}:{message['id']}"
-    engine.add_request(id, message["prompt"], SamplingParams(**params), **message.get("options", {}))
+    engine.add_request(
+        id, message["prompt"], SamplingParams(**params), **message.get("options", {})
+    )
 
 
 def no_room(engine: Engine, message: dict, max_queue: int | None) -> str:
-    """Why the queue cannot take a request, "" if it can. Decided here, since here all HTTP processes' requests meet."""
+    """
+    Why the queue cannot take a request, "" if it can. Decided here, since here all HTTP processes'
+    requests meet.
+    """
     if max_queue is None:
         return ""
     count, at_work = message.get("options", {}).get("n", 1), engine.num_at_work

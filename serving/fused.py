@@ -1,6 +1,7 @@
 """
-What else of a decode step is worth a kernel: its inputs, linear layers, norms. A small model's step is otherwise spent
-on launches: plain torch has some 230 of them, here are 91, and most start before the one before has ended.
+What else of a decode step is worth a kernel: its inputs, linear layers, norms. A small model's step
+is otherwise spent on launches: plain torch has some 230 of them, here are 91, and most start before
+the one before has ended.
 
     y = add_norm(x, delta, norm)                      # x += the sum of delta's parts, in place; returns norm(x)
     q = project_qkv(y, attention, kv, batch)          # stores K and V; up to 256 rows on CUDA: one launch
@@ -8,8 +9,8 @@ on launches: plain torch has some 230 of them, here are 91, and most start befor
     delta = linear(y, layer, parts=True)              # K inputs cut into parts: more programs at once
 
 Each has torch's operations as its fallback, with the same name, signature and in-place effect.
-Letters: n requests that decode, M blocks per table, S block size; of a layer, R rows, K inputs, N outputs, P parts of a
-sum.
+Letters: n requests that decode, M blocks per table, S block size; of a layer, R rows, K inputs, N
+outputs, P parts of a sum.
 """
 
 from functools import partial
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 
 from kernels import Batch, early, gdc_wait, jit, padded, shared_memory, tl, triton, wait
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The inputs of decodes, from what the engine knows of each row
 
 
@@ -34,10 +35,11 @@ class DecodeInputs(NamedTuple):
 
 def decode_inputs(rows, new_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:
     """
-    The inputs of requests that decode one token each, in place of a dozen launches one with Triton. rows and new_blocks
-    [n] int64: their places in last_token and context_len [N + 1] int64 and block_tables [N + 1, M] int32, and the block
-    that the new token begins, or -1. In place: block_tables get the new blocks, context_len grows by one, but for the
-    last row, which is nobody's.
+    The inputs of requests that decode one token each, in place of a dozen launches one with Triton.
+    rows and new_blocks [n] int64: their places in last_token and context_len [N + 1] int64 and
+    block_tables [N + 1, M] int32, and the block that the new token begins, or -1. In place:
+    block_tables get the new blocks, context_len grows by one, but for the last row, which is
+    nobody's.
     """
     positions = context_len[rows]
     blocks = torch.where(new_blocks >= 0, new_blocks, block_tables[rows, positions // S])
@@ -45,7 +47,9 @@ def decode_inputs(rows, new_blocks, last_token, context_len, block_tables, S: in
     context_len[rows] = positions + 1
     context_len[-1:].zero_()
     slots = blocks * S + positions % S
-    return DecodeInputs(last_token[rows], positions, slots, (positions + 1).int(), block_tables[rows])
+    return DecodeInputs(
+        last_token[rows], positions, slots, (positions + 1).int(), block_tables[rows]
+    )
 
 
 @jit
@@ -70,7 +74,9 @@ def decode_inputs_kernel(
     tl.store(context_len + row, position + 1, mask=row != nobody)
 
 
-def decode_inputs_triton(rows, new_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:
+def decode_inputs_triton(
+    rows, new_blocks, last_token, context_len, block_tables, S: int
+) -> DecodeInputs:
     """As decode_inputs."""
     n, M = len(rows), block_tables.shape[1]
     tokens, positions, slots = rows.new_empty(3, n)
@@ -82,18 +88,25 @@ def decode_inputs_triton(rows, new_blocks, last_token, context_len, block_tables
     return DecodeInputs(tokens, positions, slots, lens, tables)
 
 
-def embed(tokens: torch.Tensor, positions: torch.Tensor, wte: torch.nn.Embedding, wpe: torch.nn.Embedding):
-    """wte(tokens) + wpe(positions): tokens and positions [T] int64 -> [T, C], in one launch on CUDA."""
+def embed(
+    tokens: torch.Tensor, positions: torch.Tensor, wte: torch.nn.Embedding, wpe: torch.nn.Embedding
+):
+    """
+    wte(tokens) + wpe(positions): tokens and positions [T] int64 -> [T, C], in one launch on CUDA.
+    """
     if tokens.is_cuda and triton:
         return embed_triton(tokens, positions, wte, wpe)
     return wte(tokens) + wpe(positions)
 
 
 @jit
-def embed_kernel(tokens, positions, wte, wpe, out, C: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+def embed_kernel(
+    tokens, positions, wte, wpe, out, C: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
+):
     """
-    Grid (T,): a program does what embed does for one token. Nobody starts before all have ended: unlike `wait`, for the
-    kernels that follow read the step's inputs, and those were written before this one, without waiting.
+    Grid (T,): a program does what embed does for one token. Nobody starts before all have ended:
+    unlike `wait`, for the kernels that follow read the step's inputs, and those were written before
+    this one, without waiting.
     """
     if EARLY:
         gdc_wait()
@@ -105,7 +118,9 @@ def embed_kernel(tokens, positions, wte, wpe, out, C: tl.constexpr, WIDTH: tl.co
 
 def embed_triton(tokens: torch.Tensor, positions: torch.Tensor, wte, wpe) -> torch.Tensor:
     """As embed."""
-    assert wte.weight.is_contiguous() and wpe.weight.is_contiguous(), "embeddings must be contiguous"
+    assert wte.weight.is_contiguous() and wpe.weight.is_contiguous(), (
+        "embeddings must be contiguous"
+    )
     T, C = len(tokens), wte.weight.shape[1]
     out = wte.weight.new_empty(T, C)
     embed_kernel[(T,)](
@@ -114,7 +129,7 @@ def embed_triton(tokens: torch.Tensor, positions: torch.Tensor, wte, wpe) -> tor
     return out
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Linear layers with what stands around them
 
 ACTIVATIONS = {
@@ -123,22 +138,29 @@ ACTIVATIONS = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
-LINEAR_ROWS = 256  # up to here the kernels; beyond, the matrix products fill the chip and are cuBLAS's
+LINEAR_ROWS = (
+    256  # up to here the kernels; beyond, the matrix products fill the chip and are cuBLAS's
+)
 HEAD = 8192  # outputs above which a layer is the head: cuBLAS takes five times as long where 8 does not divide them
 
 
-def linear(x: torch.Tensor, layer, activation: str | None = None, parts: bool = False) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, layer, activation: str | None = None, parts: bool = False
+) -> torch.Tensor:
     """
-    activation(layer(x)): x [R, K], a layer with weight [N, K] and bias [N] or None -> [R, N], in one launch on CUDA for
-    up to LINEAR_ROWS rows, and for any number of them if it is the head, in 16 bits. With `parts`, the result may also
-    be several fp32 matrices [P, R, N], whose sum it is: `add_norm` adds them.
+    activation(layer(x)): x [R, K], a layer with weight [N, K] and bias [N] or None -> [R, N], in
+    one launch on CUDA for up to LINEAR_ROWS rows, and for any number of them if it is the head, in
+    16 bits. With `parts`, the result may also be several fp32 matrices [P, R, N], whose sum it is:
+    `add_norm` adds them.
     """
     ours = len(x) <= LINEAR_ROWS
     if len(layer.weight) > HEAD:
         ours = len(x) == 1 or x.element_size() == 2
     if x.is_cuda and triton and ours:
         return linear_triton(x, layer, activation, parts)
-    if activation == "gelu_new" and x.is_cuda and layer.bias is not None:  # cuBLAS does it as it stores the product
+    if (
+        activation == "gelu_new" and x.is_cuda and layer.bias is not None
+    ):  # cuBLAS does it as it stores the product
         return torch._addmm_activation(layer.bias, x, layer.weight.T, use_gelu=True)
     y = layer(x) if callable(layer) else F.linear(x, layer.weight, layer.bias)
     return ACTIVATIONS[activation](y) if activation else y
@@ -146,18 +168,23 @@ def linear(x: torch.Tensor, layer, activation: str | None = None, parts: bool = 
 
 def project_qkv(x: torch.Tensor, attention, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
     """
-    The queries [T, H, D] of x [T, C], an `Attention` of model.py; keys and values go to their slots in one layer's pool
-    kv [2, num_blocks + 1, Hk, S, D].
+    The queries [T, H, D] of x [T, C], an `Attention` of model.py; keys and values go to their slots
+    in one layer's pool kv [2, num_blocks + 1, Hk, S, D].
     """
     if x.is_cuda and triton and len(x) <= LINEAR_ROWS:
-        return linear_triton(x, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping).view(len(x), -1, attention.D)
+        return linear_triton(x, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping).view(
+            len(x), -1, attention.D
+        )
     q, k, v = attention.heads(linear(x, attention.c_attn))
     batch.backend.store_kv(k, v, kv, batch)
     return q
 
 
 def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: torch.nn.LayerNorm) -> torch.Tensor:
-    """Add `delta`, of `linear` or None, to x [R, K] in place. Returns norm(x), in the same launch on CUDA."""
+    """
+    Add `delta`, of `linear` or None, to x [R, K] in place. Returns norm(x), in the same launch on
+    CUDA.
+    """
     if x.is_cuda and triton:
         return add_norm_triton(x, delta, norm)
     return norm(x if delta is None else x.add_(delta))
@@ -180,18 +207,26 @@ def finish(
     N: tl.constexpr, ACTIVATION: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """
-    activation(acc + bias) to rows r and columns n of a part of out [P, R, N]; bias, for the first, may be None. With
-    kv, one layer's pool, the columns are those of q, k and v: out [R, H D] gets q, the slots of the rows get k and v.
+    activation(acc + bias) to rows r and columns n of a part of out [P, R, N]; bias, for the first,
+    may be None. With kv, one layer's pool, the columns are those of q, k and v: out [R, H D] gets
+    q, the slots of the rows get k and v.
     """
     if bias is not None:
-        acc += tl.load(bias + n, mask=n + part * N < N, other=0.0).to(tl.float32)[None, :]  # for part 0
+        acc += tl.load(bias + n, mask=n + part * N < N, other=0.0).to(tl.float32)[
+            None, :
+        ]  # for part 0
     if ACTIVATION is not None:
         acc = activate(acc, ACTIVATION)
     real, wide = (r < R)[:, None] & (n < N)[None, :], N
     if kv is not None:
         wide = N - 2 * Hk * D
         i, slot = n[None, :] - wide, tl.load(slot_mapping + r, mask=r < R, other=0)[:, None]
-        to = kv + i // (Hk * D) * which_stride + ((slot // S * Hk + i // D % Hk) * S + slot % S) * D + i % D
+        to = (
+            kv
+            + i // (Hk * D) * which_stride
+            + ((slot // S * Hk + i // D % Hk) * S + slot % S) * D
+            + i % D
+        )
         tl.store(to, acc.to(kv.dtype.element_ty), mask=real & (i >= 0))
         real &= i < 0
     at = (part * R + r).to(tl.int64)[:, None] * wide + n[None, :]
@@ -206,8 +241,8 @@ def vector_kernel(
     COLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (N / COLS,): a program computes COLS outputs of the one row there is, too little for tensor cores. Its weights
-    are under way before the kernel before has ended.
+    Grid (N / COLS,): a program computes COLS outputs of the one row there is, too little for tensor
+    cores. Its weights are under way before the kernel before has ended.
     """
     n, k = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, BLOCK)
     weight += n.to(tl.int64)[:, None] * K
@@ -219,7 +254,23 @@ def vector_kernel(
         k += BLOCK
         w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
     acc = tl.sum(acc, axis=1)[None, :]
-    finish(acc, bias, out, kv, slot_mapping, which_stride, tl.arange(0, 1), n, 0, 1, N, ACTIVATION, Hk, S, D)
+    finish(
+        acc,
+        bias,
+        out,
+        kv,
+        slot_mapping,
+        which_stride,
+        tl.arange(0, 1),
+        n,
+        0,
+        1,
+        N,
+        ACTIVATION,
+        Hk,
+        S,
+        D,
+    )
 
 
 @jit
@@ -230,11 +281,14 @@ def matrix_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS rows from LENGTH = K / P inputs, BLOCK at a
-    time: one of the P parts of out [P, R, N].
+    Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS rows from LENGTH = K / P
+    inputs, BLOCK at a time: one of the P parts of out [P, R, N].
     """
     wait(EARLY)
-    r, n = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLS + tl.arange(0, COLS)
+    r, n = (
+        tl.program_id(1) * ROWS + tl.arange(0, ROWS),
+        tl.program_id(0) * COLS + tl.arange(0, COLS),
+    )
     part = tl.program_id(2)
     x += r.to(tl.int64)[:, None] * K
     weight += n.to(tl.int64)[:, None] * K
@@ -253,8 +307,8 @@ def add_norm_kernel(
     P: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R,): a program adds P rows, those of delta [P, R, K], to its row of x [R, K], and normalises that to `out` as
-    nn.LayerNorm does; bias may be None.
+    Grid (R,): a program adds P rows, those of delta [P, R, K], to its row of x [R, K], and
+    normalises that to `out` as nn.LayerNorm does; bias may be None.
     """
     wait(EARLY)
     k = tl.arange(0, WIDTH)
@@ -274,7 +328,9 @@ def add_norm_kernel(
 
 def add_norm_triton(x: torch.Tensor, delta: torch.Tensor | None, norm) -> torch.Tensor:
     """As add_norm."""
-    assert x.is_contiguous() and (delta is None or delta.is_contiguous()), "x and delta must be contiguous"
+    assert x.is_contiguous() and (delta is None or delta.is_contiguous()), (
+        "x and delta must be contiguous"
+    )
     (R, K), out = x.shape, torch.empty_like(x)
     add_norm_kernel[(R,)](
         x, delta, norm.weight, norm.bias, out, norm.eps, R,
@@ -286,7 +342,9 @@ def add_norm_triton(x: torch.Tensor, delta: torch.Tensor | None, norm) -> torch.
 def linear_triton(
     x: torch.Tensor, layer, activation: str | None = None, parts=False, kv=None, slot_mapping=None
 ) -> torch.Tensor:
-    """As linear; or with a layer's pool and the slots of the rows as project_qkv, but q is [R, H D]."""
+    """
+    As linear; or with a layer's pool and the slots of the rows as project_qkv, but q is [R, H D].
+    """
     (R, K), N = x.shape, len(layer.weight)
     assert x.is_contiguous() and layer.weight.is_contiguous(), "rows and weights must be contiguous"
     assert not (parts and activation), "the activation is of the sum, not of its parts"
@@ -317,7 +375,10 @@ def linear_triton(
 
 
 def linear_tiles(R: int, N: int) -> tuple[int, int, int, int, int]:
-    """ROWS, COLS, BLOCK, warps and stages: measured on an H200 within decode steps, widths 768 to 50257."""
+    """
+    ROWS, COLS, BLOCK, warps and stages: measured on an H200 within decode steps, widths 768 to
+    50257.
+    """
     if N > HEAD:
         rows = min(256, padded(R))
         return rows, 128, 64, 8 if rows >= 128 else 4, 3

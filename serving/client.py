@@ -5,7 +5,8 @@ The HTTP side of the link to the engine: requests go out, and tokens come in, in
     await client.attach()                  # in the event loop
     client.submit(choices)                 # their job gets `take(choice, tokens, ...)` or `fail(...)`
 
-Not run by itself: serve.py makes one for each HTTP process. links.py is the other end, and says what a message is.
+Not run by itself: serve.py makes one for each HTTP process. links.py is the other end, and says
+what a message is.
 """
 
 import asyncio
@@ -14,25 +15,31 @@ import socket
 import time
 from collections.abc import Callable
 
-from links import Messages, join, line
+from serving.links import Messages, join, line
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
-LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until all that it said has been read, for certain
+LAST_WORDS_SECONDS = (
+    0.5  # from the end of the engine's process until all that it said has been read, for certain
+)
 
-# Writes are batched by how busy this process is. A round: all that the engine has sent is read, and written to its
-# streams. A write to a stream costs much more than a token: with one for each token of 256 streams an HTTP process
-# would do nothing else, and requests that have arrived would wait to be read until the streams before them have
-# ended. So after a round the engine's messages are left unread for as long as the round took, up to a limit. A round
-# lasts until the event loop has run everything that was ready, other work included: the further behind this process
-# is, the more tokens are joined (here, and by the engine once the link is full), and whatever arrives is read between
-# two rounds. A single stream never waits: its rounds are shorter than timers can resolve.
+# Writes are batched by how busy this process is. A round: all that the engine has sent is read, and
+# written to its streams. A write to a stream costs much more than a token: with one for each token
+# of 256 streams an HTTP process would do nothing else, and requests that have arrived would wait to
+# be read until the streams before them have ended. So after a round the engine's messages are left
+# unread for as long as the round took, up to a limit. A round lasts until the event loop has run
+# everything that was ready, other work included: the further behind this process is, the more
+# tokens are joined (here, and by the engine once the link is full), and whatever arrives is read
+# between two rounds. A single stream never waits: its rounds are shorter than timers can resolve.
 PAUSE = 1.0  # between two rounds, in times of what the round before took
 MIN_PAUSE = 0.001  # seconds: timers resolve no less
 MAX_PAUSE = 0.02  # seconds, by which a gap between tokens may grow
 
 
 def connect(path: str) -> socket.socket:
-    """A link to the engine whose listening socket is at `path`; it may still be loading, or about to be started."""
+    """
+    A link to the engine whose listening socket is at `path`; it may still be loading, or about to
+    be started.
+    """
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(path)
     return sock
@@ -40,15 +47,17 @@ def connect(path: str) -> socket.socket:
 
 class EngineClient(asyncio.Protocol):
     """
-    The link to the engine, and the table of who waits for what. It belongs to the event loop and never blocks it.
+    The link to the engine, and the table of who waits for what. It belongs to the event loop and
+    never blocks it.
 
         HTTP process  ----- add, abort ----->  engine process
                       <-- ready, step, error, fatal --
 
-    `start` starts the engine's process, once, and once more if the engine dies; in all HTTP processes but the first it
-    does nothing. `state` goes loading -> ready -> restarting -> ready -> dead; `info` is what the engine says when it
-    is ready, `reason` what happened to it, `at_work` how many choices it said last that it works at, of all HTTP
-    processes. `on_state(state)` and `on_stats(stats)` are for whoever wants to know.
+    `start` starts the engine's process, once, and once more if the engine dies; in all HTTP
+    processes but the first it does nothing. `state` goes loading -> ready -> restarting -> ready ->
+    dead; `info` is what the engine says when it is ready, `reason` what happened to it, `at_work`
+    how many choices it said last that it works at, of all HTTP processes. `on_state(state)` and
+    `on_stats(stats)` are for whoever wants to know.
     """
 
     def __init__(self, path: str, start: Callable = lambda: None):
@@ -68,11 +77,15 @@ class EngineClient(asyncio.Protocol):
 
     def _connect(self):
         self.incoming = Messages()
-        self.unsent: dict[str, bytes] = {}  # messages that the link has no room for, by what they say of whom
+        self.unsent: dict[
+            str, bytes
+        ] = {}  # messages that the link has no room for, by what they say of whom
         self.is_full = False
         self.last_words = ""
         self.transport = None
-        self.sock = connect(self.path)  # first: an engine whose last link is closed ends, so it cannot be left behind
+        self.sock = connect(
+            self.path
+        )  # first: an engine whose last link is closed ends, so it cannot be left behind
         self.process = self.start()
 
     async def attach(self):
@@ -91,7 +104,9 @@ class EngineClient(asyncio.Protocol):
     def submit(self, choices: list):
         """Have the choices of one prompt computed."""
         if not self.choices:
-            self.heard = time.monotonic()  # an idle engine says nothing: its silence counts from here
+            self.heard = (
+                time.monotonic()
+            )  # an idle engine says nothing: its silence counts from here
         first, id = choices[0], next(self.ids)
         for number, choice in enumerate(choices):
             choice.engine_id = f"{id}.{number}" if number else id  # the engine names its forks so
@@ -103,7 +118,10 @@ class EngineClient(asyncio.Protocol):
         self._write(op="add", id=id, prompt=first.prompt, params=params, options=options)
 
     def abort(self, choice) -> bool:
-        """Stop a choice's request; what it still sends is dropped. False if it has ended or was never submitted."""
+        """
+        Stop a choice's request; what it still sends is dropped. False if it has ended or was never
+        submitted.
+        """
         if not self.choices.pop(choice.engine_id, None):
             return False
         self._write(op="abort", id=choice.engine_id)
@@ -111,7 +129,10 @@ class EngineClient(asyncio.Protocol):
         return True
 
     def _forget_unsent(self, choice):
-        """An engine that does not read, as in a long step, need not hear later of a prompt of which nobody waits."""
+        """
+        An engine that does not read, as in a long step, need not hear later of a prompt of which
+        nobody waits.
+        """
         first = choice.engine_id.partition(".")[0]
         if f"add {first}" not in self.unsent:
             return
@@ -121,12 +142,18 @@ class EngineClient(asyncio.Protocol):
                 self.unsent.pop(name, None)
 
     def fail_all(self, *error):
-        """End everything that waits. `error` is the arguments of protocol.ApiError: status, message, ..."""
+        """
+        End everything that waits. `error` is the arguments of protocol.ApiError: status, message,
+        ...
+        """
         for choice in list(self.choices.values()):
             choice.job.fail(*error)
 
     def trouble(self) -> str:
-        """Why the engine is not alive: it is gone, or has work and said nothing for STALL_SECONDS. "" if it is."""
+        """
+        Why the engine is not alive: it is gone, or has work and said nothing for STALL_SECONDS. ""
+        if it is.
+        """
         if self.state in ("restarting", "dead"):
             return self.reason
         stalls = self.choices and time.monotonic() - self.heard > STALL_SECONDS
@@ -155,7 +182,10 @@ class EngineClient(asyncio.Protocol):
         self.transport = transport
 
     def data_received(self, data: bytes):
-        """A round: all messages that are there. What several steps brought for a request is told at once."""
+        """
+        A round: all messages that are there. What several steps brought for a request is told at
+        once.
+        """
         started = time.monotonic()
         messages = self.incoming.read(data)
         if not messages:
@@ -170,8 +200,9 @@ class EngineClient(asyncio.Protocol):
                 rows = {}
                 self._take(message)
         self._tell(rows)
-        # The tasks that this wakes come first, then this; at the end of this turn of the loop what they wrote is sent;
-        # then it looks for what has arrived, reads that, and comes to what was called last.
+        # The tasks that this wakes come first, then this; at the end of this turn of the loop what
+        # they wrote is sent; then it looks for what has arrived, reads that, and comes to what was
+        # called last.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._pause, self.transport, started)
 
@@ -196,7 +227,9 @@ class EngineClient(asyncio.Protocol):
             choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
             if choice:  # else aborted: this was already under way
                 choice.job.take(choice, tokens, finish_reason, *more)
-                if choice.finish_reason:  # perhaps for a stop string, which the engine knows nothing of
+                if (
+                    choice.finish_reason
+                ):  # perhaps for a stop string, which the engine knows nothing of
                     self.abort(choice)
 
     def _take(self, message: dict):
@@ -211,7 +244,10 @@ class EngineClient(asyncio.Protocol):
                 self.last_words = message["message"]
 
     def _pause(self, transport: asyncio.Transport, started: float):
-        """After a round that began at `started`, leave the engine's messages where they are for a while."""
+        """
+        After a round that began at `started`, leave the engine's messages where they are for a
+        while.
+        """
         pause = min(MAX_PAUSE, PAUSE * (time.monotonic() - started))
         if pause >= MIN_PAUSE and transport is self.transport and not self.is_paused:
             self.is_paused = True
@@ -244,4 +280,6 @@ class EngineClient(asyncio.Protocol):
         if restart:
             self.may_restart = False
             self._connect()
-            self.attaching = asyncio.create_task(self.attach())  # kept: the loop itself holds tasks weakly
+            self.attaching = asyncio.create_task(
+                self.attach()
+            )  # kept: the loop itself holds tasks weakly

@@ -1,10 +1,12 @@
 """
-The device side of a step: what the scheduler's `Plan` says, laid out on the flat token axis, computed and sampled.
+The device side of a step: what the scheduler's `Plan` says, laid out on the flat token axis,
+computed and sampled.
 
-The `Runner` has the model, the KV pool and what the device must know of each running request, so a plan carries only
-what changed. On a GPU a step is one launch, of a CUDA graph. `launch` starts a step and `collect` waits for it: between
-the two the engine (engine.py) plans the next one.
-Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary; of a step, n decodes and C chunks.
+The `Runner` has the model, the KV pool and what the device must know of each running request, so a
+plan carries only what changed. On a GPU a step is one launch, of a CUDA graph. `launch` starts a
+step and `collect` waits for it: between the two the engine (engine.py) plans the next one. Letters:
+B requests, T tokens, M blocks per table, S block size, V vocabulary; of a step, n decodes and C
+chunks.
 """
 
 import gc
@@ -20,14 +22,17 @@ from itertools import accumulate, chain
 import torch
 
 import kernels
-import layers
 from model import GPT, compiled_decode, packed_for_cpu
 from paged import KVBlockPool, Plan, Request
-from sampling import GREEDY, Row, SamplingRows, logprobs, sample, upload
+from serving import fused as layers
+from serving.sampling import GREEDY, Row, SamplingRows, logprobs, sample, upload
 
 
 def kv_dtype(model: GPT) -> torch.dtype:
-    """K and V are kept as the model computes; in fp32 on a CPU, where attention of one query in bf16 is slow."""
+    """
+    K and V are kept as the model computes; in fp32 on a CPU, where attention of one query in bf16
+    is slow.
+    """
     weight = model.wte.weight
     return torch.float32 if weight.device.type == "cpu" else weight.dtype
 
@@ -39,18 +44,25 @@ class InFlight:
     plan: Plan
     tokens: torch.Tensor  # on the host; of the decodes, padding, and the chunks
     wanted: list[int]  # where those of plan.sampled are among them
-    scores: list[tuple]  # (what is scored, log-probabilities, the likeliest ids, theirs), tensors on the host
+    scores: list[
+        tuple
+    ]  # (what is scored, log-probabilities, the likeliest ids, theirs), tensors on the host
     done: torch.cuda.Event | None = None
 
 
 def padded_steps(N: int, token_budget: int) -> tuple[list[int], list[tuple[int, int, int]]]:
     """
-    What steps of at most N decodes are padded to, graphs or not: numbers of decodes, and keys of decodes, chunks and
-    their tokens, for steps without chunks and for those with up to `token_budget` tokens of them.
+    What steps of at most N decodes are padded to, graphs or not: numbers of decodes, and keys of
+    decodes, chunks and their tokens, for steps without chunks and for those with up to
+    `token_budget` tokens of them.
     """
     sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N]
-    coarse = [n for n in sizes if n in (8, 32, 64, 128, 256, N)]  # with N, no step has too many decodes
-    mixed = [128 << i for i in range(20) if 128 << i < token_budget] + [token_budget] * (token_budget > 0)
+    coarse = [
+        n for n in sizes if n in (8, 32, 64, 128, 256, N)
+    ]  # with N, no step has too many decodes
+    mixed = [128 << i for i in range(20) if 128 << i < token_budget] + [token_budget] * (
+        token_budget > 0
+    )
     keys = [(n, 0, 0) for n in sizes]
     keys += [(n, max(8, T // 64), T) for T in mixed for n in coarse]
     return sizes, keys
@@ -58,12 +70,13 @@ def padded_steps(N: int, token_budget: int) -> tuple[list[int], list[tuple[int, 
 
 class Runner:
     """
-    The model, the KV pool, and what the device must know of each running request, in arrays indexed by its row. A plan
-    carries only what changed; the last token, its position and the block table are already here. Nothing here waits
-    for the device but `collect`. The last row is nobody's: padding uses it, and its block table is all sink.
+    The model, the KV pool, and what the device must know of each running request, in arrays indexed
+    by its row. A plan carries only what changed; the last token, its position and the block table
+    are already here. Nothing here waits for the device but `collect`. The last row is nobody's:
+    padding uses it, and its block table is all sink.
 
-    On CUDA with Triton, steps are padded to a few sizes, each captured once as a CUDA graph: forward, sampling and the
-    update of these arrays are one launch.
+    On CUDA with Triton, steps are padded to a few sizes, each captured once as a CUDA graph:
+    forward, sampling and the update of these arrays are one launch.
     """
 
     def __init__(
@@ -79,12 +92,20 @@ class Runner:
         token_budget=0,  # of the largest step that is captured
     ):
         config, device = model.config, model.wte.weight.device
-        self.model, self.block_size, self.device = packed_for_cpu(model, quantize), block_size, device
+        self.model, self.block_size, self.device = (
+            packed_for_cpu(model, quantize),
+            block_size,
+            device,
+        )
         self.backend = kernels.choose_backend(attention, device)
         heads = config.n_kv_head, config.head_size
-        self.pool = KVBlockPool(num_blocks, block_size, config.n_layer, *heads, device, kv_dtype(model))
+        self.pool = KVBlockPool(
+            num_blocks, block_size, config.n_layer, *heads, device, kv_dtype(model)
+        )
         M, N = -(-config.context_length // block_size), max_num_seqs
-        self.context_len = torch.zeros(N + 1, dtype=torch.int64, device=device)  # tokens in the pool
+        self.context_len = torch.zeros(
+            N + 1, dtype=torch.int64, device=device
+        )  # tokens in the pool
         self.block_tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device)
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
         self.nobody, self.counting = N, torch.arange(N + 1, dtype=torch.int32, device=device)
@@ -100,22 +121,29 @@ class Runner:
         if graphs and padded:
             self.capture_all()
 
-    # -- host to device ------------------------------------------------------------------------------------------------
+    # -- host to device ----------------------------------------------------------------------------
 
     def bring_up_to_date(self, plan: Plan):
         """Tell the device's arrays what the plan has changed; of new blocks, `inputs` tells."""
         if plan.copies:  # before the step writes into them
-            self.pool.copy_blocks(*upload([list(plan.copies), list(plan.copies.values())], self.device))
+            self.pool.copy_blocks(
+                *upload([list(plan.copies), list(plan.copies.values())], self.device)
+            )
         if plan.admitted:
             self.place(*plan.admitted)
 
     def place(self, *requests: Request):
         """Fill the rows of requests that start to run, start again, or were forked."""
-        starts = [(r.row, (r.generated_tokens or r.prompt_tokens)[-1], r.num_filled_slots) for r in requests]
+        starts = [
+            (r.row, (r.generated_tokens or r.prompt_tokens)[-1], r.num_filled_slots)
+            for r in requests
+        ]
         rows, last_token, context_len = upload(starts, self.device).unbind(1)
         self.sampling.last_token[rows], self.context_len[rows] = last_token, context_len
         M, sink = max(len(r.block_table) for r in requests), [self.pool.sink]
-        entries = chain.from_iterable(r.block_table + sink * (M - len(r.block_table)) for r in requests)
+        entries = chain.from_iterable(
+            r.block_table + sink * (M - len(r.block_table)) for r in requests
+        )
         self.block_tables[rows, :M] = upload(array("q", entries), self.device).view(-1, M).int()
         self.sampling.set(*map(sampling_row, requests))
         for r in requests:
@@ -123,28 +151,43 @@ class Runner:
             (self.scored_rows.add if scored else self.scored_rows.discard)(r.row)
 
     def padded_sizes(self, plan: Plan) -> tuple[int, int, int]:
-        """Decodes, chunks and tokens of chunks that a step is padded to: one of the keys, if one is large enough."""
+        """
+        Decodes, chunks and tokens of chunks that a step is padded to: one of the keys, if one is
+        large enough.
+        """
         n, C, T = len(plan.decodes), len(plan.chunks), plan.num_tokens - len(plan.decodes)
         if not self.sizes:
             return n, C, T
-        fitting = [key for key in self.keys if key[0] >= n and key[1] >= C and key[2] >= T and bool(key[1]) == bool(C)]
+        fitting = [
+            key
+            for key in self.keys
+            if key[0] >= n and key[1] >= C and key[2] >= T and bool(key[1]) == bool(C)
+        ]
         if fitting:
             return min(fitting, key=lambda key: (key[2], key[0]))
         return self.sizes[bisect_left(self.sizes, n)] if n else 0, C, T
 
     def inputs(self, plan: Plan, n: int, C: int, T: int) -> array:
         """
-        What the device does not know yet: whose turn it is, who begins which block and, of chunks, their tokens. Padded
-        to n decodes, C chunks with T tokens together; the parts are those that `compute` splits it into.
+        What the device does not know yet: whose turn it is, who begins which block and, of chunks,
+        their tokens. Padded to n decodes, C chunks with T tokens together; the parts are those that
+        `compute` splits it into.
         """
         nobody, chunks, grown = self.nobody, plan.chunks, set(plan.grown)
         packed = [r.row for r in plan.decodes] + [nobody] * (n - len(plan.decodes))
-        packed += [r.block_table[-1] if r in grown else -1 for r in plan.decodes] + [-1] * (n - len(plan.decodes))
+        packed += [r.block_table[-1] if r in grown else -1 for r in plan.decodes] + [-1] * (
+            n - len(plan.decodes)
+        )
         if C:
-            none, starts = [nobody] * (C - len(chunks)), list(accumulate((m for _, m in chunks), initial=0))
+            none, starts = (
+                [nobody] * (C - len(chunks)),
+                list(accumulate((m for _, m in chunks), initial=0)),
+            )
             padding = T - starts[-1]
             packed += [r.row for r, _ in chunks] + none
-            packed += [r.row if r.prefill_cursor + m == r.prefill_target else nobody for r, m in chunks] + none
+            packed += [
+                r.row if r.prefill_cursor + m == r.prefill_target else nobody for r, m in chunks
+            ] + none
             packed += starts + starts[-1:] * len(none)
             packed += [r.prefill_cursor + m for r, m in chunks] + [0] * len(none)
             for r, m in chunks:
@@ -158,7 +201,7 @@ class Runner:
             packed += [nobody] * padding
         return array("q", packed)  # which a tensor is made of ten times as fast
 
-    # -- a step on the device ------------------------------------------------------------------------------------------
+    # -- a step on the device ----------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> InFlight:
@@ -173,19 +216,28 @@ class Runner:
 
     def start(self, plan: Plan):
         """
-        Start to compute a plan: write the K, V of its tokens, and sample. Returns where the requests of plan.sampled
-        are, the number of decodes with padding, and what `compute` does.
+        Start to compute a plan: write the K, V of its tokens, and sample. Returns where the
+        requests of plan.sampled are, the number of decodes with padding, and what `compute` does.
         """
         self.bring_up_to_date(plan)
         n, C, T = self.padded_sizes(plan)
         wanted = list(range(len(plan.decodes)))
-        wanted += [n + i for i, (r, m) in enumerate(plan.chunks) if r.prefill_cursor + m == r.prefill_target]
-        self.num_rows, self.num_padded_rows = self.num_rows + n, self.num_padded_rows + n - len(plan.decodes)
+        wanted += [
+            n + i
+            for i, (r, m) in enumerate(plan.chunks)
+            if r.prefill_cursor + m == r.prefill_target
+        ]
+        self.num_rows, self.num_padded_rows = (
+            self.num_rows + n,
+            self.num_padded_rows + n - len(plan.decodes),
+        )
         inputs = self.inputs(plan, n, C, T)
         if (n, C, T) not in self.graphs:
             return wanted, n, *self.compute(upload(inputs, self.device), n, C, T, plan)
         graph, *outputs = self.graphs[n, C, T]
-        if inputs != self.last_inputs:  # else the same requests decode on in their blocks: it is all there
+        if (
+            inputs != self.last_inputs
+        ):  # else the same requests decode on in their blocks: it is all there
             upload(inputs, self.device, to=self.static_inputs)
             self.last_inputs = inputs
         graph.replay()
@@ -193,9 +245,10 @@ class Runner:
 
     def compute(self, inputs: torch.Tensor, n: int, C: int, T: int, plan: Plan | None = None):
         """
-        A step of n decodes and C chunks of T tokens together, from `inputs`. Returns the sampled tokens [n + C] of all
-        of them, their logits (n + C, V), and what the last layer says of each token, (n + T, width), or None after a
-        compiled step. The host looks at no tensor, and at `plan` only for what spares work (None: a graph is captured).
+        A step of n decodes and C chunks of T tokens together, from `inputs`. Returns the sampled
+        tokens [n + C] of all of them, their logits (n + C, V), and what the last layer says of each
+        token, (n + T, width), or None after a compiled step. The host looks at no tensor, and at
+        `plan` only for what spares work (None: a graph is captured).
         """
         rows, S = inputs[:n], self.block_size
         decode_inputs = layers.decode_inputs_triton if self.sizes and n else layers.decode_inputs
@@ -205,11 +258,24 @@ class Runner:
         query_start, sampling_rows = self.counting[: n + 1], rows
         if C:
             parts = inputs[2 * n :].split((C, C, C + 1, C, T, T, T))
-            chunk_rows, chunk_sampling_rows, starts, lens, chunk_tokens, chunk_positions, row_of = parts
+            chunk_rows, chunk_sampling_rows, starts, lens, chunk_tokens, chunk_positions, row_of = (
+                parts
+            )
             chunk_slots = self.block_tables[row_of, chunk_positions // S] * S + chunk_positions % S
-            of_chunks = chunk_tokens, chunk_positions, chunk_slots, lens.int(), self.block_tables[chunk_rows]
-            tokens, positions, slots, context_lens, tables = map(torch.cat, zip(of_decodes, of_chunks, strict=True))
-            sampling_rows, rows = torch.cat([rows, chunk_sampling_rows]), torch.cat([rows, chunk_rows])
+            of_chunks = (
+                chunk_tokens,
+                chunk_positions,
+                chunk_slots,
+                lens.int(),
+                self.block_tables[chunk_rows],
+            )
+            tokens, positions, slots, context_lens, tables = map(
+                torch.cat, zip(of_decodes, of_chunks, strict=True)
+            )
+            sampling_rows, rows = (
+                torch.cat([rows, chunk_sampling_rows]),
+                torch.cat([rows, chunk_rows]),
+            )
             query_start = torch.cat([self.counting[:n], (n + starts).int()])
             self.context_len[chunk_rows] = lens
         chunks = [(r.num_filled_slots + m, m) for r, m in plan.chunks] if plan else []
@@ -222,7 +288,9 @@ class Runner:
             slot_mapping=slots,
             query_start=query_start,
             context_lens=context_lens,
-            block_tables=tables if self.sizes else tables[:, : -(-max(lens) // S)],  # no wider than is needed
+            block_tables=tables
+            if self.sizes
+            else tables[:, : -(-max(lens) // S)],  # no wider than is needed
             rows=rows,
             logits_index=query_start[1:] - 1 if C else query_start[:n],  # the same: 0, 1, ..
             num_decodes=n,
@@ -244,23 +312,35 @@ class Runner:
         return sampled, logits, x
 
     def score(self, plan: Plan, wanted: list[int], n: int, tokens, logits, x) -> list[tuple]:
-        """Start to score the sampled tokens of requests that want it, and the prompts that are to be scored."""
+        """
+        Start to score the sampled tokens of requests that want it, and the prompts that are to be
+        scored.
+        """
         found = []
         whom = zip(plan.sampled, wanted, strict=True) if self.scored_rows else ()
         if asked := [(r, i) for r, i in whom if r.row in self.scored_rows]:
-            at, most = upload([i for _, i in asked], self.device), max(r.params.logprobs for r, _ in asked)
+            at, most = (
+                upload([i for _, i in asked], self.device),
+                max(r.params.logprobs for r, _ in asked),
+            )
             found.append(([r for r, _ in asked], *logprobs(logits[at], tokens[at], most)))
         for request, m in plan.chunks:
             if count := num_scored(request, m):
                 start = request.prefill_cursor + 1
                 targets = upload(request.prompt_tokens[start : start + count], self.device)
-                scored = logprobs(self.model.logits(x[n : n + count]), targets, request.prompt_logprobs)
+                scored = logprobs(
+                    self.model.logits(x[n : n + count]), targets, request.prompt_logprobs
+                )
                 found.append(((request, request.prefill_cursor), *scored))
             n += m
-        return [(whom, *(part.to("cpu", non_blocking=True) for part in parts)) for whom, *parts in found]
+        return [
+            (whom, *(part.to("cpu", non_blocking=True) for part in parts)) for whom, *parts in found
+        ]
 
     def collect(self, flight: InFlight) -> list[int]:
-        """Wait for a step; the tokens of plan.sampled. Fills plan.logprobs and plan.prompt_scores."""
+        """
+        Wait for a step; the tokens of plan.sampled. Fills plan.logprobs and plan.prompt_scores.
+        """
         if flight.done:
             flight.done.synchronize()
         for whom, *parts in flight.scores:
@@ -273,7 +353,11 @@ class Runner:
             else:
                 flight.plan.prompt_scores[whom[0]] = whom[1], rows
         tokens, wanted = flight.tokens.tolist(), flight.wanted
-        return tokens[: len(wanted)] if wanted[-1:] == [len(wanted) - 1] else [tokens[i] for i in wanted]
+        return (
+            tokens[: len(wanted)]
+            if wanted[-1:] == [len(wanted) - 1]
+            else [tokens[i] for i in wanted]
+        )
 
     def run(self, plan: Plan) -> list[int]:
         """Compute a plan and wait for its tokens, one for each of `plan.sampled`."""
@@ -283,13 +367,25 @@ class Runner:
     def compile(self, model: GPT, quantize: str):
         """On a CPU: compile the step of one request that decodes."""
         if self.device.type != "cpu":
-            raise ValueError(f"--compile is for CPUs, here the device is {self.device}: leave --compile out")
+            raise ValueError(
+                f"--compile is for CPUs, here the device is {self.device}: leave --compile out"
+            )
         if self.backend.name != "torch":
-            raise ValueError(f"--compile wants --attention torch, not {self.backend.name}: leave one of them out")
+            raise ValueError(
+                f"--compile wants --attention torch, not {self.backend.name}: leave one of them out"
+            )
         if not kernels.cpp_compiler():
-            there = f"CXX names {os.environ['CXX']!r}" if os.environ.get("CXX") else "there is no g++"
-            raise ValueError(f"--compile needs a C++ compiler, {there}: let CXX name one, or leave --compile out")
-        kv, zeros, started = self.pool.kv, partial(torch.zeros, dtype=torch.int64), time.perf_counter()
+            there = (
+                f"CXX names {os.environ['CXX']!r}" if os.environ.get("CXX") else "there is no g++"
+            )
+            raise ValueError(
+                f"--compile needs a C++ compiler, {there}: let CXX name one, or leave --compile out"
+            )
+        kv, zeros, started = (
+            self.pool.kv,
+            partial(torch.zeros, dtype=torch.int64),
+            time.perf_counter(),
+        )
         L, D = kv.shape[0], kv.shape[-1]
         print("compiling ..", end="", file=sys.stderr, flush=True)
         try:
@@ -297,7 +393,9 @@ class Runner:
             step(zeros(1), zeros(1), zeros(2, 1, kv.shape[3], 3), kv)
         except Exception as error:  # of the compiler, its cache on disk, or torch
             print(file=sys.stderr)
-            told = [line for line in str(error).splitlines() if line and not line.startswith("backend=")]
+            told = [
+                line for line in str(error).splitlines() if line and not line.startswith("backend=")
+            ]
             raise ValueError(
                 f"--compile failed ({type(error).__name__}: {told[0] if told else ''}): mend the C++ compiler, let "
                 "TORCHINDUCTOR_CACHE_DIR name a folder with room to write, or leave --compile out"
@@ -306,17 +404,22 @@ class Runner:
 
         def decode_one(batch: kernels.Batch) -> torch.Tensor:
             (gathered,), rows = batch.prepared.gathers, batch.prepared.store_rows
-            logits, new = step(batch.tokens, batch.positions, gathered.kv_rows[..., :-1].contiguous(), kv)
+            logits, new = step(
+                batch.tokens, batch.positions, gathered.kv_rows[..., :-1].contiguous(), kv
+            )
             kv.view(L, -1, D).index_copy_(1, rows, new.view(L, -1, D))
             return logits
 
         self.decode_one = decode_one
 
-    # -- CUDA graphs ---------------------------------------------------------------------------------------------------
+    # -- CUDA graphs -------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def warm_up(self):
-        """Compute the largest step there is, of padding alone: so its kernels are compiled, and its memory is taken."""
+        """
+        Compute the largest step there is, of padding alone: so its kernels are compiled, and its
+        memory is taken.
+        """
         for key in sorted(self.keys, key=lambda key: key[0] + key[2])[-1:]:
             self.compute(upload(self.inputs(Plan(), *key), self.device), *key)
             torch.cuda.synchronize()
@@ -324,15 +427,17 @@ class Runner:
     @torch.inference_mode()
     def capture_all(self):
         """
-        Capture every size, largest first, so that the smaller find room in what the larger leave. A step runs once
-        before: that compiles its kernels.
+        Capture every size, largest first, so that the smaller find room in what the larger leave. A
+        step runs once before: that compiles its kernels.
         """
         most = max(2 * n + 4 * C + 1 + 3 * T for n, C, T in self.keys)
         self.static_inputs = torch.full((most,), self.nobody, device=self.device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         before, started = torch.cuda.memory_reserved(), time.perf_counter()
         for i, (n, C, T) in enumerate(sorted(self.keys, key=lambda key: -key[0] - key[2])):
-            print(f"\rCUDA graphs: {i + 1} of {len(self.keys)} ", end="", file=sys.stderr, flush=True)
+            print(
+                f"\rCUDA graphs: {i + 1} of {len(self.keys)} ", end="", file=sys.stderr, flush=True
+            )
             inputs = upload(self.inputs(Plan(), n, C, T), self.device, to=self.static_inputs)
             stream.wait_stream(torch.cuda.current_stream())  # where all that it reads was made
             with torch.cuda.stream(stream):
@@ -346,16 +451,31 @@ class Runner:
         gc.collect()
         gc.freeze()  # what is there by now stays: to look through all of it would hold up a step for 50 ms
         taken = (torch.cuda.memory_reserved() - before) / 2**20, time.perf_counter() - started
-        self.graph_statement = "{} CUDA graphs, {:,.0f} MiB, captured in {:.1f} s".format(len(self.graphs), *taken)
+        self.graph_statement = "{} CUDA graphs, {:,.0f} MiB, captured in {:.1f} s".format(
+            len(self.graphs), *taken
+        )
 
 
 def sampling_row(r: Request) -> Row:
     params = r.params or GREEDY
-    return Row(r.row, params, params.seed or 0, r.choice, r.prompt_tokens, r.generated_tokens, r.stop_token_ids)
+    return Row(
+        r.row,
+        params,
+        params.seed or 0,
+        r.choice,
+        r.prompt_tokens,
+        r.generated_tokens,
+        r.stop_token_ids,
+    )
 
 
 def num_scored(request: Request, n: int) -> int:
-    """How many of a request's next n prefill tokens predict a token of its prompt that is to be scored."""
-    if request.prompt_logprobs is None or request.generated_tokens:  # the latter: computed again after a preemption
+    """
+    How many of a request's next n prefill tokens predict a token of its prompt that is to be
+    scored.
+    """
+    if (
+        request.prompt_logprobs is None or request.generated_tokens
+    ):  # the latter: computed again after a preemption
         return 0
     return min(n, len(request.prompt_tokens) - 1 - request.prefill_cursor)

@@ -1,0 +1,1 @@
+"""The rooms behind train.py: the sizes it chooses among, and what it shows of a model."""
