@@ -193,7 +193,7 @@ def test_templates_without_end_have_one(folder, monkeypatch, tmp_path):
     A loop in a template held the server for ever. The kernel ends it, and the next job starts
     another process.
     """
-    source = (ROOT / "encoder.py").read_text()
+    source = (ROOT / "serving" / "encoder.py").read_text()
     assert "JOB_SECONDS = 20 " in source
     quick = tmp_path / "encoder.py"  # the same with a second
     quick.write_text(source.replace("JOB_SECONDS = 20 ", "JOB_SECONDS = 1 "))

@@ -2527,7 +2527,7 @@ def python(code):
 
 def test_http_process_imports_no_torch():
     """The HTTP process must start at once and stay small; only the engine's process needs torch."""
-    done = python("import sys, serve, api; assert 'torch' not in sys.modules")
+    done = python("import sys, serve, serving.api; assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 

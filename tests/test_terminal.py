@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory):
     template. The weights are large, so that each token of the context changes the answer.
     """
     folder = tmp_path_factory.mktemp("terminal")
-    tokenizer = train_bpe([(ROOT / "terminal.py").read_text()], 300)
+    tokenizer = train_bpe([(ROOT / "serving" / "terminal.py").read_text()], 300)
     tokenizer.save(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     torch.manual_seed(0)
