@@ -61,7 +61,7 @@ from paged import Request, Scheduler
 from serving import fused as layers
 from serving import load
 from serving.engine import Engine
-from serving.sampling import SamplingParams
+from serving.params import SamplingParams
 
 # random weights of these shapes; the figures depend on the shape alone
 MODELS = {

@@ -24,7 +24,8 @@ import torch
 from model import GPT, GPTConfig
 from paged import BlockAllocator, Plan, Request, Scheduler, root_key
 from serving.engine import Engine, Runner, interleaved_generate
-from serving.sampling import GREEDY, SamplingParams, drop_unlikely, gumbel_noise
+from serving.params import GREEDY, SamplingParams
+from serving.sampling import drop_unlikely, gumbel_noise
 
 # --------------------------------------------------------------------------------------------------
 # What the tests share

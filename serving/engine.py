@@ -27,8 +27,8 @@ import torch
 from model import GPT, GPTConfig
 from paged import Plan, Request, Scheduler
 from serving.links import Link, Links
+from serving.params import GREEDY, SamplingParams
 from serving.runner import InFlight, Runner, kv_dtype
-from serving.sampling import GREEDY, SamplingParams
 
 MAX_DELAYS = 10_000  # seconds of each kind that wait to be asked for: a server asks each step, other programs never
 

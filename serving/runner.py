@@ -25,7 +25,8 @@ import kernels
 from model import GPT, compiled_decode, packed_for_cpu
 from paged import KVBlockPool, Plan, Request
 from serving import fused as layers
-from serving.sampling import GREEDY, Row, SamplingRows, logprobs, sample, upload
+from serving.params import GREEDY
+from serving.sampling import Row, SamplingRows, logprobs, sample, upload
 
 
 def kv_dtype(model: GPT) -> torch.dtype:

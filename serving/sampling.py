@@ -15,135 +15,13 @@ asks for, and decides on the device, so that a CUDA graph can hold it.
 """
 
 import math
-from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from kernels import INTERPRETED, early, jit, tl, triton, wait
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """
-    How one request is continued. Applied in this order: logit_bias and allowed_token_ids,
-    min_tokens, the penalties (repetition, frequency, presence), temperature, top_k, top_p, min_p.
-    Raises ValueError.
-    """
-
-    temperature: float = 1.0  # 0: always the most likely token
-    top_k: int = (
-        0  # sample among the k most likely tokens, and those that tie with the last; 0: among all
-    )
-    top_p: float = 1.0  # sample among the most likely tokens that together have this probability
-    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
-    max_tokens: int = 16
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # go on after the end-of-text token
-    seed: int | None = None  # 64 bits; None: the engine draws one
-    presence_penalty: float = 0.0  # taken off the logit of each token that was generated,
-    frequency_penalty: float = 0.0  # once more for each time it was
-    repetition_penalty: float = (
-        1.0  # divides positive, multiplies negative logits of tokens in prompt or answer
-    )
-    logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
-    allowed_token_ids: Sequence[int] | None = (
-        None  # no other token is ever chosen; a tuple, a list or array("q")
-    )
-    min_tokens: int = 0  # no stop token before so many tokens
-    logprobs: int | None = (
-        None  # how many log-probabilities are wanted besides the chosen token's; None: not even that
-    )
-
-    def __post_init__(self):
-        number = int | float
-        self._require("temperature", number, lambda x: 0 <= x <= 2, "a number from 0 (greedy) to 2")
-        self._require("top_k", int, lambda x: 0 <= x < 2**31, "a whole number, 0 for all tokens")
-        self._require("top_p", number, lambda x: 0 < x <= 1, "a number above 0, up to 1")
-        self._require("min_p", number, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-        self._require("max_tokens", int, lambda x: x >= 1, "a whole number, at least 1")
-        self._require(
-            "stop_token_ids",
-            tuple | list,
-            lambda x: all(type(t) is int for t in x),
-            "a tuple of token ids",
-        )
-        self._require("ignore_eos", bool, lambda x: True, "True or False")
-        self._require("presence_penalty", number, lambda x: -2 <= x <= 2, "a number from -2 to 2")
-        self._require("frequency_penalty", number, lambda x: -2 <= x <= 2, "a number from -2 to 2")
-        self._require(
-            "repetition_penalty", number, lambda x: 0 < x < math.inf, "a finite number above 0"
-        )
-        self._require(
-            "min_tokens",
-            int,
-            lambda x: 0 <= x <= self.max_tokens,
-            "a whole number, 0 to max_tokens",
-        )
-        if self.seed is not None:
-            self._require(
-                "seed", int, lambda x: -(2**63) <= x < 2**63, "a whole number of 64 bits, or None"
-            )
-        if self.logit_bias is not None:
-            self._require(
-                "logit_bias",
-                dict,
-                is_bias,
-                "a dict from token ids to numbers from -100 to 100, or None",
-            )
-        if self.allowed_token_ids is not None:
-            wanted = "a tuple of token ids, at least one, or None"
-            self._require("allowed_token_ids", tuple | list | array, is_ids, wanted)
-        if self.logprobs is not None:
-            self._require(
-                "logprobs", int, lambda x: 0 <= x <= 20, "a whole number, 0 to 20, or None"
-            )
-
-    def _require(self, name: str, kind, in_range, wanted: str):
-        value = getattr(self, name)
-        misfit = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
-        if misfit or not in_range(value):
-            raise ValueError(f"{name} is {value!r}; it must be {wanted}")
-
-    def check_vocabulary(self, V: int):
-        """Raises ValueError for a token id outside 0..V-1 among those that must exist."""
-        for name in "logit_bias", "allowed_token_ids":
-            tokens = getattr(self, name) or ()
-            for t in (min(tokens, default=0), max(tokens, default=0)):
-                if not 0 <= t < V:
-                    raise ValueError(f"{name} has token {t}, outside 0..{V - 1}: leave it out")
-
-    @property
-    def penalises(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
-
-    @property
-    def biases(self) -> bool:
-        return bool(self.logit_bias) or self.allowed_token_ids is not None
-
-    @property
-    def filters(self) -> bool:
-        return bool(self.top_k or self.top_p < 1 or self.min_p)
-
-
-def is_ids(ids: Sequence) -> bool:
-    """At least one integer; an array's type must be a tensor's, which is made of its bytes."""
-    return set(map(type, ids)) == {int} and getattr(ids, "typecode", "q") == "q"
-
-
-def is_bias(bias: dict) -> bool:
-    values = [x for x in bias.values() if isinstance(x, int | float) and not isinstance(x, bool)]
-    return (
-        all(type(t) is int for t in bias)
-        and len(values) == len(bias)
-        and all(-100 <= x <= 100 for x in values)
-    )
-
-
-GREEDY = SamplingParams(temperature=0.0)
-ALMOST_GREEDY = 1e-5  # temperatures below are 0: dividing by less would overflow
+from serving.params import GREEDY_BELOW, LOWEST_LOGPROB, SamplingParams
 
 
 def upload(values, device, dtype=torch.int64, to: torch.Tensor | None = None) -> torch.Tensor:
@@ -206,7 +84,7 @@ class SamplingRows:
         for row, p, seed, choice, prompt_tokens, generated_tokens, stop_token_ids in requests:
             # the position of the first token that may be a stop token
             stop_from = len(prompt_tokens) + p.min_tokens if p.min_tokens else 0
-            repetition = min(max(p.repetition_penalty, 1e-6), 1e6)  # beyond, logits would overflow
+            repetition = max(p.repetition_penalty, 1e-6)  # below, logits would overflow
             floats.append(
                 (
                     p.temperature,
@@ -260,22 +138,19 @@ def sample(
     return path(logits, rows, positions, params, asked)
 
 
-FLOOR = -9999.0  # JSON knows no infinity
-
-
 def logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, n: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Log-softmax of the raw logits [R, V], before temperature and penalties: of the chosen tokens [R]
-    -> [R] fp32, and the n largest, [R, n] token ids and [R, n] fp32, best first. At least FLOOR.
+    -> [R] fp32, and the n largest, [R, n] token ids and [R, n] fp32, best first, LOWEST_LOGPROB at least.
     """
     total = logits.float().logsumexp(-1, keepdim=True)
     top, top_ids = logits.topk(min(n, logits.shape[-1]))
     chosen = logits.gather(1, tokens.clamp(min=0)[:, None])
 
     def relative(x):
-        return (x.float() - total).nan_to_num(FLOOR).clamp(FLOOR, 0.0)
+        return (x.float() - total).nan_to_num(LOWEST_LOGPROB).clamp(LOWEST_LOGPROB, 0.0)
 
     return relative(chosen)[:, 0], top_ids, relative(top)
 
@@ -295,7 +170,7 @@ def sample_torch(logits, rows, positions, params: SamplingRows, asked=None) -> t
         scores = adjust(scores, rows, positions, params)
     if anybody(lambda p: p.temperature > 0):
         temperature = params.temperature[rows][:, None]  # [R, 1]
-        greedy = temperature < ALMOST_GREEDY
+        greedy = temperature < GREEDY_BELOW
         scores = scores / torch.where(greedy, 1.0, temperature)
         if anybody(lambda p: p.filters):
             scores = drop_unlikely(
@@ -416,6 +291,8 @@ def gumbel_noise(
 # --------------------------------------------------------------------------------------------------
 # Triton: the same in two launches, without sorting; what a row did not ask for is skipped on the
 # device
+
+GREEDY_BELOW_IN_KERNELS: tl.constexpr = tl.constexpr(GREEDY_BELOW)
 
 
 @jit
@@ -557,7 +434,7 @@ def threshold_kernel(
     limited = (k > 0) & (k < V)
     tl.store(arrived + r, 0)
     tl.store(thresholds + r, -float("inf"))
-    if (temperature < 1e-5) | ((top_p >= 1) & (min_p <= 0) & (limited == 0)):
+    if (temperature < GREEDY_BELOW_IN_KERNELS) | ((top_p >= 1) & (min_p <= 0) & (limited == 0)):
         return
 
     peak, least = (
@@ -659,7 +536,7 @@ def pick_kernel(
     _, floats, ints, _, marks, _, _, _, penalised = source
     seed, choice, position = tl.load(ints + 1), tl.load(ints + 2), tl.load(positions + r)
     temperature, floor = tl.load(floats), tl.load(thresholds + r)
-    drawn = temperature >= 1e-5  # ALMOST_GREEDY
+    drawn = temperature >= GREEDY_BELOW_IN_KERNELS
     inverse = 1.0 / tl.where(drawn, temperature, 1.0)
     best, token = tl.full([QUADS], -float("inf"), tl.float32), tl.zeros([QUADS], tl.int32)
     for start in range(split * QUADS * 4, V, SPLITS * QUADS * 4):

@@ -99,7 +99,7 @@ def answer_with_rate(
     args: argparse.Namespace, engine, prompt: list[int], max_tokens: int, *rest
 ) -> Answer:
     """`stream_answer`, and a note of how fast it was and of the seed that gives it again."""
-    from serving.sampling import SamplingParams  # imports torch
+    from serving.params import SamplingParams
 
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
     params = SamplingParams(temperature=args.temperature, max_tokens=max_tokens, seed=seed)

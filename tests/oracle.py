@@ -15,7 +15,8 @@ from collections import Counter
 
 import torch
 
-from serving.sampling import SamplingParams, philox
+from serving.params import SamplingParams
+from serving.sampling import philox
 
 TIE = 1e-4  # of the best two perturbed scores: nearer ones are a tie
 ROUNDING = 2e-5  # of a score to a filter's threshold, and of a share of probability, relative

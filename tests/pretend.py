@@ -23,8 +23,8 @@ import torch
 from paged import Plan, Request
 from serving import engine as engine_module
 from serving.engine import Engine
+from serving.params import GREEDY, SamplingParams
 from serving.runner import num_scored
-from serving.sampling import GREEDY, SamplingParams
 
 VOCABULARY = 12
 

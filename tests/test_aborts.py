@@ -15,7 +15,7 @@ import pytest
 from test_serve import FakeEngine, Server, read_until, wait_until
 
 from serving import engine as engine_module
-from serving.sampling import SamplingParams
+from serving.params import SamplingParams
 from test_paged import VOCABULARY, assert_idle, new_engine, prompt, trained_model
 
 

@@ -17,7 +17,7 @@ from pretend import VOCABULARY, answer_to, finish, greedy, pretend_engine, score
 
 from serving import engine as engine_module
 from serving.engine import Output
-from serving.sampling import SamplingParams
+from serving.params import SamplingParams
 from test_paged import assert_idle
 
 MUST_HAPPEN = [

@@ -14,7 +14,7 @@ import kernels
 from model import GPT, Int8Linear, PackedLinear, packed_for_cpu, serving_dtype
 from serving import runner
 from serving.engine import Engine
-from serving.sampling import SamplingParams
+from serving.params import SamplingParams
 from test_paged import echo_text, prompt, raises, trained_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")

@@ -23,7 +23,7 @@ from serving import engine as engine_module
 from serving.client import connect
 from serving.engine import Engine
 from serving.links import Links, line
-from serving.sampling import GREEDY, SamplingParams
+from serving.params import GREEDY, SamplingParams
 from test_paged import (
     CONTEXT,
     VOCABULARY,

@@ -537,7 +537,7 @@ def test_sampling_params_are_those_of_the_engine():
     The names must be the engine's: they cross to another process, where a typo would be a refused
     request.
     """
-    from serving.sampling import SamplingParams
+    from serving.params import SamplingParams
 
     sent = json.loads(json.dumps(parse(top_k=-1, stop_token_ids=[1], seed=-1).sampling_params(16)))
     assert SamplingParams(**sent).top_k == 0 and SamplingParams(**sent).seed == -1

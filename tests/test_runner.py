@@ -27,8 +27,8 @@ from serving import fused as layers
 from serving import runner as runner_module
 from serving import sampling
 from serving.engine import Engine, Output
+from serving.params import SamplingParams
 from serving.runner import Runner, padded_steps
-from serving.sampling import SamplingParams
 from test_paged import CONTEXT, VOCABULARY, assert_idle, new_engine, prompt, trained_model
 
 # --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import serve
 from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
 from serving import terminal
 from serving.encoder import Encoder
-from serving.sampling import SamplingParams
+from serving.params import SamplingParams
 from serving.terminal import Answer, Chat, Text, stream_answer
 from test_paged import assert_idle, new_engine, prompt, trained_model
 from tokenizer import TextStream, load_tokenizer, train_bpe

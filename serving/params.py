@@ -1,0 +1,142 @@
+"""
+How a request asks to be continued: `SamplingParams`, the range of each field, and the few numbers
+that the engine, its kernels and the HTTP processes share.
+
+    params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64)
+    RANGES["top_p"].bounds                      # {"gt": 0, "le": 1}, in pydantic's words
+
+Neither torch nor numpy is imported here, so an HTTP process can afford to. A new parameter is a
+field of SamplingParams and a line of RANGES here; a column of `SamplingRows` and its use in
+`sample_torch` and the kernels in sampling.py; a field of `SamplingRequest` in protocol.py.
+"""
+
+import operator
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+GREEDY_BELOW = 1e-5  # temperatures below are taken for 0: dividing by less would overflow
+LOWEST_LOGPROB = -9999.0  # in place of -infinity, which JSON does not have
+
+COMPARISONS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
+
+
+class Range(NamedTuple):
+    """The values that a field may have, and how a refusal describes them."""
+
+    kind: object  # a type, or a union with None
+    bounds: dict[str, float]  # by the names of COMPARISONS, which are pydantic's
+    wanted: str
+
+    def admits(self, value) -> bool:
+        """NaN is in no range, since it compares false; and True is no number here."""
+        if not isinstance(value, self.kind) or isinstance(value, bool):
+            return False
+        if value is None:
+            return True
+        for name, bound in self.bounds.items():
+            if not COMPARISONS[name](value, bound):
+                return False
+        return True
+
+
+NUMBER = int | float
+RANGES = {
+    "temperature": Range(NUMBER, {"ge": 0, "le": 2}, "a number from 0 (greedy) to 2"),
+    "top_k": Range(int, {"ge": 0, "lt": 2**31}, "a whole number, 0 for all tokens"),
+    "top_p": Range(NUMBER, {"gt": 0, "le": 1}, "a number above 0, up to 1"),
+    "min_p": Range(NUMBER, {"ge": 0, "le": 1}, "a number from 0 to 1"),
+    "max_tokens": Range(int, {"ge": 1, "lt": 2**31}, "a whole number, at least 1"),
+    "min_tokens": Range(int, {"ge": 0, "lt": 2**31}, "a whole number, 0 to max_tokens"),
+    "presence_penalty": Range(NUMBER, {"ge": -2, "le": 2}, "a number from -2 to 2"),
+    "frequency_penalty": Range(NUMBER, {"ge": -2, "le": 2}, "a number from -2 to 2"),
+    "repetition_penalty": Range(NUMBER, {"gt": 0, "le": 10}, "a number above 0, up to 10"),
+    "seed": Range(int | None, {"ge": -(2**63), "lt": 2**63}, "a whole number of 64 bits, or None"),
+    "logprobs": Range(int | None, {"ge": 0, "le": 20}, "a whole number, 0 to 20, or None"),
+}
+BIAS = Range(NUMBER, {"ge": -100, "le": 100}, "a number from -100 to 100")  # of each in logit_bias
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """
+    How one request is continued. Applied in this order: logit_bias and allowed_token_ids,
+    min_tokens, the penalties (repetition, frequency, presence), temperature, top_k, top_p, min_p.
+    Raises ValueError for a value outside RANGES.
+    """
+
+    temperature: float = 1.0  # 0: always the most likely token
+    top_k: int = 0  # sample among the k most likely tokens and ties with the last; 0: among all
+    top_p: float = 1.0  # sample among the most likely tokens that together have this probability
+    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
+    max_tokens: int = 16
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False  # go on after the end-of-text token
+    seed: int | None = None  # 64 bits; None: the engine draws one
+    presence_penalty: float = 0.0  # taken off the logit of each token that was generated,
+    frequency_penalty: float = 0.0  # once more for each time it was
+    # divides positive, multiplies negative logits of tokens in prompt or answer
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
+    # no other token is ever chosen; a tuple, a list or array("q")
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0  # no stop token before so many tokens
+    # how many log-probabilities are wanted besides the chosen token's; None: not even that
+    logprobs: int | None = None
+
+    def __post_init__(self):
+        for name, limits in RANGES.items():
+            self._require(name, limits.admits(getattr(self, name)), limits.wanted)
+        fits = self.min_tokens <= self.max_tokens
+        self._require("min_tokens", fits, RANGES["min_tokens"].wanted)
+        stops = self.stop_token_ids
+        listed = isinstance(stops, tuple | list) and all(type(token) is int for token in stops)
+        self._require("stop_token_ids", listed, "a tuple of token ids")
+        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+        if self.logit_bias is not None:
+            wanted = "a dict from token ids to numbers from -100 to 100, or None"
+            self._require("logit_bias", is_bias(self.logit_bias), wanted)
+        if self.allowed_token_ids is not None:
+            wanted = "a tuple of token ids, at least one, or None"
+            self._require("allowed_token_ids", are_ids(self.allowed_token_ids), wanted)
+
+    def _require(self, name: str, fits: bool, wanted: str):
+        if not fits:
+            raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+
+    def check_vocabulary(self, V: int):
+        """Raises ValueError for a token id outside 0..V-1 among those that must exist."""
+        for name in "logit_bias", "allowed_token_ids":
+            tokens = getattr(self, name) or (0,)
+            for token in (min(tokens), max(tokens)):
+                if not 0 <= token < V:
+                    raise ValueError(f"{name} has token {token}, outside 0..{V - 1}: leave it out")
+
+    @property
+    def penalises(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def biases(self) -> bool:
+        return bool(self.logit_bias) or self.allowed_token_ids is not None
+
+    @property
+    def filters(self) -> bool:
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+
+def are_ids(ids) -> bool:
+    """At least one integer. An array's items must have a tensor's 64 bits, see SamplingRows."""
+    if isinstance(ids, array):
+        return ids.typecode == "q" and len(ids) > 0
+    return isinstance(ids, tuple | list) and set(map(type, ids)) == {int}
+
+
+def is_bias(bias) -> bool:
+    if not isinstance(bias, dict):
+        return False
+    return all(type(token) is int and BIAS.admits(value) for token, value in bias.items())
+
+
+GREEDY = SamplingParams(temperature=0.0)
