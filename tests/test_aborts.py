@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 
 import pytest
-from test_serve import FakeEngine, Server, read_until, wait_until
+from server import FakeEngine, Server, read_until, wait_until
 
 from serving import engine as engine_module
 from serving.params import SamplingParams

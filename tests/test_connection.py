@@ -1,7 +1,7 @@
 """
 What clients may do to a connection, byte by byte, before anybody knows who they are: over wires
 that the tests hold, where each limit is met exactly and time is the tests' own, and over real
-sockets, with the fake engine of test_serve.py behind the server.
+sockets, with the fake engine of server.py behind the server.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import time
 
 import httpx
 import pytest
-from test_serve import HEAD, FakeEngine, Server, read_until, wait_until
+from server import HEAD, FakeEngine, Server, read_until, wait_until
 from wires import House, request
 
 from serving import connection

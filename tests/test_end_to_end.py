@@ -25,7 +25,7 @@ import httpx
 import openai
 import pytest
 import torch
-from test_serve import wait_until
+from server import wait_until
 
 from model import GPT, load_checkpoint, load_config, save_checkpoint
 from serving.workers import can_share_port

@@ -13,7 +13,7 @@ import threading
 
 import httpx
 import pytest
-from test_serve import FakeEngine, bytes_directory, read_until, wait_until
+from server import FakeEngine, bytes_directory, read_until, wait_until
 from wires import Clock
 
 import serve

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
-from test_serve import EOS, ByteTokenizer, bytes_directory
+from server import EOS, ByteTokenizer, bytes_directory
 from uvicorn.server import ServerState
 
 import serve

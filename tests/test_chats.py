@@ -1,0 +1,129 @@
+"""What /v1/chat/completions answers, and what vLLM's load generator needs of both kinds of call."""
+
+import json
+
+import pytest
+from server import EOS, ask, error_of
+
+
+def test_chat(chat):
+    answer = ask(chat, max_tokens=50).json()
+    assert answer.pop("id").startswith("chatcmpl-") and answer.pop("created")
+    message = {"role": "assistant", "content": "hello"}
+    assert answer == {
+        "object": "chat.completion",
+        "model": "fake",
+        "choices": [{
+            "message": message, "index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": None,
+        }],
+        "usage": {
+            "prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        },
+    }  # fmt: skip
+    assert chat.engine.added[-1]["params"]["max_tokens"] == 50
+
+
+def test_chat_may_be_as_long_as_the_context(chat):
+    ask(chat)
+    assert chat.engine.added[-1]["params"]["max_tokens"] == 100_000 - 9
+
+
+def test_chat_stream(chat):
+    """
+    First the role, then the text, last an empty delta with the reason; then the usage, if asked
+    for.
+    """
+    response = ask(
+        chat, stream=True, n=2, stream_options={"include_usage": True}, return_token_ids=True
+    )
+    lines = [line[6:] for line in response.text.split("\n\n") if line]
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert lines[-1] == "[DONE]" and {chunk["object"] for chunk in chunks} == {
+        "chat.completion.chunk"
+    }
+    assert chunks.pop()["usage"]["completion_tokens"] == 12
+    for index in range(2):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"]["content"] for choice in own[1:-1]) == "hello"
+        assert own[-1]["delta"] == {} and [c["finish_reason"] for c in own] == [None] * (
+            len(own) - 1
+        ) + ["stop"]
+        assert [token for choice in own for token in choice["token_ids"]] == [*b"hello", EOS]
+    assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [
+        list(b"say hello")
+    ] * 2
+
+
+def test_usage_in_every_chunk_of_a_chat(chat):
+    """The role costs no token yet."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = ask(chat, stream=True, stream_options=options)
+    chunks = [
+        json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")
+    ]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-3:] == [6, 6, 6]
+    assert all(chunk["usage"]["prompt_tokens"] == 9 for chunk in chunks)
+
+
+# What `vllm bench serve` of vLLM's commit 02cfb53 sends, which comes only with all of vLLM:
+# --backend openai and --backend openai-chat, with and without --ignore-eos.
+VLLM_BENCH = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+VLLM_BENCH_TEXT = {
+    "model": "fake",
+    "prompt": "say hello",
+    "repetition_penalty": 1.0,
+    "max_tokens": 4,
+    "logprobs": None,
+}
+
+
+VLLM_BENCH_CHAT = {
+    "model": "fake",
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+    "max_completion_tokens": 4,
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"ignore_eos": True, "temperature": 0.0}])
+def test_vllms_load_generator_counts_its_tokens(chat, more):
+    """
+    It takes a request for failed that has no chunk with a choice, and its number of tokens from a
+    last chunk that has a usage and no choice.
+    """
+    calls = {"/v1/completions": VLLM_BENCH_TEXT, "/v1/chat/completions": VLLM_BENCH_CHAT}
+    for path, body in calls.items():
+        response = chat.http.post(
+            path, json=VLLM_BENCH | body | more, headers={"x-request-id": "bench-0"}
+        )
+        assert response.status_code == 200, response.text
+        *chunks, done = [
+            event.removeprefix("data: ") for event in response.text.strip().split("\n\n")
+        ]
+        *chunks, last = [json.loads(chunk) for chunk in chunks]
+        assert done == "[DONE]" and any(chunk["choices"] for chunk in chunks)
+        assert not any(chunk["usage"] for chunk in chunks)
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4
+
+
+def test_chat_logprobs(chat):
+    content = ask(chat, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
+    top = {"token": "i", "logprob": -1.0, "bytes": [105]}
+    assert content[0] == {"token": "h", "logprob": -2.0, "bytes": [104], "top_logprobs": [top]}
+    assert [entry["token"] for entry in content] == [*"hello", "<end>"]
+    content = ask(chat, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in content)
+
+
+def test_chats_refused(chat, server):
+    error = error_of(ask(server))
+    assert "fake has no chat template" in error["message"] and error["param"] == "messages"
+    assert (
+        error_of(ask(chat, [{"role": "system", "content": "x"}]))["message"] == "no system message"
+    )
+    assert error_of(ask(chat, tools=[{"type": "function"}]))["param"] == "tools"
+    assert ask(chat, model="other").status_code == 404
