@@ -39,10 +39,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-# Read when torch loads OpenMP: how long a thread that waits spins before it sleeps. Without a
-# limit, one other busy process can make a step of 10 ms take 500; with a tenth of this, a token
-# alone takes 15% longer.
-os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+from commands import SPINS_SERVING
+
+os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
 
 import torch
 

@@ -33,10 +33,10 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import resource_tracker
 
+from commands import SPINS_SERVING, Help
 from serving import terminal
 from serving.client import EngineClient
 from serving.encoder import Encoder
-from serving.welcome import Help
 from serving.workers import (
     MAX_WORKERS,
     METRICS_FOLDER,
@@ -557,9 +557,7 @@ def listen_to_http(folder: str) -> socket.socket:
 
 
 def main(argv: list[str] | None = None):
-    # Read when torch loads OpenMP: threads that wait spin less before they sleep, as HTTP needs the
-    # cores too.
-    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
     # oneDNN keeps code for each number of rows it has met: without a limit that is 500 MB after a
     # minute of mixed load.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

@@ -27,10 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-# Read when torch loads OpenMP: how long a thread spins for the others before it sleeps. Without
-# this, one other busy process on two cores makes a step of 0.2 s take 2 s or more; sleeping at once
-# makes every step a third slower.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+from commands import SPINS_TRAINING, Help
+
+os.environ.setdefault("GOMP_SPINCOUNT", SPINS_TRAINING)  # before torch is loaded
 
 import numpy as np
 import torch
@@ -38,7 +37,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from model import GPT, GPTConfig, save_checkpoint
-from serving.welcome import Help
 from tokenizer import Tokenizer, load_tokenizer, read_corpus, write_atomically
 from training.samples import TEMPERATURE, last_samples, sample, sample_tokens_in_all
 from training.sizes import PROBE, SIZES, choose_size, end_of_run, minutes_and_seconds

@@ -1,13 +1,12 @@
 """
-What newcomers are told: --help, the greeting at the terminal, the page at /, what to call instead
-of a path that is not here.
+What newcomers are told: the greeting at the terminal, the page at /, what to call instead of a path
+that is not here.
 
     print(greeting("out/stdlib", "http://127.0.0.1:8000", chats=False, key=""))
 
 Plain texts, made of what api.py knows. Not run by itself.
 """
 
-import argparse
 import difflib
 import html
 import json
@@ -36,19 +35,6 @@ INSTEAD = {
     "/completion": "POST /v1/completions",  # llama.cpp's
 }
 EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings")
-
-
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """
-    Names the default of each flag, but no "None" and "True": what happens without such a flag, its
-    help says.
-    """
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        is_switch = action.nargs == 0
-        if is_switch or action.default is None or action.default == []:
-            return action.help
-        return super()._get_help_string(action)
 
 
 def example_call(url: str, chats: bool, key: str) -> list[str]:

@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from commands import Help
 from serving import api, welcome
 from serving.protocol import CompletionRequest
 
@@ -98,7 +99,7 @@ def test_nothing_runs_on_the_page_or_frames_it():
 
 
 def test_help_names_defaults_that_are_some():
-    parser = argparse.ArgumentParser(formatter_class=welcome.Help)
+    parser = argparse.ArgumentParser(formatter_class=Help)
     parser.add_argument("--number", default=3, help="a number")
     parser.add_argument("--none", help="nothing")
     parser.add_argument("--list", nargs="*", default=[], help="a list")
