@@ -204,7 +204,7 @@ def bytes_directory() -> str:
 class Server:
     """api.Service on a free port, in a thread."""
 
-    def __init__(self, *flags, engine=None, send_buffer=None, directory=None):
+    def __init__(self, *flags, engine=None, send_buffer=None, directory=None, tokenizer=None):
         self.engine = engine or FakeEngine()
         self.args = args = serve.parse_args(
             ["--model", "fake", "--port", "0", "--no-access-log", *flags]
@@ -219,7 +219,7 @@ class Server:
         self.folder = tempfile.TemporaryDirectory()
         self.listener = serve.listen_to_http(self.folder.name)
         client = EngineClient(self.listener.getsockname(), self.start_engine)
-        encoder = Encoder(directory or bytes_directory(), ByteTokenizer())
+        encoder = Encoder(directory or bytes_directory(), tokenizer or ByteTokenizer())
         self.service = api.Service(client, encoder, args, serve.api_keys(args))
         self.result = "still running"
         self.thread = threading.Thread(target=self.run, daemon=True)

@@ -1,0 +1,166 @@
+"""
+The way of a token, measured: which functions of this repo run, in their order, while a server
+answers one streamed request.
+
+    python tests/walk.py            # the way of a request, and that of one decoded token
+    python tests/walk.py --short    # how many functions and changes of file alone
+
+A server and a real engine with a tiny model run in threads of one process, on the CPU. The way of a
+request has three parts: the request through the HTTP process, its steps in the engine, its tokens
+back through the HTTP process. The way of a decoded token begins where the engine plans its step.
+Each function counts once, at its first call, properties too; lambdas and comprehensions belong to
+the function that they are in. What also runs without a request is not counted. On a GPU the
+operators of serving/ops.py launch kernels, which a profile of Python does not show.
+"""
+
+import sys
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+import torch
+from server import FakeEngine, Server
+
+from model import GPT, GPTConfig
+from serving import engine as engine_module
+from serving.engine import Engine
+from tokenizer import bpe_tokenizer
+
+ROOT = Path(__file__).parents[1]
+TOKENS = 8  # of the answer: one comes with the prompt, the others are decoded
+PACE = 0.02  # seconds from step to step
+OF_TESTS = str(ROOT / "tests")
+OF_PACKAGES = str(ROOT / ".venv")
+
+
+class Call(NamedTuple):
+    thread: str
+    file: str
+    name: str
+
+
+class Walk:
+    """Notes all calls of functions of this repo, of all threads."""
+
+    def __init__(self):
+        self.calls: list[Call] = []
+        self.is_on = False
+
+    def note(self, frame, event, _):
+        if not self.is_on or event != "call":
+            return
+        code = frame.f_code
+        file, name = code.co_filename, code.co_qualname
+        if not file.startswith(str(ROOT)) or file.startswith((OF_TESTS, OF_PACKAGES)):
+            return
+        name = name.partition(".<locals>.<")[0]  # a comprehension's is its function's
+        if not name.startswith("<"):
+            thread = threading.current_thread().name
+            self.calls.append(Call(thread, str(Path(file).relative_to(ROOT)), name))
+
+
+class RealEngine(FakeEngine):
+    """The engine itself, in the thread where tests have a fake one."""
+
+    def __init__(self):
+        super().__init__()
+        config = GPTConfig(vocab_size=257, context_length=64, n_layer=2, n_head=2, n_embd=32)
+        torch.manual_seed(0)
+        self.engine = Engine(GPT(config).eval(), num_blocks=16, max_num_seqs=4, token_budget=64)
+
+    def run(self):
+        step = self.engine.step
+
+        def slow_step():
+            time.sleep(PACE)  # a client has heard of each token before the next
+            return step()
+
+        self.engine.step = slow_step
+        engine_module.run(self.engine, self.links)
+
+
+def record() -> tuple[list[Call], list[Call]]:
+    """The calls of a second of waiting, and those of a request of the same length after that."""
+    walk = Walk()
+    tokenizer = bpe_tokenizer([])
+    body = {"prompt": "hello", "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
+    threading.setprofile(walk.note)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        with Server(engine=RealEngine(), directory=folder, tokenizer=tokenizer) as server:
+            url = f"http://127.0.0.1:{server.address[1]}/v1/completions"
+            assert httpx.post(url, json=body).status_code == 200  # what is done once is done
+            time.sleep(0.2)
+            walk.is_on = True
+            time.sleep(1)
+            idle = len(walk.calls)
+            answer = httpx.post(url, json=body)
+            time.sleep(0.2)
+            walk.is_on = False
+    threading.setprofile(None)
+    assert answer.text.endswith("data: [DONE]\n\n"), answer.text
+    return walk.calls[:idle], walk.calls[idle:]
+
+
+def request_way(calls: list[Call]) -> list[Call]:
+    """All functions of a request, part by part, in the order of their first call."""
+    engine = engine_thread(calls)
+    first_step = next(i for i, call in enumerate(calls) if call.thread == engine)
+    inwards = [call for call in calls[:first_step] if call.thread != engine]
+    steps = [call for call in calls if call.thread == engine]
+    outwards = [call for call in calls[first_step:] if call.thread != engine]
+    return inwards + steps + outwards
+
+
+def token_way(calls: list[Call]) -> list[Call]:
+    """Those of one decoded token: a round of the engine's loop, and one of its client."""
+    engine = engine_thread(calls)
+    step = one_round([call for call in calls if call.thread == engine], "Engine.step")
+    news = one_round(
+        [call for call in calls if call.thread != engine], "EngineClient.data_received"
+    )
+    return step + news
+
+
+def engine_thread(calls: list[Call]) -> str:
+    return next(call.thread for call in calls if call.file == "paged.py")
+
+
+def one_round(calls: list[Call], first: str) -> list[Call]:
+    """From the third call of a function on, the calls before the fourth."""
+    starts = [i for i, call in enumerate(calls) if call.name == first]
+    return calls[starts[2] : starts[3]]
+
+
+def tell(title: str, calls: list[Call], short: bool):
+    """Print the functions in the order of their first calls, and how many there are."""
+    functions = list(dict.fromkeys((call.file, call.name) for call in calls))
+    files = [file for file, _ in functions]
+    changes = sum(a != b for a, b in pairwise(files))
+    print(f"{title}: {len(functions)} functions, {changes} changes of file")
+    if short:
+        return
+    before = ""
+    for file, name in functions:
+        print(f"    {file if file != before else '':24} {name}")
+        before = file
+    print()
+
+
+def main():
+    idle, calls = record()
+    of_nobody = {(call.file, call.name) for call in idle}
+    short = "--short" in sys.argv
+    own = [call for call in calls if (call.file, call.name) not in of_nobody]
+    tell("the way of a request", request_way(own), short)
+    tell("the way of a decoded token", token_way(own), short)
+
+
+if __name__ == "__main__":
+    main()
