@@ -1,16 +1,16 @@
 """
-Text <-> token ids: characters, byte-level BPE trained on a corpus, and GPT-2's, behind one small
-surface.
+Text <-> token ids: characters, byte-level BPE learnt from a corpus, and GPT-2's, all with the same
+methods.
 
-    tokenizer = load_tokenizer("out/stdlib")       # what train.py saved, or a GPT-2 directory from the hub
-    ids = tokenizer.encode("def hello():")         # list[int]
-    text = tokenizer.decode(ids)                   # str; decode_bytes(ids) for the bytes themselves
-    piece = tokenizer.token_bytes(ids[0])          # the bytes of one token, b"" for a control token
+    tokenizer = load_tokenizer("out/stdlib")  # what train.py saved, or GPT-2's from the hub
+    ids = tokenizer.encode("def hello():")    # list[int]
+    text = tokenizer.decode(ids)              # str; decode_bytes(ids) for the bytes themselves
+    piece = tokenizer.token_bytes(ids[0])     # the bytes of one token, b"" for a control token
 
-All three are one file, tokenizer.json in the format of the `tokenizers` library, so
-`transformers.AutoTokenizer` reads what we save and gives the same ids. `tokenizers` itself is
-needed only to train a BPE; running one is tiktoken's job. This file also holds what the corpora in
-data/ share: writing files that are never half there, and token files.
+Every tokenizer is one file, tokenizer.json in the format of the `tokenizers` library:
+`transformers.AutoTokenizer` reads what we save and gives the same ids. That library is needed only
+to learn a BPE; tiktoken runs it. The last section is what the corpora in data/ share: files that
+are never half written, and token files.
 """
 
 import bisect
@@ -21,6 +21,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,79 +29,77 @@ import numpy as np
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
-# How GPT-2 cuts a text into pieces before it merges bytes within each: contractions, words and
-# numbers and punctuation with at most one space before them, and runs of white space that leave
-# their last space to the word that follows.
+# Pre-tokenization of GPT-2: a text is cut into pieces, and bytes are merged only within a piece.
+# Pieces are contractions; words, numbers and punctuation, each with at most one space before it;
+# and runs of white space, except that a last space belongs to the word after it.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# tiktoken's regular expressions give up on a run of a million blanks, so a longer run than this is
-# cut here. That is the one place where the ids may differ from those of transformers: the two ends
-# of a cut are not merged.
+# tiktoken's regular expressions give up on a run of a million blanks, so runs longer than this are
+# cut before. Only there may ids differ from those of transformers: no merge crosses a cut.
 MAX_BLANKS = 500_000
-# Without the look behind, a run just below the limit would be tried again from each of its blanks.
+# The look-behind keeps this linear: without it a run just below the limit is tried from each blank.
 ENDLESS_BLANKS = re.compile(rf"(?<!\s)(?:\s{{{MAX_BLANKS}}})+")
 
-# Ids index a list, so one of 10**9 would cost gigabytes; the largest vocabularies in use have
-# 262,144 tokens.
+# Limit of the ids, which are rows of tables: a single id of 10**9 would cost gigabytes. The largest
+# vocabularies in use have 262,144 tokens.
 MAX_VOCABULARY = 2**20
-# Files of other tokenizers, and of GPT-2's before there was tokenizer.json.
+# Where other tokenizers are stored, and GPT-2's before there was tokenizer.json.
 FOREIGN_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
 MAX_NAME = 256  # characters of a control token's name; real ones have up to 40
 
 
 class TokenizerError(ValueError):
-    """
-    A tokenizer that cannot be read, or text that it cannot encode; the message says what to change.
-    """
+    """A tokenizer that cannot be read, or a text that cannot be encoded; says what to change."""
 
 
 def byte_alphabet() -> list[str]:
     """
-    The character that stands for each of the 256 bytes in tokenizer.json (GPT-2's convention): a
-    visible Latin-1 character is itself, all others get the characters from U+0100 on, in order. A
-    space is "Ġ", a newline "Ċ".
+    The character that stands for each of the 256 bytes in tokenizer.json. GPT-2's convention: a
+    visible Latin-1 character stands for itself, and U+0100, U+0101, .. for the other bytes in
+    order. So a space is "Ġ" and a newline "Ċ".
     """
-    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+    substitutes = map(chr, range(0x100, 0x200))
+    alphabet = []
+    for character in map(chr, range(256)):
+        is_visible = character.isprintable() and character != " "
+        alphabet.append(character if is_visible else next(substitutes))
+    return alphabet
 
 
 BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
 
 
+def piece_bytes(piece: str) -> bytes:
+    """The bytes of a piece of a byte-level vocabulary: "Ġa" is b" a"."""
+    return bytes(BYTE_OF[character] for character in piece)
+
+
 class Tokenizer:
     """
-    What both kinds share: the parsed tokenizer.json (`spec`), the bytes of every id, and the
-    end-of-text token.
+    What both kinds share: the parsed tokenizer.json (`spec`), the bytes of every token, and the
+    control tokens, such as end of text.
 
-    `vocab_size` counts the control tokens; `eos_token_id` is None where there is no such token
-    (character level).
+    `vocab_size` is the largest id + 1, control tokens included. `eos_token_id` is None where there
+    is no end-of-text token (characters). `has_known_pattern` is False where the directory brings
+    its own regular expression, which may take more than linear time.
     """
 
-    has_known_pattern = True  # how it cuts texts takes time in proportion to their length, for sure
+    has_known_pattern = True
 
-    def __init__(
-        self, spec: dict, piece_bytes: Callable[[str], bytes], eos_token: str = END_OF_TEXT
-    ):
+    def __init__(self, spec: dict, to_bytes: Callable[[str], bytes], eos_token: str = END_OF_TEXT):
         self.spec = spec
-        self.control = read_control_tokens(spec)
         self.vocab: dict[str, int] = spec["model"]["vocab"]
-        check_ids(self.vocab, self.control)
-        self.vocab_size = max([*self.vocab.values(), *self.control.values()]) + 1
-        self.eos_token_id: int | None = self.control.get(eos_token)
-        # a control token has no text: it decodes to nothing, wherever it stands
-        text = {
-            i: piece_bytes(piece) for piece, i in self.vocab.items() if piece not in self.control
-        }
-        self._bytes = [text.get(i, b"") for i in range(self.vocab_size)]
+        self.control = read_control_tokens(spec)
         self.names = {i: name for name, i in self.control.items()}
-        # the longest first: of two names that begin alike, transformers takes the longer
+        check_ids(self.vocab, self.control)
+        self.vocab_size = max([*self.vocab.values(), *self.names]) + 1
+        self.eos_token_id: int | None = self.control.get(eos_token)
+        text_pieces = self.vocab.keys() - self.control.keys()
+        self._bytes = {self.vocab[piece]: to_bytes(piece) for piece in text_pieces}
+        # of two names that begin alike transformers takes the longer; (?!) matches nothing
         longest_first = sorted(self.control, key=len, reverse=True)
-        self.control_names = (
-            re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
-            if self.control
-            else None
-        )
+        any_name = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self.control_names = re.compile(f"({any_name})")
 
     def encode(
         self,
@@ -109,64 +108,60 @@ class Tokenizer:
         stand_ins: dict[int, str] | None = None,
     ) -> list[int]:
         """
-        Token ids of a text, or of bytes. Text that spells a control token is text; with
-        allow_special=True it is that token, as in transformers. `stand_ins`, for `str.translate`,
-        says which characters stand for others from then on: a name that is spelled with them is
-        text in any case. Raises TokenizerError.
+        Token ids of a text, or of bytes. The name of a control token in it is text, or with
+        allow_special=True that token, as in transformers. `stand_ins`, for `str.translate`,
+        replaces characters once the names have been found: a name spelled with stand-ins stays
+        text. Raises TokenizerError.
         """
         if isinstance(text, bytes):
             return self._encode_bytes(text, allow_special)
-        # every second piece is a name
-        pieces = self.control_names.split(text) if allow_special and self.control else [text]
+        pieces = self.control_names.split(text) if allow_special else [text]
         ids = []
-        for i, piece in enumerate(pieces):
-            if i % 2:
+        for number, piece in enumerate(pieces):
+            if number % 2:  # `split` returns text and names by turns
                 ids.append(self.control[piece])
-            else:
-                ids += self._encode_text(piece.translate(stand_ins) if stand_ins else piece)
+                continue
+            if stand_ins:
+                piece = piece.translate(stand_ins)
+            ids += self._encode_text(piece)
         return ids
 
     def token_bytes(self, token: int) -> bytes:
         """
-        The bytes of one token; possibly a part of a UTF-8 character. b"" for a control token, and
-        for an id beyond the vocabulary: a model may have more rows than there are tokens, to be a
-        multiple of 64.
+        The bytes of one token, possibly part of a UTF-8 character. b"" for a control token and for
+        an id without a token: a model may have more rows than tokens, to be a multiple of 64.
         """
-        return self._bytes[token] if token < len(self._bytes) else b""
+        return self._bytes.get(token, b"")
 
     def spelled_bytes(self, token: int) -> bytes:
-        """The same, but a control token is spelled by its name, "<|endoftext|>"."""
-        return self.names[token].encode() if token in self.names else self.token_bytes(token)
+        """`token_bytes`, except that a control token has the bytes of its name."""
+        if token in self.names:
+            return self.names[token].encode()
+        return self.token_bytes(token)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(map(self.token_bytes, ids))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def save(self, directory: str | Path):
         """Write tokenizer.json and tokenizer_config.json, each atomically."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        # Without this class name transformers guesses from config.json that the tokenizer is
-        # GPT-2's own.
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-        }
+        # without this class name transformers takes the tokenizer for GPT-2's own, by config.json
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config["clean_up_tokenization_spaces"] = False
         if self.eos_token_id is not None:
-            name = next(name for name, i in self.control.items() if i == self.eos_token_id)
+            name = self.names[self.eos_token_id]
             config |= {"bos_token": name, "eos_token": name}
         write_json(directory / "tokenizer.json", self.spec)
         write_json(directory / "tokenizer_config.json", config)
 
 
 class CharTokenizer(Tokenizer):
-    """
-    One token a character: the tokenizer of nanoGPT's shakespeare_char. A character it does not know
-    is an error.
-    """
+    """One token a character, as in nanoGPT's shakespeare_char. An unknown character is an error."""
 
     def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
         if read_pattern(spec) != EVERY_CHARACTER or spec.get("normalizer"):
@@ -175,7 +170,7 @@ class CharTokenizer(Tokenizer):
         super().__init__(spec, str.encode, eos_token)
 
     def _encode_bytes(self, data: bytes, allow_special: bool) -> list[int]:
-        return self.encode(data.decode("utf-8"), allow_special)
+        return self.encode(data.decode(), allow_special)
 
     def _encode_text(self, text: str) -> list[int]:
         """Raises TokenizerError that names the first unknown character."""
@@ -184,15 +179,16 @@ class CharTokenizer(Tokenizer):
         except KeyError as error:
             character = error.args[0]
             raise TokenizerError(
-                f"character {character!r} (U+{ord(character):04X}, at position {text.index(character)}) is not among "
-                f"the {self.vocab_size} this tokenizer knows: remove it, or train with a BPE, which knows every byte"
+                f"character {character!r} (U+{ord(character):04X}, at position "
+                f"{text.index(character)}) is not among the {self.vocab_size} this tokenizer "
+                "knows: remove it, or train with a BPE, which knows every byte"
             ) from None
 
 
 class BPETokenizer(Tokenizer):
     """
-    Byte-level BPE, run by tiktoken: every text and every sequence of bytes has an encoding, and
-    comes back.
+    Byte-level BPE, run by tiktoken. Every text and every sequence of bytes has an encoding, from
+    which it comes back.
     """
 
     def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
@@ -200,67 +196,58 @@ class BPETokenizer(Tokenizer):
         pattern = read_pattern(spec)
         self.has_known_pattern = pattern == GPT2_PATTERN
         check_around(spec, decoder="ByteLevel")
-        check_model(spec)
-        super().__init__(spec, lambda piece: bytes(BYTE_OF[c] for c in piece), eos_token)
-        # tiktoken merges the pair with the lowest id first, so ids must rise in the order in which
-        # merges were learnt.
-        merges = [m.split(" ") if isinstance(m, str) else m for m in spec["model"]["merges"]]
-        merged = list(dict.fromkeys(self.vocab[a + b] for a, b in merges))
-        if merged != sorted(merged):
+        check_model(spec["model"])
+        super().__init__(spec, piece_bytes, eos_token)
+        # a merge is "a b" or ["a", "b"]: no piece has a blank; two merges may make the same piece
+        merged = ["".join(merge).replace(" ", "") for merge in spec["model"]["merges"]]
+        merged_ids = list(dict.fromkeys(self.vocab[piece] for piece in merged))
+        if merged_ids != sorted(merged_ids):  # tiktoken merges the pair of the lowest id first
             raise foreign("numbers its tokens in another order than its merges")
         self.byte_ids = [self.vocab[character] for character in byte_alphabet()]
-        ranks = {self._bytes[i]: i for i in [*self.byte_ids, *merged]}
-        if spec["model"].get("ignore_merges") and len(ranks) < len(
-            self.vocab.keys() - self.control.keys()
-        ):
+        ranks = {self._bytes[i]: i for i in [*self.byte_ids, *merged_ids]}
+        if spec["model"].get("ignore_merges") and len(ranks) < len(self._bytes):
             raise foreign("has tokens that no merge makes (ignore_merges)")
         self.bpe = tiktoken.Encoding(
             "tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
         )
 
     def _encode_text(self, text: str) -> list[int]:
-        """A lone surrogate, which no UTF-8 can hold, is read as U+FFFD."""
+        """A lone surrogate, which UTF-8 cannot hold, is read as U+FFFD."""
+        ids = []
         try:
-            return [
-                i
-                for piece in cut_blanks(self.normalize(text))
-                for i in self.bpe.encode_ordinary(piece)
-            ]
+            for part in cut_blanks(self.normalize(text)):
+                ids += self.bpe.encode_ordinary(part)
         except ValueError as error:  # of tiktoken's regular expressions
             raise TokenizerError(
                 f"the tokenizer's pattern gives up on this text: shorten it ({error})"
             ) from None
+        return ids
 
     def _encode_bytes(self, data: bytes, allow_special: bool) -> list[int]:
-        """What is not UTF-8 is spelt byte by byte, so that it comes back."""
+        """What is not UTF-8 is encoded byte by byte, so that it comes back."""
+        text = data.decode("utf-8", "surrogateescape")  # such a byte becomes U+DC80..U+DCFF
         ids = []
-        # surrogateescape turns each byte that is not UTF-8 into U+DC80..U+DCFF; every second piece
-        # is a run of those
-        for i, piece in enumerate(
-            re.split("([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape"))
-        ):
-            ids += (
-                [self.byte_ids[ord(c) - 0xDC00] for c in piece]
-                if i % 2
-                else self.encode(piece, allow_special)
-            )
+        for number, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
+            if number % 2:  # `split` returns text and runs of such bytes by turns
+                ids += [self.byte_ids[ord(character) - 0xDC00] for character in piece]
+            else:
+                ids += self.encode(piece, allow_special)
         return ids
 
 
 def cut_blanks(text: str) -> list[str]:
-    """
-    The text, cut inside runs of more than MAX_BLANKS blanks; once through it, whatever the runs.
-    """
+    """The text, cut inside runs of more than MAX_BLANKS blanks. Linear in its length."""
     edges = [0]
     for run in ENDLESS_BLANKS.finditer(text):
         edges += range(run.start() + MAX_BLANKS, run.end() + 1, MAX_BLANKS)
-    return [text[start:end] for start, end in pairwise([*edges, len(text)])]
+    edges.append(len(text))
+    return [text[start:end] for start, end in pairwise(edges)]
 
 
 def token_name(data: bytes) -> str:
     """
-    A token's text; bytes that are no whole characters are spelled out, so that no two tokens are
-    called the same.
+    A token's text; where its bytes are no whole characters they are spelled out ("bytes:\\xc3"),
+    so that different tokens have different names.
     """
     try:
         return data.decode()
@@ -269,12 +256,12 @@ def token_name(data: bytes) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a tokenizer.json may say: all of it is understood, or it is refused by name
+# What a tokenizer.json may say: whatever is not understood is refused by its name
 
 EVERY_CHARACTER = r"[\s\S]"
-# Where tokenizers' regular expressions (Oniguruma's) mean something else than tiktoken's, or a
-# match depends on more than the text from there on: anchors, back references, and a few escapes and
-# quantifiers.
+# What the regular expressions of `tokenizers` (Oniguruma's) understand differently from tiktoken's,
+# or what makes a match depend on the text before it: anchors, back references, and a few escapes
+# and quantifiers.
 FOREIGN_REGEX = re.compile(r"(?<![\[\\])\^|(?<!\\)\$|\\[1-9AGHKRXZhkz]|\}\+|\(\?[<P]?[#&0-9R]")
 
 
@@ -286,8 +273,8 @@ def foreign(what: str) -> TokenizerError:
 
 def read_control_tokens(spec: dict) -> dict[str, int]:
     """
-    {name: id} of the added tokens. Raises TokenizerError for those that are more than a name for an
-    id.
+    {name: id} of the added tokens. Raises TokenizerError for an added token that is more than a
+    name for an id.
     """
     added = spec.get("added_tokens") or []
     for token in added:
@@ -299,16 +286,17 @@ def read_control_tokens(spec: dict) -> dict[str, int]:
 
 
 def check_added_token(token: dict, has_normalizer: bool):
+    name = token["content"]
     for flag in ("lstrip", "rstrip", "single_word"):
         if token.get(flag):
-            raise foreign(f"has the added token {token['content']!r} with {flag}")
+            raise foreign(f"has the added token {name!r} with {flag}")
     if has_normalizer and token.get("normalized"):
-        raise foreign(f"has the added token {token['content']!r} that is found in normalized text")
+        raise foreign(f"has the added token {name!r} that is found in normalized text")
     if not token.get("special"):
-        raise foreign(f"has the added token {token['content']!r} that is text (special: false)")
-    if not 0 < len(token["content"]) <= MAX_NAME:
+        raise foreign(f"has the added token {name!r} that is text (special: false)")
+    if not 0 < len(name) <= MAX_NAME:
         raise TokenizerError(
-            f"tokenizer.json has an added token of {len(token['content'])} characters: restore it"
+            f"tokenizer.json has an added token of {len(name)} characters: restore it"
         )
 
 
@@ -320,43 +308,43 @@ def check_ids(vocab: dict[str, int], control: dict[str, int]):
     ids = vocab | control
     for name, i in ids.items():
         if type(i) is not int or not 0 <= i < MAX_VOCABULARY:
-            raise TokenizerError(
-                f"token {name!r:.100} has the id {i!r:.30}, wanted 0 to {MAX_VOCABULARY - 1}: restore it"
-            )
+            wanted = f"wanted 0 to {MAX_VOCABULARY - 1}: restore it"
+            raise TokenizerError(f"token {name!r:.100} has the id {i!r:.30}, {wanted}")
         if vocab.get(name, i) != i:
             raise TokenizerError(
                 f"token {name!r:.100} has two ids, {vocab[name]} and {i}: restore it"
             )
-    if len(set(ids.values())) < len(ids):
-        counts = Counter(ids.values()).most_common(1)
-        raise TokenizerError(f"{counts[0][1]} tokens share the id {counts[0][0]}: restore it")
+    [(shared, count)] = Counter(ids.values()).most_common(1)
+    if count > 1:
+        raise TokenizerError(f"{count} tokens share the id {shared}: restore it")
 
 
 def check_around(spec: dict, decoder: str):
     """
-    Raises TokenizerError for a post-processor that adds tokens, and for a decoder that is not the
-    one expected.
+    Raises TokenizerError for a post-processor that adds tokens, and for another decoder than the
+    one named.
     """
     post = spec.get("post_processor") or {"type": "ByteLevel"}
     for part in post.get("processors", [post]):
-        plain_template = part["type"] == "TemplateProcessing" and not part.get("special_tokens")
-        if part["type"] != "ByteLevel" and not plain_template:
-            raise foreign(f"adds tokens to every text (post-processor {part['type']})")
+        kind = part["type"]
+        adds_nothing = kind == "TemplateProcessing" and not part.get("special_tokens")
+        if kind != "ByteLevel" and not adds_nothing:
+            raise foreign(f"adds tokens to every text (post-processor {kind})")
     found = (spec.get("decoder") or {}).get("type")
     if found != decoder:
         raise foreign(f"makes text of tokens by {found}")
 
 
-def check_model(spec: dict):
+def check_model(model: dict):
     """
-    Raises TokenizerError for options of a BPE that change what it does to bytes, and for bytes that
-    it lacks.
+    Raises TokenizerError for options of a BPE that change how bytes are merged, and for a
+    vocabulary that lacks some of the 256 bytes.
     """
-    model = spec["model"]
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
             raise foreign(f"is a BPE with {option}")
-    if missing := BYTE_OF.keys() - model["vocab"].keys():
+    missing = BYTE_OF.keys() - model["vocab"].keys()
+    if missing:
         raise foreign(f"lacks {len(missing)} of the 256 bytes")
 
 
@@ -365,20 +353,19 @@ def read_pattern(spec: dict) -> str:
     The regular expression that cuts a text into pieces. Raises TokenizerError for what tiktoken
     cannot do.
     """
-    pre = spec.get("pre_tokenizer") or {}
-    parts = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
-    kinds = [part.get("type") for part in parts]
-    if any(part.get("add_prefix_space") for part in parts):
+    steps = spec.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    if any(step.get("add_prefix_space") for step in steps):
         raise foreign("puts a prefix space before every text")
-    if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
-        return GPT2_PATTERN
-    if kinds == ["Split"] or (
-        kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True)
-    ):
-        return read_split(parts[0])
-    raise foreign(
-        f"cuts text by {' and '.join(map(str, kinds))}, supported are ByteLevel or one Split"
-    )
+    match steps:
+        case [{"type": "Split"} as split]:
+            return read_split(split)
+        case [{"type": "Split"} as split, {"type": "ByteLevel", "use_regex": False}]:
+            return read_split(split)
+        case [{"type": "ByteLevel"} as level] if level.get("use_regex", True):
+            return GPT2_PATTERN
+    kinds = " and ".join(str(step.get("type")) for step in steps)
+    raise foreign(f"cuts text by {kinds}, supported are ByteLevel or one Split")
 
 
 def read_split(split: dict) -> str:
@@ -386,35 +373,38 @@ def read_split(split: dict) -> str:
     behavior = str(split.get("behavior"))
     if pattern is None or behavior.lower() != "isolated" or split.get("invert"):
         raise foreign(
-            f"cuts text by a Split (behaviour {behavior}) other than of isolated regular expressions"
+            f"cuts text by a Split (behaviour {behavior}) other than of isolated regular "
+            "expressions"
         )
     if FOREIGN_REGEX.search(pattern):
         raise foreign(f"cuts text by the regular expression {pattern!r:.200}")
     if pattern == EVERY_CHARACTER:
         return pattern
-    # tiktoken drops what no piece matches; to the tokenizers library it is a piece, too
+    # tiktoken drops text that the pattern does not match; for `tokenizers` it is a piece of its own
     return rf"{pattern}|(?:(?!{pattern}){EVERY_CHARACTER})+"
 
 
 def read_normalizer(spec: dict) -> Callable[[str], str]:
-    kind = (spec.get("normalizer") or {"type": None})["type"]
-    if kind not in (None, "NFC"):
+    kind = (spec.get("normalizer") or {}).get("type")
+    if kind is None:
+        return str  # the text as it is
+    if kind != "NFC":
         raise foreign(f"normalizes text by {kind}, supported are none and NFC")
-    return (lambda text: unicodedata.normalize("NFC", text)) if kind else (lambda text: text)
+    return partial(unicodedata.normalize, "NFC")
 
 
 # --------------------------------------------------------------------------------------------------
-# Tokens to text, as they come
+# Streaming: tokens to text, as they come
 
 
 class TextStream:
     """
-    Tokens of one answer in, text out as soon as it is certain: whole UTF-8 characters, nothing of a
-    stop string.
+    The text of one answer, released as soon as it is certain: whole UTF-8 characters, and nothing
+    that may become part of a stop string.
 
-    `token_bytes(id)` gives the bytes of a token. A stop string ends the text where it first is
-    complete, so how the text is cut into tokens makes no difference. `matched` is then that string,
-    and the text ends before it, or after it with include_stop.
+    `token_bytes(id)` gives the bytes of a token. The text ends at the first place where a stop
+    string is complete, so it does not matter how the text is cut into tokens. `matched` is then
+    that string; the text ends before it, or behind it with include_stop.
 
         stream = TextStream(tokenizer.token_bytes, stop=["\\n\\n"])
         text = "".join(stream.push(token) for token in tokens) + stream.flush()
@@ -423,10 +413,9 @@ class TextStream:
     def __init__(
         self, token_bytes: Callable[[int], bytes], stop: list[str] = (), include_stop: bool = False
     ):
-        self.token_bytes, self.include_stop = token_bytes, include_stop
-        self.decoder = codecs.getincrementaldecoder("utf-8")(
-            "replace"
-        )  # keeps the bytes of a character not yet whole
+        self.token_bytes = token_bytes
+        self.include_stop = include_stop
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds half characters
         self.num_characters = 0  # decoded so far
         self.held = ""  # the longest end of the text that a stop string begins with
         self.matched: str | None = None
@@ -436,25 +425,19 @@ class TextStream:
         """From here on end the text at these strings."""
         self.stop = tuple(sorted(stop))
         self.first_characters = frozenset(string[0] for string in stop)
-        self.last_characters = frozenset(string[-1] for string in stop)
 
     def push(self, token: int) -> str:
         """The text that this token makes certain, often but not always the token's own."""
         return self._release(self.decoder.decode(self.token_bytes(token)))
 
     def push_all(self, tokens: list[int]) -> str:
-        """
-        The text of many tokens, in a fraction of the time. They are not searched for stop strings.
-        """
+        """The text of many tokens, in a fraction of the time, without a search for stop strings."""
         text = self.decoder.decode(b"".join(map(self.token_bytes, tokens)))
         self.num_characters += len(text)
         return text
 
     def flush(self) -> str:
-        """
-        The rest, when no token follows: half a character becomes U+FFFD, and what was held is text
-        after all.
-        """
+        """The rest, when no token follows: U+FFFD for half a character, and what was held back."""
         text = self._release(self.decoder.decode(b"", final=True)) + self.held
         self.held = ""
         return text
@@ -462,58 +445,46 @@ class TextStream:
     def _release(self, text: str) -> str:
         self.num_characters += len(text)
         if not self.held and self.first_characters.isdisjoint(text):
-            return text  # most tokens: no stop string is under way and none begins here
-        certain = []
-        for character in text:
-            certain.append(self._read(character))
-            if self.matched is not None:
-                break
-        return "".join(certain)
-
-    def _read(self, character: str) -> str:
-        """
-        Read on by a character, as the automaton of Aho and Corasick does, with `held` as its state;
-        returns what can be no part of a stop string any more. Each character is held and let go
-        once, so a text costs no more than a few steps a character, however many stop strings there
-        are.
-        """
-        text = self.held + character
+            return text  # most tokens: no stop string has begun before, and none begins here
+        text = self.held + text
+        for end in range(len(self.held) + 1, len(text) + 1):
+            if text.endswith(self.stop, 0, end):
+                return self._end(text[:end])
+        # each round releases a character for good, so the work for a character does not grow with
+        # the length or number of stop strings
         start = 0
         while not self._begins_stop(text[start:]):
             start += 1
-        certain, self.held = text[:start], text[start:]
-        if character in self.last_characters and self.held.endswith(self.stop):
-            self.matched = max(filter(self.held.endswith, self.stop), key=len)
-            certain += self.held if self.include_stop else self.held.removesuffix(self.matched)
-            self.held = ""
-        return certain
+        self.held = text[start:]
+        return text[:start]
+
+    def _end(self, text: str) -> str:
+        """The last text, which a stop string ends; of several that do, the longest counts."""
+        self.held = ""
+        self.matched = max(filter(text.endswith, self.stop), key=len)
+        return text if self.include_stop else text.removesuffix(self.matched)
 
     def _begins_stop(self, text: str) -> bool:
-        """
-        Whether a stop string begins with this text; in sorted order that one comes next. "" begins
-        anything.
-        """
+        """Whether a stop string begins with this text: in sorted order it would come next."""
+        if not text:
+            return True
         place = bisect.bisect_left(self.stop, text)
-        return not text or (place < len(self.stop) and self.stop[place].startswith(text))
+        return place < len(self.stop) and self.stop[place].startswith(text)
 
 
 # --------------------------------------------------------------------------------------------------
-# Making a tokenizer
+# Making a tokenizer, and reading one
 
 
 def char_tokenizer(text: str) -> CharTokenizer:
     """The character tokenizer of a text: its distinct characters, sorted, numbered from 0."""
-    vocab = {character: i for i, character in enumerate(sorted(set(text)))}
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": EVERY_CHARACTER},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    # no character is longer than one, so this unknown token is never found and an unknown character
-    # stays an error
+    characters = sorted(set(text))
+    vocab = {character: i for i, character in enumerate(characters)}
+    # this unknown token is longer than a character and so never found: unknown stays an error
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unknown>"}
-    return CharTokenizer(make_spec(model, split, {"type": "Fuse"}))
+    pattern = {"Regex": EVERY_CHARACTER}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    return CharTokenizer(make_spec(model, split, {"type": "Fuse"}, []))
 
 
 def bpe_tokenizer(
@@ -524,34 +495,22 @@ def bpe_tokenizer(
     """
     spell = byte_alphabet()
     pairs = [["".join(spell[byte] for byte in part) for part in pair] for pair in merges]
-    vocab = {
-        piece: i
-        for i, piece in enumerate(
-            dict.fromkeys([*(spell[b] for b in byte_order), *map("".join, pairs)])
-        )
-    }
+    pieces = [spell[byte] for byte in byte_order]
+    pieces += ["".join(pair) for pair in pairs]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
     model = {"type": "BPE", "vocab": vocab, "merges": pairs}
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
+    level = {"type": "ByteLevel", "add_prefix_space": False}
+    level |= {"trim_offsets": True, "use_regex": True}
     end = {"id": len(vocab), "content": END_OF_TEXT, "special": True}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return BPETokenizer(make_spec(model, level, level, [end]))
 
 
-def make_spec(
-    model: dict, pre_tokenizer: dict, decoder: dict, added_tokens: Iterable[dict] = ()
-) -> dict:
-    spec = {
-        "version": "1.0",
-        "added_tokens": list(added_tokens),
-        "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
-    }
-    return spec | {"post_processor": None, "decoder": decoder, "model": model}
+def make_spec(model: dict, pre_tokenizer: dict, decoder: dict, added_tokens: list[dict]) -> dict:
+    """The content of tokenizer.json."""
+    spec = {"version": "1.0", "added_tokens": added_tokens, "normalizer": None}
+    spec |= {"pre_tokenizer": pre_tokenizer, "post_processor": None}
+    return spec | {"decoder": decoder, "model": model}
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
@@ -569,16 +528,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     learner = Learner(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        initial_alphabet=sorted(BYTE_OF),
-        show_progress=False,
-        special_tokens=[],
+        vocab_size=vocab_size - 1, initial_alphabet=sorted(BYTE_OF), show_progress=False
     )
     learner.train_from_iterator(texts, trainer)
     merges = json.loads(learner.to_str())["model"]["merges"]
-    return bpe_tokenizer(
-        [tuple(bytes(BYTE_OF[c] for c in part) for part in pair) for pair in merges]
-    )
+    return bpe_tokenizer([(piece_bytes(first), piece_bytes(second)) for first, second in merges])
 
 
 def gpt2_tokenizer() -> BPETokenizer:
@@ -590,26 +544,25 @@ def gpt2_tokenizer() -> BPETokenizer:
         ranks: dict[bytes, int] = tiktoken.get_encoding("gpt2")._mergeable_ranks
     except Exception as error:  # tiktoken lets the errors of its HTTP client through
         raise TokenizerError(
-            f"GPT-2's vocabulary is not at hand ({type(error).__name__}): connect to the network once, or set "
-            "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has stored it"
+            f"GPT-2's vocabulary is not at hand ({type(error).__name__}): connect to the network "
+            "once, or set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has stored it"
         ) from error
     tokens = sorted(ranks, key=ranks.get)
-    return bpe_tokenizer(
-        [last_merge(t, ranks) for t in tokens if len(t) > 1], [t[0] for t in tokens if len(t) == 1]
-    )
+    byte_order = [token[0] for token in tokens if len(token) == 1]
+    merges = [last_merge(token, ranks) for token in tokens if len(token) > 1]
+    return bpe_tokenizer(merges, byte_order)
 
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     """
-    Merge the bytes of a token, lowest rank first, until two parts are left: the merge that made the
-    token.
+    The merge that made a token: merge its bytes, lowest rank first, until two parts are left.
     """
-    parts = [token[i : i + 1] for i in range(len(token))]
+    parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
-        rank = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
-        i = rank.index(min(rank))
+        pair_ranks = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
+        i = pair_ranks.index(min(pair_ranks))
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts[0], parts[1]
+    return tuple(parts)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -623,13 +576,16 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     try:
         spec = read_json(path)
         config = read_json(path.with_name("tokenizer_config.json"))
-        kinds = {"WordLevel": CharTokenizer, "BPE": BPETokenizer}
+        eos_token = token_text(config.get("eos_token")) or END_OF_TEXT
         kind = spec["model"]["type"]
-        if kind not in kinds:
+        if kind == "WordLevel":
+            tokenizer = CharTokenizer(spec, eos_token)
+        elif kind == "BPE":
+            tokenizer = BPETokenizer(spec, eos_token)
+        else:
             raise foreign(
                 f"is of the kind {kind}, supported are byte-level BPE and single characters"
             )
-        tokenizer = kinds[kind](spec, token_text(config.get("eos_token")) or END_OF_TEXT)
         check_config(tokenizer, config)
         check_fits_model(tokenizer, path.parent)
         return tokenizer
@@ -643,19 +599,20 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def no_tokenizer(missing: Path) -> str:
-    """What to say of a directory without tokenizer.json: how it can be had."""
+    """What to say of a directory without tokenizer.json: how to get one."""
     folder = missing.parent
-    found = [name for name in FOREIGN_TOKENIZERS if (folder / name).is_file()]
-    if found:
-        how = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-        return f"{missing} is missing, the tokenizer is in {found[0]}: let transformers write it: {how}"
+    for name in FOREIGN_TOKENIZERS:
+        if (folder / name).is_file():
+            how = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            found = f"{missing} is missing, the tokenizer is in {name}"
+            return f"{found}: let transformers write it: {how}"
     if (folder / "config.json").is_file():
         return f"{missing} is missing: copy it there, from where the model is"
     return f"no tokenizer in {folder}: run `python train.py --out {folder}`, or copy it there"
 
 
 def read_json(path: Path) -> dict:
-    """What a file says, {} where there is none. Raises ValueError or RecursionError."""
+    """The content of a file, {} where there is none. Raises ValueError or RecursionError."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
@@ -667,24 +624,25 @@ def token_text(token: str | dict | None) -> str | None:
 def check_config(tokenizer: Tokenizer, config: dict):
     """
     Raises TokenizerError for control tokens that only tokenizer_config.json has: transformers reads
-    them, too.
+    those, too.
     """
+    has_normalizer = tokenizer.spec.get("normalizer") is not None
     for token in config.get("added_tokens_decoder", {}).values():
-        check_added_token(token, tokenizer.spec.get("normalizer") is not None)
+        check_added_token(token, has_normalizer)
         if token["content"] not in tokenizer.control:
             raise foreign(f"lacks {token['content']!r}, which tokenizer_config.json adds")
 
 
 def check_fits_model(tokenizer: Tokenizer, directory: Path):
-    """Raises TokenizerError if the model beside it, if there is one, lacks rows for some tokens."""
+    """Raises TokenizerError where the model beside the tokenizer lacks rows for some tokens."""
     try:
         rows = read_json(directory / "config.json").get("vocab_size")
     except (ValueError, AttributeError, RecursionError):
-        return  # whoever reads the model says it better
+        return  # a broken model is reported when the model is loaded
     if type(rows) is int and rows < tokenizer.vocab_size:
         raise TokenizerError(
-            f"it has {tokenizer.vocab_size} tokens, but config.json beside it says that the model has {rows}: "
-            "they do not belong together, copy the model's own tokenizer there"
+            f"it has {tokenizer.vocab_size} tokens, but config.json beside it says that the model "
+            f"has {rows}: they do not belong together, copy the model's own tokenizer there"
         )
 
 
@@ -694,8 +652,8 @@ def check_fits_model(tokenizer: Tokenizer, directory: Path):
 
 def write_atomically(path: Path, write: Callable[[Path], None]):
     """
-    Let `write` fill a temporary file beside `path`, flush it to disk, then rename: readers see the
-    old file or the new one, never half of one, whenever the process dies.
+    Let `write` fill a temporary file beside `path`, flush it to disk, then rename it: a reader sees
+    the old file or the new one, never half of one, whenever the process dies.
     """
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
@@ -711,21 +669,18 @@ def write_json(path: Path, content: dict):
 
 def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
     """
-    Write train.bin and val.bin (bare token ids, two bytes each, four if the vocabulary needs them),
-    the tokenizer, and last meta.json: a corpus without it is not there.
+    Write train.bin and val.bin (token ids alone, two bytes each, four where the vocabulary needs
+    them), the tokenizer, and last meta.json, without which a corpus does not count as there.
     """
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     (directory / "meta.json").unlink(missing_ok=True)
     tokenizer.save(directory)
-    for name, ids in (("train", train), ("val", val)):
-        write_atomically(directory / f"{name}.bin", np.array(ids, dtype=dtype).tofile)
-    meta = {
-        "dtype": dtype,
-        "vocab_size": tokenizer.vocab_size,
-        "train_tokens": len(train),
-        "val_tokens": len(val),
-    }
-    write_json(directory / "meta.json", meta | {"val_bytes": len(tokenizer.decode_bytes(val))})
+    write_atomically(directory / "train.bin", np.array(train, dtype).tofile)
+    write_atomically(directory / "val.bin", np.array(val, dtype).tofile)
+    meta = {"dtype": dtype, "vocab_size": tokenizer.vocab_size}
+    meta |= {"train_tokens": len(train), "val_tokens": len(val)}
+    meta["val_bytes"] = len(tokenizer.decode_bytes(val))
+    write_json(directory / "meta.json", meta)
 
 
 def read_corpus(directory: Path, split: str) -> np.ndarray:
