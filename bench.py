@@ -56,11 +56,12 @@ from model import (
     save_checkpoint,
     serving_dtype,
 )
-from paged import Request, Scheduler
+from paged import Request, Scheduler, SchedulerSettings
 from serving import fused as layers
 from serving import load
 from serving.engine import Engine
 from serving.params import SamplingParams
+from serving.settings import Settings
 
 # random weights of these shapes; the figures depend on the shape alone
 MODELS = {
@@ -260,8 +261,7 @@ def bench_scheduler(args) -> dict:
             token_budget=n * 1000,
             max_kv_tokens=n * 2048,
             block_size=16,
-            max_num_seqs=n,
-            max_num_partial_prefills=n,
+            settings=SchedulerSettings(max_num_seqs=n, max_num_partial_prefills=n),
         )
         rng = random.Random(0)
         for i in range(n):
@@ -505,7 +505,9 @@ def bench_generate(args) -> dict:
     theirs, V = hugging_face(model), model.config.vocab_size
     model.to(dtype := serving_dtype(args.dtype, "cpu"))
     # without prefix cache each answer is computed whole
-    engine = Engine(model, prefix_cache=False, quantize=args.quantize, compile=args.compile)
+    engine = Engine(
+        model, Settings(prefix_cache=False, quantize=args.quantize, compile=args.compile)
+    )
     size = 1 if args.quantize == "int8" else dtype.itemsize
     floor = 1e3 * size * sum(weight.numel() for weight in model.parameters()) / read_bandwidth()
     weights = {"dtype": args.dtype, "quantize": args.quantize, "compile": args.compile}
@@ -579,7 +581,9 @@ def bench_engine(args) -> dict:
         time.perf_counter(),
     )
     V, overlap = model.config.vocab_size, False if args.no_overlap else None
-    engine = Engine(model, block_size=args.block_size, graphs=not args.no_graphs, overlap=overlap)
+    engine = Engine(
+        model, Settings(block_size=args.block_size, graphs=not args.no_graphs, overlap=overlap)
+    )
     result: dict = {"model": args.model, "start-up, s": round(time.perf_counter() - started, 1)}
     result["engine"] = engine.statement()
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
@@ -624,7 +628,7 @@ def bench_equality(args) -> dict:
     ]
     for dtype, model in models.items():
         for graphs, overlap in itertools.product((True, False), repeat=2):
-            engine = Engine(model, graphs=graphs, overlap=overlap)
+            engine = Engine(model, Settings(graphs=graphs, overlap=overlap))
             answers[dtype, graphs, overlap] = timed(engine, work, temperature=0)[1]
     exact, rounded = answers["fp32", True, True], answers["bf16", True, True]
     wrong = sum(
@@ -766,7 +770,7 @@ def bench_overhead(args) -> dict:
     context = min(900, model.config.context_length - steps - 2)  # no request ends meanwhile
     numbers = (1, 32, 256) if DEVICE == "cuda" else (1, 8, 32)
     weights = sum(w.nbytes for w in model.parameters())
-    engine = Engine(model, prefix_cache=False)
+    engine = Engine(model, Settings(prefix_cache=False))
     kv_bytes = kv_bytes_per_token(engine)
     result: dict = {"model": args.model}
     for n in numbers:
@@ -777,7 +781,7 @@ def bench_overhead(args) -> dict:
         result[f"{n} requests"] = {name: round(1e3 * value, 3) for name, value in row.items()}
     if DEVICE == "cuda":
         kernels.early = layers.early = lambda x: {"EARLY": False}
-        engine = Engine(model, prefix_cache=False)
+        engine = Engine(model, Settings(prefix_cache=False))
         for n in numbers:
             let_decode(engine, n, context)
             result[f"{n} requests"] |= device_time(engine, 8)
@@ -907,7 +911,8 @@ def bench_batching(args) -> dict:
     for _ in range(args.repeats):  # in turn, so that all see the same machine
         for name, (at_once, batches) in ways.items():
             engine = Engine(
-                model, num_blocks=256, max_num_seqs=at_once, watermark=0, prefix_cache=False
+                model,
+                Settings(num_blocks=256, max_num_seqs=at_once, watermark=0, prefix_cache=False),
             )
             serve_batches(engine, [[(prompt, 2) for prompt, _ in requests[:at_once]]])  # warm-up
             runs[name].append(serve_batches(engine, batches))
@@ -945,7 +950,7 @@ def fill_pool(S: int, room: int) -> dict:
     without a model. Returns means over the steps in which somebody waits.
     """
     scheduler = Scheduler(
-        "fcfs", 2**20, room, S, prefix_cache=False
+        "fcfs", 2**20, room, S, settings=SchedulerSettings(prefix_cache=False)
     )  # any prompt is computed in a step
     for i, (prompt, n) in enumerate(offline_workload()):
         scheduler.add_request(Request(i, prompt, n))
@@ -1038,7 +1043,7 @@ def bench_blockmap(args) -> dict:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=64, context_length=64, n_layer=1, n_head=1, n_embd=16)).eval()
     engine = Engine(
-        model, block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0
+        model, Settings(block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0)
     )
     allocator, rng = engine.scheduler.block_allocator, random.Random(0)
     prefix, arrivals = [rng.randrange(64) for _ in range(12)], {}

@@ -14,7 +14,7 @@ that hold blocks, then the scheduler that decides each step who computes what, t
 from array import array
 from bisect import insort
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -32,9 +32,9 @@ class CachedBlock(NamedTuple):
     tokens: tuple[int, ...]
 
 
-def root_key(model_id: str = "", salt: str = "") -> bytes:
-    """The parent key of every first block: other models and other salts share nothing."""
-    return sha256(f"{len(model_id)}:{model_id}{salt}".encode("utf-8", "surrogatepass")).digest()
+def root_key(salt: str = "") -> bytes:
+    """The parent key of every first block: requests of different salts share nothing."""
+    return sha256(salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def block_key(parent: bytes, tokens) -> bytes:
@@ -298,7 +298,7 @@ def commit_blocks(
     last owner, without a copy.
     """
     if not request.block_keys:
-        request.block_keys.append(root_key(salt=request.cache_salt))
+        request.block_keys.append(root_key(request.cache_salt))
     for index in range(request.num_committed, num_slots // block_size):
         block, content = request.block_table[index], request.content_of(index, block_size)
         if ref_counts is None or ref_counts[block] == 1:
@@ -376,6 +376,40 @@ POLICIES = {
 }
 
 
+def setting(default, help: str, **more):
+    """A field with its default and its meaning; serve.py makes a flag of each (settings.py)."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """
+    What steers a scheduler besides the post's four arguments. Raises ValueError for what is out of
+    range.
+    """
+
+    max_num_seqs: int = setting(256, "requests running at once; each owns a row", least=1)
+    watermark: float = 0.0  # share of the blocks kept for running requests when one is admitted
+    prefill_share: float = setting(0.25, "share of the token budget that is kept for prompts")
+    max_num_partial_prefills: int = setting(4, "prompts computed in one step", least=1)
+    max_long_partial_prefills: int = setting(1, "long prompts among these", least=1)
+    long_prefill_threshold: int = setting(512, "tokens above which a prompt is long", least=1)
+    prefix_cache: bool = setting(
+        True, "compute each prompt from its first token", flag="--no-prefix-cache"
+    )
+
+    def __post_init__(self):
+        for f in fields(self):
+            least, value = f.metadata.get("least"), getattr(self, f.name)
+            if least is not None and value is not None and value < least:
+                raise ValueError(f"{f.name} is {value}, wanted at least {least}")
+        if not 0 <= self.prefill_share < 1:
+            raise ValueError(
+                f"prefill_share is {self.prefill_share}, wanted a share of the token budget: 0 or "
+                "more, below 1"
+            )
+
+
 class Scheduler:
     """
     Decides each step who computes what, and owns every block while it does. One step:
@@ -394,45 +428,27 @@ class Scheduler:
         max_kv_tokens: int = 256,  # size of the pool, in tokens
         block_size: int = 4,
         *,
-        max_num_seqs: int = 256,  # requests running at once, each owns a row
-        watermark: int = 0,  # blocks kept free for running requests when a new one is admitted
-        prefill_share: float = 0.25,  # of the budget: kept for prefills while some are under way
-        max_num_partial_prefills: int = 4,  # prompts that split the prefill tokens of a step evenly
-        max_long_partial_prefills: int = 1,  # of these, how many may be long; short ones overtake the other long ones
-        long_prefill_threshold: int = 512,  # long: more tokens than this, prefix hits aside
-        prefix_cache: bool = True,
-        model_id: str = "",  # enters every key of the prefix cache
+        settings: SchedulerSettings | None = None,
     ):
+        settings = settings or SchedulerSettings()
+        num_blocks = max_kv_tokens // block_size
         if policy not in POLICIES:
             raise ValueError(f"unknown policy {policy!r}: there is {', '.join(POLICIES)}")
-        if not 0 <= prefill_share < 1:
+        if token_budget < 1:
+            raise ValueError(f"token_budget is {token_budget}, wanted at least 1")
+        if num_blocks < 1:
             raise ValueError(
-                f"prefill_share is {prefill_share}, wanted a share of the token budget: 0 or more, below 1"
+                f"max_kv_tokens is {max_kv_tokens}, wanted at least 1 block of {block_size}"
             )
-        if (
-            min(token_budget, max_kv_tokens // block_size, max_num_seqs, max_num_partial_prefills)
-            < 1
-        ):
-            raise ValueError(
-                "token_budget, max_num_seqs, max_num_partial_prefills and the pool must be at least 1"
-            )
-        if min(max_long_partial_prefills, long_prefill_threshold) < 1:
-            raise ValueError(
-                "max_long_partial_prefills and long_prefill_threshold must be at least 1"
-            )
+        self.settings = settings
         self.urgency = POLICIES[policy]
         self.token_budget = token_budget
         self.block_size = block_size
-        self.watermark = watermark
-        self.prefill_tokens = max(1, int(token_budget * prefill_share))
-        self.max_num_partial_prefills = max_num_partial_prefills
-        self.max_long_partial_prefills = max_long_partial_prefills
-        self.long_prefill_threshold = long_prefill_threshold
-        self.prefix_cache = prefix_cache
-        self.model_id = model_id
-        self.block_allocator = BlockAllocator(max_kv_tokens // block_size, block_size)
-        self.max_num_seqs = max_num_seqs
-        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.watermark = int(settings.watermark * num_blocks)  # in blocks
+        self.prefill_tokens = max(1, int(token_budget * settings.prefill_share))
+        self.block_allocator = BlockAllocator(num_blocks, block_size)
+        self.max_num_seqs = settings.max_num_seqs
+        self.free_rows = list(range(settings.max_num_seqs - 1, -1, -1))
         self.waiting: list[Request] = []  # most urgent first
         self.prefilling: list[Request] = []  # in order of admission
         self.active: list[Request] = []  # decoding
@@ -524,10 +540,10 @@ class Scheduler:
         one token must be computed to have logits to sample from.
         """
         if not request.block_keys:
-            request.block_keys.append(root_key(self.model_id, request.cache_salt))
+            request.block_keys.append(root_key(request.cache_salt))
         hits = []
         may_hit = (
-            self.prefix_cache and request.prompt_logprobs is None
+            self.settings.prefix_cache and request.prompt_logprobs is None
         )  # a score needs the logits of every token
         for index in range((request.num_tokens - 1) // self.block_size if may_hit else 0):
             block = self.block_cache.lookup(request.content_of(index, self.block_size))
@@ -653,10 +669,10 @@ class Scheduler:
         long = [
             r
             for r in self.prefilling
-            if r.prefill_target - r.num_hit_tokens > self.long_prefill_threshold
+            if r.prefill_target - r.num_hit_tokens > self.settings.long_prefill_threshold
         ]
-        last = set(long[self.max_long_partial_prefills :])
-        num_sharers = min(self.max_num_partial_prefills, len(self.prefilling) - len(last))
+        last = set(long[self.settings.max_long_partial_prefills :])
+        num_sharers = min(self.settings.max_num_partial_prefills, len(self.prefilling) - len(last))
         for i, request in enumerate(sorted(self.prefilling, key=last.__contains__)):
             if left == 0:
                 break
@@ -727,7 +743,7 @@ class Scheduler:
         return finished
 
     def _commit(self, request: Request):
-        if self.prefix_cache:
+        if self.settings.prefix_cache:
             held = self.block_allocator.ref_counts
             commit_blocks(
                 request, self.block_cache, self.block_size, request.num_computed_slots, held

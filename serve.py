@@ -30,6 +30,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from multiprocessing import resource_tracker
 
@@ -284,6 +285,7 @@ def build_engine(args: argparse.Namespace):
 
     from model import load_checkpoint, serving_dtype
     from serving.engine import Engine
+    from serving.settings import Settings
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -291,10 +293,8 @@ def build_engine(args: argparse.Namespace):
             f"--device {device}: torch sees no GPU here; leave the flag out to serve on the CPU"
         )
     model = load_checkpoint(args.model, device, serving_dtype(args.dtype, device))
-    names = "attention num_blocks block_size max_model_len max_num_seqs token_budget prefill_share prefix_cache "
-    names += "quantize compile policy max_num_partial_prefills max_long_partial_prefills long_prefill_threshold "
-    names += "graphs trace check"
-    return Engine(model, **{name: getattr(args, name) for name in names.split()})
+    settings = {f.name: getattr(args, f.name) for f in fields(Settings) if "help" in f.metadata}
+    return Engine(model, Settings(**settings))
 
 
 def engine_process(args: argparse.Namespace, listener: socket.socket):

@@ -22,10 +22,11 @@ from functools import cache
 import torch
 
 from model import GPT, GPTConfig
-from paged import BlockAllocator, Plan, Request, Scheduler, root_key
+from paged import BlockAllocator, Plan, Request, Scheduler, SchedulerSettings, root_key
 from serving.engine import Engine, Runner, interleaved_generate
 from serving.params import GREEDY, SamplingParams
 from serving.sampling import drop_unlikely, gumbel_noise
+from serving.settings import Settings
 
 # --------------------------------------------------------------------------------------------------
 # What the tests share
@@ -205,7 +206,7 @@ def new_engine(model: GPT, **settings) -> Engine:
         "token_budget": 64,
         "check": True,
     }
-    engine = Engine(model, **(defaults | settings))
+    engine = Engine(model, Settings(**(defaults | settings)))
     engine.reference = model  # what its answers are compared with
     poison(engine.runner, engine.scheduler)
     return engine
@@ -367,7 +368,7 @@ def test_a_block_is_found_only_after_the_same_prefix():
     assert len(scheduler.block_cache.held) == 4, "two different blocks of the tokens 5, 6, 7, 8"
     assert serve_alone(scheduler, "other user", one, cache_salt="secret").num_hit_tokens == 0
     assert serve_alone(scheduler, "same user", one, cache_salt="secret").num_hit_tokens == 8
-    assert root_key("model a") != root_key("model b") and root_key("a", "b") != root_key("ab", "")
+    assert root_key("salt") != root_key("pepper") != root_key()
 
     found = scheduler.block_cache.held[0]
     assert scheduler.block_cache.lookup(found) == 0
@@ -433,7 +434,7 @@ def test_forks_share_blocks_and_copy_the_last_on_write():
         and allocator.num_free == 6
     )
 
-    full = Scheduler(max_kv_tokens=24, max_num_seqs=1)
+    full = Scheduler(max_kv_tokens=24, settings=SchedulerSettings(max_num_seqs=1))
     only = Request("only", [1, 2, 3], 4)
     full.add_request(only)
     step(full)
@@ -504,7 +505,7 @@ def test_who_does_not_fit_waits_and_keeps_its_place():
     assert scheduler.plan().admitted == requests[1:]
 
     for watermark, admitted in ((1, True), (2, False)):
-        scheduler = Scheduler(max_kv_tokens=16, watermark=watermark)
+        scheduler = Scheduler(max_kv_tokens=16, settings=SchedulerSettings(watermark=watermark / 4))
         serve_alone(scheduler, "alone, the watermark does not matter", list(range(16)))
         scheduler.add_request(Request("running", [1, 2], 4))
         step(scheduler)
@@ -513,7 +514,7 @@ def test_who_does_not_fit_waits_and_keeps_its_place():
         )  # two of the three blocks that are left
         assert bool(scheduler.plan().admitted) == admitted
 
-    scheduler = Scheduler(max_num_seqs=2)
+    scheduler = Scheduler(settings=SchedulerSettings(max_num_seqs=2))
     for i in range(3):
         scheduler.add_request(Request(i, [i + 1, 7], 2))
     assert len(scheduler.plan().admitted) == 2
@@ -625,7 +626,7 @@ def test_a_step_shares_its_budget():
         "who runs decodes first, the prompt takes the rest"
     )
 
-    scheduler = Scheduler(token_budget=4, prefill_share=0.5)
+    scheduler = Scheduler(token_budget=4, settings=SchedulerSettings(prefill_share=0.5))
     running = [Request(i, [40 + i], 20) for i in range(4)]
     for request in running:
         scheduler.add_request(request)

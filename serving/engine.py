@@ -10,7 +10,6 @@ or a process of its own. Letters: B requests, T tokens, M blocks per table, S bl
 tokens.
 """
 
-import os
 import random
 import sys
 import time
@@ -19,16 +18,17 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from model import GPT, GPTConfig
-from paged import Plan, Request, Scheduler
+from model import GPT
+from paged import Plan, Request, Scheduler, SchedulerSettings
 from serving.links import Link, Links
 from serving.params import GREEDY, SamplingParams
-from serving.runner import InFlight, Runner, kv_dtype
+from serving.runner import InFlight, Runner
+from serving.settings import Settings
+from serving.sizing import with_pool_size, with_step_size
 
 MAX_DELAYS = 10_000  # seconds of each kind that wait to be asked for: a server asks each step, other programs never
 
@@ -52,95 +52,6 @@ class Output(NamedTuple):
     )
 
 
-def bytes_per_block(model: GPT, block_size: int) -> int:
-    """2 (K and V) * layers * KV heads * head size * block size * bytes each."""
-    config = model.config
-    return (
-        2
-        * config.n_layer
-        * config.n_kv_head
-        * config.head_size
-        * block_size
-        * kv_dtype(model).itemsize
-    )
-
-
-def blocks_that_fit(model: GPT, block_size: int) -> int:
-    """
-    How many KV blocks there is memory for, when nobody says: 90% of what is free on the GPU (the
-    rest is for CUDA graphs), or a quarter of what is free on the CPU (others live there too), over
-    the bytes of a block.
-    """
-    device = model.wte.weight.device
-    if device.type == "cuda":
-        available = 0.9 * torch.cuda.mem_get_info(device)[0]
-    else:
-        # macOS does not count the free ones
-        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-        available = 0.25 * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    return int(available // bytes_per_block(model, block_size))
-
-
-def check_pool_fits(model: GPT, num_blocks: int, block_size: int):
-    """
-    Raises ValueError for a pool larger than all the device's memory: reserving it can succeed,
-    filling it cannot.
-    """
-    device = model.wte.weight.device
-    if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[1]
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if (wanted := num_blocks * bytes_per_block(model, block_size)) > memory:
-        raise ValueError(
-            f"a KV pool of {num_blocks} blocks of {block_size} tokens takes {wanted / 2**30:,.1f} GiB, {device} has "
-            f"{memory / 2**30:,.1f}: lower --kv-blocks or --block-size"
-        )
-
-
-def pool_size(model: GPT, num_blocks: int | None, block_size: int, max_num_seqs: int) -> int:
-    """
-    The number of blocks asked for, or, for None, what texts of full length for all rows take, as
-    far as there is room. Raises ValueError for a pool that memory cannot hold.
-    """
-    if num_blocks is None:
-        wanted = max_num_seqs * -(-model.config.context_length // block_size)
-        num_blocks = max(1, min(wanted, blocks_that_fit(model, block_size)))
-    check_pool_fits(model, num_blocks, block_size)
-    return num_blocks
-
-
-def longest_text(
-    config: GPTConfig, num_blocks: int, block_size: int, max_model_len: int | None
-) -> int:
-    """
-    The longest prompt plus answer: what is asked for, or else possible. Raises ValueError for more
-    than that.
-    """
-    most = min(config.context_length, num_blocks * block_size)
-    if max_model_len is not None and not 1 <= max_model_len <= most:
-        raise ValueError(
-            f"max_model_len is {max_model_len}, possible is 1 to {most} (context length {config.context_length}, "
-            f"KV pool of {num_blocks} blocks of {block_size}): lower --max-model-len or raise --kv-blocks"
-        )
-    return max_model_len or most
-
-
-def step_size(on_gpu: bool, max_num_seqs: int | None, token_budget: int | None) -> tuple[int, int]:
-    """
-    The most requests and tokens of a step: what is asked for, or else suits the device. May raise
-    ValueError.
-    """
-    max_num_seqs = max_num_seqs or (256 if on_gpu else 64)
-    token_budget = token_budget or max(8192 if on_gpu else 512, max_num_seqs)
-    if token_budget < max_num_seqs:
-        raise ValueError(
-            f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so that every running "
-            "request can decode in every step: raise --token-budget or lower --max-num-seqs"
-        )
-    return max_num_seqs, token_budget
-
-
 @contextmanager
 def memory_for(what: str):
     """Turns torch's error into a ValueError that says what to change."""
@@ -151,86 +62,62 @@ def memory_for(what: str):
         raise ValueError(f"the GPU has no memory for {what}: {mend} ({error})") from error
 
 
-def weights_statement(model: GPT, quantize: str, compile: bool) -> str:
-    said = f"{sum(w.nbytes for w in model.parameters()) / 2**20:,.0f} MiB of weights"
-    said += f" ({str(model.wte.weight.dtype).removeprefix('torch.')}, quantize {quantize})"
-    return said + (", and a second copy for the compiled step" if compile else "")
+def weights_statement(model: GPT, settings: Settings) -> str:
+    size = sum(w.nbytes for w in model.parameters()) / 2**20
+    dtype = str(model.wte.weight.dtype).removeprefix("torch.")
+    said = f"{size:,.0f} MiB of weights ({dtype}, quantize {settings.quantize})"
+    return said + (", and a second copy for the compiled step" if settings.compile else "")
+
+
+def build_runner(model: GPT, settings: Settings) -> Runner:
+    return Runner(
+        model,
+        settings.num_blocks,
+        settings.block_size,
+        settings.max_num_seqs,
+        attention=settings.attention,
+        quantize=settings.quantize,
+        compile=settings.compile,
+        graphs=settings.graphs,
+        token_budget=settings.token_budget,
+    )
 
 
 class Engine:
     """Requests in, tokens out, a step at a time. All its methods belong to one thread."""
 
-    def __init__(
-        self,
-        model: GPT,
-        *,
-        block_size: int = 16,
-        num_blocks: int
-        | None = None,  # None: room for max_num_seqs texts of full length, as far as memory allows
-        max_num_seqs: int | None = None,  # None: 256 on a GPU, 64 on a CPU
-        token_budget: int
-        | None = None,  # tokens computed in a step; None: 8192 on a GPU, 512 on a CPU
-        max_model_len: int
-        | None = None,  # longest prompt plus answer; None: what model and pool allow
-        attention: str = "auto",
-        quantize: str = "none",  # or int8: weights and the rows that they multiply as integers; on a CPU
-        compile: bool = False,  # on a CPU: the step of a single request that decodes
-        prefix_cache: bool = True,
-        policy: str = "fcfs",
-        prefill_share: float = 0.25,  # of the token budget, for prompts while some are under way
-        max_num_partial_prefills: int = 4,  # prompts that split the prefill tokens of a step evenly
-        max_long_partial_prefills: int = 1,  # of these, how many may be long; short ones overtake the other long ones
-        long_prefill_threshold: int = 512,  # long: more tokens than this, prefix hits aside
-        watermark: float = 0.01,  # share of the blocks kept free for running requests when a new one is admitted
-        seed: int
-        | None = None,  # of the seeds drawn for requests that bring none; None: of the system's own noise
-        graphs: bool = True,  # on CUDA: capture steps; without, the same sizes run launch by launch
-        overlap: bool | None = None,  # plan a step while the one before runs; None: on CUDA
-        trace: bool = False,  # print each step
-        check: bool = False,  # verify the scheduler's invariants after each step
-    ):
+    def __init__(self, model: GPT, settings: Settings | None = None):
         on_gpu = model.wte.weight.is_cuda
-        max_num_seqs, token_budget = step_size(on_gpu, max_num_seqs, token_budget)
-        self.config = model.config
-        shape = {
-            "block_size": block_size,
-            "max_num_seqs": max_num_seqs,
-            "token_budget": token_budget,
-        }
-        build = partial(
-            Runner, model, attention=attention, quantize=quantize, compile=compile, **shape
-        )
-        if on_gpu and num_blocks is None:  # what a step takes is not free for the pool
+        settings = with_step_size(settings or Settings(), on_gpu)
+        if on_gpu and settings.num_blocks is None:  # what a step takes is not free for the pool
             with memory_for("the weights and a step"):
-                build(num_blocks=1, graphs=False).warm_up()
-        self.num_blocks = num_blocks = pool_size(model, num_blocks, block_size, max_num_seqs)
-        self.max_model_len = longest_text(model.config, num_blocks, block_size, max_model_len)
+                build_runner(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
+        self.settings = settings = with_pool_size(settings, model)
+        self.config = model.config
+        self.num_blocks = settings.num_blocks
+        self.max_model_len = settings.max_model_len
         self.scheduler = Scheduler(
-            policy,
-            token_budget,
-            num_blocks * block_size,
-            block_size,
-            max_num_seqs=max_num_seqs,
-            watermark=int(watermark * num_blocks),
-            prefill_share=prefill_share,
-            max_num_partial_prefills=max_num_partial_prefills,
-            max_long_partial_prefills=max_long_partial_prefills,
-            long_prefill_threshold=long_prefill_threshold,
-            prefix_cache=prefix_cache,
+            settings.policy,
+            settings.token_budget,
+            settings.num_blocks * settings.block_size,
+            settings.block_size,
+            settings=settings,
         )
-        self.weights = weights_statement(model, quantize, compile)
-        with memory_for(f"{self.weights} and a KV pool of {num_blocks} blocks of {block_size}"):
-            self.runner = build(num_blocks=num_blocks, graphs=graphs)
-        self.overlap = on_gpu if overlap is None else overlap
+        self.weights = weights_statement(model, settings)
+        pool = f"a KV pool of {self.num_blocks} blocks of {settings.block_size}"
+        with memory_for(f"{self.weights} and {pool}"):
+            self.runner = build_runner(model, settings)
+        self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.in_flight: InFlight | None = None
         self.requests: dict[int | str, Request] = {}  # waiting or running
         self.num_choices: dict[
             int | str, int
         ] = {}  # of those whose other choices are still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of those whose prompts are being scored
-        self.seeds = random.Random(seed)
+        self.seeds = random.Random(settings.seed)
         self.delays = {name: deque(maxlen=MAX_DELAYS) for name in ("waited", "prefilled")}
-        self.trace, self.check = trace, check
+        self.trace = settings.trace
+        self.check = settings.check
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
 
     @property
@@ -729,7 +616,8 @@ def interleaved_generate(
                 f"request {r.id}: {len(r.prompt_tokens)} prompt tokens + {r.max_new_tokens} new ones do not fit into "
                 f"the context length of {model.config.context_length}: shorten one of them"
             )
-    scheduler = Scheduler(policy, token_budget, max_kv_tokens, max_num_seqs=max(1, len(requests)))
+    settings = SchedulerSettings(max_num_seqs=max(1, len(requests)))
+    scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
     sizes = scheduler.block_allocator.num_blocks, scheduler.block_size, scheduler.max_num_seqs
     runner = Runner(model, *sizes, graphs=False)
     for request in requests:

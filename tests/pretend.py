@@ -25,6 +25,7 @@ from serving import engine as engine_module
 from serving.engine import Engine
 from serving.params import GREEDY, SamplingParams
 from serving.runner import num_scored
+from serving.settings import Settings
 
 VOCABULARY = 12
 
@@ -190,7 +191,7 @@ def pretend_engine(eos: tuple = (), context_length: int = 64, **settings) -> Eng
         "check": True,
     }
     with mock.patch.object(engine_module, "Runner", PretendRunner):
-        return Engine(pretend_model(eos, context_length), **(defaults | settings))
+        return Engine(pretend_model(eos, context_length), Settings(**(defaults | settings)))
 
 
 def finish(engine: Engine) -> list:

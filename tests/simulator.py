@@ -36,6 +36,7 @@ from statistics import median
 
 from paged import Plan, Request
 from serving import engine as engine_module
+from serving.settings import Settings
 from tests.shrink import shrink
 from tests.simulated_runner import (
     Clock,
@@ -198,7 +199,7 @@ class World:
         with simulated(self.clock, build):
             while not self.is_over:
                 self.renew()
-                self.engine = engine_module.Engine(self.model(), **settings["engine"])
+                self.engine = engine_module.Engine(self.model(), Settings(**settings["engine"]))
                 self.longest = min(settings["context"], settings["engine"]["num_blocks"] * self.S)
                 self.watch_plans()
                 engine_module.run(self.engine, self, settings["max_queue"])

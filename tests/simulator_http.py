@@ -47,7 +47,7 @@ from virtual import (
 )
 
 import serve
-from paged import Scheduler
+from paged import Scheduler, SchedulerSettings
 from serving import api, client, connection, encoder, engine, links, workers
 from serving.engine import Engine
 from tokenizer import TokenizerError
@@ -181,7 +181,7 @@ class ScriptedEngine(Engine):
             settings["token_budget"],
             num_blocks * S,
             S,
-            max_num_seqs=settings["max_num_seqs"],
+            settings=SchedulerSettings(max_num_seqs=settings["max_num_seqs"]),
         )
         self.runner = runner
         self.overlap = settings["overlap"]

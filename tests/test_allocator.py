@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import paged
-from paged import BlockAllocator, BlockCache, CachedBlock, Request, Scheduler, block_key, root_key
+from paged import (
+    BlockAllocator,
+    BlockCache,
+    CachedBlock,
+    Request,
+    Scheduler,
+    SchedulerSettings,
+    block_key,
+    root_key,
+)
 
 # --------------------------------------------------------------------------------------------------
 # The allocator
@@ -289,30 +298,22 @@ def test_keys_are_sha256_over_the_parents_key_and_the_tokens_as_64_bit_integers(
     """
     A key without its parent, or with tokens cut to 16 bits, would make different prefixes equal.
     """
-    root = root_key("gpt2", "pepper")
-    assert root == sha256(b"4:gpt2pepper").digest()
-    assert root.hex() == "5513a9f978adc345b0d8c5a039ce2a25d644d3ef778bf8e57de6e984a858a1af"
+    root = root_key("pepper")
+    assert root == sha256(b"pepper").digest()
+    assert root.hex() == "8cbbcf29d9cef89675c5f5c1dcfe827d0570416a5aaba30dd0de159661ad905b"
     first = block_key(root, (1, 2, 65_536, 50_256))
     words = bytes.fromhex("0100000000000000 0200000000000000 0000010000000000 50c4000000000000")
     assert first == sha256(root + words).digest()
-    assert first.hex() == "e844793e9802d2738e31ca4b57fcc0de44a800b00320d09a47ef454c5ed450ae"
+    assert first.hex() == "ac48f1d1d1c1c3a912955e810ee87340b20eeaed48d0bc4d3ed044e111385a9e"
     assert (
         block_key(first, (1, 2, 65_536, 50_256)).hex()
-        == "e991d47d6df31070e0e7dbae4e97df4777fb13d79be9853051e6fd53a74146b6"
+        == "1c68a979309b78a7e887635107fdd1cf3d4eb013bc8ae7b7220c5b192395d902"
     )
 
 
-def test_salt_and_model_id_cannot_be_shifted_into_each_other():
-    """Plain concatenation gives model "ab" with salt "c" the root of model "a" with salt "bc"."""
-    roots = [
-        root_key("ab", "c"),
-        root_key("a", "bc"),
-        root_key("", "abc"),
-        root_key("abc", ""),
-        root_key("1:a", "bc"),
-    ]
-    assert len(set(roots)) == len(roots)
-    assert root_key(salt="\ud800") != root_key(salt="\ud801"), (
+def test_any_text_is_a_salt():
+    assert root_key() == root_key("") != root_key("a")
+    assert root_key("\ud800") != root_key("\ud801"), (
         "half a character, which JSON can carry, is a salt like any"
     )
 
@@ -413,18 +414,15 @@ def test_generated_blocks_are_hits_too():
     assert serve(scheduler, Request("second", [*first.tokens_so_far, 9], 1)).num_hit_tokens == 6
 
 
-def test_other_salts_and_other_models_share_nothing():
+def test_other_salts_share_nothing():
     """
     A hit tells whether somebody else has sent this text: the salt is what keeps tenants apart.
     """
-    scheduler = Scheduler(block_size=2, model_id="a")
-    other_model = Scheduler(block_size=2, model_id="b")
-    other_model.block_allocator = scheduler.block_allocator
+    scheduler = Scheduler(block_size=2)
     serve(scheduler, Request("first", [1, 2, 3], 1))
     assert (
         serve(scheduler, Request("salted", [1, 2, 3], 1, cache_salt="pepper")).num_hit_tokens == 0
     )
-    assert serve(other_model, Request("other", [1, 2, 3], 1)).num_hit_tokens == 0
     assert serve(scheduler, Request("same", [1, 2, 3], 1)).num_hit_tokens == 2
     assert (
         serve(scheduler, Request("salted again", [1, 2, 3], 1, cache_salt="pepper")).num_hit_tokens
@@ -495,7 +493,7 @@ def test_admission_counts_an_idle_hit_once():
 
 def test_the_watermark_keeps_blocks_for_those_who_run_but_never_blocks_an_empty_pool():
     """Without the exception for an empty pool, a prompt as long as the pool would wait for ever."""
-    scheduler = Scheduler(block_size=1, max_kv_tokens=4, watermark=1)
+    scheduler = Scheduler(block_size=1, max_kv_tokens=4, settings=SchedulerSettings(watermark=0.25))
     whole = Request("whole", [1, 2, 3, 4], 1)
     scheduler.add_request(whole)
     assert step(scheduler).admitted == [whole] and whole.status == "done"
@@ -541,7 +539,12 @@ def test_preempted_first_is_the_least_urgent_and_it_computes_its_answer_again_be
     Resumed with the prompt alone, it would sample its next token without having read what it had
     said.
     """
-    scheduler = Scheduler(block_size=2, max_kv_tokens=8, token_budget=8, prefix_cache=False)
+    scheduler = Scheduler(
+        block_size=2,
+        max_kv_tokens=8,
+        token_budget=8,
+        settings=SchedulerSettings(prefix_cache=False),
+    )
     a, b = (
         running(scheduler, Request("a", [1, 2, 3], 4)),
         running(scheduler, Request("b", [4, 5, 6], 4)),
@@ -568,7 +571,13 @@ def test_the_first_in_line_is_not_preempted_for_newcomers(policy):
     was admitted first and preempted by the next newcomer, 4,000 times, without ever reaching its
     first token.
     """
-    scheduler = Scheduler(policy, token_budget=2, max_kv_tokens=8, block_size=1, max_num_seqs=3)
+    scheduler = Scheduler(
+        policy,
+        token_budget=2,
+        max_kv_tokens=8,
+        block_size=1,
+        settings=SchedulerSettings(max_num_seqs=3),
+    )
     scheduler.add_request(Request("before", [1] * 2, 4))
     old = Request("old", [0] * 6, 2, priority=1)
     scheduler.add_request(old)
@@ -630,7 +639,7 @@ def test_a_fork_at_a_block_boundary_copies_nothing():
 
 def test_forks_refused_and_accepted():
     """A fork needs a parent that decodes and a free row."""
-    scheduler = Scheduler(block_size=2, max_num_seqs=2)
+    scheduler = Scheduler(block_size=2, settings=SchedulerSettings(max_num_seqs=2))
     a = Request("a", [1, 2, 3], 4)
     scheduler.add_request(a)
     with pytest.raises(ValueError, match="a is waiting"):
@@ -646,7 +655,9 @@ def test_prompts_split_the_budget_and_decodes_go_first():
     """
     One long prompt at the head of the line would make every short one behind it wait for its end.
     """
-    scheduler = Scheduler(block_size=4, token_budget=10, max_num_partial_prefills=2)
+    scheduler = Scheduler(
+        block_size=4, token_budget=10, settings=SchedulerSettings(max_num_partial_prefills=2)
+    )
     a = running(scheduler, Request("a", [1], 9))
     b, c, d = (Request(name, [ord(name)] * 12, 1) for name in "bcd")
     for request in (b, c, d):
@@ -668,7 +679,9 @@ def test_long_prompts_go_one_by_one_and_get_what_short_ones_leave_over():
     the others time.
     """
     scheduler = Scheduler(
-        block_size=4, token_budget=12, max_long_partial_prefills=1, long_prefill_threshold=10
+        block_size=4,
+        token_budget=12,
+        settings=SchedulerSettings(max_long_partial_prefills=1, long_prefill_threshold=10),
     )
     b, c, d = Request("b", [1] * 30, 1), Request("c", [2] * 16, 1), Request("d", [3] * 9, 1)
     for request in (b, c, d):
@@ -687,7 +700,9 @@ def test_a_long_prompt_that_is_mostly_in_the_cache_is_not_long():
     A chat sends all its history again; counted as long, its few new tokens would wait behind long
     prompts.
     """
-    scheduler = Scheduler(block_size=4, token_budget=12, long_prefill_threshold=10)
+    scheduler = Scheduler(
+        block_size=4, token_budget=12, settings=SchedulerSettings(long_prefill_threshold=10)
+    )
     serve(scheduler, Request("before", [2] * 16, 1))
     b, c = Request("b", [1] * 30, 1), Request("c", [2] * 16, 1)
     scheduler.add_request(b)
@@ -709,7 +724,11 @@ def waits_beside_long_prompts(token_budget: int, max_long: int) -> list[int]:
     """
     num_decodes = token_budget - token_budget // 4
     scheduler = Scheduler(
-        "fcfs", token_budget, 200_000, 16, prefill_share=0.25, max_long_partial_prefills=max_long
+        "fcfs",
+        token_budget,
+        200_000,
+        16,
+        settings=SchedulerSettings(prefill_share=0.25, max_long_partial_prefills=max_long),
     )
     decodes = [Request(i, [0], 10**6) for i in range(num_decodes)]
     long = [Request(f"long {i}", [i] * 4000, 1) for i in range(4)]
@@ -757,7 +776,7 @@ def test_long_prompts_are_not_starved_by_short_ones():
         "long_prefill_threshold": 32,
         "max_num_partial_prefills": 4,
     }
-    scheduler = Scheduler("fcfs", 16, 10_000, 4, **limits)
+    scheduler = Scheduler("fcfs", 16, 10_000, 4, settings=SchedulerSettings(**limits))
     long, done = [Request(i, [i] * 100, 1) for i in range(2)], {}
     for request in long:
         scheduler.add_request(request)
@@ -771,7 +790,7 @@ def test_long_prompts_are_not_starved_by_short_ones():
 
 def test_sjf_serves_the_fewest_tokens_first_and_at_last_the_others():
     """Without ageing, a long request waits as long as shorter ones come."""
-    scheduler = Scheduler("sjf", max_num_seqs=1)
+    scheduler = Scheduler("sjf", settings=SchedulerSettings(max_num_seqs=1))
     scheduler.add_request(
         Request("long", [1] * 100, 100)
     )  # 190 tokens more than the others: 9.5 seconds
@@ -795,27 +814,28 @@ def test_update_wants_one_token_for_each_sampled_request():
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "arguments",
     [
         {"policy": "lifo"},
         {"token_budget": 0},
         {"max_kv_tokens": 3},
-        {"max_num_seqs": 0},
-        {"max_num_partial_prefills": 0},
-        {"max_long_partial_prefills": 0},
-        {"long_prefill_threshold": 0},
+        {"settings": {"max_num_seqs": 0}},
+        {"settings": {"max_num_partial_prefills": 0}},
+        {"settings": {"max_long_partial_prefills": 0}},
+        {"settings": {"long_prefill_threshold": 0}},
     ],
 )
-def test_settings_with_which_nothing_could_ever_run_are_refused(settings):
+def test_settings_with_which_nothing_could_ever_run_are_refused(arguments):
     """Accepted, they would give empty plans for ever. The smallest that can run are accepted."""
     with pytest.raises(ValueError):
-        Scheduler(**settings)
+        settings = SchedulerSettings(**arguments.pop("settings", {}))
+        Scheduler(**arguments, settings=settings)
     limits = {
         "max_num_partial_prefills": 1,
         "max_long_partial_prefills": 1,
         "long_prefill_threshold": 1,
     }
-    least = Scheduler("fcfs", 1, 4, 4, max_num_seqs=1, **limits)
+    least = Scheduler("fcfs", 1, 4, 4, settings=SchedulerSettings(max_num_seqs=1, **limits))
     assert serve(least, Request("r", [1, 2, 3], 2)).generated_tokens == [0, 0]
 
 
@@ -921,7 +941,7 @@ def decoding(num_requests: int, context: int) -> Scheduler:
         token_budget=num_requests * context,
         max_kv_tokens=num_requests * (context + 512),
         block_size=16,
-        max_num_seqs=num_requests,
+        settings=SchedulerSettings(max_num_seqs=num_requests),
     )
     for i in range(num_requests):
         scheduler.add_request(Request(i, [i] * context, 500))
@@ -971,8 +991,11 @@ def test_policy_without_tensors():
 def test_a_share_of_the_budget_is_a_share(share):
     """All of it for prompts, and what runs would wait until no prompt is left."""
     with pytest.raises(ValueError, match="prefill_share is"):
-        Scheduler(prefill_share=share)
-    assert Scheduler(token_budget=16, prefill_share=0.5).prefill_tokens == 8
+        Scheduler(settings=SchedulerSettings(prefill_share=share))
+    assert (
+        Scheduler(token_budget=16, settings=SchedulerSettings(prefill_share=0.5)).prefill_tokens
+        == 8
+    )
 
 
 def test_a_block_that_a_fork_still_writes_is_not_committed():
@@ -983,7 +1006,10 @@ def test_a_block_that_a_fork_still_writes_is_not_committed():
     text's K and V.
     """
     scheduler = Scheduler(
-        token_budget=5, max_kv_tokens=400, block_size=4, prefill_share=0.6, max_num_seqs=5
+        token_budget=5,
+        max_kv_tokens=400,
+        block_size=4,
+        settings=SchedulerSettings(prefill_share=0.6, max_num_seqs=5),
     )
     first = Request("first", [1, 2, 3], 9, stop_token_ids=frozenset([50]))
     for request in Request("o1", [5], 40), Request("o2", [6], 40), first:

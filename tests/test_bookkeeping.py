@@ -252,7 +252,7 @@ class Trial:
         is computed.
         """
         S, scheduler = self.block_size, self.engine.scheduler
-        if not scheduler.prefix_cache or expected.prompt_logprobs is not None:
+        if not scheduler.settings.prefix_cache or expected.prompt_logprobs is not None:
             return 0
         cached = {self.engine.runner.kv[block][-1] for block in scheduler.block_cache.held}
         texts = texts_of(expected.prompt + expected.answer, expected.salt)

@@ -15,6 +15,7 @@ from model import GPT, Int8Linear, PackedLinear, packed_for_cpu, serving_dtype
 from serving import runner
 from serving.engine import Engine
 from serving.params import SamplingParams
+from serving.settings import Settings
 from test_paged import echo_text, prompt, raises, trained_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
@@ -116,11 +117,12 @@ def test_engine_is_the_same_model_run_densely(dtype, quantize):
         [prompt(i, 5 + 5 * i) for i in range(8)],
     )
     engine = Engine(
-        model, block_size=4, max_num_seqs=5, token_budget=16, quantize=quantize, check=True
+        model,
+        Settings(block_size=4, max_num_seqs=5, token_budget=16, quantize=quantize, check=True),
     )
     answers = engine.generate(prompts, params, progress=False)
     answers += engine.generate(prompts[3:4], params, progress=False)
-    answers += Engine(model, quantize=quantize).generate(prompts, params, progress=False)
+    answers += Engine(model, Settings(quantize=quantize)).generate(prompts, params, progress=False)
     check_greedy(reference, prompts + prompts[3:4] + prompts, answers, tie)
 
 
@@ -158,7 +160,7 @@ def test_compiled_steps_are_the_same_model(dtype, quantize, compiler, monkeypatc
         model = model_in(dtype)
         model.wpe.weight.data *= sign
         reference = packed_for_cpu(model, quantize)
-        engine = Engine(model, block_size=4, quantize=quantize, compile=True, check=True)
+        engine = Engine(model, Settings(block_size=4, quantize=quantize, compile=True, check=True))
         calls, decode_one = [], engine.runner.decode_one
         engine.runner.decode_one = lambda batch, calls=calls, f=decode_one: (
             calls.append(1) or f(batch)
@@ -252,16 +254,16 @@ def test_refusals(monkeypatch):
         serving_dtype("fp16", "cpu")
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     with raises(ValueError, "int4", "none and int8"):
-        Engine(trained_model(), quantize="int4")
+        Engine(trained_model(), Settings(quantize="int4"))
     with raises(ValueError, "--quantize int8", "VNNI"):
-        Engine(trained_model(), quantize="int8")
+        Engine(trained_model(), Settings(quantize="int8"))
 
 
 def test_refusals_of_compile(monkeypatch):
     """Without a compiler, or with one that fails, one message says what to change."""
     monkeypatch.setattr(kernels.shutil, "which", lambda name: "/usr/bin/" + name)
     with raises(ValueError, "--compile", "not flex", "leave one of them out"):
-        Engine(trained_model(), compile=True, attention="flex")
+        Engine(trained_model(), Settings(compile=True, attention="flex"))
 
     def broken(*_):
         raise RuntimeError(
@@ -272,8 +274,8 @@ def test_refusals_of_compile(monkeypatch):
     with raises(
         ValueError, "--compile", "CppCompileError: C++ compile error)", "TORCHINDUCTOR_CACHE_DIR"
     ):
-        Engine(trained_model(), compile=True)
+        Engine(trained_model(), Settings(compile=True))
     monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
     monkeypatch.setenv("CXX", "/nowhere")
     with raises(ValueError, "--compile", "C++ compiler", "'/nowhere'", "leave --compile out"):
-        Engine(trained_model(), compile=True)
+        Engine(trained_model(), Settings(compile=True))

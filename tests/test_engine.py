@@ -5,6 +5,7 @@ and that no request is changed by what happens to another.
 
 import io
 import json
+import os
 import random
 import tempfile
 import threading
@@ -17,13 +18,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paged import PRIORITY_AGEING, Request, Scheduler, priority_delay
+from paged import PRIORITY_AGEING, Request, Scheduler, SchedulerSettings, priority_delay
 from serve import listen_to_http
 from serving import engine as engine_module
 from serving.client import connect
 from serving.engine import Engine
 from serving.links import Links, line
 from serving.params import GREEDY, SamplingParams
+from serving.settings import Settings
 from test_paged import (
     CONTEXT,
     VOCABULARY,
@@ -131,7 +133,7 @@ def test_settings_that_cannot_work_are_refused():
     serve(new_engine(model, token_budget=8, max_num_seqs=8), [prompt(i, 5) for i in range(10)], 3)
     with raises(ValueError, "policy 'lifo'", "fcfs, priority, sjf"):
         new_engine(model, policy="lifo")
-    for length, blocks, most in ((CONTEXT + 1, 100, CONTEXT), (41, 10, 40), (0, 100, CONTEXT)):
+    for length, blocks, most in ((CONTEXT + 1, 100, CONTEXT), (41, 10, 40)):
         with raises(
             ValueError, f"max_model_len is {length}", f"1 to {most}", f"{blocks} blocks of 4"
         ):
@@ -139,9 +141,12 @@ def test_settings_that_cannot_work_are_refused():
         assert new_engine(model, max_model_len=most, num_blocks=blocks).max_model_len == most
     with raises(ValueError, "'flash'", "there is auto, torch"):
         new_engine(model, attention="flash")
-    for nothing in ({"token_budget": 0}, {"max_kv_tokens": 3}, {"max_num_seqs": 0}):
+    for nothing in ({"token_budget": 0}, {"max_kv_tokens": 3}):
         with raises(ValueError, "at least 1"):
             Scheduler(**nothing)
+    for nothing in ("block_size", "num_blocks", "max_num_seqs", "token_budget", "max_model_len"):
+        with raises(ValueError, f"{nothing} is 0", "at least 1"):
+            Settings(**{nothing: 0})
 
 
 def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_it_can_use(monkeypatch):
@@ -154,8 +159,8 @@ def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_it_can_use(mon
     )  # a block: 2 * 2 layers * 2 KV heads of 16 * 4 tokens * 4 bytes = 2048
     for pages, blocks in ((10**9, 3 * CONTEXT // 4), (10, 5), (9, 4), (1, 1)):
         memory = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": pages, "SC_PHYS_PAGES": 10**9}
-        monkeypatch.setattr(engine_module.os, "sysconf", memory.__getitem__)
-        assert Engine(model, block_size=4, max_num_seqs=3).num_blocks == blocks
+        monkeypatch.setattr(os, "sysconf", memory.__getitem__)
+        assert Engine(model, Settings(block_size=4, max_num_seqs=3)).num_blocks == blocks
 
 
 def test_a_pool_beyond_all_memory_is_refused(monkeypatch):
@@ -164,12 +169,10 @@ def test_a_pool_beyond_all_memory_is_refused(monkeypatch):
     death much later.
     """
     model = trained_model(num_kv_heads=2)  # 2048 bytes a block, as above
-    monkeypatch.setattr(
-        engine_module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__
-    )
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__)
     with raises(ValueError, "21 blocks of 4 tokens", "lower --kv-blocks"):
-        Engine(model, block_size=4, num_blocks=21)
-    assert Engine(model, block_size=4, num_blocks=20).num_blocks == 20
+        Engine(model, Settings(block_size=4, num_blocks=21))
+    assert Engine(model, Settings(block_size=4, num_blocks=20)).num_blocks == 20
 
 
 def test_the_reference_stops_at_the_context_length():
@@ -717,7 +720,10 @@ def test_priority_and_its_ageing():
     ]
     for policy, order in (("priority", by_priority), ("fcfs", by_arrival)):
         requests = [replace(r) for r in waiting]
-        assert admission_order(Scheduler(policy, max_num_seqs=1), requests) == order
+        assert (
+            admission_order(Scheduler(policy, settings=SchedulerSettings(max_num_seqs=1)), requests)
+            == order
+        )
     assert new_engine(trained_model(), policy="priority").scheduler.urgency(waiting[0])[0] == 70.0
 
 
@@ -726,7 +732,7 @@ def test_no_priority_beats_ageing():
     -2**63 went before all others for 10**13 years. Now any two priorities are less than 480 s
     apart, in their order; a server drops what is older than 600.
     """
-    scheduler = Scheduler("priority", max_num_seqs=1)
+    scheduler = Scheduler("priority", settings=SchedulerSettings(max_num_seqs=1))
     urgent = [
         Request(f"{when}", [1], 1, arrival_time=when, priority=-(10**400))
         for when in (1.0, 479.0, 480.0)
@@ -745,7 +751,7 @@ def test_the_engine_passes_its_limits_on_to_the_scheduler():
         "long_prefill_threshold": 7,
     }
     scheduler = new_engine(trained_model(), policy="sjf", **limits).scheduler
-    assert {name: getattr(scheduler, name) for name in limits} == limits
+    assert {name: getattr(scheduler.settings, name) for name in limits} == limits
     assert (
         scheduler.urgency(Request("r", [1] * 30, 10, arrival_time=1.0))[0] == 3.0
     )  # 0.05 s for each of 40 tokens
@@ -1198,11 +1204,11 @@ def test_on_a_gpu_graphs_and_overlap_change_no_answer(graphs):
         "graphs": graphs,
     }
     plain, overlapped = (
-        varied_work(Engine(model, overlap=overlap, check=True, **sizes))
+        varied_work(Engine(model, Settings(overlap=overlap, check=True, **sizes)))
         for overlap in (False, True)
     )
     assert plain == overlapped
-    engine = Engine(model, **sizes)
+    engine = Engine(model, Settings(**sizes))
     prompts = [prompt(i, 3 + 4 * i) for i in range(9)]
     for text, answer in zip(
         prompts, engine.generate(prompts, greedy(20), progress=False), strict=True
@@ -1214,7 +1220,7 @@ def test_on_a_gpu_graphs_and_overlap_change_no_answer(graphs):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_hundred_steps_without_waiting_for_the_device():
     """One `.item()` in a step, and the device waits for the host from then on."""
-    engine = Engine(deepcopy(trained_model()).cuda(), max_num_seqs=8, block_size=4)
+    engine = Engine(deepcopy(trained_model()).cuda(), Settings(max_num_seqs=8, block_size=4))
     for i in range(6):
         engine.add_request(
             i, prompt(i, 5), SamplingParams(max_tokens=engine.max_model_len - 5, seed=i, top_p=0.9)
@@ -1242,7 +1248,9 @@ def test_on_a_gpu_the_pool_is_sized_after_a_warm_up(monkeypatch):
         engine_module.Runner, "warm_up", lambda self: (warm_up(self), happened.append("warmed up"))
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
-    engine = Engine(deepcopy(trained_model(num_kv_heads=2)).cuda(), block_size=16, max_num_seqs=8)
+    engine = Engine(
+        deepcopy(trained_model(num_kv_heads=2)).cuda(), Settings(block_size=16, max_num_seqs=8)
+    )
     assert engine.num_blocks == 10 and happened[:2] == ["warmed up", "sized"]
 
 

@@ -29,9 +29,10 @@ from serving.engine import (
     interleaved_generate,
     run,
     send_out,
-    step_size,
     take_in,
 )
+from serving.settings import Settings
+from serving.sizing import with_step_size
 from test_paged import assert_idle, raises
 
 # --------------------------------------------------------------------------------------------------
@@ -56,27 +57,32 @@ def test_every_setting_reaches_the_scheduler():
     scheduler = pretend_engine(num_blocks=70, watermark=0.1, **settings).scheduler
     assert scheduler.urgency is POLICIES["sjf"] and scheduler.prefill_tokens == 20
     assert (scheduler.watermark, scheduler.block_allocator.num_blocks) == (7, 70)
-    others = [name for name in settings if name not in ("policy", "prefill_share")]
-    assert {name: getattr(scheduler, name) for name in others} == {
-        name: settings[name] for name in others
-    }
+    for name in "token_budget", "block_size", "max_num_seqs":
+        assert getattr(scheduler, name) == settings[name]
+    assert {name: getattr(scheduler.settings, name) for name in settings} == settings
     scheduler = pretend_engine(num_blocks=200).scheduler
     assert (
         scheduler.watermark == 2
-        and scheduler.prefix_cache
-        and scheduler.urgency is POLICIES["fcfs"]
+        and scheduler.settings.prefix_cache
+        and scheduler.urgency is POLICIES["priority"]
     )
-    long = scheduler.max_long_partial_prefills, scheduler.long_prefill_threshold
-    assert (scheduler.prefill_tokens, scheduler.max_num_partial_prefills, long) == (4, 4, (1, 512))
+    limits = scheduler.settings
+    long = limits.max_long_partial_prefills, limits.long_prefill_threshold
+    assert (scheduler.prefill_tokens, limits.max_num_partial_prefills, long) == (4, 4, (1, 512))
 
 
 def test_the_sizes_of_a_step():
-    assert step_size(False, None, None) == (64, 512)
-    assert step_size(True, None, None) == (256, 8192)
-    assert step_size(False, 600, None) == (600, 600)
-    assert step_size(True, None, 256) == (256, 256)
+    def sizes(on_gpu: bool, max_num_seqs: int | None, token_budget: int | None):
+        asked = Settings(max_num_seqs=max_num_seqs, token_budget=token_budget)
+        settings = with_step_size(asked, on_gpu)
+        return settings.max_num_seqs, settings.token_budget
+
+    assert sizes(False, None, None) == (64, 512)
+    assert sizes(True, None, None) == (256, 8192)
+    assert sizes(False, 600, None) == (600, 600)
+    assert sizes(True, None, 256) == (256, 256)
     with raises(ValueError, "token_budget is 255, wanted at least max_num_seqs, 256"):
-        step_size(True, None, 255)
+        sizes(True, None, 255)
 
 
 def test_the_pool_has_room_for_every_row_at_full_length():
@@ -112,7 +118,7 @@ def engine_on_a_gpu(monkeypatch, free: float, total: float, **settings) -> tuple
     model = SimpleNamespace(config=config, wte=SimpleNamespace(weight=weight), parameters=list)
     monkeypatch.setattr(engine_module, "Runner", Noted)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
-    return Engine(model, block_size=4, **settings), built
+    return Engine(model, Settings(block_size=4, **settings)), built
 
 
 def test_what_an_engine_on_a_gpu_does_by_default(monkeypatch):

@@ -137,10 +137,10 @@ def built(monkeypatch):
         return SimpleNamespace(directory=directory, device=device, dtype=dtype)
 
     def build(*flags) -> dict:
-        made, options = serve.build_engine(serve.parse_args([*flags]))
-        return vars(made) | options
+        made, settings = serve.build_engine(serve.parse_args([*flags]))
+        return vars(made) | vars(settings)
 
-    monkeypatch.setattr(engine, "Engine", lambda made, **options: (made, options))
+    monkeypatch.setattr(engine, "Engine", lambda made, settings: (made, settings))
     monkeypatch.setattr(model, "load_checkpoint", load)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return build
@@ -148,6 +148,7 @@ def built(monkeypatch):
 
 def test_what_the_engine_is_built_with(built):
     wanted = {name: DEFAULTS[name] for name in OF_THE_ENGINE if name not in NOT_THE_ENGINES}
+    wanted |= {"watermark": 0.01, "overlap": None, "seed": None}  # these have no flag
     assert built() == wanted | {
         "directory": "out/stdlib",
         "device": "cuda",

@@ -26,7 +26,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for `python tests/test_fuzz.py`
 
-from paged import BlockAllocator, Plan, Request, Scheduler
+from paged import BlockAllocator, Plan, Request, Scheduler, SchedulerSettings
 
 MUST_HAPPEN = [
     *(
@@ -92,13 +92,15 @@ class Trial:
             token_budget=rng.choice([1, 2, 3, rng.randint(1, 8), rng.randint(4, 40)]),
             max_kv_tokens=self.room,
             block_size=S,
-            max_num_seqs=rng.randint(1, 8),
-            watermark=rng.choice([0, 0, 1, 2]),
-            prefill_share=rng.choice([0.0, 0.25, 0.9]),
-            max_num_partial_prefills=rng.randint(1, 4),
-            max_long_partial_prefills=rng.choice([1, 1, 2, 3]),
-            long_prefill_threshold=rng.choice([1, 2, 4, 8, 40]),
-            prefix_cache=rng.random() < 0.8,
+            settings=SchedulerSettings(
+                max_num_seqs=rng.randint(1, 8),
+                watermark=rng.choice([0, 0, 1, 2]) / num_blocks,
+                prefill_share=rng.choice([0.0, 0.25, 0.9]),
+                max_num_partial_prefills=rng.randint(1, 4),
+                max_long_partial_prefills=rng.choice([1, 1, 2, 3]),
+                long_prefill_threshold=rng.choice([1, 2, 4, 8, 40]),
+                prefix_cache=rng.random() < 0.8,
+            ),
         )
         self.scheduler.block_allocator = self.allocator = Allocator(num_blocks, S)
         self.kv: list[list[int | None]] = [
@@ -361,7 +363,7 @@ class Trial:
         How many of its tokens the cache holds, in whole blocks, less the last one: that is always
         computed.
         """
-        if not self.scheduler.prefix_cache or request.prompt_logprobs is not None:
+        if not self.scheduler.settings.prefix_cache or request.prompt_logprobs is not None:
             return 0
         S, texts = self.scheduler.block_size, self.texts[request.id]
         cached = {self.kv[block][-1] for block in self.scheduler.block_cache.held}

@@ -16,6 +16,7 @@ from model import GPT, GPTConfig
 from serving import api
 from serving import engine as engine_module
 from serving.engine import Engine
+from serving.settings import Settings
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
 
@@ -416,7 +417,7 @@ class Driven:
         model = GPT(
             GPTConfig(vocab_size=257, context_length=64, n_layer=1, n_head=2, n_embd=16)
         ).eval()
-        self.engine = Engine(model, block_size=4, check=True, **sizes)
+        self.engine = Engine(model, Settings(block_size=4, check=True, **sizes))
         self.link = Link()
         self.links = SimpleNamespace(links={0: self.link})
         self.num_heard = 0

@@ -29,6 +29,7 @@ from serving import sampling
 from serving.engine import Engine, Output
 from serving.params import SamplingParams
 from serving.runner import Runner, padded_steps
+from serving.settings import Settings
 from test_paged import CONTEXT, VOCABULARY, assert_idle, new_engine, prompt, trained_model
 
 # --------------------------------------------------------------------------------------------------
@@ -406,7 +407,9 @@ def test_a_few_steps_of_kernels_alone_are_the_dense_models(monkeypatch):
 def test_whatever_happens_a_gpus_answers_are_the_dense_models(num_blocks, graphs):
     """In fp32, with what serves there by default: overlap, padding, CUDA graphs, Triton."""
     model = deepcopy(trained_model()).cuda()
-    engine = Engine(model, block_size=4, num_blocks=num_blocks, graphs=graphs, check=True, **SIZES)
+    engine = Engine(
+        model, Settings(block_size=4, num_blocks=num_blocks, graphs=graphs, check=True, **SIZES)
+    )
     scenario = Scenario(engine, seed=num_blocks, dense=trained_model())
     scenario.run(2000)
     counts = scenario.counts

@@ -1,0 +1,56 @@
+"""
+Every default of serving, stated once.
+
+    engine = Engine(model, Settings(block_size=32, max_num_seqs=8))
+
+A field made by `setting` is a flag of serve.py too, with this help text and these limits. What the
+scheduler needs of them is `SchedulerSettings` in paged.py. None stands for a value that depends on
+the machine or the model; serving/sizing.py finds it. Imports no torch.
+"""
+
+from dataclasses import dataclass
+
+from paged import POLICIES, SchedulerSettings, setting
+
+
+@dataclass(frozen=True)
+class Settings(SchedulerSettings):
+    """What an `Engine` can be told besides its model. Raises ValueError for what is out of range."""
+
+    # how large
+    block_size: int = setting(16, "tokens in a KV block", least=1)
+    num_blocks: int | None = setting(
+        None, "KV blocks in the pool; not given: all that are useful", least=1, flag="--kv-blocks"
+    )
+    max_num_seqs: int | None = setting(
+        None, "requests that run at once; not given: 256 on a GPU, 64 on a CPU", least=1
+    )
+    token_budget: int | None = setting(
+        None, "tokens computed in a step; not given: 8192 on a GPU, 512 on a CPU", least=1
+    )
+    max_model_len: int | None = setting(
+        None, "longest prompt plus answer, in tokens; not given: what fits", least=1
+    )
+    watermark: float = 0.01
+
+    # in which order
+    policy: str = setting(
+        "priority",
+        "which request goes first: the oldest (fcfs), the lowest `priority` (priority), the "
+        "shortest (sjf)",
+        choices=tuple(POLICIES),
+    )
+
+    # how it is computed
+    attention: str = setting(
+        "auto", "attention backend: triton, flex or torch; auto takes the fastest here"
+    )
+    quantize: str = setting("none", "int8: weights as integers, on a CPU", choices=("none", "int8"))
+    compile: bool = setting(False, "on a CPU: compile the step of a lone request, 10 to 60 s once")
+    graphs: bool = setting(True, "on a GPU: no CUDA graphs, for debugging", flag="--no-graphs")
+    overlap: bool | None = None  # plan a step while the one before runs; None: on a GPU
+    seed: int | None = None  # of the seeds of requests that bring none; None: the system's noise
+
+    # for debugging
+    trace: bool = setting(False, "print what each step does")
+    check: bool = setting(False, "verify the scheduler's invariants after each step")
