@@ -1,5 +1,6 @@
-"""The README is held to the repo: its tour, commands, flags and numbers."""
+"""The README is held to the repo: its walks, tour, commands, examples, flags and numbers."""
 
+import ast
 import os
 import re
 import shutil
@@ -8,12 +9,15 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+import torch
 
 import bench
 import serve
 import tokenizer
+from model import GPT, GPTConfig, save_checkpoint
 from serving import chat, connection, encoder, protocol
 from serving.engine import Engine
+from tokenizer import bpe_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,10 +25,11 @@ TOUR = re.findall(r"^\| `([\w./]+)` \| (\d+) \|", README, re.MULTILINE)
 COMMANDS = sorted(set(re.findall(r"python (\w+\.py)([^`\n]*)", README)))
 
 
-def test_the_tour_names_every_file_at_the_root():
+def test_the_tour_names_every_file():
     """A file that is not in the tour is a room without a door."""
     told = {name for name, _ in TOUR}
-    assert told >= {path.name for path in ROOT.glob("*.py")}
+    rooms = [*ROOT.glob("*.py"), *ROOT.glob("serving/[a-z]*.py"), *ROOT.glob("training/[a-z]*.py")]
+    assert told >= {str(path.relative_to(ROOT)) for path in rooms}
     assert all((ROOT / name).exists() for name in told), (
         f"gone: {[n for n in told if not (ROOT / n).exists()]}"
     )
@@ -38,6 +43,60 @@ def test_line_counts_are_true(name, lines):
     assert abs(real - int(lines)) <= 0.05 * real, (
         f"{name} has {real} lines, the README says {lines}"
     )
+
+
+def names_defined(file: Path) -> set[str]:
+    """Functions, classes and methods, as `function`, `Class` and `Class.method`."""
+    found = set()
+    documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, documented):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = [child for child in node.body if isinstance(child, documented)]
+            found |= {f"{node.name}.{child.name}" for child in inner}
+    return found
+
+
+@pytest.mark.parametrize("title", ["The way of a token", "The way of a KV block"])
+def test_every_name_of_a_walk_exists(title):
+    """A reader looks for each `file.function`: it is where the walk says, under that name."""
+    section = README.partition(f"### {title}\n")[2].partition("\n### ")[0]
+    names = re.findall(r"`([a-z]+)\.(\w+(?:\.\w+)?)`", section)
+    assert len(names) >= 10
+    for file, name in names:
+        (path,) = [p for p in (ROOT / f"{file}.py", ROOT / f"serving/{file}.py") if p.exists()]
+        assert name in names_defined(path), f"{path.name} has no {name}"
+    steps = re.findall(r"^(\d+)\. `", section, re.MULTILINE)
+    assert steps == [str(number) for number in range(1, len(steps) + 1)]
+
+
+def test_names_of_the_post_are_there():
+    """The right column names where what the post has is now, or says that it is unnecessary."""
+    table = README.partition("| in the post | here |\n")[2].partition("\n\n")[0]
+    kept, ours = set(), set()
+    for row in table.splitlines()[1:]:
+        post, here = row.strip("| ").split(" | ")
+        if here.startswith("the same"):
+            kept |= set(re.findall(r"`(\w+)[`(]", post))
+        ours |= set(re.findall(r"`(\w+(?:\.\w+)?)[`(]", here)) - {"kernels.py"}
+    there = names_defined(ROOT / "paged.py") | names_defined(ROOT / "serving/engine.py")
+    methods = {name.partition(".")[2] for name in there}
+    assert kept and ours
+    assert kept <= there | methods and ours <= there | methods
+
+
+def test_the_offline_example_runs(tmp_path, monkeypatch, capsys):
+    """As it stands, in a folder where out/stdlib is a tiny model."""
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    tokenizer = bpe_tokenizer([])
+    config = GPTConfig(vocab_size=257, context_length=128, n_layer=1, n_head=1, n_embd=8)
+    torch.manual_seed(0)
+    save_checkpoint(GPT(config), tmp_path / "out/stdlib")
+    tokenizer.save(tmp_path / "out/stdlib")
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
