@@ -33,7 +33,8 @@ ARGUMENTS = 21  # the most, without self; goal 8
 
 # Each may import only those before it, also inside its functions.
 ORDER = [
-    "commands", "paged", "tokenizer", "kernels", "serving.settings", "serving.params", "serving.fused", "model",
+    "commands", "paged", "tokenizer", "kernels",
+    "serving.settings", "serving.params", "serving.fused", "model",
     "training.sizes", "training.samples", "serving.welcome", "train",
     "serving.sampling", "serving.runner", "serving.sizing", "serving.links", "serving.engine",
     "serving.chat", "serving.encoder", "serving.workers", "serving.protocol", "serving.connection",

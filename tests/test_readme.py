@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import serve
 import tokenizer
 from model import GPT, GPTConfig, save_checkpoint
 from serving import chat, connection, encoder, protocol
-from serving.engine import Engine
+from serving.settings import Settings
 from tokenizer import bpe_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -120,7 +119,7 @@ def test_make_targets_exist():
 # make run, with stand-ins for what takes minutes
 
 PYTHON = """#!/bin/sh
-# stands in for .venv/bin/python: notes what it is asked, and trains as far as the file `training` says
+# in place of .venv/bin/python: notes what it is asked, trains as far as the file `training` says
 echo "$*" >> calls
 case "$1" in
     train.py) mkdir -p out/stdlib; for file in $(cat training); do echo > out/stdlib/$file; done ;;
@@ -190,7 +189,7 @@ def test_pictures_are_there_and_nothing_is_left_to_fill_in():
 
 def test_numbers_in_prose():
     """The sizes that the text explains with are the ones that the code uses."""
-    assert f"**blocks** of {signature(Engine).parameters['block_size'].default} tokens" in README
+    assert f"**blocks** of {Settings().block_size} tokens" in README
     picture = Path(bench.__file__).read_text()
     requests, blocks = re.search(r"(\w+) requests share (\d+) blocks", README).groups()
     assert f"num_blocks={blocks}" in picture and requests == "nine" and "range(9)" in picture
@@ -217,8 +216,8 @@ LIMITS = [
     ("stop strings", f"{protocol.MAX_STOPS}, {protocol.MAX_STOP_BYTES >> 10} KiB together"),
     (
         "prompts, messages, choices of a prompt (`n`), `logit_bias`, `stop_token_ids`",
-        f"{protocol.MAX_PROMPTS:,}, {protocol.MAX_MESSAGES:,}, {protocol.MAX_CHOICES}, {protocol.MAX_BIASES:,}, "
-        f"{protocol.MAX_STOP_IDS}",
+        f"{protocol.MAX_PROMPTS:,}, {protocol.MAX_MESSAGES:,}, {protocol.MAX_CHOICES}, "
+        f"{protocol.MAX_BIASES:,}, {protocol.MAX_STOP_IDS}",
     ),
 ]
 
