@@ -1,36 +1,35 @@
 """
 A conversation -> token ids, by the chat template that a checkpoint brings.
 
-    chat = load_chat("out/chatty", tokenizer)              # None where the checkpoint has no template
+    chat = load_chat("out/chatty", tokenizer)              # None where there is no template
     ids = chat.encode([{"role": "user", "content": "hello"}])
 
-The template is a program that comes with the checkpoint, from anywhere: it runs in jinja2's
-sandbox, without the filters and globals that only make text, and its text is limited. Time and
-memory are limited by encoder.py, which runs this in a process of its own. Templates see what
-transformers shows them, and their text becomes the same tokens.
+The template is a program of unknown origin: it runs in jinja2's sandbox, without the globals that
+only make text, and its text is limited. Its time and memory are limited by encoder.py, which runs
+this module in a process of its own. Templates see what transformers shows them, and their text
+becomes the same tokens.
 """
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 
 from tokenizer import Tokenizer, TokenizerError, read_json, token_text
 
-MAX_RENDERED = (
-    2**24
-)  # characters that a template may make of a conversation: four times the largest body
-USELESS_GLOBALS = (
-    "lipsum",
-    "cycler",
-    "joiner",
-)  # jinja2's own, which templates of chats do not use
+# Characters that a template may make of a conversation: four times the largest body.
+MAX_RENDERED = 2**24
+# Globals of jinja2 that generate text and that chat templates do not use.
+UNUSED_GLOBALS = ("lipsum", "cycler", "joiner")
 PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters without a meaning, 131,070 of them
+
+Messages = list[dict[str, str]]  # [{"role", "content"}, ..], perhaps with a "name"
 
 
 def read_template(directory: str | Path) -> str | None:
     """
-    The template's source: chat_template.jinja, or in tokenizer_config.json. None where there is
-    none. Raises TokenizerError for what is no template.
+    The template's source: chat_template.jinja, else what tokenizer_config.json has, else None.
+    Raises TokenizerError for a template that is no text.
     """
     own_path = Path(directory) / "chat_template.jinja"
     if own_path.is_file():
@@ -42,9 +41,8 @@ def read_template(directory: str | Path) -> str | None:
             named = {t["name"]: t["template"] for t in template}
             template = named.get("default")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise TokenizerError(
-            f"{path} is broken ({type(error).__name__}: {error}): restore it"
-        ) from None
+        why = f"{type(error).__name__}: {error}"
+        raise TokenizerError(f"{path} is broken ({why}): restore it") from None
     if not isinstance(template, str | None):
         raise TokenizerError(f"{path} has a chat_template that is no text: restore it")
     return template
@@ -68,7 +66,7 @@ class Chat:
 
     def __init__(self, source: str, token_names: dict[str, str], tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.names = ControlNames(tokenizer)
+        self.control_names = ControlNames(tokenizer)
         environment = make_environment()
         environment.globals |= token_names
         try:
@@ -78,31 +76,27 @@ class Chat:
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
 
-    def encode(self, messages: list[dict], **options) -> list[int]:
+    def encode(self, messages: Messages, **options) -> list[int]:
         """
-        Token ids of a conversation; options, such as add_generation_prompt, are variables of the
-        template. The names of control tokens in the template's own text are these tokens, those in
-        a message are text: or a user could end his turn, and speak as the system. Raises
-        TokenizerError.
+        Token ids of a conversation. Options, such as add_generation_prompt, are variables of the
+        template. Names of control tokens are tokens in the template's own text and in roles, and
+        text in the rest of a message: prompt injection, ending the turn to speak as the system, is
+        not possible. Raises TokenizerError.
         """
-        disguised, originals = disguise(messages, self.names)
-        ids = self.tokenizer.encode(
-            self.render(disguised, **options), allow_special=True, stand_ins=originals
-        )
+        disguised, originals = disguise(messages, self.control_names)
+        text = self.render(disguised, **options)
+        ids = self.tokenizer.encode(text, allow_special=True, stand_ins=originals)
         if not ids:
             raise TokenizerError("the chat template makes no text of this conversation")
         return ids
 
-    def render(self, messages: list[dict], **options) -> str:
-        """
-        The text of a conversation. Raises TokenizerError for whatever the template finds wrong with
-        it.
-        """
-        pieces, size = [], 0
+    def render(self, messages: Messages, **options) -> str:
+        """The text of a conversation. Raises TokenizerError where the template fails at it."""
+        pieces = []
+        size = 0
+        options |= {"messages": messages, "tools": None, "documents": None}
         try:
-            for piece in self.template.generate(
-                messages=messages, tools=None, documents=None, **options
-            ):
+            for piece in self.template.generate(options):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_RENDERED:
@@ -111,9 +105,7 @@ class Chat:
                     )
         except (TokenizerError, MemoryError):
             raise
-        except (
-            Exception
-        ) as error:  # whatever a template does wrong with a conversation is no fault of ours
+        except Exception as error:  # a template is a program, so any exception may come
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
         return "".join(pieces)
 
@@ -121,18 +113,17 @@ class Chat:
 def make_environment():
     """jinja2's sandbox with what transformers adds to it, so that the hub's templates run."""
     try:
-        import jinja2  # noqa: F401
+        from jinja2 import nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise TokenizerError(
             "this checkpoint has a chat template, which needs jinja2: pip install jinja2"
         ) from None
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         """
-        {% generation %} .. {% endgeneration %} marks what the model said, for training: here it is
+        {% generation %} .. {% endgeneration %} marks the model's words, for training. Here they are
         just text.
         """
 
@@ -144,14 +135,8 @@ def make_environment():
             return nodes.Scope(body, lineno=line)
 
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        # jinja2's own escapes for HTML
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+        options = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, indent=indent, **options)  # jinja2's own escapes for HTML
 
     def raise_exception(message: str):
         raise TokenizerError(message)
@@ -163,33 +148,30 @@ def make_environment():
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    for name in USELESS_GLOBALS:
+    for name in UNUSED_GLOBALS:
         del environment.globals[name]
     return environment
 
 
 # --------------------------------------------------------------------------------------------------
-# What users write stays text
+# Against prompt injection: what users write stays text
 
 
 class ControlNames:
-    """Where a message spells the names of control tokens."""
+    """Where a text spells names of control tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
-        names = tokenizer.control
-        self.pattern = tokenizer.control_names
-        # a name may begin in one message and end in the next, or in the template's text
+        names = list(tokenizer.control)
+        # with a look-ahead matches may overlap: in <<< the name << begins twice
+        self.pattern = re.compile(f"(?={tokenizer.control_names.pattern})")
+        # a name may begin in one message and end in the next, or in the template's own text
         self.beginnings = {name[:n] for name in names for n in range(1, len(name))}
         self.ends = {name[n:] for name in names for n in range(1, len(name))}
         self.longest = max(map(len, names), default=0)
 
-    def places(self, text: str) -> set[int]:
-        """Where names begin in a text, and parts of names at its two ends."""
-        found = set()
-        match = self.pattern.search(text) if self.pattern else None
-        while match:
-            found.add(match.start())
-            match = self.pattern.search(text, match.start() + 1)  # names may overlap
+    def starts(self, text: str) -> set[int]:
+        """Where names begin in a text; parts of names at its two ends count, too."""
+        found = {match.start() for match in self.pattern.finditer(text)}
         for n in range(1, min(self.longest, len(text) + 1)):
             if text[-n:] in self.beginnings:
                 found.add(len(text) - n)
@@ -198,50 +180,39 @@ class ControlNames:
         return found
 
 
-def disguise(messages: list[dict], names: ControlNames) -> tuple[list[dict], dict[int, str]]:
+def disguise(messages: Messages, names: ControlNames) -> tuple[Messages, dict[int, str]]:
     """
-    The messages, with a stand-in for the first character of each name of a control token that they
-    spell; and what the stand-ins stand for, for `str.translate`. A stand-in is a private-use
-    character that no message of this conversation has, so none can spell it. Whatever the template
-    does with the messages, the names in its text are then its own.
+    Replace, in all that users write freely, the first character of each control token's name by a
+    stand-in: a private-use character that occurs nowhere in this conversation. Whatever the
+    template does with the messages, all names in its text are then its own. Returns the messages,
+    and a table for `str.translate` that turns stand-ins back.
 
-    Marking where a message begins and ends would not do: templates strip messages, split and
-    compare them. Nor would encoding the messages apart from the template's text: a token may reach
-    from one into the other.
+    Marking where messages begin and end would not do: templates strip messages, split and compare
+    them. Nor would encoding messages apart from the template's text: a token may reach from one
+    into the other.
     """
-    texts = [
-        text for message in messages for field, text in message.items() if is_free(field, text)
-    ]
-    used = set().union(*texts)
-    free = (chr(i) for i in PRIVATE_USE if chr(i) not in used)
+    used: set[str] = set()
+    for message in messages:
+        used.update(*message.values())
+    unused = (character for character in map(chr, PRIVATE_USE) if character not in used)
     stand_ins: dict[str, str] = {}
 
     def disguised(text: str) -> str:
         characters = list(text)
-        for place in names.places(text):
-            character = text[place]
-            if character not in stand_ins:
-                stand_ins[character] = next(free, "")
-            characters[place] = stand_ins[character]
+        for start in names.starts(text):
+            original = text[start]
+            if original not in stand_ins:
+                stand_ins[original] = next(unused, "")
+            characters[start] = stand_ins[original]
         return "".join(characters)
 
-    changed = [
-        {
-            field: disguised(text) if is_free(field, text) else text
-            for field, text in message.items()
-        }
-        for message in messages
-    ]
+    changed = []
+    for message in messages:
+        # a role is one of a few words; templates make control tokens of it
+        own = {field: disguised(text) for field, text in message.items() if field != "role"}
+        changed.append(message | own)
     if "" in stand_ins.values():
         raise TokenizerError(
             "this conversation uses all private-use characters of Unicode: leave some out"
         )
-    return changed, {ord(stand_in): character for character, stand_in in stand_ins.items()}
-
-
-def is_free(field: str, text) -> bool:
-    """
-    Users write what they like, but a role is one of a few words, and templates make control tokens
-    of it.
-    """
-    return field != "role" and isinstance(text, str)
+    return changed, {ord(stand_in): original for original, stand_in in stand_ins.items()}
