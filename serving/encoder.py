@@ -1,27 +1,28 @@
 """
-Texts and conversations -> token ids, and back, without holding up whoever asks.
+Texts and conversations -> token ids, and back, without blocking the event loop.
 
     encoder = Encoder("out/stdlib")
-    ids = encoder.encode("def ")                               # blocks; `await encoder.ask(job)` does not
+    ids = encoder.encode("def ")                   # blocks; `await encoder.ask(job)` does not
     ids = encoder.chat([{"role": "user", "content": "hello"}])
 
-Short texts are encoded where they are. Long ones, and all chat templates, go to a process of their
-own, because both hold Python's interpreter: it starts with the first that needs it, imports no
-torch, and does one job after the other. A job that takes too much time or memory ends the process,
-its client gets one error, and the next job starts another. `python -m serving.encoder DIRECTORY
-FILE_DESCRIPTOR` is that process.
+Short texts are encoded in place. Long ones and all chat templates go to a process of their own,
+because both hold Python's interpreter lock: it starts with the first job that needs it, imports no
+torch, and does one job after the other. A job that takes too much time or memory ends the process;
+its client gets an error, and the next job starts another one. `python -m serving.encoder DIRECTORY
+FILE_DESCRIPTOR` is that process. It may run a hostile template, so no pickles come from it.
 """
 
 import asyncio
+import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -29,13 +30,11 @@ from serving.chat import Chat, load_chat, read_template
 from tokenizer import Tokenizer, TokenizerError, load_tokenizer, token_name
 
 ROOT = Path(__file__).parents[1]
-# Encoding takes 20 to 500 ns a byte, whatever the text: 4,096 characters or ids are at most 2 ms.
+# Encoding takes 20 to 500 ns a byte, whatever the text: 4,096 characters or ids take at most 2 ms.
 SHORT = 4096
 JOB_SECONDS = 20  # of CPU time for one job: 4 MiB, the largest body, take 1 to 5
 JOB_MEMORY = 2**30  # bytes that a job may take: 4 MiB take 0.4 GiB
-MAX_WAITING = (
-    2**26
-)  # characters and ids of all jobs that wait or are worked at: so much memory they hold here
+MAX_WAITING = 2**26  # characters and ids of all jobs not yet done: they are held in memory here
 MAX_NAMES = 2**18  # tokens that one answer names
 
 
@@ -44,7 +43,7 @@ class EncoderBusy(Exception):
 
 
 class Encoder:
-    """A checkpoint's tokenizer and chat template, and the process for what takes long."""
+    """A checkpoint's tokenizer and chat template, and the process for long jobs."""
 
     def __init__(self, directory: str | Path, tokenizer: Tokenizer | None = None):
         self.directory = directory
@@ -57,8 +56,8 @@ class Encoder:
 
     def check(self):
         """
-        Raises TokenizerError for a chat template that is broken. It is a program, so the process
-        compiles it.
+        Raises TokenizerError for a chat template that is broken. Even compiling it may compute
+        without end, so the process does that.
         """
         if self.has_chat:
             self.thread.submit(self._start).result()
@@ -69,13 +68,13 @@ class Encoder:
 
     def chat(self, messages: list[dict], **options) -> list[int]:
         """
-        Token ids of a conversation: [{"role", "content"}, ...], and variables of the template.
+        Token ids of a conversation: [{"role", "content"}, ..], and variables of the template.
         """
         return read_ids(*self._do({"messages": messages, "options": options}, 0))[0]
 
     async def ask(self, job: dict, size: int) -> tuple[dict, bytes]:
         """
-        What `work` makes of a job whose texts have so many characters, or ids. Raises
+        What `work` makes of a job whose texts have `size` characters, or ids. Raises
         TokenizerError for what the client can change, EncoderBusy, and RuntimeError should the
         process end for another reason.
         """
@@ -84,25 +83,24 @@ class Encoder:
         if self.waiting + size > MAX_WAITING:
             raise EncoderBusy
         self.waiting += size
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self.thread, self._exchange, job
-            )
+            return await loop.run_in_executor(self.thread, self._exchange, job)
         finally:
             self.waiting -= size
 
     def close(self):
-        """End the process, whatever it does."""
+        """End the process, even in the middle of a job."""
         self.thread.shutdown(wait=False, cancel_futures=True)
-        process = self.process  # its thread forgets it once it has ended
+        process = self.process  # the thread sets it to None when the process has ended
         if process:
             process.kill()
             process.wait()
 
     def is_short(self, job: dict, size: int) -> bool:
         """
-        Whether a job takes 2 ms at most. A template can be any program, and a checkpoint's own
-        pattern is one.
+        Whether a job takes at most 2 ms. That is not known of a chat template, which is a program,
+        nor of a regular expression that the checkpoint brings.
         """
         if "messages" in job or not self.tokenizer.has_known_pattern:
             return False
@@ -114,51 +112,48 @@ class Encoder:
         return self.thread.submit(self._exchange, job).result()
 
     def _exchange(self, job: dict) -> tuple[dict, bytes]:
+        """Have the process do a job."""
         if self.process is None:
             self._start()
-        try:
-            self.link.send_bytes(
-                json.dumps(job, ensure_ascii=False).encode("utf-8", "surrogatepass")
-            )
-            return self._receive()
-        except (EOFError, OSError):
-            raise self._ended("this") from None
-
-    def _receive(self) -> tuple[dict, bytes]:
-        head = json.loads(self.link.recv_bytes())
+        data = json.dumps(job, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        with contextlib.suppress(OSError):  # the process has ended: `_receive` raises why
+            self.link.send_bytes(data)
+        head, data = self._receive("this")
         if "error" in head:
             raise TokenizerError(head["error"])
-        return head, self.link.recv_bytes()
+        return head, data
 
     def _start(self):
-        """Start the process and wait until it is ready."""
-        ours, theirs = socket.socketpair()
+        """Start the process and wait until it has read the checkpoint."""
+        self.link, theirs = Pipe()
         directory = str(Path(self.directory).resolve())
         command = [sys.executable, "-m", "serving.encoder", directory, str(theirs.fileno())]
-        # a session of its own: Ctrl-C at the terminal is for us
+        # in a session of its own, so that Ctrl-C at the terminal does not reach it
         self.process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], start_new_session=True, cwd=ROOT
         )
         theirs.close()
-        self.link = Connection(ours.detach())
         what = f"reading the tokenizer and chat template of {self.directory}"
-        try:
-            self._receive()
-        except (EOFError, OSError):
-            raise self._ended(what) from None
-        except TokenizerError:
-            self._ended(what)
-            raise
+        head, _ = self._receive(what)
+        if "error" in head:
+            self._reap(what)
+            raise TokenizerError(head["error"])
 
-    def _ended(self, what: str) -> Exception:
-        """Forget the process. Returns what to raise about its end."""
+    def _receive(self, what: str) -> tuple[dict, bytes]:
+        """The process's reply to a job; `what` the job is, for the message if it ends instead."""
+        try:
+            return json.loads(self.link.recv_bytes()), self.link.recv_bytes()
+        except (EOFError, OSError):
+            raise self._reap(what) from None
+
+    def _reap(self, what: str) -> Exception:
+        """Wait for the end of the process. Returns the exception that says why it ended."""
         self.link.close()
         code = self.process.wait()
         self.process = self.link = None
         if code == -signal.SIGPROF:
-            return TokenizerError(
-                f"{what} takes more than {JOB_SECONDS} s of CPU time to encode or render: shorten it"
-            )
+            limit = f"{JOB_SECONDS} s of CPU time"
+            return TokenizerError(f"{what} takes more than {limit} to encode or render: shorten it")
         return RuntimeError(f"the encoding process ended (exit code {code})")
 
 
@@ -168,13 +163,14 @@ class Encoder:
 
 def work(job: dict, tokenizer: Tokenizer, chat: Chat | None) -> tuple[dict, bytes]:
     """
-    Do one job. Returns what it says and what it brings. Raises TokenizerError.
+    Do one job. Returns a small dictionary and bulk data. Raises TokenizerError.
 
         {"texts": [..]} or {"messages": [..], "options": {..}}
-                                    -> {"counts": of tokens of each}, their ids; none if one has more than the "limit"
+                                -> {"counts": tokens of each text}, all their ids as uint32;
+                                   no ids if a text has more tokens than "limit"
         the same and "answer": fields, with "names": whether to name the tokens
-                                    -> {}, the JSON of /tokenize
-        {"tokens": [..]}            -> {}, the JSON of /detokenize
+                                -> {}, the JSON of /tokenize
+        {"tokens": [..]}        -> {}, the JSON of /detokenize
     """
     if "tokens" in job:
         text = b"".join(map(tokenizer.spelled_bytes, job["tokens"])).decode("utf-8", "replace")
@@ -185,42 +181,38 @@ def work(job: dict, tokenizer: Tokenizer, chat: Chat | None) -> tuple[dict, byte
         ids = [tokenizer.encode(text, allow_special=True) for text in job["texts"]]
     if "answer" in job:
         return {}, tokenize_answer(ids[0], tokenizer, **job["answer"])
-    counts = [len(own) for own in ids]
-    if max(counts) > job.get("limit", max(counts)):
+    counts = list(map(len, ids))
+    longest = max(counts)
+    if longest > job.get("limit", longest):
         return {"counts": counts}, b""
-    return {"counts": counts}, array("I", [i for own in ids for i in own]).tobytes()
+    return {"counts": counts}, array("I", chain.from_iterable(ids)).tobytes()
 
 
 def read_ids(head: dict, data: bytes) -> list[list[int]]:
-    """The ids of each text."""
-    ids = array("I", data).tolist()
-    start, found = 0, []
-    for count in head["counts"]:
-        found.append(ids[start : start + count])
-        start += count
-    return found
+    """The ids of each text, from what `work` returned."""
+    ids = iter(array("I", data).tolist())
+    return [list(islice(ids, count)) for count in head["counts"]]
 
 
 def tokenize_answer(ids: list[int], tokenizer: Tokenizer, names: bool, **fields) -> bytes:
     """
-    The JSON of /tokenize. Its lists are written by hand: `json` would take 60 bytes and more for
+    The JSON of /tokenize. Its lists are joined by hand: `json` would take 60 bytes and more for
     each id.
     """
-    if names and len(ids) > MAX_NAMES:
-        raise TokenizerError(
-            f"return_token_strs for {len(ids)} tokens, at most {MAX_NAMES} are named: leave it out"
-        )
+    strings = b"null"
+    if names:
+        if len(ids) > MAX_NAMES:
+            raise TokenizerError(
+                f"return_token_strs for {len(ids)} tokens, at most {MAX_NAMES} are named: "
+                "leave it out"
+            )
+        strings = json_list(json.dumps(token_name(tokenizer.spelled_bytes(i))) for i in ids)
     head = json.dumps({"count": len(ids)} | fields)[:-1].encode()
-    strings = (
-        joined(json.dumps(token_name(tokenizer.spelled_bytes(i))) for i in ids)
-        if names
-        else b"null"
-    )
-    return b'%s, "tokens": %s, "token_strs": %s}' % (head, joined(map(str, ids)), strings)
+    return b'%s, "tokens": %s, "token_strs": %s}' % (head, json_list(map(str, ids)), strings)
 
 
-def joined(items: Iterable[str]) -> bytes:
-    """A JSON list, a piece at a time, so that not all its small strings are there at once."""
+def json_list(items: Iterable[str]) -> bytes:
+    """A JSON list, 65,536 items at a time: not all their small strings are in memory at once."""
     remaining = iter(items)
     pieces = iter(lambda: ",".join(islice(remaining, 2**16)), "")
     return f"[{','.join(pieces)}]".encode()
@@ -232,8 +224,8 @@ def joined(items: Iterable[str]) -> bytes:
 
 def limit_memory():
     """
-    A job that needs more than JOB_MEMORY gets a MemoryError, where the system can tell what we have
-    already.
+    Have a job that needs more than JOB_MEMORY get a MemoryError, where the system can tell how much
+    memory this process has already.
     """
     import resource
 
@@ -245,47 +237,41 @@ def limit_memory():
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def attempt(do: Callable, *args) -> tuple[dict, bytes]:
+def attempt(do: Callable, *args) -> tuple:
     """
-    What `do(*args)` replies. The kernel ends the process if it takes more than JOB_SECONDS of CPU
-    time.
+    (what `do(*args)` returns, None), or (None, the error's message). SIGPROF ends the process when
+    this takes more than JOB_SECONDS of CPU time.
     """
     signal.setitimer(signal.ITIMER_PROF, JOB_SECONDS)
     try:
-        return do(*args)
+        return do(*args), None
     except TokenizerError as error:
-        return {"error": str(error)}, b""
+        return None, str(error)
     except MemoryError:
-        return {
-            "error": f"this takes more than {JOB_MEMORY >> 20} MiB to encode or render: shorten it"
-        }, b""
+        limit = f"{JOB_MEMORY >> 20} MiB"
+        return None, f"this takes more than {limit} to encode or render: shorten it"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
+def load(directory: str) -> tuple[Tokenizer, Chat | None]:
+    tokenizer = load_tokenizer(directory)
+    limit_memory()
+    return tokenizer, load_chat(directory, tokenizer)
+
+
 def main(directory: str, descriptor: int):
-    """Do jobs until the other side is gone."""
+    """Do jobs until the other end of the link is closed. The first reply says how loading went."""
     link = Connection(descriptor)
-    loaded = []
-
-    def load() -> tuple[dict, bytes]:
-        tokenizer = load_tokenizer(directory)
-        limit_memory()
-        loaded.extend([tokenizer, load_chat(directory, tokenizer)])
-        return {}, b""
-
-    def reply(head: dict, data: bytes):
-        link.send_bytes(json.dumps(head).encode())
-        if "error" not in head:
+    loaded, problem = attempt(load, directory)
+    done = {}, b""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            head, data = ({"error": problem}, b"") if problem else done
+            link.send_bytes(json.dumps(head).encode())
             link.send_bytes(data)
-
-    try:
-        reply(*attempt(load))
-        while loaded:
             job = json.loads(link.recv_bytes())
-            reply(*attempt(work, job, *loaded))
-    except (EOFError, OSError):
-        return
+            done, problem = attempt(work, job, *loaded)
 
 
 if __name__ == "__main__":

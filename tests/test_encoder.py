@@ -193,11 +193,14 @@ def test_templates_without_end_have_one(folder, monkeypatch, tmp_path):
     A loop in a template held the server for ever. The kernel ends it, and the next job starts
     another process.
     """
+    quick = tmp_path / "serving"  # the same with a second
+    quick.mkdir()
+    (quick / "__init__.py").touch()
+    (quick / "chat.py").write_text((ROOT / "serving" / "chat.py").read_text())
     source = (ROOT / "serving" / "encoder.py").read_text()
     assert "JOB_SECONDS = 20 " in source
-    quick = tmp_path / "encoder.py"  # the same with a second
-    quick.write_text(source.replace("JOB_SECONDS = 20 ", "JOB_SECONDS = 1 "))
-    monkeypatch.setattr(module, "__file__", str(quick))
+    (quick / "encoder.py").write_text(source.replace("JOB_SECONDS = 20 ", "JOB_SECONDS = 1 "))
+    monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     encoder = Encoder(folder)
     with pytest.raises(
