@@ -6,6 +6,7 @@ counted right.
 import json
 import re
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,11 @@ def test_waste_is_half_a_block_of_each_text(S, at_once, inside):
     )
 
 
-PICTURES = [name for name, (_, defaults) in bench.COMMANDS.items() if "out" in defaults]
+PICTURES = [name for name, run in bench.COMMANDS.items() if "out" in signature(run).parameters]
+
+
+def tracked_files() -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (ROOT / "assets").iterdir() if path.is_file()}
 
 
 def run_bench(monkeypatch, capsys, *argv) -> dict:
@@ -88,14 +93,14 @@ def test_drawing_leaves_the_tracked_pictures_alone(name, monkeypatch, capsys, tm
     The same bug, by what the commands do: each writes one file, below the folder it is run in.
     """
     monkeypatch.setattr(bench, "offline_workload", lambda: offline_workload(64))
-    tracked = {path: path.read_bytes() for path in (ROOT / "assets").iterdir()}
+    tracked = tracked_files()
     monkeypatch.chdir(tmp_path)
     assert run_bench(monkeypatch, capsys, name)["picture"] == f"out/{name}.png"
     (written,) = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert written == tmp_path / "out" / f"{name}.png" and written.read_bytes().startswith(
         b"\x89PNG"
     )
-    assert tracked == {path: path.read_bytes() for path in (ROOT / "assets").iterdir()}
+    assert tracked == tracked_files()
 
 
 @pytest.mark.parametrize("path", ["/proc/no/picture.png", "picture.nonsense"])

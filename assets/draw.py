@@ -1,0 +1,112 @@
+"""
+The README's pictures. Each function draws what one command of bench.py has measured:
+
+    python bench.py blockmap --out assets/blockmap.png      # block_map
+    python bench.py batching --out assets/batching.png      # ended_requests
+    python bench.py memory --out assets/memory.png          # memory_use
+
+matplotlib is imported when a picture is drawn, so the other commands run without it.
+"""
+
+from pathlib import Path
+
+COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, which is grey
+SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of the pool, from below
+
+
+def new_figure():
+    """An empty figure. It draws into memory, so no display is needed."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(9, 4.2), layout="constrained")
+
+
+def save(figure, path: Path) -> dict[str, str]:
+    """
+    Write the figure. Returns the path, or why it could not be written: the figures of a long run
+    are printed all the same.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the file's ending
+        return {"picture": f"not written to {path} ({error}): choose another --out"}
+    return {"picture": str(path)}
+
+
+def block_map(owners: list[list[list[int]]], idle: list[set[int]], path: Path) -> dict[str, str]:
+    """
+    owners[step][block]: ids of the requests whose block tables hold the block. idle[step]: blocks
+    that are in the prefix cache and in no table. A shared block shows its owners' colours in turn.
+    """
+    from matplotlib.colors import to_rgb
+
+    columns = []
+    for step, blocks in enumerate(owners):
+        column = []
+        for block, ids in enumerate(blocks):
+            colour = "lightgrey" if block in idle[step] else "white"
+            if ids:
+                colour = COLOURS[ids[step % len(ids)]]
+            column.append(to_rgb(colour))
+        columns.append(column)
+    num_blocks = len(columns[0])
+    image = [[column[block] for column in columns] for block in range(num_blocks)]
+    figure = new_figure()
+    axes = figure.subplots()
+    axes.imshow(image, aspect="auto", interpolation="nearest", origin="lower")
+    axes.set_title(
+        f"9 requests in a pool of {num_blocks} blocks: "
+        "a colour is a request, grey is cached and idle"
+    )
+    axes.set(xlabel="step", ylabel="block")
+    return save(figure, path)
+
+
+def ended_requests(runs: dict[str, list[float]], path: Path) -> dict[str, str]:
+    """runs: the label of a curve -> seconds from the start at which each request ended, sorted."""
+    figure = new_figure()
+    axes = figure.subplots()
+    for label, ended in runs.items():
+        axes.step([0, *ended], range(len(ended) + 1), where="post", label=label)
+    axes.set_title("96 requests, the same model, kernels and KV memory")
+    axes.set(xlabel="seconds", ylabel="requests ended")
+    axes.legend()
+    return save(figure, path)
+
+
+def memory_use(pools: dict[str, dict], appends: dict[int, dict], path: Path) -> dict[str, str]:
+    """
+    pools: the name of a block size -> its `SHARES` of the pool, and the requests "at once".
+    appends: context length -> {way to append a token: microseconds}.
+    """
+    figure = new_figure()
+    left, right = figure.subplots(1, 2)
+    draw_shares(left, pools)
+    draw_appends(right, appends)
+    return save(figure, path)
+
+
+def draw_shares(axes, pools: dict[str, dict]):
+    """Stacked bars, one a pool; in the lowest part, the number of requests that run at once."""
+    ticks = [name.replace(" of ", "\n") for name in pools]
+    bottom = [0.0] * len(pools)
+    for share in SHARES:
+        heights = [row[share] for row in pools.values()]
+        bars = axes.bar(ticks, heights, bottom=bottom, label=share)
+        if share == SHARES[0]:
+            counts = [f"{row['at once']:.0f}" for row in pools.values()]
+            axes.bar_label(bars, counts, label_type="center", color="w")
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    axes.set_title("KV memory while others wait;\nin white: requests at once")
+    axes.legend(loc="lower right")
+
+
+def draw_appends(axes, appends: dict[int, dict]):
+    """One line for each way to append a token."""
+    contexts = [str(context) for context in appends]
+    for way in ("torch.cat", "store_kv"):
+        axes.plot(contexts, [us[way] for us in appends.values()], "o-", label=way)
+    axes.set_title("microseconds of a layer\nto append a token")
+    axes.set(xlabel="tokens so far", yscale="log")
+    axes.legend()
