@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -202,6 +203,12 @@ def test_nothing_imports_upwards(name):
     after = ORDER[ORDER.index(name) :]
     found = imports(ROOT / f"{name.replace('.', '/')}.py")
     assert not found.intersection(after)
+
+
+def test_an_installation_brings_packages_alone():
+    """The repo is run where it is: installed, it left thirteen modules with names like `train`."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings == {"py-modules": []}
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
