@@ -1,0 +1,496 @@
+"""
+What every client of simulator_http.py must have got, and what the metrics must say: by a reference
+as plain as can be, which has each answer whole at once.
+"""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+from callers import Answer, Caller
+from scripted_engine import EOS, FakeChat, Violation, script
+
+from serving import api
+
+SLACK = 0.5  # seconds that an answer may be late
+
+
+class Expected(SimpleNamespace):
+    """
+    Of one choice: text, finish_reason, stop_reason, num_tokens, logprobs (of the tokens, or None).
+    """
+
+
+def prompts_of(call: dict) -> list[list[int]]:
+    body = call["body"]
+    if "messages" in body:
+        return [FakeChat().encode(body["messages"])]
+    prompts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
+    return [list(prompt.encode()) for prompt in prompts]
+
+
+def count_of(call: dict) -> int:
+    """How many choices a call asks for."""
+    if not call["path"].endswith("completions") or "body" not in call:
+        return 0
+    return len(prompts_of(call)) * call["body"].get("n", 1)
+
+
+def expected(call: dict, seed: int, room: int) -> list[Expected]:
+    """
+    All choices of a call, by an oracle as plain as can be. `room`: tokens of the longest text.
+    """
+    body, found = call["body"], []
+    for number, prompt in enumerate(prompts_of(call)):
+        own_seed = seed if body.get("seed") is not None else seed + number
+        for choice in range(body.get("n", 1)):
+            found.append(
+                one_expected(
+                    body, prompt, script(tuple(prompt), own_seed, choice), room - len(prompt)
+                )
+            )
+    return found
+
+
+def one_expected(body: dict, prompt: list[int], said: list[int], room: int) -> Expected:
+    limit = body.get(
+        "max_completion_tokens", body.get("max_tokens", 16 if "prompt" in body else room)
+    )
+    stops = {*body.get("stop_token_ids", ()), *([] if body.get("ignore_eos") else [EOS])}
+    tokens, text, reason, stop_reason = [], "", "length", None
+    for token in said[:limit]:
+        tokens.append(token)
+        if token in stops:
+            reason, stop_reason = "stop", None if token == EOS else token
+            break
+        shown = bytes(t for t in tokens if t != EOS)
+        text = shown.decode("utf-8", "ignore")
+        if matched := [stop for stop in body.get("stop", ()) if stop in text]:
+            place = min(text.index(stop) + len(stop) for stop in matched)
+            stop_reason = max((stop for stop in matched if text[:place].endswith(stop)), key=len)
+            reason, text = "stop", text[: place - len(stop_reason)]
+            break
+    if not (reason == "stop" and isinstance(stop_reason, str)):
+        last_is_hidden = tokens and tokens[-1] in stops
+        shown = tokens[:-1] if last_is_hidden else tokens
+        text = bytes(t for t in shown if t != EOS).decode("utf-8", "replace")
+    logprobs = None
+    if body.get("logprobs") is not None and body["logprobs"] is not False:
+        logprobs = [-0.5 - token for token in tokens]
+        if body.get("echo"):
+            logprobs = [None, *(-0.5 - token for token in prompt[1:]), *logprobs]
+    if body.get("echo"):
+        text = bytes(prompt).decode() + text
+    return Expected(
+        text=text,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        num_tokens=len(tokens),
+        logprobs=logprobs,
+    )
+
+
+def told(answer: Answer, call: dict) -> tuple[dict[int, Expected], dict | None, dict | None, bool]:
+    """
+    What an answer of status 200 says: its choices by index, its usage, its error, and whether it
+    says its end.
+    """
+    body = call["body"]
+    if not body.get("stream"):
+        content = json.loads(answer.body)
+        choices = {
+            c["index"]: said_of(c, "text" if "prompt" in body else "message")
+            for c in content["choices"]
+        }
+        return choices, content["usage"], None, True
+    choices: dict[int, Expected] = {}
+    usage = error = None
+    is_done = False
+    events = answer.body.decode("utf-8", "ignore").split("\n\n")
+    for event in events[:-1]:  # what is behind the last blank line has not all come
+        if event.startswith(": "):
+            continue
+        if is_done or error:
+            raise Violation(f"call {call['id']}: something comes after the end: {event!r}")
+        data = event.removeprefix("data: ")
+        if data == "[DONE]":
+            is_done = True
+            continue
+        content = json.loads(data)
+        error = content.get("error")
+        usage = content.get("usage") or usage
+        for choice in content.get("choices", ()):
+            add(
+                choices,
+                choice["index"],
+                said_of(choice, "text" if "prompt" in body else "delta"),
+                call,
+            )
+    return choices, usage, error, is_done or error is not None
+
+
+def said_of(choice: dict, kind: str) -> Expected:
+    text = choice["text"] if kind == "text" else choice[kind].get("content", "")
+    logprobs = choice["logprobs"]
+    if logprobs is not None:
+        chat = logprobs.get("content")
+        logprobs = (
+            logprobs["token_logprobs"] if chat is None else [entry["logprob"] for entry in chat]
+        )
+    return Expected(
+        text=text,
+        finish_reason=choice["finish_reason"],
+        stop_reason=choice["stop_reason"],
+        logprobs=logprobs,
+    )
+
+
+def add(choices: dict[int, Expected], index: int, more: Expected, call: dict):
+    """Put a chunk behind those before it."""
+    so_far = choices.setdefault(
+        index, Expected(text="", finish_reason=None, stop_reason=None, logprobs=None)
+    )
+    if so_far.finish_reason is not None:
+        raise Violation(f"call {call['id']}: choice {index} goes on after its end")
+    so_far.text += more.text
+    so_far.finish_reason = more.finish_reason
+    so_far.stop_reason = more.stop_reason
+    if more.logprobs is not None:
+        so_far.logprobs = (so_far.logprobs or []) + more.logprobs
+
+
+class Judge:
+    """Of one call: whether what came of it may be."""
+
+    def __init__(self, world, caller: Caller, call: dict, answer: Answer | None):
+        self.world = world
+        self.settings = world.settings
+        self.caller = caller
+        self.call = call
+        self.answer = answer
+        self.process = caller.process
+        self.log = world.access.get(f"r{call['id']}", [])
+
+    def wrong(self, what: str):
+        raise Violation(f"call {self.call['id']}: {what}")
+
+    def check(self):
+        answer = self.answer
+        if len(self.log) > 1:
+            self.wrong(f"is logged {len(self.log)} times")
+        if answer is None or not answer.whole:
+            self.process.is_known = (
+                self.process.is_known and self.call["path"] not in api.OPEN_PATHS
+            )
+            self.check_cut()
+        if answer is None or answer.status is None:
+            return
+        self.world.seen[answer.status] += 1
+        if answer.headers.get("x-request-id") != f"r{self.call['id']}":
+            self.wrong(f"its answer is named {answer.headers.get('x-request-id')}")
+        if self.log and self.log[0]["status"] != answer.status and self.log[0]["status"] != 499:
+            self.wrong(f"the log says {self.log[0]['status']}, the client was told {answer.status}")
+        if (
+            answer.whole
+            and not self.log
+            and not self.was_killed
+            and self.call["path"] not in api.OPEN_PATHS
+        ):
+            self.wrong("has an answer, but is not logged")
+        if answer.status >= 400 and self.call["path"] in api.OPEN_PATHS:
+            self.process.refused[answer.status] += 1  # which is not logged
+        if answer.status != 200:
+            if answer.whole:
+                self.check_error(answer.status, json.loads(answer.body)["error"])
+        elif self.call.get("refused"):
+            self.wrong(f"is served, wanted {self.call['refused']}")
+        elif self.call["path"].endswith("completions"):
+            self.check_completion()
+            self.check_time()
+        elif self.call["path"] == "/tokenize" and answer.whole:
+            tokens = list(self.call["body"]["prompt"].encode())
+            content = json.loads(answer.body)
+            if content["tokens"] != tokens or content["count"] != len(tokens):
+                self.wrong(f"wrong tokens {content}")
+        elif self.call["path"] == "/livez" and answer.whole:
+            self.check_alive()
+
+    @property
+    def was_killed(self) -> bool:
+        return self.process.was_killed
+
+    def check_time(self):
+        """
+        No answer takes longer than --request-seconds, and none begins when the server has been
+        stopped.
+        """
+        world, settings, caller = self.world, self.settings, self.caller
+        if world.stopped_at is not None and caller.began > world.stopped_at + 0.3 + world.pause:
+            self.wrong(
+                f"is served, {caller.began - world.stopped_at:.2f} s after the server was stopped"
+            )
+        is_plain = caller.is_quick and len(caller.calls) == 1 and settings["scores_in_place"] > 100
+        encoding = settings["encode_seconds"] * len(world.callers)
+        frozen = sum(event["seconds"] for event in world.events if event["do"] == "freeze")
+        most = settings["request_seconds"] + encoding + frozen + 1.0
+        if (
+            is_plain
+            and self.answer.whole
+            and caller.ended_at - caller.began > most + 1000 * settings["turn_seconds"]
+        ):
+            self.wrong(
+                f"took {caller.ended_at - caller.began:.1f} s, at most {most:.1f} are allowed"
+            )
+
+    def check_cut(self):
+        """The answer is not there, or not all of it."""
+        if self.caller.has_left or not self.caller.is_quick or self.was_killed:
+            return
+        stopped = self.world.stopped_at
+        if stopped is not None and (
+            self.caller.sent_at is None or self.caller.sent_at > stopped - 0.1 - self.world.pause
+        ):
+            return
+        if self.world.pause >= self.settings["client_seconds"]:
+            return
+        if len(self.world.beside(self.caller)) >= self.settings["max_connections"]:
+            return  # a newcomer is the one that is idle
+        dead = [
+            at
+            for process in self.world.processes
+            for at, state in process.states
+            if state == "dead"
+        ]
+        if dead and (self.caller.sent_at is None or self.caller.sent_at > min(dead) - 0.1):
+            return  # one of them notices first, and has all end
+        self.wrong(f"has no whole answer; {self.caller.received[-200:]!r}")
+
+    def check_completion(self):
+        if not (self.answer.whole or self.call["body"].get("stream")):
+            return
+        choices, usage, error, is_over = told(self.answer, self.call)
+        if self.answer.whole and not is_over:
+            self.wrong("ends without an end")
+        seed = self.call["body"].get("seed")
+        if seed is None:
+            seed = self.log[0].get("seed") if self.log else None
+        if seed is None:
+            return
+        wanted = dict(enumerate(expected(self.call, seed, self.world.room)))
+        is_whole = self.answer.whole and not error
+        if not set(choices) <= set(wanted) or (is_whole and set(choices) != set(wanted)):
+            self.wrong(f"has choices {sorted(choices)}, wanted {sorted(wanted)}")
+        for index, choice in choices.items():
+            self.compare(index, choice, wanted[index], is_whole)
+        if is_whole:
+            self.check_usage(usage, list(wanted.values()))
+            self.world.counts_of["answers"] += 1
+        if error:
+            self.world.seen["error in a stream"] += 1
+            status = {"engine_dead": 500, None: 500, "queue_full": 429}.get(error["code"], 503)
+            self.check_error(status, error)
+
+    def compare(self, index: int, choice: Expected, wanted: Expected, is_whole: bool):
+        ended = choice.finish_reason is not None
+        if is_whole and not ended:
+            self.wrong(f"choice {index} has no end")
+        if not (choice.text == wanted.text if ended else wanted.text.startswith(choice.text)):
+            self.wrong(f"choice {index} is {choice.text!r}, wanted {wanted.text!r}")
+        if ended and (choice.finish_reason, choice.stop_reason) != (
+            wanted.finish_reason,
+            wanted.stop_reason,
+        ):
+            self.wrong(
+                f"choice {index} ended by {choice.finish_reason}, {choice.stop_reason}, "
+                f"wanted {wanted}"
+            )
+        logprobs = choice.logprobs or []
+        all_wanted = wanted.logprobs or []
+        if logprobs != (all_wanted if ended else all_wanted[: len(logprobs)]):
+            self.wrong(f"choice {index} has log-probabilities {logprobs}, wanted {all_wanted}")
+
+    def check_usage(self, usage: dict | None, wanted: list[Expected]):
+        body = self.call["body"]
+        asked = not body.get("stream") or body.get("stream_options", {}).get("include_usage")
+        if not asked:
+            if usage is not None:
+                self.wrong("tells of usage, which nobody asked for")
+            return
+        if usage is None:
+            self.wrong("does not tell the usage")
+        prompts = prompts_of(self.call)
+        counts = sum(map(len, prompts)), sum(choice.num_tokens for choice in wanted)
+        if (usage["prompt_tokens"], usage["completion_tokens"]) != counts or usage[
+            "total_tokens"
+        ] != sum(counts):
+            self.wrong(f"its usage is {usage}, wanted {counts}")
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        most = sum(self.most_cached(prompt) for prompt in prompts)
+        if cached > most:
+            self.wrong(f"{cached} tokens are said to be cached, at most {most} can be")
+
+    def most_cached(self, prompt: list[int]) -> int:
+        """Tokens of the longest beginning that some other prompt of the same salt has."""
+        own = self.world.salt_of(self.call)
+        others = [
+            p
+            for call in self.world.calls.values()
+            if self.world.salt_of(call) == own
+            for p in prompts_of(call)
+        ]
+        return max((common(prompt, other) for other in others if other != prompt), default=0)
+
+    def check_alive(self):
+        """A dead or stalled engine makes no healthy server."""
+        if self.was_killed:
+            return
+        before = self.state_at(self.caller.began)
+        state = (
+            self.state_at(self.caller.ended_at) if self.caller.is_quick else before
+        )  # who reads late, hears of then
+        if state == "dead" or before == state == "restarting":
+            self.wrong(f"is told that all is well, the engine is {state}")
+
+    def state_at(self, moment: float) -> str:
+        return (["loading"] + [state for at, state in self.process.states if at <= moment])[-1]
+
+    def check_error(self, status: int, error: dict):
+        """Each error needs its reason."""
+        code, message = error["code"], error["message"]
+        self.world.seen[f"{status} {code}"] += 1
+        refused = self.call.get("refused")
+        if status == refused:
+            return
+        if refused == 401 or not self.may_be(status, code, message):
+            self.wrong(f"is refused with {status} {code} {message!r}, without a reason")
+
+    def may_be(self, status: int, code: str | None, message: str) -> bool:
+        world, caller = self.world, self.caller
+        began, ended = caller.began, caller.ended_at
+        stopped = world.stopped_at is not None and world.stopped_at <= ended
+        states = [state for at, state in self.process.states if at <= ended]
+        match status, code:
+            case 503, "loading":
+                return self.was_killed or not any(
+                    s == "ready" and at < began for at, s in self.process.states
+                )
+            case 503, "restarting" | "dead":
+                found = code in states or (self.call["path"] == "/livez" and "restarting" in states)
+                return found or ("no step in" in message and world.pause > 0)
+            case 503, "stopping" if world.stopped_at is not None and not world.leader_died:
+                return (
+                    world.drained_at <= ended + 1e-6
+                    and ended <= world.drained_at + 1.5 + world.pause
+                )
+            case 503, "draining" | "stopping":
+                return stopped or "dead" in states or self.was_killed or world.leader_died
+            case 503, "timeout":
+                return (
+                    ended - began > self.settings["request_seconds"] - 1e-6 and self.is_unfinished()
+                )
+            case 503, "encoder_ended":
+                return world.encoder_faults > 0
+            case 429, "encoder_busy":
+                return True
+            case 429, "queue_full":
+                return self.may_be_full(message)
+            case 400, None:
+                most = self.settings["max_num_seqs"] + self.settings["max_queue"]
+                return "in one call" in message and count_of(self.call) > most
+            case 500, "engine_dead":
+                return any(
+                    state in ("restarting", "dead") and at >= began
+                    for at, state in self.process.states
+                )
+            case 500, None:
+                planned = "RuntimeError: planned" in message or "not numbers" in message
+                return planned and self.call["id"] in world.failed
+        return False
+
+    def is_unfinished(self) -> bool:
+        """The engine has not done all of it, or it is long to tell."""
+        jobs = [job for job in self.process.jobs if job.http_id == f"r{self.call['id']}"]
+        choices = [choice for job in jobs for choice in job.choices]
+        return (
+            any(not choice.finish_reason for choice in choices)
+            or self.settings["scores_in_place"] < 100
+        )
+
+    def may_be_full(self, message: str) -> bool:
+        """The most choices that other calls can have had in work meanwhile are counted."""
+        most = self.settings["max_num_seqs"] + self.settings["max_queue"]
+        others = self.world.beside(self.caller)
+        return (
+            sum(count_of(call) for caller in [self.caller, *others] for call in caller.calls) > most
+        )
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """How many tokens both begin with."""
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+class Books:
+    """What an HTTP process counts, beside what its jobs say."""
+
+    def __init__(self, process):
+        self.process = process
+        self.values: dict = {}
+        for family in process.service.metrics.registry.collect():
+            for sample in family.samples:
+                label = sample.labels.get("finished_reason") or sample.labels.get("status")
+                if "le" not in sample.labels:
+                    self.values[sample.name.partition(":")[2], label] = sample.value
+
+    def expect(self, name: str, wanted: float, label: str | None = None):
+        found = self.values.get((name, label), 0)
+        if found != wanted:
+            what = f"{name} {label or ''}".strip()
+            raise Violation(
+                f"HTTP process {self.process.number} counts {what} as {found}, wanted {wanted}"
+            )
+
+    def check(self):
+        jobs = self.process.jobs
+        choices = [choice for job in jobs for choice in job.choices]
+        ended = [choice for choice in choices if choice.finish_reason]
+        reasons = Counter(choice.finish_reason for choice in ended)
+        for choice in choices:
+            if choice.engine_id is not None and not choice.finish_reason:
+                error = choice.job.error
+                reasons["abort" if error is None or error.status == 499 else "error"] += 1
+        for reason in ("stop", "length", "abort", "error"):
+            self.expect("request_success_total", reasons[reason], reason)
+        begun = [choice for choice in choices if choice.num_tokens or choice.finish_reason]
+        self.expect("time_to_first_token_seconds_count", len(begun))
+        firsts = [choice for choice in begun if choice.index % choice.request.n == 0]
+        self.expect("prompt_tokens_total", sum(len(choice.prompt) for choice in firsts))
+        for name in ("e2e_request_latency_seconds", "request_decode_time_seconds"):
+            self.expect(f"{name}_count", len(ended))
+        self.expect("request_prompt_tokens_sum", sum(len(choice.prompt) for choice in ended))
+        self.expect("request_generation_tokens_sum", sum(choice.num_tokens for choice in ended))
+        self.expect("request_generation_tokens_count", len(ended))
+        self.check_prompts(jobs)
+        if not any(choice.request.stop or choice.request.max_tokens == 0 for choice in choices):
+            self.expect("generation_tokens_total", sum(choice.num_tokens for choice in choices))
+        for status, count in self.process.refused.items() if self.process.is_known else ():
+            self.expect("requests_refused_total", count, str(status))
+
+    def check_prompts(self, jobs: list):
+        """Counted once all choices of a prompt have ended."""
+        whole = []
+        for job in jobs:
+            n = job.request.n
+            groups = [job.choices[i : i + n] for i in range(0, len(job.choices), n)]
+            whole += [group for group in groups if all(choice.finish_reason for choice in group)]
+        self.expect("request_params_n_sum", sum(len(group) for group in whole))
+        self.expect("request_params_n_count", len(whole))
+        longest = sum(max(choice.num_tokens for choice in group) for group in whole)
+        self.expect("request_max_num_generation_tokens_sum", longest)
+        limits = [group[0].request.max_tokens for group in whole if group[0].request.max_tokens]
+        self.expect("request_params_max_tokens_sum", sum(limits))
