@@ -9,8 +9,8 @@ CALLS = [
 ]  # fmt: skip
 CLIENTS = ["burst", "slow", "vanish", "pieces", "half", "pipeline"]
 FAULTS = [
-    "kill_engine", "stall_engine", "cannot_load", "fail_step", "fail_encoder", "stop", "kill_worker",
-    "freeze",
+    "kill_engine", "stall_engine", "cannot_load", "fail_step", "fail_encoder", "stop",
+    "kill_worker", "freeze",
 ]  # fmt: skip
 
 

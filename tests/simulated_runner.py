@@ -10,7 +10,7 @@ are wanted) is the real runner's; what it does on the device is done here, to th
 plain Python. Not run by itself.
 
 There are two smaller ones: pretend.py, for tests of single rules of the engine, uses none of the
-real runner, and has log-probabilities that add up; simulator_http.py, which is about what becomes
+real runner, and has log-probabilities that add up; scripted_engine.py, which is about what becomes
 of tokens, has no slots at all.
 """
 

@@ -181,7 +181,7 @@ def test_percentiles_are_of_all_rows():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
-def test_disconnect_aborts(stream, started):
+def test_a_disconnect_aborts_all_the_work_of_a_call(stream, started):
     """
     Streaming or not, before the first token or after: closing the connection ends all the work of
     the call.

@@ -6,7 +6,7 @@ import pytest
 from server import EOS, ask, error_of
 
 
-def test_chat(chat):
+def test_a_chats_answer_has_exactly_these_fields(chat):
     answer = ask(chat, max_tokens=50).json()
     assert answer.pop("id").startswith("chatcmpl-") and answer.pop("created")
     message = {"role": "assistant", "content": "hello"}
@@ -14,7 +14,8 @@ def test_chat(chat):
         "object": "chat.completion",
         "model": "fake",
         "choices": [{
-            "message": message, "index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": None,
+            "message": message, "index": 0, "logprobs": None, "finish_reason": "stop",
+            "stop_reason": None,
         }],
         "usage": {
             "prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15,
@@ -29,7 +30,7 @@ def test_chat_may_be_as_long_as_the_context(chat):
     assert chat.engine.added[-1]["params"]["max_tokens"] == 100_000 - 9
 
 
-def test_chat_stream(chat):
+def test_a_chats_stream_begins_with_the_role(chat):
     """
     First the role, then the text, last an empty delta with the reason; then the usage, if asked
     for.
@@ -56,7 +57,7 @@ def test_chat_stream(chat):
     ] * 2
 
 
-def test_usage_in_every_chunk_of_a_chat(chat):
+def test_usage_may_be_in_every_chunk_of_a_chat(chat):
     """The role costs no token yet."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     response = ask(chat, stream=True, stream_options=options)
@@ -110,7 +111,7 @@ def test_vllms_load_generator_counts_its_tokens(chat, more):
         assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4
 
 
-def test_chat_logprobs(chat):
+def test_logprobs_of_a_chat_have_openais_shape(chat):
     content = ask(chat, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
     top = {"token": "i", "logprob": -1.0, "bytes": [105]}
     assert content[0] == {"token": "h", "logprob": -2.0, "bytes": [104], "top_logprobs": [top]}
@@ -119,7 +120,7 @@ def test_chat_logprobs(chat):
     assert all(entry["top_logprobs"] == [] for entry in content)
 
 
-def test_chats_refused(chat, server):
+def test_chats_are_refused_with_reasons(chat, server):
     error = error_of(ask(server))
     assert "fake has no chat template" in error["message"] and error["param"] == "messages"
     assert (

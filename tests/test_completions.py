@@ -61,7 +61,7 @@ def test_stream_without_usage_never_mentions_it(server):
     assert all("usage" not in event for event in alone if event != "[DONE]")
 
 
-def test_usage_in_every_chunk(server):
+def test_usage_may_be_in_every_chunk(server):
     """
     guidellm counts tokens by it; every request of it was refused. Each chunk has that of its own
     choice.
@@ -101,7 +101,7 @@ def test_parameters_reach_the_engine(server):
     assert added["options"] == {"n": 2, "priority": -7, "cache_salt": ":s", "prompt_logprobs": 6}
 
 
-def test_finish_reason_length(server):
+def test_a_text_at_its_limit_ends_for_its_length(server):
     answer = server.answer("say hello", max_tokens=2)
     assert (
         answer["choices"][0]["finish_reason"] == "length" and answer["choices"][0]["text"] == "he"
@@ -116,11 +116,11 @@ def test_characters_arrive_whole(server):
     assert all("\ufffd" not in event["choices"][0]["text"] for event in events[:-1])
 
 
-def test_half_a_character_at_the_end(server):
+def test_half_a_character_at_the_end_becomes_the_replacement_character(server):
     assert server.answer("say a€", max_tokens=3)["choices"][0]["text"] == "a\ufffd"
 
 
-def test_several_prompts_in_one_call(server):
+def test_several_prompts_in_one_call_are_answered_in_their_order(server):
     answer = server.answer(["say one", "say three"])
     assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "one"), (1, "three")]
     assert answer["usage"]["prompt_tokens"] == 16 and answer["usage"]["completion_tokens"] == 10
@@ -128,14 +128,14 @@ def test_several_prompts_in_one_call(server):
     assert (text_of(events, 0), text_of(events, 1)) == ("one", "three")
 
 
-def test_prompts_as_token_ids(server):
+def test_prompts_may_be_token_ids(server):
     ids = [list(b"say one"), list(b"say two")]
     assert server.answer(ids[0])["choices"][0]["text"] == "one"
     assert [c["text"] for c in server.answer(ids)["choices"]] == ["one", "two"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo(server, stream):
+def test_an_echo_begins_with_the_prompt(server, stream):
     def text(*args, **fields):
         return text_of(
             server.stream(*args, **fields) if stream else [server.answer(*args, **fields)]
@@ -167,7 +167,7 @@ def test_a_long_echo_is_text_at_once(monkeypatch):
     assert choice.text == "xé€" * 500 + "y"
 
 
-def test_token_ids_in_the_answer(server):
+def test_token_ids_are_in_the_answer_if_asked_for(server):
     choice = server.answer("say ab", return_token_ids=True)["choices"][0]
     assert choice["prompt_token_ids"] == list(b"say ab") and choice["token_ids"] == [*b"ab", EOS]
     chunks = [event["choices"][0] for event in server.stream("say ab", return_token_ids=True)[:-1]]
@@ -187,7 +187,7 @@ def test_request_id_names_the_answer_and_may_repeat(server):
     assert b'"cmpl-x"' in read_until(first, b"}}}")
 
 
-def test_choices_of_several_prompts(server):
+def test_choices_of_several_prompts_are_prompt_major(server):
     """
     Prompt-major: all choices of the first prompt, then those of the second. A prompt is charged
     once.
@@ -206,7 +206,7 @@ def test_choices_of_several_prompts(server):
     assert [text_of(events, index) for index in range(4)] == ["a", "a", "bc", "bc"]
 
 
-def test_logprobs(server):
+def test_logprobs_are_four_lists_of_the_same_tokens(server):
     """
     Four lists; the token itself is among its candidates even where it is none of the likeliest;
     bytes that are no character are spelled out, and offsets count characters of the text.
@@ -310,7 +310,7 @@ def joined(by_index: dict[int, list[dict]]) -> tuple:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_echo_with_logprobs(server, max_tokens):
+def test_an_echo_with_logprobs_scores_the_prompt(server, max_tokens):
     """
     What evaluation harnesses ask for: the prompt's log-probabilities, the first one null as nothing
     predicts it.
@@ -340,7 +340,7 @@ def test_a_streamed_echo_waits_for_its_prompts_scores(server):
             assert "".join(c["text"] for c in choices).startswith(start)
 
 
-def test_prompt_logprobs(server):
+def test_prompt_logprobs_have_vllms_shape(server):
     """vLLM's shape, whole answers only."""
     places = server.answer([1, 2], prompt_logprobs=1, max_tokens=1)["choices"][0]["prompt_logprobs"]
     assert places == [

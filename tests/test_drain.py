@@ -18,7 +18,7 @@ from serving import client as client_module
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
 
 
-def test_stopped_while_loading(capsys):
+def test_a_server_may_be_stopped_while_it_loads(capsys):
     """
     The engine was ready while the server ended: the greeting asked a closed socket for its address.
     """
@@ -68,7 +68,7 @@ assert caught == {[ended_by] if ended_by else []}
     assert done.returncode == 0, done.stderr
 
 
-def test_drain():
+def test_a_drain_finishes_what_runs():
     """
     After SIGTERM: not ready, new work refused, running work finished, then the end without
     complaint.
@@ -95,7 +95,7 @@ def test_drain():
         assert server.result is None and server.engine.aborted == []
 
 
-def test_drain_has_a_limit():
+def test_a_drain_has_a_limit():
     """What does not finish in time ends with an error, not with a closed connection."""
     with Server("--drain-seconds", "0.1") as server:
         server.engine.gate.clear()
@@ -108,7 +108,7 @@ def test_drain_has_a_limit():
         assert server.result is None
 
 
-def test_second_signal_stops_now():
+def test_a_second_signal_stops_now():
     """Whoever cannot wait signals again; the clients still get an answer."""
     with Server("--drain-seconds", "60") as server:
         server.engine.gate.clear()
@@ -167,7 +167,7 @@ def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monke
     assert "Cancel 2 running task(s)" in error and "Traceback" not in error
 
 
-def test_death_of_the_engine():
+def test_the_death_of_the_engine_is_an_error_for_each_client():
     """
     Whoever waits gets an error, streaming or not, and the health pages say so. The first time
     another engine is started, and serves; when that one dies too, the server ends with exit code 1.
@@ -204,7 +204,7 @@ def test_death_of_the_engine():
         assert server.result == "the engine's process ended"  # exit code 1
 
 
-def test_engine_that_cannot_start():
+def test_an_engine_that_cannot_start_says_why():
     """
     Its one line becomes the server's, and the server ends; that its link then ends too says nothing
     more.

@@ -13,7 +13,7 @@ from serving.protocol import ApiError
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
 
 
-def test_api_key(tmp_path):
+def test_a_key_opens_all_paths_and_has_a_cache_of_its_own(tmp_path):
     """
     With a key everything but what a supervisor asks needs it, and each key has a prefix cache of
     its own.
@@ -121,7 +121,7 @@ def test_a_key_file_that_others_can_read_is_told(tmp_path, capsys):
         ({"Host": "evil.example", "Origin": "tauri://localhost"}, 403),
     ],
 )
-def test_hosts_and_origins(headers, status):
+def test_hosts_and_origins_are_checked(headers, status):
     """
     A page on the web can make its own name point to 127.0.0.1: its requests then say so in Host or
     Origin. Only the name of an origin was compared: another server's pages on this machine, at

@@ -86,7 +86,7 @@ def test_an_unseeded_answer_can_be_had_again(logging_server):
     assert sorted(logged) == sorted([first, second, several[0], 7])
 
 
-def test_log_lines(capfd):
+def test_a_log_line_is_json_without_texts(capfd):
     """
     One line of JSON each; texts only with --log-requests; nothing a client sends makes a line of
     its own.

@@ -13,7 +13,7 @@ from serving import encoder
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
 
 
-def test_tokenize_and_back(server):
+def test_tokenize_and_detokenize_are_vllms(server):
     def post(path, **body):
         return server.http.post(path, json=body)
 

@@ -14,7 +14,7 @@ from serving import welcome
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
 
 
-def test_models(server):
+def test_models_are_listed(server):
     models = server.http.get("/v1/models").json()
     assert models["object"] == "list"
     assert [(m["id"], m["object"], m["max_model_len"]) for m in models["data"]] == [
@@ -24,7 +24,7 @@ def test_models(server):
 
 
 @pytest.mark.parametrize("name", ["out/stdlib", "/data/model", "models/", "a b%2F"])
-def test_one_model_by_its_name(name):
+def test_one_model_is_found_by_its_name(name):
     """
     `models.retrieve` was a 404. The name of a model may be a path; clients write its slashes as
     they are, or not.
@@ -37,7 +37,7 @@ def test_one_model_by_its_name(name):
     assert error_of(missing)["message"] == f"there is no model 'other' here; there is {name!r}"
 
 
-def test_the_page_in_a_browser():
+def test_the_page_is_for_browsers_and_runs_nothing():
     """It was an error in JSON. A name cannot become markup, and nothing on the page can run."""
     with Server("--served-model-name", "<script>alert(1)</script>") as server:
         page = server.http.get("/", headers={"Host": "localhost:9"})

@@ -28,6 +28,8 @@ NOT_JSON = "the body is not JSON: {} at line 1 column {}"
 TOO_LONG = "the body has more than 104857 bytes: shorten it or raise --max-body-mib"
 
 
+NO_MODEL = "there is no model {!r} here; there is 'fake'"
+NO_TOKEN = "token id {} is outside the vocabulary, 0..256"
 POST, GET = ("POST", "/v1/completions"), ("GET", "/v1/completions")
 
 
@@ -89,7 +91,7 @@ def nowhere(call, instead):
         (("GET", "/v1/models/"), {}, b"", 404, nowhere("GET /v1/models/", "GET /v1/models")),
     ],
 )
-def test_bad_calls(server, call, headers, body, status, message):
+def test_bad_calls_are_told_what_is_wrong(server, call, headers, body, status, message):
     response = server.http.request(*call, headers=headers, content=body)
     assert response.status_code == status, response.text
     error = error_of(response)
@@ -136,25 +138,34 @@ def test_body_is_counted_as_it_comes(sizes, fits):
 @pytest.mark.parametrize(
     "fields, status, param, code, message",
     [
-        ({"model": "gpt-5"}, 404, "model", "model_not_found", "there is no model 'gpt-5' here; there is 'fake'"),
-        ({"model": ""}, 404, "model", "model_not_found", "there is no model '' here; there is 'fake'"),
+        ({"model": "gpt-5"}, 404, "model", "model_not_found", NO_MODEL.format("gpt-5")),
+        ({"model": ""}, 404, "model", "model_not_found", NO_MODEL.format("")),
         ({"prompt": "a\0b"}, 400, "prompt", None, "character '\\x00' is not in the vocabulary"),
-        ({"prompt": [1, 257]}, 400, "prompt", None, "token id 257 is outside the vocabulary, 0..256"),
-        ({"prompt": [-1]}, 400, "prompt", None, "token id -1 is outside the vocabulary, 0..256"),
-        ({"stop_token_ids": [300]}, 400, "stop_token_ids", None, "token id 300 is outside the vocabulary, 0..256"),
+        ({"prompt": [1, 257]}, 400, "prompt", None, NO_TOKEN.format(257)),
+        ({"prompt": [-1]}, 400, "prompt", None, NO_TOKEN.format(-1)),
+        ({"stop_token_ids": [300]}, 400, "stop_token_ids", None, NO_TOKEN.format(300)),
         (
-            {"prompt": "abcd", "max_tokens": 99_997}, 400, "max_tokens", "context_length_exceeded",
-            "this model's maximum context length is 100000 tokens, 4 prompt tokens and max_tokens 99997 make 100001: "
-            "shorten the prompt or lower max_tokens",
+            {"prompt": "abcd", "max_tokens": 99_997},
+            400,
+            "max_tokens",
+            "context_length_exceeded",
+            "this model's maximum context length is 100000 tokens, 4 prompt tokens and max_tokens "
+            "99997 make 100001: shorten the prompt or lower max_tokens",
         ),
-        ({"prompt": ["a"] * 17}, 400, "prompt", None, "17 prompts x n in one call, at most 16 are taken: split it"),
+        (
+            {"prompt": ["a"] * 17},
+            400,
+            "prompt",
+            None,
+            "17 prompts x n in one call, at most 16 are taken: split it",
+        ),
         ({"prompt": "invalid"}, 400, None, None, "the engine finds this invalid"),
         ({"prompt": "internal"}, 500, None, None, "the engine finds this internal"),
         ({"prompt": "full"}, 429, None, "queue_full", "the engine finds this full"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("stream", [False, True])
-def test_refused_requests(server, fields, status, param, code, message, stream):
+def test_refused_requests_are_told_why(server, fields, status, param, code, message, stream):
     """A stream is refused with the same status: its headers wait for the first event."""
     response = server.post(stream=stream, **fields)
     assert response.status_code == status, response.text
@@ -192,7 +203,7 @@ def test_one_bad_prompt_ends_the_others(server):
     wait_until(lambda: not server.engine.running)
 
 
-def test_error_after_the_headers(server):
+def test_an_error_after_the_headers_ends_the_stream(server):
     """Too late for a status: the stream tells, and ends without [DONE]."""
     events = server.stream("break")
     assert text_of(events[:-1]) == "xx"

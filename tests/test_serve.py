@@ -24,7 +24,7 @@ def test_answers_do_not_wait_for_acknowledgements():
         accepted.close()
 
 
-def test_port_in_use():
+def test_a_port_in_use_is_told():
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(SystemExit, match="choose another --port"),
@@ -33,7 +33,7 @@ def test_port_in_use():
 
 
 @pytest.mark.parametrize("port", ["-1", "70000"])
-def test_port_that_does_not_exist(port):
+def test_a_port_that_does_not_exist_is_refused(port):
     """The resolver takes ports modulo 65536, so --port 70000 listened at 4464."""
     with pytest.raises(SystemExit, match="port must be 0-65535"):
         serve.listen(serve.parse_args(["--port", port]))
@@ -48,7 +48,7 @@ def test_other_machines_are_kept_out(host, refused):
         serve.listen(serve.parse_args(flags)).close()
 
 
-def test_remote_when_forced():
+def test_other_machines_are_let_in_when_forced():
     serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0", "--allow-remote"])).close()
 
 

@@ -99,7 +99,7 @@ def test_stop_token_id_ends_the_text(server, include, text):
 
 @pytest.mark.parametrize("command, count", [("say", 5), ("say3", 5)])
 @pytest.mark.parametrize("include, text", [(False, "one"), (True, "oneTW")])
-def test_stop_string_over_tokens(server, command, count, include, text):
+def test_a_stop_string_may_lie_over_several_tokens(server, command, count, include, text):
     """
     The stop string lies across tokens: none of it is shown, the tokens after it are neither shown
     nor counted (also when they came in the same step), and the engine hears at once that it need
@@ -123,7 +123,7 @@ def test_no_stop_string_before_min_tokens(server):
     assert server.answer("say abab", stop="ba", min_tokens=2)["choices"][0]["text"] == "abab"
 
 
-def test_text_that_only_looked_like_a_stop_string(server):
+def test_text_that_only_looked_like_a_stop_string_is_given_out(server):
     """Held back while it could become one, given out when the answer ends instead."""
     choice = server.answer("say abc", stop="cde")["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("abc", "stop", None)
