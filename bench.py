@@ -27,7 +27,6 @@ import json
 import math
 import os
 import platform
-import random
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, count, product
 from pathlib import Path
+from random import Random
 from statistics import mean, median
 from time import perf_counter
 
@@ -72,7 +72,7 @@ MODELS = {  # random weights of these shapes; the figures depend on the shape al
     "gpt2-124M": GPTConfig(context_length=2048),
 }
 
-COMMANDS: dict[str, Callable[..., dict]] = {}
+COMMANDS: dict[str, Callable] = {}
 FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--model": "1M, 10M or gpt2-124M (random weights), or a model directory",
     "--repeats": "counted runs of each, in turn; the median is printed",
@@ -96,9 +96,10 @@ FLAGS = {  # what --help says; the commands' arguments have their defaults
 CHOICES = {"--dtype": ("auto", "fp32", "bf16"), "--quantize": ("none", "int8")}
 
 
-def command(bench: Callable[..., dict]) -> Callable[..., dict]:
+def command(bench: Callable) -> Callable:
     """Make `bench_NAME` the command NAME."""
-    COMMANDS[bench.__name__.removeprefix("bench_")] = bench
+    name = bench.__name__.removeprefix("bench_")
+    COMMANDS[name] = bench
     return bench
 
 
@@ -106,13 +107,13 @@ def command(bench: Callable[..., dict]) -> Callable[..., dict]:
 # Workloads
 
 
-def random_tokens(rng: random.Random, n: int, V: int) -> list[int]:
+def random_tokens(rng: Random, n: int, V: int) -> list[int]:
     return [rng.randrange(V) for _ in range(n)]
 
 
 def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed: int = 0) -> Work:
     """n requests of the same size, with random prompts."""
-    rng = random.Random(seed)
+    rng = Random(seed)
     return [(random_tokens(rng, tokens_in, V), tokens_out) for _ in range(n)]
 
 
@@ -121,21 +122,23 @@ def offline_workload(n: int = 256, scale: int = 1, V: int = 10_001, seed: int = 
     The offline benchmark of nano-vLLM: 256 requests, 100 to 1024 tokens in and as many out. Or the
     first n of them, lengths divided by `scale`, token ids modulo the vocabulary V.
     """
-    rng = random.Random(seed)
+    rng = Random(seed)
     prompts = [random_tokens(rng, rng.randint(100, 1024), 10_001) for _ in range(256)]
     work = [(prompt, rng.randint(100, 1024)) for prompt in prompts]
-    totals = num_tokens(work)
-    assert seed != 0 or totals == (142_827, 133_966), "not the workload that others measure"
+    if seed == 0:
+        assert num_tokens(work) == (142_827, 133_966), "not the workload that others measure"
     scaled = []
     for prompt, answer in work[:n]:
-        tokens = [token % V for token in prompt[: len(prompt) // scale]]
+        length = len(prompt) // scale
+        tokens = [token % V for token in prompt[:length]]
         scaled.append((tokens, answer // scale))
     return scaled
 
 
 def scale_for(config: GPTConfig) -> int:
     """The divisor that makes the offline workload's lengths fit into the model's context."""
-    return max(1, math.ceil(2048 / config.context_length))
+    longest = 2048  # prompt and answer
+    return max(1, math.ceil(longest / config.context_length))
 
 
 def num_tokens(work: Work) -> tuple[int, int]:
@@ -150,7 +153,7 @@ def num_equal(ours: Iterable, theirs: Iterable) -> int:
     return sum(a == b for a, b in zip(ours, theirs, strict=True))
 
 
-def fixed_length(n: int, temperature: float = 0, seed: int | None = None) -> SamplingParams:
+def fixed_length(n: int, temperature: float = 0, seed: int = 0) -> SamplingParams:
     """For an answer of exactly n tokens, greedy by default."""
     return SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, seed=seed)
 
@@ -158,29 +161,35 @@ def fixed_length(n: int, temperature: float = 0, seed: int | None = None) -> Sam
 def build_model(name: str, device: str = "cpu") -> GPT:
     """Random weights of a shape in MODELS, or a model directory's: fp32 on a CPU, bf16 on a GPU."""
     torch.manual_seed(0)
-    model = GPT(MODELS[name]).eval() if name in MODELS else load_checkpoint(name)
+    model = GPT(MODELS[name]) if name in MODELS else load_checkpoint(name)
+    model.eval().requires_grad_(False)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return model.to(device, dtype).requires_grad_(False)
+    return model.to(device, dtype)
 
 
 # --------------------------------------------------------------------------------------------------
 # Timing
 
 
-def median_ms(work: Callable, repeats: int, setup: Callable = lambda: ()) -> float:
-    """Median milliseconds of work(*setup()), the set-up not counted, after one warm-up."""
+def ms(seconds: float, digits: int = 3) -> float:
+    """Milliseconds, rounded."""
+    return round(1e3 * seconds, digits)
+
+
+def median_seconds(work: Callable, repeats: int, setup: Callable = lambda: ()) -> float:
+    """Median seconds of work(*setup()), the set-up not counted, after one warm-up."""
     times = []
     for _ in range(repeats + 1):
         arguments = setup()
         started = perf_counter()
         work(*arguments)
         times.append(perf_counter() - started)
-    return 1e3 * median(times[1:])
+    return median(times[1:])
 
 
 def medians(rows: Iterable[Sequence[float]]) -> list[float]:
     """The median of each column."""
-    return [median(column) for column in zip(*rows, strict=True)]
+    return list(map(median, zip(*rows, strict=True)))
 
 
 def graph_us(work: Callable, number: int, repeats: int = 15) -> float:
@@ -212,7 +221,7 @@ def read_bandwidth(device: str = "cpu") -> float:
     """Bytes per second at which memory is read: the sum of a tensor too large for any cache."""
     if device == "cpu":
         x = torch.ones(2**26)
-        seconds = 1e-3 * median_ms(x.sum, 10)
+        seconds = median_seconds(x.sum, 10)
     else:
         x = torch.ones(2**30, device=device)
         seconds = 1e-6 * graph_us(lambda i: x.sum(), 4)
@@ -246,9 +255,11 @@ def timed(engine: Engine, work: Work, temperature: float = 0.6) -> tuple[float, 
 
 def conditions() -> dict:
     """What the figures depend on besides the code."""
-    device = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
     if DEVICE == "cuda":
         device = torch.cuda.get_device_name()
+    else:
+        kind = platform.processor() or platform.machine()
+        device = f"{kind} CPU, {torch.get_num_threads()} threads"
     return {"device": device, "python": platform.python_version(), "torch": torch.__version__}
 
 
@@ -264,7 +275,7 @@ def bench_scheduler() -> dict:
     """
     result = {}
     for n in (1, 32, 256):
-        result[f"{n} requests, ms"] = round(median_ms(decode_step(n), 500), 4)
+        result[f"{n} requests, ms"] = ms(median_seconds(decode_step(n), 500), 4)
     return result
 
 
@@ -273,7 +284,7 @@ def decode_step(n: int) -> Callable:
     settings = SchedulerSettings(max_num_seqs=n, max_num_partial_prefills=n)
     budget = n * 1000  # for all prompts in one step
     scheduler = Scheduler("fcfs", budget, n * 2048, block_size=16, settings=settings)
-    rng = random.Random(0)
+    rng = Random(0)
     for i in range(n):
         prompt = random_tokens(rng, rng.randint(100, 1000), 10_000)
         scheduler.add_request(Request(i, prompt, 10**6))
@@ -287,6 +298,7 @@ def decode_step(n: int) -> Callable:
 # Attention, one layer
 
 Step = list[tuple[int, int]]  # requests: new tokens, context length; those with one new token first
+Heads = tuple[int, int, int]  # H, Hk, D
 
 
 def made_up_batch(requests: Step, S: int, backend: str, device: str) -> kernels.Batch:
@@ -295,22 +307,24 @@ def made_up_batch(requests: Step, S: int, backend: str, device: str) -> kernels.
     lens = [context for _, context in requests]
     B = len(requests)
     M = math.ceil(max(lens) / S)
-    tables = torch.randperm(B * M, dtype=torch.int32, device=device).view(B, M)
-    positions = torch.cat([torch.arange(context - n, context) for n, context in requests])
-    positions = positions.to(device)
+    tables = torch.randperm(B * M).view(B, M)
+    positions = []
+    slots = []
+    for table, (n, context) in zip(tables, requests, strict=True):
+        new = torch.arange(context - n, context)
+        positions.append(new)
+        slots.append(table[new // S] * S + new % S)
+    tokens = torch.cat(positions).to(device)
     integers = partial(torch.tensor, dtype=torch.int32, device=device)
-    rows = torch.arange(B, device=device)
-    owner = rows.repeat_interleave(integers(query_lens))
-    blocks = tables[owner, positions // S].long()
     return kernels.Batch(
-        tokens=positions,
-        positions=positions,
-        slot_mapping=blocks * S + positions % S,
+        tokens=tokens,
+        positions=tokens,
+        slot_mapping=torch.cat(slots).to(device),
         query_start=integers([0, *accumulate(query_lens)]),
         context_lens=integers(lens),
-        block_tables=tables,
-        rows=rows,
-        logits_index=positions[:0],
+        block_tables=tables.int().to(device),
+        rows=torch.arange(B, device=device),
+        logits_index=tokens[:0],
         num_decodes=query_lens.count(1),
         query_lens_host=query_lens,
         context_lens_host=lens,
@@ -318,13 +332,31 @@ def made_up_batch(requests: Step, S: int, backend: str, device: str) -> kernels.
     )
 
 
-def layer_on_cpu(requests: Step, H: int, D: int) -> tuple[kernels.Batch, torch.Tensor]:
-    """A step in blocks of S = 16, and one layer's pool [2, num_blocks + 1, H, S, D] in fp32."""
-    batch = made_up_batch(requests, 16, "torch", "cpu")
-    num_blocks = batch.block_tables.numel()
-    kv = torch.randn(2, num_blocks + 1, H, 16, D)
-    batch.prepared = batch.backend.prepare(batch, H, kv)
-    return batch, kv
+class Layer:
+    """One layer's attention in a made-up step: in fp32 on a CPU, in bf16 on a GPU."""
+
+    def __init__(self, requests: Step, heads: Heads, S: int, backend: str, device: str):
+        H, Hk, D = heads
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.random = partial(torch.randn, dtype=dtype, device=device)
+        self.batch = made_up_batch(requests, S, backend, device)
+        self.backend = self.batch.backend
+        T = len(self.batch.tokens)
+        num_blocks = self.batch.block_tables.numel()
+        self.q = self.random(T, H, D)
+        self.k, self.v = self.random(2, T, Hk, D)
+        self.kv = self.random(2, num_blocks + 1, Hk, S, D)
+        self.batch.prepared = self.backend.prepare(self.batch, H, self.kv)
+
+    def store(self):
+        self.backend.store_kv(self.k, self.v, self.kv, self.batch)
+
+    def attend(self, kv: torch.Tensor):
+        self.backend.paged_attention(self.q, kv, self.batch)
+
+    def run(self):
+        self.store()
+        self.attend(self.kv)
 
 
 @command
@@ -335,32 +367,24 @@ def bench_attention(repeats=5) -> dict:
     appends to a contiguous cache. In turn.
     """
     mixed = [(1, 512)] * 31 + [(256, 512)]
-    ms = median_ms(attention_layer(mixed, 6, 64), 50)
-    result = {"a layer, ms": round(ms, 2)}
+    layer = torch_layer(mixed, 6, 64)
+    result = {"a layer, ms": ms(median_seconds(layer.run, 50), 2)}
     for H, context in (6, 128), (6, 512), (12, 512), (12, 1024):
-        ours = attention_layer([(1, context)] * 8, H, 64)
+        ours = torch_layer([(1, context)] * 8, H, 64)
         theirs, new_cache = hugging_face_attention(8, H, 64, context)
         times = []
         for _ in range(repeats):
-            ms = median_ms(ours, 20)
-            times.append((ms, median_ms(theirs, 20, new_cache)))
-        ms, theirs_ms = medians(times)
-        row = {"ours": round(ms, 3), "Hugging Face": round(theirs_ms, 3)}
+            seconds = median_seconds(ours.run, 20)
+            times.append((seconds, median_seconds(theirs, 20, new_cache)))
+        seconds, their_seconds = medians(times)
+        row = {"ours": ms(seconds), "Hugging Face": ms(their_seconds)}
         result[f"8 decodes at {context}, {H} heads of 64, ms"] = row
     return result
 
 
-def attention_layer(requests: Step, H: int, D: int) -> Callable:
-    """One layer of torch's path in fp32 on a CPU, as a function without arguments."""
-    batch, kv = layer_on_cpu(requests, H, D)
-    T = len(batch.tokens)
-    q, k, v = torch.randn(3, T, H, D)
-
-    def layer():
-        batch.backend.store_kv(k, v, kv, batch)
-        batch.backend.paged_attention(q, kv, batch)
-
-    return layer
+def torch_layer(requests: Step, H: int, D: int) -> Layer:
+    """On a CPU, with as many KV heads as query heads, in blocks of 16."""
+    return Layer(requests, (H, H, D), 16, "torch", "cpu")
 
 
 def hugging_face_attention(B: int, H: int, D: int, context: int) -> tuple[Callable, Callable]:
@@ -388,18 +412,12 @@ def hugging_face_attention(B: int, H: int, D: int, context: int) -> tuple[Callab
     return attend, new_cache
 
 
-# batch, context, (H, Hk, D)
-DECODES = [
-    (256, 1024, (12, 12, 64)),
-    (32, 1024, (12, 12, 64)),
-    (1, 1024, (12, 12, 64)),
-    (256, 1024, (16, 8, 128)),
-    (32, 1024, (16, 8, 128)),
-    (1, 1024, (16, 8, 128)),
-    (1, 32768, (16, 8, 128)),
-    (64, 4096, (32, 8, 128)),
-    (64, 2048, (16, 16, 128)),
-]
+DECODES = {  # heads -> steps of so many decodes, each with so much context
+    (12, 12, 64): [(256, 1024), (32, 1024), (1, 1024)],
+    (16, 8, 128): [(256, 1024), (32, 1024), (1, 1024), (1, 32768)],
+    (32, 8, 128): [(64, 4096)],
+    (16, 16, 128): [(64, 2048)],
+}
 
 
 @command
@@ -417,60 +435,61 @@ def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
         )
     read = read_bandwidth("cuda")
     result = {"read, GB/s": round(read / 1e9)}
-    for B, context, heads in DECODES:
+    for heads, steps in DECODES.items():
         H, Hk, D = heads
-        floor = 1e6 * 4 * B * context * Hk * D / read
-        row = {"floor": round(floor, 1)}
-        for backend in backends:
-            row[backend] = decodes_us(B, context, heads, block_size, backend, floor)
-        result[f"{B} x {context}, {H}/{Hk} x {D}"] = row
+        for B, context in steps:
+            floor = 1e6 * 4 * B * context * Hk * D / read
+            row = {"floor": round(floor, 1)}
+            for backend in backends:
+                us = decodes_us(B, context, heads, block_size, backend)
+                row[backend] = us if isinstance(us, str) else f"{us:.1f} ({floor / us:.0%})"
+            result[f"{B} x {context}, {H}/{Hk} x {D}"] = row
     for H, D in (16, 128), (16, 64):
         us = attention_us([(2048, 2048)], (H, H, D))
         teraflops = 2 * 2048 * 2048 * H * D / us / 1e6
         result[f"prefill of 2048, {H} x {D}"] = {"TFLOP/s": round(teraflops)}
-    decodes = [(1, 1024)] * 128
-    chunks = [(256, 768)] * 8
-    steps = {"together": decodes + chunks, "decodes": decodes, "chunks": chunks}
-    heads = (12, 12, 64)
-    result["128 decodes + 8 chunks"] = {
-        name: round(attention_us(step, heads), 1) for name, step in steps.items()
-    }
-    for B, context, heads in DECODES[0], DECODES[3]:
+    result["128 decodes + 8 chunks"] = mixed_step_us()
+    for heads in (12, 12, 64), (16, 8, 128):
         H, Hk, D = heads
         row = {}
         for S in (1, 4, 8, 16, 32, 64, 128):
-            us = attention_us([(1, context)] * B, heads, S)
+            us = attention_us([(1, 1024)] * 256, heads, S)
             row["token-major" if S == 1 else S] = round(us, 1)
-        result[f"block sizes, {B} x {context}, {H}/{Hk} x {D}"] = row
+        result[f"block sizes, 256 x 1024, {H}/{Hk} x {D}"] = row
     return result
 
 
-def decodes_us(B: int, context: int, heads: tuple, S: int, backend: str, floor: float) -> str:
-    """Microseconds of B decodes and the share of the floor, or why the backend cannot do them."""
+def decodes_us(B: int, context: int, heads: Heads, S: int, backend: str) -> float | str:
+    """Microseconds of B decodes, or why the backend cannot do them."""
     try:
-        us = attention_us([(1, context)] * B, heads, S, backend)
+        return attention_us([(1, context)] * B, heads, S, backend)
     except Exception as error:  # whatever it raises for a shape that it lacks
-        return f"{type(error).__name__}: {error}".split("\n")[0][:80]
-    return f"{us:.1f} ({floor / us:.0%})"
+        reason = f"{type(error).__name__}: {error}"
+        return reason.split("\n")[0][:80]
 
 
-def attention_us(requests: Step, heads: tuple, S: int = 16, backend: str = "triton") -> float:
+def mixed_step_us() -> dict[str, float]:
+    """Decodes and prefill chunks in one step, and each in a step of its own."""
+    decodes = [(1, 1024)] * 128
+    chunks = [(256, 768)] * 8
+    row = {}
+    steps = {"together": decodes + chunks, "decodes": decodes, "chunks": chunks}
+    for name, step in steps.items():
+        us = attention_us(step, (12, 12, 64))
+        row[name] = round(us, 1)
+    return row
+
+
+def attention_us(requests: Step, heads: Heads, S: int = 16, backend: str = "triton") -> float:
     """
     Microseconds of one layer's attention in bf16, over as many pools as make 600 MB, at most 64.
-    heads: H, Hk, D.
     """
     torch._dynamo.reset()  # FlexAttention compiles for each shape, and has a limit
     torch.cuda.empty_cache()
-    batch = made_up_batch(requests, S, backend, "cuda")
-    H, Hk, D = heads
-    shape = (2, batch.block_tables.numel() + 1, Hk, S, D)
-    pool_bytes = 2 * math.prod(shape)
-    number = max(2, min(64, 600_000_000 // pool_bytes))
-    random_tensor = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-    pools = [random_tensor(shape) for _ in range(number)]
-    q = random_tensor(len(batch.tokens), H, D)
-    batch.prepared = batch.backend.prepare(batch, H, pools[0])
-    return graph_us(lambda i: batch.backend.paged_attention(q, pools[i], batch), number)
+    layer = Layer(requests, heads, S, backend, "cuda")
+    number = max(2, min(64, 600_000_000 // layer.kv.nbytes))
+    pools = [layer.random(layer.kv.shape) for _ in range(number)]
+    return graph_us(lambda i: layer.attend(pools[i]), number)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -492,9 +511,9 @@ def bench_generate(model="10M", repeats=5, dtype="auto", quantize="none", compil
     engine = Engine(gpt, settings)
     bytes_each = 1 if quantize == "int8" else gpt.wte.weight.itemsize
     bytes_read = bytes_each * sum(weight.numel() for weight in gpt.parameters())
-    floor = 1e3 * bytes_read / read_bandwidth()
+    floor = bytes_read / read_bandwidth()
     result = {"model": model, "dtype": dtype, "quantize": quantize, "compile": compile}
-    result["floor, ms a step"] = round(floor, 2)
+    result["floor, ms a step"] = ms(floor, 2)
     for concurrent in (1, 8):
         result[f"{concurrent} at once"] = both_generate(engine, theirs, concurrent, repeats)
     return result
@@ -532,9 +551,9 @@ def both_generate(engine: Engine, theirs: Callable, concurrent: int, repeats: in
         times.append((seconds, perf_counter() - started))
         equal += num_equal(answers, their_answers)
     seconds, their_seconds = medians(times[1:])  # the first is warm-up
-    row = {"ms a step": round(1e3 * seconds / 128, 2)}
+    row = {"ms a step": ms(seconds / 128, 2)}
     row["tok/s"] = round(128 * concurrent / seconds)
-    row["Hugging Face, ms a step"] = round(1e3 * their_seconds / 128, 2)
+    row["Hugging Face, ms a step"] = ms(their_seconds / 128, 2)
     row["equal answers"] = f"{equal} of {concurrent * len(times)}"
     return row
 
@@ -565,8 +584,9 @@ def bench_quality(model="out/stdlib", data="stdlib") -> dict:
         nats, count = evaluate(gpt, corpus, machine)
         # where the first token could not be scored, its bytes do not count either
         text = corpus.tokenizer.decode_bytes(corpus.val[-count:].tolist())
+        nats_each = nats / count
         bits = nats / math.log(2) / len(text)
-        result[name] = {"nats a token": round(nats / count, 5), "bits a byte": round(bits, 5)}
+        result[name] = {"nats a token": round(nats_each, 5), "bits a byte": round(bits, 5)}
     return result
 
 
@@ -593,7 +613,8 @@ def bench_engine(
     settings = Settings(block_size=block_size, graphs=not no_graphs, overlap=overlap)
     engine = Engine(gpt, settings)
     seconds = perf_counter() - started
-    result = {"model": model, "start-up, s": round(seconds, 1), "engine": engine.statement()}
+    result = {"model": model, "start-up, s": round(seconds, 1)}
+    result["engine"] = engine.statement()
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
     for seed in seeds:
         work = offline_workload(256, scale_for(gpt.config), V, seed)
@@ -605,11 +626,7 @@ def bench_engine(
 
 def throughput(engine: Engine, gpt: GPT, work: Work, bandwidth: float) -> dict:
     """The figures of one offline run."""
-    runner = engine.runner
-    rows_before = runner.num_rows
-    padded_before = runner.num_padded_rows
     seconds, _ = timed(engine, work)
-    padded = (runner.num_padded_rows - padded_before) / (runner.num_rows - rows_before)
     steps = max(answer for _, answer in work)
     contexts = 0  # K and V that are read, in tokens: by each token those of all before
     for prompt, answer in work:
@@ -618,7 +635,6 @@ def throughput(engine: Engine, gpt: GPT, work: Work, bandwidth: float) -> dict:
     floor = bytes_read / bandwidth
     tokens_in, tokens_out = num_tokens(work)
     row = {"in": tokens_in, "out": tokens_out, "s": round(seconds, 2)}
-    row["padded rows"] = f"{padded:.1%}"
     row["share of the floor"] = round(floor / seconds, 3)
     row["output tok/s"] = round(tokens_out / seconds)
     return row
@@ -628,11 +644,11 @@ def latency(engine: Engine, n: int) -> dict:
     """Milliseconds of a step in which n requests decode, and of a whole answer over its tokens."""
     N = min(512, engine.config.context_length // 2)
     V = engine.config.vocab_size
-    first, _ = timed(engine, even_workload(n, N, 1, V, seed=n))
+    one_token, _ = timed(engine, even_workload(n, N, 1, V, seed=n))
     others = even_workload(n, N, N, V, seed=-n - 1)  # without prefix hits
     whole, _ = timed(engine, others)
-    ms = 1e3 * (whole - first) / (N - 1)
-    return {"ms a step": round(ms, 3), "whole, ms a token": round(1e3 * whole / N, 3)}
+    step = (whole - one_token) / (N - 1)
+    return {"ms a step": ms(step), "whole, ms a token": ms(whole / N)}
 
 
 def weight_bytes(gpt: GPT) -> int:
@@ -654,10 +670,11 @@ def bench_equality(model="out/stdlib") -> dict:
     """
     fp32 = load_checkpoint(model, DEVICE, torch.float32)
     bf16 = load_checkpoint(model, DEVICE, torch.bfloat16)
+    config = fp32.config
     work = []
-    for prompt, n in offline_workload(scale=8, V=fp32.config.vocab_size):
-        room = fp32.config.context_length - n
-        work.append((prompt[-room:], n))
+    for prompt, answer in offline_workload(scale=8, V=config.vocab_size):
+        room = config.context_length - answer
+        work.append((prompt[-room:], answer))
     exact, exact_changes = answers_four_ways(fp32, work)
     rounded, rounded_changes = answers_four_ways(bf16, work)
     wrong = 0
@@ -665,36 +682,38 @@ def bench_equality(model="out/stdlib") -> dict:
         wrong += not_greedy(fp32, prompt, answer)
     tokens = list(chain(*exact))
     equal = num_equal(tokens, chain(*rounded))
-    return {
-        "tokens": len(tokens),
-        "fp32, graphs and overlap change": exact_changes,
-        "bf16, graphs and overlap change": rounded_changes,
-        "fp32, tokens unlike the dense model's": wrong,
-        "bf16, share of fp32's tokens": round(equal / len(tokens), 4),
-    }
+    result = {"tokens": len(tokens)}
+    result["fp32, graphs and overlap change"] = exact_changes
+    result["bf16, graphs and overlap change"] = rounded_changes
+    result["fp32, tokens unlike the dense model's"] = wrong
+    result["bf16, share of fp32's tokens"] = round(equal / len(tokens), 4)
+    return result
 
 
 def answers_four_ways(model: GPT, work: Work) -> tuple[Answers, int]:
     """
     Greedy answers with graphs and overlap; and of the other three ways, how many answer otherwise.
     """
-    ways = []
+    answers = []
     for graphs, overlap in product((True, False), repeat=2):
-        engine = Engine(model, Settings(graphs=graphs, overlap=overlap))
-        _, answers = timed(engine, work, temperature=0)
-        ways.append(answers)
-    return ways[0], sum(answers != ways[0] for answers in ways)
+        settings = Settings(graphs=graphs, overlap=overlap)
+        _, found = timed(Engine(model, settings), work, temperature=0)
+        answers.append(found)
+    first = answers[0]
+    return first, sum(other != first for other in answers)
 
 
 @torch.inference_mode()
 def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
     """How many tokens of an answer the dense model would not have chosen, near-ties aside."""
     device = model.wte.weight.device
-    logits, _ = model(torch.tensor([prompt + answer[:-1]], device=device))
-    logits = logits[0, len(prompt) - 1 :].float()  # [n, V]
-    index = torch.tensor(answer, device=device)[:, None]  # [n, 1]
-    chosen = logits.gather(1, index)[:, 0]
-    return int((logits.amax(1) - chosen > 1e-4).sum())
+    text = torch.tensor(prompt + answer, device=device)
+    P = len(prompt)
+    logits, _ = model(text[None, :-1])
+    logits = logits[0, P - 1 :].float()  # [n, V]
+    chosen = logits.gather(1, text[P:, None])  # [n, 1]
+    best = logits.amax(1, keepdim=True)
+    return int((best - chosen > 1e-4).sum())
 
 
 @command
@@ -711,15 +730,16 @@ def bench_overhead(model="gpt2-124M") -> dict:
     engine = Engine(gpt, Settings(prefix_cache=False))
     context = min(900, gpt.config.context_length - 100)  # no request ends in the steps below
     result = {"model": model}
-    for n in (1, 32, 256) if DEVICE == "cuda" else (1, 8, 32):
+    numbers = (1, 32, 256) if DEVICE == "cuda" else (1, 8, 32)
+    for n in numbers:
         let_decode(engine, n, context)
         seconds = step_seconds(engine, steps)
         kv_bytes = n * (context + steps / 2) * kv_bytes_per_token(engine)
         floor = (weight_bytes(gpt) + kv_bytes) / bandwidth
-        row = {"ms a step": round(1e3 * seconds, 3), "floor, ms": round(1e3 * floor, 3)}
+        row = {"ms a step": ms(seconds), "floor, ms": ms(floor)}
         if DEVICE == "cuda":
             host = step_seconds(engine, 16, wait_before=True)
-            row["host, ms"] = round(1e3 * host, 3)
+            row["host, ms"] = ms(host)
             row |= device_time(engine, 8)
         result[f"{n} requests"] = row
     return result
@@ -785,14 +805,17 @@ def device_time(engine: Engine, steps: int) -> dict:
     cuda = torch.autograd.DeviceType.CUDA
     launches = [event for event in found.events() if event.device_type == cuda]
     launches.sort(key=lambda event: event.time_range.start)
-    ms = dict.fromkeys([*KINDS, "rest"], 0.0)
+    seconds = dict.fromkeys([*KINDS, "rest"], 0.0)
     ended = 0.0
     for event in launches:
-        start = max(event.time_range.start, ended)
-        ended = max(event.time_range.end, ended)
-        ms[kind_of(event.name)] += (ended - start) / 1e3 / steps
-    kinds = {kind: round(time, 3) for kind, time in ms.items()}
-    return {"kernels": round(len(launches) / steps)} | kinds
+        span = event.time_range  # in microseconds
+        started = max(span.start, ended)
+        ended = max(span.end, ended)
+        seconds[kind_of(event.name)] += 1e-6 * (ended - started)
+    row = {"kernels": round(len(launches) / steps)}
+    for kind, total in seconds.items():
+        row[kind] = ms(total / steps)
+    return row
 
 
 # --------------------------------------------------------------------------------------------------
@@ -836,7 +859,10 @@ def bench_server(
         send = partial(load.load, host, port, processes=client_processes)
         send(completions(offline_workload(8, 8, V)))  # warm-up
         for n in streams:
-            runs = [load.summary(send(completions(work))) for work in works[n]]
+            runs = []
+            for work in works[n]:
+                rows = send(completions(work))
+                runs.append(load.summary(rows))
             runs.sort(key=lambda run: run["s"])
             middle = runs[repeats // 2]
             result[f"{n} streams"] = middle
@@ -856,8 +882,8 @@ def bench_server(
     timed(engine, offline_workload(8, 8, V, seed=99))  # warm-up
     for n in streams:
         row = result[f"{n} streams"]
-        alone = [timed(engine, work)[0] for work in works[n]]
-        row["of the engine alone"] = f"{median(alone) / row['s']:.0%}"
+        seconds = median(timed(engine, work)[0] for work in works[n])
+        row["of the engine alone"] = f"{seconds / row['s']:.0%}"
     return result
 
 
@@ -894,7 +920,7 @@ def completions(work: Work, rate: float = 0, num_slow: int = 0) -> list[dict]:
     HTTP requests for load.py: all at once or, with a rate, at the times of a Poisson process; the
     first num_slow of the clients are slow.
     """
-    rng = random.Random(0)
+    rng = Random(0)
     at = 0.0
     found = []
     for i, (prompt, answer) in enumerate(work):
@@ -935,9 +961,10 @@ def bench_batching(model="1M", device="cpu", repeats=3, out=Path("out/batching.p
             warm_up = [(prompt, 2) for prompt, _ in work[:at_once]]
             serve_batches(engine, [warm_up])
             runs[name].append(serve_batches(engine, batches))
-    for found in runs.values():
+    middle = {}
+    for name, found in runs.items():
         found.sort(key=lambda run: run[0][-1])
-    middle = {name: found[repeats // 2] for name, found in runs.items()}
+        middle[name] = found[repeats // 2]
     slowest, alone = middle["one by one"]
     tokens_in, tokens_out = num_tokens(work)
     result = {"tokens in": tokens_in, "tokens out": tokens_out}
@@ -979,7 +1006,11 @@ def padded(batch: Work) -> Work:
     """The batch as a rectangle: every prompt as long as the longest, every answer too."""
     longest = max(len(prompt) for prompt, _ in batch)
     answer = max(n for _, n in batch)
-    return [([0] * (longest - len(prompt)) + prompt, answer) for prompt, _ in batch]
+    rectangle = []
+    for prompt, _ in batch:
+        padding = [0] * (longest - len(prompt))
+        rectangle.append((padding + prompt, answer))
+    return rectangle
 
 
 @command
@@ -995,7 +1026,8 @@ def bench_memory(out=Path("out/memory.png")) -> dict:
     for S in (2048, 128, 64, 32, 16, 8, 4):
         kind = "slabs" if S == 2048 else "blocks"
         pools[f"{kind} of {S}"] = fill_pool(S, 32_768)
-    appends = {context: append_us(context) for context in (128, 256, 512, 1024, 2048)}
+    contexts = (128, 256, 512, 1024, 2048)
+    appends = {context: append_us(context) for context in contexts}
     result = pools | {"append a token at, us": appends}
     return result | draw.memory_use(pools, appends, out)
 
@@ -1019,7 +1051,7 @@ def fill_pool(S: int, room: int) -> dict:
             filled = sum(r.num_filled_slots for r in scheduler.running) + plan.num_tokens
             crowded.append((len(scheduler.running), taken, filled))
         scheduler.update(plan, [0] * len(plan.sampled))
-    at_once, taken, filled = [mean(column) for column in zip(*crowded, strict=True)]
+    at_once, taken, filled = map(mean, zip(*crowded, strict=True))
     parts = {"tokens": filled, "waste inside": taken - filled, "waste outside": room - taken}
     row = {"at once": round(at_once, 1)}
     for name, tokens in parts.items():
@@ -1027,22 +1059,25 @@ def fill_pool(S: int, room: int) -> dict:
     return row | {"preemptions": scheduler.num_preemptions}
 
 
-def append_us(context: int, H: int = 12, D: int = 64) -> dict[str, float]:
+def append_us(context: int) -> dict[str, float]:
     """
     Microseconds to append one token's K, V to a text in one layer, two ways; with it, the text has
     `context` tokens.
     """
-    batch, kv = layer_on_cpu([(1, context)], H, D)
-    k, v = torch.randn(2, 1, H, D)
-    K, V = torch.randn(2, 1, H, context - 1, D)
+    layer = torch_layer([(1, context)], 12, 64)
+    k = layer.k[:, :, None]
+    v = layer.v[:, :, None]
+    K, V = torch.randn(2, 1, 12, context - 1, 64)
 
     def concatenate():
-        for old, new in (K, k), (V, v):
-            torch.cat([old, new[:, :, None]], 2)
+        torch.cat([K, k], 2)
+        torch.cat([V, v], 2)
 
-    cat = 1e3 * median_ms(concatenate, 100)
-    store = 1e3 * median_ms(lambda: batch.backend.store_kv(k, v, kv, batch), 100)
-    return {"torch.cat": round(cat, 1), "store_kv": round(store, 1)}
+    row = {}
+    for name, append in ("torch.cat", concatenate), ("store_kv", layer.store):
+        us = 1e6 * median_seconds(append, 100)
+        row[name] = round(us, 1)
+    return row
 
 
 @command
@@ -1053,17 +1088,19 @@ def bench_blockmap(out=Path("out/blockmap.png")) -> dict:
     striped by turns.
     """
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=64, context_length=64, n_layer=1, n_head=1, n_embd=16)).eval()
+    config = GPTConfig(vocab_size=64, context_length=64, n_layer=1, n_head=1, n_embd=16)
+    model = GPT(config).eval()
     settings = Settings(block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0)
     engine = Engine(model, settings)
-    rng = random.Random(0)
+    rng = Random(0)
     prefix = random_tokens(rng, 12, 64)
     arrivals = {}
     for i in range(9):  # one every four steps; every second one begins like the others
         prompt = random_tokens(rng, rng.randint(4, 24), 64)
         if i % 2:
             prompt = prefix + prompt
-        arrivals[4 * i] = (i, prompt, fixed_length(rng.randint(12, 36)))
+        answer = rng.randint(12, 36)
+        arrivals[4 * i] = (i, prompt, fixed_length(answer))
     owners = []  # of each step, see draw.block_map
     idle = []
     while arrivals or engine.has_work:
@@ -1094,14 +1131,14 @@ def owners_of_blocks(scheduler: Scheduler) -> list[list[int]]:
 def add_flag(parser: argparse.ArgumentParser, argument: inspect.Parameter):
     """A flag of a command: False is switched on, a tuple takes several values."""
     flag = "--" + argument.name.replace("_", "-")
-    help, default = FLAGS[flag], argument.default
+    default = argument.default
+    add = partial(parser.add_argument, flag, help=FLAGS[flag], default=default)
     if default is False:
-        parser.add_argument(flag, action="store_true", help=help)
+        add(action="store_true")
     elif isinstance(default, tuple):
-        parser.add_argument(flag, nargs="+", type=type(default[0]), default=default, help=help)
+        add(nargs="+", type=type(default[0]))
     else:
-        choices = CHOICES.get(flag)
-        parser.add_argument(flag, type=type(default), choices=choices, default=default, help=help)
+        add(type=type(default), choices=CHOICES.get(flag))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -124,7 +124,7 @@ def toy(monkeypatch, tmp_path):
     Few and short requests, each time measured once, and a model directory with its corpus, in
     tmp_path.
     """
-    workload, median = bench.offline_workload, bench.median_ms
+    workload, median = bench.offline_workload, bench.median_seconds
 
     def small_workload(n=256, scale=1, *rest, **named):
         if scale == 1:  # without a model it takes no time
@@ -132,7 +132,9 @@ def toy(monkeypatch, tmp_path):
         return workload(4 if n == 256 else n, 4 * scale, *rest, **named)
 
     monkeypatch.setattr(bench, "offline_workload", small_workload)
-    monkeypatch.setattr(bench, "median_ms", lambda work, repeats, *setup: median(work, 1, *setup))
+    monkeypatch.setattr(
+        bench, "median_seconds", lambda work, repeats, *setup: median(work, 1, *setup)
+    )
     monkeypatch.setattr(bench, "read_bandwidth", lambda device="cpu": 1e9)
     monkeypatch.setitem(bench.MODELS, "10M", GPTConfig(65, **SIZES | {"context_length": 256}))
     monkeypatch.setitem(bench.MODELS, "1M", GPTConfig(65, **SIZES))
