@@ -92,24 +92,28 @@ def shared_counts(count: int) -> Counts:
     return Counts(context.RawArray("i", count), context.RawArray("i", count))
 
 
+def open_port(host: str, port: int, is_shared: bool = False) -> socket.socket:
+    """A socket that listens there; at :: for IPv4, too."""
+    family = socket.getaddrinfo(host, None)[0][0]
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    sock = socket.create_server(
+        (host, port), family=family, dualstack_ipv6=both, reuse_port=is_shared
+    )
+    # without Nagle's algorithm, which would hold answers back for 40 ms; connections inherit it
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
 def share_port(first: socket.socket, count: int) -> list[socket.socket]:
     """
-    The socket and further ones on its port. It was opened without sharing, so nobody else listens
-    there.
+    The socket and further ones on its port (SO_REUSEPORT). The first was opened without sharing, so
+    no other server listens there.
     """
-    sockets = [first]
+    if count == 1:
+        return [first]
     first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    for _ in range(count - 1):
-        both = first.family == socket.AF_INET6 and not first.getsockopt(
-            socket.IPPROTO_IPV6, socket.IPV6_V6ONLY
-        )
-        address = first.getsockname()[:2]
-        sock = socket.create_server(
-            address, family=first.family, dualstack_ipv6=both, reuse_port=True
-        )
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sockets.append(sock)
-    return sockets
+    host, port = first.getsockname()[:2]
+    return [first, *(open_port(host, port, is_shared=True) for _ in range(count - 1))]
 
 
 class Workers:

@@ -35,7 +35,7 @@ ARGUMENTS = 21  # the most, without self; goal 8
 # Each may import only those before it, also inside its functions.
 ORDER = [
     "commands", "paged", "tokenizer", "kernels",
-    "serving.settings", "serving.params", "serving.fused", "model",
+    "serving.settings", "serving.flags", "serving.params", "serving.fused", "model",
     "training.sizes", "training.samples", "serving.welcome", "train",
     "serving.sampling", "serving.runner", "serving.sizing", "serving.links", "serving.engine",
     "serving.chat", "serving.encoder", "serving.workers", "serving.protocol", "serving.connection",
@@ -47,6 +47,7 @@ WITHOUT_TORCH = [
     "serve",
     "serving.params",
     "serving.settings",
+    "serving.flags",
     "serving.api",
     "serving.encoder",
 ]

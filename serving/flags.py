@@ -1,0 +1,147 @@
+"""
+The command line of serve.py: every flag, its default and what it means.
+
+    args = parse_args(["--port", "9000"])       # python serve.py --port 9000
+    engine = Engine(model, engine_settings(args))
+
+The engine's flags are the fields of `Settings` (settings.py), where their defaults are; those of
+the HTTP server and of the terminal are stated here. Imports no torch.
+"""
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import get_args
+
+from commands import Help
+from serving.settings import Settings
+
+KEY_VARIABLE = "PAGEDGPT_API_KEY"
+ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
+
+
+def at_least(least: int, number: type = int) -> Callable[[str], float]:
+    """The type of a flag that counts or measures something."""
+
+    def parse(text: str):
+        if not number(text) >= least:  # "not", so that NaN is refused, too
+            raise argparse.ArgumentTypeError(f"{text} is too small, wanted at least {least}")
+        return number(text)
+
+    parse.__name__ = number.__name__  # argparse: "invalid int value"
+    return parse
+
+
+positive = at_least(1)
+seconds = at_least(0, float)  # and other measures
+
+
+def origin(text: str) -> str:
+    """
+    The type of --allowed-origins. As browsers send an origin: without a path, and without the
+    scheme's usual port.
+    """
+    if text in ("*", "null"):
+        return text
+    parts = re.fullmatch(r"(.+?)://([^/?#@*\s]+)", text.lower())
+    if parts is None:
+        wanted = "SCHEME://HOST or SCHEME://HOST:PORT without a path, null or *"
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin, wanted {wanted}")
+    scheme, host = parts.groups()
+    usual_port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return f"{scheme}://{host.removesuffix(usual_port)}"
+
+
+def add_flag(group, flag: str, help: str, default=None, kind: Callable = str, **options):
+    """One flag. A default of False or True makes it a switch; `kind` makes a value of the text."""
+    if isinstance(default, bool):
+        options["action"] = "store_false" if default else "store_true"
+    else:
+        options["type"] = kind
+    group.add_argument(flag, default=default, help=help, **options)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """What was typed. Exits with a message about a flag that is wrong."""
+    about = "Serve a trained model over HTTP, or talk to it at the terminal."
+    parser = argparse.ArgumentParser(description=about, formatter_class=Help)
+    add = partial(add_flag, parser)
+    about = "checkpoint directory, of train.py or of a GPT-2 downloaded from the hub"
+    add("--model", about, "out/stdlib")
+    add("--device", "cpu, cuda, cuda:1; not given: a GPU where there is one")
+    dtypes = ["auto", "fp32", "bf16", "fp16"]
+    add("--dtype", "auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
+    add_engine_flags(parser)
+    add_http_flags(parser.add_argument_group("HTTP"))
+    add_terminal_flags(parser.add_argument_group("at the terminal"))
+    return parser.parse_args(argv)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser):
+    for field in ENGINE_FLAGS:
+        about = field.metadata
+        flag = about.get("flag", "--" + field.name.replace("_", "-"))
+        options = {"dest": field.name}
+        if "choices" in about:
+            options["choices"] = about["choices"]
+        kind = (get_args(field.type) or [field.type])[0]  # of `int | None` it is int
+        if "least" in about:
+            kind = at_least(about["least"], kind)
+        add_flag(parser, flag, about["help"], field.default, kind, **options)
+
+
+def engine_settings(args: argparse.Namespace) -> Settings:
+    """Raises ValueError for what is out of range."""
+    return Settings(**{field.name: getattr(args, field.name) for field in ENGINE_FLAGS})
+
+
+def add_http_flags(group):
+    add = partial(add_flag, group)
+    about = "address to listen at; one that other machines reach wants an API key"
+    add("--host", about, "127.0.0.1")
+    add("--port", "port to listen at; 0: any free one", 8000, int)
+    add_key = partial(add_flag, group.add_mutually_exclusive_group())
+    about = f"API keys, one a line; not given: that in ${KEY_VARIABLE}, or none"
+    add_key("--api-key-file", about, metavar="FILE")
+    about = "one API key; all users of this machine see it in `ps`, a file is safer"
+    add_key("--api-key", about, metavar="KEY")
+    add("--allow-remote", "let other machines in without an API key", False)
+    about = "more names that the Host header may have"
+    add("--allowed-hosts", about, [], nargs="*", metavar="NAME")
+    about = (
+        "web pages that may call the server from a browser (CORS), by their origin, such as "
+        "http://localhost:3000, tauri://localhost or null; *: any page, which without an API key "
+        "opens the model to every page you visit"
+    )
+    add("--allowed-origins", about, [], origin, nargs="*", metavar="ORIGIN")
+    add("--served-model-name", "the model's name in the API; not given: what --model says")
+    about = "HTTP processes on the port; not given: one for every 4 cores, 1 to 8"
+    add("--http-workers", about, None, positive)
+    add("--max-queue", "choices that may wait for their turn; more are a 429", 256, at_least(0))
+    add("--max-body-mib", "largest request body; a larger one is a 413", 4.0, seconds)
+    about = "connections at once; for more, idle ones are closed"
+    add("--max-connections", about, 512, positive)
+    add("--client-seconds", "how long a client may take to send or to read", 30.0, seconds)
+    about = "how long an answer may take, its waiting included"
+    add("--request-seconds", about, 600.0, seconds)
+    add("--drain-seconds", "how long SIGTERM lets running requests go on", 30.0, seconds)
+    add("--log-requests", "log the fields of each request, texts included", False)
+    add("--no-access-log", "log no line for each request", True, dest="access_log")
+
+
+def add_terminal_flags(group):
+    add_what = partial(add_flag, group.add_mutually_exclusive_group())
+    about = "answer TEXT here and now instead of serving HTTP; -: all of standard input"
+    add_what("--prompt", about, metavar="TEXT")
+    add_what("--chat", "a conversation, line by line", False)
+    add = partial(add_flag, group)
+    add("--raw", "continue text as it stands, though there is a chat template", False)
+    about = (
+        "length of an answer; not given: with a chat template as far as the context goes, else up "
+        "to 200"
+    )
+    add("--max-tokens", about, None, positive)
+    add("--temperature", "0: always the most likely token", 0.8, float)
+    add("--seed", "same seed, same text; not given: a random one, which is told", None, int)
