@@ -39,7 +39,7 @@ ORDER = [
     "training.sizes", "training.samples", "serving.welcome", "train",
     "serving.sampling", "serving.runner", "serving.sizing", "serving.links", "serving.engine",
     "serving.chat", "serving.encoder", "serving.workers", "serving.protocol", "serving.connection",
-    "serving.client", "serving.api", "serving.terminal", "serve", "serving.load", "bench",
+    "serving.client", "serving.api", "serving.terminal", "serve", "bench",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "paged",
