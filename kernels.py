@@ -484,6 +484,17 @@ def early(x: torch.Tensor) -> dict:
 
 
 @jit
+def finishes_last(finished, programs):
+    """
+    Count this program in `finished`, zero at first; true for the last of `programs` to do so. That
+    one may then combine what all of them have stored, if it loads past L1, which may be stale:
+    cache_modifier=".cg".
+    """
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    return tl.atomic_add(finished, 1, sem="acq_rel") == programs - 1
+
+
+@jit
 def store_kv_kernel(
     k, v, kv, slot_mapping, k_stride, v_stride, which_stride,
     Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,

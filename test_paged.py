@@ -25,7 +25,7 @@ from model import GPT, GPTConfig
 from paged import BlockAllocator, Plan, Request, Scheduler, SchedulerSettings, root_key
 from serving.engine import Engine, Runner, interleaved_generate
 from serving.params import GREEDY, SamplingParams
-from serving.sampling import drop_unlikely, gumbel_noise
+from serving.sampling import gumbel_noise, threshold
 from serving.settings import Settings
 
 # --------------------------------------------------------------------------------------------------
@@ -154,7 +154,8 @@ def scores(params: SamplingParams, logits: torch.Tensor, position: int) -> torch
         torch.tensor([params.min_p]),
     )
     noise = gumbel_noise(*(torch.tensor([x]) for x in (params.seed, position, 0)), logits.shape[-1])
-    return drop_unlikely(logits / params.temperature, *filters) + noise
+    scores = logits / params.temperature
+    return scores.masked_fill(scores < threshold(scores, *filters), -torch.inf) + noise
 
 
 compared = {"tokens": 0, "ties": 0}

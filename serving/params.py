@@ -14,10 +14,12 @@ import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 GREEDY_BELOW = 1e-5  # temperatures below are taken for 0: dividing by less would overflow
 LOWEST_LOGPROB = -9999.0  # in place of -infinity, which JSON does not have
+NO_TOKEN = -1  # no token id: what the sampler gives where logits are NaN, or all infinite
 
 COMPARISONS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
 
@@ -113,15 +115,21 @@ class SamplingParams:
                 if not 0 <= token < V:
                     raise ValueError(f"{name} has token {token}, outside 0..{V - 1}: leave it out")
 
-    @property
+    # What a row asks for, worked out once: samplers look at it in every step.
+
+    @cached_property
+    def adjusts(self) -> bool:
+        return bool(self.biases or self.penalises or self.min_tokens)
+
+    @cached_property
     def penalises(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
-    @property
+    @cached_property
     def biases(self) -> bool:
         return bool(self.logit_bias) or self.allowed_token_ids is not None
 
-    @property
+    @cached_property
     def filters(self) -> bool:
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 

@@ -26,7 +26,8 @@ from model import GPT, compiled_decode, packed_for_cpu
 from paged import KVBlockPool, Plan, Request
 from serving import fused as layers
 from serving.params import GREEDY
-from serving.sampling import Row, SamplingRows, logprobs, sample, upload
+from serving.sampling import Row, SamplingRows, logprobs, upload
+from serving.sampling_kernels import sample
 
 
 def kv_dtype(model: GPT) -> torch.dtype:

@@ -15,7 +15,7 @@ from collections import Counter
 
 import torch
 
-from serving.params import SamplingParams
+from serving.params import NO_TOKEN, SamplingParams
 from serving.sampling import philox
 
 TIE = 1e-4  # of the best two perturbed scores: nearer ones are a tie
@@ -116,13 +116,13 @@ def possible_tokens(
 ) -> set[int]:
     """
     The tokens that may follow, of logits [V]. seed and temperature are those of `params` by
-    default; -1 stands for a row without a finite maximum.
+    default; NO_TOKEN stands for a row without a finite maximum.
     """
     temperature = params.temperature if temperature is None else temperature
     scores = adjusted(logits, params, prompt, generated, stops)
     best = scores.max()
     if not best.isfinite() or scores.isnan().any():
-        return {-1}
+        return {NO_TOKEN}
     if temperature < 1e-5:
         near = (scores >= best - rounding).nonzero()[:, 0].tolist()
         first = {scores[t].item(): t for t in reversed(near)}  # of equal ones the lowest

@@ -37,9 +37,10 @@ ORDER = [
     "commands", "paged", "tokenizer", "kernels",
     "serving.settings", "serving.flags", "serving.params", "serving.fused", "model",
     "training.sizes", "training.samples", "serving.welcome", "train",
-    "serving.sampling", "serving.runner", "serving.sizing", "serving.links", "serving.engine",
+    "serving.sampling", "serving.sampling_kernels", "serving.runner", "serving.sizing",
+    "serving.links", "serving.engine",
     "serving.chat", "serving.encoder", "serving.workers", "serving.protocol", "serving.connection",
-    "serving.client", "serving.api", "serving.terminal", "serve", "bench",
+    "serving.client", "serving.api", "serving.terminal", "serve", "serving.load", "bench",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "paged",

@@ -25,7 +25,7 @@ from model import GPT, GPTConfig
 from paged import Plan, Request
 from serving import fused as layers
 from serving import runner as runner_module
-from serving import sampling
+from serving import sampling, sampling_kernels
 from serving.engine import Engine, Output
 from serving.params import SamplingParams
 from serving.runner import Runner, padded_steps
@@ -100,7 +100,7 @@ def use_triton(monkeypatch):
         return q.view(len(x), -1, attention.D)
 
     monkeypatch.setattr(runner_module, "packed_for_cpu", lambda model, quantize: model)
-    monkeypatch.setattr(runner_module, "sample", sampling.sample_triton)
+    monkeypatch.setattr(runner_module, "sample", sampling_kernels.sample_triton)
     monkeypatch.setattr(model_module, "embed", layers.embed_triton)
     monkeypatch.setattr(model_module, "add_norm", layers.add_norm_triton)
     monkeypatch.setattr(model_module, "linear", layers.linear_triton)

@@ -20,26 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import possible_tokens
 
-from serving import sampling
-from serving.params import GREEDY, LOWEST_LOGPROB, SamplingParams
-from serving.sampling import (
-    Row,
-    SamplingRows,
-    drop_unlikely,
-    four_words,
-    gumbel,
-    gumbel_noise,
-    philox,
-    sample,
-    tl,
-    triton,
-)
+from serving import sampling, sampling_kernels
+from serving.params import GREEDY, LOWEST_LOGPROB, NO_TOKEN, SamplingParams
+from serving.sampling import Row, SamplingRows, gumbel_noise, philox
+from serving.sampling_kernels import gumbel, philox_words, sample, tl, triton
 
 # On a GPU every test here runs there, the kernels compiled; elsewhere Triton's interpreter runs
 # them on CPU tensors.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
-PATHS = [sampling.sample_torch, pytest.param(sampling.sample_triton, marks=needs_triton)]
+PATHS = [sampling.sample_torch, pytest.param(sampling_kernels.sample_triton, marks=needs_triton)]
 both_paths = pytest.mark.parametrize("pick", PATHS, ids=["torch", "triton"])
 
 
@@ -196,10 +186,12 @@ def draw(
 ) -> torch.Tensor:
     """One token for each pair of seed and position, all with the same logits and parameters."""
     rows = SamplingRows(len(seeds), logits.shape[-1], DEVICE)
-    for name in "temperature", "top_k", "top_p", "min_p":
-        getattr(rows, name)[:] = getattr(params, name)
-    rows.repetition[:] = 1.0
-    rows.seed[:] = seeds
+    rows.floats.temperature[:] = params.temperature
+    rows.ints.top_k[:] = params.top_k
+    rows.floats.top_p[:] = params.top_p
+    rows.floats.min_p[:] = params.min_p
+    rows.floats.repetition[:] = 1.0
+    rows.ints.seed[:] = seeds
     places = torch.arange(len(seeds), device=DEVICE)
     return sample(logits.expand(len(seeds), -1), places, positions.to(DEVICE), rows, [params])
 
@@ -339,29 +331,29 @@ def threshold_triton(scores, top_k, top_p, min_p) -> torch.Tensor:
     (R, V), rows = scores.shape, torch.arange(len(scores), device=DEVICE)
     width = 16 if V < 100 else 128
     params = SamplingRows(R, V, DEVICE)
-    params.top_k[:], params.top_p[:], params.min_p[:] = top_k, top_p, min_p
-    params.temperature[:] = tensor([2.0, 1.0, 0.5]).repeat(R)[:R]
-    scores = scores * params.temperature[:, None]
-    thresholds, arrived = torch.full((2, R), torch.nan, device=DEVICE)
+    params.ints.top_k[:], params.floats.top_p[:], params.floats.min_p[:] = top_k, top_p, min_p
+    params.floats.temperature[:] = tensor([2.0, 1.0, 0.5]).repeat(R)[:R]
+    scores = scores * params.floats.temperature[:, None]
+    thresholds, finished = torch.full((2, R), torch.nan, device=DEVICE)
     scratch = torch.full((R, -(-V // width) * width), torch.nan, device=DEVICE)
-    sampling.threshold_kernel[(R,)](
+    sampling_kernels.threshold_kernel[(R,)](
         *(
             scores,
             rows,
             rows,
-            params.floats,
-            params.ints,
+            params.packed_floats,
+            params.packed_ints,
             params.bias,
             params.marks,
             thresholds,
-            arrived,
+            finished,
             scratch,
         ),
         *(scores.stride(0), scratch.stride(0), V),
         EARLY=False,
         WIDTH=width,
     )
-    return thresholds / params.temperature
+    return thresholds / params.floats.temperature
 
 
 both_thresholds = pytest.mark.parametrize(
@@ -482,7 +474,7 @@ def test_no_filter_keeps_every_token():
     before = scores.cpu().double().softmax(-1).float().sort(descending=True).values.cumsum(-1)
     assert (before >= 1).any()  # or this test shows nothing
     zero = torch.zeros(4, device=DEVICE)
-    assert torch.equal(drop_unlikely(scores, zero.long(), zero + 1, zero), scores)
+    assert (scores >= sampling.threshold(scores, zero.long(), zero + 1, zero)[:, None]).all()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -612,7 +604,12 @@ def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
     logits[4, [0, 17]] = torch.nan
     rows, places = rows_of([params] * 6, vocab_size=50), torch.arange(6, device=DEVICE)
     tokens = pick(logits, places, places, rows, [params] * 6).tolist()
-    assert tokens[:3] == [-1] * 3 and tokens[3] == 49 and tokens[4] == -1 and 0 <= tokens[5] < 50
+    assert (
+        tokens[:3] == [NO_TOKEN] * 3
+        and tokens[3] == 49
+        and tokens[4] == NO_TOKEN
+        and 0 <= tokens[5] < 50
+    )
     counted = [(marks >> 2).sum().item() for marks in rows.marks]
     assert counted == ([0, 0, 0, 1, 0, 1] if params.penalises else [0] * 6)
 
@@ -725,13 +722,13 @@ def test_on_a_gpu_the_sampler_is_tritons(monkeypatch):
     graph.
     """
     for name in "sample_torch", "sample_triton":
-        monkeypatch.setattr(sampling, name, lambda *given, name=name: name)
+        monkeypatch.setattr(sampling_kernels, name, lambda *given, name=name: name)
     for there, is_cuda, wanted in (
         (True, True, "triton"),
         (True, False, "torch"),
         (None, True, "torch"),
     ):
-        monkeypatch.setattr(sampling, "triton", there)
+        monkeypatch.setattr(sampling_kernels, "triton", there)
         assert sample(SimpleNamespace(is_cuda=is_cuda), None, None, None) == f"sample_{wanted}"
 
 
@@ -766,7 +763,7 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
     rows.set(
         *(Row(i, SamplingParams(top_p=0.5, top_k=3 + i), 5, 0, [1, 2], [3], [4]) for i in (1, 3, 2))
     )
-    assert sizes == [7 * 3, 6 * 3] and rows.top_k.tolist() == [0, 4, 5, 6]
+    assert sizes == [7 * 3, 6 * 3] and rows.ints.top_k.tolist() == [0, 4, 5, 6]
     rows.set(Row(1, SamplingParams(logit_bias={3: 1}, min_tokens=1), 5, 0, [1, 2], [3], [4]))
     assert sizes[2:] == [1000, 1000, 7, 6]
 
@@ -775,12 +772,12 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
 # Triton and torch
 
 
-@sampling.jit
+@sampling_kernels.jit
 def noise_kernel(seeds, positions, choices, words, noise, V, QUADS: tl.constexpr):
-    """Grid (R,): words [R, 4 * QUADS] and noise of a row, as the pick kernel has them."""
+    """Grid (R,): words [R, 4 * QUADS] and noise of a row, as gumbel_max_kernel has them."""
     r, quad = tl.program_id(0), tl.arange(0, QUADS)
     position, choice = tl.load(positions + r), tl.load(choices + r)
-    w0, w1, w2, w3 = four_words(tl.load(seeds + r), quad, position, choice)
+    w0, w1, w2, w3 = philox_words(tl.load(seeds + r), quad, position, choice)
     at = r * 4 * QUADS + 4 * quad
     tl.store(words + at, w0.to(tl.int64))
     tl.store(words + at + 1, w1.to(tl.int64))
@@ -829,7 +826,10 @@ def test_both_paths_pick_by_noise_alone(V):
     logits = torch.zeros(len(asked), V, device=DEVICE)
     for position in range(3):
         given = logits, places, torch.full_like(places, position), rows
-        assert sampling.sample_triton(*given).tolist() == sampling.sample_torch(*given).tolist()
+        assert (
+            sampling_kernels.sample_triton(*given).tolist()
+            == sampling.sample_torch(*given).tolist()
+        )
 
 
 TEMPERATURES = [0, 0.3, 0.7, 1, 1.7, 5]  # 5 is beyond what is accepted, not beyond the formulas
@@ -877,7 +877,7 @@ class Twins:
             self.requests.append((request, choose.choice(TEMPERATURES)))
         for rows in self.rows:
             rows.set(*(request for request, _ in self.requests))
-            rows.temperature[:] = tensor([temperature for _, temperature in self.requests])
+            rows.floats.temperature[:] = tensor([temperature for _, temperature in self.requests])
         self.places = choose.sample(range(R), R)
         self.logits = logits[self.places]
         requests = [self.requests[i][0] for i in self.places]
@@ -900,7 +900,7 @@ class Twins:
         picked = [
             pick(self.logits, places, positions, rows)
             for pick, rows in zip(
-                (sampling.sample_torch, sampling.sample_triton), self.rows, strict=True
+                (sampling.sample_torch, sampling_kernels.sample_triton), self.rows, strict=True
             )
         ]
         for i, pair in enumerate(zip(*(tokens.tolist() for tokens in picked), strict=True)):
@@ -925,21 +925,23 @@ class Twins:
         return f"place {i}, temperature {temperature}, {request}"
 
 
-@sampling.jit
+@sampling_kernels.jit
 def scores_kernel(
     logits, rows, positions, floats, ints, bias, marks, scores, stride, V, WIDTH: tl.constexpr
 ):
     """Grid (R,): what the kernels of a row work with, [R, V]."""
     r, t = tl.program_id(0), tl.arange(0, WIDTH)
-    source = sampling.source_of(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
-    tl.store(scores + r * V + t, sampling.load_scores(source, t), mask=t < V)
+    view = sampling_kernels.row_view(
+        r, logits, rows, positions, floats, ints, bias, marks, stride, V
+    )
+    tl.store(scores + r * V + t, sampling_kernels.load_adjusted(view, t), mask=t < V)
 
 
 def scores_triton(logits, rows, positions, params: SamplingRows) -> torch.Tensor:
     """As `sampling.adjust`."""
     R, V = logits.shape
     scores = torch.full((R, V), torch.nan, device=DEVICE)
-    arrays = params.floats, params.ints, params.bias, params.marks
+    arrays = params.packed_floats, params.packed_ints, params.bias, params.marks
     scores_kernel[(R,)](logits, rows, positions, *arrays, scores, logits.stride(0), V, WIDTH=64)
     return scores
 
@@ -978,14 +980,16 @@ def test_a_tile_has_noise_wherever_the_filters_keep_a_token(monkeypatch):
     )
     for i in range(12):
         logits[i, i % 4 :: 4] += 5
-    for i, token in enumerate(sampling.sample_triton(logits, places, places + 5, rows).tolist()):
+    for i, token in enumerate(
+        sampling_kernels.sample_triton(logits, places, places + 5, rows).tolist()
+    ):
         assert token in possible_tokens(logits[i], params[i], i + 5)
 
 
 def shrink_tiles(monkeypatch, width: int, quads: int):
     """So that a row has several tiles and a small batch several programs for each."""
-    monkeypatch.setattr(sampling, "WIDTH", width)
-    monkeypatch.setattr(sampling, "QUADS", quads)
+    monkeypatch.setattr(sampling_kernels, "THRESHOLD_WIDTH", width)
+    monkeypatch.setattr(sampling_kernels, "QUADS", quads)
 
 
 @needs_triton
@@ -1042,10 +1046,10 @@ def test_a_cuda_graph_serves_whatever_is_asked_later():
     logits, positions = randn(len(asked), V, seed=7).bfloat16(), places + 9
     for row in places.tolist():
         rows.set(Row(row, GREEDY, 0, 0))
-    sampling.sample_triton(logits, places, positions, rows)  # compiles
+    sampling_kernels.sample_triton(logits, places, positions, rows)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens = sampling.sample_triton(logits, places, positions, rows)
+        tokens = sampling_kernels.sample_triton(logits, places, positions, rows)
     for i, drawn in enumerate(
         [{}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9}]
     ):
@@ -1092,7 +1096,7 @@ def test_logprobs_are_finite_whatever_the_logits():
     """
     logits = torch.zeros(4, 6, device=DEVICE)
     logits[0, 2], logits[1, :], logits[2, 3] = -torch.inf, torch.nan, torch.inf
-    chosen, ids, top = sampling.logprobs(logits, tensor([2, -1, -1, 5]), 20)
+    chosen, ids, top = sampling.logprobs(logits, tensor([2, NO_TOKEN, NO_TOKEN, 5]), 20)
     assert (
         chosen[0] == LOWEST_LOGPROB == top.min()
         and chosen.isfinite().all()
