@@ -3,10 +3,10 @@ The HTTP side of the link to the engine: requests go out, and tokens come in, in
 
     client = EngineClient(path, start)     # before the event loop runs: the engine loads meanwhile
     await client.attach()                  # in the event loop
-    client.submit(choices)                 # their job gets `take(choice, tokens, ...)` or `fail(...)`
+    client.submit(choices)                 # a job's `on_tokens` or `on_refusal` is called in return
 
 Not run by itself: serve.py makes one for each HTTP process. links.py is the other end, and says
-what a message is.
+what a message is. answers.py makes text of the tokens.
 """
 
 import asyncio
@@ -18,18 +18,17 @@ from collections.abc import Callable
 from serving.links import Messages, join, line
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
-LAST_WORDS_SECONDS = (
-    0.5  # from the end of the engine's process until all that it said has been read, for certain
-)
+LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until all that it said was read
 
-# Writes are batched by how busy this process is. A round: all that the engine has sent is read, and
-# written to its streams. A write to a stream costs much more than a token: with one for each token
-# of 256 streams an HTTP process would do nothing else, and requests that have arrived would wait to
-# be read until the streams before them have ended. So after a round the engine's messages are left
-# unread for as long as the round took, up to a limit. A round lasts until the event loop has run
-# everything that was ready, other work included: the further behind this process is, the more
-# tokens are joined (here, and by the engine once the link is full), and whatever arrives is read
-# between two rounds. A single stream never waits: its rounds are shorter than timers can resolve.
+# Backpressure: writes are batched by how busy this process is. A round: all that the engine has
+# sent is read, and written to its streams. A write to a stream costs much more than a token: with
+# one for each token of 256 streams an HTTP process would do nothing else, and requests that have
+# arrived would wait to be read until the streams before them have ended. So after a round the
+# engine's messages are left unread for as long as the round took, up to a limit. A round lasts
+# until the event loop has run everything that was ready, other work included: the further behind
+# this process is, the more tokens are joined (here, and by the engine once the link is full), and
+# what arrives is read between two rounds. A single stream never waits: its rounds are shorter than
+# timers can resolve.
 PAUSE = 1.0  # between two rounds, in times of what the round before took
 MIN_PAUSE = 0.001  # seconds: timers resolve no less
 MAX_PAUSE = 0.02  # seconds, by which a gap between tokens may grow
@@ -45,10 +44,15 @@ def connect(path: str) -> socket.socket:
     return sock
 
 
+def ids_of_choices(id: str, n: int) -> list[str]:
+    """The n choices of request "5" are "5", "5.1", "5.2" ..: so the engine names its forks."""
+    return [id] + [f"{id}.{number}" for number in range(1, n)]
+
+
 class EngineClient(asyncio.Protocol):
     """
-    The link to the engine, and the table of who waits for what. It belongs to the event loop and
-    never blocks it.
+    The link to the engine, and the table of the choices that wait for tokens. It belongs to the
+    event loop and never blocks it.
 
         HTTP process  ----- add, abort ----->  engine process
                       <-- ready, step, error, fatal --
@@ -57,7 +61,7 @@ class EngineClient(asyncio.Protocol):
     processes but the first it does nothing. `state` goes loading -> ready -> restarting -> ready ->
     dead; `info` is what the engine says when it is ready, `reason` what happened to it, `at_work`
     how many choices it said last that it works at, of all HTTP processes. `on_state(state)` and
-    `on_stats(stats)` are for whoever wants to know.
+    `on_stats(stats)` are called with what changed.
     """
 
     def __init__(self, path: str, start: Callable = lambda: None):
@@ -68,7 +72,7 @@ class EngineClient(asyncio.Protocol):
         self.info: dict = {}
         self.reason = ""
         self.at_work = 0
-        self.choices: dict = {}  # the request's id -> the api.Choice that waits for its tokens
+        self.choices: dict = {}  # the request's id -> the answers.Choice that waits for its tokens
         self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
         self.heard = time.monotonic()
         self.is_paused = False  # between two rounds
@@ -77,15 +81,13 @@ class EngineClient(asyncio.Protocol):
 
     def _connect(self):
         self.incoming = Messages()
-        self.unsent: dict[
-            str, bytes
-        ] = {}  # messages that the link has no room for, by what they say of whom
+        # messages that the link has no room for, by what they say of which request: "abort 5.1"
+        self.unsent: dict[str, bytes] = {}
         self.is_full = False
         self.last_words = ""
         self.transport = None
-        self.sock = connect(
-            self.path
-        )  # first: an engine whose last link is closed ends, so it cannot be left behind
+        # before the start: an engine whose last link is closed ends, so it cannot be left behind
+        self.sock = connect(self.path)
         self.process = self.start()
 
     async def attach(self):
@@ -97,8 +99,9 @@ class EngineClient(asyncio.Protocol):
 
     def close(self):
         """End the link. An engine whose last link ends does so too."""
-        if self.transport:
-            transport, self.transport = self.transport, None
+        transport = self.transport
+        self.transport = None  # so `connection_lost` sees that this side closed it
+        if transport:
             transport.close()
 
     def submit(self, choices: list):
@@ -107,14 +110,15 @@ class EngineClient(asyncio.Protocol):
             self.heard = (
                 time.monotonic()
             )  # an idle engine says nothing: its silence counts from here
-        first, id = choices[0], next(self.ids)
-        for number, choice in enumerate(choices):
-            choice.engine_id = f"{id}.{number}" if number else id  # the engine names its forks so
-            self.choices[choice.engine_id] = choice
-        request, salt = first.request, first.job.salt
-        options = {"n": len(choices), "priority": request.priority, "cache_salt": salt}
-        options["prompt_logprobs"] = request.prompt_candidates
-        params = request.sampling_params(self.info["max_model_len"] - len(first.prompt))
+        id = next(self.ids)
+        for choice, engine_id in zip(choices, ids_of_choices(id, len(choices)), strict=True):
+            choice.engine_id = engine_id
+            self.choices[engine_id] = choice
+        first = choices[0]
+        body = first.body
+        options = {"n": len(choices), "priority": body.priority, "cache_salt": first.job.salt}
+        options["prompt_logprobs"] = body.num_prompt_logprobs
+        params = body.sampling_params(self.info["max_model_len"] - len(first.prompt))
         self._write(op="add", id=id, prompt=first.prompt, params=params, options=options)
 
     def abort(self, choice) -> bool:
@@ -130,24 +134,21 @@ class EngineClient(asyncio.Protocol):
 
     def _forget_unsent(self, choice):
         """
-        An engine that does not read, as in a long step, need not hear later of a prompt of which
-        nobody waits.
+        An engine that does not read, as in a long step, need not hear later of a prompt for which
+        no choice waits any more.
         """
         first = choice.engine_id.partition(".")[0]
         if f"add {first}" not in self.unsent:
             return
-        ids = [f"{first}.{number}" if number else first for number in range(choice.request.n)]
+        ids = ids_of_choices(first, choice.body.n)
         if not any(id in self.choices for id in ids):
             for name in (f"add {first}", *(f"abort {id}" for id in ids)):
                 self.unsent.pop(name, None)
 
-    def fail_all(self, *error):
-        """
-        End everything that waits. `error` is the arguments of protocol.ApiError: status, message,
-        ...
-        """
+    def refuse_all(self, kind: str, message: str):
+        """End everything that waits, as if the engine refused it."""
         for choice in list(self.choices.values()):
-            choice.job.fail(*error)
+            choice.job.on_refusal(kind, message)
 
     def trouble(self) -> str:
         """
@@ -183,8 +184,8 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes):
         """
-        A round: all messages that are there. What several steps brought for a request is told at
-        once.
+        A round: all messages that are there. What several steps brought for a request is delivered
+        at once.
         """
         started = time.monotonic()
         messages = self.incoming.read(data)
@@ -194,12 +195,12 @@ class EngineClient(asyncio.Protocol):
         rows: dict[str, list] = {}
         for message in messages:
             if message["op"] == "step":
-                self._gather(rows, message)
+                self._add_step(rows, message)
             else:  # an error comes after the tokens before it
-                self._tell(rows)
+                self._deliver(rows)
                 rows = {}
-                self._take(message)
-        self._tell(rows)
+                self._on_message(message)
+        self._deliver(rows)
         # The tasks that this wakes come first, then this; at the end of this turn of the loop what
         # they wrote is sent; then it looks for what has arrived, reads that, and comes to what was
         # called last.
@@ -207,13 +208,13 @@ class EngineClient(asyncio.Protocol):
         loop.call_soon(loop.call_soon, self._pause, self.transport, started)
 
     def connection_lost(self, error: Exception | None):
-        if self.transport:  # else it was us who closed it
+        if self.transport:  # else `close` did it
             self.transport = None
             self._end(self.last_words or "the engine's process ended")
 
     # what the engine says
 
-    def _gather(self, rows: dict[str, list], message: dict):
+    def _add_step(self, rows: dict[str, list], message: dict):
         """Add a step's rows to those of the steps before it."""
         for row in message["out"]:
             earlier = rows.setdefault(row[0], row)
@@ -222,24 +223,24 @@ class EngineClient(asyncio.Protocol):
         self.at_work = message["stats"]["at_work"]
         self.on_stats(message["stats"])
 
-    def _tell(self, rows: dict[str, list]):
+    def _deliver(self, rows: dict[str, list]):
         for id, tokens, finish_reason, *more in rows.values():
             choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
-            if choice:  # else aborted: this was already under way
-                choice.job.take(choice, tokens, finish_reason, *more)
-                if (
-                    choice.finish_reason
-                ):  # perhaps for a stop string, which the engine knows nothing of
-                    self.abort(choice)
+            if not choice:
+                continue  # it was aborted, and this was already under way
+            choice.job.on_tokens(choice, tokens, finish_reason, *more)
+            if choice.finish_reason:  # perhaps for a stop string, unknown to the engine
+                self.abort(choice)
 
-    def _take(self, message: dict):
+    def _on_message(self, message: dict):
         match message.pop("op"):
             case "ready":
-                self.state, self.info = "ready", message
+                self.state = "ready"
+                self.info = message
                 self.on_state("ready")
             case "error":
                 if choice := self.choices.get(message["id"]):
-                    choice.job.refuse(message["kind"], message["message"])
+                    choice.job.on_refusal(message["kind"], message["message"])
             case "fatal":
                 self.last_words = message["message"]
 
@@ -260,7 +261,10 @@ class EngineClient(asyncio.Protocol):
             transport.resume_reading()
 
     def _process_ended(self, process):
-        """One that died before it took our link in left it open: nobody will ever answer there."""
+        """
+        An engine that died before it accepted our link leaves it open, and nothing will ever come
+        over it.
+        """
         loop = asyncio.get_running_loop()
         loop.remove_reader(process.sentinel)
         loop.call_later(LAST_WORDS_SECONDS, self._end_unheard, process)
@@ -276,10 +280,9 @@ class EngineClient(asyncio.Protocol):
         self.state = "restarting" if restart else "dead"
         self.at_work = 0
         self.on_state(self.state)
-        self.fail_all(500, self.reason, None, "engine_dead")
+        self.refuse_all("engine_dead", self.reason)
         if restart:
             self.may_restart = False
             self._connect()
-            self.attaching = asyncio.create_task(
-                self.attach()
-            )  # kept: the loop itself holds tasks weakly
+            # kept: the loop itself holds tasks weakly
+            self.attaching = asyncio.create_task(self.attach())

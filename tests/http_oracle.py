@@ -468,7 +468,7 @@ class Books:
             self.expect("request_success_total", reasons[reason], reason)
         begun = [choice for choice in choices if choice.num_tokens or choice.finish_reason]
         self.expect("time_to_first_token_seconds_count", len(begun))
-        firsts = [choice for choice in begun if choice.index % choice.request.n == 0]
+        firsts = [choice for choice in begun if choice.index % choice.body.n == 0]
         self.expect("prompt_tokens_total", sum(len(choice.prompt) for choice in firsts))
         for name in ("e2e_request_latency_seconds", "request_decode_time_seconds"):
             self.expect(f"{name}_count", len(ended))
@@ -476,7 +476,7 @@ class Books:
         self.expect("request_generation_tokens_sum", sum(choice.num_tokens for choice in ended))
         self.expect("request_generation_tokens_count", len(ended))
         self.check_prompts(jobs)
-        if not any(choice.request.stop or choice.request.max_tokens == 0 for choice in choices):
+        if not any(choice.body.stop or choice.body.max_tokens == 0 for choice in choices):
             self.expect("generation_tokens_total", sum(choice.num_tokens for choice in choices))
         for status, count in self.process.refused.items() if self.process.is_known else ():
             self.expect("requests_refused_total", count, str(status))
@@ -485,12 +485,12 @@ class Books:
         """Counted once all choices of a prompt have ended."""
         whole = []
         for job in jobs:
-            n = job.request.n
+            n = job.body.n
             groups = [job.choices[i : i + n] for i in range(0, len(job.choices), n)]
             whole += [group for group in groups if all(choice.finish_reason for choice in group)]
         self.expect("request_params_n_sum", sum(len(group) for group in whole))
         self.expect("request_params_n_count", len(whole))
         longest = sum(max(choice.num_tokens for choice in group) for group in whole)
         self.expect("request_max_num_generation_tokens_sum", longest)
-        limits = [group[0].request.max_tokens for group in whole if group[0].request.max_tokens]
+        limits = [group[0].body.max_tokens for group in whole if group[0].body.max_tokens]
         self.expect("request_params_max_tokens_sum", sum(limits))

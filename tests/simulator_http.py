@@ -53,7 +53,8 @@ from virtual import (
 )
 
 import serve
-from serving import api, client, connection, encoder, engine, links, workers
+from serving import answers as answers_module
+from serving import api, client, connection, encoder, engine, links, metrics, workers
 from serving.engine import Engine
 
 QUIET_SECONDS = 30.0  # after the last event all may take so long, besides what settings allow
@@ -555,7 +556,7 @@ class World:
                 "choices": process.client.choices,
                 "messages to the engine": process.client.unsent,
                 "characters that wait to be encoded": process.encoder.waiting,
-                "long answers": api.MAX_LONG_ANSWERS - service.telling._value,
+                "long answers": api.MAX_LONG_ANSWERS - service.long_answers._value,
                 "connections": service.server.server_state.connections,
                 "calls": service.server.server_state.tasks,
                 "open connections in the count": self.counts.open[process.number],
@@ -628,17 +629,21 @@ def stand_ins(world: World):
     changes = {
         api: {
             "time": clock,
-            "secrets": chance,
             "uuid": ids,
             "os": os_of_pipes,
             "log": world.log,
             "print": lambda *args, **options: None,
             "Connection": NumberedConnection,
             "Job": NotedJob,
-            "PING_SECONDS": settings["ping_seconds"],
-            "SCORES_IN_PLACE": settings["scores_in_place"],
             "MAX_LONG_ANSWERS": settings["max_long_answers"],
         },
+        answers_module: {
+            "time": clock,
+            "secrets": chance,
+            "PING_SECONDS": settings["ping_seconds"],
+            "SCORES_IN_PLACE": settings["scores_in_place"],
+        },
+        metrics: {"time": clock},
         client: {
             "time": clock,
             "connect": lambda process: process.connect_to_engine(),

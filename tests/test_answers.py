@@ -1,5 +1,5 @@
 """
-protocol.py: what a client is told of an answer, against a reference that has the whole answer at
+answers.py: what a client is told of an answer, against a reference that has the whole answer at
 once. However the engine's steps cut the tokens, and whenever the client is told, the pieces
 together say what the reference says.
 """
@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.protocol import ChatRequest, Choice, CompletionRequest
+from serving.answers import CHOICES, Choice
+from serving.protocol import ChatRequest, CompletionRequest
 from tokenizer import bpe_tokenizer
 
 TOKENIZER = bpe_tokenizer([])  # a token a byte, and 256 is <|endoftext|>
@@ -27,6 +28,15 @@ SPELLING = {
     0xFF: "bytes:\\xff",
     END: "<|endoftext|>",
 }
+
+
+def choice_of(request, prompt: list[int], index: int = 0) -> Choice:
+    return CHOICES[type(request)](None, index, request, prompt, TOKENIZER, [END])
+
+
+def whole(choices: list[Choice]) -> dict:
+    """An answer that is no stream, without its head and usage."""
+    return {"choices": [choice.whole() for choice in choices]} | choices[0].beside()
 
 
 def decoded(data: bytes, final: bool = False) -> str:
@@ -81,7 +91,7 @@ class Reference:
             self.stop_reason = tokens[-1]
         searched_from = len(texts[min(num_echoed + request.min_tokens, len(pieces))])
         self.end_at_stop_string(texts[num_echoed:], searched_from)
-        places = len(self.tokens) + (num_echoed if request.candidates is not None else 0)
+        places = len(self.tokens) + (num_echoed if request.num_logprobs is not None else 0)
         self.offsets = [
             len(text) for text in texts[num_echoed + len(self.tokens) - places :][:places]
         ]
@@ -177,19 +187,19 @@ def told(
     for step, (start, end) in enumerate(pairwise(edges)):
         scores = [score(start + place, token) for place, token in enumerate(tokens[start:end])]
         reason = finish_reason if end == len(tokens) else None
-        choice.take(
+        choice.add_tokens(
             tokens[start:end],
             reason,
             3,
             scores,
             prompt_scores(choice.prompt) if step == 0 else None,
         )
-        if choice.has_news() and (step not in pauses or choice.finish_reason):
-            chunks += choice.request.chunks(choice)
-            choice.told()
+        if choice.has_unsent() and (step not in pauses or choice.finish_reason):
+            chunks += choice.chunks()
+            choice.mark_sent()
         if choice.finish_reason:  # of a stop string: the engine is told to end it
             break
-    assert not choice.has_news() and choice.cached_tokens == 3
+    assert not choice.has_unsent() and choice.cached_tokens == 3
     json.dumps(chunks, allow_nan=False)
     return chunks
 
@@ -232,9 +242,7 @@ def test_a_completion_says_the_same_however_it_is_cut(
     fields = {"prompt": prompt, "echo": echo, "logprobs": candidates} | fields
     request = CompletionRequest(**fields, **IN_CHUNKS)
     wanted = Reference(request, prompt, tokens, finish_reason)
-    chunks = told(
-        Choice(None, 7, request, prompt, [], TOKENIZER, [END]), tokens, finish_reason, cuts, pauses
-    )
+    chunks = told(choice_of(request, prompt, 7), tokens, finish_reason, cuts, pauses)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert "".join(choice["text"] for choice in choices) == wanted.text
     check_the_ends(chunks, wanted)
@@ -250,9 +258,9 @@ def test_a_completion_says_the_same_however_it_is_cut(
         } == logprobs
     # the same at once
     request = CompletionRequest(**fields, prompt_logprobs=prompt_logprobs)
-    choice = Choice(None, 7, request, prompt, [], TOKENIZER, [END])
+    choice = choice_of(request, prompt, 7)
     scores = [score(*item) for item in enumerate(tokens)]
-    choice.take(tokens, finish_reason, 3, scores, prompt_scores(prompt))
+    choice.add_tokens(tokens, finish_reason, 3, scores, prompt_scores(prompt))
     answer = {
         "text": wanted.text,
         "index": 7,
@@ -264,7 +272,7 @@ def test_a_completion_says_the_same_however_it_is_cut(
         answer |= {"token_ids": wanted.tokens, "prompt_token_ids": prompt}
     if prompt_logprobs is not None:
         answer["prompt_logprobs"] = wanted_prompt_logprobs(prompt, prompt_logprobs)
-    assert request.answer([choice]) == {"choices": [answer]}
+    assert whole([choice]) == {"choices": [answer]}
 
 
 def wanted_prompt_logprobs(prompt: list[int], n: int) -> list[dict | None]:
@@ -293,9 +301,7 @@ def test_a_chat_says_the_same_however_it_is_cut(
     fields |= {} if candidates is None else {"logprobs": True, "top_logprobs": candidates}
     request = ChatRequest(**fields, **IN_CHUNKS)
     wanted = Reference(request, prompt, tokens, finish_reason)
-    chunks = told(
-        Choice(None, 7, request, prompt, [], TOKENIZER, [END]), tokens, finish_reason, cuts, pauses
-    )
+    chunks = told(choice_of(request, prompt, 7), tokens, finish_reason, cuts, pauses)
     choices = [chunk["choices"][0] for chunk in chunks]
     deltas = [choice["delta"] for choice in choices]
     assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
@@ -315,8 +321,8 @@ def test_a_chat_says_the_same_however_it_is_cut(
         logprobs["content"] if logprobs else []
     )
     # the same at once
-    choice = Choice(None, 7, ChatRequest(**fields), prompt, [], TOKENIZER, [END])
-    choice.take(tokens, finish_reason, 3, [score(*item) for item in enumerate(tokens)])
+    choice = choice_of(ChatRequest(**fields), prompt, 7)
+    choice.add_tokens(tokens, finish_reason, 3, [score(*item) for item in enumerate(tokens)])
     message = {"role": "assistant", "content": wanted.text}
     answer = {
         "message": message,
@@ -327,7 +333,7 @@ def test_a_chat_says_the_same_however_it_is_cut(
     answer["stop_reason"] = wanted.stop_reason
     ids = {"prompt_token_ids": prompt} if request.return_token_ids else {}
     answer |= {"token_ids": wanted.tokens} if request.return_token_ids else {}
-    assert choice.request.answer([choice]) == {"choices": [answer], **ids}
+    assert whole([choice]) == {"choices": [answer], **ids}
 
 
 @pytest.mark.parametrize(
@@ -336,9 +342,9 @@ def test_a_chat_says_the_same_however_it_is_cut(
 def test_a_request_is_told_its_own_number_of_candidates(n, found):
     """A step scores as many candidates as any of its requests wants: the others got as many."""
     request = CompletionRequest(prompt="p", logprobs=n, max_tokens=1)
-    choice = Choice(None, 0, request, [97], [], TOKENIZER, [END])
-    choice.take([98], "length", 0, [[-2.0, [121, 98, 120], [-1.0, -2.0, -3.0]]])
-    (top,) = request.answer([choice])["choices"][0]["logprobs"]["top_logprobs"]
+    choice = choice_of(request, [97])
+    choice.add_tokens([98], "length", 0, [[-2.0, [121, 98, 120], [-1.0, -2.0, -3.0]]])
+    (top,) = whole([choice])["choices"][0]["logprobs"]["top_logprobs"]
     assert [*top] == found and top["b"] == -2.0
 
 
@@ -352,20 +358,19 @@ def test_each_answer_has_its_own_prompt():
     )
     choices = []
     for prompt in ([97, 98], [98, 97, 97]):
-        scores = []
-        choices += [
-            Choice(None, len(choices) + i, request, prompt, scores, TOKENIZER, [END])
-            for i in range(2)
-        ]
+        siblings = [choice_of(request, prompt, len(choices) + i) for i in range(2)]
+        for choice in siblings:
+            choice.siblings = siblings
+        choices += siblings
     for choice in (choices[1], choices[0], choices[2], choices[3]):
-        choice.take(
+        choice.add_tokens(
             [97],
             "length",
             0,
             None,
             prompt_scores(choice.prompt) if choice.index in (1, 2) else None,
         )
-    answers = request.answer(choices)["choices"]
+    answers = whole(choices)["choices"]
     assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
     for choice, answer in zip(choices, answers, strict=True):
         assert answer["prompt_token_ids"] == choice.prompt
@@ -376,10 +381,10 @@ def test_a_scored_echo_waits_for_its_scores_and_only_that():
     """The text of an echo is there at once, its scores come with the first token."""
     for logprobs, waits in ((None, False), (0, True)):
         request = CompletionRequest(prompt="x", echo=True, logprobs=logprobs, stream=True)
-        choice = Choice(None, 0, request, [97, 98], [], TOKENIZER, [END])
-        assert choice.has_news() != waits
-        choice.take([97], None, 0, [score(0, 97)], prompt_scores([97, 98]))
-        assert choice.has_news()
+        choice = choice_of(request, [97, 98])
+        assert choice.has_unsent() != waits
+        choice.add_tokens([97], None, 0, [score(0, 97)], prompt_scores([97, 98]))
+        assert choice.has_unsent()
 
 
 def test_an_answer_of_which_only_the_prompt_was_wanted():
@@ -387,9 +392,9 @@ def test_an_answer_of_which_only_the_prompt_was_wanted():
     max_tokens 0: the engine computes a token for the scores, of which nothing is told or counted.
     """
     request = CompletionRequest(prompt="x", echo=True, logprobs=1, max_tokens=0)
-    choice = Choice(None, 0, request, [97, 98], [], TOKENIZER, [END])
-    choice.take([END], "stop", 0, [score(0, END)], prompt_scores([97, 98]))
-    (answer,) = request.answer([choice])["choices"]
+    choice = choice_of(request, [97, 98])
+    choice.add_tokens([END], "stop", 0, [score(0, END)], prompt_scores([97, 98]))
+    (answer,) = whole([choice])["choices"]
     assert (answer["text"], answer["finish_reason"], answer["stop_reason"], choice.num_tokens) == (
         "ab",
         "length",
@@ -400,7 +405,7 @@ def test_an_answer_of_which_only_the_prompt_was_wanted():
         0,
         1,
     ]
-    assert choice.has_news()  # in a stream, too, though no token is told
+    assert choice.has_unsent()  # in a stream, too, though no token is told
 
 
 @pytest.mark.parametrize(
@@ -412,21 +417,19 @@ def test_what_is_news(fields, is_news):
     A token without text, half a character, is news to those who asked for tokens; to others text
     and the end are.
     """
-    choice = Choice(
-        None, 0, CompletionRequest(prompt="x", stream=True, **fields), [97], [], TOKENIZER, [END]
-    )
-    assert not choice.has_news()
-    choice.take([0xC3], None, 0, [score(0, 0xC3)])
-    assert choice.has_news() == is_news
-    choice.told()
-    assert not choice.has_news() and not choice.is_first
-    choice.take([0xA9], None, 0, [score(1, 0xA9)])
-    assert choice.has_news() and choice.text == "é"
-    choice.told()
-    choice.take([END], "stop", 0, [score(2, END)])
-    assert choice.has_news() and choice.finish_reason == "stop"
-    choice.told()
-    assert not choice.has_news() and choice.is_over
+    choice = choice_of(CompletionRequest(prompt="x", stream=True, **fields), [97])
+    assert not choice.has_unsent()
+    choice.add_tokens([0xC3], None, 0, [score(0, 0xC3)])
+    assert choice.has_unsent() == is_news
+    choice.mark_sent()
+    assert not choice.has_unsent() and not choice.is_first
+    choice.add_tokens([0xA9], None, 0, [score(1, 0xA9)])
+    assert choice.has_unsent() and choice.text == "é"
+    choice.mark_sent()
+    choice.add_tokens([END], "stop", 0, [score(2, END)])
+    assert choice.has_unsent() and choice.finish_reason == "stop"
+    choice.mark_sent()
+    assert not choice.has_unsent() and choice.is_over
 
 
 @pytest.mark.parametrize(
@@ -434,8 +437,8 @@ def test_what_is_news(fields, is_news):
 )
 def test_stop_strings_count_from_the_first_token_after_min_tokens(min_tokens, text):
     request = CompletionRequest(prompt="x", stop="b", min_tokens=min_tokens)
-    choice = Choice(None, 0, request, [97], [], TOKENIZER, [END])
-    choice.take([*b"abab"], "length", 0)
+    choice = choice_of(request, [97])
+    choice.add_tokens([*b"abab"], "length", 0)
     assert (choice.text, choice.stop_reason) == (text, "b" if min_tokens < 4 else None)
 
 
@@ -451,9 +454,9 @@ def test_json_has_no_infinity(request_of):
             "logprobs": True,
             "top_logprobs": 1,
         }
-    choice = Choice(None, 0, request_of(**fields), [97, 98], [], TOKENIZER, [END])
-    choice.take(
+    choice = choice_of(request_of(**fields), [97, 98])
+    choice.add_tokens(
         [98], "length", 0, [[-math.inf, [97], [-math.inf]]], [[-math.inf, [97], [-math.inf]]]
     )
-    text = json.dumps(choice.request.answer([choice]), allow_nan=False)
+    text = json.dumps(whole([choice]), allow_nan=False)
     assert text.count("-9999.0") == (5 if request_of is CompletionRequest else 2)

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from server import ByteTokenizer
 from test_connection import ASK, CHUNKED_ASK, GET
 from test_protocol import parse
 from wires import House, request
 
-from serving import api
+from serving import answers, api
 from serving.protocol import NEUTRAL, CompletionRequest
 from serving.workers import Counts, Seat
 
@@ -178,7 +179,7 @@ def locked():
 def test_every_path_but_three_needs_the_key(locked):
     """Also paths that are not there, and other methods."""
     calls = [
-        *locked.service.routes,
+        *api.ROUTES,
         ("GET", "/nowhere"),
         ("DELETE", "/"),
         ("GET", "/livez/"),
@@ -591,9 +592,9 @@ def test_time_runs_while_a_long_answer_waits_for_its_turn(monkeypatch):
     While slow readers had all turns, an answer waited for longer than --request-seconds, and was
     then told.
     """
-    monkeypatch.setattr(api, "SCORES_IN_PLACE", 0)
+    monkeypatch.setattr(answers, "SCORES_IN_PLACE", 0)
     with House("--request-seconds", "7") as house:
-        turns = house.service.telling = asyncio.Semaphore(0)  # slow readers have them all
+        turns = house.service.long_answers = asyncio.Semaphore(0)  # slow readers have them all
         caller = house.ask(logprobs=1)
         row = ["0", [120], "length", 0, [[-1.0, [1], [-1.0]]], None]
         house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
@@ -635,7 +636,7 @@ def test_an_answered_call_leaves_nothing_behind(house, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_bug_while_it_is_told_ends_a_calls_work(house, monkeypatch, stream):
     """The engine would go on for nobody."""
-    monkeypatch.setattr(CompletionRequest, "answer", lambda *_: {}["a bug"])
+    monkeypatch.setattr(answers.CompletionChoice, "entry", lambda *_: {}["a bug"])
     caller = house.ask(["ab", "cd"], max_tokens=2, stream=stream)
     house.engine.step({"0": b"x"}, "length")
     house.engine.step({"1": b"x"}, "length" if not stream else None)
@@ -659,8 +660,8 @@ def test_a_call_that_is_cancelled_is_told_and_aborted(house):
 def test_the_first_thing_that_went_wrong_is_told(house):
     caller = house.ask()
     job = house.choices["0"].job
-    house.clock.call_soon(job.fail, 429, "first", None, "queue_full")
-    house.clock.call_soon(job.fail, 500, "second")
+    house.clock.call_soon(job.fail, api.ApiError(429, "first", code="queue_full"))
+    house.clock.call_soon(job.fail, api.ApiError(500, "second"))
     house.clock.settle()
     assert refusal_of(caller.answer()) == (429, "queue_full", "first")
 
@@ -711,11 +712,11 @@ JSON = st.recursive(
 @given(JSON)
 def test_json_in_pieces_is_the_same(value):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "PIECE", 2)
-        assert api.long_json(value) == api.compact(value)
+        patch.setattr(answers, "PIECE", 2)
+        assert answers.long_json(value) == answers.compact(value)
 
 
-@pytest.mark.parametrize("size", [0, 1, api.SLICE, api.SLICE + 1, 3 * api.SLICE])
+@pytest.mark.parametrize("size", [0, 1, answers.SLICE, answers.SLICE + 1, 3 * answers.SLICE])
 def test_long_answers_go_out_in_slices(size):
     """
     Each waits until the one before is on its way; all of them together are what was announced.
@@ -726,14 +727,14 @@ def test_long_answers_go_out_in_slices(size):
         sent.append(message)
 
     data = bytes(range(256)) * (size // 256 + 1)
-    asyncio.run(api.send_json(send, data[: max(1, size)]))
+    asyncio.run(answers.send_json(send, data[: max(1, size)]))
     start, *parts = sent
     headers = dict(start["headers"])
     assert start["status"] == 200 and headers[b"content-type"] == b"application/json"
     assert b"".join(part["body"] for part in parts) == data[: max(1, size)]
     assert int(headers[b"content-length"]) == max(1, size)
     assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]
-    assert all(0 < len(part["body"]) <= api.SLICE for part in parts)
+    assert all(0 < len(part["body"]) <= answers.SLICE for part in parts)
 
 
 def test_four_long_answers_are_there_at_once(house, monkeypatch):
@@ -809,13 +810,15 @@ def test_what_counts_as_long(house, monkeypatch, num, is_long, fields):
 def test_scores_are_counted_with_their_candidates(fields, count):
     """Generated ones, and those of the prompt, which are told with the first event of a choice."""
     request = parse(max_tokens=9, **fields)
-    of_prompt = [] if request.prompt_candidates is None else [1]
-    of_answer = [] if request.candidates is None else [1, 2]
-    choices = [
-        SimpleNamespace(scores=of_answer, prompt_scores=of_prompt, is_first=True),
-        SimpleNamespace(scores=of_answer, prompt_scores=of_prompt * 50, is_first=False),
-    ]
-    assert api.Job.num_scores(SimpleNamespace(request=request), choices) == count
+    of_prompt = [] if request.num_prompt_logprobs is None else [1]
+    of_answer = [] if request.num_logprobs is None else [1, 2]
+    choices = [answers.CompletionChoice(None, i, request, [], ByteTokenizer(), []) for i in (0, 1)]
+    for choice in choices:
+        choice.scores = of_answer
+        choice.prompt_scores = of_prompt
+    choices[1].is_first = False
+    choices[1].prompt_scores = of_prompt * 50
+    assert sum(choice.num_scores for choice in choices) == count
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1152,10 +1155,10 @@ def test_orders_of_the_first_process_are_taken(monkeypatch):
         removed = []
         monkeypatch.setattr(house.clock, "remove_reader", removed.append)
         house.service.seat.orders = SimpleNamespace(fileno=lambda: 77)
-        house.clock.call_soon(house.service.take_order)
+        house.clock.call_soon(house.service.on_order)
         house.clock.run(1)
         assert house.service.draining and not house.service.server.should_exit and not removed
-        house.clock.call_soon(house.service.take_order)
+        house.clock.call_soon(house.service.on_order)
         house.clock.run(0.1)
         assert house.service.server.should_exit and removed == [77]
 
@@ -1166,7 +1169,7 @@ def test_a_worker_whose_leader_is_gone_stops_now(monkeypatch):
         monkeypatch.setattr(api.os, "read", lambda number, size: b"")
         monkeypatch.setattr(house.clock, "remove_reader", lambda number: None)
         house.service.seat.orders = SimpleNamespace(fileno=lambda: 77)
-        house.clock.call_soon(house.service.take_order)
+        house.clock.call_soon(house.service.on_order)
         house.clock.run(0.1)
         assert house.service.server.should_exit and caller.answer().status == 503
 
@@ -1187,7 +1190,7 @@ def test_every_route_is_described(house):
     calls = {
         (method.upper(), path) for path, calls in document["paths"].items() for method in calls
     }
-    assert calls == set(house.service.routes) and document["openapi"] == "3.1.0"
+    assert calls == set(api.ROUTES) and document["openapi"] == "3.1.0"
     for method, path in calls:
         call = document["paths"][path][method.lower()]
         assert ("requestBody" in call) == (method == "POST")

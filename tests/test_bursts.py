@@ -51,7 +51,7 @@ def test_after_a_round_the_engine_is_not_listened_to_for_as_long(
         monkeypatch.setattr(
             loop, "call_later", lambda wait, call, *args: waits.append((wait, call, args))
         )
-        choice.job = SimpleNamespace(take=take)
+        choice.job = SimpleNamespace(on_tokens=take)
         client.data_received(
             line({"op": "step", "out": [["a", [1], None, 0]], "stats": {"at_work": 1}})
         )
@@ -74,7 +74,8 @@ def test_what_several_steps_brought_is_told_at_once(listener):
     client, told = EngineClient(listener.getsockname()), []
     client.transport = Listening()
     job = SimpleNamespace(
-        take=lambda choice, *row: told.append(row), refuse=lambda *error: told.append(error)
+        on_tokens=lambda choice, *row: told.append(row),
+        on_refusal=lambda *error: told.append(error),
     )
     client.choices = {id: SimpleNamespace(job=job, finish_reason=None) for id in "ab"}
 
@@ -267,7 +268,7 @@ def test_an_engine_that_does_not_read_costs_no_memory(listener):
 
     def choices(n):
         request = CompletionRequest(prompt="x", n=n)
-        return [SimpleNamespace(request=request, prompt=[7] * 50_000, job=job) for _ in range(n)]
+        return [SimpleNamespace(body=request, prompt=[7] * 50_000, job=job) for _ in range(n)]
 
     def waiting():
         return client.transport.get_write_buffer_size() + sum(map(len, client.unsent.values()))

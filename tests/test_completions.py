@@ -9,8 +9,9 @@ import time
 import pytest
 from server import EOS, HELLO, ByteTokenizer, read_until, text_of
 
-from serving import api
-from serving.protocol import Choice, CompletionRequest
+from serving import answers
+from serving.answers import CompletionChoice
+from serving.protocol import CompletionRequest
 from tokenizer import TextStream
 
 
@@ -159,9 +160,9 @@ def test_a_long_echo_is_text_at_once(monkeypatch):
     )
     with monkeypatch.context() as patch:
         patch.setattr(TextStream, "push", lambda *_: 1 / 0)
-        choice = Choice(None, 0, request, prompt, [], ByteTokenizer(), [EOS])
+        choice = CompletionChoice(None, 0, request, prompt, ByteTokenizer(), [EOS])
     assert choice.text == "xé€" * 499 + "xé"
-    choice.take(
+    choice.add_tokens(
         [0xAC, ord("y")], "length", 0
     )  # the character that began in the prompt ends in the answer
     assert choice.text == "xé€" * 500 + "y"
@@ -269,13 +270,15 @@ def test_many_log_probabilities_are_told_beside_the_event_loop(chat, monkeypatch
         "request_id": "r",
     }
     said, threads = [], []
-    encode = api.long_json
+    encode = answers.long_json
     monkeypatch.setattr(
-        api, "long_json", lambda value: threads.append(threading.current_thread()) or encode(value)
+        answers,
+        "long_json",
+        lambda value: threads.append(threading.current_thread()) or encode(value),
     )
-    monkeypatch.setattr(api, "PIECE", 2)
+    monkeypatch.setattr(answers, "PIECE", 2)
     for number in (10**6, 0):
-        monkeypatch.setattr(api, "SCORES_IN_PLACE", number)
+        monkeypatch.setattr(answers, "SCORES_IN_PLACE", number)
         text = chat.http.post(path, json=call).text
         events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
         answer = events if stream else [json.loads(text)]

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from wires import House
 
 from model import GPT, GPTConfig
-from serving import api
 from serving import engine as engine_module
+from serving import metrics
 from serving.engine import Engine
 from serving.settings import Settings
 
@@ -319,9 +319,9 @@ def test_buckets_are_those_that_a_value_is_not_above(house, watched):
         LIMIT: 20,
     }
     at |= {QUEUE: 0.3, PREFILL: 480}
-    bounds = {FIRST: api.FIRST_TOKENS, BETWEEN: api.TOKEN_GAPS, CHOICES: (1, 2, 5, 10, 20)}
-    bounds |= dict.fromkeys((WHOLE, DECODE, QUEUE, PREFILL), api.LATENCIES)
-    bounds |= dict.fromkeys((PROMPT, LENGTH, LONGEST, LIMIT), api.LENGTHS)
+    bounds = {FIRST: metrics.FIRST_TOKENS, BETWEEN: metrics.TOKEN_GAPS, CHOICES: (1, 2, 5, 10, 20)}
+    bounds |= dict.fromkeys((WHOLE, DECODE, QUEUE, PREFILL), metrics.LATENCIES)
+    bounds |= dict.fromkeys((PROMPT, LENGTH, LONGEST, LIMIT), metrics.LENGTHS)
     samples = shown(house)
     for name, value in at.items():
         found = {key: count for key, count in samples.items() if key.startswith(f"{name}_bucket")}
@@ -378,11 +378,11 @@ VLLMS_BOUNDS = {
 
 @pytest.mark.parametrize("name", VLLMS_BOUNDS)
 def test_vllms_bounds_are_there_and_in_order(name):
-    bounds = list(getattr(api, name))
+    bounds = list(getattr(metrics, name))
     assert bounds == sorted(set(bounds)) and set(bounds) >= set(
         map(float, VLLMS_BOUNDS[name].split())
     )
-    assert api.LENGTHS[:7] == [1, 2, 5, 10, 20, 50, 100] and api.LENGTHS[-1] == 500_000
+    assert metrics.LENGTHS[:7] == [1, 2, 5, 10, 20, 50, 100] and metrics.LENGTHS[-1] == 500_000
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from server import Server, error_of
 
 import serve
-from serving import welcome
+from serving import api, welcome
 
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
 
@@ -108,7 +108,7 @@ def test_openapi_describes_what_is_taken_and_answered(server):
     """
     document = server.http.get("/openapi.json").json()
     assert {(m.upper(), path) for path, calls in document["paths"].items() for m in calls} == set(
-        server.service.routes
+        api.ROUTES
     )
     completions, schemas = (
         document["paths"]["/v1/completions"]["post"],

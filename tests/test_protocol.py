@@ -529,7 +529,7 @@ def test_candidates_of_a_prompt(fields, candidates):
     """
     As many as either wants. 0 is not none: the prompt is scored, without others beside its tokens.
     """
-    assert parse(**fields).prompt_candidates == candidates
+    assert parse(**fields).num_prompt_logprobs == candidates
 
 
 def test_sampling_params_are_those_of_the_engine():
@@ -908,7 +908,9 @@ def test_top_logprobs_need_logprobs():
         assert chat_refusal(top_logprobs=number).message == (
             "top_logprobs needs logprobs: send logprobs true or leave it out"
         )
-        assert ChatRequest(messages=HELLO, logprobs=True, top_logprobs=number).candidates == number
+        assert (
+            ChatRequest(messages=HELLO, logprobs=True, top_logprobs=number).num_logprobs == number
+        )
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])

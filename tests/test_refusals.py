@@ -129,7 +129,7 @@ def test_body_is_counted_as_it_comes(sizes, fits):
     )
     http = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
     with pytest.raises(ApiError) as caught:
-        asyncio.run(api.Service.read(service, http, CompletionRequest))
+        asyncio.run(api.Service.parse_body(service, http, CompletionRequest))
     assert sum(read[:-1]) <= 10
     wanted = (400, "the body is not JSON") if fits else (413, "the body has more than 10 bytes")
     assert caught.value.status == wanted[0] and caught.value.message.startswith(wanted[1])

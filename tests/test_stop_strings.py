@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server import EOS, ByteTokenizer, FakeEngine, Server, fake_score, text_of, wait_until
 
-from serving.protocol import Choice, CompletionRequest
+from serving.answers import CompletionChoice
+from serving.protocol import CompletionRequest
 from tokenizer import TextStream
 
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
@@ -147,8 +148,8 @@ def test_the_end_of_text_that_is_ignored_is_a_stop_token_like_others():
     """With ignore_eos it ends a text only where stop_token_ids name it, and is then the reason."""
     for ignored, reason in ((True, EOS), (False, None)):
         request = CompletionRequest(prompt="x", ignore_eos=ignored, stop_token_ids=[EOS])
-        choice = Choice(None, 0, request, [120], [], ByteTokenizer(), [EOS])
-        choice.take([120, EOS], "stop", 0, None)
+        choice = CompletionChoice(None, 0, request, [120], ByteTokenizer(), [EOS])
+        choice.add_tokens([120, EOS], "stop", 0, None)
         assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
 
 
@@ -156,21 +157,21 @@ def test_of_several_ends_of_text_only_the_first_is_no_reason():
     """As in vLLM: its stop_reason is null, that of the others is their id."""
     request = CompletionRequest(prompt="x")
     for last, reason in ((7, None), (8, 8), (9, 9)):
-        choice = Choice(None, 0, request, [120], [], ByteTokenizer(), [7, 8])
-        choice.take([120, last], "stop", 0)
+        choice = CompletionChoice(None, 0, request, [120], ByteTokenizer(), [7, 8])
+        choice.add_tokens([120, last], "stop", 0)
         assert (choice.text, choice.finish_reason, choice.stop_reason) == ("x", "stop", reason)
 
 
 def seconds_for_each_thousand(count: int) -> list[float]:
     """Of tokens told one by one, with stop strings, in this process's time."""
     request = CompletionRequest(prompt="x", stop=["never", "xxxy"], logprobs=1)
-    choice, times = Choice(None, 0, request, [120], [], ByteTokenizer(), [EOS]), []
+    choice, times = CompletionChoice(None, 0, request, [120], ByteTokenizer(), [EOS]), []
     for _ in range(count):
         started = time.process_time()
         for _ in range(1000):
-            choice.take([120], None, 0, [fake_score(120, 1)])
-            assert choice.has_news() and request.chunks(choice)
-            choice.told()
+            choice.add_tokens([120], None, 0, [fake_score(120, 1)])
+            assert choice.has_unsent() and choice.chunks()
+            choice.mark_sent()
         times.append(time.process_time() - started)
     return times
 

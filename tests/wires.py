@@ -26,7 +26,7 @@ from server import EOS, ByteTokenizer, bytes_directory
 from uvicorn.server import ServerState
 
 import serve
-from serving import api, connection
+from serving import answers, api, connection, metrics
 from serving import client as client_module
 from serving.client import EngineClient
 from serving.connection import Connection, LastAnswers
@@ -308,7 +308,7 @@ class House:
             perf_counter=self.clock.time,
             time=lambda: EPOCH + self.clock.now - Clock.now,
         )
-        for module in (api, client_module, connection):
+        for module in (answers, api, client_module, connection, metrics):
             self.patches.setattr(module, "time", calendar)
         self.patches.setattr(client_module, "connect", self.connect_engine)
 

@@ -1,0 +1,546 @@
+"""
+The way from tokens to what a client reads: everything that happens to the engine's tokens here.
+
+    choice = CompletionChoice(job, 0, body, prompt, tokenizer, eos)     # or ChatChoice
+    choice.add_tokens([12, 7], None, 0)        # what a step brought
+    choice.text, choice.chunks()               # what was not sent yet; as the JSON of events
+    choice.mark_sent()
+
+A call is a `Job`, with a `Choice` for each of n continuations of each prompt. `EngineClient`
+(client.py) hands every step's tokens to `Job.on_tokens`; the choice makes text of them, finds stop
+strings and counts; the job, an ASGI application, sends all choices as one answer, or what is new of
+them as server-sent events. The shapes of answers are those of OpenAI's API, and vLLM's.
+Not run by itself: api.py makes a Job for each completion.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from copy import copy
+
+from serving.params import LOWEST_LOGPROB
+from serving.protocol import ApiError, ChatRequest, ClientGone, CompletionRequest, error_body
+from tokenizer import TextStream, token_name
+
+PING_SECONDS = 10  # a silent stream sends a comment so often, or proxies take it for dead
+PING = b": ping\n\n"
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+SEED_BITS = 48  # of drawn seeds: readers of the log that take numbers for floats keep so many whole
+SLICE = 2**18  # bytes of a long answer that go out at a time
+PIECE = 64  # tokens whose log-probabilities become JSON at a time
+SCORES_IN_PLACE = 1000  # log-probabilities that take 5 ms; for more, a thread makes the JSON
+
+compact = json.JSONEncoder(separators=(",", ":")).encode
+
+
+# --------------------------------------------------------------------------------------------------
+# One continuation of a prompt
+
+
+class Choice:
+    """
+    One continuation of a prompt: steps of the engine put tokens in; `text`, `tokens`, `scores` (one
+    for each token, if asked for) and `offsets` (where in the whole text each token begins) are what
+    was not sent yet. `prompt_scores` has one for each token of the prompt but the first. A score:
+    [log-probability of the token, the likeliest ids, their log-probabilities].
+
+    A subclass for each path knows the shapes of its answers.
+    """
+
+    def __init__(self, job: "Job", index: int, body, prompt: list[int], tokenizer, eos: list[int]):
+        self.job = job
+        self.index = index
+        self.body = body  # protocol.SamplingRequest
+        self.prompt = prompt
+        self.num_logprobs = body.num_logprobs
+        self.num_prompt_logprobs = body.num_prompt_logprobs
+        # To vLLM the end of text, the first if there are several, is a stop without a reason; with
+        # ignore_eos it is a token like any other.
+        self.eos = None if body.ignore_eos or not eos else eos[0]
+        self.siblings = [self]  # all choices of the prompt
+        self.engine_id: str | None = None
+        self.num_tokens = 0  # of the answer; tokens after a stop string do not count
+        self.cached_tokens = 0  # of the prompt
+        self.prompt_scores: list[list] = []
+        self.finish_reason: str | None = None
+        # where finish_reason is "stop": the stop string or id; None: the end of text
+        self.stop_reason: str | int | None = None
+        self.first_step = 0.0  # when the first tokens came
+        self.last_step = 0.0
+        self.spell = tokenizer.spelled_bytes  # of control tokens too: "<|endoftext|>"
+        self.stream = TextStream(self.spell, [], body.include_stop_str_in_output)
+        self.mark_sent()
+        self.is_first = True  # nothing was sent yet
+        if body.echo:
+            self._echo()
+        if body.skip_special_tokens:
+            self.stream.token_bytes = tokenizer.token_bytes
+
+    def _echo(self):
+        """
+        Begin with the prompt as it was sent, with the names of control tokens. It is not searched
+        for stop strings, but a character may begin in it and end in the answer. Only
+        log-probabilities need offsets, and there are not many.
+        """
+        if self.num_logprobs is None:
+            self.text = self.stream.push_all(self.prompt)
+            return
+        for token in self.prompt:
+            self.offsets.append(self.stream.num_characters)
+            self.text += self.stream.push(token)
+
+    def add_tokens(self, tokens, finish_reason, cached_tokens, scores=None, prompt_scores=None):
+        """
+        Add what a step brought, or several. With finish_reason "stop" the last token is the one
+        that stopped: it is no text. `scores`, if asked for, has one for each token; prompt_scores
+        come once, with the first tokens of one of the prompt's choices.
+        """
+        self.cached_tokens = cached_tokens
+        if prompt_scores:
+            for sibling in self.siblings:
+                sibling.prompt_scores = prompt_scores
+        if self.body.max_tokens == 0:  # the prompt's scores were all that was wanted
+            tokens = []
+            finish_reason = "length"
+        num_shown = len(tokens)
+        if finish_reason == "stop" and not self.body.include_stop_str_in_output:
+            num_shown -= 1
+        for number, token in enumerate(tokens):
+            self.num_tokens += 1
+            self.tokens.append(token)
+            if scores:
+                self.scores.append(scores[number])
+            self.offsets.append(self.stream.num_characters)
+            if self.num_tokens == self.body.min_tokens + 1:
+                self.stream.stop_at(self.body.stop)
+            if number < num_shown:
+                self.text += self.stream.push(token)
+            if self.stream.matched is not None:
+                self.finish_reason = "stop"
+                self.stop_reason = self.stream.matched
+                return  # the tokens after a stop string do not count
+        if finish_reason:
+            self.text += self.stream.flush()
+            self.finish_reason = finish_reason
+            if finish_reason == "stop" and tokens[-1] != self.eos:
+                self.stop_reason = tokens[-1]
+
+    def has_unsent(self) -> bool:
+        """Whether there is something to tell the client: text, the end, or tokens if it asked."""
+        if self.finish_reason:
+            return not self.is_over
+        if self.tokens and (self.body.return_token_ids or self.num_logprobs is not None):
+            return True
+        # an echo waits for its prompt's scores, which come with the first token
+        waits = self.num_prompt_logprobs is not None and not self.tokens
+        return bool(self.text) and not waits
+
+    def mark_sent(self):
+        """The client was sent all that there is until now."""
+        self.text = ""
+        self.tokens = []
+        self.scores = []
+        self.offsets = []
+        self.is_first = False
+        self.is_over = self.finish_reason is not None
+
+    @property
+    def num_scores(self) -> int:
+        """How many log-probabilities there are to send."""
+        count = len(self.scores) * (1 + (self.num_logprobs or 0))
+        if self.is_first:
+            count += len(self.prompt_scores) * (1 + (self.num_prompt_logprobs or 0))
+        return count
+
+    # what an answer says of it, as plain dictionaries
+
+    def chunks(self) -> list[dict]:
+        """What is new, for one event each."""
+        chunks = []
+        options = self.body.stream_options
+        num_tokens = self.num_tokens - len(self.tokens)  # that the client knows of
+        for content, tokens, finish_reason in self.parts():
+            num_tokens += len(tokens)
+            chunk = {"choices": [self.entry(content, tokens, finish_reason)]}
+            if options.include_usage and options.continuous_usage_stats:  # vLLM's
+                chunk["usage"] = token_counts(len(self.prompt), num_tokens)
+            chunks.append(chunk)
+        if self.is_first:
+            chunks[0] |= self.beside()
+        return chunks
+
+    def entry(self, content: dict, tokens: list[int], finish_reason: str | None) -> dict:
+        """An item of "choices"."""
+        fields = {"index": self.index, "logprobs": None, "finish_reason": finish_reason}
+        if self.num_logprobs is not None:
+            fields["logprobs"] = self.logprobs(tokens)
+        fields["stop_reason"] = self.stop_reason if finish_reason else None
+        if self.body.return_token_ids:
+            fields["token_ids"] = tokens
+        return content | fields
+
+    def prompt_fields(self) -> dict:
+        """What an answer says of the prompt, once."""
+        fields = {}
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = self.prompt
+        if self.body.prompt_logprobs is not None:
+            scored = zip(self.prompt[1:], self.prompt_scores, strict=True)
+            places = [self.prompt_logprobs(token, score) for token, score in scored]
+            fields["prompt_logprobs"] = [None, *places]
+        return fields
+
+    def prompt_logprobs(self, token: int, score: list) -> dict:
+        """vLLM's {id: {logprob, rank, decoded_token}}; a rank is null where it is not known."""
+        n = self.body.prompt_logprobs
+        place = {}
+        for rank, (i, logprob) in enumerate(likeliest(token, score, n).items(), 1):
+            known = rank if rank <= n else None
+            place[str(i)] = {"logprob": logprob, "rank": known, "decoded_token": self.name(i)}
+        return place
+
+    def name(self, token: int) -> str:
+        return token_name(self.spell(token))
+
+
+def token_counts(prompt_tokens: int, completion_tokens: int) -> dict:
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    return counts | {"total_tokens": prompt_tokens + completion_tokens}
+
+
+def likeliest(token: int, score: list, n: int) -> dict[int, float]:
+    """{id: log-probability} of the n likeliest tokens and of the token itself, likeliest first."""
+    logprob, ids, logprobs = score
+    found = dict(zip(ids[:n], logprobs[:n], strict=True))
+    found.setdefault(token, logprob)
+    return {i: max(p, LOWEST_LOGPROB) for i, p in found.items()}
+
+
+class CompletionChoice(Choice):
+    """As /v1/completions shows one."""
+
+    id_prefix = "cmpl-"
+    objects = ("text_completion", "text_completion")  # of a whole answer, of a chunk
+
+    def parts(self) -> list[tuple]:
+        """What is new: content, tokens and finish_reason of each chunk."""
+        content = {"text": self.text}
+        if self.is_first:
+            content |= self.prompt_fields()
+        return [(content, self.tokens, self.finish_reason)]
+
+    def whole(self) -> dict:
+        (part,) = self.parts()
+        return self.entry(*part)
+
+    def beside(self) -> dict:
+        """What an answer says beside its choices."""
+        return {}
+
+    def logprobs(self, tokens: list[int]) -> dict:
+        """
+        OpenAI's shape for completions: four lists, an entry for each token, an echo's too; null:
+        nothing predicts it.
+        """
+        scores = self.scores
+        if self.is_first and self.body.echo:
+            tokens = self.prompt + tokens
+            scores = [None, *self.prompt_scores, *scores]
+        values = []
+        tops = []
+        for token, score in zip(tokens, scores, strict=True):
+            found = likeliest(token, score, self.num_logprobs) if score else {}
+            values.append(found.get(token))
+            tops.append({self.name(i): p for i, p in found.items()} or None)
+        lists = {"tokens": list(map(self.name, tokens)), "token_logprobs": values}
+        return lists | {"top_logprobs": tops, "text_offset": self.offsets}
+
+
+class ChatChoice(Choice):
+    """As /v1/chat/completions shows one."""
+
+    id_prefix = "chatcmpl-"
+    objects = ("chat.completion", "chat.completion.chunk")
+
+    def parts(self) -> list[tuple]:
+        """
+        The first says the role, the last nothing but how it ended, what is between has the text.
+        """
+        parts = []
+        if self.is_first:
+            parts.append(({"delta": {"role": "assistant", "content": ""}}, [], None))
+        if self.text or self.tokens:
+            parts.append(({"delta": {"content": self.text}}, self.tokens, None))
+        if self.finish_reason:
+            parts.append(({"delta": {}}, [], self.finish_reason))
+        return parts
+
+    def whole(self) -> dict:
+        message = {"role": "assistant", "content": self.text}
+        return self.entry({"message": message}, self.tokens, self.finish_reason)
+
+    def beside(self) -> dict:
+        """A call has one conversation: what there is to say of it stands beside the choices."""
+        return self.prompt_fields()
+
+    def logprobs(self, tokens: list[int]) -> dict | None:
+        """OpenAI's shape for chats: an object for each token."""
+        if not tokens:
+            return None
+        content = []
+        for token, score in zip(tokens, self.scores, strict=True):
+            found = likeliest(token, score, self.num_logprobs)
+            top = [self.scored(*item) for item in list(found.items())[: self.num_logprobs]]
+            content.append(self.scored(token, found[token]) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def scored(self, token: int, logprob: float) -> dict:
+        data = self.spell(token)
+        return {"token": token_name(data), "logprob": logprob, "bytes": list(data)}
+
+
+# --------------------------------------------------------------------------------------------------
+# The answer to a call
+
+CHOICES = {CompletionRequest: CompletionChoice, ChatRequest: ChatChoice}
+
+# status and code of what the engine, or its client, refuses; all else is a 500
+REFUSALS = {"invalid": (400, None), "full": (429, "queue_full")}
+REFUSALS |= {"engine_dead": (500, "engine_dead"), "stopping": (503, "stopping")}
+
+
+class Job:
+    """
+    The answer to one call, as an ASGI application: whole, or a stream of server-sent events. While
+    a client reads slowly `send` waits and tokens gather (backpressure); they then go out as one
+    event. However it ends, nothing of it goes on running in the engine.
+
+    `service` is api.Service; `salt` that of its client's prefix cache; `id` the call's own.
+    """
+
+    def __init__(self, service, body, prompts: list[list[int]], salt: str, id: str):
+        self.service = service
+        self.client = service.client
+        self.body = body
+        self.salt = salt
+        self.started = time.monotonic()
+        self.changed = asyncio.Event()  # there is something to send
+        self.is_silent = False  # and if it is nothing, a ping
+        self.is_done = False
+        self.error: ApiError | None = None
+        self.seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
+        kind = CHOICES[type(body)]
+        given = (service.tokenizer, self.client.info["eos_token_ids"])
+        self.choices: list[Choice] = []
+        for number, prompt in enumerate(prompts):
+            own = body
+            if body.seed is None:  # or equal prompts of a call would get equal answers
+                own = body.model_copy(update={"seed": self.seed + number})
+            first = len(self.choices)
+            siblings = [kind(self, first + i, own, prompt, *given) for i in range(body.n)]
+            for choice in siblings:
+                choice.siblings = siblings
+            self.choices += siblings
+        self.num_unfinished = len(self.choices)
+        self.id = f"{kind.id_prefix}{body.request_id or id}"
+        self.head = {"id": self.id, "object": kind.objects[body.stream]}
+        self.head |= {"created": int(time.time()), "model": service.name}
+
+    async def __call__(self, scope, receive, send):
+        # here: nothing is awaited between this and the submission
+        self.service.check_room(len(self.choices))
+        self.submit()
+        tasks = [asyncio.create_task(self.watch(receive))]
+        try:
+            if self.body.stream:
+                tasks.append(asyncio.create_task(self.ping()))
+                await self.send_stream(send)
+            else:
+                await self.changed.wait()
+                await self.send_whole(send)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.abort()
+
+    def submit(self):
+        for choice in self.choices[:: self.body.n]:
+            if self.body.max_tokens != 0 or choice.num_prompt_logprobs is not None:
+                self.client.submit(choice.siblings)
+                continue
+            for sibling in choice.siblings:  # an echo of the prompt alone is no work for the engine
+                self.on_tokens(sibling, [], "length", 0)
+
+    # what the engine's client calls
+
+    def on_tokens(self, choice: Choice, tokens: list[int], *output):
+        """A step brought these tokens of a choice, and the rest of its row."""
+        choice.add_tokens(tokens, *output)
+        self.service.metrics.count_tokens(choice, len(tokens))
+        self.num_unfinished -= choice.finish_reason is not None
+        self.is_done = self.num_unfinished == 0
+        if self.body.stream or self.is_done:
+            self.changed.set()
+
+    def on_refusal(self, kind: str, message: str):
+        """The engine does not accept a choice, failed at it, or is gone."""
+        status, code = REFUSALS.get(kind, (500, None))
+        self.fail(ApiError(status, message, code=code))
+
+    # its end
+
+    def fail(self, error: ApiError):
+        """End the call, all its choices; of several errors the first is told."""
+        self.error = self.error or error
+        self.is_done = True
+        self.abort()
+        self.changed.set()
+
+    def abort(self):
+        is_gone = self.error is None or isinstance(self.error, ClientGone)
+        reason = "abort" if is_gone else "error"
+        for choice in self.choices:
+            if self.client.abort(choice):
+                self.service.metrics.finished[reason].inc()
+
+    async def watch(self, receive):
+        """
+        End the call when it takes too long, or when the client hangs up, which ASGI says only when
+        it is asked.
+        """
+        limit = self.service.args.request_seconds
+        try:
+            async with asyncio.timeout(limit):
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+            self.fail(ClientGone())
+        except TimeoutError:
+            message = f"not finished within {limit:g} s, what the server allows"
+            self.fail(ApiError(503, message, code="timeout"))
+
+    # a whole answer
+
+    async def send_whole(self, send):
+        is_long = sum(choice.num_scores for choice in self.choices) > SCORES_IN_PLACE
+        async with self.service.long_answers if is_long else contextlib.nullcontext():
+            if self.error:  # also: while it waited
+                raise self.error
+            if is_long:
+                data = await asyncio.to_thread(self.whole, long_json)
+            else:
+                data = self.whole(compact)
+            await send_json(send, data)
+
+    def whole(self, encode: Callable) -> bytes:
+        """All of it, one choice at a time."""
+        choices = ",".join(encode(choice.whole()) for choice in self.choices)
+        rest = self.choices[0].beside() | {"usage": self.usage()}
+        return f'{encode(self.head)[:-1]},"choices":[{choices}],{encode(rest)[1:]}'.encode()
+
+    def usage(self) -> dict:
+        firsts = self.choices[:: self.body.n]
+        prompt = sum(len(choice.prompt) for choice in firsts)
+        cached = sum(choice.cached_tokens for choice in firsts)
+        counts = token_counts(prompt, sum(choice.num_tokens for choice in self.choices))
+        return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+    # a stream
+
+    async def ping(self):
+        """
+        Now and then have the stream say something: a timeout for each of its tokens would cost more
+        than a token.
+        """
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            self.is_silent = True
+            self.changed.set()
+
+    async def send_stream(self, send):
+        """
+        Headers go out with the first event, so what fails before it still has a status of its own.
+        """
+        is_started = is_done = False
+        while not is_done:
+            await self.changed.wait()
+            if self.error and not is_started:
+                raise self.error
+            # From here until the choices are marked nothing is awaited: no token comes between what
+            # is sent and what is forgotten.
+            choices = [choice for choice in self.choices if choice.has_unsent()]
+            is_long = sum(choice.num_scores for choice in choices) > SCORES_IN_PLACE
+            if is_long:
+                copies = [copy(choice) for choice in choices]
+            else:
+                events = self.events(choices, compact)
+            for choice in choices:
+                choice.mark_sent()
+            is_done = self.is_done
+            end = self.last_events() if is_done else []
+            idle = PING if self.is_silent else b""  # b"": new text is all held back
+            self.is_silent = False
+            self.changed.clear()
+            if is_long:
+                events = await asyncio.to_thread(self.events, copies, long_json)
+            data = "".join(f"data: {event}\n\n" for event in events + end).encode() or idle
+            if data and not is_started:
+                is_started = True
+                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": not is_done})
+
+    def events(self, choices: list[Choice], encode: Callable) -> list[str]:
+        """All that is new of these choices, as JSON."""
+        head = self.head
+        if self.body.stream_options.include_usage:
+            head = head | {"usage": None}
+        return [encode(head | chunk) for choice in choices for chunk in choice.chunks()]
+
+    def last_events(self) -> list[str]:
+        """After the last tokens the usage, if asked for, and the end."""
+        if self.error:
+            return [error_body(self.error).decode()]
+        if self.body.stream_options.include_usage:
+            return [compact(self.head | {"choices": [], "usage": self.usage()}), "[DONE]"]
+        return ["[DONE]"]
+
+
+# --------------------------------------------------------------------------------------------------
+# JSON on its way out
+
+
+def json_parts(value) -> Iterator[str]:
+    """
+    compact(value) in pieces, for a thread: while the encoder is at one, up to a second, no other
+    thread has a turn.
+    """
+    if isinstance(value, dict):
+        yield "{"
+        for number, (name, item) in enumerate(value.items()):
+            yield f"{',' if number else ''}{compact(name)}:"
+            yield from json_parts(item)
+        yield "}"
+    elif isinstance(value, list) and len(value) > PIECE:
+        yield "["
+        for start in range(0, len(value), PIECE):
+            yield ("," if start else "") + compact(value[start : start + PIECE])[1:-1]
+        yield "]"
+    else:
+        yield compact(value)
+
+
+def long_json(value: dict) -> str:
+    return "".join(json_parts(value))
+
+
+async def send_json(send, data: bytes):
+    """An answer that is long perhaps; each `send` waits until the slice before is on its way."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for start in range(0, len(data), SLICE):
+        part = data[start : start + SLICE]
+        more = start + SLICE < len(data)
+        await send({"type": "http.response.body", "body": part, "more_body": more})
