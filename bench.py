@@ -47,7 +47,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
 import torch
 
 import kernels
-from assets import draw
+from assets import draw, load
 from model import (
     GPT,
     GPTConfig,
@@ -58,10 +58,10 @@ from model import (
     serving_dtype,
 )
 from paged import Request, Scheduler, SchedulerSettings
-from serving import load
 from serving.engine import Engine
 from serving.params import SamplingParams
 from serving.settings import Settings
+from serving.sizing import bytes_per_block
 
 Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
 Answers = list[list[int]]  # token ids
@@ -631,7 +631,7 @@ def throughput(engine: Engine, gpt: GPT, work: Work, bandwidth: float) -> dict:
     contexts = 0  # K and V that are read, in tokens: by each token those of all before
     for prompt, answer in work:
         contexts += answer * len(prompt) + answer * (answer + 1) / 2
-    bytes_read = steps * weight_bytes(gpt) + contexts * kv_bytes_per_token(engine)
+    bytes_read = steps * weight_bytes(gpt) + contexts * bytes_per_block(gpt, 1)
     floor = bytes_read / bandwidth
     tokens_in, tokens_out = num_tokens(work)
     row = {"in": tokens_in, "out": tokens_out, "s": round(seconds, 2)}
@@ -653,11 +653,6 @@ def latency(engine: Engine, n: int) -> dict:
 
 def weight_bytes(gpt: GPT) -> int:
     return sum(weight.nbytes for weight in gpt.parameters())
-
-
-def kv_bytes_per_token(engine: Engine) -> float:
-    num_slots = (engine.num_blocks + 1) * engine.scheduler.block_size  # with the sink's
-    return engine.runner.pool.kv.nbytes / num_slots
 
 
 @command
@@ -734,7 +729,7 @@ def bench_overhead(model="gpt2-124M") -> dict:
     for n in numbers:
         let_decode(engine, n, context)
         seconds = step_seconds(engine, steps)
-        kv_bytes = n * (context + steps / 2) * kv_bytes_per_token(engine)
+        kv_bytes = n * (context + steps / 2) * bytes_per_block(gpt, 1)
         floor = (weight_bytes(gpt) + kv_bytes) / bandwidth
         row = {"ms a step": ms(seconds), "floor, ms": ms(floor)}
         if DEVICE == "cuda":

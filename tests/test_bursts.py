@@ -7,8 +7,8 @@ import pytest
 from server import FakeEngine, Server, read_until, text_of, wait_until
 
 import serve
+from assets import load
 from serving import client as client_module
-from serving import load
 from serving.client import EngineClient
 from serving.links import Links, line
 from serving.protocol import CompletionRequest

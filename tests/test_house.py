@@ -40,7 +40,8 @@ ORDER = [
     "serving.sampling", "serving.sampling_kernels", "serving.runner", "serving.sizing",
     "serving.links", "serving.engine",
     "serving.chat", "serving.encoder", "serving.workers", "serving.protocol", "serving.connection",
-    "serving.client", "serving.metrics", "serving.answers", "serving.api", "serving.terminal", "serve", "serving.load", "bench",
+    "serving.client", "serving.metrics", "serving.answers", "serving.api", "serving.terminal",
+    "serve", "bench",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "paged",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving import load
+from assets import load
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def test_a_row_is_measured_from_when_it_was_due(clock, stream):
     ):
         clock[0] = seconds
         server.sendall(data)
-        assert own.read() is True
+        assert own.receive() is True
     server.close()
-    assert own.read() is False
+    assert own.receive() is False
     assert own.row() == {
         "first": pytest.approx(1.0),
         "gaps": [pytest.approx(1.0)],
@@ -76,7 +76,7 @@ def test_an_answer_that_is_not_whole_is_no_measurement(clock, stream):
     server.sendall(
         b'data: {"text":"a"}\n\ndata: {"usage":{"completion_tokens":33,"total_tokens":5}}\n\n'
     )
-    own.read()
+    own.receive()
     with pytest.raises(ValueError, match="wanted 3 tokens, the answer ends with data: "):
         own.row()
 
@@ -85,7 +85,7 @@ def test_the_count_is_found_though_it_comes_in_two_parts(clock, stream):
     own, server = stream
     for part in (b'{"text":"' + b"x" * 3000, b'"}{"completion_tok', b'ens":3,'):
         server.sendall(part)
-        own.read()
+        own.receive()
     assert own.row()["tokens"] == 3 and len(own.tail) < 2000
 
 
@@ -94,15 +94,15 @@ def test_a_slow_client_sips(stream):
     own, server = stream
     own.speed = 50
     server.sendall(b"x" * 100)
-    own.read()
-    assert len(own.tail) == 50 * load.SIP_SECONDS
+    own.receive()
+    assert len(own.tail) == 50 * load.SLOW_READ_SECONDS
     own.sock.setblocking(False)
     sipping = [own]
     for _ in range(25):
-        load.sip(sipping)
+        load.read_slowly(sipping)
     assert len(own.tail) == 100 and sipping == [own]  # nothing is there to read: it is no end
     server.close()
-    load.sip(sipping)
+    load.read_slowly(sipping)
     assert sipping == []
 
 

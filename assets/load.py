@@ -1,10 +1,10 @@
 """
 Load for a server that speaks OpenAI's completions, from independent client processes with raw
-sockets.
-
-    python -m serving.load 127.0.0.1 8000 < share.json      # one process's share: a list of requests; prints what it measured
+sockets; for `bench.py server` and the tests.
 
     rows = load(host, port, [completion(prompt, 100) for prompt in prompts], processes=12)
+
+    python -m assets.load 127.0.0.1 8000 < share.json   # what each client process runs
 
 A client that shares a process with all others, or a rich HTTP library, is slower than the server it
 measures, and what it reports as the server's lateness is its own. Here a process has a few
@@ -15,6 +15,7 @@ machine's, so processes share it.
 
 import itertools
 import json
+import math
 import selectors
 import socket
 import subprocess
@@ -23,9 +24,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-READ_SIZE = 2**16  # bytes taken at a time
+READ_SIZE = 2**16  # bytes read at a time
 START_SECONDS = 0.3  # until every client process has read its share
-SIP_SECONDS = 0.1  # how often a slow client reads
+SLOW_READ_SECONDS = 0.1  # how often a slow client reads
 SLOW_BUFFER = 4096  # bytes that the system may hold ready for a slow client
 
 
@@ -34,13 +35,8 @@ def completion(prompt: list[int], tokens: int, at: float = 0.0, speed: float | N
     A streamed request for an answer of so many tokens, to be sent `at` seconds after the start, by
     a client that reads `speed` bytes a second, or, for None, all that comes.
     """
-    body = {
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0.6,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True}
+    body["stream"] = True
     body["stream_options"] = {"include_usage": True}
     return {"body": body, "tokens": tokens, "at": at, "bytes a second": speed}
 
@@ -49,12 +45,12 @@ class Stream:
     """One request on a connection of its own."""
 
     def __init__(self, address: tuple[str, int], request: dict, start: float):
+        self.address = address
         self.request = request
         self.due = start + request["at"]
         self.speed = request["bytes a second"]
         self.arrivals: list[float] = []  # of text, on the clock
         self.tail = b""  # the end of what has arrived
-        self.address = address
 
     def connect(self):
         self.sock = socket.socket()
@@ -62,13 +58,18 @@ class Stream:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)
         self.sock.connect(self.address)
         body = json.dumps(self.request["body"]).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.address[0]}\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\n"
+            f"Host: {self.address[0]}\r\n"
+            "Content-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
         self.sock.sendall(head.encode() + body)
 
-    def read(self) -> bool:
-        """Take what has arrived. False at the end."""
-        size = int(self.speed * SIP_SECONDS) if self.speed else READ_SIZE
+    def receive(self) -> bool:
+        """Read what has arrived. False at the end."""
+        size = int(self.speed * SLOW_READ_SECONDS) if self.speed else READ_SIZE
         data = self.sock.recv(size)
         if b'"text"' in data:
             self.arrivals.append(time.monotonic())
@@ -82,30 +83,25 @@ class Stream:
         """
         tokens = self.request["tokens"]
         if f'"completion_tokens":{tokens},'.encode() not in self.tail:
-            raise ValueError(
-                f"wanted {tokens} tokens, the answer ends with {self.tail.decode(errors='replace')}"
-            )
+            ending = self.tail.decode(errors="replace")
+            raise ValueError(f"wanted {tokens} tokens, the answer ends with {ending}")
         times = [moment - self.due for moment in self.arrivals]
         gaps = [after - before for before, after in itertools.pairwise(times)]
-        return {
-            "first": times[0],
-            "gaps": gaps,
-            "end": self.request["at"] + times[-1],
-            "tokens": tokens,
-        }
+        end = self.request["at"] + times[-1]
+        return {"first": times[0], "gaps": gaps, "end": end, "tokens": tokens}
 
 
-def play(host: str, port: int, requests: list[dict], start: float) -> list[dict | None]:
+def play(address: tuple[str, int], requests: list[dict], start: float) -> list[dict | None]:
     """
     Send each request at its time and read all answers. Ends when the streams that are not slow have
     ended.
     """
-    streams = [Stream((host, port), request, start) for request in requests]
+    streams = [Stream(address, request, start) for request in requests]
     waiting = sorted(streams, key=lambda stream: -stream.due)
     selector = selectors.DefaultSelector()
-    sipping: list[Stream] = []
+    slow: list[Stream] = []
     unfinished = sum(not stream.speed for stream in streams)
-    next_sip = start
+    next_slow_read = start
     while unfinished:
         now = time.monotonic()
         while waiting and waiting[-1].due <= now:
@@ -113,28 +109,29 @@ def play(host: str, port: int, requests: list[dict], start: float) -> list[dict 
             stream.connect()
             if stream.speed:
                 stream.sock.setblocking(False)
-                sipping.append(stream)
+                slow.append(stream)
             else:
                 selector.register(stream.sock, selectors.EVENT_READ, stream)
-        if sipping and now >= next_sip:
-            next_sip = now + SIP_SECONDS
-            sip(sipping)
+        if slow and now >= next_slow_read:
+            next_slow_read = now + SLOW_READ_SECONDS
+            read_slowly(slow)
         pause = max(0.0, waiting[-1].due - now) if waiting else 1.0
-        if sipping:
-            pause = min(pause, max(0.0, next_sip - now))
+        if slow:
+            pause = min(pause, max(0.0, next_slow_read - now))
         for key, _ in selector.select(pause):
-            if not key.data.read():
-                selector.unregister(key.fileobj)
-                key.fileobj.close()
+            stream = key.data
+            if not stream.receive():
+                selector.unregister(stream.sock)
+                stream.sock.close()
                 unfinished -= 1
     return [None if stream.speed else stream.row() for stream in streams]
 
 
-def sip(streams: list[Stream]):
+def read_slowly(streams: list[Stream]):
     """Have slow clients read a little; those whose answer has ended leave the list."""
     for stream in list(streams):
         try:
-            if not stream.read():
+            if not stream.receive():
                 streams.remove(stream)
         except BlockingIOError:
             pass
@@ -145,34 +142,42 @@ def load(host: str, port: int, requests: list[dict], processes: int) -> list[dic
     Spread requests over client processes; returns a row for each, in their order. Raises
     ValueError.
     """
-    shares = [requests[i::processes] for i in range(min(processes, len(requests)))]
-    command = [sys.executable, "-m", "serving.load", host, str(port)]
-    clients = []
-    for _ in shares:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        clients.append(subprocess.Popen(command, cwd=ROOT, **pipes))
+    processes = min(processes, len(requests))
+    shares = [requests[i::processes] for i in range(processes)]
+    clients = [start_client(host, port) for _ in shares]
     for client in clients:
         client.stdout.readline()  # it is up
     start = time.monotonic() + START_SECONDS
     for client, share in zip(clients, shares, strict=True):
-        client.stdin.write(json.dumps({"start": start, "requests": share}).encode())
+        job = {"start": start, "requests": share}
+        client.stdin.write(json.dumps(job).encode())
         client.stdin.close()
-    outcomes = [json.loads(client.stdout.read()) for client in clients]
+    outcomes = [json.load(client.stdout) for client in clients]
     for client in clients:
         client.wait()
     rows: list = [None] * len(requests)
     for i, outcome in enumerate(outcomes):
         if "error" in outcome:
             raise ValueError(outcome["error"])
-        rows[i :: len(shares)] = outcome["rows"]
+        rows[i::processes] = outcome["rows"]
     return rows
+
+
+def start_client(host: str, port: int) -> subprocess.Popen:
+    """A process that says when it is up, reads its share from stdin and prints what it measured."""
+    command = [sys.executable, "-m", "assets.load", host, str(port)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe)
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
     """In milliseconds, of seconds."""
-    ordered = sorted(values) or [float("nan")]
-    places = {p: min(len(ordered) - 1, len(ordered) * p // 100) for p in (50, 90, 99)}
-    return {f"p{p}": round(1e3 * ordered[place], 2) for p, place in places.items()}
+    ordered = sorted(values) or [math.nan]
+    found = {}
+    for p in (50, 90, 99):
+        place = len(ordered) * p // 100
+        found[f"p{p}"] = round(1e3 * ordered[place], 2)
+    return found
 
 
 def summary(rows: list[dict]) -> dict:
@@ -183,10 +188,11 @@ def summary(rows: list[dict]) -> dict:
     seconds = max(row["end"] for row in rows)
     tokens = sum(row["tokens"] for row in rows)
     gaps = [gap for row in rows for gap in row["gaps"]]
+    arrivals = len(gaps) + len(rows)
     result = {"output tok/s": round(tokens / seconds), "s": round(seconds, 2)}
     result["first token, ms"] = percentiles([row["first"] for row in rows])
     result["gaps, ms"] = percentiles(gaps)
-    result["tokens an event"] = round(tokens / (len(gaps) + len(rows)), 2)
+    result["tokens an event"] = round(tokens / arrivals, 2)
     return result
 
 
@@ -195,9 +201,11 @@ def main():
     print("ready", flush=True)
     share = json.load(sys.stdin)
     try:
-        print(json.dumps({"rows": play(host, int(port), share["requests"], share["start"])}))
+        rows = play((host, int(port)), share["requests"], share["start"])
+        outcome = {"rows": rows}
     except (OSError, ValueError) as error:
-        print(json.dumps({"error": str(error)}))
+        outcome = {"error": str(error)}
+    print(json.dumps(outcome))
 
 
 if __name__ == "__main__":
