@@ -162,7 +162,7 @@ class BlockAllocator:
 # Requests
 
 
-TO_COME = -1  # stands for a token whose step is under way
+TO_COME = None  # stands for a token whose step is under way
 
 
 @dataclass(slots=True, eq=False)

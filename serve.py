@@ -82,7 +82,7 @@ def engine_process(args: argparse.Namespace, listener: socket.socket):
     try:
         import torch
 
-        from serving.engine import run
+        from serving.loop import serve
 
         torch.set_num_threads(engine_threads())
         engine = build_engine(args)
@@ -93,7 +93,7 @@ def engine_process(args: argparse.Namespace, listener: socket.socket):
             message = f"{type(error).__name__}: {message}"
         links.greet({"op": "fatal", "message": message})
         return
-    run(engine, links, args.max_queue)
+    serve(engine, links, args.max_queue)
     # the first HTTP process removes the folder of its sockets, unless it was killed
     shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
 

@@ -23,6 +23,7 @@ import torch
 
 from model import GPT, GPTConfig
 from paged import BlockAllocator, Plan, Request, Scheduler, SchedulerSettings, root_key
+from serving.beam import beam_search
 from serving.engine import Engine, Runner, interleaved_generate
 from serving.params import GREEDY, SamplingParams
 from serving.sampling import gumbel_noise, threshold
@@ -829,7 +830,7 @@ def test_forked():
         while not scheduler.is_done():
             plan = scheduler.plan()
             scheduler.check(plan)
-            scheduler.update(plan, runner.run(plan))
+            scheduler.update(plan, runner.execute(plan))
             if parent.num_generated in (
                 steps,
                 steps + 1,
@@ -930,7 +931,7 @@ def test_beam_search():
         model = trained_model(eos_token_id=eos)
         engine = new_engine(model, num_blocks=40, token_budget=8)  # the prompt comes in chunks
         for width, max_tokens in ((1, 10), (3, 12), (5, 9)):
-            found = engine.beam_search(start, width, max_tokens)
+            found = beam_search(engine, start, width, max_tokens)
             wanted = dense_beam_search(model, start, width, max_tokens)
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
             assert max(abs(a[1] - b[1]) for a, b in zip(found, wanted, strict=True)) < 1e-3
@@ -944,7 +945,7 @@ def test_beam_search():
     start = prompt(17, 17)
     second_best = trained_model()(torch.tensor([start]))[0][0, -1].topk(2).indices[1].item()
     model = trained_model(eos_token_id=second_best)
-    [(tokens, _)] = new_engine(model).beam_search(start, 1, 2)
+    [(tokens, _)] = beam_search(new_engine(model), start, 1, 2)
     assert tokens == dense_beam_search(model, start, 1, 2)[0][0] and len(tokens) == 2
 
 

@@ -1,98 +1,55 @@
 """
-One step of serving: plan -> batch -> forward -> sample -> update.
+Requests in, tokens out: plan -> run -> update, a step at a time.
 
-    engine = Engine(load_checkpoint("out/stdlib"))
-    answers = engine.generate(prompts, SamplingParams(max_tokens=64))     # prompts and answers are lists of token ids
+    engine = Engine(load_checkpoint("out/stdlib"), Settings(max_num_seqs=8))
+    answers = engine.generate(prompts, SamplingParams(max_tokens=64))   # lists of token ids
 
 The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py) computes it on the
-device, and the `Engine` ties both to requests that come and go. `run` is its own loop, for a thread
-or a process of its own. Letters: B requests, T tokens, M blocks per table, S block size, R sampled
-tokens.
+device, and the `Engine` ties both to requests that come and go: continuous batching. The server's
+loop is in loop.py, the tutorial's at the end of this file.
 """
 
 import random
 import sys
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterable
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from model import GPT
 from paged import Plan, Request, Scheduler, SchedulerSettings
-from serving.links import Link, Links
-from serving.params import GREEDY, SamplingParams
-from serving.runner import InFlight, Runner
+from serving.params import SamplingParams
+from serving.runner import InFlight, Runner, StepResult
 from serving.settings import Settings
-from serving.sizing import with_pool_size, with_step_size
+from serving.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 
-MAX_DELAYS = 10_000  # seconds of each kind that wait to be asked for: a server asks each step, other programs never
-
-# --------------------------------------------------------------------------------------------------
-# The engine
+MAX_DELAYS = 10_000  # of each kind are kept until `stats` is called: other programs never call it
 
 
 class Output(NamedTuple):
-    """What a step brought for one request."""
+    """What a step brought for one request. A score: see `runner.StepResult`."""
 
     id: int | str
     tokens: list[int]  # new ones; a stop token is included
     finish_reason: str | None = None  # stop, length or error; None while it goes on
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     error: str | None = None
-    logprobs: list | None = (
-        None  # [log-probability of the token, the likeliest ids, their log-probabilities]
-    )
-    prompt_logprobs: list[list] | None = (
-        None  # with the first token: such a score of each prompt token but the first
-    )
-
-
-@contextmanager
-def memory_for(what: str):
-    """Turns torch's error into a ValueError that says what to change."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        mend = "lower --kv-blocks, --max-num-seqs or --token-budget, or try --no-graphs"
-        raise ValueError(f"the GPU has no memory for {what}: {mend} ({error})") from error
-
-
-def weights_statement(model: GPT, settings: Settings) -> str:
-    size = sum(w.nbytes for w in model.parameters()) / 2**20
-    dtype = str(model.wte.weight.dtype).removeprefix("torch.")
-    said = f"{size:,.0f} MiB of weights ({dtype}, quantize {settings.quantize})"
-    return said + (", and a second copy for the compiled step" if settings.compile else "")
-
-
-def build_runner(model: GPT, settings: Settings) -> Runner:
-    return Runner(
-        model,
-        settings.num_blocks,
-        settings.block_size,
-        settings.max_num_seqs,
-        attention=settings.attention,
-        quantize=settings.quantize,
-        compile=settings.compile,
-        graphs=settings.graphs,
-        token_budget=settings.token_budget,
-    )
+    logprobs: list | None = None  # the score of the token
+    prompt_logprobs: list[list] | None = None  # with the first token: those of the prompt's tokens
 
 
 class Engine:
-    """Requests in, tokens out, a step at a time. All its methods belong to one thread."""
+    """All its methods belong to one thread. Raises ValueError for settings that cannot work."""
 
     def __init__(self, model: GPT, settings: Settings | None = None):
         on_gpu = model.wte.weight.is_cuda
         settings = with_step_size(settings or Settings(), on_gpu)
         if on_gpu and settings.num_blocks is None:  # what a step takes is not free for the pool
-            with memory_for("the weights and a step"):
+            with explain_lack_of_memory("the weights and a step"):
                 build_runner(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
-        self.settings = settings = with_pool_size(settings, model)
+        settings = with_pool_size(settings, model)
+        self.settings = settings
         self.config = model.config
         self.num_blocks = settings.num_blocks
         self.max_model_len = settings.max_model_len
@@ -103,47 +60,33 @@ class Engine:
             settings.block_size,
             settings=settings,
         )
-        self.weights = weights_statement(model, settings)
-        pool = f"a KV pool of {self.num_blocks} blocks of {settings.block_size}"
-        with memory_for(f"{self.weights} and {pool}"):
+        self.weights = describe_weights(model, settings)
+        pool = f"a KV pool of {settings.num_blocks} blocks of {settings.block_size}"
+        with explain_lack_of_memory(f"{self.weights} and {pool}"):
             self.runner = build_runner(model, settings)
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.in_flight: InFlight | None = None
         self.requests: dict[int | str, Request] = {}  # waiting or running
-        self.num_choices: dict[
-            int | str, int
-        ] = {}  # of those whose other choices are still to be forked
-        self.prompt_scores: dict[int | str, list] = {}  # of those whose prompts are being scored
+        self.num_choices: dict[int | str, int] = {}  # of requests that are still to be forked
+        self.prompt_scores: dict[int | str, list] = {}  # of requests whose prompt is being scored
         self.seeds = random.Random(settings.seed)
         self.delays = {name: deque(maxlen=MAX_DELAYS) for name in ("waited", "prefilled")}
         self.trace = settings.trace
         self.check = settings.check
-        self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
 
     @property
     def num_at_work(self) -> int:
         """Choices that wait or run, those still to be forked included."""
         return len(self.requests) + sum(n - 1 for n in self.num_choices.values())
 
-    def statement(self) -> str:
-        """
-        What was built: memory, room, graphs and the way of attention, to be said once before it
-        serves.
-        """
-        runner, S = self.runner, self.scheduler.block_size
-        tokens, backend = self.num_blocks * S, runner.backend
-        parts = [
-            f"{self.weights}; KV pool of {runner.pool.kv.nbytes / 2**20:,.0f} MiB: {self.num_blocks:,} blocks of {S}, "
-            f"{tokens:,} tokens, {tokens // self.max_model_len} texts of {self.max_model_len:,}",
-            f"attention: {backend.name}, {backend.reason}",
-        ]
-        if runner.graphs:
-            parts.append(runner.graph_statement)
-        return "; ".join(parts)
-
     @property
     def has_work(self) -> bool:
         return self.in_flight is not None or not self.scheduler.is_done()
+
+    # -- requests in -------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -157,43 +100,23 @@ class Engine:
         cache_salt: str = "",
     ) -> Request:
         """
-        Queue a request; with the priority policy, a lower priority is served first. With n > 1,
-        further choices with the ids "id.1", "id.2", ... are forked from it once its prompt is
-        computed; should it fail before, they never are. Raises ValueError at once, with the
-        numbers, for what can never be served.
+        Queue a request; a lower priority is served first. With n > 1, further choices with the ids
+        "id.1", "id.2", ... are forked from it once its prompt is computed; should it fail before,
+        they never are. `prompt_logprobs`: score the prompt, with so many candidates for each token.
+        Raises ValueError at once, with the numbers, for what can never be served.
         """
-        prompt_tokens, V = list(prompt_tokens), self.config.vocab_size
+        prompt_tokens = list(prompt_tokens)
+        V = self.config.vocab_size
         params.check_vocabulary(V)
         if type(n) is not int or n < 1:
             raise ValueError(f"n is {n!r}: wanted a whole number, at least 1")
-        if prompt_logprobs is not None and not (
-            type(prompt_logprobs) is int and 0 <= prompt_logprobs <= V
-        ):
+        is_count = type(prompt_logprobs) is int and 0 <= prompt_logprobs <= V
+        if not is_count and prompt_logprobs is not None:
             raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}: wanted 0 to {V}, or None")
-        for taken in (id, *(f"{id}.{choice}" for choice in range(1, n))):
-            promised = any(
-                taken == f"{first}.{i}"
-                for first, m in self.num_choices.items()
-                for i in range(1, m)
-            )
-            if taken in self.requests or promised:
-                raise ValueError(f"request id {taken!r} is in use: choose another")
-        if not prompt_tokens:
-            raise ValueError("the prompt is empty: give it at least one token")
-        for t in prompt_tokens:
-            if (
-                type(t) is not int or not 0 <= t < V
-            ):  # an array's numbers are no int either: .tolist() makes them so
-                raise ValueError(
-                    f"the prompt has token {t!r}, outside 0..{V - 1}: encode it with this model's tokenizer, to a list"
-                )
-        wanted = len(prompt_tokens) + params.max_tokens
-        if wanted > self.max_model_len:
-            raise ValueError(
-                f"{len(prompt_tokens)} prompt tokens + {params.max_tokens} max_tokens = {wanted} do not fit into "
-                f"{self.max_model_len} (context length {self.config.context_length}, KV pool of {self.num_blocks} "
-                f"blocks of {self.scheduler.block_size}): shorten the prompt, or lower max_tokens"
-            )
+        self._check_ids(id, n)
+        self._check_prompt(prompt_tokens, params.max_tokens)
+        if params.seed is None:
+            params = replace(params, seed=self.seeds.getrandbits(63))
         eos = () if params.ignore_eos else self.config.eos_token_ids
         request = Request(
             id,
@@ -204,15 +127,38 @@ class Engine:
             cache_salt=cache_salt,
             prompt_logprobs=prompt_logprobs,
             stop_token_ids=frozenset(params.stop_token_ids).union(eos),
-            params=params
-            if params.seed is not None
-            else replace(params, seed=self.seeds.getrandbits(63)),
+            params=params,
         )
         self.scheduler.add_request(request)
         self.requests[id] = request
         if n > 1:
             self.num_choices[id] = n
         return request
+
+    def _check_ids(self, id: int | str, n: int):
+        promised = {other for first, m in self.num_choices.items() for other in forks_of(first, m)}
+        for wanted in (id, *forks_of(id, n)):
+            if wanted in self.requests or wanted in promised:
+                raise ValueError(f"request id {wanted!r} is in use: choose another")
+
+    def _check_prompt(self, prompt_tokens: list[int], max_tokens: int):
+        if not prompt_tokens:
+            raise ValueError("the prompt is empty: give it at least one token")
+        V = self.config.vocab_size
+        for t in prompt_tokens:
+            if type(t) is not int or not 0 <= t < V:  # numpy's numbers are no int either
+                raise ValueError(
+                    f"the prompt has token {t!r}, outside 0..{V - 1}: encode it with this model's "
+                    "tokenizer, to a list"
+                )
+        wanted = len(prompt_tokens) + max_tokens
+        if wanted > self.max_model_len:
+            raise ValueError(
+                f"{len(prompt_tokens)} prompt tokens + {max_tokens} max_tokens = {wanted} do not "
+                f"fit into {self.max_model_len} (context length {self.config.context_length}, KV "
+                f"pool of {self.num_blocks} blocks of {self.scheduler.block_size}): shorten the "
+                "prompt, or lower max_tokens"
+            )
 
     def _fork_choices(self, first: Request):
         """
@@ -221,28 +167,35 @@ class Engine:
         be (no row is free, the first choice has ended, the last block is full and committed) a
         choice waits like any request and finds the blocks in the cache.
         """
+        scheduler = self.scheduler
         P = len(first.prompt_tokens)
-        can_share = first.status == "active" and first.num_committed * self.scheduler.block_size < P
-        for choice in range(1, self.num_choices.pop(first.id, 1)):
-            id, own = f"{first.id}.{choice}", {"choice": choice, "prompt_logprobs": None}
-            if can_share and self.scheduler.free_rows:
-                own["block_table"] = first.block_table[: self.scheduler.blocks_for(P)]
-                fork = self.scheduler.fork(
-                    first, id, generated_tokens=[], num_filled_slots=P - 1, **own
+        can_share = first.status == "active" and first.num_committed * scheduler.block_size < P
+        n = self.num_choices.pop(first.id, 1)
+        for choice, id in enumerate(forks_of(first.id, n), start=1):
+            if can_share and scheduler.free_rows:
+                fork = scheduler.fork(
+                    first,
+                    id,
+                    choice=choice,
+                    prompt_logprobs=None,
+                    generated_tokens=[],
+                    num_filled_slots=P - 1,
+                    block_table=first.block_table[: scheduler.blocks_for(P)],
                 )
                 self.runner.place(fork)
             else:
-                shared = (
-                    "prompt_tokens",
-                    "max_new_tokens",
-                    "arrival_time",
-                    "priority",
-                    "stop_token_ids",
-                    "cache_salt",
+                fork = Request(
+                    id,
+                    first.prompt_tokens,
+                    first.max_new_tokens,
+                    arrival_time=first.arrival_time,
+                    priority=first.priority,
+                    stop_token_ids=first.stop_token_ids,
+                    cache_salt=first.cache_salt,
+                    params=first.params,
+                    choice=choice,
                 )
-                same = {name: getattr(first, name) for name in (*shared, "params")}
-                fork = Request(id, **same, **own)
-                self.scheduler.add_request(fork)
+                scheduler.add_request(fork)
             self.requests[id] = fork
 
     def abort(self, id: int | str):
@@ -250,11 +203,14 @@ class Engine:
         Forget a request in whatever state, and free its blocks. One that has finished already is no
         error.
         """
-        self.num_choices.pop(id, None), self.prompt_scores.pop(id, None)
+        self.num_choices.pop(id, None)
+        self.prompt_scores.pop(id, None)
         request = self.requests.pop(id, None)
         if request is not None:
             request.finish_reason = "abort"
             self.scheduler.complete(request)
+
+    # -- a step ------------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
         """
@@ -265,14 +221,18 @@ class Engine:
         outputs, flight = self._launch()
         if self.overlap:
             flight, self.in_flight = self.in_flight, flight
-        return outputs + self._collect(flight) if flight else outputs
+        if flight is not None:
+            outputs += self._resolve(flight)
+        return outputs
 
     def _launch(self) -> tuple[list[Output], InFlight | None]:
         plan = self.scheduler.plan(self.num_steps)
-        if not plan.num_tokens:
+        num_tokens = plan.num_tokens
+        if num_tokens == 0:
             return [], None
         self.num_steps += 1
-        self._note_admissions(plan)  # now: on a CPU, launching a step is computing it
+        if plan.admitted:
+            self._note_admissions(plan.admitted)  # now: on a CPU, launching a step is computing it
         try:
             if self.check:
                 self.scheduler.check(plan)
@@ -282,96 +242,87 @@ class Engine:
         if self.trace:
             print(describe(plan, self.scheduler))
         self.num_decode_tokens += len(plan.decodes)
-        self.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
+        self.num_prefill_tokens += num_tokens - len(plan.decodes)
         self.scheduler.advance(plan)
         return [], flight
 
-    def _note_admissions(self, plan: Plan):
-        """
-        A request waits until its first admission: what comes after a preemption counts as work.
-        """
+    def _note_admissions(self, admitted: list[Request]):
+        """A request waits until it is first admitted: the time after a preemption is work."""
         now = time.monotonic()
-        for request in plan.admitted:
+        for request in admitted:
             if not request.num_preemptions:
                 request.admitted_time = now
                 self.delays["waited"].append(now - request.arrival_time)
 
-    def _note_first_tokens(self, completed_prefills: list[Request]):
-        """
-        Note how long each first token took, but not of requests that had tokens before a
-        preemption.
-        """
+    def _note_first_tokens(self, prefilled: list[Request]):
+        """How long each first token took; a request resumed after a preemption has had its own."""
         now = time.monotonic()
-        for request in completed_prefills:
+        for request in prefilled:
             known = request.num_generated - request.num_to_come
             if known == 1 and request.admitted_time is not None:
                 self.delays["prefilled"].append(now - request.admitted_time)
 
-    def _collect(self, flight: InFlight) -> list[Output]:
+    def _resolve(self, flight: InFlight) -> list[Output]:
+        """Wait for a step and tell the scheduler its tokens."""
         plan = flight.plan
         try:
-            tokens = self.runner.collect(flight)
+            result = self.runner.wait_for(flight)
         except BaseException as error:
             return self._fail(plan, error)
-        for request, (start, found) in plan.prompt_scores.items():
-            if self.requests.get(request.id) is request:  # not aborted since
-                self.prompt_scores.setdefault(request.id, [])[start:] = (
-                    found  # after a preemption, from 0 again
-                )
-        live = [
-            r.num_to_come for r in plan.sampled
-        ]  # the others have ended since they were planned
-        # before `resolve`, which ends some of them; whoever was aborted since the launch has no
-        # token to come
-        completed_prefills = [r for r in plan.sampled[len(plan.decodes) :] if r.num_to_come]
-        for request in self.scheduler.resolve(plan, tokens):
+        if result.prompt_scores:
+            self._keep_prompt_scores(result)
+        # a request that was aborted since the launch has no token to come; `resolve` ends others
+        pairs = zip(plan.sampled, result.tokens, strict=True)
+        new = [(r, token) for r, token in pairs if r.num_to_come]
+        prefilled = [r for r in plan.sampled[len(plan.decodes) :] if r.num_to_come]
+        for request in self.scheduler.resolve(plan, result.tokens):
             del self.requests[request.id]
-        self._note_first_tokens(completed_prefills)
-        for request in completed_prefills if self.num_choices else ():
-            self._fork_choices(request)
+        if prefilled:
+            self._note_first_tokens(prefilled)
+            if self.num_choices:
+                for request in prefilled:
+                    self._fork_choices(request)
         if self.check:
             self.scheduler.check()
-        new = zip(plan.sampled, tokens, live, strict=True)
-        if plan.logprobs or self.prompt_scores or min(tokens, default=0) < 0:
-            return [self._output(r, token, plan) for r, token, n in new if n]
-        rest = (
-            None,
-            None,
-            None,
-        )  # the hot loop: of 256 outputs, Output(..) would take 25 us more than this
-        return [
+        if result.logprobs or result.broken or self.prompt_scores:
+            return [self._output(r, token, result) for r, token in new]
+        rest = (None, None, None)
+        return [  # the hot loop: of 256 outputs, Output(..) would take 25 us more than this
             tuple.__new__(Output, (r.id, [token], r.finish_reason, r.num_hit_tokens, *rest))
-            for r, token, n in new
-            if n
+            for r, token in new
         ]
 
-    def _output(self, r: Request, token: int, plan: Plan) -> Output:
-        if token < 0:  # the sampler's word for logits that are not numbers
+    def _keep_prompt_scores(self, result: StepResult):
+        for request, (start, scores) in result.prompt_scores.items():
+            if self.requests.get(request.id) is request:  # not aborted since
+                kept = self.prompt_scores.setdefault(request.id, [])
+                kept[start:] = scores  # after a preemption, from 0 again
+
+    def _output(self, r: Request, token: int, result: StepResult) -> Output:
+        if r in result.broken:
             self.abort(r.id)
-            return Output(
-                r.id,
-                [],
-                "error",
-                error="the model's logits are not numbers: its weights are broken",
-            )
-        found = plan.logprobs.get(r), self.prompt_scores.pop(r.id, None)
-        return Output(r.id, [token], r.finish_reason, r.num_hit_tokens, None, *found)
+            error = "the model's logits are not numbers: its weights are broken"
+            return Output(r.id, [], "error", error=error)
+        logprobs = result.logprobs.get(r)
+        prompt_logprobs = self.prompt_scores.pop(r.id, None)
+        hits = r.num_hit_tokens
+        return Output(r.id, [token], r.finish_reason, hits, None, logprobs, prompt_logprobs)
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
         """
-        End whoever took part in a step: what it wrote of their K, V and device state is unknown,
-        after Ctrl-C too, which goes on from here.
+        End the requests that took part in a step: what it wrote of their K, V and device state is
+        unknown. So it is after Ctrl-C, which is raised again.
         """
         took_part = dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted)
-        failed = [
-            r for r in took_part if self.requests.get(r.id) is r
-        ]  # the others have ended since
+        failed = [r for r in took_part if self.requests.get(r.id) is r]  # not ended since
         for request in failed:
             self.abort(request.id)
             request.finish_reason = "error"
         if not isinstance(error, Exception):
             raise error
         return [Output(r.id, [], "error", error=f"{type(error).__name__}: {error}") for r in failed]
+
+    # -- offline -----------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -396,34 +347,48 @@ class Engine:
             for request in requests:
                 self.abort(request.id)
             if not self.requests:
-                self.in_flight = (
-                    None  # what is on the device's stream is before whatever uses its blocks again
-                )
+                # its results are of no use; later work on its blocks comes later on the same stream
+                self.in_flight = None
         return [r.generated_tokens for r in requests]
 
     def _run_until_done(self, total: int, progress: bool):
-        """
-        Step until idle, with a progress bar on stderr a few times a second and the counts at the
-        end.
-        """
-        started, before, done, shown = time.perf_counter(), self.counts(), 0, 0.0
+        """Step until idle; a progress bar on stderr, 5 times a second, and the counts at the end."""
+        started = time.perf_counter()
+        before = self.counts()
+        num_done = 0
+        last_shown = 0.0
         while self.has_work:
             for output in self.step():
                 if output.error:
                     raise RuntimeError(f"request {output.id} failed: {output.error}")
-                done += output.finish_reason is not None
+                num_done += output.finish_reason is not None
             seconds = time.perf_counter() - started
-            new = self.num_decode_tokens - before["decode tokens"]
-            if progress and (seconds - shown > 0.2 or not self.has_work):
-                shown = seconds
-                bar = "=" * (20 * done // total)
-                print(
-                    f"\r[{bar:20}] {done}/{total} requests, {new / seconds:,.0f} tok/s",
-                    end="",
-                    file=sys.stderr,
-                )
+            if progress and (seconds - last_shown > 0.2 or not self.has_work):
+                last_shown = seconds
+                bar = "=" * (20 * num_done // total)
+                rate = (self.num_decode_tokens - before["decode tokens"]) / seconds
+                status = f"\r[{bar:20}] {num_done}/{total} requests, {rate:,.0f} tok/s"
+                print(status, end="", file=sys.stderr)
         if progress:
             print("\n" + self.summary(before, time.perf_counter() - started), file=sys.stderr)
+
+    # -- what it says of itself --------------------------------------------------------------------
+
+    def statement(self) -> str:
+        """What was built: memory, room, attention and graphs, to be said once before it serves."""
+        runner = self.runner
+        S = self.scheduler.block_size
+        tokens = self.num_blocks * S
+        size = runner.pool.kv.nbytes / 2**20
+        texts = f"{tokens // self.max_model_len} texts of {self.max_model_len:,}"
+        parts = [
+            self.weights,
+            f"KV pool of {size:,.0f} MiB: {self.num_blocks:,} blocks of {S}, {tokens:,} tokens, {texts}",
+            f"attention: {runner.backend.name}, {runner.backend.reason}",
+        ]
+        if runner.graphs:
+            parts.append(runner.graph_statement)
+        return "; ".join(parts)
 
     def counts(self) -> dict[str, int]:
         """Running totals since the engine was built."""
@@ -435,6 +400,14 @@ class Engine:
             "queried tokens": self.scheduler.num_queried_tokens,
             "hit tokens": self.scheduler.num_hit_tokens,
         }
+
+    def summary(self, before: dict[str, int], seconds: float) -> str:
+        """What happened since the counts were `before`; the peak is of the engine's whole life."""
+        new = {name: count - before[name] for name, count in self.counts().items()}
+        hit_rate = new.pop("hit tokens") / max(1, new.pop("queried tokens"))
+        counts = ", ".join(f"{count:,} {name}" for name, count in new.items())
+        peak = f"peak {self.scheduler.peak_blocks} of {self.num_blocks} blocks"
+        return f"{counts}, prefix hit rate {hit_rate:.0%}, {peak}, {seconds:.2f} s"
 
     def stats(self) -> dict:
         """
@@ -457,134 +430,54 @@ class Engine:
             **delays,
         }
 
-    def summary(self, before: dict[str, int], seconds: float) -> str:
-        """What happened since the counts were `before`; the peak is of the engine's whole life."""
-        new = {name: count - before[name] for name, count in self.counts().items()}
-        hit_rate = new.pop("hit tokens") / max(1, new.pop("queried tokens"))
-        counts = ", ".join(f"{count:,} {name}" for name, count in new.items())
-        peak = f"peak {self.scheduler.peak_blocks} of {self.num_blocks} blocks"
-        return f"{counts}, prefix hit rate {hit_rate:.0%}, {peak}, {seconds:.2f} s"
 
-    @torch.inference_mode()
-    def beam_search(
-        self, prompt_tokens: list[int], width: int, max_tokens: int
-    ) -> list[tuple[list[int], float]]:
-        """
-        The `width` likeliest answers that beam search finds, best first, each with its
-        log-probability; an answer ends at max_tokens or after the end-of-text token. Beams are
-        forks: they share the blocks of what they have in common, and copy the last one on write.
-        Needs the engine for itself; raises ValueError for what does not fit.
-        """
-        self._check_beams(len(prompt_tokens), width, max_tokens)
-        first = self.add_request(
-            "beam", prompt_tokens, replace(GREEDY, max_tokens=max_tokens, ignore_eos=True)
-        )
-        beams, answers = (
-            {first: 0.0},
-            [],
-        )  # request -> log-probability; (tokens, log-probability), best first
-        try:
-            # log-probabilities only fall: a beam behind the worst of enough answers stays behind
-            while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
-                plan = self.scheduler.plan(self.num_steps)
-                self.num_steps += 1
-                wanted, _, _, logits, _ = self.runner.start(plan)
-                if not plan.sampled:  # a long prompt takes several steps
-                    self.scheduler.update(plan, [])
-                    continue
-                beams, ended = self._extend_beams(
-                    plan, beams, logits[wanted].float().log_softmax(-1), width
-                )
-                answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
-        finally:
-            for request in list(self.requests.values()):
-                self.abort(request.id)
-        return answers
+def forks_of(id: int | str, n: int) -> list[str]:
+    """The ids of a request's other choices."""
+    return [f"{id}.{choice}" for choice in range(1, n)]
 
-    def _check_beams(self, P: int, width: int, max_tokens: int):
-        """
-        Raises ValueError unless `width` beams of P + max_tokens tokens have rows and blocks, all at
-        once.
-        """
-        S, rows = self.scheduler.block_size, self.scheduler.max_num_seqs
-        if self.has_work:
-            raise ValueError(
-                f"beam search needs the engine for itself, {len(self.requests)} requests are under way"
-            )
-        if not 1 <= width <= rows:
-            raise ValueError(
-                f"a beam width of {width} needs as many rows, there are {rows}: change width or max_num_seqs"
-            )
-        needed = P // S + width * (
-            self.scheduler.blocks_for(P + max_tokens) - P // S
-        )  # full prompt blocks are shared
-        if needed > self.num_blocks:
-            raise ValueError(
-                f"{width} beams need {needed} blocks, the pool has {self.num_blocks}: change width or pool"
-            )
 
-    def _extend_beams(
-        self, plan: Plan, beams: dict[Request, float], logprobs: torch.Tensor, width: int
-    ):
-        """
-        Replace the beams by their best `width` extensions, given the log-probabilities (R, V) of
-        their next tokens. Returns these, {request: log-probability}, and the answers that ended
-        here, [(tokens, log-probability)].
-        """
-        scores = logprobs + torch.tensor([[beams[r]] for r in plan.sampled], device=logprobs.device)
-        V, best = (
-            scores.shape[1],
-            scores.flatten().topk(min(2 * width, scores.numel())),
-        )  # at most `width` are ends
-        ended, going = [], []  # (beam, token, log-probability), best first
-        for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            beam, token = plan.sampled[index // V], index % V
-            last = (
-                token in self.config.eos_token_ids or beam.num_generated + 1 == beam.max_new_tokens
-            )
-            (ended if last else going).append((beam, token, score))
-        answers = [([*beam.generated_tokens, token], score) for beam, token, score in ended]
-        own = {
-            beam: token for beam, token, _ in reversed(going[:width])
-        }  # each beam's first, its best, wins
-        if not own:
-            return {}, answers
-        self.scheduler.update(plan, [own.get(beam, 0) for beam in plan.sampled])
-        for beam in plan.sampled:
-            if beam not in own:
-                self.abort(beam.id)
-        extended: dict[Request, float] = {}
-        for beam, token, score in going[:width]:
-            if beam in extended:  # its own way is taken: a fork goes this one
-                beam = self.scheduler.fork(beam, f"beam-{self.scheduler.num_forks}")
-                beam.generated_tokens[-1] = token
-                self.requests[beam.id] = beam
-            self.runner.place(beam)
-            extended[beam] = score
-        return extended, answers
+def build_runner(model: GPT, settings: Settings) -> Runner:
+    return Runner(
+        model,
+        settings.num_blocks,
+        settings.block_size,
+        settings.max_num_seqs,
+        attention=settings.attention,
+        quantize=settings.quantize,
+        compile=settings.compile,
+        graphs=settings.graphs,
+        token_budget=settings.token_budget,
+    )
+
+
+def describe_weights(model: GPT, settings: Settings) -> str:
+    size = sum(w.nbytes for w in model.parameters()) / 2**20
+    dtype = str(model.wte.weight.dtype).removeprefix("torch.")
+    text = f"{size:,.0f} MiB of weights ({dtype}, quantize {settings.quantize})"
+    if settings.compile:
+        text += ", and a second copy for the compiled step"
+    return text
 
 
 def describe(plan: Plan, scheduler: Scheduler) -> str:
-    """
-    One line of trace: who decodes, which chunk of whom is prefilled, and how the blocks stand.
-    """
-    allocator, S = scheduler.block_allocator, scheduler.block_size
-    chunks = [f"{r.id}[{r.prefill_cursor}:{r.prefill_cursor + n}]" for r, n in plan.chunks]
-    used = sum(count > 0 for count in allocator.ref_counts)
+    """A line of --trace: which requests decode, which chunks are prefilled, how the blocks stand."""
+    allocator = scheduler.block_allocator
+    S = scheduler.block_size
     lengths = {r: r.num_filled_slots for r in scheduler.running}  # and after the step:
     for request, n in [(r, 1) for r in plan.decodes] + plan.chunks:
         lengths[request] += n
-    filled = {
-        b: min(S, n - i * S)
-        for r, n in lengths.items()
-        for i, b in enumerate(r.block_table[: -(-n // S)])
-    }
+    filled: dict[int, int] = {}  # block -> slots; a block that several requests share counts once
+    for request, length in lengths.items():
+        for start, block in zip(range(0, length, S), request.block_table, strict=False):
+            filled[block] = min(S, length - start)
+    used = sum(count > 0 for count in allocator.ref_counts)
+    chunks = [f"{r.id}[{r.prefill_cursor}:{r.prefill_cursor + n}]" for r, n in plan.chunks]
     parts = [
         f"step {plan.step:4}",
         "decode " + (" ".join(str(r.id) for r in plan.decodes) or "-"),
         "prefill " + (" ".join(chunks) or "-"),
         f"blocks {len(allocator.free)} free {used} referenced {len(allocator.idle)} cached",
-        f"slots {sum(filled.values())}/{used * S}",  # a block that several share counts once
+        f"slots {sum(filled.values())}/{used * S}",
         f"hits {sum(r.num_filled_slots for r in plan.admitted)}",
     ]
     if plan.preempted:
@@ -595,7 +488,7 @@ def describe(plan: Plan, scheduler: Scheduler) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Two loops around a step: the tutorial's, and a server's
+# The tutorial's loop
 
 
 def interleaved_generate(
@@ -606,125 +499,25 @@ def interleaved_generate(
     max_kv_tokens: int = 256,
 ) -> Scheduler:
     """
-    The tutorial's loop: serve all requests, greedily or by their `params`, in a pool of
-    max_kv_tokens; the answers are in their `generated_tokens`. Returns the scheduler, for its
-    counts.
+    Serve all requests, greedily or by their `params`, in a pool of max_kv_tokens; the answers are
+    in their `generated_tokens`. Returns the scheduler, for its counts.
     """
     for r in requests:
         if len(r.prompt_tokens) + r.max_new_tokens > model.config.context_length:
             raise ValueError(
-                f"request {r.id}: {len(r.prompt_tokens)} prompt tokens + {r.max_new_tokens} new ones do not fit into "
-                f"the context length of {model.config.context_length}: shorten one of them"
+                f"request {r.id}: {len(r.prompt_tokens)} prompt tokens + {r.max_new_tokens} new "
+                f"ones do not fit into the context length of {model.config.context_length}: "
+                "shorten one of them"
             )
     settings = SchedulerSettings(max_num_seqs=max(1, len(requests)))
     scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
-    sizes = scheduler.block_allocator.num_blocks, scheduler.block_size, scheduler.max_num_seqs
-    runner = Runner(model, *sizes, graphs=False)
+    num_blocks = scheduler.block_allocator.num_blocks
+    runner = Runner(model, num_blocks, scheduler.block_size, settings.max_num_seqs, graphs=False)
     for request in requests:
         scheduler.add_request(request)
     step = 0
     while not scheduler.is_done():
         plan = scheduler.plan(step)
-        scheduler.update(plan, runner.run(plan))
+        scheduler.update(plan, runner.execute(plan))
         step += 1
     return scheduler
-
-
-def run(engine: Engine, links: Links, max_queue: int | None = None):
-    """
-    The engine's own loop, for a thread or a process: take in what has arrived, compute a step, send
-    out what it brought, until all other sides are gone. Over each link go (links.py has the wire):
-
-        in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
-             {"op": "abort", "id"}
-        out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
-             {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores...], ...], "stats": of the engine}
-             {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, "full" when more than
-             `max_queue` choices would wait for a row, else "internal"
-
-    Ids are the link's own. What a link has added ends with it.
-    """
-    limits = {"max_model_len": engine.max_model_len, "max_num_seqs": engine.scheduler.max_num_seqs}
-    limits |= {"vocab_size": engine.config.vocab_size, "eos_token_ids": engine.config.eos_token_ids}
-    links.greet({"op": "ready"} | limits)
-    while links.is_wanted:
-        turn(engine, links, max_queue)
-
-
-def turn(engine: Engine, links: Links, max_queue: int | None):
-    """
-    One round of `run`: take messages in, compute a step, send its tokens out. Waits only if nothing
-    is in work.
-    """
-    for link, message in links.receive(timeout=0 if engine.has_work else None):
-        take_in(engine, link, message, max_queue)
-    for output in engine.step():
-        send_out(links, output)
-    links.flush(engine.stats())
-
-
-def take_in(engine: Engine, link: Link, message: dict, max_queue: int | None):
-    """Carry out what an HTTP process wants."""
-    match message["op"]:
-        case "add":
-            try:
-                if problem := no_room(engine, message, max_queue):
-                    link.put(
-                        {"op": "error", "id": message["id"], "message": problem, "kind": "full"}
-                    )
-                else:
-                    add(engine, link, message)
-            except (ValueError, TypeError) as error:
-                link.put(
-                    {"op": "error", "id": message["id"], "message": str(error), "kind": "invalid"}
-                )
-        case "abort":
-            engine.abort(f"{link.number}:{message['id']}")
-        case "gone":
-            for id in [*engine.requests, *engine.num_choices]:
-                if id.startswith(f"{link.number}:"):
-                    engine.abort(id)
-
-
-def add(engine: Engine, link: Link, message: dict):
-    """Raises ValueError or TypeError for what the engine does not take."""
-    params = message["params"]
-    if bias := params.get("logit_bias"):
-        params["logit_bias"] = {
-            int(token): value for token, value in bias.items()
-        }  # JSON's keys are texts
-    if allowed := params.get("allowed_token_ids"):
-        params["allowed_token_ids"] = array("q", allowed)  # 8 bytes for each, a list takes 40
-    id = f"{link.number}:{message['id']}"
-    engine.add_request(
-        id, message["prompt"], SamplingParams(**params), **message.get("options", {})
-    )
-
-
-def no_room(engine: Engine, message: dict, max_queue: int | None) -> str:
-    """
-    Why the queue cannot take a request, "" if it can. Decided here, since here all HTTP processes'
-    requests meet.
-    """
-    if max_queue is None:
-        return ""
-    count, at_work = message.get("options", {}).get("n", 1), engine.num_at_work
-    capacity = engine.scheduler.max_num_seqs + max_queue
-    if count + at_work <= capacity:
-        return ""
-    return f"{count} choices beside {at_work} in work are more than {capacity}: try again later"
-
-
-def send_out(links: Links, output: Output):
-    """Give what a step brought for a request to the link that added it."""
-    number, _, id = output.id.partition(":")
-    link = links.links.get(int(number))
-    if link is None:  # its process is gone, and this was on its way
-        return
-    if output.error:
-        link.put({"op": "error", "id": id, "message": output.error, "kind": "internal"})
-        return
-    row = [id, output.tokens, output.finish_reason, output.cached_tokens]
-    if output.logprobs or output.prompt_logprobs:
-        row += [output.logprobs and [output.logprobs], output.prompt_logprobs]
-    link.put_row(row)

@@ -4,7 +4,7 @@ computed and sampled.
 
 The `Runner` has the model, the KV pool and what the device must know of each running request, so a
 plan carries only what changed. On a GPU a step is one launch, of a CUDA graph. `launch` starts a
-step and `collect` waits for it: between the two the engine (engine.py) plans the next one. Letters:
+step and `wait_for` waits for it: between the two the engine (engine.py) plans the next one. Letters:
 B requests, T tokens, M blocks per table, S block size, V vocabulary; of a step, n decodes and C
 chunks.
 """
@@ -18,6 +18,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ import kernels
 from model import GPT, compiled_decode, packed_for_cpu
 from paged import KVBlockPool, Plan, Request
 from serving import fused as layers
-from serving.params import GREEDY
+from serving.params import GREEDY, NO_TOKEN
 from serving.sampling import Row, SamplingRows, logprobs, upload
 from serving.sampling_kernels import sample
 
@@ -41,15 +42,23 @@ def kv_dtype(model: GPT) -> torch.dtype:
 
 @dataclass
 class InFlight:
-    """A step under way: its plan, and where its results arrive."""
+    """A step under way: its plan, and where its results arrive, in tensors on the host."""
 
     plan: Plan
-    tokens: torch.Tensor  # on the host; of the decodes, padding, and the chunks
-    wanted: list[int]  # where those of plan.sampled are among them
-    scores: list[
-        tuple
-    ]  # (what is scored, log-probabilities, the likeliest ids, theirs), tensors on the host
+    wanted: list[int]  # where the tokens of plan.sampled are in `tokens`
+    tokens: torch.Tensor  # of the decodes, padding, and the chunks
+    sampled_scores: tuple[list[Request], list] | None  # requests, and what `logprobs` says of each
+    prompt_scores: list[tuple[Request, int, list]]  # request, start, and that of the tokens after
     done: torch.cuda.Event | None = None
+
+
+class StepResult(NamedTuple):
+    """What a step has brought. A score is [log-probability, the likeliest ids, theirs]."""
+
+    tokens: list[int]  # of plan.sampled, in its order; that of a `broken` request is no token id
+    broken: list[Request]  # their logits are not numbers
+    logprobs: dict[Request, list]  # the score of the sampled token, of requests that asked
+    prompt_scores: dict[Request, tuple[int, list]]  # (start, scores of prompt tokens start + 1 ..)
 
 
 def padded_steps(N: int, token_budget: int) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -74,7 +83,7 @@ class Runner:
     """
     The model, the KV pool, and what the device must know of each running request, in arrays indexed
     by its row. A plan carries only what changed; the last token, its position and the block table
-    are already here. Nothing here waits for the device but `collect`. The last row is nobody's:
+    are already here. Nothing here waits for the device but `wait_for`. The last row is nobody's:
     padding uses it, and its block table is all sink.
 
     On CUDA with Triton, steps are padded to a few sizes, each captured once as a CUDA graph:
@@ -209,8 +218,10 @@ class Runner:
     def launch(self, plan: Plan) -> InFlight:
         """Start to compute a plan, and to bring its results to the host."""
         wanted, n, tokens, logits, x = self.start(plan)
-        scores = self.score(plan, wanted, n, tokens, logits, x)
-        flight = InFlight(plan, tokens.to("cpu", non_blocking=True), wanted, scores)
+        scores = self.score_sampled(plan, wanted, tokens, logits)
+        prompt_scores = self.score_prompts(plan, n, x)
+        [tokens_there] = to_host([tokens])
+        flight = InFlight(plan, wanted, tokens_there, scores, prompt_scores)
         if tokens.is_cuda:
             flight.done = torch.cuda.Event()
             flight.done.record()
@@ -313,57 +324,60 @@ class Runner:
         sampled = sample(logits, sampling_rows, context_lens, self.sampling, asked)
         return sampled, logits, x
 
-    def score(self, plan: Plan, wanted: list[int], n: int, tokens, logits, x) -> list[tuple]:
+    def score_sampled(self, plan: Plan, wanted: list[int], tokens, logits):
         """
-        Start to score the sampled tokens of requests that want it, and the prompts that are to be
-        scored.
+        Start to score the sampled tokens of requests that want it: these requests, and tensors.
         """
-        found = []
-        whom = zip(plan.sampled, wanted, strict=True) if self.scored_rows else ()
-        if asked := [(r, i) for r, i in whom if r.row in self.scored_rows]:
-            at, most = (
-                upload([i for _, i in asked], self.device),
-                max(r.params.logprobs for r, _ in asked),
-            )
-            found.append(([r for r, _ in asked], *logprobs(logits[at], tokens[at], most)))
-        for request, m in plan.chunks:
-            if count := num_scored(request, m):
-                start = request.prefill_cursor + 1
-                targets = upload(request.prompt_tokens[start : start + count], self.device)
-                scored = logprobs(
-                    self.model.logits(x[n : n + count]), targets, request.prompt_logprobs
-                )
-                found.append(((request, request.prefill_cursor), *scored))
-            n += m
-        return [
-            (whom, *(part.to("cpu", non_blocking=True) for part in parts)) for whom, *parts in found
-        ]
+        if not self.scored_rows:
+            return None
+        places = zip(plan.sampled, wanted, strict=True)
+        asked = [(r, i) for r, i in places if r.row in self.scored_rows]
+        if not asked:
+            return None
+        requests = [r for r, _ in asked]
+        at = upload([i for _, i in asked], self.device)
+        most = max(r.params.logprobs for r in requests)
+        return requests, to_host(logprobs(logits[at], tokens[at], most))
 
-    def collect(self, flight: InFlight) -> list[int]:
-        """
-        Wait for a step; the tokens of plan.sampled. Fills plan.logprobs and plan.prompt_scores.
-        """
+    def score_prompts(self, plan: Plan, first: int, x) -> list[tuple[Request, int, list]]:
+        """Start to score prompts, whose chunks begin at row `first` of x (tokens, width)."""
+        found = []
+        for request, n in plan.chunks:
+            count = num_scored(request, n)
+            if count:
+                start = request.prefill_cursor
+                targets = request.prompt_tokens[start + 1 : start + 1 + count]
+                logits = self.model.logits(x[first : first + count])
+                scores = logprobs(logits, upload(targets, self.device), request.prompt_logprobs)
+                found.append((request, start, to_host(scores)))
+            first += n
+        return found
+
+    def wait_for(self, flight: InFlight) -> StepResult:
+        """Wait until a step is done; what it has brought."""
         if flight.done:
             flight.done.synchronize()
-        for whom, *parts in flight.scores:
-            rows = [list(row) for row in zip(*(part.tolist() for part in parts), strict=True)]
-            if isinstance(whom, list):
-                # the step scored as many candidates as any request wants, each gets its own number
-                for request, score in zip(whom, rows, strict=True):
-                    n = request.params.logprobs
-                    flight.plan.logprobs[request] = [score[0], score[1][:n], score[2][:n]]
-            else:
-                flight.plan.prompt_scores[whom[0]] = whom[1], rows
-        tokens, wanted = flight.tokens.tolist(), flight.wanted
-        return (
-            tokens[: len(wanted)]
-            if wanted[-1:] == [len(wanted) - 1]
-            else [tokens[i] for i in wanted]
-        )
+        plan = flight.plan
+        computed = flight.tokens.tolist()
+        n = len(plan.decodes)
+        tokens = computed[:n] + [computed[i] for i in flight.wanted[n:]]
+        result = StepResult(tokens, [], {}, {})
+        if NO_TOKEN in tokens:
+            pairs = zip(plan.sampled, tokens, strict=True)
+            result.broken.extend(r for r, token in pairs if token == NO_TOKEN)
+        if flight.sampled_scores:
+            requests, tensors = flight.sampled_scores
+            for request, score in zip(requests, rows_of(tensors), strict=True):
+                # as many candidates were found as any of the requests wants
+                n = request.params.logprobs
+                result.logprobs[request] = [score[0], score[1][:n], score[2][:n]]
+        for request, start, tensors in flight.prompt_scores:
+            result.prompt_scores[request] = start, rows_of(tensors)
+        return result
 
-    def run(self, plan: Plan) -> list[int]:
+    def execute(self, plan: Plan) -> list[int]:
         """Compute a plan and wait for its tokens, one for each of `plan.sampled`."""
-        return self.collect(self.launch(plan))
+        return self.wait_for(self.launch(plan)).tokens
 
     @torch.inference_mode()
     def compile(self, model: GPT, quantize: str):
@@ -456,6 +470,16 @@ class Runner:
         self.graph_statement = "{} CUDA graphs, {:,.0f} MiB, captured in {:.1f} s".format(
             len(self.graphs), *taken
         )
+
+
+def to_host(tensors) -> list[torch.Tensor]:
+    """Start to copy tensors of the device."""
+    return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+
+
+def rows_of(tensors: list[torch.Tensor]) -> list[list]:
+    columns = [tensor.tolist() for tensor in tensors]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def sampling_row(r: Request) -> Row:

@@ -3,6 +3,7 @@ How large the engine is: what `Settings` leaves open, found from the model and t
 """
 
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -89,3 +90,15 @@ def check_pool_fits(model: GPT, num_blocks: int, block_size: int):
             f"a KV pool of {num_blocks} blocks of {block_size} tokens takes {wanted / 2**30:,.1f} "
             f"GiB, {device} has {memory / 2**30:,.1f}: lower --kv-blocks or --block-size"
         )
+
+
+@contextmanager
+def explain_lack_of_memory(what: str):
+    """Turns torch's error into a ValueError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"the GPU has no memory for {what}: lower --kv-blocks, --max-num-seqs or "
+            f"--token-budget, or try --no-graphs ({error})"
+        ) from error

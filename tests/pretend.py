@@ -23,8 +23,8 @@ import torch
 from paged import Plan, Request
 from serving import engine as engine_module
 from serving.engine import Engine
-from serving.params import GREEDY, SamplingParams
-from serving.runner import num_scored
+from serving.params import GREEDY, NO_TOKEN, SamplingParams
+from serving.runner import StepResult, num_scored
 from serving.settings import Settings
 
 VOCABULARY = 12
@@ -53,12 +53,12 @@ def logprobs_after(context: list[int]) -> list[float]:
 
 
 def next_token(context: list[int], params: SamplingParams, choice: int) -> int:
-    """-1, where logits are not numbers, in one context of 200."""
+    """NO_TOKEN, where logits are not numbers, in one context of 200."""
     noise = (
         (params.seed, choice) if params.temperature else ()
     )  # hash(None) is not the same in every process
     token = hash((tuple(context), noise)) % (200 * VOCABULARY)
-    return -1 if token < VOCABULARY else token % VOCABULARY
+    return NO_TOKEN if token < VOCABULARY else token % VOCABULARY
 
 
 def score(context: list[int], token: int, n: int) -> list:
@@ -78,7 +78,7 @@ def answer_to(
     while len(tokens) < params.max_tokens:
         context = texts_of(prompt + tokens, salt)
         token = next_token(context, params, choice)
-        if token < 0:
+        if token == NO_TOKEN:
             return tokens, "error", scores
         tokens.append(token)
         scores.append(None if params.logprobs is None else score(context, token, params.logprobs))
@@ -158,13 +158,13 @@ class PretendRunner:
             score(self.context(r.row, end), r.prompt_tokens[end], r.prompt_logprobs) for end in ends
         ]
 
-    def collect(self, flight) -> list[int]:
-        flight.plan.logprobs |= flight.scores
-        flight.plan.prompt_scores |= flight.prompt_scores
-        return flight.tokens
+    def wait_for(self, flight) -> StepResult:
+        pairs = zip(flight.plan.sampled, flight.tokens, strict=True)
+        broken = [r for r, token in pairs if token == NO_TOKEN]
+        return StepResult(flight.tokens, broken, flight.scores, flight.prompt_scores)
 
-    def run(self, plan: Plan) -> list[int]:
-        return self.collect(self.launch(plan))
+    def execute(self, plan: Plan) -> list[int]:
+        return self.wait_for(self.launch(plan)).tokens
 
     def start(self, plan: Plan):
         """For beam search: where the requests of plan.sampled are, and their logits."""

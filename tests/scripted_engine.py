@@ -15,8 +15,10 @@ from virtual import (
 )
 
 from paged import Scheduler, SchedulerSettings
-from serving import engine, links
+from serving import links, loop
 from serving.engine import Engine
+from serving.params import NO_TOKEN
+from serving.runner import StepResult
 
 EOS = 256
 
@@ -76,23 +78,25 @@ class Runner:
         prompts = [(request, request.prefill_cursor, n) for request, n in plan.chunks]
         return SimpleNamespace(plan=plan, tokens=tokens, prompts=prompts)
 
-    def collect(self, flight):
+    def wait_for(self, flight):
         plan, tokens = flight.plan, flight.tokens
+        result = StepResult(tokens, [], {}, {})
         self.fail("collect", plan)
         if (self.fault == "logits" and tokens) or (self.fault == "one of many" and len(tokens) > 1):
             self.has_failed(plan.sampled[:1])
-            tokens[0] = -1
+            tokens[0] = NO_TOKEN
+            result.broken.append(plan.sampled[0])
         for request, token in zip(plan.sampled, tokens, strict=True):
             if request.params.logprobs is not None:
-                plan.logprobs[request] = score(token, request.params.logprobs)
+                result.logprobs[request] = score(token, request.params.logprobs)
         for request, start, n in flight.prompts:
             if request.prompt_logprobs is not None:
                 targets = request.prompt_tokens[start + 1 : start + 1 + n]
-                plan.prompt_scores[request] = (
+                result.prompt_scores[request] = (
                     start,
                     [score(token, request.prompt_logprobs) for token in targets],
                 )
-        return tokens
+        return result
 
     def fail(self, where: str, plan):
         if self.fault == where:
@@ -213,7 +217,7 @@ class EngineProcess:
         if not self.links.is_wanted:
             self.engine.assert_idle()
             return self.die()
-        engine.turn(self.engine, self.links, self.settings["max_queue"])
+        loop.serve_step(self.engine, self.links, self.settings["max_queue"])
         for link in self.links.links.values():
             self.check_link(link)
         if self.engine.has_work or self.links.selector.select(0) or not self.links.is_wanted:

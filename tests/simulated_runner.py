@@ -24,6 +24,7 @@ from model import GPTConfig
 from paged import Plan, Request
 from serving import engine as engine_module
 from serving import runner as runner_module
+from serving.params import NO_TOKEN
 from serving.runner import Runner, num_scored, sampling_row
 
 POISON = 255  # what a slot holds that its owner has not written; vocabularies end below
@@ -97,7 +98,7 @@ def beams(
 
 
 class HostTokens(list):
-    """A list, where the engine's side of `collect` expects a tensor on the host."""
+    """A list, where the engine's side of `wait_for` expects a tensor on the host."""
 
     is_cuda = False
 
@@ -163,7 +164,7 @@ class SimulatedRunner(Runner):
         self.sizes = sorted({1, 2, 4, N}) if padded else []
         self.keys = [(n, 0, 0) for n in self.sizes]
         self.keys += [(n, 2, T) for T in (4, token_budget) for n in self.sizes[-2:]]
-        self.broken_logits: set[Request] = set()  # the next tokens of these are -1
+        self.broken_logits: set[Request] = set()  # the next tokens of these are NO_TOKEN
 
     def bring_up_to_date(self, plan: Plan):
         blocks = self.pool.blocks
@@ -257,7 +258,7 @@ class SimulatedRunner(Runner):
         at = dict(enumerate(plan.decodes)) | {n + i: r for i, (r, _) in enumerate(plan.chunks)}
         for i, request in at.items():
             if request in self.broken_logits and request in plan.sampled:
-                tokens[i] = -1
+                tokens[i] = NO_TOKEN
                 self.last_token[request.row] = 0
                 self.broken_logits.discard(request)
                 self.breaks(request)
@@ -268,17 +269,17 @@ class SimulatedRunner(Runner):
         hear of it.
         """
 
-    def score(self, plan: Plan, wanted: list[int], n: int, tokens, texts, x) -> list[tuple]:
+    def score_sampled(self, plan: Plan, wanted: list[int], tokens, texts):
+        places = zip(plan.sampled, wanted, strict=True)
+        asked = [(r, i) for r, i in places if r.row in self.scored_rows]
+        if not asked:
+            return None
+        most = max(r.params.logprobs for r, _ in asked)
+        scored = [(texts[i], tokens[i]) for _, i in asked]
+        return [r for r, _ in asked], self.in_columns(scored, most)
+
+    def score_prompts(self, plan: Plan, n: int, x) -> list[tuple]:
         found = []
-        whom = zip(plan.sampled, wanted, strict=True) if self.scored_rows else ()
-        asked = [(r, i) for r, i in whom if r.row in self.scored_rows]
-        if asked:
-            most = max(r.params.logprobs for r, _ in asked)
-            found.append(
-                self.in_columns(
-                    [r for r, _ in asked], [(texts[i], tokens[i]) for _, i in asked], most
-                )
-            )
         for request, m in plan.chunks:
             if count := num_scored(request, m):
                 start = request.prefill_cursor
@@ -287,12 +288,12 @@ class SimulatedRunner(Runner):
                     (text[: i + 1], request.prompt_tokens[i + 1])
                     for i in range(start, start + count)
                 ]
-                found.append(self.in_columns((request, start), scored, request.prompt_logprobs))
+                found.append((request, start, self.in_columns(scored, request.prompt_logprobs)))
         return found
 
-    def in_columns(self, whom, scored: list[tuple], n: int) -> tuple:
+    def in_columns(self, scored: list[tuple], n: int) -> list[HostTokens]:
         rows = [score(text, max(token, 0), n, self.V) for text, token in scored]
-        return whom, *(HostTokens(column) for column in zip(*rows, strict=True))
+        return [HostTokens(column) for column in zip(*rows, strict=True)]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ from statistics import median
 
 from paged import Plan, Request
 from serving import engine as engine_module
+from serving import loop
+from serving.beam import beam_search
 from serving.settings import Settings
 from tests.shrink import shrink
 from tests.simulated_runner import (
@@ -118,13 +120,13 @@ class Faulty:
             raise FloatingPointError("simulated, after all was computed")
         return flight
 
-    def collect(self, flight):
+    def wait_for(self, flight):
         world = self.world
         world.clock.now += world.armed.pop("late", 0.0)
         if world.armed.pop("collect", None):
             world.must_fail(flight.plan)
             raise FloatingPointError("simulated, when it was waited for")
-        return super().collect(flight)
+        return super().wait_for(flight)
 
 
 class FaultyRunner(Faulty, SimulatedRunner):
@@ -202,7 +204,7 @@ class World:
                 self.engine = engine_module.Engine(self.model(), Settings(**settings["engine"]))
                 self.longest = min(settings["context"], settings["engine"]["num_blocks"] * self.S)
                 self.watch_plans()
-                engine_module.run(self.engine, self, settings["max_queue"])
+                loop.serve(self.engine, self, settings["max_queue"])
         self.counts["steps"] = self.steps
         self.counts |= {name: 1 for name in ALL_THE_TIME if name in settings["features"]}
         return self.counts
@@ -462,7 +464,7 @@ class World:
         arguments = event["prompt"], event["width"], event["max_tokens"]
         possible = self.has_beams and self.has_room_for_beams(*arguments)
         try:
-            found = self.engine.beam_search(*arguments)
+            found = beam_search(self.engine, *arguments)
         except ValueError as error:
             assert not possible, f"beam search was refused: {error}"
         else:

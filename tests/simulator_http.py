@@ -55,6 +55,7 @@ from virtual import (
 import serve
 from serving import answers as answers_module
 from serving import api, client, connection, encoder, engine, links, metrics, workers
+from serving import loop as serving_loop
 from serving.engine import Engine
 
 QUIET_SECONDS = 30.0  # after the last event all may take so long, besides what settings allow
@@ -271,7 +272,7 @@ class World:
         name = f"key {KEYS.index(call['key'])}" if self.keys and call.get("key") in KEYS else ""
         return f"{name}:{call['body'].get('cache_salt', '')}" if "body" in call else ""
 
-    def take_in(self, running: Engine, link, message: dict, max_queue: int):
+    def handle_message(self, running: Engine, link, message: dict, max_queue: int):
         """What comes to the engine is what was asked for."""
         if message["op"] == "add":
             call = self.calls[call_of(message["prompt"])]
@@ -289,7 +290,7 @@ class World:
                     )
             if message["prompt"] not in prompts_of(call):
                 raise Violation(f"call {call['id']}: the engine gets another prompt")
-        take_in(running, link, message, max_queue)
+        handle_message(running, link, message, max_queue)
         most = self.settings["max_num_seqs"] + self.settings["max_queue"]
         if running.num_at_work > most:
             raise Violation(f"{running.num_at_work} choices are at work, at most {most} may be")
@@ -614,7 +615,7 @@ class NotedJob(api.Job):
         asyncio.get_running_loop().process.jobs.append(self)
 
 
-take_in = engine.take_in  # the real one
+handle_message = serving_loop.handle_message  # the real one
 
 
 @contextlib.contextmanager
@@ -651,7 +652,8 @@ def stand_ins(world: World):
         },
         links: {"time": clock, "selectors": selectors_of_memory},
         connection: {"time": clock, "uuid": ids},
-        engine: {"time": clock, "take_in": world.take_in},
+        engine: {"time": clock},
+        serving_loop: {"handle_message": world.handle_message},
         encoder: {"SHORT": settings["short"], "MAX_WAITING": settings["max_waiting"]},
         workers: {"os": os_of_pipes, "context": SimpleNamespace(Pipe=make_pipe)},
         prometheus_client.metrics: {"time": clock},

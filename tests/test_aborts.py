@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 from server import FakeEngine, Server, read_until, wait_until
 
-from serving import engine as engine_module
+from serving import loop
 from serving.params import SamplingParams
 from test_paged import VOCABULARY, assert_idle, new_engine, prompt, trained_model
 
@@ -38,7 +38,7 @@ class SteppedEngine(FakeEngine):
         self.engine.step = stepped
 
     def run(self):
-        engine_module.run(self.engine, self.links)
+        loop.serve(self.engine, self.links)
 
     def advance(self):
         """One step more, if there is anything to do."""

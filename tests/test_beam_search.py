@@ -8,6 +8,7 @@ import random
 import pytest
 from pretend import VOCABULARY, greedy, logprobs_after, pretend_engine, texts_of
 
+from serving.beam import beam_search
 from test_paged import assert_idle, raises
 
 
@@ -62,7 +63,7 @@ def test_beam_search_is_the_textbooks():
         prompt = [rng.randrange(VOCABULARY) for _ in range(P)]
         engine = tight_engine(S, P, width, max_tokens, eos, budget=rng.choice([1, 4, 16]))
         found, wanted = (
-            engine.beam_search(prompt, width, max_tokens),
+            beam_search(engine, prompt, width, max_tokens),
             textbook(prompt, width, max_tokens, eos),
         )
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted], f"trial {trial}"
@@ -85,7 +86,7 @@ def test_the_search_goes_on_while_the_best_beam_can_win_and_no_longer():
     for _ in range(60):
         prompt, eos = [rng.randrange(VOCABULARY) for _ in range(3)], (0, 1, 2)
         engine = tight_engine(4, 3, 3, 12, eos, budget=3)
-        found, wanted = engine.beam_search(prompt, 3, 12), textbook(prompt, 3, 12, eos)
+        found, wanted = beam_search(engine, prompt, 3, 12), textbook(prompt, 3, 12, eos)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
         assert 1 <= engine.num_steps <= 12
         steps_saved += 12 - engine.num_steps
@@ -98,17 +99,17 @@ def test_the_search_goes_on_while_the_best_beam_can_win_and_no_longer():
 def test_what_beams_need_is_accepted_and_a_block_or_a_row_less_is_refused(S, P, max_tokens, width):
     prompt = list(range(P))
     exact = tight_engine(S, P, width, max_tokens, (), 4)
-    assert exact.beam_search(prompt, width, max_tokens) == exact.beam_search(
-        prompt, width, max_tokens
+    assert beam_search(exact, prompt, width, max_tokens) == beam_search(
+        exact, prompt, width, max_tokens
     )
     needed = exact.num_blocks
     small = pretend_engine(block_size=S, num_blocks=needed - 1, max_num_seqs=width)
     with raises(ValueError, f"{width} beams need {needed} blocks, the pool has {needed - 1}"):
-        small.beam_search(prompt, width, max_tokens)
+        beam_search(small, prompt, width, max_tokens)
     with raises(ValueError, f"a beam width of {width + 1} needs as many rows, there are {width}"):
-        exact.beam_search(prompt, width + 1, max_tokens)
+        beam_search(exact, prompt, width + 1, max_tokens)
     with raises(ValueError, "a beam width of 0"):
-        exact.beam_search(prompt, 0, max_tokens)
+        beam_search(exact, prompt, 0, max_tokens)
     exact.add_request("a", prompt, greedy(1))
     with raises(ValueError, "needs the engine for itself, 1 requests are under way"):
-        exact.beam_search(prompt, width, max_tokens)
+        beam_search(exact, prompt, width, max_tokens)

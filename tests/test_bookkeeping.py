@@ -206,7 +206,7 @@ class Trial:
         """Count what goes from the scheduler to the runner and back, and let some steps fail."""
         scheduler = self.engine.scheduler
         runner = self.engine.runner
-        plan, launch, collect = scheduler.plan, runner.launch, runner.collect  # the real ones
+        plan, launch, wait_for = scheduler.plan, runner.launch, runner.wait_for  # the real ones
 
         def planned(step):
             made = plan(step)
@@ -228,11 +228,11 @@ class Trial:
             if self.fault == "collect":
                 self.failing = flight.plan
                 raise FloatingPointError("bad number")
-            return collect(flight)
+            return wait_for(flight)
 
         scheduler.plan = planned
         runner.launch = launched
-        runner.collect = collected
+        runner.wait_for = collected
 
     def note_admission(self, request):
         expected = self.live[request.id]
@@ -441,10 +441,10 @@ def test_a_late_failure_is_not_that_of_who_has_the_id_now():
     A step that fails when its tokens are fetched ends those who took part, not others by their ids.
     """
     engine = pretend_engine(overlap=True)
-    collect = engine.runner.collect
+    wait_for = engine.runner.wait_for
 
     def fail(flight):
-        engine.runner.collect = collect
+        engine.runner.wait_for = wait_for
         raise FloatingPointError("bad number")
 
     engine.add_request("a", [1, 2, 3], greedy(5))
@@ -452,7 +452,7 @@ def test_a_late_failure_is_not_that_of_who_has_the_id_now():
     engine.step()
     engine.abort("a")
     engine.add_request("a", [7, 8], greedy(3))
-    engine.runner.collect = fail
+    engine.runner.wait_for = fail
     assert engine.step() == [Output("b", [], "error", error="FloatingPointError: bad number")]
     assert [t for output in finish(engine) for t in output.tokens] == answer_to([7, 8], greedy(3))[
         0

@@ -21,6 +21,8 @@ import torch
 from paged import PRIORITY_AGEING, Request, Scheduler, SchedulerSettings, priority_delay
 from serve import listen_to_http
 from serving import engine as engine_module
+from serving import loop
+from serving.beam import beam_search
 from serving.client import connect
 from serving.engine import Engine
 from serving.links import Links, line
@@ -244,7 +246,7 @@ def test_several_ends_of_text():
         assert answers["either"] == (full[: full.index(first) + 1], "stop")
         assert answers["ignored"] == (full, "length")
         assert not {*answers["late"][0][:11]} & {first, second}
-        found = engine.beam_search(text, 3, 12)
+        found = beam_search(engine, text, 3, 12)
         assert any(tokens[-1] == first and len(tokens) < 12 for tokens, _ in found)
         assert all(not {*tokens[:-1]} & {first, second} for tokens, _ in found)
 
@@ -799,7 +801,7 @@ class Loop:
         self.listener = listen_to_http(self.folder.name)
         self.links = [self.connect()]
         arguments = (self.engine, Links(self.listener), max_queue)
-        self.thread = threading.Thread(target=engine_module.run, args=arguments, daemon=True)
+        self.thread = threading.Thread(target=loop.serve, args=arguments, daemon=True)
         self.thread.start()
 
     def connect(self):
@@ -984,7 +986,7 @@ def test_a_server_that_is_gone_before_the_engine_is_ready(tmp_path):
     """A server killed while its model loaded left a traceback at the terminal, seconds later."""
     with listen_to_http(str(tmp_path)) as listener:
         connect(listener.getsockname()).close()
-        assert engine_module.run(new_engine(trained_model()), Links(listener)) is None
+        assert loop.serve(new_engine(trained_model()), Links(listener)) is None
 
 
 def test_the_loop_ends_when_the_other_side_is_gone():
@@ -1095,13 +1097,13 @@ def test_overlap_starts_a_step_before_it_takes_in_the_last():
     may.
     """
     engine, order = new_engine(trained_model(), overlap=True), []
-    launch, collect = engine.runner.launch, engine.runner.collect
+    launch, wait_for = engine.runner.launch, engine.runner.wait_for
     engine.runner.launch = lambda plan: order.append("launch") or launch(plan)
-    engine.runner.collect = lambda flight: order.append("collect") or collect(flight)
+    engine.runner.wait_for = lambda flight: order.append("wait_for") or wait_for(flight)
     engine.add_request("a", prompt(0, 5), greedy(3))
     assert engine.step() == [] and engine.has_work
     finish(engine)
-    assert order == ["launch", "launch", "collect", "launch", "collect", "collect"]
+    assert order == ["launch", "launch", "wait_for", "launch", "wait_for", "wait_for"]
 
 
 def test_an_abort_with_a_token_on_its_way_disturbs_nobody():
@@ -1160,15 +1162,15 @@ def test_a_request_that_has_stopped_has_no_part_in_the_next_steps_failure():
     engine = new_engine(trained_model(), overlap=True)
     first = serve(new_engine(trained_model()), [prompt(0, 5)], 3)[0]
     engine.add_request("stops", prompt(0, 5), replace(greedy(9), stop_token_ids=(first[0],)))
-    collect, calls = engine.runner.collect, []
+    wait_for, calls = engine.runner.wait_for, []
 
     def broken_the_second_time(flight):
         calls.append(flight)
         if len(calls) == 2:
             raise RuntimeError("broken")
-        return collect(flight)
+        return wait_for(flight)
 
-    engine.runner.collect = broken_the_second_time
+    engine.runner.wait_for = broken_the_second_time
     outputs = [output for _ in range(4) for output in engine.step()]
     assert [(o.id, o.finish_reason) for o in outputs] == [("stops", "stop")] and len(calls) == 2
     assert_idle(engine)

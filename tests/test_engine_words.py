@@ -27,10 +27,8 @@ from serving.engine import (
     Output,
     describe,
     interleaved_generate,
-    run,
-    send_out,
-    take_in,
 )
+from serving.loop import handle_message, send_output, serve
 from serving.settings import Settings
 from serving.sizing import with_step_size
 from test_paged import assert_idle, raises
@@ -215,7 +213,7 @@ def test_once_around_the_loop_for_each_message(overlap):
     long = add("a", [1, 2, 3], GREEDY | {"max_tokens": 15, "ignore_eos": True})
     links.turns = [[(link, long)], [], [], [], [(link, {"op": "abort", "id": "a"})], [], []]
     assert answer_to([1, 2, 3], greedy(5, ignore_eos=True))[1] == "length"
-    assert run(engine, links) is None
+    assert serve(engine, links) is None
     limits = {
         "max_model_len": 20,
         "max_num_seqs": 8,
@@ -241,16 +239,16 @@ def test_what_a_link_added_ends_with_it_and_nothing_else_does():
     links = FakeLinks()
     one, ten, eleven = (links.link(number) for number in (1, 10, 11))
     for link in one, ten, eleven:
-        take_in(engine, link, add("a", [1, 2], GREEDY | {"max_tokens": 30}, n=2), None)
-        take_in(engine, link, add("b", [1, 2], GREEDY | {"max_tokens": 30}), None)
+        handle_message(engine, link, add("a", [1, 2], GREEDY | {"max_tokens": 30}, n=2), None)
+        handle_message(engine, link, add("b", [1, 2], GREEDY | {"max_tokens": 30}), None)
     engine.step()
-    take_in(engine, one, {"op": "abort", "id": "b"}, None)
+    handle_message(engine, one, {"op": "abort", "id": "b"}, None)
     assert "1:b" not in engine.requests and {"10:b", "11:b"} <= set(engine.requests)
-    take_in(engine, one, {"op": "gone"}, None)
+    handle_message(engine, one, {"op": "gone"}, None)
     assert {id.split(":")[0] for id in [*engine.requests, *engine.num_choices]} == {"10", "11"}
     assert len(engine.requests) >= 4
     for link in ten, eleven:
-        take_in(engine, link, {"op": "gone"}, None)
+        handle_message(engine, link, {"op": "gone"}, None)
     assert_idle(engine)
 
 
@@ -259,7 +257,7 @@ def test_the_queue_takes_what_it_can_and_no_choice_more():
     link = FakeLinks().link(0)
 
     def is_taken(engine, id, n, max_queue) -> bool:
-        take_in(
+        handle_message(
             engine,
             link,
             add(id, [1, 2], GREEDY | {"max_tokens": 9}, **({"n": n} if n > 1 else {})),
@@ -295,7 +293,7 @@ def test_what_an_add_message_carries():
         "allowed_token_ids": [5, 11],
         "logprobs": 2,
     }
-    take_in(
+    handle_message(
         engine,
         link,
         add("a", [1, 2], params, priority=-3, prompt_logprobs=1, cache_salt="pepper"),
@@ -306,11 +304,11 @@ def test_what_an_add_message_carries():
     assert request.params.allowed_token_ids == array("q", [5, 11])
     assert (request.priority, request.prompt_logprobs, request.cache_salt) == (-3, 1, "pepper")
     for wrong in {"max_tokens": 0}, {"temprature": 1}, {"temperature": "hot"}:
-        take_in(engine, link, add("bad", [1, 2], wrong), None)
+        handle_message(engine, link, add("bad", [1, 2], wrong), None)
         error = link.messages.pop()
         assert (error["op"], error["id"], error["kind"]) == ("error", "bad", "invalid")
         assert any(word in error["message"] for word in wrong)
-    take_in(engine, link, add("a", [1, 2], {}), None)
+    handle_message(engine, link, add("a", [1, 2], {}), None)
     assert "'4:a' is in use" in link.messages.pop()["message"]
     assert list(engine.requests) == ["4:a"]
 
@@ -326,13 +324,13 @@ def test_each_output_goes_to_its_link_with_all_that_it_has():
         (Output("1:c", [7], "length", 0, None, s, t), 1, ["c", [7], "length", 0, [s], t]),
     ]
     for output, number, row in outputs:
-        send_out(links, output)
+        send_output(links, output)
         assert links.links[number].rows.pop() == row
-    send_out(links, Output("12:x", [], "error", error="broken"))
+    send_output(links, Output("12:x", [], "error", error="broken"))
     assert links.links[12].messages == [
         {"op": "error", "id": "x", "message": "broken", "kind": "internal"}
     ]
-    send_out(links, Output("2:a", [7]))  # its process is gone
+    send_output(links, Output("2:a", [7]))  # its process is gone
     assert not any(link.rows for link in links.links.values())
 
 

@@ -38,7 +38,7 @@ ORDER = [
     "serving.settings", "serving.flags", "serving.params", "serving.fused", "model",
     "training.sizes", "training.samples", "serving.welcome", "train",
     "serving.sampling", "serving.sampling_kernels", "serving.runner", "serving.sizing",
-    "serving.links", "serving.engine",
+    "serving.links", "serving.engine", "serving.loop", "serving.beam",
     "serving.chat", "serving.encoder", "serving.workers", "serving.protocol", "serving.connection",
     "serving.client", "serving.metrics", "serving.answers", "serving.api", "serving.terminal",
     "serve", "bench",

@@ -14,7 +14,7 @@ from wires import House
 
 from model import GPT, GPTConfig
 from serving import engine as engine_module
-from serving import metrics
+from serving import loop, metrics
 from serving.engine import Engine
 from serving.settings import Settings
 
@@ -425,7 +425,7 @@ class Driven:
     def take_in(self):
         heard = self.house.engine.heard
         for message in heard[self.num_heard :]:
-            engine_module.take_in(self.engine, self.link, message, self.house.args.max_queue)
+            loop.handle_message(self.engine, self.link, message, self.house.args.max_queue)
         self.num_heard = len(heard)
 
     def step(self, seconds: float = 1.0):
@@ -434,7 +434,7 @@ class Driven:
         outputs = self.engine.step()
         self.house.clock.run(seconds)
         for output in outputs:
-            engine_module.send_out(self.links, output)
+            loop.send_output(self.links, output)
         step = {"op": "step", "out": self.link.rows, "stats": self.engine.stats()}
         self.house.engine.say(step, *self.link.messages)
         self.link.rows = []

@@ -28,7 +28,7 @@ import torch
 from server import FakeEngine, Server
 
 from model import GPT, GPTConfig
-from serving import engine as engine_module
+from serving import loop
 from serving.engine import Engine
 from tokenizer import bpe_tokenizer
 
@@ -82,7 +82,7 @@ class RealEngine(FakeEngine):
             return step()
 
         self.engine.step = slow_step
-        engine_module.run(self.engine, self.links)
+        loop.serve(self.engine, self.links)
 
 
 def record() -> tuple[list[Call], list[Call]]:

@@ -1,0 +1,114 @@
+"""
+The server's loop around the engine: messages of HTTP processes in, a step, its tokens out.
+
+    serve(engine, Links(listener))                  # until all HTTP processes are gone
+
+For a thread or a process of its own. Over each link (links.py has the wire) go
+
+    in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
+         {"op": "abort", "id"}
+    out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
+         {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores...], ...], "stats"}
+         {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, "full"
+         for backpressure (more than `max_queue` choices would wait for a row), else "internal"
+
+Ids are the link's own: in the engine, its number and a colon come before them. What a link has
+added ends with it.
+"""
+
+from array import array
+
+from serving.engine import Engine, Output
+from serving.links import Link, Links
+from serving.params import SamplingParams
+
+
+def serve(engine: Engine, links: Links, max_queue: int | None = None):
+    """Serve until no HTTP process is left, with any number of choices waiting for None."""
+    config = engine.config
+    links.greet(
+        {
+            "op": "ready",
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": engine.scheduler.max_num_seqs,
+            "vocab_size": config.vocab_size,
+            "eos_token_ids": config.eos_token_ids,
+        }
+    )
+    while links.is_wanted:
+        serve_step(engine, links, max_queue)
+
+
+def serve_step(engine: Engine, links: Links, max_queue: int | None):
+    """Handle the messages that have arrived, compute a step, send its tokens. Sleeps when idle."""
+    for link, message in links.receive(timeout=0 if engine.has_work else None):
+        handle_message(engine, link, message, max_queue)
+    for output in engine.step():
+        send_output(links, output)
+    links.flush(engine.stats())
+
+
+def handle_message(engine: Engine, link: Link, message: dict, max_queue: int | None):
+    match message["op"]:
+        case "add":
+            try:
+                kind = "full"
+                problem = queue_problem(engine, message, max_queue)
+                if not problem:
+                    add_request(engine, link, message)
+            except (ValueError, TypeError) as error:
+                kind = "invalid"
+                problem = str(error)
+            if problem:
+                link.put({"op": "error", "id": message["id"], "message": problem, "kind": kind})
+        case "abort":
+            engine.abort(f"{link.number}:{message['id']}")
+        case "gone":
+            for id in [*engine.requests, *engine.num_choices]:
+                if id.startswith(f"{link.number}:"):
+                    engine.abort(id)
+
+
+def queue_problem(engine: Engine, message: dict, max_queue: int | None) -> str:
+    """
+    Why the queue cannot take a request, "" if it can. Decided here, where the requests of all HTTP
+    processes meet.
+    """
+    if max_queue is None:
+        return ""
+    count = message.get("options", {}).get("n", 1)
+    at_work = engine.num_at_work
+    capacity = engine.scheduler.max_num_seqs + max_queue
+    if count + at_work <= capacity:
+        return ""
+    return f"{count} choices beside {at_work} in work are more than {capacity}: try again later"
+
+
+def add_request(engine: Engine, link: Link, message: dict):
+    """Raises ValueError or TypeError for what the engine refuses."""
+    params = message["params"]
+    bias = params.get("logit_bias")
+    if bias:
+        params["logit_bias"] = {int(token): b for token, b in bias.items()}  # JSON's keys are texts
+    allowed = params.get("allowed_token_ids")
+    if allowed:
+        params["allowed_token_ids"] = array("q", allowed)  # 8 bytes for each, a list takes 40
+    id = f"{link.number}:{message['id']}"
+    options = message.get("options", {})
+    engine.add_request(id, message["prompt"], SamplingParams(**params), **options)
+
+
+def send_output(links: Links, output: Output):
+    """Give what a step brought for a request to the link that added it."""
+    number, _, id = output.id.partition(":")
+    link = links.links.get(int(number))
+    if link is None:  # its process is gone, and this was on its way
+        return
+    if output.error:
+        link.put({"op": "error", "id": id, "message": output.error, "kind": "internal"})
+        return
+    row = [id, output.tokens, output.finish_reason, output.cached_tokens]
+    if output.logprobs or output.prompt_logprobs:
+        scores = [output.logprobs] if output.logprobs else None
+        row += [scores, output.prompt_logprobs]
+    link.put_row(row)
