@@ -20,6 +20,7 @@ import serve
 from serving import (
     api,  # before a test names a folder of metrics, which is read when it is imported
     engine,
+    loop,
     terminal,
 )
 from serving.workers import METRICS_FOLDER
@@ -205,7 +206,7 @@ def engine_process(monkeypatch, tmp_path, capfd):
         monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
         monkeypatch.setattr(torch, "set_num_threads", threads.append)
         monkeypatch.setattr(serve, "build_engine", build)
-        monkeypatch.setattr(engine, "run", lambda *args: ran.append(args))
+        monkeypatch.setattr(loop, "serve", lambda *args: ran.append(args))
         with serve.listen_to_http(str(folder)) as listener, socket.socket(socket.AF_UNIX) as client:
             client.connect(listener.getsockname())
             serve.engine_process(serve.parse_args([*flags]), listener)
