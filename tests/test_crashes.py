@@ -22,6 +22,7 @@ from test_train import MACHINE, leave_signals_alone, losses  # noqa: F401
 import train
 from model import CheckpointError, load_checkpoint
 from tokenizer import char_tokenizer, load_tokenizer, write_corpus
+from training import report
 
 FLAGS = [
     "--size=tiny",
@@ -146,7 +147,7 @@ def nothing_slow(monkeypatch):
     figure.savefig.side_effect = lambda path, **how: Path(path).write_bytes(PICTURE)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", MagicMock(Figure=lambda **size: figure))
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(train, "compare_with_compressors", lambda nats, data: "")
+    monkeypatch.setattr(report, "compare_with_compressors", lambda nats, data: "")
 
 
 @pytest.fixture

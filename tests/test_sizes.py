@@ -6,7 +6,9 @@ clock.
 import pytest
 
 import train
-from training.sizes import PROBE, RESERVE, SIZES, choose_size, end_of_run, minutes_and_seconds
+from training.clock import end_of_run
+from training.report import minutes_and_seconds
+from training.sizes import PROBE, RESERVE, SIZES, choose_size
 
 TIME = 125.0  # seconds that the default run has for its steps, about
 

@@ -20,8 +20,8 @@ from tokenizer import TokenizerError
 CPU = torch.device("cpu")
 
 
-def place(rank: int, world: int) -> train.Machine:
-    return train.Machine(CPU, torch.float32, False, rank, world)
+def place(rank: int, world: int) -> train.Process:
+    return train.Process(CPU, torch.float32, False, rank, world)
 
 
 def free_port() -> int:
@@ -88,11 +88,11 @@ def joined(monkeypatch) -> list[str]:
 def test_torchrun_says_which_process_this_is(monkeypatch, joined):
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     args = train.parse_args(TINY)
-    alone = train.choose_machine(args)
+    alone = train.init_process(args)
     assert (alone.rank, alone.world, alone.leads, joined) == (0, 1, True, [])
     for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):
         monkeypatch.setenv(name, value)
-    one = train.choose_machine(args)
+    one = train.init_process(args)
     assert (one.rank, one.world, one.leads, joined) == (5, 8, False, ["gloo"])
 
 
@@ -117,10 +117,10 @@ def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(monkeypatch, joined, 
     )
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    machine = train.choose_machine(train.parse_args(["--device=cuda:1"]))
+    machine = train.init_process(train.parse_args(["--device=cuda:1"]))
     assert (machine.device, machine.dtype, machine.compile) == (torch.device("cuda:1"), dtype, True)
     assert chosen == [machine.device, "high"] and joined == ["nccl"]
-    machine = train.choose_machine(
+    machine = train.init_process(
         train.parse_args(["--device=cuda:1", "--no-compile", "--dtype=float32"])
     )
     assert (machine.dtype, machine.compile) == (torch.float32, False)
@@ -131,12 +131,12 @@ def test_threads_are_those_asked_for_or_one_a_core_at_most(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)), raising=False)
-    assert not train.choose_machine(train.parse_args(["--device=cpu"])).compile
-    assert train.choose_machine(
+    assert not train.init_process(train.parse_args(["--device=cpu"])).compile
+    assert train.init_process(
         train.parse_args(["--device=cpu", "--threads=5", "--compile"])
     ).compile
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    train.choose_machine(train.parse_args(["--device=cpu"]))
+    train.init_process(train.parse_args(["--device=cpu"]))
     assert set_to == [3, 5, 2]
 
 
@@ -145,7 +145,7 @@ def test_threads_are_those_asked_for_or_one_a_core_at_most(monkeypatch):
     [
         (place(0, 1), 1, "CPU, 1 thread, float32"),
         (place(1, 4), 2, "CPU, 2 threads x 4, float32"),
-        (train.Machine(CPU, torch.bfloat16, True), 2, "CPU, 2 threads, bfloat16, compiled"),
+        (train.Process(CPU, torch.bfloat16, True), 2, "CPU, 2 threads, bfloat16, compiled"),
     ],
 )
 def test_a_machine_is_told_in_words(monkeypatch, machine, threads, told):
@@ -184,7 +184,7 @@ def test_evaluation_is_divided_among_processes(corpus, monkeypatch):  # noqa: F8
     model = train.GPT(train.GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16))
     whole = train.evaluate(model, loaded, MACHINE)
     monkeypatch.setattr(
-        train.Machine, "mean", lambda machine, x: x / machine.world
+        train.Process, "mean", lambda machine, x: x / machine.world
     )  # the others found nothing
     parts = [train.evaluate(model, loaded, place(rank, 3)) for rank in range(3)]
     assert sum(count for _, count in parts) == whole[1] == 1001
@@ -193,7 +193,7 @@ def test_evaluation_is_divided_among_processes(corpus, monkeypatch):  # noqa: F8
 
 
 def test_a_batch_that_does_not_divide_is_refused(corpus, monkeypatch, tmp_path):  # noqa: F811
-    monkeypatch.setattr(train, "choose_machine", lambda args: place(0, 3))
+    monkeypatch.setattr(train, "init_process", lambda args: place(0, 3))
     monkeypatch.setattr(train.dist, "barrier", lambda: None)
     with pytest.raises(
         SystemExit, match="--batch_size 4 does not divide among 3 processes: take a multiple"
@@ -209,7 +209,7 @@ def test_all_stop_when_one_is_asked_to(corpus, tmp_path, monkeypatch):  # noqa: 
     monkeypatch.setattr(train.Run, "forward_module", lambda self: self.model)
     one_of_four = torch.tensor([0.25, 0.0], dtype=torch.float64)
     monkeypatch.setattr(
-        train.Machine, "mean", lambda machine, x: x + one_of_four if x.shape == (2,) else x
+        train.Process, "mean", lambda machine, x: x + one_of_four if x.shape == (2,) else x
     )
     assert train.train(run, batches, caught=[], started=0.0) is False
     assert run.step == 1
@@ -222,10 +222,10 @@ def test_only_one_process_writes_and_speaks(corpus, tmp_path, capsys, monkeypatc
     run.load(state | {"optimizers": [o.state_dict() for o in run.optimizers]})
     run.record(step=4, loss=1.0)
     run.save()
-    train.tell("hello", run.machine)
+    run.process.print("hello")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert train.progress_bar(run) is None
     assert run.log == [{"step": 1}, {"step": 4, "loss": 1.0}] and run.saved == 3
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
-    train.tell("hello", place(0, 2))
+    place(0, 2).print("hello")
     assert capsys.readouterr().out == "hello\n"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -23,7 +24,9 @@ import serve
 import train
 from model import GPT, GPTConfig, causal_attention, head_loss, load_checkpoint
 from tokenizer import char_tokenizer, load_tokenizer, read_corpus, train_bpe, write_corpus
-from training import samples
+from training import clock as run_clock
+from training import machine as run_machine
+from training import muon, report, samples
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {
@@ -256,9 +259,9 @@ def test_minutes_end_the_run_in_time(tiny, tmp_path):
     Four seconds of them are for what follows the last step; the learning rate reaches its end with
     the clock.
     """
-    started = time.monotonic()
+    started = time.perf_counter()
     train.main([*tiny, "--minutes", "0.08"])
-    assert 0.5 < time.monotonic() - started < 60 * 0.08 + 30  # a unit wrong is ten times as long
+    assert 0.5 < time.perf_counter() - started < 60 * 0.08 + 30  # a unit wrong is ten times as long
     state = assert_loads(tmp_path / "out")
     assert state["share"] == 1 and state["step"] > 5
     assert all(
@@ -279,7 +282,7 @@ def test_a_slow_first_step_does_not_end_the_run(tiny, tmp_path, monkeypatch):
         clock.now += 1.0 if self.step else 20.0
         return update(self, *batch)
 
-    monkeypatch.setattr(train, "time", clock)
+    replace_time(monkeypatch, clock)
     monkeypatch.setattr(train.Run, "update", timed_update)
     train.main([*tiny, "--minutes", "1"])
     # of 60 s the first step takes 20 and what follows the last 12
@@ -288,11 +291,11 @@ def test_a_slow_first_step_does_not_end_the_run(tiny, tmp_path, monkeypatch):
 
 def test_the_clock_keeps_time_for_what_follows_the_last_step(tiny, corpus):
     args = train.parse_args(tiny)
-    machine = train.choose_machine(args)
+    machine = train.init_process(args)
     run = train.Run(args, train.load_corpus(str(corpus), machine), machine)
     # Batches of 4 x 32 tokens, each a forward pass of 0.4 steps: of 1,001 held-out tokens, and of
     # 16 samples that grow from 8 tokens by 8. And 4 seconds for the rest.
-    assert train.closing_seconds(run, step_seconds=2.0) == pytest.approx(
+    assert run_clock.closing_seconds(run, step_seconds=2.0) == pytest.approx(
         0.4 * 2.0 * (1001 + 16 * 8 * 12) / 128 + 4
     )
 
@@ -408,9 +411,12 @@ def test_what_a_resumed_run_may_change(capsys):
     )
     assert (args.out, args.device, args.threads, args.compile) == ("x", "cpu", 3, True)
     actions = {
-        flag: action for action in train.build_parser()._actions for flag in action.option_strings
+        flag: action
+        for action in train.build_parser()._actions
+        for flag in action.option_strings
+        if action.dest not in train.RESUMABLE
     }
-    for flag in sorted(set(actions) - train.RESUMABLE - {"-h", "--help", "--size"}):
+    for flag in sorted(set(actions) - {"-h", "--help", "--size"}):
         value = [] if actions[flag].nargs == 0 else ["1"]
         with pytest.raises(SystemExit):
             train.parse_args(["--resume", flag, *value])
@@ -469,10 +475,13 @@ class Clock:
     def __init__(self):
         self.now = 1000.0
 
-    def monotonic(self) -> float:
+    def perf_counter(self) -> float:
         return self.now
 
-    perf_counter = monotonic
+
+def replace_time(monkeypatch, clock: Clock):
+    for module in (train, run_clock, run_machine):
+        monkeypatch.setattr(module, "time", clock)
 
 
 @pytest.fixture
@@ -484,11 +493,11 @@ def measured(monkeypatch):
     asked = []
 
     def pretend(seconds: dict):
-        def time_step(args, corpus, machine, dtype, threads, to_beat=math.inf):
+        def time_step(args, process, make_step, dtype, threads, to_beat=math.inf):
             asked.append((dtype, threads))
             return seconds[dtype, threads]
 
-        monkeypatch.setattr(train, "time_step", time_step)
+        monkeypatch.setattr(run_machine, "time_step", time_step)
         monkeypatch.setattr(torch, "get_num_threads", lambda: max(n for _, n in seconds))
         monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(pretend, "threads", n))
         return asked
@@ -498,11 +507,13 @@ def measured(monkeypatch):
 
 def fit(flags: list[str], corpus: Path, seconds_ago: float = 0.0):
     argv = ["--device", "cpu", "--data", str(corpus), *flags]
-    args = train.parse_args(argv)
-    started = time.monotonic() - seconds_ago
-    return train.fit_to_machine(
-        args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, started
-    )
+    return fit_args(train.parse_args(argv), argv, seconds_ago)
+
+
+def fit_args(args, argv: list[str], seconds_ago: float = 0.0):
+    started = time.perf_counter() - seconds_ago
+    with_size = partial(train.parse_args, argv)
+    return train.fit_to_machine(args, MACHINE, started, None, with_size)
 
 
 @pytest.mark.parametrize(
@@ -578,7 +589,7 @@ def test_all_processes_choose_the_same_size(measured, corpus, monkeypatch):
     """
     measured({("float32", 2): 0.10, ("float32", 1): 0.19, ("bfloat16", 2): 0.07})
     monkeypatch.setattr(
-        train.Machine, "mean", lambda machine, seconds: seconds + 120
+        train.Process, "mean", lambda machine, seconds: seconds + 120
     )  # the others began long ago
     assert fit([], corpus)[0].size == "tiny"
 
@@ -625,14 +636,16 @@ def test_a_step_is_timed_after_another_unless_that_was_hopeless(
 
     def timed_update(self, module, x, y):
         clock.now += 1.0
-        taken.append((self.machine.dtype, tuple(x.shape), self.model.config.n_embd))
+        taken.append((self.process.dtype, tuple(x.shape), self.model.config.n_embd))
         return update(self, module, x, y)
 
-    monkeypatch.setattr(train, "time", clock)
+    replace_time(monkeypatch, clock)
     monkeypatch.setattr(train.Run, "update", timed_update)
     monkeypatch.setitem(train.SIZES, "small", train.SIZES["tiny"])  # less to compute
     loaded = train.load_corpus(str(corpus), MACHINE)
-    assert train.time_step(train.parse_args(tiny), loaded, MACHINE, "bfloat16", 1, to_beat) == 1.0
+    make_step = partial(train.random_step, loaded)
+    args = train.parse_args(tiny)
+    assert run_machine.time_step(args, MACHINE, make_step, "bfloat16", 1, to_beat) == 1.0
     assert taken == [(torch.bfloat16, (16, 128), 64)] * steps
 
 
@@ -689,9 +702,7 @@ def test_a_resumed_run_from_before_there_were_sizes_keeps_its_shape(measured, co
     argv = ["--resume", "--device", "cpu"]
     args = train.parse_args(argv)
     args.dtype = "float32"  # of the directory
-    args, _ = train.fit_to_machine(
-        args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, time.monotonic()
-    )
+    args, _ = fit_args(args, argv)
     assert (args.size, args.n_layer, args.n_embd) == (None, 4, 256)
 
 
@@ -701,9 +712,7 @@ def test_a_resumed_run_expects_what_it_expected(measured, corpus):
     argv = ["--resume", "--device", "cpu"]
     args = train.parse_args(argv)
     args.size, args.dtype, args.expected = "small", "float32", 1.234
-    args, _ = train.fit_to_machine(
-        args, argv, train.load_corpus(str(corpus), MACHINE), MACHINE, time.monotonic()
-    )
+    args, _ = fit_args(args, argv)
     assert (args.size, args.expected, measured.threads) == ("small", 1.234, 2)
 
 
@@ -733,9 +742,9 @@ def test_a_busy_machine_stretches_the_run_within_its_limit(
         clock.now += step_seconds(self.step)
         return update(self, *batch)
 
-    monkeypatch.setattr(train, "time", clock)
+    replace_time(monkeypatch, clock)
     monkeypatch.setattr(train.Run, "update", timed_update)
-    monkeypatch.setattr(train, "closing_seconds", lambda run, seconds: 3.0)  # of 60 and of 72
+    monkeypatch.setattr(run_clock, "closing_seconds", lambda run, seconds: 3.0)  # of 60 and of 72
     flags = [
         "--minutes",
         "1",
@@ -766,13 +775,14 @@ def seconds(monkeypatch):
         share = self.share
         result = update(self, *batch)
         clock.now += 1.0
-        clock.steps.append((share, self.groups()[0]["lr"] / self.args.matrix_lr))
+        rate = self.optimizers[0].param_groups[0]["lr"]
+        clock.steps.append((share, rate / self.args.matrix_lr))
         if self.step in clock.stops:
             os.kill(os.getpid(), signal.SIGTERM)
         return result
 
     clock.steps, clock.stops = [], ()
-    monkeypatch.setattr(train, "time", clock)
+    replace_time(monkeypatch, clock)
     monkeypatch.setattr(train.Run, "update", timed_update)
     return clock
 
@@ -805,7 +815,7 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
         return load_corpus(*arguments)
 
     monkeypatch.setattr(train, "load_corpus", slowly)
-    monkeypatch.setattr(train, "closing_seconds", lambda run, step_seconds: 2.5)
+    monkeypatch.setattr(run_clock, "closing_seconds", lambda run, step_seconds: 2.5)
     seconds.stops = stops
     train.main([*tiny, "--minutes", "0.75", "--eval_every", "1000"])
     for _ in stops:
@@ -869,7 +879,7 @@ def test_where_nothing_ends_a_text_the_first_token_has_no_score(tmp_path, monkey
     )
     data = []
     monkeypatch.setattr(
-        train, "compare_with_compressors", lambda nats, text: data.append(text) or ""
+        report, "compare_with_compressors", lambda nats, text: data.append(text) or ""
     )
     train.main([*TINY, "--steps=1", f"--data={tmp_path}", f"--out={tmp_path / 'out'}"])
     assert data == [("éab\ncab\n" * 5)[1:].encode()]
@@ -879,7 +889,7 @@ def test_a_resumed_run_is_told_what_its_machine_is_now(tiny, tmp_path, monkeypat
     """All else is as it was begun."""
     train.main([*tiny, "--steps=1"])
     asked = []
-    monkeypatch.setattr(train, "choose_machine", lambda args: sys.exit(asked.append(args)))
+    monkeypatch.setattr(train, "init_process", lambda args: sys.exit(asked.append(args)))
     (tmp_path / "out").rename(tmp_path / "moved")
     with pytest.raises(SystemExit):
         train.main(
@@ -907,7 +917,7 @@ def test_the_picture_is_of_the_log(tmp_path, monkeypatch):
     figure.savefig.side_effect = lambda path, **how: path.write_bytes(b"picture")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", MagicMock(Figure=lambda **size: figure))
     log = [{"step": 1, "loss": 3.5}, {"step": 2, "loss": 2.5}, {"step": 2, "val_loss": 3.0}]
-    train.draw(log, tmp_path / "loss.png")
+    report.draw(log, tmp_path / "loss.png")
     drawn = {call.kwargs["label"]: call.args[:2] for call in figure.subplots().plot.call_args_list}
     assert drawn == {"training": ((1, 2), (3.5, 2.5)), "held out": ((2,), (3.0,))}
     assert (tmp_path / "loss.png").read_bytes() == b"picture"
@@ -928,7 +938,7 @@ def test_a_progress_bar_counts_the_steps(tiny, tmp_path, monkeypatch, seconds, c
     monkeypatch.setattr(
         "tqdm.tqdm", tqdm
     )  # the module stays: others look for it while they are imported
-    monkeypatch.setattr(train, "closing_seconds", lambda run, step_seconds: 0.0)
+    monkeypatch.setattr(run_clock, "closing_seconds", lambda run, step_seconds: 0.0)
     train.main([*tiny, "--steps", "6"])
     assert bars == []  # nobody looks
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -1006,7 +1016,7 @@ def test_the_last_samples_are_whole_lines_and_their_statements_are_counted(run, 
         "\na b\n",
         "no line",
     ]
-    monkeypatch.setattr(samples, "sample", lambda *arguments, **named: texts)
+    monkeypatch.setattr(samples, "generate_texts", lambda *arguments, **named: texts)
     lines = samples.last_samples(run).split("\n")
     assert lines[:4] == ["sample 1:", "    x = 1", "    if x:", "        y = = 2"]
     assert lines[4:8] == ["sample 2:", "    def f():", "sample 3:", "    a b"]
@@ -1020,7 +1030,7 @@ def test_samples_that_are_the_truth_have_its_share_of_statements(run, monkeypatc
     """Both shares are of text that is cut alike, so they compare."""
     val = run.corpus.val.tolist()
 
-    def follow(run, prompts, length, temperature):
+    def follow(run, prompts, length):
         starts = [
             next(i for i in range(len(val)) if val[i : i + len(p)] == p) + len(p) for p in prompts
         ]
@@ -1028,7 +1038,7 @@ def test_samples_that_are_the_truth_have_its_share_of_statements(run, monkeypatc
 
     judged, share = [], samples.share
     monkeypatch.setattr(samples, "share", lambda texts: judged.append(texts) or share(texts))
-    monkeypatch.setattr(samples, "sample", follow)
+    monkeypatch.setattr(samples, "generate_texts", follow)
     shares = re.findall(r"(\d+)% of", samples.last_samples(run))
     assert len(shares) == 2 and shares[0] == shares[1]
     assert judged[0] == judged[1] and len(judged[0]) == 16
@@ -1043,7 +1053,7 @@ def test_samples_that_are_the_truth_have_its_share_of_statements(run, monkeypatc
 
 def test_a_corpus_that_is_no_python_gets_no_share_of_statements(run, monkeypatch):
     monkeypatch.setattr(
-        samples, "sample", lambda *arguments, **named: ["\nFirst Citizen:\nSpeak, speak.\n"]
+        samples, "generate_texts", lambda *arguments, **named: ["\nFirst Citizen:\nSpeak, speak.\n"]
     )
     monkeypatch.setattr(
         run.corpus.tokenizer, "decode", lambda ids: "\nSecond Citizen:\nOne word, good citizens.\n"
@@ -1056,7 +1066,7 @@ def test_a_sample_ends_where_the_model_ends_it(run, monkeypatch):
     line = run.corpus.tokenizer.encode("x = 1\n")
     rows = torch.tensor([[5, *line, 299, *line], [5, *line, *line, 299]])
     monkeypatch.setattr(run.model, "generate", lambda prompts, length, choose: rows)
-    assert samples.sample(run, [[5], [5]], 64, temperature=0.6) == ["x = 1\n", "x = 1\nx = 1\n"]
+    assert samples.generate_texts(run, [[5], [5]], 64) == ["x = 1\n", "x = 1\nx = 1\n"]
 
 
 def test_samples_follow_the_temperature_and_the_seed(run, monkeypatch):
@@ -1073,13 +1083,15 @@ def test_samples_follow_the_temperature_and_the_seed(run, monkeypatch):
     monkeypatch.setattr(run.model, "generate", choose_one)
     for seed, temperature in ((1, 0.6), (1, 2.0), (2, 0.6)):
         run.args.seed = seed
-        samples.sample(run, [[5]], 1, temperature)
+        monkeypatch.setattr(samples, "TEMPERATURE", temperature)
+        samples.generate_texts(run, [[5]], 1)
         wanted = 1 / (1 + math.exp(-1 / temperature))
         assert drawn[seed, temperature].mean().item() == pytest.approx(wanted, abs=0.02)
     first, temperature = drawn[1, 0.6], 0.6
+    monkeypatch.setattr(samples, "TEMPERATURE", temperature)
     assert not torch.equal(first, drawn[2, 0.6])
     seed = run.args.seed = 1
-    samples.sample(run, [[5]], 1, temperature)
+    samples.generate_texts(run, [[5]], 1)
     assert torch.equal(first, drawn[1, 0.6])
 
 
@@ -1089,11 +1101,13 @@ def test_the_last_samples_follow_texts_from_all_over_the_held_out_part(run, monk
     fits behind it.
     """
     asked = []
-    monkeypatch.setattr(samples, "sample", lambda run, *given: asked.append(given) or ["\nx = 1\n"])
+    monkeypatch.setattr(
+        samples, "generate_texts", lambda run, *given: asked.append(given) or ["\nx = 1\n"]
+    )
     samples.last_samples(run)
-    ((prompts, length, temperature),) = asked
+    ((prompts, length),) = asked
     val = run.corpus.val.tolist()
-    assert (len(prompts), length, temperature) == (16, 128, 0.6)
+    assert (len(prompts), length, samples.TEMPERATURE) == (16, 128, 0.6)
     assert prompts[0] == val[:64] and prompts[-1] == val[1001 - 128 - 64 : 1001 - 128]
     assert all(len(prompt) == 64 for prompt in prompts)
     run.args.sample_tokens = 1000
@@ -1177,7 +1191,7 @@ def test_two_processes_take_the_steps_of_one(tiny, tmp_path):
 # The parts
 
 
-MACHINE = train.Machine(torch.device("cpu"), torch.float32, compile=False)
+MACHINE = train.Process(torch.device("cpu"), torch.float32, compile=False)
 
 
 def test_an_epoch_is_every_window_once_in_another_order():
@@ -1215,7 +1229,7 @@ def test_batches_are_a_function_of_seed_and_step():
     in_order = [forward(step, MACHINE)[0] for step in range(60)]
     assert all(torch.equal(first(step), in_order[step]) for step in (59, 3, 40))
     assert not torch.equal(first(3), first(3, seed=2))
-    two = [train.Machine(MACHINE.device, torch.float32, False, rank, 2) for rank in (0, 1)]
+    two = [train.Process(MACHINE.device, torch.float32, False, rank, 2) for rank in (0, 1)]
     halves = torch.cat([forward(7, machine)[0] for machine in two])
     assert sorted(halves[:, 0].tolist()) == sorted(in_order[7][:, 0].tolist())
 
@@ -1261,18 +1275,18 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
     assert run.model.training
     modes = []
     run.model.register_forward_hook(lambda model, inputs, output: modes.append(model.training))
-    samples.sample(run, [[299]], 2, 0.6)
+    samples.generate_texts(run, [[299]], 2)
     assert modes == [False, False] and run.model.training
 
 
 def test_bits_per_byte():
     text = os.urandom(1000)
-    report = train.compare_with_compressors(nats=4000 * math.log(2), data=text)
+    told = report.compare_with_compressors(nats=4000 * math.log(2), data=text)
     assert (
-        "model 4.000" in report and "gzip -9 8.18" in report
+        "model 4.000" in told and "gzip -9 8.18" in told
     )  # noise does not compress: 23 bytes more
-    assert "(51% below gzip)" in report
-    worse = train.compare_with_compressors(nats=1e6, data=text)  # was told as "-59% below gzip"
+    assert "(51% below gzip)" in told
+    worse = report.compare_with_compressors(nats=1e6, data=text)  # was told as "-59% below gzip"
     assert re.search(r"\([\d,]+% above gzip\)", worse)
 
 
@@ -1287,7 +1301,7 @@ def test_learning_rate_rises_stays_and_falls():
 def test_orthogonalize_evens_out_singular_values():
     torch.manual_seed(0)
     for shape in ((3, 32, 32), (2, 64, 16), (2, 16, 64)):
-        values = torch.linalg.svdvals(train.orthogonalize(torch.randn(shape)))
+        values = torch.linalg.svdvals(muon.orthogonalize(torch.randn(shape)))
         assert values.shape[1] == min(shape[1:])
         # Newton-Schulz leaves the smallest of a square matrix behind; the others end near 1
         assert values.max() < 1.3 and values.quantile(0.1) > 0.5
@@ -1299,9 +1313,9 @@ def test_muon_moves_q_k_and_v_apart():
     weight = torch.nn.Parameter(torch.zeros(48, 16))
     gradient = torch.randn(48, 16)
     weight.grad = gradient * torch.tensor([1000.0, 1.0, 0.001]).repeat_interleave(16)[:, None]
-    train.Muon([weight], 0.1, momentum=0.95, weight_decay=0.0, dtype=torch.float32).step()
+    train.Muon([weight], torch.float32, lr=0.1, momentum=0.95, weight_decay=0.0).step()
     for part, alone in zip(weight.detach().split(16), gradient.split(16), strict=True):
-        assert torch.allclose(part, -0.1 * train.orthogonalize(alone[None])[0], atol=1e-3)
+        assert torch.allclose(part, -0.1 * muon.orthogonalize(alone[None])[0], atol=1e-3)
 
 
 def test_loss_in_chunks_is_the_loss():

@@ -50,14 +50,14 @@ def make_run(
     corpus = train.Corpus(
         SimpleNamespace(vocab_size=VOCAB, eos_token_id=None), tokens, tokens[:100]
     )
-    return train.Run(args, corpus, train.Machine(torch.device("cpu"), dtype, False, rank, world))
+    return train.Run(args, corpus, train.Process(torch.device("cpu"), dtype, False, rank, world))
 
 
 def batch_of(run: train.Run):
     """The batch that the run trains on next."""
     args = run.args
     batches = train.Batches(run.corpus.train, args.batch_size, args.context_length, args.seed)
-    return batches(run.step, run.machine)
+    return batches(run.step, run.process)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 What a model writes: samples at the end of a training run, and how much of them is Python, which is
 the share of their complete statements that `ast.parse` would accept.
 
-    share(["x = 1\\nif x:\\n    y = (2\\n", "x ="])    # 2/3: `y = (2` is not complete, `x =` is, and wrong
+    share(["x = 1\\nif x:\\n    y = (2\\n", "x ="])    # 2/3: `y = (2` is incomplete, `x =` wrong
 
 A statement may come from the middle of a function, so each is read alone: without its indentation,
 a header such as `if x:` or `else:` with a `pass` for the block that it announces.
@@ -31,26 +31,28 @@ BEFORE = {
 BEFORE |= {"case": "match x:\n "}
 
 
-def sample(run, prompts: list[list[int]], length: int, temperature: float) -> list[str]:
+def generate_texts(run, prompts: list[list[int]], length: int) -> list[str]:
     """
-    The model's continuations, of at most `length` tokens, of equally long prompts; each ends where
-    it ends it.
+    What the model writes after equally long prompts: at most `length` tokens, or until it ends the
+    text.
     """
-    machine, tokenizer = run.machine, run.corpus.tokenizer
-    generator = torch.Generator(machine.device).manual_seed(run.args.seed)
+    tokenizer, device = run.corpus.tokenizer, run.process.device
+    generator = torch.Generator(device).manual_seed(run.args.seed)
 
     def choose(logits, position):
-        return torch.multinomial(
-            (logits.float() / temperature).softmax(-1), 1, generator=generator
-        )[:, 0]
+        probabilities = (logits.float() / TEMPERATURE).softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
     run.model.eval()
-    with machine.autocast():
-        rows = run.model.generate(torch.tensor(prompts, device=machine.device), length, choose)
+    with run.process.autocast():
+        rows = run.model.generate(torch.tensor(prompts, device=device), length, choose)
     run.model.train()
-    end = tokenizer.eos_token_id
-    rows = [row[len(prompts[0]) :] for row in rows.tolist()]
-    return [tokenizer.decode(row[: row.index(end)] if end in row else row) for row in rows]
+    texts = []
+    for row in rows[:, len(prompts[0]) :].tolist():
+        if tokenizer.eos_token_id in row:
+            row = row[: row.index(tokenizer.eos_token_id)]
+        texts.append(tokenizer.decode(row))
+    return texts
 
 
 def whole_lines(text: str) -> str:
@@ -63,28 +65,23 @@ def last_samples(run) -> str:
     Three continuations of held-out text, to be printed. For a corpus of Python, also the share of
     statements that parse of all LAST_SAMPLES continuations, and of what really follows, cut alike.
     """
-    val, tokenizer = run.corpus.val, run.corpus.tokenizer
+    val = run.corpus.val
     prompt, length = sample_lengths(run.args)
     places = np.linspace(0, len(val) - prompt - length, LAST_SAMPLES).clip(0).astype(int)
-    texts = sample(run, [val[i : i + prompt].tolist() for i in places], length, TEMPERATURE)
-    texts = [whole_lines(text) for text in texts]
-    truth = [
-        whole_lines(tokenizer.decode(val[i + prompt : i + prompt + length].tolist()))
-        for i in places
-    ]
-    shown = [text for text in texts if text.strip()][:3]
-    told = [
-        f"sample {i}:\n" + textwrap.indent(text.strip("\n"), "    ")
-        for i, text in enumerate(shown, 1)
-    ]
-    sampled, real = share(texts), share(truth)
-    if (
-        sampled is not None and real is not None and real > 0.5
-    ):  # else the corpus is of another language
-        told.append(
-            f"statements that parse: {sampled:.0%} of the sampled, {real:.0%} of the held-out text's"
-        )
-    return "\n".join(told)
+    prompts = [val[i : i + prompt].tolist() for i in places]
+    continuations = [val[i + prompt : i + prompt + length].tolist() for i in places]
+    truth = [whole_lines(run.corpus.tokenizer.decode(tokens)) for tokens in continuations]
+    texts = [whole_lines(text) for text in generate_texts(run, prompts, length)]
+    lines = []
+    for i, text in enumerate([text for text in texts if text.strip()][:3], 1):
+        lines.append(f"sample {i}:")
+        lines.append(textwrap.indent(text.strip("\n"), "    "))
+    real = share(truth)
+    sampled = share(texts)
+    if sampled is not None and real is not None and real > 0.5:  # else this is no Python
+        parse = f"{sampled:.0%} of the sampled, {real:.0%} of the held-out text's"
+        lines.append(f"statements that parse: {parse}")
+    return "\n".join(lines)
 
 
 def sample_lengths(args: argparse.Namespace) -> tuple[int, int]:

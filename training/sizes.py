@@ -1,18 +1,18 @@
 """
-The named sizes of the default training run, and the choice among them: which one a machine has time
-for.
+The named sizes of the default training run, and the choice among them: the largest that a machine
+has time for.
 
     python train.py                # measures the machine and chooses
-    python train.py --size small   # takes this one
+    python train.py --size small   # this one
 
 A size is a model with a recipe that was tuned for it. All were compared at the same computing time:
-a slow machine does best with a small model that sees many tokens. Everything here is plain
-arithmetic, without tensors.
+a slow machine does best with a small model that sees many tokens.
 """
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
 
 # Tuned for all sizes together, 8 to 16 combinations each: between half and twice these learning
 # rates the result differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat
@@ -26,8 +26,10 @@ RECIPE = {
     "momentum": 0.9,
     "beta2": 0.99,
     "decay": 0.6,
+    "minutes": 2.35,
+    "max_minutes": 3.05,
+    "eval_every": 200,
 }
-TIME = {"minutes": 2.35, "max_minutes": 3.05, "eval_every": 200}
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,20 @@ class Size:
     knobs: dict  # flag -> value: the shape of the model, and where it differs from RECIPE
     cost: float  # time of a training step, in steps of the size "small": measured on 2 cores
     least_steps: int  # with fewer, the next smaller size is better after the same time
-    results: dict  # steps -> bits per byte of held-out text, as measured
+    results: dict  # steps, ascending -> bits per byte of held-out text, as measured
 
     def flags(self) -> dict:
         """All that this size sets."""
-        return RECIPE | TIME | self.knobs | {"least_steps": self.least_steps}
+        return RECIPE | self.knobs | {"least_steps": self.least_steps}
 
     def expected(self, steps: float) -> float:
         """
-        Bits per byte after so many steps: straight lines over log(steps) between the measured
-        points.
+        Bits per byte after so many steps: linear in log(steps) between the measured points, and
+        that of the nearest one beyond them.
         """
-        points = sorted(self.results.items())
-        steps = min(max(steps, points[0][0]), points[-1][0])
-        for (left, worse), (right, better) in pairwise(points):
-            if steps <= right:
-                part = math.log(steps / left) / math.log(right / left)
-                return worse + part * (better - worse)
+        measured = np.log(list(self.results))
+        bits = list(self.results.values())
+        return float(np.interp(math.log(max(steps, 1)), measured, bits))
 
 
 SIZES = {
@@ -83,32 +82,15 @@ SIZES = {
     ),
 }
 PROBE = "small"  # the size whose step is timed
-RESERVE = 1.15  # a size is chosen if there is so much time for its least steps, so that a quiet machine ends in time
+RESERVE = 1.15  # times the least steps there must be time for, so that a quiet machine ends in time
 
 
 def choose_size(step_seconds: float, seconds: float) -> str:
     """
-    The name of the largest size for whose steps there is time, where a step of the probe takes
-    `step_seconds`.
+    The name of the largest size for whose least steps there is time, or of the smallest of all; a
+    step of the probe takes `step_seconds`.
     """
     for name, size in reversed(SIZES.items()):
         if RESERVE * size.least_steps * size.cost * step_seconds <= seconds:
             return name
     return next(iter(SIZES))
-
-
-def end_of_run(
-    elapsed: float, steps_left: int, step_seconds: float, planned: float, latest: float
-) -> float:
-    """
-    When a run ends, in seconds since its start: as planned, unless the machine has become too busy
-    for the steps that it needs at least; then later, but never later than `latest`.
-    """
-    needed = elapsed + steps_left * step_seconds
-    return min(max(planned, needed), max(planned, latest))
-
-
-def minutes_and_seconds(seconds: float) -> str:
-    """For people: 143.2 is "2 min 23 s"."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,180 @@
+"""
+What a training run computes on: the processes of torchrun, their devices, and on a CPU the number
+of threads, the dtype and the model size that a few timed steps show to be best.
+
+    process = init_process(args)
+    args, process = fit_to_machine(args, process, started, make_step, with_size)
+
+`process` goes wherever something depends on it: no function asks torch.distributed or the
+environment again.
+"""
+
+import math
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from training.clock import CLOSING_SECONDS
+from training.sizes import PROBE, SIZES, choose_size
+
+PROBE_SECONDS = 0.3  # for each of two or three ways to train: together about a second
+LOOKING_STEPS = 20  # evaluations and samples of a run take as long as so many steps, about
+
+
+@dataclass
+class Process:
+    """Where this process computes, and its place among those that torchrun started."""
+
+    device: torch.device
+    dtype: torch.dtype  # of matrix products: weights, gradients and optimizer state are float32
+    compile: bool
+    rank: int = 0
+    world: int = 1  # how many processes there are
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one process that prints and writes."""
+        return self.rank == 0
+
+    def autocast(self):
+        lower = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled=lower)
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Average x over the processes (all-reduce), in place."""
+        if self.world > 1:
+            dist.all_reduce(x)
+            x /= self.world
+        return x
+
+    def mean_of(self, *values: float) -> list[float]:
+        """Average plain numbers over the processes: what all decide by must be the same for all."""
+        x = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return self.mean(x).tolist()
+
+    def print(self, text: str, bar=None):
+        """Print from one process, above tqdm's bar if there is one."""
+        if not self.leads:
+            return
+        if bar is None:
+            print(text, flush=True)
+        else:
+            bar.write(text)
+
+    def __str__(self) -> str:
+        if self.device.type == "cpu":
+            threads = torch.get_num_threads()
+            name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+        else:
+            name = torch.cuda.get_device_name(self.device)
+        processes = f" x {self.world}" if self.world > 1 else ""
+        compiled = ", compiled" if self.compile else ""
+        return f"{name}{processes}, {str(self.dtype).removeprefix('torch.')}{compiled}"
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name; for None this process's GPU, or the CPU where there is no GPU."""
+    if name is None:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def init_process(args: Namespace) -> Process:
+    """Join the other processes of torchrun; take the device and what the flags say about it."""
+    device = pick_device(args.device)
+    if device.type == "cpu":
+        has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        torch.set_num_threads(args.threads or min(torch.get_num_threads(), cores))
+    else:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+        if args.dtype is None:
+            in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
+            args.dtype = "bfloat16" if in_hardware else "float32"
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1:
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    compiled = device.type == "cuda" if args.compile is None else args.compile
+    dtype = getattr(torch, args.dtype or "float32")
+    return Process(device, dtype, compiled, int(os.environ.get("RANK", 0)), world)
+
+
+def fit_to_machine(
+    args: Namespace, process: Process, started: float, make_step: Callable, with_size: Callable
+) -> tuple[Namespace, Process]:
+    """
+    Choose what the flags leave open on a CPU, by training steps that are timed: how many threads,
+    the dtype, the size. Sets the threads; returns the arguments and the process.
+
+    started: time.perf_counter() when --minutes began
+    make_step(args, process): a function that does one training step
+    with_size(name): the arguments of a run of that size
+    """
+    size_is_open = args.preset == "stdlib" and args.size is None and not args.resume
+    threads = torch.get_num_threads()
+    threads_are_open = args.threads is None and threads > 1
+    nothing_is_open = not (size_is_open or threads_are_open or args.dtype is None)
+    if process.device.type != "cpu" or nothing_is_open:
+        return args, process
+
+    # Where another process keeps a core busy, one thread less is faster: a step waits for its
+    # slowest thread.
+    counts = [threads, threads - 1] if threads_are_open else [threads]
+    dtype = args.dtype or "float32"
+    time_probe = partial(time_step, args, process, make_step)
+    seconds = {(dtype, n): time_probe(dtype, n) for n in counts}
+    best = min(seconds, key=seconds.get)
+    if args.dtype is None:  # bfloat16 is slow where the CPU lacks AVX512-BF16, AMX or SVE
+        _, threads = best
+        seconds["bfloat16", threads] = time_probe("bfloat16", threads, to_beat=seconds[best])
+        best = min(seconds, key=seconds.get)
+
+    step_seconds = seconds[best]
+    (elapsed,) = process.mean_of(time.perf_counter() - started)
+    seconds_left = 60 * args.minutes - elapsed - CLOSING_SECONDS - LOOKING_STEPS * step_seconds
+    if size_is_open:
+        args = with_size(choose_size(step_seconds, seconds_left))
+    if args.size and not args.resume:
+        size = SIZES[args.size]
+        args.expected = size.expected(seconds_left / (size.cost * step_seconds))
+    args.dtype, threads = best
+    torch.set_num_threads(threads)
+    return args, replace(process, dtype=getattr(torch, args.dtype))
+
+
+def time_step(
+    args: Namespace,
+    process: Process,
+    make_step: Callable,
+    dtype: str,
+    threads: int,
+    to_beat: float = math.inf,
+) -> float:
+    """
+    Seconds of a training step of the size PROBE: the median of those in PROBE_SECONDS, averaged
+    over the processes. The first step allocates, and does not count, unless it takes more than
+    three times as long as `to_beat`: then it may decide alone.
+    """
+    torch.set_num_threads(threads)
+    args = Namespace(**vars(args) | SIZES[PROBE].flags())
+    step = make_step(args, replace(process, dtype=getattr(torch, dtype)))
+    first = timed(step)
+    seconds = [first] if first > 3 * to_beat else []
+    while sum(seconds) < PROBE_SECONDS:
+        seconds.append(timed(step))
+    (mean,) = process.mean_of(median(seconds))
+    return mean
+
+
+def timed(step: Callable) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began

@@ -1,0 +1,145 @@
+"""
+What a training run shows: what it chose, how far it is, and at the end how good its model is.
+
+    print(introduce(run))
+    bar = progress_bar(run)
+    advance(bar, run, loss, tokens_per_second, num_steps)
+    report_result(run, nats, count)
+"""
+
+import gzip
+import lzma
+import math
+import sys
+from pathlib import Path
+
+from tokenizer import write_atomically
+from training.samples import last_samples
+from training.sizes import SIZES
+
+# --------------------------------------------------------------------------------------------------
+# Before
+
+
+def introduce(run) -> str:
+    """What was chosen and what to expect, a line each."""
+    args, corpus = run.args, run.corpus
+    c = run.model.config
+    millions = sum(p.numel() for p in run.model.parameters()) / 1e6
+    shape = f"{c.n_layer} layers of width {c.n_embd}, {c.n_head} heads, {c.activation}"
+    tokens = f"{len(corpus.train):,} tokens of {c.vocab_size:,} kinds, {len(corpus.val):,} held out"
+    batch = f"{args.batch_size} x {args.context_length} tokens a step"
+    lines = [f"device: {run.process}"]
+    if args.size:
+        lines.append(f"size:   {args.size} (--size names one of {', '.join(SIZES)})")
+    lines.append(f"model:  {millions:.2f}M parameters: {shape}")
+    lines.append(f"data:   {args.data}: {tokens}")
+    lines.append(f"run:    {describe_length(run)}, {batch} -> {run.out}")
+    expected = getattr(args, "expected", None)
+    if expected and not args.steps:
+        lines.append(f"expect: about {expected:.2f} bits per byte on the held-out text")
+    return "\n".join(lines)
+
+
+def describe_length(run) -> str:
+    """How long a run is, and where a resumed one begins."""
+    args = run.args
+    if args.steps:
+        text = f"{args.steps} steps"
+    else:
+        text = minutes_and_seconds(60 * args.minutes)
+        if args.max_minutes > args.minutes:
+            latest = minutes_and_seconds(60 * args.max_minutes)
+            text += f", up to {latest} if the machine becomes busy"
+    if run.step:
+        text += f", from step {run.step}, {run.share:.0%} done"
+    return text
+
+
+def minutes_and_seconds(seconds: float) -> str:
+    """143.2 is "2 min 23 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+# --------------------------------------------------------------------------------------------------
+# Meanwhile
+
+
+def progress_bar(run):
+    """tqdm's bar, or None where tqdm is not installed or the output goes to no terminal."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        run.process.print("no progress bar: tqdm is not installed")
+        return None
+    if not run.process.leads or not sys.stderr.isatty():
+        return None
+    return tqdm(total=run.args.steps, initial=run.step, unit="step", dynamic_ncols=True)
+
+
+def advance(bar, run, num_steps: int, loss: float, tokens_per_second: float):
+    """Move the bar by so many steps."""
+    if bar is None:
+        return
+    if run.share > 0:  # the first step of a timed run does not tell how many there will be
+        bar.total = round(run.step / run.share)
+    speed = f"{tokens_per_second / 1e3:.1f}k tokens/s"
+    bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
+    bar.update(num_steps)
+
+
+# --------------------------------------------------------------------------------------------------
+# At the end
+
+
+def report_result(run, nats: float, count: int):
+    """
+    Log and print how well the last `count` held-out tokens were predicted, `nats` in all; show
+    samples, and draw loss.png.
+    """
+    data = run.corpus.scored_bytes(count)
+    bits = bits_per_byte(nats, data)
+    run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(bits, 5))
+    windows = f"windows of {run.args.context_length}"
+    print(f"held out: {count:,} tokens, {len(data):,} bytes, each scored once, in {windows}")
+    print(f"val loss: {nats / count:.4f} nats a token")
+    if run.args.sample_tokens > 0:
+        print(last_samples(run))
+    print(compare_with_compressors(nats, data))
+    draw(run.log, run.out / "loss.png")  # last: for the Makefile, this is what ends a training
+
+
+def bits_per_byte(nats: float, data: bytes) -> float:
+    return nats / math.log(2) / len(data)
+
+
+def compare_with_compressors(nats: float, data: bytes) -> str:
+    """The model's bits per byte beside gzip's and xz's on the same bytes."""
+    model = bits_per_byte(nats, data)
+    gz = 8 * len(gzip.compress(data, 9)) / len(data)
+    xz = 8 * len(lzma.compress(data, preset=9)) / len(data)
+    compared = f"{abs(1 - model / gz):.0%} {'below' if model < gz else 'above'} gzip"
+    return f"bits per byte: model {model:.3f}, gzip -9 {gz:.3f}, xz -9 {xz:.3f} ({compared})"
+
+
+def draw(log: list[dict], path: Path):
+    """The loss curve of the run as a picture."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no loss.png: matplotlib is not installed")
+        return
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    for name, style, label in (("loss", "-", "training"), ("val_loss", "o-", "held out")):
+        points = [(line["step"], line[name]) for line in log if name in line]
+        axes.plot(*zip(*points, strict=True), style, lw=0.8, label=label)
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+    def save(path: Path):
+        figure.savefig(path, format="png", dpi=120, bbox_inches="tight")
+
+    write_atomically(path, save)
