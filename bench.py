@@ -572,21 +572,19 @@ def bench_quality(model="out/stdlib", data="stdlib") -> dict:
     Held-out text, each token scored once as at the end of training, with the weights in each format
     that a CPU serves.
     """
-    from train import Machine, evaluate, load_corpus
+    from train import Process, evaluate, load_corpus
+    from training.report import bits_per_byte
 
-    machine = Machine(torch.device("cpu"), torch.float32, compile=False)
-    corpus = load_corpus(data, machine)
+    process = Process(torch.device("cpu"), torch.float32, compile=False)
+    corpus = load_corpus(data, process)
     result = {"model": model, "data": data}
     for name, (dtype, quantize) in FORMATS.items():
         gpt = packed_for_cpu(load_checkpoint(model, dtype=dtype), quantize)
         if gpt.config.vocab_size != corpus.tokenizer.vocab_size:
             raise ValueError(f"{model} was not trained on {data}: name its data with --data")
-        nats, count = evaluate(gpt, corpus, machine)
-        # where the first token could not be scored, its bytes do not count either
-        text = corpus.tokenizer.decode_bytes(corpus.val[-count:].tolist())
-        nats_each = nats / count
-        bits = nats / math.log(2) / len(text)
-        result[name] = {"nats a token": round(nats_each, 5), "bits a byte": round(bits, 5)}
+        nats, count = evaluate(gpt, corpus, process)
+        bits = bits_per_byte(nats, corpus.scored_bytes(count))
+        result[name] = {"nats a token": round(nats / count, 5), "bits a byte": round(bits, 5)}
     return result
 
 

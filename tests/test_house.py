@@ -36,7 +36,8 @@ ARGUMENTS = 21  # the most, without self; goal 8
 ORDER = [
     "commands", "paged", "tokenizer", "kernels",
     "serving.settings", "serving.flags", "serving.params", "serving.fused", "model",
-    "training.sizes", "training.samples", "serving.welcome", "train",
+    "training.sizes", "training.samples", "training.clock", "training.machine", "training.muon",
+    "training.report", "serving.welcome", "train",
     "serving.sampling", "serving.sampling_kernels", "serving.runner", "serving.sizing",
     "serving.links", "serving.engine", "serving.loop", "serving.beam",
     "serving.chat", "serving.encoder", "serving.workers", "serving.protocol", "serving.connection",

@@ -14,36 +14,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Tuned for all sizes together, 8 to 16 combinations each: between half and twice these learning
-# rates the result differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat
-# 512, 1,024 and 2,048 even for the smallest model (1.69 against 1.95 with 1,024): its logits cost
-# more, but each token is more text. Batches of 16 x 128 tokens beat 4 to 12 sequences and contexts
-# of 192 and 256, where computing time is scarce.
-RECIPE = {
-    "batch_size": 16,
-    "matrix_lr": 0.012,
-    "vector_lr": 0.02,
-    "momentum": 0.9,
-    "beta2": 0.99,
-    "decay": 0.6,
-    "minutes": 2.35,
-    "max_minutes": 3.05,
-    "eval_every": 200,
-}
-
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and what it takes to train it well."""
+    """A model, and what it takes to train it well: the values of train.py's flags."""
 
-    knobs: dict  # flag -> value: the shape of the model, and where it differs from RECIPE
-    cost: float  # time of a training step, in steps of the size "small": measured on 2 cores
+    n_layer: int
+    n_embd: int
+    n_head: int
     least_steps: int  # with fewer, the next smaller size is better after the same time
-    results: dict  # steps, ascending -> bits per byte of held-out text, as measured
+    cost: float  # no flag: time of a training step, in steps of the size "small", on 2 cores
+    results: dict  # no flag: steps, ascending -> bits per byte of held-out text, as measured
+
+    # Tuned for all sizes together, 8 to 16 combinations each: between half and twice these learning
+    # rates the result differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib,
+    # beat 512, 1,024 and 2,048 even for the smallest model (1.69 against 1.95 with 1,024): its
+    # logits cost more, but each token is more text. Batches of 16 x 128 tokens beat 4 to 12
+    # sequences and contexts of 192 and 256, where computing time is scarce.
+    context_length: int = 128
+    batch_size: int = 16
+    matrix_lr: float = 0.012
+    vector_lr: float = 0.02
+    momentum: float = 0.9
+    beta2: float = 0.99
+    decay: float = 0.6
+    minutes: float = 2.35
+    max_minutes: float = 3.05
+    eval_every: int = 200
 
     def flags(self) -> dict:
-        """All that this size sets."""
-        return RECIPE | self.knobs | {"least_steps": self.least_steps}
+        return {k: v for k, v in vars(self).items() if k not in ("cost", "results")}
 
     def expected(self, steps: float) -> float:
         """
@@ -57,27 +57,37 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        knobs={"n_layer": 2, "n_embd": 64, "n_head": 1, "context_length": 128},
-        cost=0.55,
+        n_layer=2,
+        n_embd=64,
+        n_head=1,
         least_steps=400,
+        cost=0.55,
         results={360: 1.77, 550: 1.69, 820: 1.62},
     ),
     "small": Size(
-        knobs={"n_layer": 2, "n_embd": 128, "n_head": 2, "context_length": 128},
-        cost=1.0,
+        n_layer=2,
+        n_embd=128,
+        n_head=2,
         least_steps=420,
+        cost=1.0,
         results={200: 1.82, 300: 1.71, 450: 1.61, 850: 1.49, 1690: 1.38},
     ),
     "medium": Size(
-        knobs={"n_layer": 3, "n_embd": 128, "n_head": 2, "context_length": 128},
-        cost=1.25,
+        n_layer=3,
+        n_embd=128,
+        n_head=2,
         least_steps=1050,
+        cost=1.25,
         results={720: 1.50, 1355: 1.38, 2400: 1.29},
     ),
     "large": Size(
-        knobs={"n_layer": 4, "n_embd": 256, "n_head": 4, "context_length": 256, "batch_size": 8},
-        cost=3.3,
+        n_layer=4,
+        n_embd=256,
+        n_head=4,
         least_steps=2500,
+        cost=3.3,
+        context_length=256,
+        batch_size=8,
         results={900: 1.41, 1500: 1.29, 2500: 1.17},
     ),
 }
