@@ -630,7 +630,7 @@ def test_an_answered_call_leaves_nothing_behind(house, stream):
     house.engine.step({"0": b"x"}, "length")
     assert not asyncio.all_tasks(house.clock) and not house.choices and caller.wire.closed is None
     house.clock.run(5)
-    assert caller.wire.closed and house.clock.next_timer() == float("inf")
+    assert caller.wire.closed and house.clock.due() == float("inf")
 
 
 @pytest.mark.parametrize("stream", [False, True])

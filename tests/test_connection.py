@@ -392,7 +392,7 @@ def test_all_requests_of_a_connection_end_with_it(house):
     caller.hang_up()
     assert not house.choices and not house.state.tasks and not house.state.connections
     assert [message["id"] for message in house.engine.of("abort")] == ["0"]
-    assert house.clock.next_timer() == float("inf")  # no timer is left that could do anything
+    assert house.clock.due() == float("inf")  # no timer is left that could do anything
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ one.
 
 Nothing sleeps, nothing is a thread, and the order of everything is fixed, so the same program runs
 the same way each time. The clock moves when all loops wait: then it jumps to the next timer. Not
-run by itself: the simulator of the HTTP side uses it.
+run by itself: the simulator of the HTTP side uses it, and wires.py the event loop alone.
 """
 
 import asyncio
@@ -20,12 +20,15 @@ from asyncio import events
 from collections.abc import Callable
 from types import SimpleNamespace
 
+START = 1000.0  # seconds: monotonic clocks begin anywhere
+EPOCH = 1_700_000_000  # what the calendar says then
+
 
 class Clock:
     """Stands in for the module `time` where a program asks it what time it is."""
 
     def __init__(self):
-        self.now = 1000.0
+        self.now = START
 
     def monotonic(self) -> float:
         return self.now
@@ -34,7 +37,7 @@ class Clock:
         return self.now
 
     def time(self) -> float:
-        return 1.7e9 + self.now
+        return EPOCH + self.now - START
 
 
 class Task(asyncio.Task):

@@ -24,6 +24,7 @@ import pytest
 import uvicorn
 from server import EOS, ByteTokenizer, bytes_directory
 from uvicorn.server import ServerState
+from virtual import Loop, Machine
 
 import serve
 from serving import answers, api, connection, metrics
@@ -35,42 +36,36 @@ from serving.links import line
 from serving.workers import Seat
 
 MAX_TURNS = 10_000  # of the event loop, without any time passing
-EPOCH = 1_700_000_000  # what the calendar says when the clock starts
 
 
-class Clock(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only in `run`."""
-
-    now = 1000.0
+class Clock(Loop):
+    """The event loop of virtual.py, whose time passes only in `run`."""
 
     def __init__(self):
-        super().__init__()
-        self.failures: list[dict] = []  # exceptions that nobody caught
-        self.set_exception_handler(lambda loop, context: self.failures.append(context))
+        super().__init__(Machine())
+        self.failures = self.errors  # exceptions that nobody caught
 
-    def time(self) -> float:
-        return self.now
+    @property
+    def now(self) -> float:
+        return self.clock.now
 
-    def next_timer(self) -> float:
-        return min(
-            (timer.when() for timer in self._scheduled if not timer.cancelled()),
-            default=float("inf"),
-        )
+    @now.setter
+    def now(self, seconds: float):
+        self.clock.now = seconds
 
     def settle(self):
         """Do all that is ready, and what becomes ready by that."""
         turns = 0
-        while self._ready or self.next_timer() <= self.now:
+        while self.due() <= self.now:
             assert turns < MAX_TURNS, "it never rests: something calls itself again and again"
             turns += 1
-            self.call_soon(self.stop)
-            self.run_forever()
+            self.turn()
 
     def run(self, seconds: float):
         """Have so much time pass; each timer finds the clock at its own time."""
         end = self.now + seconds
         self.settle()
-        while (due := self.next_timer()) <= end:
+        while (due := self.due()) <= end:
             self.now = max(self.now, due)
             self.settle()
         self.now = end
@@ -303,13 +298,8 @@ class House:
         self.service.loop = self.clock
 
     def patch_clocks(self):
-        calendar = SimpleNamespace(
-            monotonic=self.clock.time,
-            perf_counter=self.clock.time,
-            time=lambda: EPOCH + self.clock.now - Clock.now,
-        )
         for module in (answers, api, client_module, connection, metrics):
-            self.patches.setattr(module, "time", calendar)
+            self.patches.setattr(module, "time", self.clock.clock)
         self.patches.setattr(client_module, "connect", self.connect_engine)
 
     def connect_engine(self, path: str) -> Wire:
