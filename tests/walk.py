@@ -30,6 +30,7 @@ from server import FakeEngine, Server
 from model import GPT, GPTConfig
 from serving import loop
 from serving.engine import Engine
+from serving.settings import Settings
 from tokenizer import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +73,8 @@ class RealEngine(FakeEngine):
         super().__init__()
         config = GPTConfig(vocab_size=257, context_length=64, n_layer=2, n_head=2, n_embd=32)
         torch.manual_seed(0)
-        self.engine = Engine(GPT(config).eval(), num_blocks=16, max_num_seqs=4, token_budget=64)
+        settings = Settings(num_blocks=16, max_num_seqs=4, token_budget=64)
+        self.engine = Engine(GPT(config).eval(), settings)
 
     def run(self):
         step = self.engine.step
