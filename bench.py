@@ -253,6 +253,10 @@ def timed(engine: Engine, work: Work, temperature: float = 0.6) -> tuple[float, 
     return seconds, answers
 
 
+def weight_bytes(gpt: GPT) -> int:
+    return sum(weight.nbytes for weight in gpt.parameters())
+
+
 def conditions() -> dict:
     """What the figures depend on besides the code."""
     if DEVICE == "cuda":
@@ -335,7 +339,7 @@ def made_up_batch(requests: Step, S: int, backend: str, device: str) -> kernels.
 class Layer:
     """One layer's attention in a made-up step: in fp32 on a CPU, in bf16 on a GPU."""
 
-    def __init__(self, requests: Step, heads: Heads, S: int, backend: str, device: str):
+    def __init__(self, requests: Step, heads: Heads, S=16, backend="torch", device="cpu"):
         H, Hk, D = heads
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.random = partial(torch.randn, dtype=dtype, device=device)
@@ -367,10 +371,10 @@ def bench_attention(repeats=5) -> dict:
     appends to a contiguous cache. In turn.
     """
     mixed = [(1, 512)] * 31 + [(256, 512)]
-    layer = torch_layer(mixed, 6, 64)
+    layer = Layer(mixed, (6, 6, 64))
     result = {"a layer, ms": ms(median_seconds(layer.run, 50), 2)}
     for H, context in (6, 128), (6, 512), (12, 512), (12, 1024):
-        ours = torch_layer([(1, context)] * 8, H, 64)
+        ours = Layer([(1, context)] * 8, (H, H, 64))
         theirs, new_cache = hugging_face_attention(8, H, 64, context)
         times = []
         for _ in range(repeats):
@@ -380,11 +384,6 @@ def bench_attention(repeats=5) -> dict:
         row = {"ours": ms(seconds), "Hugging Face": ms(their_seconds)}
         result[f"8 decodes at {context}, {H} heads of 64, ms"] = row
     return result
-
-
-def torch_layer(requests: Step, H: int, D: int) -> Layer:
-    """On a CPU, with as many KV heads as query heads, in blocks of 16."""
-    return Layer(requests, (H, H, D), 16, "torch", "cpu")
 
 
 def hugging_face_attention(B: int, H: int, D: int, context: int) -> tuple[Callable, Callable]:
@@ -438,11 +437,7 @@ def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
     for heads, steps in DECODES.items():
         H, Hk, D = heads
         for B, context in steps:
-            floor = 1e6 * 4 * B * context * Hk * D / read
-            row = {"floor": round(floor, 1)}
-            for backend in backends:
-                us = decodes_us(B, context, heads, block_size, backend)
-                row[backend] = us if isinstance(us, str) else f"{us:.1f} ({floor / us:.0%})"
+            row = decode_row([(1, context)] * B, heads, block_size, backends, read)
             result[f"{B} x {context}, {H}/{Hk} x {D}"] = row
     for H, D in (16, 128), (16, 64):
         us = attention_us([(2048, 2048)], (H, H, D))
@@ -459,13 +454,20 @@ def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
     return result
 
 
-def decodes_us(B: int, context: int, heads: Heads, S: int, backend: str) -> float | str:
-    """Microseconds of B decodes, or why the backend cannot do them."""
-    try:
-        return attention_us([(1, context)] * B, heads, S, backend)
-    except Exception as error:  # whatever it raises for a shape that it lacks
-        reason = f"{type(error).__name__}: {error}"
-        return reason.split("\n")[0][:80]
+def decode_row(step: Step, heads: Heads, S: int, backends: Sequence[str], read: float) -> dict:
+    """Of each backend, microseconds and the share of the floor, or why it cannot do this step."""
+    _, Hk, D = heads
+    tokens = sum(context for _, context in step)
+    floor = 1e6 * 4 * tokens * Hk * D / read  # K and V in bf16
+    row = {"floor": round(floor, 1)}
+    for backend in backends:
+        try:
+            us = attention_us(step, heads, S, backend)
+            row[backend] = f"{us:.1f} ({floor / us:.0%})"
+        except Exception as error:  # whatever a backend raises for a shape that it lacks
+            reason = f"{type(error).__name__}: {error}"
+            row[backend] = reason.split("\n")[0][:80]
+    return row
 
 
 def mixed_step_us() -> dict[str, float]:
@@ -509,8 +511,9 @@ def bench_generate(model="10M", repeats=5, dtype="auto", quantize="none", compil
     # without prefix cache each answer is computed whole
     settings = Settings(prefix_cache=False, quantize=quantize, compile=compile)
     engine = Engine(gpt, settings)
-    bytes_each = 1 if quantize == "int8" else gpt.wte.weight.itemsize
-    bytes_read = bytes_each * sum(weight.numel() for weight in gpt.parameters())
+    bytes_read = weight_bytes(gpt)
+    if quantize == "int8":
+        bytes_read /= gpt.wte.weight.itemsize
     floor = bytes_read / read_bandwidth()
     result = {"model": model, "dtype": dtype, "quantize": quantize, "compile": compile}
     result["floor, ms a step"] = ms(floor, 2)
@@ -530,10 +533,11 @@ def hugging_face(model: GPT) -> Callable[[Work], Answers]:
 
     @torch.inference_mode()
     def generate(work: Work) -> Answers:
-        _, options["max_new_tokens"] = work[0]
         prompts = torch.tensor([prompt for prompt, _ in work])  # [B, P]
-        P = prompts.shape[1]
-        texts = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+        _, P = prompts.shape
+        _, longest = work[0]
+        mask = torch.ones_like(prompts)
+        texts = theirs.generate(prompts, attention_mask=mask, max_new_tokens=longest, **options)
         return texts[:, P:].tolist()
 
     return generate
@@ -647,10 +651,6 @@ def latency(engine: Engine, n: int) -> dict:
     whole, _ = timed(engine, others)
     step = (whole - one_token) / (N - 1)
     return {"ms a step": ms(step), "whole, ms a token": ms(whole / N)}
-
-
-def weight_bytes(gpt: GPT) -> int:
-    return sum(weight.nbytes for weight in gpt.parameters())
 
 
 @command
@@ -831,13 +831,13 @@ def bench_server(
     """
     The offline workload over HTTP: as many requests as streams, all at once, and then again, with
     other prompts, at random times (Poisson) at --rate requests a second (0: at 70% of what was
-    managed at once). The clients are processes of their own with raw sockets, see load.py. Output
-    tokens per second until the last token; milliseconds from when a request was due to its first
-    token; milliseconds between arrivals of text. --slow-clients of the streams read 1 KB/s: once as
-    fast as the others, then slowly; both rows are of the others. Where the model's context is too
-    short, the workload's lengths are divided. Afterwards the same requests, all at once, without a
-    server, by Engine.generate with as many threads as the server's engine has: the share of that
-    speed that is left over HTTP.
+    managed at once). The clients are processes of their own with raw sockets, see assets/load.py.
+    Output tokens per second until the last token; milliseconds from when a request was due to its
+    first token; milliseconds between arrivals of text. --slow-clients of the streams read 1 KB/s:
+    once as fast as the others, then slowly; both rows are of the others. Where the model's context
+    is too short, the workload's lengths are divided. Afterwards the same requests, all at once,
+    without a server, by Engine.generate with as many threads as the server's engine has: the share
+    of that speed that is left over HTTP.
     """
     config = load_config(model)
     V = config.vocab_size
@@ -910,8 +910,8 @@ def other_tokens(work: Work, V: int) -> Work:
 
 def completions(work: Work, rate: float = 0, num_slow: int = 0) -> list[dict]:
     """
-    HTTP requests for load.py: all at once or, with a rate, at the times of a Poisson process; the
-    first num_slow of the clients are slow.
+    HTTP requests for assets/load.py: all at once or, with a rate, at the times of a Poisson
+    process. The first num_slow of the clients are slow.
     """
     rng = Random(0)
     at = 0.0
@@ -1057,7 +1057,7 @@ def append_us(context: int) -> dict[str, float]:
     Microseconds to append one token's K, V to a text in one layer, two ways; with it, the text has
     `context` tokens.
     """
-    layer = torch_layer([(1, context)], 12, 64)
+    layer = Layer([(1, context)], (12, 12, 64))
     k = layer.k[:, :, None]
     v = layer.v[:, :, None]
     K, V = torch.randn(2, 1, 12, context - 1, 64)
@@ -1108,7 +1108,7 @@ def bench_blockmap(out=Path("out/blockmap.png")) -> dict:
     return figures | draw.block_map(owners, idle, out)
 
 
-def owners_of_blocks(scheduler: Scheduler) -> list[list[int]]:
+def owners_of_blocks(scheduler: Scheduler) -> draw.Owners:
     """For each block, the ids of the requests in whose tables it is."""
     owners = [[] for _ in range(scheduler.block_allocator.num_blocks)]
     for request in scheduler.running:

@@ -8,8 +8,11 @@ The README's pictures. Each function draws what one command of bench.py has meas
 matplotlib is imported when a picture is drawn, so the other commands run without it.
 """
 
+from operator import add
 from pathlib import Path
 
+Owners = list[list[int]]  # for each block, ids of the requests whose block tables hold it
+Figures = dict[str, dict]  # name of a row -> its figures
 COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, which is grey
 SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of the pool, from below
 
@@ -21,7 +24,7 @@ def new_figure():
     return Figure(figsize=(9, 4.2), layout="constrained")
 
 
-def save(figure, path: Path) -> dict[str, str]:
+def save(figure, path: Path) -> dict:
     """
     Write the figure. Returns the path, or why it could not be written: the figures of a long run
     are printed all the same.
@@ -34,10 +37,10 @@ def save(figure, path: Path) -> dict[str, str]:
     return {"picture": str(path)}
 
 
-def block_map(owners: list[list[list[int]]], idle: list[set[int]], path: Path) -> dict[str, str]:
+def block_map(owners: list[Owners], idle: list[set[int]], path: Path) -> dict:
     """
-    owners[step][block]: ids of the requests whose block tables hold the block. idle[step]: blocks
-    that are in the prefix cache and in no table. A shared block shows its owners' colours in turn.
+    The owners of all blocks after each step, and which blocks were in the prefix cache and in no
+    table. A block that several requests share shows their colours in turn.
     """
     from matplotlib.colors import to_rgb
 
@@ -47,35 +50,34 @@ def block_map(owners: list[list[list[int]]], idle: list[set[int]], path: Path) -
         for block, ids in enumerate(blocks):
             colour = "lightgrey" if block in idle[step] else "white"
             if ids:
-                colour = COLOURS[ids[step % len(ids)]]
+                turn = step % len(ids)
+                colour = COLOURS[ids[turn]]
             column.append(to_rgb(colour))
         columns.append(column)
-    num_blocks = len(columns[0])
-    image = [[column[block] for column in columns] for block in range(num_blocks)]
+    image = list(zip(*columns, strict=True))  # [block][step]
     figure = new_figure()
     axes = figure.subplots()
     axes.imshow(image, aspect="auto", interpolation="nearest", origin="lower")
-    axes.set_title(
-        f"9 requests in a pool of {num_blocks} blocks: "
-        "a colour is a request, grey is cached and idle"
-    )
+    pool = f"a pool of {len(image)} blocks"
+    axes.set_title(f"9 requests in {pool}: a colour is a request, grey is cached and idle")
     axes.set(xlabel="step", ylabel="block")
     return save(figure, path)
 
 
-def ended_requests(runs: dict[str, list[float]], path: Path) -> dict[str, str]:
+def ended_requests(runs: dict[str, list[float]], path: Path) -> dict:
     """runs: the label of a curve -> seconds from the start at which each request ended, sorted."""
     figure = new_figure()
     axes = figure.subplots()
     for label, ended in runs.items():
-        axes.step([0, *ended], range(len(ended) + 1), where="post", label=label)
+        count = range(len(ended) + 1)
+        axes.step([0, *ended], count, where="post", label=label)
     axes.set_title("96 requests, the same model, kernels and KV memory")
     axes.set(xlabel="seconds", ylabel="requests ended")
     axes.legend()
     return save(figure, path)
 
 
-def memory_use(pools: dict[str, dict], appends: dict[int, dict], path: Path) -> dict[str, str]:
+def memory_use(pools: Figures, appends: dict[int, dict], path: Path) -> dict:
     """
     pools: the name of a block size -> its `SHARES` of the pool, and the requests "at once".
     appends: context length -> {way to append a token: microseconds}.
@@ -87,7 +89,7 @@ def memory_use(pools: dict[str, dict], appends: dict[int, dict], path: Path) -> 
     return save(figure, path)
 
 
-def draw_shares(axes, pools: dict[str, dict]):
+def draw_shares(axes, pools: Figures):
     """Stacked bars, one a pool; in the lowest part, the number of requests that run at once."""
     ticks = [name.replace(" of ", "\n") for name in pools]
     bottom = [0.0] * len(pools)
@@ -97,7 +99,7 @@ def draw_shares(axes, pools: dict[str, dict]):
         if share == SHARES[0]:
             counts = [f"{row['at once']:.0f}" for row in pools.values()]
             axes.bar_label(bars, counts, label_type="center", color="w")
-        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+        bottom = list(map(add, bottom, heights))
     axes.set_title("KV memory while others wait;\nin white: requests at once")
     axes.legend(loc="lower right")
 
@@ -106,7 +108,8 @@ def draw_appends(axes, appends: dict[int, dict]):
     """One line for each way to append a token."""
     contexts = [str(context) for context in appends]
     for way in ("torch.cat", "store_kv"):
-        axes.plot(contexts, [us[way] for us in appends.values()], "o-", label=way)
+        us = [row[way] for row in appends.values()]
+        axes.plot(contexts, us, "o-", label=way)
     axes.set_title("microseconds of a layer\nto append a token")
     axes.set(xlabel="tokens so far", yscale="log")
     axes.legend()
