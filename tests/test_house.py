@@ -24,13 +24,13 @@ CODE = [
 ]
 
 # The limits, @jit kernels apart. A change that comes nearer to a goal lowers the limit.
-MEAN_TOKENS = 11.9  # of a statement, in all of the code; goal 10.5
+MEAN_TOKENS = 10.8  # of a statement, in all of the code; goal 10.5
 MODULE_TOKENS = 16.4  # of a statement, in one module; goal 11.5
-WIDE = 0.033  # share of statements with more than 30 tokens; goal 0.03
-PACKS = 0.030  # `a, b = x, y`, and tuples and conditionals as statements, a statement; goal 0.015
-FUNCTION_LINES = 187  # of the longest, docstring apart, outside main(); goal 60
+WIDE = 0.03  # share of statements with more than 30 tokens
+PACKS = 0.015  # `a, b = x, y`, and tuples and conditionals as statements, a statement
+FUNCTION_LINES = 62  # of the longest, docstring apart, outside main(); goal 60
 MEDIAN_LINES = 12  # of half of the functions
-ARGUMENTS = 21  # the most, without self; goal 8
+ARGUMENTS = 9  # the most, without self; goal 8
 
 # Each may import only those before it, also inside its functions.
 ORDER = [
