@@ -51,7 +51,8 @@ from pathlib import Path
 from tokenizer import train_bpe, write_corpus
 
 def prepare():
-    text = "".join(Path(name).read_text() for name in ("model.py", "paged.py", "engine.py", "train.py"))
+    names = ("model.py", "paged.py", "serving/engine.py", "train.py")
+    text = "".join(Path(name).read_text() for name in names)
     tokenizer = train_bpe([text], 400)
     ids = tokenizer.encode(text)
     write_corpus(Path(__file__).parent, tokenizer, ids[4000:], ids[:4000])
