@@ -3,10 +3,10 @@ The model at the terminal, with the engine in this process: a text continued, or
 
     python serve.py --prompt "def "       # the answer on stdout, how long it took on stderr
     python serve.py --prompt - < FILE     # all of standard input, exactly
-    python serve.py --chat                # line by line; /help says what else there is
+    python serve.py --chat                # line by line; /help lists the commands
 
-A prompt is a user's message where the checkpoint has a chat template, and a text to continue where
-it has none or `--raw` says so. Not run by itself: serve.py has the flags.
+Where the checkpoint has a chat template a prompt is a user's message; where it has none, or with
+--raw, a prompt is a text to continue. Not run by itself: the flags are in flags.py.
 """
 
 import argparse
@@ -20,22 +20,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from serving.encoder import Encoder
+from serving.params import SamplingParams
 from tokenizer import TextStream, Tokenizer
 
-PLAIN_TOKENS = 200  # length of a continuation: only chats are sure to come to an end of their own
+PLAIN_TOKENS = 200  # length of a continuation: unlike answers of a chat, texts need not end
 HELP = """\
 /system TEXT   say TEXT to the model before all else; /system alone: nothing
 /reset         forget what was said
 /exit          end, as Ctrl-D does
 Ctrl-C stops an answer. A line that ends with \\ goes on in the next one. //x sends /x."""
-# Control characters in a model's text would move the cursor, or worse: a terminal shows their
-# pictures.
+# Terminal escape injection: control characters in a model's text would move the cursor, or worse.
+# Their pictures (Unicode's Control Pictures) are shown instead.
 PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 PICTURES |= dict.fromkeys(range(127, 160), "\ufffd")
 
 
 def note(text: str):
-    """What is not the model's, on stderr: stdout is for texts."""
+    """Write to stderr what is not the model's: stdout is for texts."""
     print(f"[{text}]", file=sys.stderr, flush=True)
 
 
@@ -46,8 +47,12 @@ def note(text: str):
 @dataclass
 class Answer:
     text: str
-    tokens: list[int]  # without one that ended the text
+    tokens: list[int]  # without the token that ended the text
     finish_reason: str  # stop, length or interrupted
+
+    def add(self, text: str):
+        self.text += text
+        show(text)
 
 
 def show(text: str):
@@ -57,14 +62,15 @@ def show(text: str):
 
 
 def stream_answer(
-    engine, prompt: list[int], params, tokenizer: Tokenizer, opening: str = ""
+    engine, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer, opening: str = ""
 ) -> Answer:
     """
-    Show the opening, then an answer as its tokens come. Ctrl-C ends it, not the program; however it
-    ends, its blocks are free. Raises ValueError for what can never be answered and RuntimeError for
-    a step that failed.
+    Show the opening, then an answer as its tokens come. Ctrl-C ends the answer, not the program;
+    its blocks are freed however it ends. Raises ValueError for a request that can never be served
+    and RuntimeError for a step that failed.
     """
-    id = f"answer {engine.num_steps}"  # a late token of an interrupted one must not find the next
+    # a new id each time: a late token of an interrupted answer is none of the next answer's
+    id = f"answer {engine.num_steps}"
     engine.add_request(id, prompt, params)
     stream = TextStream(tokenizer.token_bytes)
     answer = Answer("", [], "interrupted")
@@ -73,41 +79,32 @@ def stream_answer(
         with contextlib.suppress(KeyboardInterrupt):
             while engine.has_work:
                 for output in engine.step():
-                    add_output(answer, output, stream)
+                    if output.error:
+                        raise RuntimeError(output.error)
+                    answer.tokens += output.tokens
+                    answer.finish_reason = output.finish_reason or answer.finish_reason
+                    answer.add("".join(map(stream.push, output.tokens)))
     finally:
         engine.abort(id)
-    rest = stream.flush()
-    show(rest + "\n")
-    answer.text += rest
-    return answer
-
-
-def add_output(answer: Answer, output, stream: TextStream):
-    if output.error:
-        raise RuntimeError(output.error)
-    text = "".join(map(stream.push, output.tokens))
-    answer.text += text
-    answer.tokens += output.tokens
-    if output.finish_reason:
-        answer.finish_reason = output.finish_reason
-    if output.finish_reason == "stop":
+    if answer.finish_reason == "stop":
         answer.tokens.pop()
-    show(text)
+    answer.add(stream.flush())
+    show("\n")
+    return answer
 
 
 def answer_with_rate(
     args: argparse.Namespace, engine, prompt: list[int], max_tokens: int, *rest
 ) -> Answer:
-    """`stream_answer`, and a note of how fast it was and of the seed that gives it again."""
-    from serving.params import SamplingParams
-
+    """`stream_answer`, and a note with its speed and the seed that reproduces it."""
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
     params = SamplingParams(temperature=args.temperature, max_tokens=max_tokens, seed=seed)
     started = time.perf_counter()
     answer = stream_answer(engine, prompt, params, *rest)
-    rate = len(answer.tokens) / (time.perf_counter() - started)
+    count = len(answer.tokens)
+    rate = count / (time.perf_counter() - started)
     cut_off = ", cut off" if answer.finish_reason == "length" else ""
-    note(f"{len(answer.tokens)} tokens, {rate:.1f} a second, seed {seed}{cut_off}")
+    note(f"{count} tokens, {rate:.1f} a second, seed {seed}{cut_off}")
     return answer
 
 
@@ -116,13 +113,13 @@ def answer_with_rate(
 
 
 def open_encoder(args: argparse.Namespace) -> tuple[Encoder, bool]:
-    """The checkpoint's encoder, and whether its chat template is to be used. Raises ValueError."""
+    """The checkpoint's encoder, and whether its chat template is used. Raises ValueError."""
     encoder = Encoder(args.model)
     with_template = encoder.has_chat and not args.raw
     if with_template and importlib.util.find_spec("jinja2") is None:
         raise ValueError(
-            "this checkpoint has a chat template, which needs jinja2: `pip install jinja2`, or add --raw to have text "
-            "continued as it stands"
+            "this checkpoint has a chat template, which needs jinja2: `pip install jinja2`, or add "
+            "--raw to have text continued as it stands"
         )
     return encoder, with_template
 
@@ -132,7 +129,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     if args.prompt != "-":
         return args.prompt
     try:
-        return sys.stdin.buffer.read().decode()  # bytes: in text mode line ends would change
+        return sys.stdin.buffer.read().decode()  # in text mode line ends would change
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--prompt -: standard input is not UTF-8 ({error}): convert it first"
@@ -145,24 +142,23 @@ def continue_prompt(args: argparse.Namespace, build_engine: Callable):
     failed.
     """
     encoder, with_template = open_encoder(args)
+    opening = text = read_prompt(args)
     with contextlib.closing(encoder):
-        text = read_prompt(args)
         if with_template:
+            opening = ""
             prompt = encoder.chat([{"role": "user", "content": text}], add_generation_prompt=True)
         else:
             prompt = encoder.encode(text)
     engine = build_engine(args)
-    room = max(
-        1, engine.max_model_len - len(prompt)
-    )  # the engine refuses what is too long, with the numbers
+    # at least 1: the engine refuses a prompt that is too long, with the numbers
+    room = max(1, engine.max_model_len - len(prompt))
     usual = room if with_template else min(PLAIN_TOKENS, room)
-    opening = "" if with_template else text
     answer_with_rate(args, engine, prompt, args.max_tokens or usual, encoder.tokenizer, opening)
 
 
 # --------------------------------------------------------------------------------------------------
-# A conversation. Both kinds have the same methods; `prompt` leaves out what is oldest if there is
-# no room for all.
+# A conversation. Both kinds have the same methods; `prompt` drops what is oldest where the context
+# has no room for all.
 
 
 class Chat:
@@ -233,12 +229,10 @@ class Text:
         if self.asked > room:
             raise ValueError(f"this line has {self.asked} tokens, at most {room} fit: shorten it")
         if len(self.ids) > room:
-            kept = max(
-                self.asked, room // 2
-            )  # half, or it would be cut, and its prefix computed, each time
-            note(
-                f"the context is full: the {len(self.ids) - kept} oldest tokens of the text are forgotten"
-            )
+            # half: with less dropped, each turn would move the text and find no prefix in the cache
+            kept = max(self.asked, room // 2)
+            dropped = len(self.ids) - kept
+            note(f"the context is full: the {dropped} oldest tokens of the text are forgotten")
             self.ids = self.ids[-kept:]
         return self.ids
 
@@ -259,40 +253,38 @@ def converse(args: argparse.Namespace, build_engine: Callable):
         if not with_template:
             why = "--raw" if encoder.has_chat else "no chat template"
             note(
-                f"{why}: your lines are added to a text that the model continues; an empty line lets it go on"
+                f"{why}: your lines are added to a text that the model continues; an empty line "
+                "lets it go on"
             )
         while (line := read_line()) is not None:
-            if line.startswith("/") and not line.startswith("//"):
-                if not run_command(line, conversation):
-                    break
-            else:
+            if not line.startswith("/") or line.startswith("//"):
                 take_turn(args, engine, conversation, line.removeprefix("/"), encoder.tokenizer)
+            elif not run_command(line, conversation):
+                break
 
 
 def read_line() -> str | None:
     """What the user types, None at the end. Ctrl-C forgets a line that was begun."""
-    lines = []
+    text = ""
     while True:
-        prompt = "... " if lines else ">>> "
+        prompt = "... " if text else ">>> "
         try:
-            line = input(prompt if sys.stdin.isatty() else "")
+            text += input(prompt if sys.stdin.isatty() else "")
         except EOFError:
             return None
         except KeyboardInterrupt:
             print()
             note("Ctrl-D or /exit ends")
-            lines = []
+            text = ""
             continue
-        if not line.endswith("\\"):
-            return "\n".join([*lines, line])
-        lines.append(line[:-1])
+        if not text.endswith("\\"):
+            return text
+        text = text[:-1] + "\n"
 
 
 def run_command(line: str, conversation: Chat | Text) -> bool:
-    """Do what a line with a slash says. False if that is to end."""
+    """Do what a line with a slash says. Returns whether the conversation goes on."""
     command, _, text = line.partition(" ")
-    if command == "/exit":
-        return False
     if command == "/help":
         print(HELP, file=sys.stderr)
     elif command == "/reset":
@@ -303,29 +295,27 @@ def run_command(line: str, conversation: Chat | Text) -> bool:
     elif command == "/system":
         conversation.system = text.strip()
         note("heard from the next answer on" if conversation.system else "no system message")
-    else:
+    elif command != "/exit":
         note(f"there is no {command}; /help lists the commands")
-    return True
+    return command != "/exit"
 
 
 def take_turn(
     args: argparse.Namespace, engine, conversation: Chat | Text, line: str, tokenizer: Tokenizer
 ):
-    """Answer a line. One that cannot be answered is said why and is not in the conversation."""
-    if not line and not (isinstance(conversation, Text) and conversation.ids):
+    """Answer a line. A note says why a line cannot be answered; it leaves the conversation."""
+    is_text = isinstance(conversation, Text)
+    if not line and not (is_text and conversation.ids):
         return
     limit = engine.max_model_len
-    reserve = min(
-        args.max_tokens or PLAIN_TOKENS, limit // 4
-    )  # at least so much room is an answer's
+    # tokens that the prompt leaves for the answer
+    reserve = min(args.max_tokens or PLAIN_TOKENS, limit // 4)
     try:
         conversation.ask(line)
         prompt = conversation.prompt(limit - reserve)
         room = limit - len(prompt)
-        usual = PLAIN_TOKENS if isinstance(conversation, Text) else room
-        answer = answer_with_rate(
-            args, engine, prompt, min(args.max_tokens or usual, room), tokenizer
-        )
+        wanted = args.max_tokens or (PLAIN_TOKENS if is_text else room)
+        answer = answer_with_rate(args, engine, prompt, min(wanted, room), tokenizer)
     except (ValueError, RuntimeError) as error:
         note(str(error))
         conversation.take_back()
@@ -340,15 +330,13 @@ def take_turn(
 
 def run(args: argparse.Namespace, build_engine: Callable):
     """What serve.py does with --prompt or --chat. `build_engine(args)` loads the model."""
-    sys.stdout.reconfigure(
-        errors="replace"
-    )  # a terminal that cannot show a character shows another
+    # a terminal that cannot show a character shows another
+    sys.stdout.reconfigure(errors="replace")
     try:
         if args.chat:
             converse(args, build_engine)
         else:
             continue_prompt(args, build_engine)
-    except BrokenPipeError:  # whoever read has enough, as in `| head`
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or Python complains when it flushes
+    except BrokenPipeError:  # the reader has ended, as in `| head`
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # or Python complains when it flushes

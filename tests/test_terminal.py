@@ -23,7 +23,7 @@ from serving.encoder import Encoder
 from serving.params import SamplingParams
 from serving.terminal import Answer, Chat, Text, stream_answer
 from test_paged import assert_idle, new_engine, prompt, trained_model
-from tokenizer import TextStream, load_tokenizer, train_bpe
+from tokenizer import load_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -362,8 +362,11 @@ class Fake:
 
     num_steps = 0
 
-    def __init__(self, tokens=(120,), max_model_len=1000, interrupted=False):
+    def __init__(
+        self, tokens=(120,), max_model_len=1000, interrupted=False, finish_reason="length"
+    ):
         self.tokens, self.max_model_len, self.interrupted = list(tokens), max_model_len, interrupted
+        self.finish_reason = finish_reason
         self.has_work, self.asked = False, []
 
     def add_request(self, id, prompt, params):
@@ -374,7 +377,7 @@ class Fake:
 
     def step(self):
         self.has_work = False
-        return [SimpleNamespace(error=None, tokens=self.tokens, finish_reason="length")]
+        return [SimpleNamespace(error=None, tokens=self.tokens, finish_reason=self.finish_reason)]
 
     def abort(self, id):
         pass
@@ -499,9 +502,9 @@ def test_ctrl_c_stops_an_answer_and_frees_its_blocks(capsys):
 
 
 def test_the_token_that_ends_a_text_is_not_part_of_it(capsys):
-    answer = Answer("", [], "interrupted")
-    output = SimpleNamespace(error=None, tokens=[5, 9], finish_reason="stop")
-    terminal.add_output(answer, output, TextStream(lambda token: b"" if token == 9 else b"x"))
+    engine = Fake([5, 9], finish_reason="stop")
+    spell = SimpleNamespace(token_bytes=lambda token: b"" if token == 9 else b"x")
+    answer = stream_answer(engine, [1], GREEDY, spell)
     assert (answer.text, answer.tokens, answer.finish_reason) == ("x", [5], "stop")
 
 
