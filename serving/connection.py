@@ -1,11 +1,12 @@
 """
-A client's connection, and what one may cost: uvicorn's HTTP protocol with limits.
+A client's connection, and what it may cost: uvicorn's HTTP protocol with limits.
 
-    uvicorn.Config(LastAnswers(gate), http=Connection)      # gate: the ASGI application, with `args`
+    uvicorn.Config(LastAnswers(gate), http=Connection)      # gate: api.Gate, the ASGI application
 
-Not run by itself: api.py puts it in front of its `Gate`. Nobody has shown a key yet, so everything
-here is bounded: bytes and number of headers, time, requests that wait in a connection, connections.
-Only Linux's and macOS's behaviour of TCP is assumed, nothing of the requests' meaning.
+Not run by itself: api.py puts it in front of its `Gate`. Here no client has shown an API key yet,
+so everything is bounded (against Slowloris and its kin): the bytes and number of headers, the time
+of a request, the requests that wait in a connection, the number of connections. It assumes how TCP
+behaves on Linux and macOS, and nothing about what requests mean.
 """
 
 import asyncio
@@ -20,19 +21,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from serving.protocol import ApiError, error_body
 from serving.workers import Seat
 
-MAX_HEAD = 2**16  # bytes of a request besides its body: its first line, headers and trailers
+MAX_HEAD = 2**16  # bytes of a request without its body: its first line, headers and trailers
 MAX_HEADERS = 128  # each costs 20 times its bytes in memory
 MAX_PIPELINED = 8  # requests of one connection that wait for the answer to the first
-REFUSED_SECONDS = 1  # how long a client that still sends its body has to read why it is refused
-PROBE_SECONDS = 1  # between two questions whether a client that ended its side is still there
-ROOM_SECONDS = (
-    0.1  # between two looks whether other HTTP processes have more connections than there may be
-)
+REFUSED_SECONDS = 1  # time to read a refusal, for a client that is still sending its body
+PROBE_SECONDS = 1  # between two probes of a client that has closed its sending side
+ROOM_SECONDS = 0.1  # between two looks at the number of connections of all HTTP processes
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PING_CHUNK = b"8\r\n: ping\n\n\r\n"
 
-# Headers that decide who is asked, by whom, and where a request ends: with two of one kind, whoever
-# stands in front of this server may have read the other.
+# Against request smuggling: headers that decide which server is asked, by whom, and where a request
+# ends. Of two headers of one kind a proxy in front of this server may have obeyed the other.
 SINGLE_HEADERS = {
     b"host",
     b"authorization",
@@ -45,17 +44,17 @@ SINGLE_HEADERS = {
 
 def check_head(headers: list[tuple[bytes, bytes]]):
     """
-    Raises ApiError (400, 431) for headers that are too many or contradict each other. Names are in
-    lower case.
+    Raises ApiError (400, 431) for headers that are too many or that contradict each other. Names
+    are in lower case.
     """
     if len(headers) > MAX_HEADERS:
         raise ApiError(431, f"the request has more than {MAX_HEADERS} headers: send fewer")
-    names = [name for name, _ in headers if name in SINGLE_HEADERS]
-    for name in names:
-        if names.count(name) > 1:
-            raise ApiError(
-                400, f"the header {name.decode()} is there {names.count(name)} times: send it once"
-            )
+    names = [name for name, _ in headers]
+    for name in SINGLE_HEADERS:
+        count = names.count(name)
+        if count > 1:
+            message = f"the header {name.decode()} is there {count} times: send it once"
+            raise ApiError(400, message)
 
 
 def announces_body(headers: list[tuple[bytes, bytes]]) -> bool:
@@ -65,13 +64,12 @@ def announces_body(headers: list[tuple[bytes, bytes]]) -> bool:
 
 class LastAnswers:
     """
-    ASGI middleware: an answer that is given before the whole body was read, a refusal mostly, is
-    the connection's last. What the client still sends is dropped, and not for long.
+    ASGI middleware: an answer given before the whole body was read, mostly a refusal, is the last
+    of its connection. What the client still sends is dropped, for REFUSED_SECONDS at most.
     """
 
     def __init__(self, app):
-        self.app, self.args, self.not_http = app, app.args, app.not_http
-        self.seat = app.service.seat
+        self.app = app
 
     async def __call__(self, scope, receive, send):
         if not announces_body(scope["headers"]):
@@ -87,26 +85,28 @@ class LastAnswers:
         async def send_part(message):
             if message["type"] == "http.response.start":
                 scope["is_last"] = unread
-                close = [(b"connection", b"close")] if unread else []
-                return await send(message | {"headers": [*message["headers"], *close]})
+                if unread:
+                    headers = [*message["headers"], (b"connection", b"close")]
+                    message = message | {"headers": headers}
+                return await send(message)
             if message.get("more_body") or not scope["is_last"]:
                 return await send(message)
-            await send(message | {"more_body": True})  # all of the answer goes out now,
+            # the whole answer goes out now; its end, with which uvicorn closes the connection, only
+            # when the client has had time to read it
+            await send(message | {"more_body": True})
             await drop_rest(receive)
-            await send(
-                {"type": "http.response.body"}
-            )  # and with its end uvicorn closes the connection
+            await send({"type": "http.response.body"})
 
         await self.app(scope, receive_part, send_part)
 
 
 async def drop_rest(receive):
     """
-    Drop what a client still sends until it ends, hangs up or REFUSED_SECONDS are over. A connection
-    that is closed with bytes unread is reset, and a client that was still sending would lose the
-    answer.
+    Drop what a client still sends until it ends, hangs up or REFUSED_SECONDS are over. Closing a
+    connection with bytes unread resets it, and a client that is still sending loses the answer.
     """
-    with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # the latter: the server stops
+    # CancelledError: the server stops
+    with contextlib.suppress(TimeoutError, asyncio.CancelledError):
         async with asyncio.timeout(REFUSED_SECONDS):
             while (await receive()).get("more_body"):
                 pass
@@ -114,9 +114,10 @@ async def drop_rest(receive):
 
 def make_room(connections: set, seat: Seat, most: int):
     """
-    Where all HTTP processes together have more than `most` connections, close those here that are
-    idle for longest, the newest perhaps, which has sent nothing yet. Who has the most idle ones
-    does it; the others let a newcomer in as long as it can, and it sees that within ROOM_SECONDS.
+    Where all HTTP processes together have more than `most` connections, close those here that have
+    been idle for longest; that may be the newest, which has sent nothing yet. The process with the
+    most idle connections does this. A newcomer elsewhere is let in as long as that process can make
+    room for it, which it does within ROOM_SECONDS.
     """
     counts = seat.counts
     excess = sum(counts.open) - most
@@ -131,84 +132,87 @@ def make_room(connections: set, seat: Seat, most: int):
 
 class Connection(HttpToolsProtocol):
     """
-    uvicorn's connection, cut off when it takes longer than --client-seconds to send a whole request
-    or to read what waits for it, or sends too much besides bodies; where there are too many, the
-    one that is idle for longest goes. What it was computing ends with it.
+    uvicorn's connection, closed when the client takes longer than --client-seconds to send a whole
+    request or to read what waits for it, or sends too much besides bodies. Where there are too many
+    connections, the one that has been idle for longest is closed. What was being computed for a
+    connection ends with it.
     """
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.args, self.not_http = self.config.app.args, self.config.app.not_http
-        self.seat = self.config.app.seat
-        self.sending = self.reading = None  # timers: of the client's request, of our answer
+        gate = self.config.app.app
+        self.args = gate.args
+        self.not_http = gate.not_http
+        self.seat = gate.service.seat
+        self.sending = self.reading = None  # timers: the client sends a request, reads an answer
         self.in_body = False
         self.is_upgrade = False  # of the request that is being parsed
-        self.head_size = 0  # bytes of the request's head and trailers that the parser has told
-        self.untold = 0  # and those that came since it told anything
-        self.unanswered: deque = deque()  # uvicorn's cycles, the first is being answered
+        self.head_size = 0  # bytes of the request's head and trailers that the parser has reported
+        self.unparsed = 0  # bytes received since its last report
+        self.unanswered: deque = deque()  # uvicorn's cycles; the first is being answered
         self.idle_since = time.monotonic()
-        self.counted_open = self.counted_idle = False  # what the other HTTP processes were told
+        self.counted_open = self.counted_idle = False  # as the other HTTP processes see it
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # whatever the client has not read pauses writing
-        self.sending = self.cut_off_later()
+        transport.set_write_buffer_limits(high=0)  # pause writing while the client does not read
+        self.sending = self.close_later()
         self.count()
         make_room(self.connections, self.seat, self.args.max_connections)
 
     def count(self):
         """
-        Tell the other HTTP processes of this connection: --max-connections holds for all together.
+        Count this connection for the other HTTP processes: --max-connections is the limit of all.
         """
         number = self.seat.number
         is_open = self in self.connections and not self.transport.is_closing()
         is_idle = is_open and self.is_idle
         self.seat.counts.open[number] += is_open - self.counted_open
         self.seat.counts.idle[number] += is_idle - self.counted_idle
-        self.counted_open, self.counted_idle = is_open, is_idle
+        self.counted_open = is_open
+        self.counted_idle = is_idle
 
     @property
     def is_idle(self) -> bool:
         """
-        No request is in work: no head is complete, or what was asked has its answer, which says it
-        is the last.
+        No request is in work: each head that is complete has its answer, which is the connection's
+        last.
         """
         return all(cycle.scope.get("is_last") for cycle in self.unanswered)
 
-    def cut_off_later(self):
+    def close_later(self):
         return self.loop.call_later(self.args.client_seconds, self.transport.abort)
 
     # what the client sends
 
     def data_received(self, data):
-        self.sending = self.sending or self.cut_off_later()
+        self.sending = self.sending or self.close_later()
         self._unset_keepalive_if_required()
-        self.untold += len(data)
+        self.unparsed += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self.ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
-        if self.head_size + self.untold > MAX_HEAD:
+        if self.head_size + self.unparsed > MAX_HEAD:
             self.transport.abort()
 
     def on_message_begin(self):
         super().on_message_begin()
         self.in_body = self.is_upgrade = False
-        self.head_size = self.untold = 0
+        self.head_size = self.unparsed = 0
 
     def on_url(self, url):
         super().on_url(url)
         self.head_size += len(url)
-        self.untold = 0
+        self.unparsed = 0
 
     def on_header(self, name, value):
         self.head_size += len(name) + len(value) + len(": \r\n")
-        self.untold = 0
-        if (
-            not self.in_body and len(self.headers) <= MAX_HEADERS
-        ):  # trailers are counted and forgotten
+        self.unparsed = 0
+        # trailers, the headers after a chunked body, are counted and forgotten
+        if not self.in_body and len(self.headers) <= MAX_HEADERS:
             super().on_header(name, value)
 
     def on_headers_complete(self):
@@ -221,12 +225,11 @@ class Connection(HttpToolsProtocol):
         self.count()
         if len(self.unanswered) > 1 + MAX_PIPELINED:
             self.transport.abort()
-        # uvicorn stops reading while requests wait, and then would not notice that the client hangs
-        # up
+        # uvicorn stops reading while requests wait, and would not notice a client that hangs up
         self.flow.resume_reading()
 
     def on_body(self, body):
-        self.untold = 0
+        self.unparsed = 0
         super().on_body(body)
         if len(self.unanswered) > 1:
             self.flow.resume_reading()
@@ -237,13 +240,15 @@ class Connection(HttpToolsProtocol):
         if self.is_upgrade or self.transport.is_closing():
             return
         super().on_message_complete()
-        self.sending = self.sending and self.sending.cancel()
+        if self.sending:
+            self.sending.cancel()
+            self.sending = None
 
     def ignore_upgrade(self, rest: bytes):
         """
-        A client that offers to go on in HTTP/2 (h2c) or as a WebSocket is answered in HTTP/1.1, as
-        if it had not. The parser takes such a request for ended with its head: another one gets it
-        again, without the offer.
+        Answer in HTTP/1.1 a client that offers to go on in HTTP/2 (h2c) or as a WebSocket, as if it
+        had not. The parser takes such a request to end with its head, so a new parser gets the
+        request again, without the offer.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -255,7 +260,10 @@ class Connection(HttpToolsProtocol):
         self.data_received(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, self.url, b"".join(head), rest))
 
     def eof_received(self):
-        """The client has ended its side: what it has asked is answered, if it is still there."""
+        """
+        Half-close: the client has closed its sending side. Its requests are answered, if it is
+        still there.
+        """
         if not self.unanswered or self.cycle.more_body or self.cycle.scope["http_version"] != "1.1":
             return False  # closes the connection
         self.cycle.keep_alive = False
@@ -264,18 +272,17 @@ class Connection(HttpToolsProtocol):
 
     def probe(self, seconds: float):
         """
-        A client that hangs up sends what one sends that only has nothing more to ask. Its machine
-        answers the first bytes after that with a reset, and the next then end the connection: so
-        send some that mean nothing, twice at once, as most hang up, and then now and then.
+        Find out whether a client that has closed its sending side still reads. A client that hung
+        up looks the same, but its machine answers the next bytes with a reset, and the bytes after
+        these end the connection. So send bytes that mean nothing: twice at once, as most such
+        clients did hang up, and then every PROBE_SECONDS.
         """
         if not self.unanswered or self.transport.is_closing():
             return
         cycle = self.unanswered[0]
         if not cycle.response_started:
             self.transport.write(CONTINUE)
-        elif (
-            cycle.chunked_encoding
-        ):  # a stream of events: uvicorn writes whole chunks, so this is between two
+        elif cycle.chunked_encoding:  # an event stream; uvicorn writes whole chunks, so between two
             self.transport.write(PING_CHUNK)
         self.loop.call_later(seconds, self.probe, PROBE_SECONDS)
 
@@ -289,16 +296,18 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self):
         super().pause_writing()
-        self.reading = self.reading or self.cut_off_later()
+        self.reading = self.reading or self.close_later()
 
     def resume_writing(self):
         super().resume_writing()
-        self.reading = self.reading and self.reading.cancel()
+        if self.reading:
+            self.reading.cancel()
+            self.reading = None
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
         self.count()
-        for cycle in self.unanswered:  # uvicorn tells the last only
+        for cycle in self.unanswered:  # uvicorn tells only the last one
             cycle.disconnected = True
             cycle.message_event.set()
         for timer in (self.sending, self.reading):
@@ -306,7 +315,7 @@ class Connection(HttpToolsProtocol):
                 timer.cancel()
 
     def send_400_response(self, msg):
-        """What is no HTTP gets an error of the same shape as all others."""
+        """The answer to what is not HTTP: an error of the same form as all others."""
         self.not_http(self.client, msg)
         body = error_body(ApiError(400, msg))
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
