@@ -1,6 +1,6 @@
 """
-What newcomers are told: the greeting at the terminal, the page at /, what to call instead of a path
-that is not here.
+What newcomers are told: the greeting at the terminal, the page at /, and what to call instead of a
+path that is not served.
 
     print(greeting("out/stdlib", "http://127.0.0.1:8000", chats=False, key=""))
 
@@ -11,17 +11,17 @@ import difflib
 import html
 import json
 
-# Nothing is loaded, run, framed or sent from the page; its icon is empty, so that browsers ask for
-# none.
+# Content Security Policy: the page loads, runs and sends nothing, and no other page frames it
+# (clickjacking). Its icon is empty, so that browsers request none.
 PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
 
-# What clients of other servers ask for -> what there is for it here. All that begins so is meant.
+# What clients of other servers call, with all paths below it -> what to call here instead.
 INSTEAD = {
     "/v1/responses": "POST /v1/chat/completions",
     "/v1/messages": "POST /v1/chat/completions",  # Anthropic's
@@ -39,18 +39,14 @@ EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings")
 
 def example_call(url: str, chats: bool, key: str) -> list[str]:
     """
-    The parts of a curl command that works when it is pasted into a shell; `key` as the shell is to
-    spell it.
+    The parts of a curl command to paste into a shell; `key` is how the shell spells the API key.
     """
-    path = "/v1/completions"
-    body: dict = {
-        "prompt": "def ",
-        "max_tokens": 64,
-        "temperature": 0.6,
-    }  # a small model reads better below 1
     if chats:
         path = "/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
+    else:  # a small model reads better below temperature 1
+        path = "/v1/completions"
+        body = {"prompt": "def ", "max_tokens": 64, "temperature": 0.6}
     parts = [f"curl {url}{path}", "-H 'Content-Type: application/json'"]
     if key:
         parts.append(f'-H "Authorization: Bearer {key}"')
@@ -60,16 +56,15 @@ def example_call(url: str, chats: bool, key: str) -> list[str]:
 
 def greeting(name: str, url: str, chats: bool, key: str) -> str:
     """
-    What the server prints when it is ready: people and scripts wait for the first line, and try the
-    second.
+    What the server prints when it is ready: a line that scripts wait for, and a command to try.
     """
     return f"serving {name} at {url}\n    {' '.join(example_call(url, chats, key))}"
 
 
 def page(name: str, state: str, url: str, chats: bool, has_key: bool) -> str:
     """
-    The page at /, as HTML. It is served without a key: where there is one, the model's name is not
-    told.
+    The page at /, as HTML. It is served without a key, so where there is one it does not tell the
+    model's name.
     """
     served = "a model, behind an API key" if has_key else f"<code>{html.escape(name)}</code>"
     curl = " \\\n    ".join(example_call(url, chats, "YOUR_KEY" if has_key else ""))
@@ -87,7 +82,7 @@ def page(name: str, state: str, url: str, chats: bool, has_key: bool) -> str:
 
 
 def not_found(method: str, path: str, routes: list[tuple[str, str]]) -> str:
-    """The message for a path, or a method of it, that is not among the routes (method, path)."""
+    """The message for a method and path that are not among the routes (method, path)."""
     hint = hint_for(path.rstrip("/")[:200], routes)
     return f"there is no {method} {path:.200} here; {hint}/openapi.json lists what there is"
 
@@ -96,14 +91,15 @@ def hint_for(path: str, routes: list[tuple[str, str]]) -> str:
     if path in EMBEDDINGS:
         return "embeddings are not served, vLLM serves them; "
     for prefix, call in INSTEAD.items():
-        if path == prefix or path.startswith(f"{prefix}/"):
+        if f"{path}/".startswith(f"{prefix}/"):
             return f"call {call}, as this is OpenAI's API; "
     known = [other for _, other in routes]
     if f"/v1{path}" in known:
         return f"call /v1{path}, a base URL ends in /v1; "
-    meant = [
-        path.removeprefix("/v1") or "/v1/models",
-        *difflib.get_close_matches(path, known, 1, cutoff=0.85),
-    ]
-    calls = [f"{method} {other}" for wanted in meant for method, other in routes if other == wanted]
-    return f"call {calls[0]}; " if calls else ""
+    meant = [path.removeprefix("/v1") or "/v1/models"]
+    meant += difflib.get_close_matches(path, known, 1, cutoff=0.85)
+    for wanted in meant:
+        for method, other in routes:
+            if other == wanted:
+                return f"call {method} {other}; "
+    return ""

@@ -1,14 +1,14 @@
 """
-Several HTTP processes on one port: the first one, which serve.py is, starts the others, starts
-again those that die, and has them end with it.
+Several HTTP processes on one port. The first of them, which serve.py is, starts the others, starts
+again those that die, and ends them when it ends.
 
     workers = Workers(start, sockets[1:], counts)        # start(sock, seat) -> the process
     workers.watch()                                      # on the event loop
     workers.stop()                                       # drain; the second time: now
 
-Each has a listening socket of its own on the same port (SO_REUSEPORT), among which the kernel
-spreads connections, and a link to the engine of its own (client.py). What is left to share is in a
-`Seat`. Not run by itself.
+Each process has a listening socket of its own on the same port (SO_REUSEPORT: the kernel spreads
+connections among them) and a link of its own to the engine (client.py). What the processes share is
+in a `Seat`. Not run by itself.
 """
 
 import asyncio
@@ -21,37 +21,29 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-RESTART_SECONDS = (
-    1.0  # until one that died is started again: one that cannot start must not keep a core busy
-)
-CORES_EACH = (
-    4  # how many cores there are for each HTTP process, if nobody says how many it shall be
-)
+RESTART_SECONDS = 1.0  # before a restart: a process that cannot start must not keep a core busy
+CORES_EACH = 4  # cores for each HTTP process where no number is given
 MAX_BY_DEFAULT = 8
-MAX_WORKERS = 64  # by order: each has sockets, and files of counts, in the first one
-METRICS_FOLDER = (
-    "PROMETHEUS_MULTIPROC_DIR"  # names prometheus_client's variable: where several processes count
-)
+MAX_WORKERS = 64  # where a number is given: each has sockets and files of counts in the first one
+METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's variable: where processes count
 
-# Not a fork: it would inherit connections, and the event loop.
+# Not a fork, which would inherit sockets, and keep the port open, and the event loop; and CUDA does
+# not survive one.
 context = multiprocessing.get_context("spawn")
 
 
 @dataclass
 class Counts:
     """
-    Connections of each HTTP process, by its number. All processes see them, each writes its own.
+    Connections of each HTTP process, by its number. All processes read them, each writes its own.
     """
 
     open: Any = field(default_factory=lambda: [0])
-    idle: Any = field(
-        default_factory=lambda: [0]
-    )  # those among them in which no request is in work
+    idle: Any = field(default_factory=lambda: [0])  # those of them without a request in work
 
     def makes_room(self, number: int) -> bool:
         """
-        Whether it is this process that closes idle connections when there are too many: it has the
-        most of them.
+        Whether this process closes idle connections when there are too many: it has the most.
         """
         return number == max(range(len(self.idle)), key=self.idle.__getitem__)
 
@@ -60,11 +52,10 @@ class Counts:
 class Seat:
     """What an HTTP process has of the others."""
 
-    number: int = 0  # 0: the first, which leads
+    number: int = 0  # 0: the first
     counts: Counts = field(default_factory=Counts)
-    orders: Connection | None = (
-        None  # from the first: a byte is one `stop`, the end of the file its death
-    )
+    # from the first process: each byte is one `stop`, the end of the file is that process's end
+    orders: Connection | None = None
 
     @property
     def is_first(self) -> bool:
@@ -81,10 +72,7 @@ def default_count() -> int:
 
 
 def can_share_port() -> bool:
-    """
-    Whether the kernel spreads connections among sockets on one port. macOS gives all of them to the
-    last.
-    """
+    """Whether the kernel spreads connections among the sockets of a port. macOS does not."""
     return os.uname().sysname == "Linux"
 
 
@@ -106,8 +94,8 @@ def open_port(host: str, port: int, is_shared: bool = False) -> socket.socket:
 
 def share_port(first: socket.socket, count: int) -> list[socket.socket]:
     """
-    The socket and further ones on its port (SO_REUSEPORT). The first was opened without sharing, so
-    no other server listens there.
+    The socket and further ones on its port. The first was opened without SO_REUSEPORT, so no other
+    server listens there.
     """
     if count == 1:
         return [first]
@@ -118,8 +106,8 @@ def share_port(first: socket.socket, count: int) -> list[socket.socket]:
 
 class Workers:
     """
-    All HTTP processes but the first, for the first. A worker's socket stays open here while it is
-    started again: whoever connects meanwhile waits for the next one.
+    All HTTP processes but the first, which owns this object. A worker's socket stays open here
+    while the worker is started again: connections made meanwhile wait for the next one.
     """
 
     def __init__(self, start: Callable, sockets: list[socket.socket], counts: Counts):
@@ -136,10 +124,10 @@ class Workers:
         theirs, self.orders[number] = context.Pipe(duplex=False)
         seat = Seat(number, self.counts, theirs)
         self.processes[number] = self.start(self.sockets[number - 1], seat)
-        theirs.close()  # the process has its own: were ours open, it would not see our end
+        theirs.close()  # only the process has that end now, so it sees when ours is closed
 
     def watch(self):
-        """Notice when a worker dies, from now on."""
+        """From now on, start workers that die again."""
         for number in self.processes:
             self._watch(number)
 
@@ -164,27 +152,28 @@ class Workers:
             self._watch(number)
 
     def on_death(self, process):
-        """For whoever wants to know."""
+        """Called when a worker has died; the owner may replace it."""
 
     def stop(self):
         """
-        Have all workers take no new work and end when theirs is done; the second time, end at once.
+        Have all workers drain: refuse new work and end when theirs is done. The second time, have
+        them end at once.
         """
         self.stopping = True
         for sock in self.sockets:
-            sock.close()  # so that the port is closed with the last worker
+            sock.close()  # the port is closed when the last worker closes its own
         for orders in self.orders.values():
             with contextlib.suppress(BrokenPipeError):  # it has just ended
                 os.write(orders.fileno(), b".")
 
     async def ended(self, seconds: float):
-        """Wait until all workers have ended; those who take longer are killed."""
-        deadline = asyncio.get_running_loop().time() + seconds
-        while self.processes and asyncio.get_running_loop().time() < deadline:
+        """Wait until all workers have ended; kill those that take longer than so many seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self.processes and loop.time() < deadline:
             await asyncio.sleep(0.02)
         self.kill()
 
     def kill(self):
-        """End those that are left."""
         for process in self.processes.values():
             process.kill()
