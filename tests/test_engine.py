@@ -726,7 +726,7 @@ def test_priority_and_its_ageing():
             admission_order(Scheduler(policy, settings=SchedulerSettings(max_num_seqs=1)), requests)
             == order
         )
-    assert new_engine(trained_model(), policy="priority").scheduler.urgency(waiting[0])[0] == 70.0
+    assert new_engine(trained_model(), policy="priority").scheduler.queue_key(waiting[0])[0] == 70.0
 
 
 def test_no_priority_beats_ageing():
@@ -755,7 +755,7 @@ def test_the_engine_passes_its_limits_on_to_the_scheduler():
     scheduler = new_engine(trained_model(), policy="sjf", **limits).scheduler
     assert {name: getattr(scheduler.settings, name) for name in limits} == limits
     assert (
-        scheduler.urgency(Request("r", [1] * 30, 10, arrival_time=1.0))[0] == 3.0
+        scheduler.queue_key(Request("r", [1] * 30, 10, arrival_time=1.0))[0] == 3.0
     )  # 0.05 s for each of 40 tokens
 
 

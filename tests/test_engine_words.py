@@ -53,7 +53,7 @@ def test_every_setting_reaches_the_scheduler():
         "prefix_cache": False,
     }
     scheduler = pretend_engine(num_blocks=70, watermark=0.1, **settings).scheduler
-    assert scheduler.urgency is POLICIES["sjf"] and scheduler.prefill_tokens == 20
+    assert scheduler.queue_key is POLICIES["sjf"] and scheduler.prefill_tokens == 20
     assert (scheduler.watermark, scheduler.block_allocator.num_blocks) == (7, 70)
     for name in "token_budget", "block_size", "max_num_seqs":
         assert getattr(scheduler, name) == settings[name]
@@ -62,7 +62,7 @@ def test_every_setting_reaches_the_scheduler():
     assert (
         scheduler.watermark == 2
         and scheduler.settings.prefix_cache
-        and scheduler.urgency is POLICIES["priority"]
+        and scheduler.queue_key is POLICIES["priority"]
     )
     limits = scheduler.settings
     long = limits.max_long_partial_prefills, limits.long_prefill_threshold
@@ -420,7 +420,7 @@ def test_interleaved_generate_uses_what_it_is_given(monkeypatch):
     monkeypatch.setattr(engine_module, "Runner", PretendRunner)
     requests = [Request(i, [1, 2, i], 3, arrival_time=float(i), params=greedy(3)) for i in range(3)]
     scheduler = interleaved_generate(pretend_model(), requests, "priority", 5, 48)
-    assert scheduler.urgency is POLICIES["priority"] and scheduler.token_budget == 5
+    assert scheduler.queue_key is POLICIES["priority"] and scheduler.token_budget == 5
     assert (scheduler.block_allocator.num_blocks, scheduler.max_num_seqs) == (12, 3)
     assert [r.generated_tokens for r in requests] == [
         answer_to([1, 2, i], greedy(3))[0] for i in range(3)

@@ -392,7 +392,7 @@ class Trial:
         What `bound_on_steps` builds on: somebody advances, nobody is overtaken, the first in line
         is safe.
         """
-        scheduler, work, urgency = self.scheduler, work_of(plan), self.scheduler.urgency
+        scheduler, work, urgency = self.scheduler, work_of(plan), self.scheduler.queue_key
         assert work or self.under_way, "a step without a token, while there is work"
         assert all(n >= 1 for _, n in work), "a request is scheduled for nothing"
         assert len({r for r, _ in work}) == len(work), "a request is scheduled twice"
@@ -532,7 +532,7 @@ class Trial:
         known a step later, and every second step may compute nothing: all wait for blocks that are
         about to come back.
         """
-        urgency = self.scheduler.urgency
+        urgency = self.scheduler.queue_key
         W = sum(len(r.prompt_tokens) + r.max_new_tokens for r in self.accepted)
         answer = self.steps_per_turn() * max(r.max_new_tokens for r in self.accepted)
         k = sum(urgency(r) < urgency(request) for r in self.accepted)
