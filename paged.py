@@ -454,12 +454,8 @@ class Scheduler:
                 f"{available}: shorten the prompt or make the pool larger (max_kv_tokens, "
                 "--kv-blocks)"
             )
-        self._number(request)
+        request.arrival_number = self.num_added = self.num_added + 1
         self._enqueue(request)
-
-    def _number(self, request: Request):
-        self.num_added += 1
-        request.arrival_number = self.num_added
 
     def _enqueue(self, request: Request):
         request.status = "waiting"
@@ -631,7 +627,8 @@ class Scheduler:
             if r.prefill_target - r.num_hit_tokens > limits.long_prefill_threshold
         ]
         last = long[limits.max_long_partial_prefills :]
-        in_order = [r for r in self.prefilling if r not in last] + last
+        is_last = set(last)
+        in_order = [r for r in self.prefilling if r not in is_last] + last
         num_sharers = min(limits.max_num_partial_prefills, len(in_order) - len(last))
         left = self.token_budget - len(plan.decodes)
         for i, request in enumerate(in_order):
@@ -650,7 +647,8 @@ class Scheduler:
         """
         if len(tokens) != len(plan.sampled):
             raise ValueError(
-                f"{len(tokens)} tokens for a plan that samples {len(plan.sampled)}: give one for each"
+                f"{len(tokens)} tokens for a plan that samples {len(plan.sampled)}: give one for "
+                "each"
             )
         self.advance(plan)
         return self.resolve(plan, tokens)
@@ -756,7 +754,7 @@ class Scheduler:
         row = self.free_rows.pop()
         child = replace(parent, id=id, row=row, num_to_come=0, admitted_time=None, **own)
         child.num_computed_slots = child.num_filled_slots
-        self._number(child)
+        child.arrival_number = self.num_added = self.num_added + 1
         self.block_allocator.share(child.block_table)
         self.active.append(child)
         self.num_forks += 1
