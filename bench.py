@@ -39,6 +39,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean, median
 from time import perf_counter
+from types import SimpleNamespace
 
 from commands import SPINS_SERVING
 
@@ -59,6 +60,7 @@ from model import (
 )
 from paged import Request, Scheduler, SchedulerSettings
 from serving.engine import Engine
+from serving.flags import add_flag
 from serving.params import SamplingParams
 from serving.settings import Settings
 from serving.sizing import bytes_per_block
@@ -93,7 +95,7 @@ FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--device": "cpu, in fp32, or cuda, in bf16",
     "--out": "where to write the picture; those of the README are in assets/",
 }
-CHOICES = {"--dtype": ("auto", "fp32", "bf16"), "--quantize": ("none", "int8")}
+CHOICES = {"--dtype": ["auto", "fp32", "bf16"], "--quantize": ["none", "int8"]}
 
 
 def command(bench: Callable) -> Callable:
@@ -262,8 +264,7 @@ def conditions() -> dict:
     if DEVICE == "cuda":
         device = torch.cuda.get_device_name()
     else:
-        kind = platform.processor() or platform.machine()
-        device = f"{kind} CPU, {torch.get_num_threads()} threads"
+        device = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {"device": device, "python": platform.python_version(), "torch": torch.__version__}
 
 
@@ -395,8 +396,7 @@ def hugging_face_attention(B: int, H: int, D: int, context: int) -> tuple[Callab
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     q, k, v = torch.randn(3, B, H, 1, D)
-    module = torch.nn.Module()
-    module.is_causal = True
+    module = SimpleNamespace(is_causal=True)
 
     def new_cache() -> tuple:
         cache = DynamicCache()
@@ -443,7 +443,12 @@ def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
         us = attention_us([(2048, 2048)], (H, H, D))
         teraflops = 2 * 2048 * 2048 * H * D / us / 1e6
         result[f"prefill of 2048, {H} x {D}"] = {"TFLOP/s": round(teraflops)}
-    result["128 decodes + 8 chunks"] = mixed_step_us()
+    decodes = [(1, 1024)] * 128
+    chunks = [(256, 768)] * 8
+    row = {}
+    for name, step in ("together", decodes + chunks), ("decodes", decodes), ("chunks", chunks):
+        row[name] = round(attention_us(step, (12, 12, 64)), 1)
+    result["128 decodes + 8 chunks"] = row
     for heads in (12, 12, 64), (16, 8, 128):
         H, Hk, D = heads
         row = {}
@@ -467,18 +472,6 @@ def decode_row(step: Step, heads: Heads, S: int, backends: Sequence[str], read: 
         except Exception as error:  # whatever a backend raises for a shape that it lacks
             reason = f"{type(error).__name__}: {error}"
             row[backend] = reason.split("\n")[0][:80]
-    return row
-
-
-def mixed_step_us() -> dict[str, float]:
-    """Decodes and prefill chunks in one step, and each in a step of its own."""
-    decodes = [(1, 1024)] * 128
-    chunks = [(256, 768)] * 8
-    row = {}
-    steps = {"together": decodes + chunks, "decodes": decodes, "chunks": chunks}
-    for name, step in steps.items():
-        us = attention_us(step, (12, 12, 64))
-        row[name] = round(us, 1)
     return row
 
 
@@ -839,6 +832,8 @@ def bench_server(
     without a server, by Engine.generate with as many threads as the server's engine has: the share
     of that speed that is left over HTTP.
     """
+    from serve import build_engine, engine_threads, parse_args
+
     config = load_config(model)
     V = config.vocab_size
     seeds = count(1)
@@ -871,7 +866,8 @@ def bench_server(
                 work = other_tokens(work, V)
                 rows = send(completions(work, num_slow=slow))
                 result[f"{n} streams, {slow} slow"] = load.summary(rows[slow_clients:])
-    engine = engine_of_server(model, flags)
+    torch.set_num_threads(engine_threads())
+    engine = build_engine(parse_args(["--model", model, *flags.split()]))
     timed(engine, offline_workload(8, 8, V, seed=99))  # warm-up
     for n in streams:
         row = result[f"{n} streams"]
@@ -893,14 +889,6 @@ def server(model: str, flags: str) -> Iterator[list[str]]:
     finally:
         process.terminate()
         process.wait(60)
-
-
-def engine_of_server(model: str, flags: str) -> Engine:
-    """The engine that serve.py builds, in this process, with as many threads."""
-    from serve import build_engine, engine_threads, parse_args
-
-    torch.set_num_threads(engine_threads())
-    return build_engine(parse_args(["--model", model, *flags.split()]))
 
 
 def other_tokens(work: Work, V: int) -> Work:
@@ -1121,17 +1109,18 @@ def owners_of_blocks(scheduler: Scheduler) -> draw.Owners:
 # The command line
 
 
-def add_flag(parser: argparse.ArgumentParser, argument: inspect.Parameter):
-    """A flag of a command: False is switched on, a tuple takes several values."""
+def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
+    """The flag of a command's argument; of a tuple it takes several values."""
     flag = "--" + argument.name.replace("_", "-")
     default = argument.default
-    add = partial(parser.add_argument, flag, help=FLAGS[flag], default=default)
-    if default is False:
-        add(action="store_true")
-    elif isinstance(default, tuple):
-        add(nargs="+", type=type(default[0]))
-    else:
-        add(type=type(default), choices=CHOICES.get(flag))
+    options = {}
+    if flag in CHOICES:
+        options["choices"] = CHOICES[flag]
+    kind = type(default)
+    if kind is tuple:
+        options["nargs"] = "+"
+        kind = type(default[0])
+    add_flag(parser, flag, FLAGS[flag], default, kind, **options)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -1141,7 +1130,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, bench in COMMANDS.items():
         command = commands.add_parser(name, description=inspect.getdoc(bench), **as_it_stands)
         for argument in inspect.signature(bench).parameters.values():
-            add_flag(command, argument)
+            add_argument(command, argument)
     return parser
 
 
