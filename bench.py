@@ -844,13 +844,15 @@ def bench_server(
     works = {n: [new_work(n) for _ in range(repeats)] for n in streams}
     result = {"model": model}
     with server(model, flags) as (host, port):
-        send = partial(load.load, host, port, processes=client_processes)
-        send(completions(offline_workload(8, 8, V)))  # warm-up
+
+        def measure(work: Work, rate: float = 0, num_slow: int = 0, skip: int = 0) -> dict:
+            requests = completions(work, rate, num_slow)
+            rows = load.load(host, port, requests, client_processes)
+            return load.summary(rows[skip:])
+
+        measure(offline_workload(8, 8, V))  # warm-up
         for n in streams:
-            runs = []
-            for work in works[n]:
-                rows = send(completions(work))
-                runs.append(load.summary(rows))
+            runs = [measure(work) for work in works[n]]
             runs.sort(key=lambda run: run["s"])
             middle = runs[repeats // 2]
             result[f"{n} streams"] = middle
@@ -858,14 +860,12 @@ def bench_server(
                 continue
             per_second = rate or round(0.7 * n / middle["s"], 1)
             work = new_work(n)
-            rows = send(completions(work, per_second))
-            result[f"{n} at {per_second}/s"] = load.summary(rows)
+            result[f"{n} at {per_second}/s"] = measure(work, per_second)
             if not 0 < slow_clients < n:
                 continue
             for slow in (0, slow_clients):
                 work = other_tokens(work, V)
-                rows = send(completions(work, num_slow=slow))
-                result[f"{n} streams, {slow} slow"] = load.summary(rows[slow_clients:])
+                result[f"{n} streams, {slow} slow"] = measure(work, 0, slow, slow_clients)
     torch.set_num_threads(engine_threads())
     engine = build_engine(parse_args(["--model", model, *flags.split()]))
     timed(engine, offline_workload(8, 8, V, seed=99))  # warm-up
