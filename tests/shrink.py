@@ -2,7 +2,7 @@
 From a long list of events that makes a test fail to a short one: delta debugging (Zeller and
 Hildebrandt, 2002).
 
-    few = shrink(events, fails)        # fails(events) -> whether the failure is still there; it is for `few`
+    few = shrink(events, fails)    # fails(events): is the failure still there? It is for `few`
 
 Not run by itself: the simulators use it.
 """

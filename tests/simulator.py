@@ -7,9 +7,9 @@ commit, hit or stale row changes it.
 
     python -m tests.simulator --seed 7               # one life of an engine, some hundred steps
     python -m tests.simulator --seed 7 --steps 1e6   # lives 7, 8, .. until so many steps are done
-    python -m tests.simulator --minutes 60           # on all cores, what a maintainer leaves running over night
+    python -m tests.simulator --minutes 60           # on all cores, for a night
     python -m tests.simulator --replay FILE          # a failure again, from the trace that it left
-    python -m tests.simulator --speed                # steps a second on one core, 8 requests in 32 blocks
+    python -m tests.simulator --speed                # steps a second on one core
 
 A seed decides a life: which features and faults it has, a random subset (swarm testing: Groce et
 al. 2012), the settings of the engine, and a list of events. What happens follows from these alone,
@@ -304,7 +304,8 @@ class World:
             self.accept(ids, prompt, params, options)
         yield link, message
         assert self.answered == self.refusal, (
-            f"request {id}: wanted {self.refusal!r}, the engine said {self.answered!r} {self.explained}"
+            f"request {id}: wanted {self.refusal!r}, the engine said {self.answered!r} "
+            f"{self.explained}"
         )
         if self.refusal:
             self.counts["full queue" if self.refusal == "full" else "refused"] += 1
@@ -866,7 +867,8 @@ class Summary:
         ]
         lines.append(self.table())
         lines.append(
-            f"seeds {self.first} to {self.last}: {steps:,} steps, {steps / self.seconds:,.0f} a second"
+            f"seeds {self.first} to {self.last}: {steps:,} steps, {steps / self.seconds:,.0f} a "
+            f"second"
         )
         return "\n".join(lines)
 

@@ -128,7 +128,8 @@ async def soak(url: str, pid: int, args) -> dict:
     await asyncio.sleep(1)
     metrics = httpx.get(f"{url}/metrics").text
     idle = {name: float(re.search(rf"vllm:{name}{{.*?}} (\S+)", metrics)[1]) for name in (
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens_total",
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+        "generation_tokens_total",
         "num_preemptions_total")}  # fmt: skip
     ends = len(samples) // 5 or 1  # compare the means of the first and of the last fifth
     growth = [

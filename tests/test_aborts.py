@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 
 import pytest
-from server import FakeEngine, Server, read_until, wait_until
+from server import HEAD, FakeEngine, Server, read_until, wait_until
 
 from serving import loop
 from serving.params import SamplingParams
@@ -65,8 +65,8 @@ class Client:
         }
         body = json.dumps(body | {"return_token_ids": True, "request_id": str(number)})
         self.sock = socket.create_connection(server.address, timeout=60)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
-        self.sock.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        head = HEAD + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        self.sock.sendall(head + body.encode())
 
     def tokens(self) -> list[int]:
         """Those of its answer, which is complete by now."""

@@ -11,7 +11,8 @@ from serving.chat import load_chat
 from tokenizer import BPETokenizer, TokenizerError, bpe_tokenizer
 
 END = "<|endoftext|>"
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+CHATML += "{% endfor %}"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -98,15 +99,24 @@ def test_the_text_of_a_template_is_limited(make, monkeypatch):
 
 REAL = [
     CHATML,
-    "{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}no",  # Llama, Command
-    "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
-    "{% for m in messages %}{% generation %}{% set x = 1 %}{{ m.content }}{% endgeneration %}{{ x }}{% endfor %}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    "{{ bos_token }}{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ eos_token }}{{ pad_token }}",
-    "{{ messages[0].content.split('l')[-1] }}{{ messages[0]['content'][1:3] }}{{ strftime_now('%Y') }}",
-    "{{ messages | tojson(False, 1) }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "{{ {'b': 1, 'a': 'é'} | tojson(separators=(',', ':')) }}{{ {'b': 1, 'a': 2} | tojson(sort_keys=True) }}",
-    "é語\n{% for m in messages %}\n  {% if m.role == 'user' %}\n  {{ m.content }}\n  {% endif %}\n{% endfor %}\n end",
+    "{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents"
+    "{% endif %}no",  # Llama, Command
+    "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}"
+    "{% endfor %}",
+    "{% for m in messages %}{% generation %}{% set x = 1 %}{{ m.content }}{% endgeneration %}"
+    "{{ x }}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+    "{{ ns.n }}",
+    "{{ bos_token }}{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ eos_token }}"
+    "{{ pad_token }}",
+    "{{ messages[0].content.split('l')[-1] }}{{ messages[0]['content'][1:3] }}"
+    "{{ strftime_now('%Y') }}",
+    "{{ messages | tojson(False, 1) }}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}",
+    "{{ {'b': 1, 'a': 'é'} | tojson(separators=(',', ':')) }}"
+    "{{ {'b': 1, 'a': 2} | tojson(sort_keys=True) }}",
+    "é語\n{% for m in messages %}\n  {% if m.role == 'user' %}\n  {{ m.content }}\n  "
+    "{% endif %}\n{% endfor %}\n end",
 ]
 
 

@@ -599,17 +599,19 @@ def test_headers_that_contradict_each_other_are_refused(server, name, same):
         (CHUNKED, 401),
         (HEAD + b"Content-Length: 50000\r\n\r\n", 401),
         (
-            b"POST /nowhere HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\nContent-Length: 9\r\n\r\n",
+            b"POST /nowhere HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+            b"sesame\r\nContent-Length: 9\r\n\r\n",
             404,
         ),
         (
-            b"POST /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\nContent-Length: 9\r\n\r\n",
+            b"POST /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+            b"sesame\r\nContent-Length: 9\r\n\r\n",
             405,
         ),
         (HEAD + b"Authorization: Bearer sesame\r\nContent-Length: 999999\r\n\r\n", 413),
         (
-            HEAD
-            + b"Authorization: Bearer sesame\r\nExpect: 100-continue\r\nContent-Length: 999999\r\n\r\n",
+            HEAD + b"Authorization: Bearer sesame\r\nExpect: 100-continue\r\nContent-Length: "
+            b"999999\r\n\r\n",
             413,
         ),
         (b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", 200),
@@ -747,8 +749,8 @@ def test_offers_of_another_protocol_are_ignored(server, size, offer):
     a 400, and the connection deaf from then on.
     """
     upgrade = (
-        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
-        % offer
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: "
+        b"AAMAAABkAAQCAAAAAAIAAAAA\r\n" % offer
     )
     lines = CALL.split(b"\r\n", 1)
     call = lines[0] + b"\r\n" + upgrade + lines[1]

@@ -71,7 +71,8 @@ def documents(folder: Path, split: str) -> list[bytes]:
 def test_stdlib_holds_every_file_once_on_its_side(library, tmp_path):
     """Bytes that are not UTF-8 included; which side is the hash of the name's business alone."""
     folder = prepare(library, tmp_path / "out")
-    names = sorted(["testing.py", *(("package/" if i % 2 else "") + f"module{i}.py" for i in range(200))],
+    names = sorted(["testing.py",
+    *(("package/" if i % 2 else "") + f"module{i}.py" for i in range(200))],
                    key=lambda name: Path(name).parts)  # fmt: skip
     held = [
         name

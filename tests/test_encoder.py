@@ -30,7 +30,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     bpe_tokenizer([(b" ", b" "), (b"a", b"a")]).save(folder)
     template = """{% for m in messages %}
-        {%- if m.content == 'for ever' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+        {%- if m.content == 'for ever' %}
+            {%- for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
         {%- elif m.content == 'large' %}{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}
         {%- elif m.content == 'larger' %}{{ ('x' * 10**10) | length }}
         {%- else %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endif %}

@@ -28,15 +28,20 @@ from serving.workers import METRICS_FOLDER
 # What `serve.py` alone means: a reader of README and --help relies on each.
 DEFAULTS = {
     "model": "out/stdlib", "device": None, "dtype": "auto", "quantize": "none", "compile": False,
-    "attention": "auto", "num_blocks": None, "block_size": 16, "max_model_len": None, "max_num_seqs": None,
-    "token_budget": None, "prefill_share": 0.25, "policy": "priority", "max_num_partial_prefills": 4,
-    "max_long_partial_prefills": 1, "long_prefill_threshold": 512, "graphs": True, "prefix_cache": True,
+    "attention": "auto", "num_blocks": None, "block_size": 16, "max_model_len": None,
+    "max_num_seqs": None,
+    "token_budget": None, "prefill_share": 0.25, "policy": "priority",
+    "max_num_partial_prefills": 4,
+    "max_long_partial_prefills": 1, "long_prefill_threshold": 512, "graphs": True,
+    "prefix_cache": True,
     "trace": False, "check": False,
     "host": "127.0.0.1", "port": 8000, "api_key_file": None, "api_key": None, "allow_remote": False,
-    "allowed_hosts": [], "allowed_origins": [], "served_model_name": None, "http_workers": None, "max_queue": 256,
+    "allowed_hosts": [], "allowed_origins": [], "served_model_name": None, "http_workers": None,
+    "max_queue": 256,
     "max_body_mib": 4.0, "max_connections": 512, "client_seconds": 30.0, "request_seconds": 600.0,
     "drain_seconds": 30.0, "log_requests": False, "access_log": True,
-    "prompt": None, "chat": False, "raw": False, "max_tokens": None, "temperature": 0.8, "seed": None,
+    "prompt": None, "chat": False, "raw": False, "max_tokens": None, "temperature": 0.8,
+    "seed": None,
 }  # fmt: skip
 
 # flag as it is typed, what it sets, to what

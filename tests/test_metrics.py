@@ -340,14 +340,16 @@ GRAFANA_BOARD = {
     "Inter Token Latency": "inter_token_latency_seconds_bucket inter_token_latency_seconds_sum "
     "inter_token_latency_seconds_count",
     "Scheduler State": "num_requests_running num_requests_waiting",
-    "Time To First Token Latency": "time_to_first_token_seconds_bucket time_to_first_token_seconds_sum "
+    "Time To First Token Latency": "time_to_first_token_seconds_bucket "
+    "time_to_first_token_seconds_sum "
     "time_to_first_token_seconds_count",
     "Cache Utilization": "kv_cache_usage_perc",
     "Request Prompt Length": "request_prompt_tokens_bucket",
     "Request Generation Length": "request_generation_tokens_bucket",
     "Finish Reason": "request_success_total",
     "Queue Time": "request_queue_time_seconds_sum",
-    "Requests Prefill and Decode Time": "request_prefill_time_seconds_sum request_decode_time_seconds_sum",
+    "Requests Prefill and Decode Time": "request_prefill_time_seconds_sum "
+    "request_decode_time_seconds_sum",
     "Max Generation Token in Sequence Group": "request_max_num_generation_tokens_sum",
 }
 
@@ -370,7 +372,8 @@ def test_the_panels_of_vllms_grafana_board_have_their_metrics(panel, names):
 
 # The whole of vLLM's own lists: https://docs.vllm.ai/en/stable/design/metrics
 VLLMS_BOUNDS = {
-    "FIRST_TOKENS": "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560",
+    "FIRST_TOKENS": "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 "
+    "40 80 160 640 2560",
     "TOKEN_GAPS": "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80",
     "LATENCIES": "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680",
 }

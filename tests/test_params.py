@@ -1,5 +1,6 @@
 """
-The fields of `SamplingParams`: each default and each range stated once more, what is refused and how.
+The fields of `SamplingParams`: each default and each range stated once more, what is refused and
+how.
 """
 
 import dataclasses
@@ -16,9 +17,12 @@ from serving.params import RANGES, SamplingParams
 
 def test_defaults():
     assert dataclasses.asdict(SamplingParams()) == {
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 16, "min_tokens": 0,
-        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
-        "allowed_token_ids": None, "stop_token_ids": (), "ignore_eos": False, "seed": None, "logprobs": None,
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 16,
+        "min_tokens": 0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+        "logit_bias": None,
+        "allowed_token_ids": None, "stop_token_ids": (), "ignore_eos": False, "seed": None,
+        "logprobs": None,
     }  # fmt: skip
 
 

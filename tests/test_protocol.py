@@ -49,13 +49,17 @@ def test_defaults():
     nothing = {name: None for name in CompletionRequest.model_fields if name != "prompt"}
     assert parse() == parse(**nothing)
     assert parse().model_dump() == {
-        "model": None, "prompt": ["p"], "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-        "n": 1, "seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+        "model": None, "prompt": ["p"], "max_tokens": 16, "temperature": 1.0, "top_p": 1.0,
+        "top_k": 0, "min_p": 0.0,
+        "n": 1, "seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
         "logit_bias": None, "allowed_token_ids": None, "stream": False, "stop": [],
         "stream_options": {"include_usage": False, "continuous_usage_stats": False},
-        "include_stop_str_in_output": False, "stop_token_ids": [], "ignore_eos": False, "min_tokens": 0,
+        "include_stop_str_in_output": False, "stop_token_ids": [], "ignore_eos": False,
+        "min_tokens": 0,
         "skip_special_tokens": True, "prompt_logprobs": None, "echo": False, "logprobs": None,
-        "return_token_ids": False, "priority": 0, "cache_salt": None, "request_id": None, "add_special_tokens": True,
+        "return_token_ids": False, "priority": 0, "cache_salt": None, "request_id": None,
+        "add_special_tokens": True,
     }  # fmt: skip
 
 
@@ -73,7 +77,8 @@ def test_defaults_of_chats():
     own |= {"add_special_tokens"}
     assert {name: chat[name] for name in own} == {
         "messages": [{"role": "user", "content": "x", "name": None}], "max_tokens": None,
-        "max_completion_tokens": None, "logprobs": False, "top_logprobs": None, "add_generation_prompt": True,
+        "max_completion_tokens": None, "logprobs": False, "top_logprobs": None,
+        "add_generation_prompt": True,
         "add_special_tokens": False,
     }  # fmt: skip
     others = text.keys() - own - {"prompt", "echo"}
@@ -334,7 +339,8 @@ def test_flags_are_bools(name):
             "stop: 16385 bytes of stop strings, at most 16384 are taken: shorten them",
         ),
         ({"stop": ["a", 1]}, "stop", "stop.1: input should be a valid string, got 1"),
-        ({"stop_token_ids": [True]}, "stop_token_ids", "stop_token_ids.0: input should be a valid integer, got True"),
+        ({"stop_token_ids": [True]}, "stop_token_ids",
+        "stop_token_ids.0: input should be a valid integer, got True"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, wanted at least 1; 0 is only for echo"),
         (
             {"stream_options": {"include_usage": True}}, "stream_options",
@@ -346,7 +352,8 @@ def test_flags_are_bools(name):
         ),
         ({"request_id": "a b"}, "request_id", None),
         ({"request_id": "a" * 129}, "request_id", None),
-        ({"temprature": 1}, "temprature", "there is no field 'temprature'; did you mean 'temperature'?"),
+        ({"temprature": 1}, "temprature",
+        "there is no field 'temprature'; did you mean 'temperature'?"),
         ({"xyzzy": None, "plugh": 0}, "plugh", "there is no field 'plugh'"),
         ({"best_of": 2}, "best_of", "best_of is not served here: leave it out or send 1"),
         (
@@ -356,7 +363,8 @@ def test_flags_are_bools(name):
         ({"min_tokens": 17}, "min_tokens", "min_tokens is 17, above max_tokens, 16"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias: 'a' is no token id"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias: 101 is no number from -100 to 100"),
-        ({"logit_bias": {"1": True}}, "logit_bias", "logit_bias: True is no number from -100 to 100"),
+        ({"logit_bias": {"1": True}}, "logit_bias",
+        "logit_bias: True is no number from -100 to 100"),
         ({"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias", None),
         ({"allowed_token_ids": []}, "allowed_token_ids", None),
         ({"cache_salt": ""}, "cache_salt", None),
@@ -438,7 +446,8 @@ def test_every_field_of_the_openai_client_is_known():
     chat = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     text = set(text_create_params.CompletionCreateParamsBase.__annotations__)
     assert chat - ChatRequest.model_fields.keys() - ChatRequest.ignored == {
-        "audio", "function_call", "functions", "modalities", "moderation", "reasoning_effort", "response_format",
+        "audio", "function_call", "functions", "modalities", "moderation", "reasoning_effort",
+        "response_format",
         "tool_choice", "tools", "web_search_options",
     }  # fmt: skip
     assert chat <= ChatRequest.model_fields.keys() | ChatRequest.ignored | NEUTRAL_IN_CHAT.keys()
@@ -812,7 +821,8 @@ def test_tools_are_what_clients_with_tools_are_told_about(body):
     error = chat_refusal(**body)
     assert error.param == "tools"
     assert error.message == (
-        "tools is not served here: leave tools and tool_choice out and ask for the form of the answer in a message, "
+        "tools is not served here: leave tools and tool_choice out and ask for the form of the "
+        "answer in a message, "
         "or use vLLM"
     )
 
@@ -934,7 +944,8 @@ def test_fields_that_chats_do_not_serve(name):
 def test_what_asks_for_nothing():
     """A table of its own, so that one value can be taken for another nowhere."""
     assert NEUTRAL == {
-        "best_of": 1, "length_penalty": 1, "suffix": "", "use_beam_search": False, "early_stopping": False,
+        "best_of": 1, "length_penalty": 1, "suffix": "", "use_beam_search": False,
+        "early_stopping": False,
         "spaces_between_special_tokens": True,
     }  # fmt: skip
     of_templates = {
@@ -945,7 +956,8 @@ def test_what_asks_for_nothing():
     assert NEUTRAL | of_templates == {k: NEUTRAL_IN_CHAT[k] for k in (NEUTRAL | of_templates)}
     assert {k: v for k, v in NEUTRAL_IN_CHAT.items() if k not in NEUTRAL | of_templates} == {
         "tools": [], "tool_choice": "none", "functions": [], "function_call": "none",
-        "response_format": {"type": "text"}, "modalities": ["text"], "echo": False, "reasoning_effort": None,
+        "response_format": {"type": "text"}, "modalities": ["text"], "echo": False,
+        "reasoning_effort": None,
         "web_search_options": None, "audio": None, "moderation": None,
     }  # fmt: skip
     assert TokenizeRequest(prompt="x", **of_templates) == TokenizeRequest(prompt="x")
@@ -982,7 +994,8 @@ def test_detokenize_takes_ids(token, fits):
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("max_token", "max_tokens"), ("Temperature", "temperature"), ("bestof", "best_of"), ("best_off", "best_of"),
+        ("max_token", "max_tokens"), ("Temperature", "temperature"), ("bestof", "best_of"),
+        ("best_off", "best_of"),
         ("stops", "stop"), ("x" * 100_000, None), ("banana", None),
     ],
 )  # fmt: skip
@@ -1023,8 +1036,10 @@ def test_the_log_quotes_no_value():
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (400, "invalid_request_error"), (401, "invalid_request_error"), (404, "invalid_request_error"),
-        (413, "invalid_request_error"), (429, "rate_limit_error"), (500, "server_error"), (503, "server_error"),
+        (400, "invalid_request_error"), (401, "invalid_request_error"), (404,
+        "invalid_request_error"),
+        (413, "invalid_request_error"), (429, "rate_limit_error"), (500, "server_error"), (503,
+        "server_error"),
     ],
 )  # fmt: skip
 def test_kinds_of_errors(status, kind):

@@ -3,7 +3,7 @@ The simulator's lives with the real runner: on a GPU with its graphs, padding an
 on a CPU. There is a model then, so the right answers are the dense model's, token by token; where
 its best two scores are nearer than rounding (oracle.py says when) either is right.
 
-    python -m pytest -s -m "slow or not slow" tests/test_simulator_gpu.py     # prints how many steps, tokens and ties
+    python -m pytest -s -m "slow or not slow" tests/test_simulator_gpu.py  # prints its counts
 """
 
 import oracle
@@ -123,7 +123,8 @@ def live(seeds: range, device: str, graphs: bool) -> int:
         tokens += sum(text.told for text in world.everybody)
         ties += world.ties
     print(
-        f"\n{steps:,} steps, {tokens:,} tokens, all the dense model's; in {ties} of them two were as good"
+        f"\n{steps:,} steps, {tokens:,} tokens, all the dense model's; in {ties} of them two "
+        f"were as good"
     )
     return steps
 
