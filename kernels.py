@@ -43,7 +43,7 @@ except ImportError:  # nothing but the Triton backend needs it
     triton, INTERPRETED, gdc_wait = None, False, None
 
     class tl:
-        constexpr = int  # for the kernels' signatures
+        constexpr = float  # for the kernels' signatures and constants
 
 
 @dataclass
@@ -466,6 +466,9 @@ def jit(function):
     return triton.jit(function, do_not_specialize=["M", "B", "R"]) if triton else function
 
 
+INF = tl.constexpr(math.inf)
+
+
 @jit
 def wait(EARLY: tl.constexpr):
     """
@@ -495,93 +498,98 @@ def finishes_last(finished, programs):
 
 
 @jit
-def store_kv_kernel(
-    k, v, kv, slot_mapping, k_stride, v_stride, which_stride,
-    Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+def pool_offset(block, offset, head, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
     """
-    Grid (T,): a program copies K and V of one token, all heads, to its slot. Slots are int64:
-    offsets pass 2^31.
+    Where K of a KV head begins in one layer's pool [2, num_blocks + 1, Hk, S, D], in elements, for
+    slots block * S + offset; V is `k_to_v` further on. int64: offsets pass 2^31.
     """
-    wait(EARLY)
-    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    slot = tl.load(slot_mapping + token)
-    to = kv + ((slot // S * Hk + i // D) * S + slot % S) * D + i % D
-    tl.store(to, tl.load(k + token * k_stride + i, mask=i < Hk * D), mask=i < Hk * D)
-    tl.store(to + which_stride, tl.load(v + token * v_stride + i, mask=i < Hk * D), mask=i < Hk * D)
+    return ((block.to(tl.int64) * Hk + head) * S + offset) * D
 
 
 @jit
-def absorb(score, scale, v, acc, top, total):
+def store_kv_kernel(
+    k, v, kv, slot_mapping, k_stride, v_stride, k_to_v,
+    Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Grid (T,): a program copies K and V of one token, all heads, to its slot."""
+    wait(EARLY)
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    slot, real = tl.load(slot_mapping + token), i < Hk * D
+    to = kv + pool_offset(slot // S, slot % S, i // D, Hk, S, D) + i % D
+    tl.store(to, tl.load(k + token * k_stride + i, mask=real), mask=real)
+    tl.store(to + k_to_v, tl.load(v + token * v_stride + i, mask=real), mask=real)
+
+
+@jit
+def online_softmax(score, scale, v, acc, top, total):
     """
-    Online softmax (Milakov and Gimelshein 2018): take in one more tile of keys. score [ROWS, TILE],
-    -inf where masked, in powers of two once multiplied by `scale`; v [TILE, WIDTH]; so far the
-    weighted sum acc [ROWS, WIDTH], the largest scaled score and the sum of weights, [ROWS] each.
+    Online softmax (Milakov and Gimelshein 2018), one more tile of keys. score [ROWS, TILE], -inf
+    where masked: score * scale is an exponent of two. v [TILE, WIDTH]. State of each row so far:
+    acc [ROWS, WIDTH], the weighted sum of v; top [ROWS], the largest exponent; total [ROWS], the
+    sum of weights.
     """
     new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
-    reference = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen no key yet
+    reference = tl.where(new_top == -INF, 0.0, new_top)  # -inf: a row that has seen no key yet
     weight, shrink = tl.exp2(score * scale - reference[:, None]), tl.exp2(top - reference)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, new_top, total * shrink + tl.sum(weight, axis=1)
 
 
 @jit
-def combine(
+def combine_splits(
     partial_out, partial_lse, out, first_head, used,
     heads: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """
-    Add up the first `used` of SPLITS partial results of AT_ONCE query heads, each by its share of
-    the softmax.
+    Second half of split-KV: add up the first `used` of SPLITS partial results of AT_ONCE query
+    heads, each weighted by its share of the softmax, which its log-sum-exp gives.
     """
     h, s, d = tl.arange(0, AT_ONCE), tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    there = (h < heads)[:, None] & (s < used)[None, :]
+    real = (h < heads)[:, None] & (s < used)[None, :]
     at = ((first_head + h)[:, None] * SPLITS).to(tl.int64) + s[None, :]  # [AT_ONCE, SPLITS]
-    lse = tl.load(
-        partial_lse + at, mask=there, other=-1e30, cache_modifier=".cg"
-    )  # from L2: L1 may be stale
+    lse = tl.load(partial_lse + at, mask=real, other=-1e30, cache_modifier=".cg")
     parts = partial_out + at[:, :, None] * WIDTH + d[None, None, :]
-    parts = tl.load(parts, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+    parts = tl.load(parts, mask=real[:, :, None], other=0.0, cache_modifier=".cg")
     weight = tl.exp2(lse - tl.max(lse, axis=1)[:, None])
-    whole = tl.sum(
-        parts * (weight / tl.sum(weight, axis=1)[:, None])[:, :, None], axis=1
-    )  # [AT_ONCE, WIDTH]
+    share = weight / tl.sum(weight, axis=1)[:, None]
+    whole = tl.sum(parts * share[:, :, None], axis=1)  # [AT_ONCE, WIDTH]
     mask = (h < heads)[:, None] & (d < D)[None, :]
     tl.store(out + h[:, None] * D + d[None, :], whole.to(out.dtype.element_ty), mask=mask)
 
 
 @jit
 def order_kernel(
-    context_lens, order, arrived, B,
+    context_lens, order, finished, B,
     WIDTH: tl.constexpr, Hk: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (B,): a program finds the place of its request in `order`, the longest context first, and
-    writes that nobody has `arrived`, see decode_kernel.
+    sets its counters [B, Hk] in `finished` to zero, both for decode_kernel.
     """
     wait(EARLY)
     i, other, head = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, HEADS)
     mine, lens = tl.load(context_lens + i), tl.load(context_lens + other, mask=other < B, other=-1)
     before = (lens > mine) | ((lens == mine) & (other < i))
     tl.store(order + tl.sum(before.to(tl.int32), axis=0), i)
-    tl.store(arrived + i * Hk + head, tl.zeros([HEADS], tl.int32), mask=head < Hk)
+    tl.store(finished + i * Hk + head, tl.zeros([HEADS], tl.int32), mask=head < Hk)
 
 
 @jit
 def decode_kernel(
-    q, kv, out, partial_out, partial_lse, arrived, block_tables, context_lens, order,
-    scale, q_stride, out_stride, which_stride, M,
+    q, kv, out, partial_out, partial_lse, finished, block_tables, context_lens, order,
+    scale, q_stride, out_stride, k_to_v, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (Hk, SPLITS, B): a program attends from the G = H / Hk query heads of one KV head, padded
-    to ROWS, to every SPLITS-th tile of one request's context: K and V are read once. The grid
-    depends on B alone, how many splits a context has is worked out here, so the host needs no
-    length to launch it. The longest contexts come first: started late, one would run alone at the
-    end. Whoever arrives last of a request and KV head combines its splits, so there is no second
-    launch; `arrived` [B, Hk] is zero before and after.
+    Split-KV decoding (flash-decoding). Grid (Hk, SPLITS, B): a program attends from the G = H / Hk
+    query heads of one KV head, padded to ROWS, to every SPLITS-th tile of one request's context, so
+    K and V are read once. The grid depends on B alone and each program works out how many splits
+    the context uses, so the host needs no length to launch it. Requests are ordered longest first:
+    a long one that started last would run alone at the end. The last split of a request and KV head
+    to finish combines all of them, without a second launch; it finds `finished` [B, Hk] zero but for
+    their counts, and resets it.
     """
     head, split, request = tl.program_id(0), tl.program_id(1), tl.load(order + tl.program_id(2))
     G: tl.constexpr = H // Hk
@@ -591,12 +599,13 @@ def decode_kernel(
     begin = first // TILE * TILE
     t = begin + split * TILE + tl.arange(0, TILE)
     table = block_tables + request.to(tl.int64) * M
-    block = tl.load(
-        table + t // S, mask=t // S < M, other=0
-    )  # without waiting for `context`, if there is no window
+    # masked by M: does not depend on `context`, if there is no window, so need not wait for it
+    block = tl.load(table + t // S, mask=t // S < M, other=0)
     real = (row < G)[:, None] & (d < D)[None, :]
     at = (head * G + row)[:, None] * D + d[None, :]
-    if EARLY:  # so far, nothing was of the kernels since the embedding, see embed_kernel
+    # Everything read above was written before embed_kernel, which no kernel overtakes. From here on
+    # the predecessor's output is read.
+    if EARLY:
         gdc_wait()
     queries = tl.load(q + request * q_stride + at, mask=real, other=0.0)  # [ROWS, WIDTH]
     used = tl.minimum(tl.maximum(tl.cdiv(context - begin, TILE), 1), SPLITS)
@@ -604,21 +613,20 @@ def decode_kernel(
         return
 
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], -float("inf"), tl.float32)
+    top = tl.full([ROWS], -INF, tl.float32)
     for _ in range(begin + split * TILE, context, SPLITS * TILE):
-        there = (t < context) & (t >= first)
-        keys = kv + (((block.to(tl.int64) * Hk + head) * S + t % S) * D)[:, None] + d[None, :]
-        k = tl.load(keys, mask=there[:, None] & (d < D)[None, :], other=0.0)  # [TILE, WIDTH]
-        v = tl.load(keys + which_stride, mask=there[:, None] & (d < D)[None, :], other=0.0)
+        visible = (t < context) & (t >= first)
+        mask = visible[:, None] & (d < D)[None, :]
+        keys = kv + pool_offset(block, t % S, head, Hk, S, D)[:, None] + d[None, :]
+        k = tl.load(keys, mask=mask, other=0.0)  # [TILE, WIDTH]
+        v = tl.load(keys + k_to_v, mask=mask, other=0.0)
         t += SPLITS * TILE
-        block = tl.load(
-            table + t // S, mask=t // S < M, other=0
-        )  # of the next round, ahead of its use
+        block = tl.load(table + t // S, mask=t // S < M, other=0)  # for the next round, in time
         score = tl.dot(queries, k.T, input_precision="ieee")
-        acc, top, total = absorb(
-            tl.where(there[None, :], score, -float("inf")), scale, v, acc, top, total
-        )
-    if EARLY:  # not before: those who wait would sit in its room
+        score = tl.where(visible[None, :], score, -INF)
+        acc, top, total = online_softmax(score, scale, v, acc, top, total)
+    # only now: programs of the next kernel that merely wait would occupy shared memory
+    if EARLY:
         gdc_launch_dependents()
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if used == 1:
@@ -628,13 +636,13 @@ def decode_kernel(
     mine = ((request * H + head * G + row) * SPLITS + split).to(tl.int64)
     tl.store(partial_out + mine[:, None] * WIDTH + d[None, :], acc, mask=(row < G)[:, None])
     tl.store(partial_lse + mine, top + tl.log2(total), mask=row < G)
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    if tl.atomic_add(arrived + request * Hk + head, 1, sem="acq_rel") == used - 1:
-        tl.store(arrived + request * Hk + head, 0)
+    counter = finished + request * Hk + head
+    if finishes_last(counter, used):
+        tl.store(counter, 0)
         for g in tl.static_range(0, G, AT_ONCE):  # as many query heads at once as registers hold
             first_head = request * H + head * G + g
             to = out + request * out_stride + (head * G + g) * D
-            combine(
+            combine_splits(
                 partial_out, partial_lse, to, first_head, used, G - g, D, SPLITS, WIDTH, AT_ONCE
             )
 
@@ -642,15 +650,15 @@ def decode_kernel(
 @jit
 def prefill_kernel(
     q, kv, out, block_tables, context_lens, query_start, tile_request, tile_start,
-    scale, q_stride, out_stride, which_stride, M,
+    scale, q_stride, out_stride, k_to_v, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (H, tiles): a program attends from ROWS consecutive tokens of one prefill chunk, one query
-    head, to all they may see. `tile_request` says whose tokens a tile has (-1: none), `tile_start`
-    where in the chunk it begins. The last tiles, which see most, come first, all heads of them:
-    started late, a long one would run alone at the end.
+    head, to all keys they may see. `tile_request` is the request of each tile (-1: none, padding),
+    `tile_start` where in its chunk the tile begins. The last tiles, which see most keys, come
+    first, all heads of them: a long one that started last would run alone at the end.
     """
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head, request = tl.program_id(0), tl.load(tile_request + tile)
@@ -666,50 +674,42 @@ def prefill_kernel(
     token, at = (begin + row).to(tl.int64), head * D + d
     queries = tl.load(q + token[:, None] * q_stride + at[None, :], mask=real, other=0.0)
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], -float("inf"), tl.float32)
+    top = tl.full([ROWS], -INF, tl.float32)
     table = block_tables + request.to(tl.int64) * M
     first = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
     end = tl.minimum(lowest + ROWS, context)  # one past the last key that any row may see
-    unmasked = (
-        first if WINDOW else (lowest + 1) // TILE * TILE
-    )  # up to here every row sees every key
+    # up to here every row sees every key
+    unmasked = first if WINDOW else (lowest + 1) // TILE * TILE
     t = first + tl.arange(0, TILE)
     block = tl.load(table + t // S, mask=t < end, other=0)
     for _ in range(first, unmasked, TILE):
-        keys = kv + (((block.to(tl.int64) * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
+        keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
         t += TILE
-        block = tl.load(
-            table + t // S, mask=t < end, other=0
-        )  # of the next round, ahead of its use
-        k = (
-            tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
-        )  # [TILE, WIDTH]
-        keys += which_stride
+        block = tl.load(table + t // S, mask=t < end, other=0)  # for the next round, in time
+        # k and v [TILE, WIDTH]; a load without a mask is faster
+        k = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
+        keys += k_to_v
         v = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
-        acc, top, total = absorb(
-            tl.dot(queries, k.T, input_precision="ieee"), scale, v, acc, top, total
-        )
+        score = tl.dot(queries, k.T, input_precision="ieee")
+        acc, top, total = online_softmax(score, scale, v, acc, top, total)
     for n in range(unmasked, end, TILE):
         t = n + tl.arange(0, TILE)
         there = t < end
         if WINDOW:
             there &= t > lowest - WINDOW
         block = tl.load(table + t // S, mask=there, other=0)
-        keys = kv + (((block.to(tl.int64) * Hk + kv_head) * S + t % S) * D)[:, None] + d[None, :]
+        keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
         mask = there[:, None] & (d < D)[None, :]
-        k, v = (
-            tl.load(keys, mask=mask, other=0.0),
-            tl.load(keys + which_stride, mask=mask, other=0.0),
-        )
+        k = tl.load(keys, mask=mask, other=0.0)
+        v = tl.load(keys + k_to_v, mask=mask, other=0.0)
         visible = t[None, :] <= position[:, None]
         if WINDOW:
             visible &= t[None, :] > position[:, None] - WINDOW
-        score = tl.where(visible, tl.dot(queries, k.T, input_precision="ieee"), -float("inf"))
-        acc, top, total = absorb(score, scale, v, acc, top, total)
+        score = tl.where(visible, tl.dot(queries, k.T, input_precision="ieee"), -INF)
+        acc, top, total = online_softmax(score, scale, v, acc, top, total)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(
-        out + token[:, None] * out_stride + at[None, :], acc.to(out.dtype.element_ty), mask=real
-    )
+    to = out + token[:, None] * out_stride + at[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real)
 
 
 class TritonPlan(NamedTuple):

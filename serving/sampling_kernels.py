@@ -9,11 +9,9 @@ did not ask for is skipped on the device.
 Not run by itself. Letters: R rows of logits, V vocabulary.
 """
 
-import math
-
 import torch
 
-from kernels import INTERPRETED, early, finishes_last, jit, tl, triton, wait
+from kernels import INF, INTERPRETED, early, finishes_last, jit, tl, triton, wait
 from serving import params
 from serving.sampling import SamplingRows, sample_torch
 
@@ -25,7 +23,6 @@ QUADS = 256  # Philox calls that a program takes at a time, four tokens each
 GUMBEL_MAX_WARPS = 4
 GUMBEL_MAX_PROGRAMS = 4096  # four times what the chip runs at a time
 
-INF = tl.constexpr(math.inf)
 GREEDY_BELOW = tl.constexpr(params.GREEDY_BELOW)
 NO_TOKEN = tl.constexpr(params.NO_TOKEN)
 # Columns, in the order of sampling.Floats and sampling.Ints
