@@ -8,8 +8,8 @@ Train a small GPT and leave a checkpoint directory that serve.py, transformers a
 
 It prepares the corpus if that is missing, times a few steps, chooses a size that fits the time
 (training/sizes.py) and says what it chose. Ctrl-C saves and stops. Everything random is a function
-of (seed, step), so a resumed run sees the losses of an uninterrupted one. Below: knobs, data, recipe,
-the run and its loop; `main` sums up. Letters: B sequences a step, T tokens of each.
+of (seed, step), so a resumed run sees the losses of an uninterrupted one. Below: knobs, data,
+recipe, the run and its loop; `main` sums up. Letters: B sequences a step, T tokens of each.
 """
 
 import json
@@ -75,9 +75,10 @@ def positive(text: str) -> int:
 
 def add_flag(group, name: str, default, about: str, **settings):
     """A flag of the type of its default; where that is a whole number, at least 1 is wanted."""
-    kinds = {int: positive, float: float}
-    if type(default) in kinds:
-        settings = {"type": kinds[type(default)]} | settings
+    if type(default) is int:
+        settings.setdefault("type", positive)
+    elif type(default) is float:
+        settings["type"] = float
     group.add_argument(name, default=default, help=about, **settings)
 
 
@@ -141,18 +142,17 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def parse_args(argv: list[str], size: str | None = None) -> Namespace:
+def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
     """
     Flags over size over preset over defaults; `size` is the one chosen where no flag names it.
     Exits with a message on unknown flags and impossible combinations.
     """
     parser = build_parser()
     args = parser.parse_args(argv)
-    defaults = vars(parser.parse_args([]))
-    without_defaults = Namespace(**dict.fromkeys(defaults))
-    typed = vars(parser.parse_args(argv, without_defaults))
-    given = {name: value for name, value in typed.items() if value is not None}
-    fixed = sorted(f"--{name}" for name in given.keys() - RESUMABLE)
+    unset = Namespace(**dict.fromkeys(vars(args)))  # so that no default is filled in
+    typed = vars(parser.parse_args(argv, unset))
+    given = {name for name, value in typed.items() if value is not None}
+    fixed = sorted(f"--{name}" for name in given - RESUMABLE)
     if args.resume and fixed:
         leave_out = f"leave out {', '.join(fixed)}"
         parser.error(f"--resume continues a run with the settings it began with: {leave_out}")
@@ -160,16 +160,16 @@ def parse_args(argv: list[str], size: str | None = None) -> Namespace:
     if size and args.preset != "stdlib":
         one = f"--size is for the preset stdlib, {args.preset} has one size"
         parser.error(f"{one}: leave out --size or --preset")
-    on_cpu = size or pick_device(args.device).type == "cpu"
-    settings = defaults | PRESETS[args.preset]["cpu" if on_cpu else "gpu"]
     if size:
-        settings |= SIZES[size].flags() | {"size": size}
+        settings = SIZES[size].flags() | {"size": size}
+    else:
+        kind = "cpu" if pick_device(args.device).type == "cpu" else "gpu"
+        settings = PRESETS[args.preset][kind]
     if "minutes" in given:  # before the preset's steps, and exactly these
-        settings |= {"steps": None, "max_minutes": None}
-    args = Namespace(**settings | given)
+        settings = settings | {"steps": None, "max_minutes": None}
+    args = parser.parse_args(argv, Namespace(**settings))
     args.out = args.out or f"out/{args.preset}"
-    if args.max_minutes is None:
-        args.max_minutes = args.minutes
+    args.max_minutes = args.max_minutes or args.minutes
     return args
 
 
@@ -226,8 +226,8 @@ class Batches:
         if self.windows < 1:
             few = f"{len(tokens)} training tokens are too few for windows of {self.T}"
             sys.exit(f"{few}: lower context_length")
-        self.epoch: int | None = None  # the one that `starts` is of
-        self.starts = np.empty(0)
+        self.epoch = None  # the one that `starts` is of
+        self.starts = None
 
     def start(self, i: int) -> int:
         """Where the i-th window of the run begins."""
@@ -238,7 +238,7 @@ class Batches:
             self.starts = random.permutation(self.windows) * self.T + random.integers(self.T)
         return self.starts[i]
 
-    def __call__(self, step: int, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, step: int, process: Process):
         """Tokens and targets (B / world, T) int64: this process's share of the batch."""
         first = step * self.B
         mine = range(first + process.rank, first + self.B, process.world)
@@ -254,7 +254,7 @@ class Batches:
 # The recipe
 
 
-def make_optimizers(model: GPT, args: Namespace, process: Process) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
     """
     Muon for the matrices inside the blocks; AdamW for the rest: vectors, and the embeddings (the
     head is one of them).
@@ -302,12 +302,11 @@ def evaluate(model: GPT, corpus: Corpus, process: Process, limit: int | None = N
     tokens = F.pad(tokens, (0, missing), value=-100)  # -100: nothing to be scored
     windows = tokens.unfold(0, T + 1, T)  # (windows, T + 1): each begins with the last one's end
     if limit is not None:
-        count = min(len(windows), max(1, limit // T))
+        count = min(len(windows), max(process.world, limit // T))
         windows = windows[torch.linspace(0, len(windows) - 1, count).long()]
-    mine = windows[process.rank :: process.world]
     total = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
-    for rows in mine.split(32):
+    for rows in windows[process.rank :: process.world].split(32):
         rows = rows.to(process.device)
         targets = rows[:, 1:]
         with process.autocast():
@@ -344,21 +343,22 @@ class Run:
         self.step = 0
         self.share = 0.0  # of the run that is done: of its steps, or of its minutes
         self.saved = 0  # the step of the checkpoint on disk
-        self.log: list[dict] = []
+        self.log = []  # the lines of log.jsonl
 
-    def forward_module(self) -> torch.nn.Module:
+    def forward_module(self):
         """The model as training calls it: compiled, averaging gradients over processes."""
         model = torch.compile(self.model) if self.process.compile else self.model
         if self.process.world > 1:
             return torch.nn.parallel.DistributedDataParallel(model)
         return model
 
-    def update(self, module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def update(self, module, x, y) -> torch.Tensor:
         """
-        One optimizer step on x, y (B, T) int64; the loss and the norm of the gradient (2,), still
-        on the device.
+        One optimizer step on x, y (B, T) int64. Returns the loss and the norm of the gradient (2,),
+        still on the device.
         """
-        args, process = self.args, self.process
+        args = self.args
+        process = self.process
         # dropout, too, is a function of (seed, step): nothing about randomness has to be saved
         torch.manual_seed(args.seed + self.step * process.world + process.rank)
         with process.autocast():
@@ -377,10 +377,10 @@ class Run:
             self.share = self.step / args.steps
         return torch.stack([loss.detach(), norm])
 
-    def check_finite(self, losses: list[list[float]]):
+    def check_finite(self, losses: list):
         """
-        Exit if the loss or the gradient of one of the last steps is not a number: what was saved
-        before is good, what would follow is not.
+        Exit if one of `losses`, pairs of loss and gradient norm of the last steps, is not a number:
+        what was saved before is good, what would follow is not.
         """
         for i, (loss, norm) in enumerate(losses, self.step - len(losses) + 1):
             if math.isfinite(loss + norm):
@@ -399,10 +399,10 @@ class Run:
         self.log.append(line)
         if self.process.leads:
             with open(self.out / "log.jsonl", "a") as f:
-                f.write(json.dumps(line) + "\n")
+                print(json.dumps(line), file=f)
 
-    def record_steps(self, losses: list[list[float]], tokens_per_second: float):
-        """The losses and gradient norms of the last steps."""
+    def record_steps(self, losses: list, tokens_per_second: float):
+        """The last steps in log.jsonl."""
         rate = round(tokens_per_second)
         for i, (loss, norm) in enumerate(losses, self.step - len(losses) + 1):
             self.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=rate)
@@ -462,13 +462,11 @@ def open_out(args: Namespace) -> dict | None:
         try:
             return torch.load(out / "train_state.pt", map_location="cpu", weights_only=True)
         except FileNotFoundError:
-            sys.exit(
-                f"nothing to resume in {out}: run without --resume, or name the run with --out"
-            )
-        except Exception as error:  # a damaged file raises what it likes
-            sys.exit(
-                f"{out / 'train_state.pt'} cannot be read ({error}): start again with --overwrite"
-            )
+            mend = "run without --resume, or name the run with --out"
+            sys.exit(f"nothing to resume in {out}: {mend}")
+        except Exception as error:  # a damaged file raises errors of any kind
+            broken = f"{out / 'train_state.pt'} cannot be read ({error})"
+            sys.exit(f"{broken}: start again with --overwrite")
     if (out / "config.json").exists() and not args.overwrite:
         mend = "--resume continues it, --overwrite starts again, --out names another directory"
         sys.exit(f"{out} holds a model: {mend}")
@@ -512,14 +510,15 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
     clock decides how much is done, counted from `started` (time.perf_counter()): the learning rate
     follows it, so the run ends in time and well, also where something else slows the machine down.
     """
-    args, process = run.args, run.process
+    args = run.args
+    process = run.process
     module = run.forward_module()
     bar = progress_bar(run)
     clock = Clock(run, started)
     # To read a loss is to wait for the device: after each step on a CPU, where that is free, else
     # after each tenth.
     stride = 1 if process.device.type == "cpu" else 10
-    pending: list[torch.Tensor] = []
+    pending = []
     stop = 0.0
     while run.share < 1 and not stop:
         if not pending:
@@ -539,7 +538,7 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
             run.share = 1.0 if part == 1 else run.share + (1 - run.share) * part
         tokens_per_second = args.batch_size * args.context_length / step_seconds
         run.record_steps(losses, tokens_per_second)
-        advance(bar, run, len(losses), losses[-1][0], tokens_per_second)
+        advance(bar, run, losses, tokens_per_second)
         ends = run.share == 1 or stop
         if is_evaluated and not ends:
             process.print(run.evaluate_and_sample(), bar)
@@ -560,7 +559,6 @@ def random_step(corpus: Corpus, args: Namespace, process: Process) -> partial:
 
 def main(argv: list[str] | None = None):
     started = time.perf_counter()  # --minutes begin here: the user waits for the preparation, too
-    argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
     caught = catch_signals()
     state = open_out(args)

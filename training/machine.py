@@ -54,7 +54,7 @@ class Process:
             x /= self.world
         return x
 
-    def mean_of(self, *values: float) -> list[float]:
+    def mean_of(self, *values) -> list[float]:
         """Average plain numbers over the processes: what all decide by must be the same for all."""
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
         return self.mean(x).tolist()
@@ -109,7 +109,7 @@ def init_process(args: Namespace) -> Process:
 
 def fit_to_machine(
     args: Namespace, process: Process, started: float, make_step: Callable, with_size: Callable
-) -> tuple[Namespace, Process]:
+):
     """
     Choose what the flags leave open on a CPU, by training steps that are timed: how many threads,
     the dtype, the size. Sets the threads; returns the arguments and the process.
@@ -150,14 +150,7 @@ def fit_to_machine(
     return args, replace(process, dtype=getattr(torch, args.dtype))
 
 
-def time_step(
-    args: Namespace,
-    process: Process,
-    make_step: Callable,
-    dtype: str,
-    threads: int,
-    to_beat: float = math.inf,
-) -> float:
+def time_step(args, process, make_step, dtype: str, threads: int, to_beat=math.inf) -> float:
     """
     Seconds of a training step of the size PROBE: the median of those in PROBE_SECONDS, averaged
     over the processes. The first step allocates, and does not count, unless it takes more than

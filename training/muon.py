@@ -11,6 +11,11 @@ one by one.
 
 import torch
 
+# Jordan's quintic maps a singular value s to A s + B s^3 + C s^5.
+A = 3.4445
+B = -4.7750
+C = 2.0315
+
 
 class Muon(torch.optim.Optimizer):
     """
@@ -23,7 +28,8 @@ class Muon(torch.optim.Optimizer):
         by_shape: dict[torch.Size, list] = {}
         for p in parameters:
             by_shape.setdefault(p.shape, []).append(p)
-        super().__init__([{"params": same} for same in by_shape.values()], settings)
+        groups = [{"params": same} for same in by_shape.values()]
+        super().__init__(groups, settings)
         self.dtype = dtype
 
     @torch.no_grad()
@@ -50,17 +56,16 @@ class Muon(torch.optim.Optimizer):
             p.sub_(u, alpha=scale)
 
 
-def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
+def orthogonalize(x: torch.Tensor) -> torch.Tensor:
     """
-    Newton-Schulz iteration with Jordan's quintic: each step maps every singular value s of the
-    matrices x (N, rows, columns) to 3.4445 s - 4.7750 s^3 + 2.0315 s^5. Five steps bring them
-    between 0.7 and 1.2, near enough to 1 for an update.
+    Newton-Schulz iteration: applies the quintic five times to every singular value of the matrices
+    x (N, rows, columns), which leaves them between 0.7 and 1.2, near enough to 1 for an update.
     """
     if x.shape[1] > x.shape[2]:
-        return orthogonalize(x.mT, steps).mT
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        a = x @ x.mT
-        a = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)  # -4.775 x x' + 2.0315 (x x')^2
-        x = torch.baddbmm(x, a, x, beta=3.4445)
+        return orthogonalize(x.mT).mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value above 1
+    for _ in range(5):
+        square = x @ x.mT
+        odd = torch.baddbmm(square, square, square, beta=B, alpha=C)  # B x x' + C (x x')^2
+        x = torch.baddbmm(x, odd, x, beta=A)
     return x

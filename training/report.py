@@ -3,7 +3,7 @@ What a training run shows: what it chose, how far it is, and at the end how good
 
     print(introduce(run))
     bar = progress_bar(run)
-    advance(bar, run, loss, tokens_per_second, num_steps)
+    advance(bar, run, losses, tokens_per_second)    # after some steps
     report_result(run, nats, count)
 """
 
@@ -11,6 +11,7 @@ import gzip
 import lzma
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 from tokenizer import write_atomically
@@ -23,7 +24,8 @@ from training.sizes import SIZES
 
 def introduce(run) -> str:
     """What was chosen and what to expect, a line each."""
-    args, corpus = run.args, run.corpus
+    args = run.args
+    corpus = run.corpus
     c = run.model.config
     millions = sum(p.numel() for p in run.model.parameters()) / 1e6
     shape = f"{c.n_layer} layers of width {c.n_embd}, {c.n_head} heads, {c.activation}"
@@ -78,15 +80,15 @@ def progress_bar(run):
     return tqdm(total=run.args.steps, initial=run.step, unit="step", dynamic_ncols=True)
 
 
-def advance(bar, run, num_steps: int, loss: float, tokens_per_second: float):
-    """Move the bar by so many steps."""
+def advance(bar, run, losses: list, tokens_per_second: float):
+    """Move the bar by as many steps as there are losses."""
     if bar is None:
         return
     if run.share > 0:  # the first step of a timed run does not tell how many there will be
         bar.total = round(run.step / run.share)
     speed = f"{tokens_per_second / 1e3:.1f}k tokens/s"
-    bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
-    bar.update(num_steps)
+    bar.set_postfix_str(f"loss {losses[-1][0]:.3f}, {speed}", refresh=False)
+    bar.update(len(losses))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,8 +140,5 @@ def draw(log: list[dict], path: Path):
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend()
-
-    def save(path: Path):
-        figure.savefig(path, format="png", dpi=120, bbox_inches="tight")
-
+    save = partial(figure.savefig, format="png", dpi=120, bbox_inches="tight")
     write_atomically(path, save)

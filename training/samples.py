@@ -36,7 +36,8 @@ def generate_texts(run, prompts: list[list[int]], length: int) -> list[str]:
     What the model writes after equally long prompts: at most `length` tokens, or until it ends the
     text.
     """
-    tokenizer, device = run.corpus.tokenizer, run.process.device
+    tokenizer = run.corpus.tokenizer
+    device = run.process.device
     generator = torch.Generator(device).manual_seed(run.args.seed)
 
     def choose(logits, position):

@@ -43,7 +43,10 @@ class Size:
     eval_every: int = 200
 
     def flags(self) -> dict:
-        return {k: v for k, v in vars(self).items() if k not in ("cost", "results")}
+        flags = dict(vars(self))
+        del flags["cost"]
+        del flags["results"]
+        return flags
 
     def expected(self, steps: float) -> float:
         """
@@ -101,6 +104,7 @@ def choose_size(step_seconds: float, seconds: float) -> str:
     step of the probe takes `step_seconds`.
     """
     for name, size in reversed(SIZES.items()):
-        if RESERVE * size.least_steps * size.cost * step_seconds <= seconds:
+        needed = size.least_steps * size.cost * step_seconds
+        if RESERVE * needed <= seconds:
             return name
     return next(iter(SIZES))

@@ -33,8 +33,9 @@ def fetch(path: Path, address: str = ADDRESS) -> str:
                 content = response.read()
         except OSError as error:  # every failure of the network is one of these
             sys.exit(
-                f"cannot fetch {address} ({error}): download it elsewhere and run "
-                f"`python data/shakespeare_char/prepare.py --input FILE`, or put it in {path.parent} as {path.name}"
+                f"cannot fetch {address} ({error}): download it elsewhere and run `python "
+                f"data/shakespeare_char/prepare.py --input FILE`, or put it in {path.parent} as "
+                f"{path.name}"
             )
         write_atomically(path, lambda temporary: temporary.write_bytes(content))
     return path.read_text(encoding="utf-8")
@@ -48,9 +49,8 @@ def prepare(out: Path = HERE, source: Path | None = None):
     tokenizer = char_tokenizer(text)
     cut = int(len(text) * 0.9)  # nanoGPT's split: the last tenth of the text is held out
     write_corpus(out, tokenizer, tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:]))
-    print(
-        f"shakespeare_char: {cut:,} training tokens, {len(text) - cut:,} held out, {tokenizer.vocab_size} characters"
-    )
+    tokens = f"{cut:,} training tokens, {len(text) - cut:,} held out"
+    print(f"shakespeare_char: {tokens}, {tokenizer.vocab_size} characters")
 
 
 if __name__ == "__main__":

@@ -20,26 +20,18 @@ sys.path.insert(0, str(HERE.parents[1]))
 from tokenizer import BPETokenizer, train_bpe, write_corpus  # noqa: E402
 
 VOCAB_SIZE = 4096
-# Not language: packages of other people, tests and their data, and modules that are tables or
-# generated.
-SKIPPED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "encodings",
-    "pydoc_data",
-}
-SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+# What is left out is not language.
+OTHERS = {"site-packages", "dist-packages"}  # packages of other people
+TESTS = {"test", "tests", "idle_test"}  # and their data
+TABLES = {"encodings", "pydoc_data"}  # or generated
+GENERATED = ("_sysconfigdata", "config-")  # names that begin so
 HELD_OUT = 1 / 20  # of the files
 
 
 def is_language(name: Path) -> bool:
     """Whether a file of the library, by its relative name, belongs to the corpus."""
-    return not any(
-        part in SKIPPED_FOLDERS or part.startswith(SKIPPED_PREFIXES) for part in name.parts
-    )
+    skipped = OTHERS | TESTS | TABLES
+    return not any(part in skipped or part.startswith(GENERATED) for part in name.parts)
 
 
 def is_held_out(name: str) -> bool:
@@ -47,7 +39,8 @@ def is_held_out(name: str) -> bool:
     By a hash of the name, so that a file is on the same side on every machine and in every version
     of Python.
     """
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < HELD_OUT * 2**32
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return int(digest[:8], 16) < HELD_OUT * 16**8
 
 
 def read_library(root: Path) -> tuple[list[bytes], list[bytes]]:
@@ -55,25 +48,28 @@ def read_library(root: Path) -> tuple[list[bytes], list[bytes]]:
     The files to train on and those held out, each in the order of their names. Exits if there are
     none.
     """
-    names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    names = [name.as_posix() for name in names if is_language(name)]
-    train, val = (
-        [(root / name).read_bytes() for name in names if is_held_out(name) == held]
-        for held in (False, True)
-    )
+    train: list[bytes] = []
+    val: list[bytes] = []
+    for name in sorted(path.relative_to(root) for path in root.rglob("*.py")):
+        if is_language(name):
+            side = val if is_held_out(name.as_posix()) else train
+            side.append((root / name).read_bytes())
     if not train or not val:
         sys.exit(
-            f"{len(train)} files to train on and {len(val)} to hold out under {root}, at least one of each is wanted: "
-            "run an interpreter that has its library as .py files, or choose another corpus with --preset"
+            f"{len(train)} files to train on and {len(val)} to hold out under {root}, at least one "
+            "of each is wanted: run an interpreter that has its library as .py files, or choose "
+            "another corpus with --preset"
         )
     return train, val
 
 
 def tokenize(tokenizer: BPETokenizer, documents: list[bytes]) -> list[int]:
     """All documents behind each other, each closed by the end-of-text token."""
-    return [
-        i for document in documents for i in [*tokenizer.encode(document), tokenizer.eos_token_id]
-    ]
+    ids: list[int] = []
+    for document in documents:
+        ids += tokenizer.encode(document)
+        ids.append(tokenizer.eos_token_id)
+    return ids
 
 
 def prepare(out: Path = HERE, root: Path | None = None, tokenizer: BPETokenizer | None = None):
@@ -83,14 +79,16 @@ def prepare(out: Path = HERE, root: Path | None = None, tokenizer: BPETokenizer 
     """
     train, val = read_library(root or Path(sysconfig.get_path("stdlib")))
     if tokenizer is None:  # held-out text must not shape the vocabulary that it is measured with
-        tokenizer = train_bpe(
-            (document.decode("utf-8", "replace") for document in train), VOCAB_SIZE
-        )
-    train_ids, val_ids = tokenize(tokenizer, train), tokenize(tokenizer, val)
+        texts = (document.decode("utf-8", "replace") for document in train)
+        tokenizer = train_bpe(texts, VOCAB_SIZE)
+    train_ids = tokenize(tokenizer, train)
+    val_ids = tokenize(tokenizer, val)
     write_corpus(out, tokenizer, train_ids, val_ids)
+    train_size = f"{len(train)} files, {sum(map(len, train)) / 1e6:.1f} MB"
+    val_size = f"{len(val)} files, {sum(map(len, val)) / 1e6:.2f} MB"
     print(
-        f"stdlib: {len(train)} files, {sum(map(len, train)) / 1e6:.1f} MB, {len(train_ids):,} training tokens; "
-        f"{len(val)} files, {sum(map(len, val)) / 1e6:.2f} MB, {len(val_ids):,} tokens held out"
+        f"stdlib: {train_size}, {len(train_ids):,} training tokens; "
+        f"{val_size}, {len(val_ids):,} tokens held out"
     )
 
 
