@@ -44,7 +44,10 @@ def upload(values, device, dtype=torch.int64, to: Tensor | None = None) -> Tenso
 
 
 class Floats(NamedTuple):
-    """Numbers of a row, or columns of them for all rows, in the order that the kernels know."""
+    """
+    What the device knows of a row in fp32; the kernels know the order. In SamplingRows each is a
+    column, of all rows.
+    """
 
     temperature: float
     top_p: float
@@ -55,9 +58,9 @@ class Floats(NamedTuple):
 
 
 class Ints(NamedTuple):
-    """More of them."""
+    """The same of whole numbers, in int64."""
 
-    top_k: int
+    top_k: int  # 0: all tokens
     seed: int
     choice: int
     stop_from: int  # the position of the first token that may be a stop token
@@ -186,7 +189,7 @@ def sample_torch(
         temperature = floats.temperature[rows][:, None]  # [R, 1]
         greedy = temperature < GREEDY_BELOW
         scores = scores / torch.where(greedy, 1.0, temperature)
-        if wanted("filters"):
+        if wanted("filters"):  # top_k, top_p, min_p
             filters = ints.top_k[rows], floats.top_p[rows], floats.min_p[rows]
             lowest = threshold(scores, *filters)
             scores = scores.masked_fill(scores < lowest[:, None], -torch.inf)
@@ -217,9 +220,15 @@ def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRow
     times = marks >> 2  # that each token was generated
     is_stop = marks & 2 > 0
     in_text = (marks & 1) + times > 0
+
+    # logit_bias and allowed_token_ids
     scores = scores + torch.where(column(ints.biased) > 0, per_row.bias[rows], 0.0)
+
+    # min_tokens
     banned = is_stop & (positions[:, None] < column(ints.stop_from))
     scores = scores + torch.where(banned, -torch.inf, 0.0)
+
+    # the penalties: repetition, frequency, presence
     repetition = torch.where(in_text, column(floats.repetition), 1.0)
     scores = torch.where(scores > 0, scores / repetition, scores * repetition)
     scores = scores - column(floats.frequency) * times

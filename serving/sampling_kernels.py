@@ -167,9 +167,9 @@ def threshold_kernel(
     wait(EARLY)
     r, lane = tl.program_id(0), tl.arange(0, WIDTH)
     view = row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
-    floats, scratch = view[1], scratch + r.to(tl.int64) * scratch_stride
+    floats, ints, scratch = view[1], view[2], scratch + r.to(tl.int64) * scratch_stride
     temperature, top_p = tl.load(floats + TEMPERATURE), tl.load(floats + TOP_P)
-    min_p, k = tl.load(floats + MIN_P), tl.load(view[2] + TOP_K)
+    min_p, k = tl.load(floats + MIN_P), tl.load(ints + TOP_K)
     limited = (k > 0) & (k < V)
     tl.store(finished + r, 0)
     tl.store(thresholds + r, -INF)
