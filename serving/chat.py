@@ -118,7 +118,8 @@ def make_environment():
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise TokenizerError(
-            "this checkpoint has a chat template, which needs jinja2: pip install jinja2"
+            "this checkpoint has a chat template, which needs jinja2: `pip install jinja2`, or add "
+            "--raw to have text continued as it stands at the terminal"
         ) from None
 
     class Generation(Extension):

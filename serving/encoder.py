@@ -2,7 +2,7 @@
 Texts and conversations -> token ids, and back, without blocking the event loop.
 
     encoder = Encoder("out/stdlib")
-    ids = encoder.encode("def ")                   # blocks; `await encoder.ask(job)` does not
+    ids = encoder.encode("def ")                   # blocks; `await encoder.ask(..)` does not
     ids = encoder.chat([{"role": "user", "content": "hello"}])
 
 Short texts are encoded in place. Long ones and all chat templates go to a process of their own,
@@ -38,7 +38,7 @@ MAX_WAITING = 2**26  # characters and ids of all jobs not yet done: they are hel
 MAX_NAMES = 2**18  # tokens that one answer names
 
 
-class EncoderBusy(Exception):
+class EncoderBusy(RuntimeError):
     """Too much is waiting to be encoded: try again later."""
 
 
@@ -64,13 +64,14 @@ class Encoder:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, the names of control tokens included. Raises TokenizerError."""
-        return read_ids(*self._do({"texts": [text]}, len(text)))[0]
+        return read_ids(*asyncio.run(self.ask({"texts": [text]}, len(text))))[0]
 
     def chat(self, messages: list[dict], **options) -> list[int]:
         """
         Token ids of a conversation: [{"role", "content"}, ..], and variables of the template.
         """
-        return read_ids(*self._do({"messages": messages, "options": options}, 0))[0]
+        job = {"messages": messages, "options": options}
+        return read_ids(*asyncio.run(self.ask(job, 0)))[0]
 
     async def ask(self, job: dict, size: int) -> tuple[dict, bytes]:
         """
@@ -81,7 +82,7 @@ class Encoder:
         if self.is_short(job, size):
             return work(job, self.tokenizer, None)
         if self.waiting + size > MAX_WAITING:
-            raise EncoderBusy
+            raise EncoderBusy("too much text is waiting to be encoded")
         self.waiting += size
         loop = asyncio.get_running_loop()
         try:
@@ -105,11 +106,6 @@ class Encoder:
         if "messages" in job or not self.tokenizer.has_known_pattern:
             return False
         return size + 16 * len(job.get("texts", ())) <= SHORT
-
-    def _do(self, job: dict, size: int) -> tuple[dict, bytes]:
-        if self.is_short(job, size):
-            return work(job, self.tokenizer, None)
-        return self.thread.submit(self._exchange, job).result()
 
     def _exchange(self, job: dict) -> tuple[dict, bytes]:
         """Have the process do a job."""

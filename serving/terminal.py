@@ -11,7 +11,6 @@ Where the checkpoint has a chat template a prompt is a user's message; where it 
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import random
 import sys
@@ -116,11 +115,8 @@ def open_encoder(args: argparse.Namespace) -> tuple[Encoder, bool]:
     """The checkpoint's encoder, and whether its chat template is used. Raises ValueError."""
     encoder = Encoder(args.model)
     with_template = encoder.has_chat and not args.raw
-    if with_template and importlib.util.find_spec("jinja2") is None:
-        raise ValueError(
-            "this checkpoint has a chat template, which needs jinja2: `pip install jinja2`, or add "
-            "--raw to have text continued as it stands"
-        )
+    if with_template:
+        encoder.check()
     return encoder, with_template
 
 

@@ -38,8 +38,8 @@ class Counts:
     Connections of each HTTP process, by its number. All processes read them, each writes its own.
     """
 
-    open: Any = field(default_factory=lambda: [0])
-    idle: Any = field(default_factory=lambda: [0])  # those of them without a request in work
+    open: Any
+    idle: Any  # those of them without a request in work
 
     def makes_room(self, number: int) -> bool:
         """
@@ -53,7 +53,7 @@ class Seat:
     """What an HTTP process has of the others."""
 
     number: int = 0  # 0: the first
-    counts: Counts = field(default_factory=Counts)
+    counts: Counts = field(default_factory=lambda: Counts([0], [0]))
     # from the first process: each byte is one `stop`, the end of the file is that process's end
     orders: Connection | None = None
 

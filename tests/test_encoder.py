@@ -83,7 +83,7 @@ def test_where_a_job_is_done(folder, monkeypatch, job, size, is_short):
     monkeypatch.setattr(module, "work", lambda *_: "here")
     monkeypatch.setattr(encoder, "_exchange", lambda _: "there")
     where = "here" if is_short else "there"
-    assert encoder._do(job, size) == asyncio.run(encoder.ask(job, size)) == where
+    assert asyncio.run(encoder.ask(job, size)) == where
     encoder.tokenizer.has_known_pattern = False
     assert asyncio.run(encoder.ask(job, size)) == "there"
     encoder.close()
@@ -91,9 +91,12 @@ def test_where_a_job_is_done(folder, monkeypatch, job, size, is_short):
 
 def test_a_text_counts_by_its_length(folder, monkeypatch):
     encoder, sizes = Encoder(folder), []
-    monkeypatch.setattr(
-        encoder, "_do", lambda job, size: sizes.append(size) or ({"counts": [0]}, b"")
-    )
+
+    async def ask(job, size):
+        sizes.append(size)
+        return {"counts": [0]}, b""
+
+    monkeypatch.setattr(encoder, "ask", ask)
     for text in ("", "abc", "é" * 5000):
         encoder.encode(text)
     assert sizes == [0, 3, 5000]

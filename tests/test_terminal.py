@@ -153,12 +153,14 @@ def test_a_conversation_with_a_seed_can_be_had_again(run):
     assert len(set(seeds)) == 2 and unseeded.out not in (first.out, other.out)
 
 
-def test_without_jinja2_raw_text_is_continued_all_the_same(run, monkeypatch):
+def test_without_jinja2_raw_text_is_continued_all_the_same(run, monkeypatch, tmp_path):
     """Before the model is loaded, in one message; `--raw` needs no template."""
-    monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
-    assert re.search(
-        "needs jinja2: `pip install jinja2`, or add --raw", run("--prompt", "x").problem
-    )
+    (tmp_path / "jinja2.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(serve, "build_engine", lambda args: pytest.fail("the model is loaded"))
+        said = run("--prompt", "x").problem
+    assert re.search("needs jinja2: `pip install jinja2`, or add --raw", said)
     assert run("--prompt", "x", "--raw", "--max-tokens", "2").problem is None
 
 
