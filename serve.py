@@ -91,7 +91,7 @@ def engine_process(args: argparse.Namespace, listener: socket.socket):
         message = str(error)
         if not isinstance(error, ValueError):
             message = f"{type(error).__name__}: {message}"
-        links.greet({"op": "fatal", "message": message})
+        links.set_greeting({"op": "fatal", "message": message})
         return
     serve(engine, links, args.max_queue)
     # the first HTTP process removes the folder of its sockets, unless it was killed

@@ -1,19 +1,19 @@
 """
-The engine's end of its links to the HTTP processes: who says what, and nobody waits for anybody.
+The engine's end of its links to the HTTP processes: Unix sockets, without waiting for any of them.
 
-    links = Links(listener)                     # a listening Unix socket; an HTTP process connects to its path
+    links = Links(listener)             # a listening Unix socket, to which HTTP processes connect
     for link, message in links.receive(timeout=None):
-        link.put({"op": "error", "id": message["id"], "message": "no", "kind": "invalid"})
+        link.queue({"op": "error", "id": message["id"], "message": "no", "kind": "invalid"})
     links.flush(engine.stats())
 
-A message is one line of JSON (JSON writes line breaks inside of texts as \\n), never a pickle, so
-neither side can run code in the other. Not run by itself: the engine's loop, `engine.run`, uses it.
+A message is one line of JSON (in which a line break inside of a text is \\n), never a pickle, so
+neither side can run code in the other. Not run by itself: the engine's loop (loop.py) uses it.
 
-An HTTP process that is busy must not hold up the engine, nor the streams of the other HTTP
-processes. So nothing here blocks, and a link that has not taken all of its last message gets no new
-one: meanwhile the tokens of a request are joined to one row, and go out as one when there is room.
-What waits for a link is no more than its requests' tokens, and two numbers for each request of all
-links, which are for the metrics.
+Backpressure: a busy HTTP process must not hold up the engine, nor the streams of the other HTTP
+processes. So the sockets do not block, and a link that has not taken all of its last message gets
+no new one. Meanwhile the tokens of a request are joined to one row, which is sent when there is
+room: what waits for a link is its requests' tokens, and two numbers for each request of all links,
+for the metrics.
 """
 
 import json
@@ -21,16 +21,9 @@ import selectors
 import socket
 import time
 
-READ_SIZE = 2**18  # bytes taken from a link at a time
-NEWS = (
-    "at_work",
-    "queries",
-    "hits",
-    "preemptions",
-)  # stats that a link hears of at once when they change
-STATS_SECONDS = (
-    0.1  # a link whose requests get no tokens hears at least this often how the engine is
-)
+READ_SIZE = 2**18  # bytes received from a link at a time
+STATS_SECONDS = 0.1  # a link whose requests get no tokens is sent the stats at least this often
+URGENT_STATS = ("at_work", "queries", "hits", "preemptions")  # sent at once when they change
 
 encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -62,7 +55,7 @@ class Messages:
         self.unread = bytearray()  # the beginning of a message
 
     def read(self, data: bytes) -> list[dict]:
-        """The messages that end in what has arrived."""
+        """The messages that end in these data."""
         if b"\n" not in data:  # most of a long prompt, say
             self.unread += data
             return []
@@ -71,20 +64,20 @@ class Messages:
 
 
 class Link:
-    """An HTTP process, as the engine sees it. `number` is the place in the order of arrival."""
+    """An HTTP process, as the engine sees it. `number` is its place in the order of connecting."""
 
     def __init__(self, sock: socket.socket, number: int):
         self.sock = sock
         self.number = number
         self.is_open = True
         self.incoming = Messages()
-        self.unsent = bytearray()  # the end of a message
-        self.is_behind = False  # it had no room for all of it
-        self.rows: dict[str, Row] = {}  # of steps that the link was not told yet, by request
-        self.messages: list[dict] = []  # what else it was not told yet
-        self.lists: dict[str, list] = {}  # those in the engine's stats, gathered until it is told
-        self.told = 0.0  # when it heard last
-        self.heard: dict = {}  # the engine's stats as it heard them then
+        self.unsent = bytearray()  # the end of a message, for which the socket had no room
+        self.awaits_room = False  # the selector watches for room
+        self.rows: dict[str, Row] = {}  # of steps, by request: to be sent
+        self.messages: list[dict] = []  # others to be sent
+        self.delays: dict[str, list] = {}  # the lists of the engine's stats, until they are sent
+        self.sent_stats: dict = {}
+        self.sent_at = 0.0
         sock.setblocking(False)
 
     def receive(self) -> list[dict]:
@@ -99,66 +92,47 @@ class Link:
             self.is_open = False
         return self.incoming.read(data)
 
-    def put(self, message: dict):
+    def queue(self, message: dict):
         """Have a message sent at the next flush."""
         self.messages.append(message)
 
-    def put_row(self, row: Row):
-        """Have a step's row sent at the next flush, or joined to those that still wait."""
+    def queue_row(self, row: Row):
+        """Have a step's row sent at the next flush, joined to those that still wait."""
         waiting = self.rows.setdefault(row[0], row)
         if waiting is not row:
             join(waiting, row)
 
-    def gather(self, lists: dict[str, list]):
-        """
-        Keep what `stats` says of the time since it was asked last, for those who were not told yet.
-        """
-        for name, values in lists.items():
-            self.lists[name] = self.lists.get(name, []) + values
-
     def compose(self, stats: dict):
-        """Make one message of all rows, and lines of all other messages, in `unsent`."""
-        step = {"op": "step", "out": list(self.rows.values()), "stats": stats | self.lists}
+        """Put one message with all rows, then all other messages, into `unsent`."""
+        step = {"op": "step", "out": list(self.rows.values()), "stats": stats | self.delays}
         messages = [step, *self.messages]  # an error comes after the tokens before it
         self.unsent += b"".join(map(line, messages))
         self.rows = {}
         self.messages = []
-        self.lists = {}
-        self.told = time.monotonic()
-        self.heard = stats
-
-    def send(self):
-        """Send as much of `unsent` as there is room for."""
-        try:
-            sent = self.sock.send(self.unsent)
-            del self.unsent[:sent]
-        except BlockingIOError:
-            pass
-        except ConnectionError:
-            self.is_open = False
+        self.delays = {}
+        self.sent_stats = stats
+        self.sent_at = time.monotonic()
 
 
 class Links:
-    """
-    All HTTP processes, those to come included: they connect to `listener`, whenever they start.
-    """
+    """The HTTP processes: they connect to `listener` whenever they start."""
 
     def __init__(self, listener: socket.socket):
         self.listener = listener
         self.links: dict[int, Link] = {}
         self.num_accepted = 0
-        self.greeting: dict = {}  # the first message of each
+        self.greeting: dict = {}
         self.selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ)
 
     @property
     def is_wanted(self) -> bool:
-        """Somebody is there, or nobody has come yet."""
+        """An HTTP process is connected, or none has been yet."""
         return bool(self.links) or not self.num_accepted
 
     def accept(self):
-        """Take in whoever has connected."""
+        """Link all HTTP processes that have connected."""
         while True:
             try:
                 sock, _ = self.listener.accept()
@@ -168,22 +142,22 @@ class Links:
             self.num_accepted += 1
             self.links[link.number] = link
             self.selector.register(sock, selectors.EVENT_READ, link)
-            self._greet(link)
+            self._send_greeting(link)
 
-    def greet(self, message: dict):
-        """Make this the first message of everybody, those who are linked already included."""
+    def set_greeting(self, message: dict):
+        """The first message to each HTTP process: those that are linked get it now."""
         self.greeting = message
         for link in list(self.links.values()):
-            self._greet(link)
+            self._send_greeting(link)
 
-    def _greet(self, link: Link):
+    def _send_greeting(self, link: Link):
         if self.greeting:
             link.unsent += line(self.greeting)
             self._send(link)
 
     def receive(self, timeout: float | None) -> list[tuple[Link, dict]]:
         """
-        What has arrived, and from whom; where nothing has, what comes first within `timeout`
+        The messages that have arrived; where there are none, those that come first within `timeout`
         seconds (None: ever). {"op": "gone"} is the last message of a link that was closed from the
         other side.
         """
@@ -204,28 +178,34 @@ class Links:
 
     def flush(self, stats: dict):
         """
-        Send what was put, with the engine's stats, to all links that took their last message whole.
-        The others hear the stats alone, when what counts has changed, or when they were told
-        nothing for a while.
+        Send what is queued, with the engine's stats, to each link that took its last message whole.
+        A link with nothing queued is sent the stats when an urgent one has changed, or when it was
+        sent nothing for a while.
         """
         now = time.monotonic()
-        lists = {name: value for name, value in stats.items() if isinstance(value, list)}
+        delays = {name: value for name, value in stats.items() if isinstance(value, list)}
         for link in list(self.links.values()):
-            link.gather(lists)
-            has_news = (
-                link.rows
-                or link.messages
-                or any(link.heard.get(name) != stats.get(name) for name in NEWS)
-            )
-            if (has_news or now - link.told > STATS_SECONDS) and not link.unsent:
+            for name, values in delays.items():
+                link.delays.setdefault(name, []).extend(values)
+            is_due = link.rows or link.messages or now - link.sent_at > STATS_SECONDS
+            for name in URGENT_STATS:
+                is_due = is_due or link.sent_stats.get(name) != stats.get(name)
+            if is_due and not link.unsent:
                 link.compose(stats)
                 self._send(link)
 
     def _send(self, link: Link):
-        link.send()
-        if bool(link.unsent) != link.is_behind:
-            link.is_behind = not link.is_behind
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.is_behind else 0)
+        """Send as much of `unsent` as there is room for; the selector watches for more room."""
+        try:
+            sent = link.sock.send(link.unsent)
+            del link.unsent[:sent]
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            link.is_open = False
+        if bool(link.unsent) != link.awaits_room:
+            link.awaits_room = not link.awaits_room
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.awaits_room else 0)
             self.selector.modify(link.sock, events, link)
 
     def _forget(self, link: Link):
@@ -234,10 +214,7 @@ class Links:
         del self.links[link.number]
 
     def close(self):
-        """
-        End all links; the other sides read the end of the file. `listener` stays open for whoever
-        comes next.
-        """
+        """End all links; the other sides read the end of the file. `listener` stays open."""
         for link in list(self.links.values()):
             self._forget(link)
         self.selector.close()

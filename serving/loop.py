@@ -26,7 +26,7 @@ from serving.params import SamplingParams
 def serve(engine: Engine, links: Links, max_queue: int | None = None):
     """Serve until no HTTP process is left, with any number of choices waiting for None."""
     config = engine.config
-    links.greet(
+    links.set_greeting(
         {
             "op": "ready",
             "max_model_len": engine.max_model_len,
@@ -60,7 +60,7 @@ def handle_message(engine: Engine, link: Link, message: dict, max_queue: int | N
                 kind = "invalid"
                 problem = str(error)
             if problem:
-                link.put({"op": "error", "id": message["id"], "message": problem, "kind": kind})
+                link.queue({"op": "error", "id": message["id"], "message": problem, "kind": kind})
         case "abort":
             engine.abort(f"{link.number}:{message['id']}")
         case "gone":
@@ -105,10 +105,10 @@ def send_output(links: Links, output: Output):
     if link is None:  # its process is gone, and this was on its way
         return
     if output.error:
-        link.put({"op": "error", "id": id, "message": output.error, "kind": "internal"})
+        link.queue({"op": "error", "id": id, "message": output.error, "kind": "internal"})
         return
     row = [id, output.tokens, output.finish_reason, output.cached_tokens]
     if output.logprobs or output.prompt_logprobs:
         scores = [output.logprobs] if output.logprobs else None
         row += [scores, output.prompt_logprobs]
-    link.put_row(row)
+    link.queue_row(row)

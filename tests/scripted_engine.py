@@ -193,13 +193,13 @@ class EngineProcess:
             "max_model_len": self.engine.max_model_len,
             "max_num_seqs": self.settings["max_num_seqs"],
         }
-        self.links.greet({"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]})
+        self.links.set_greeting({"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]})
         self.wake()
 
     def cannot_load(self):
         """As a process that finds no model."""
         if self.state == "loading":
-            self.links.greet({"op": "fatal", "message": "no model is there"})
+            self.links.set_greeting({"op": "fatal", "message": "no model is there"})
             self.die()
 
     def wake(self, seconds: float = 0.0):

@@ -100,7 +100,7 @@ class FakeEngine(threading.Thread):
         self.links.accept()
         while not self.died and self.links.is_wanted:
             if self.ready and not self.links.greeting:
-                self.links.greet(self.ready)
+                self.links.set_greeting(self.ready)
             moves = bool(self.running) and self.gate.is_set()
             for link, message in self.links.receive(timeout=0 if moves else 0.005):
                 self.handle(link, message)
@@ -134,7 +134,7 @@ class FakeEngine(threading.Thread):
 
     def refuse(self, name, message, kind):
         link, id = self.owners[name]
-        link.put({"op": "error", "id": id, "message": message, "kind": kind})
+        link.queue({"op": "error", "id": id, "message": message, "kind": kind})
 
     def add(self, id, prompt, params):
         command, _, text = prompt.partition(" ")
@@ -172,7 +172,7 @@ class FakeEngine(threading.Thread):
             else:
                 scores = [self.scores[id].pop(0), self.prompt_scores.pop(id, None)]
                 link, own = self.owners[id]
-                link.put_row([own, tokens, reason, len(self.added[-1]["prompt"]) // 2, *scores])
+                link.queue_row([own, tokens, reason, len(self.added[-1]["prompt"]) // 2, *scores])
             if reason:
                 del self.running[id]
 

@@ -147,10 +147,10 @@ class Wire:
         self.world = world
         self.number = number
 
-    def put(self, message: dict):
+    def queue(self, message: dict):
         self.world.hears_error(self.number, message)
 
-    def put_row(self, row: list):
+    def queue_row(self, row: list):
         self.world.hears_row(self.number, row)
 
 
@@ -229,7 +229,7 @@ class World:
     def is_wanted(self) -> bool:
         return not self.restarting and not self.is_over
 
-    def greet(self, message: dict):
+    def set_greeting(self, message: dict):
         assert message["max_model_len"] == self.longest, (
             f"{message} but the longest text is {self.longest}"
         )

@@ -241,7 +241,7 @@ def test_a_message_larger_than_a_link_takes_at_a_time(listener):
 
     def engine():
         links.accept()
-        links.greet({"op": "ready", "padding": long})
+        links.set_greeting({"op": "ready", "padding": long})
         while not found:
             found.extend(links.receive(timeout=1))
 

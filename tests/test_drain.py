@@ -212,7 +212,7 @@ def test_an_engine_that_cannot_start_says_why():
     engine = FakeEngine(ready=False)
     server = Server(engine=engine)
     engine.links.accept()
-    engine.links.greet({"op": "fatal", "message": "no model here: run `python train.py`"})
+    engine.links.set_greeting({"op": "fatal", "message": "no model here: run `python train.py`"})
     engine.links.close()
     assert (
         serve.run_on_loop(server.service.run(server.sock)) == "no model here: run `python train.py`"

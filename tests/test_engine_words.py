@@ -175,7 +175,7 @@ class FakeLinks:
 
     def link(self, number: int):
         link = SimpleNamespace(number=number, messages=[], rows=[])
-        link.put, link.put_row = link.messages.append, link.rows.append
+        link.queue, link.queue_row = link.messages.append, link.rows.append
         self.links[number] = link
         return link
 
@@ -183,7 +183,7 @@ class FakeLinks:
     def is_wanted(self) -> bool:
         return bool(self.turns)
 
-    def greet(self, message):
+    def set_greeting(self, message):
         self.greeting = message
 
     def receive(self, timeout):

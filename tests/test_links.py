@@ -55,15 +55,15 @@ def test_a_link_that_is_behind_holds_up_nobody(links):
     got = []
     for step in range(8_000):  # some 0.8 MB, four times what a link holds
         for link in links.links.values():
-            link.put_row(["a", [step], None, 7])
+            link.queue_row(["a", [step], None, 7])
         tell(links)
         got += read(quick)
     assert [message["out"] for message in got] == [
         [["a", [step], None, 7]] for step in range(8_000)
     ]
     behind = links.links[0]
-    assert behind.is_behind and list(behind.rows) == ["a"] and len(behind.unsent) < 1000
-    behind.put_row(["b", [1], "stop", 0])  # one that came and ended in the meantime
+    assert behind.awaits_room and list(behind.rows) == ["a"] and len(behind.unsent) < 1000
+    behind.queue_row(["b", [1], "stop", 0])  # one that came and ended in the meantime
     tokens, rest = [], {}
     while "b" not in rest:
         for message in read(slow):
@@ -72,7 +72,7 @@ def test_a_link_that_is_behind_holds_up_nobody(links):
         links.receive(timeout=0)
         tell(links)
     assert tokens == list(range(8_000)) and rest["b"] == ["b", [1], "stop", 0]
-    assert not behind.is_behind and not behind.rows
+    assert not behind.awaits_room and not behind.rows
     assert links.selector.get_key(behind.sock).events == selectors.EVENT_READ, (
         "else the engine would never rest again"
     )
@@ -94,11 +94,11 @@ def test_rows_are_joined_with_their_scores_and_their_end():
 def test_an_error_comes_after_the_tokens_before_it(links):
     sock = link_to(links)
     link = links.links[0]
-    link.put_row(["a", [1], None, 0])
-    link.put({"op": "error", "id": "a"})
+    link.queue_row(["a", [1], None, 0])
+    link.queue({"op": "error", "id": "a"})
     tell(links)
     assert [message["op"] for message in read(sock)] == ["step", "error"]
-    link.put_row(["b", [1], None, 0])
+    link.queue_row(["b", [1], None, 0])
     tell(links)
     assert [message["op"] for message in read(sock)] == ["step"], "and is told once"
 
@@ -111,7 +111,7 @@ def test_links_hear_how_the_engine_is(links, monkeypatch):
     """
     working, idle = link_to(links), link_to(links)
     for step in range(3):
-        links.links[0].put_row(["a", [step], None, 0])
+        links.links[0].queue_row(["a", [step], None, 0])
         tell(links, at_work=1, waited=[step])
     assert [message["stats"]["waited"] for message in read(working)] == [[0], [1], [2]]
     assert [message["stats"] for message in read(idle)] == [{"at_work": 1, "waited": [0]}]
@@ -138,7 +138,7 @@ def test_a_count_that_has_changed_is_told_at_once(links, name):
 
 def test_whoever_comes_is_greeted_and_whoever_goes_is_told_of(links):
     early = link_to(links)
-    links.greet({"op": "ready"})
+    links.set_greeting({"op": "ready"})
     late = link_to(links)
     assert read(early) == read(late) == [{"op": "ready"}]
     assert links.is_wanted

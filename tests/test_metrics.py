@@ -404,10 +404,10 @@ class Link:
         self.messages = []
         self.rows = []
 
-    def put(self, message):
+    def queue(self, message):
         self.messages.append(message)
 
-    def put_row(self, row):
+    def queue_row(self, row):
         self.rows.append(row)
 
 
