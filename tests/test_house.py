@@ -5,6 +5,7 @@ What a reader takes in is tokens, however they are broken into lines; tokenize c
 
 import ast
 import io
+import re
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ WIDE = 0.03  # share of statements with more than 30 tokens
 PACKS = 0.015  # `a, b = x, y`, and tuples and conditionals as statements, a statement
 FUNCTION_LINES = 62  # of the longest, docstring apart, outside main(); goal 60
 MEDIAN_LINES = 12  # of half of the functions
+WALK = (86, 44)  # functions, changes of file on the way of a decoded token; goal 60, 25
 ARGUMENTS = 9  # the most, without self; goal 8
 
 # Each may import only those before it, also inside its functions.
@@ -169,6 +171,16 @@ def test_functions_are_short():
 def test_functions_have_few_arguments():
     many = {f"{file}: {f.name}": f.arguments for file, f in FUNCTIONS if f.arguments > ARGUMENTS}
     assert not many
+
+
+@pytest.mark.slow
+def test_the_way_of_a_token_is_short():
+    """As tests/walk.py measures it, over a real request on the CPU."""
+    command = [sys.executable, "tests/walk.py", "--short"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *_, functions, changes = re.findall(r"\d+", done.stdout)
+    assert int(functions) <= WALK[0] and int(changes) <= WALK[1]
 
 
 def test_the_measure_itself():
