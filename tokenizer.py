@@ -428,7 +428,11 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that this token makes certain, often but not always the token's own."""
-        return self._release(self.decoder.decode(self.token_bytes(token)))
+        text = self.decoder.decode(self.token_bytes(token))
+        self.num_characters += len(text)
+        if not self.held and self.first_characters.isdisjoint(text):
+            return text  # most tokens: no stop string has begun before, and none begins here
+        return self._release(text)
 
     def push_all(self, tokens: list[int]) -> str:
         """The text of many tokens, in a fraction of the time, without a search for stop strings."""
@@ -438,18 +442,21 @@ class TextStream:
 
     def flush(self) -> str:
         """The rest, when no token follows: U+FFFD for half a character, and what was held back."""
-        text = self._release(self.decoder.decode(b"", final=True)) + self.held
+        text = self.decoder.decode(b"", final=True)
+        self.num_characters += len(text)
+        text = self._release(text) + self.held
         self.held = ""
         return text
 
     def _release(self, text: str) -> str:
-        self.num_characters += len(text)
-        if not self.held and self.first_characters.isdisjoint(text):
-            return text  # most tokens: no stop string has begun before, and none begins here
+        """The part of the text, what was held back included, that no stop string can begin in."""
         text = self.held + text
         for end in range(len(self.held) + 1, len(text) + 1):
             if text.endswith(self.stop, 0, end):
-                return self._end(text[:end])
+                text = text[:end]
+                self.held = ""
+                self.matched = max(filter(text.endswith, self.stop), key=len)
+                return text if self.include_stop else text.removesuffix(self.matched)
         # each round releases a character for good, so the work for a character does not grow with
         # the length or number of stop strings
         start = 0
@@ -457,12 +464,6 @@ class TextStream:
             start += 1
         self.held = text[start:]
         return text[:start]
-
-    def _end(self, text: str) -> str:
-        """The last text, which a stop string ends; of several that do, the longest counts."""
-        self.held = ""
-        self.matched = max(filter(text.endswith, self.stop), key=len)
-        return text if self.include_stop else text.removesuffix(self.matched)
 
     def _begins_stop(self, text: str) -> bool:
         """Whether a stop string begins with this text: in sorted order it would come next."""

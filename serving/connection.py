@@ -86,16 +86,14 @@ class LastAnswers:
             if message["type"] == "http.response.start":
                 scope["is_last"] = unread
                 if unread:
-                    headers = [*message["headers"], (b"connection", b"close")]
-                    message = message | {"headers": headers}
-                return await send(message)
-            if message.get("more_body") or not scope["is_last"]:
-                return await send(message)
-            # the whole answer goes out now; its end, with which uvicorn closes the connection, only
-            # when the client has had time to read it
-            await send(message | {"more_body": True})
-            await drop_rest(receive)
-            await send({"type": "http.response.body"})
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+            elif scope["is_last"] and not message.get("more_body"):
+                # the whole answer goes out now; its end, with which uvicorn closes the connection,
+                # only when the client has had time to read it
+                await send(message | {"more_body": True})
+                await drop_rest(receive)
+                message = {"type": "http.response.body"}
+            await send(message)
 
         await self.app(scope, receive_part, send_part)
 
