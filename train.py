@@ -197,14 +197,14 @@ def load_corpus(name: str, process: Process) -> Corpus:
     there is.
     """
     folder = ROOT / "data" / name
-    prepared = (folder / "meta.json").is_file()
-    recipe = folder / "prepare.py"
-    if not prepared and not recipe.is_file():
-        there = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
-        missing = f"--data {name}: {folder} has neither meta.json nor prepare.py"
-        sys.exit(f"{missing}; there is {', '.join(there)}")
-    if process.leads and not prepared:
-        runpy.run_path(str(recipe))["prepare"]()
+    if not (folder / "meta.json").is_file():
+        recipe = folder / "prepare.py"
+        if not recipe.is_file():
+            there = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
+            missing = f"--data {name}: {folder} has neither meta.json nor prepare.py"
+            sys.exit(f"{missing}; there is {', '.join(there)}")
+        if process.leads:
+            runpy.run_path(str(recipe))["prepare"]()
     if process.world > 1:
         dist.barrier()
     return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))
@@ -377,23 +377,6 @@ class Run:
             self.share = self.step / args.steps
         return torch.stack([loss.detach(), norm])
 
-    def check_finite(self, losses: list):
-        """
-        Exit if one of `losses`, pairs of loss and gradient norm of the last steps, is not a number:
-        what was saved before is good, what would follow is not.
-        """
-        for i, (loss, norm) in enumerate(losses, self.step - len(losses) + 1):
-            if math.isfinite(loss + norm):
-                continue
-            kept = "nothing is saved yet"
-            if self.saved:
-                kept = f"the checkpoint of step {self.saved} is in {self.out}"
-            sys.exit(
-                f"step {i}: loss {loss}, gradient norm {norm}: stopped, {kept}. Start again with a "
-                f"lower --matrix_lr (now {self.args.matrix_lr}) or --vector_lr (now "
-                f"{self.args.vector_lr})"
-            )
-
     def record(self, **line):
         """One line of log.jsonl."""
         self.log.append(line)
@@ -402,9 +385,21 @@ class Run:
                 print(json.dumps(line), file=f)
 
     def record_steps(self, losses: list, tokens_per_second: float):
-        """The last steps in log.jsonl."""
+        """
+        Log the last steps, pairs of loss and gradient norm. Exits where one is not a number: what
+        was saved before is good, what would follow is not.
+        """
         rate = round(tokens_per_second)
         for i, (loss, norm) in enumerate(losses, self.step - len(losses) + 1):
+            if not math.isfinite(loss + norm):
+                kept = "nothing is saved yet"
+                if self.saved:
+                    kept = f"the checkpoint of step {self.saved} is in {self.out}"
+                sys.exit(
+                    f"step {i}: loss {loss}, gradient norm {norm}: stopped, {kept}. Start again "
+                    f"with a lower --matrix_lr (now {self.args.matrix_lr}) or --vector_lr (now "
+                    f"{self.args.vector_lr})"
+                )
             self.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=rate)
 
     def evaluate_and_sample(self) -> str:
@@ -530,14 +525,13 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
             continue
         losses = process.mean(torch.stack(pending)).tolist()
         pending.clear()
-        run.check_finite(losses)
         step_seconds = (time.perf_counter() - began) / len(losses)
+        tokens_per_second = args.batch_size * args.context_length / step_seconds
+        run.record_steps(losses, tokens_per_second)
         part = clock.part_of_rest(step_seconds)
         stop, part = process.mean_of(bool(caught), part)  # all processes must stop alike
         if not args.steps:
             run.share = 1.0 if part == 1 else run.share + (1 - run.share) * part
-        tokens_per_second = args.batch_size * args.context_length / step_seconds
-        run.record_steps(losses, tokens_per_second)
         advance(bar, run, losses, tokens_per_second)
         ends = run.share == 1 or stop
         if is_evaluated and not ends:
@@ -547,14 +541,6 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
     if bar is not None:
         bar.close()
     return run.share == 1
-
-
-def random_step(corpus: Corpus, args: Namespace, process: Process) -> partial:
-    """A training step on random tokens, for `fit_to_machine` to time."""
-    run = Run(args, corpus, process)
-    shape = (2, args.batch_size, args.context_length)
-    x, y = torch.randint(corpus.tokenizer.vocab_size, shape)
-    return partial(run.update, run.model, x, y)
 
 
 def main(argv: list[str] | None = None):
@@ -568,8 +554,9 @@ def main(argv: list[str] | None = None):
     process = init_process(args)
     try:
         corpus = load_corpus(args.data, process)
-        make_step = partial(random_step, corpus)
-        args, process = fit_to_machine(args, process, started, make_step, partial(parse_args, argv))
+        make_run = partial(Run, corpus=corpus)
+        with_size = partial(parse_args, argv)
+        args, process = fit_to_machine(args, process, started, make_run, with_size)
         if args.batch_size % process.world:
             odd = f"--batch_size {args.batch_size} does not divide among {process.world} processes"
             sys.exit(f"{odd}: take a multiple")

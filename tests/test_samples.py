@@ -47,8 +47,8 @@ def test_statements_with_a_known_answer(text, verdicts):
 
 
 def test_the_share_counts_over_all_texts():
-    assert samples.share(["x = 1\n", "y = = 2\nz = 3\nw = 4\n"]) == 0.75
-    assert samples.share(["", "# nothing\n"]) is None
+    assert samples.share_that_parses(["x = 1\n", "y = = 2\nz = 3\nw = 4\n"]) == 0.75
+    assert samples.share_that_parses(["", "# nothing\n"]) is None
 
 
 def test_every_statement_of_real_code_parses():

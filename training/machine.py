@@ -3,7 +3,7 @@ What a training run computes on: the processes of torchrun, their devices, and o
 of threads, the dtype and the model size that a few timed steps show to be best.
 
     process = init_process(args)
-    args, process = fit_to_machine(args, process, started, make_step, with_size)
+    args, process = fit_to_machine(args, process, started, make_run, with_size)
 
 `process` goes wherever something depends on it: no function asks torch.distributed or the
 environment again.
@@ -108,28 +108,28 @@ def init_process(args: Namespace) -> Process:
 
 
 def fit_to_machine(
-    args: Namespace, process: Process, started: float, make_step: Callable, with_size: Callable
+    args: Namespace, process: Process, started: float, make_run: Callable, with_size: Callable
 ):
     """
     Choose what the flags leave open on a CPU, by training steps that are timed: how many threads,
     the dtype, the size. Sets the threads; returns the arguments and the process.
 
     started: time.perf_counter() when --minutes began
-    make_step(args, process): a function that does one training step
+    make_run(args=.., process=..): a `Run` to be timed
     with_size(name): the arguments of a run of that size
     """
     size_is_open = args.preset == "stdlib" and args.size is None and not args.resume
     threads = torch.get_num_threads()
     threads_are_open = args.threads is None and threads > 1
-    nothing_is_open = not (size_is_open or threads_are_open or args.dtype is None)
-    if process.device.type != "cpu" or nothing_is_open:
+    is_open = size_is_open or threads_are_open or args.dtype is None
+    if process.device.type != "cpu" or not is_open:
         return args, process
 
     # Where another process keeps a core busy, one thread less is faster: a step waits for its
     # slowest thread.
     counts = [threads, threads - 1] if threads_are_open else [threads]
     dtype = args.dtype or "float32"
-    time_probe = partial(time_step, args, process, make_step)
+    time_probe = partial(time_step, args, process, make_run)
     seconds = {(dtype, n): time_probe(dtype, n) for n in counts}
     best = min(seconds, key=seconds.get)
     if args.dtype is None:  # bfloat16 is slow where the CPU lacks AVX512-BF16, AMX or SVE
@@ -150,7 +150,7 @@ def fit_to_machine(
     return args, replace(process, dtype=getattr(torch, args.dtype))
 
 
-def time_step(args, process, make_step, dtype: str, threads: int, to_beat=math.inf) -> float:
+def time_step(args, process, make_run, dtype: str, threads: int, to_beat=math.inf) -> float:
     """
     Seconds of a training step of the size PROBE: the median of those in PROBE_SECONDS, averaged
     over the processes. The first step allocates, and does not count, unless it takes more than
@@ -158,16 +158,17 @@ def time_step(args, process, make_step, dtype: str, threads: int, to_beat=math.i
     """
     torch.set_num_threads(threads)
     args = Namespace(**vars(args) | SIZES[PROBE].flags())
-    step = make_step(args, replace(process, dtype=getattr(torch, dtype)))
-    first = timed(step)
-    seconds = [first] if first > 3 * to_beat else []
+    run = make_run(args=args, process=replace(process, dtype=getattr(torch, dtype)))
+    shape = (2, args.batch_size, args.context_length)
+    x, y = torch.randint(run.model.config.vocab_size, shape)
+    seconds = []
+    is_warm = False
     while sum(seconds) < PROBE_SECONDS:
-        seconds.append(timed(step))
+        began = time.perf_counter()
+        run.update(run.model, x, y)
+        took = time.perf_counter() - began
+        if is_warm or took > 3 * to_beat:
+            seconds.append(took)
+        is_warm = True
     (mean,) = process.mean_of(median(seconds))
     return mean
-
-
-def timed(step: Callable) -> float:
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began

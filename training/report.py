@@ -103,8 +103,8 @@ def report_result(run, nats: float, count: int):
     data = run.corpus.scored_bytes(count)
     bits = bits_per_byte(nats, data)
     run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(bits, 5))
-    windows = f"windows of {run.args.context_length}"
-    print(f"held out: {count:,} tokens, {len(data):,} bytes, each scored once, in {windows}")
+    held_out = f"{count:,} tokens, {len(data):,} bytes, each scored once"
+    print(f"held out: {held_out}, in windows of {run.args.context_length}")
     print(f"val loss: {nats / count:.4f} nats a token")
     if run.args.sample_tokens > 0:
         print(last_samples(run))

@@ -1,34 +1,29 @@
 """
-What a model writes: samples at the end of a training run, and how much of them is Python, which is
-the share of their complete statements that `ast.parse` would accept.
+What a model writes: samples during and after a training run, and how much of them is Python.
 
-    share(["x = 1\\nif x:\\n    y = (2\\n", "x ="])    # 2/3: `y = (2` is incomplete, `x =` wrong
+    generate_texts(run, prompts=[[0]], length=64)
+    share_that_parses(["x = 1\\nif x:\\n    y = (2\\n", "x ="])    # 2/3: `y = (2` is incomplete
 
-A statement may come from the middle of a function, so each is read alone: without its indentation,
-a header such as `if x:` or `else:` with a `pass` for the block that it announces.
+The latter is the share of complete statements that `ast.parse` would accept. A statement may come
+from the middle of a function, so each is read alone: without its indentation, and a header such as
+`if x:` or `else:` with a `pass` for the block that it announces.
 """
 
-import argparse
 import ast
 import textwrap
 import warnings
+from argparse import Namespace
 from codeop import PyCF_ALLOW_INCOMPLETE_INPUT  # tells "goes on in the next line" from "is wrong"
 
 import numpy as np
 import torch
 
-LAST_SAMPLES = (
-    16  # texts at the end, three of them shown: so many that the share of statements is good to 5%
-)
+LAST_SAMPLES = 16  # with so many, the share of statements is good to 5%
+SHOWN_SAMPLES = 3
 TEMPERATURE = 0.6  # at 0.8 a small model stumbles over its rarer choices, at 0.4 it repeats itself
-# what a clause that cannot stand alone follows, by its first word
-BEFORE = {
-    "elif": "if x: pass\n",
-    "else": "if x: pass\n",
-    "except": "try: pass\n",
-    "finally": "try: pass\n",
-}
-BEFORE |= {"case": "match x:\n "}
+# what must stand before a clause that cannot stand alone, by the clause's first word
+BEFORE = {"elif": "if x: pass\n", "else": "if x: pass\n", "case": "match x:\n "}
+BEFORE |= {"except": "try: pass\n", "finally": "try: pass\n"}
 
 
 def generate_texts(run, prompts: list[list[int]], length: int) -> list[str]:
@@ -63,8 +58,8 @@ def whole_lines(text: str) -> str:
 
 def last_samples(run) -> str:
     """
-    Three continuations of held-out text, to be printed. For a corpus of Python, also the share of
-    statements that parse of all LAST_SAMPLES continuations, and of what really follows, cut alike.
+    A few continuations of held-out text, to be printed. For a corpus of Python, also the share of
+    statements that parse, of all LAST_SAMPLES continuations and of what really follows, cut alike.
     """
     val = run.corpus.val
     prompt, length = sample_lengths(run.args)
@@ -74,30 +69,26 @@ def last_samples(run) -> str:
     truth = [whole_lines(run.corpus.tokenizer.decode(tokens)) for tokens in continuations]
     texts = [whole_lines(text) for text in generate_texts(run, prompts, length)]
     lines = []
-    for i, text in enumerate([text for text in texts if text.strip()][:3], 1):
+    shown = [text for text in texts if text.strip()][:SHOWN_SAMPLES]
+    for i, text in enumerate(shown, 1):
         lines.append(f"sample {i}:")
         lines.append(textwrap.indent(text.strip("\n"), "    "))
-    real = share(truth)
-    sampled = share(texts)
+    real = share_that_parses(truth)
+    sampled = share_that_parses(texts)
     if sampled is not None and real is not None and real > 0.5:  # else this is no Python
         parse = f"{sampled:.0%} of the sampled, {real:.0%} of the held-out text's"
         lines.append(f"statements that parse: {parse}")
     return "\n".join(lines)
 
 
-def sample_lengths(args: argparse.Namespace) -> tuple[int, int]:
-    """
-    Tokens of the prompt and of the continuation, of the last samples: together they fit the
-    context.
-    """
+def sample_lengths(args: Namespace) -> tuple[int, int]:
+    """Tokens of the prompt and of the continuation of a last sample; both fit the context."""
     prompt = args.context_length // 4
     return prompt, min(2 * args.sample_tokens, args.context_length - prompt)
 
 
-def sample_tokens_in_all(args: argparse.Namespace) -> float:
-    """
-    Tokens that the model reads for the last samples: for each that it writes, the text so far.
-    """
+def sample_tokens_in_all(args: Namespace) -> float:
+    """Tokens that the model reads for the last samples: for each new one, the text so far."""
     prompt, length = sample_lengths(args)
     return LAST_SAMPLES * length * (prompt + length / 2)
 
@@ -106,25 +97,20 @@ def sample_tokens_in_all(args: argparse.Namespace) -> float:
 # Python
 
 
-def share(texts: list[str]) -> float | None:
-    """
-    Of the complete statements of texts, the part that parses, from 0 to 1. None where there is no
-    statement.
-    """
+def share_that_parses(texts: list[str]) -> float | None:
+    """Of the complete statements of all texts; None where there is no statement."""
     verdicts = [verdict for text in texts for verdict in judge(text)]
     return sum(verdicts) / len(verdicts) if verdicts else None
 
 
 def judge(text: str) -> list[bool]:
-    """
-    Whether each complete statement of a text parses. What is still open when the text ends is left
-    out.
-    """
+    """Whether each complete statement parses; one that is open when the text ends is left out."""
     lines = text.split("\n")
     verdicts = []
     start = 0
     while start < len(lines):
-        if is_blank(lines[start]):
+        code = lines[start].strip()
+        if not code or code.startswith("#"):
             start += 1
             continue
         end = start + 1
@@ -140,24 +126,12 @@ def judge(text: str) -> list[bool]:
     return verdicts
 
 
-def is_blank(line: str) -> bool:
-    code = line.strip()
-    return not code or code.startswith("#")
-
-
 def parses(lines: list[str]) -> bool | None:
-    """
-    Whether these lines are one statement or header: True, False, or None if they may yet become
-    one.
-    """
+    """Whether these lines are one statement or header; None if they may yet become one."""
     source = "\n".join(lines).lstrip()
     word = source.split(maxsplit=1)[0].rstrip(":")
-    bodies = [
-        "",
-        "\n  pass",
-        "\n  pass\nfinally: pass",
-        "\ndef f(): pass",
-    ]  # of a statement, header, try, decorator
+    # what a statement, a header, a `try:` and a decorator want behind them
+    bodies = ["", "\n  pass", "\n  pass\nfinally: pass", "\ndef f(): pass"]
     verdicts = [compiles(BEFORE.get(word, "") + source + body) for body in bodies]
     if True in verdicts:
         return True
