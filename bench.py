@@ -49,18 +49,13 @@ import torch
 
 import kernels
 from assets import draw, load
-from model import (
-    GPT,
-    GPTConfig,
-    load_checkpoint,
-    load_config,
-    packed_for_cpu,
-    save_checkpoint,
-    serving_dtype,
-)
+from checkpoint import load_checkpoint, load_config, save_checkpoint, serving_dtype
+from model import GPT, GPTConfig
 from paged import Request, Scheduler, SchedulerSettings
+from serving.cpu import packed_for_cpu
 from serving.engine import Engine
 from serving.flags import add_flag
+from serving.ops import choose_ops
 from serving.params import SamplingParams
 from serving.settings import Settings
 from serving.sizing import bytes_per_block
@@ -328,12 +323,11 @@ def made_up_batch(requests: Step, S: int, backend: str, device: str) -> kernels.
         query_start=integers([0, *accumulate(query_lens)]),
         context_lens=integers(lens),
         block_tables=tables.int().to(device),
-        rows=torch.arange(B, device=device),
         logits_index=tokens[:0],
         num_decodes=query_lens.count(1),
         query_lens_host=query_lens,
         context_lens_host=lens,
-        backend=kernels.choose_backend(backend, device),
+        ops=choose_ops(backend, device)[0],
     )
 
 
@@ -345,19 +339,19 @@ class Layer:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.random = partial(torch.randn, dtype=dtype, device=device)
         self.batch = made_up_batch(requests, S, backend, device)
-        self.backend = self.batch.backend
+        self.ops = self.batch.ops
         T = len(self.batch.tokens)
         num_blocks = self.batch.block_tables.numel()
         self.q = self.random(T, H, D)
         self.k, self.v = self.random(2, T, Hk, D)
         self.kv = self.random(2, num_blocks + 1, Hk, S, D)
-        self.batch.prepared = self.backend.prepare(self.batch, H, self.kv)
+        self.batch.prepared = self.ops.prepare(self.batch, H, self.kv)
 
     def store(self):
-        self.backend.store_kv(self.k, self.v, self.kv, self.batch)
+        self.ops.store_kv(self.k, self.v, self.kv, self.batch)
 
     def attend(self, kv: torch.Tensor):
-        self.backend.paged_attention(self.q, kv, self.batch)
+        self.ops.attend(self.q, kv, self.batch)
 
     def run(self):
         self.store()

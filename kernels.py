@@ -9,27 +9,22 @@ decoding request, then the prefill chunks. Decodes and chunks so share one forwa
     tokens     [T]    a    b    c0 c1 c2 c3   d0 d1        T = 8
     query_start       0    1    2             6     8      [B + 1], B = 4, num_decodes = 2
 
-A `Backend` is one way to do both operations: torch's gathers and runs anywhere, FlexAttention's and
-Triton's read K and V where they are. Backends have one signature and one in-place effect:
-`store_kv` writes the pool, `paged_attention` only reads it. A request with context length 0, as the
-padding of chunks in a CUDA graph, gets zeros. Letters: B requests, T tokens, R rows of logits, H
-query heads, Hk KV heads, D head size, M blocks per table, S block size, and only here C context
-length (padded), G = H / Hk.
+Each operation is here twice: in torch, which gathers the context and runs anywhere, and in Triton,
+which reads K and V where they are. Both have one signature and one in-place effect: `store_kv`
+writes the pool, `paged_attention` only reads it. A request with context length 0, as the padding of
+chunks in a CUDA graph, gets zeros. Letters: B requests, T tokens, R rows of logits, H query heads,
+Hk KV heads, D head size, M blocks per table, S block size, and only here C context length (padded),
+G = H / Hk.
 """
 
 import math
-import os
-import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 try:
     import triton
@@ -39,7 +34,7 @@ try:
     INTERPRETED = (
         triton.knobs.runtime.interpret
     )  # TRITON_INTERPRET=1: the kernels run on CPU tensors, slowly
-except ImportError:  # nothing but the Triton backend needs it
+except ImportError:  # nothing but the Triton kernels needs it
     triton, INTERPRETED, gdc_wait = None, False, None
 
     class tl:
@@ -56,105 +51,64 @@ class Batch:
     tokens: torch.Tensor  # [T] token ids
     positions: torch.Tensor  # [T] of each token in its own request
     slot_mapping: torch.Tensor  # [T] block * S + offset: where the token's K, V go
-    query_start: (
-        torch.Tensor
-    )  # [B + 1] int32: request i has tokens query_start[i] .. query_start[i + 1] - 1
+    query_start: torch.Tensor  # [B + 1] int32: where each request's tokens begin, and the end
     context_lens: torch.Tensor  # [B] int32: tokens in the pool after this step
     block_tables: torch.Tensor  # [B, M] int32: [request, logical block] -> physical block
-    rows: torch.Tensor  # [B] the requests' rows in the engine's device arrays
     logits_index: torch.Tensor  # [R] int32: places on the flat axis whose logits are wanted
     num_decodes: int  # the first requests, with one token each
     query_lens_host: list[int]  # [B]
     context_lens_host: list[int]  # [B]
-    backend: "Backend"
-    prepared: object = None  # what the backend worked out for this step, used in every layer
-
-
-class Backend(NamedTuple):
-    name: str
-    reason: str  # why this one
-    prepare: Callable  # (batch, H, kv of any layer, window=0) -> batch.prepared: once per step, before the first layer
-    store_kv: Callable  # (k [T, Hk, D], v [T, Hk, D], kv [2, num_blocks + 1, Hk, S, D], batch): writes kv, where
-    # layers.project_qkv has not done so
-    paged_attention: Callable  # (q [T, H, D], kv, batch) -> [T, H, D]
-
-
-def cpp_compiler() -> str | None:
-    """What torch.compile needs on a CPU."""
-    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
-
-
-def choose_backend(name: str = "auto", device: str | torch.device = "cpu") -> Backend:
-    """
-    The backend of that name, or with "auto" the best for the device: Triton on CUDA, torch
-    elsewhere. Raises ValueError for one that does not work there.
-    """
-    cuda = torch.device(device).type == "cuda"
-    compiler = triton if cuda else cpp_compiler()
-    works = {"torch": True, "triton": triton and (cuda or INTERPRETED), "flex": compiler}
-    needs = {
-        "triton": "a CUDA device and the package triton",
-        "flex": "triton on CUDA, a C++ compiler elsewhere",
-    }
-    parts = {
-        "torch": (prepare_torch, store_kv_torch, paged_attention_torch),
-        "flex": (prepare_flex, store_kv_torch, paged_attention_flex),
-        "triton": (prepare_triton, store_kv_triton, paged_attention_triton),
-    }
-    reason = "as asked"
-    if name == "auto":
-        name = "triton" if cuda and triton else "torch"
-        best = "the fastest on " + ("CUDA" if cuda else "a CPU")
-        reason = best if triton or not cuda else "the package triton is not installed"
-    if not works.get(name):
-        there = ", ".join(["auto"] + [backend for backend in parts if works[backend]])
-        why = f"needs {needs[name]}" if name in needs else "is unknown"
-        raise ValueError(f"attention backend {name!r} {why}; on {device} there is {there}")
-    return Backend(name, reason, *parts[name])
+    ops: NamedTuple  # model.Ops: who computes
+    prepared: object = None  # what ops.prepare worked out for this step, used in every layer
 
 
 def check_ranges(batch: Batch, H: int, kv: torch.Tensor):
     """
-    What every backend assumes of a step; the contents of tensors are on the device and not looked
+    What all operators assume of a step; the contents of tensors are on the device and not looked
     at.
     """
-    B, T, M = len(batch.query_lens_host), len(batch.tokens), batch.block_tables.shape[1]
+    B = len(batch.query_lens_host)
+    T = len(batch.tokens)
+    M = batch.block_tables.shape[1]
     _, _, Hk, S, _ = kv.shape
     assert H % Hk == 0, f"{H} query heads do not share {Hk} KV heads evenly"
-    # padding may follow the last token
-    assert sum(batch.query_lens_host) <= T, (
-        f"query lengths sum to {sum(batch.query_lens_host)}, there are {T} tokens"
-    )
+    queries = sum(batch.query_lens_host)  # padding may follow the last token
+    assert queries <= T, f"query lengths sum to {queries}, there are {T} tokens"
     assert len(batch.slot_mapping) == T, f"{len(batch.slot_mapping)} slots for {T} tokens"
-    assert len(batch.context_lens) == len(batch.block_tables) == B, (
-        f"wanted lengths and tables of {B} requests"
-    )
+    same = len(batch.context_lens) == len(batch.block_tables) == B
+    assert same, f"wanted lengths and tables of {B} requests"
     longest = max(batch.context_lens_host, default=0)
     assert longest <= M * S, f"a context of {longest} tokens does not fit into {M} blocks of {S}"
 
 
 # --------------------------------------------------------------------------------------------------
-# torch: gather the context of each request, then SDPA
+# torch: gather the context of each request, then scaled dot-product attention
 
 
 class Gather(NamedTuple):
-    """
-    Requests that the torch path serves in one SDPA: b requests of n queries each, contexts padded
-    to C.
-    """
+    """Requests that attend in one call: b requests of n queries each, contexts padded to C."""
 
     tokens: slice | torch.Tensor  # where their b * n queries are on the flat axis
     kv_rows: torch.Tensor  # [2, b, Hk, C] int64: rows of K and V, as `pool_rows`
     mask: (
         torch.Tensor | None
-    )  # [b, 1, G * n, C] as kv: 0 where a query may see a key, else -inf; None: it sees all
+    )  # [b, 1, G * n, C]: 0 where a query may see a key, else -inf; None: all
 
 
-class TorchPlan(NamedTuple):
-    store_rows: (
-        torch.Tensor
-    )  # [2 * T * Hk] int64: rows of K and V that the step writes, as `pool_rows`
+class GatherPlan(NamedTuple):
+    store_rows: torch.Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
     gathers: list[Gather]
+
+
+def slots_of(block_tables: torch.Tensor, positions: torch.Tensor, S: int) -> torch.Tensor:
+    """
+    Slots of positions [b, n], int64, through block_tables [b, M]: block * S + offset.
+
+    >>> slots_of(torch.tensor([[7, 2]]), torch.tensor([[0, 5]]), S=4)
+    tensor([[28,  9]])
+    """
+    blocks = block_tables.long().gather(1, positions // S)
+    return blocks * S + positions % S
 
 
 def pool_rows(slots: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -166,6 +120,11 @@ def pool_rows(slots: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     first = slots + slots // S * ((Hk - 1) * S)  # the row of head 0: block * Hk * S + offset
     k_rows = first[..., None, :] + torch.arange(0, Hk * S, S, device=slots.device)[:, None]
     return torch.stack((k_rows, k_rows + num_blocks * Hk * S))
+
+
+def store_rows(batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    """The rows of the pool that a step writes, [2 * T * Hk] int64."""
+    return pool_rows(batch.slot_mapping[:, None], kv).flatten()
 
 
 def may_see(
@@ -196,53 +155,52 @@ def length_classes(lens: list[int]) -> list[list[int]]:
     return list(classes.values())
 
 
-def prepare_torch(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> TorchPlan:
+def prepare_torch(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> GatherPlan:
     """Work out, once for all layers, which rows of the pool the step writes and which it reads."""
     check_ranges(batch, H, kv)
-    lens, gathers = batch.context_lens_host, []
+    lens = batch.context_lens_host
+    gathers = []
     decodes = [i for i in range(batch.num_decodes) if lens[i]]  # the others are padding
-    groups = [[decodes[i] for i in group] for group in length_classes([lens[i] for i in decodes])]
-    for (
-        group
-    ) in groups:  # a decoding request has one token: its place on the token axis is its number
-        whole = len(group) == batch.num_decodes
-        index = slice(0, len(group)) if whole else torch.tensor(group, device=batch.tokens.device)
-        gathers.append(gather(batch, index, index, max(lens[i] for i in group), H, kv, window))
+    for group in length_classes([lens[i] for i in decodes]):
+        requests = [decodes[i] for i in group]
+        longest = max(lens[i] for i in requests)
+        # a decode has one token, so its place on the token axis is its number
+        places = slice(0, len(requests))
+        if len(requests) < batch.num_decodes:
+            places = torch.tensor(requests, device=batch.tokens.device)
+        gathers.append(gather(batch, places, places, longest, H, kv, window))
     start = batch.num_decodes
     for i in range(batch.num_decodes, len(lens)):
-        n = batch.query_lens_host[i]
-        gathers.append(
-            gather(batch, slice(i, i + 1), slice(start, start + n), lens[i], H, kv, window)
-        )
-        start += n
-    return TorchPlan(pool_rows(batch.slot_mapping[:, None], kv).flatten(), gathers)
+        end = start + batch.query_lens_host[i]
+        gathers.append(gather(batch, slice(i, i + 1), slice(start, end), lens[i], H, kv, window))
+        start = end
+    return GatherPlan(store_rows(batch, kv), gathers)
 
 
 def gather(
     batch: Batch, requests, tokens, longest: int, H: int, kv: torch.Tensor, window: int
 ) -> Gather:
     """
-    Plan one SDPA. The padding of shorter contexts repeats their last token, masked: nothing else is
+    Plan one call. The padding of shorter contexts repeats their last token, masked: nothing else is
     ever read.
     """
     Hk, S = kv.shape[2:4]
     lens = batch.context_lens[requests].long()[:, None]  # [b, 1]
     positions = batch.positions[tokens].view(len(lens), -1)  # [b, n]
     n = positions.shape[1]
-    keys = torch.arange(
-        longest if not window else min(longest, window + n - 1), device=lens.device
-    )[None]
     if window:
-        keys = keys + (positions[:, :1] - window + 1).clamp(
-            min=0
-        )  # from the first that any query sees
-    slots_at = torch.minimum(keys, lens - 1)  # [b, C]
-    slots = batch.block_tables[requests].long().gather(1, slots_at // S) * S + slots_at % S
-    if positions.numel() == 1:  # one token, that sees all
-        return Gather(tokens, pool_rows(slots, kv), None)
-    mask = may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]
-    mask = torch.zeros_like(mask, dtype=kv.dtype).masked_fill_(~mask, -torch.inf)
-    return Gather(tokens, pool_rows(slots, kv), mask.repeat(1, H // Hk, 1)[:, None])
+        first_seen = (positions[:, :1] - window + 1).clamp(min=0)  # [b, 1] by any query
+        keys = first_seen + torch.arange(min(longest, window + n - 1), device=lens.device)
+    else:
+        keys = torch.arange(longest, device=lens.device)[None]  # [1, C]
+    real_keys = torch.minimum(keys, lens - 1)  # [b, C]
+    rows = pool_rows(slots_of(batch.block_tables[requests], real_keys, S), kv)
+    if positions.numel() == 1:  # one token, which sees all
+        return Gather(tokens, rows, None)
+    seen = may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]
+    mask = torch.zeros_like(seen, dtype=kv.dtype).masked_fill_(~seen, -torch.inf)
+    mask = mask.repeat(1, H // Hk, 1)  # [b, G * n, C]
+    return Gather(tokens, rows, mask[:, None])
 
 
 def store_kv_torch(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: Batch):
@@ -251,206 +209,39 @@ def store_kv_torch(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: Ba
     `slot_mapping`.
     """
     D = k.shape[-1]
-    kv.view(-1, D).index_copy_(
-        0, batch.prepared.store_rows, torch.stack((k, v)).view(-1, D).to(kv.dtype)
-    )
+    new = torch.stack((k, v)).view(-1, D).to(kv.dtype)
+    kv.view(-1, D).index_copy_(0, batch.prepared.store_rows, new)
 
 
-def paged_attention_torch(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+def paged_attention_torch(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    batch: Batch,
+    attention: Callable = F.scaled_dot_product_attention,
+) -> torch.Tensor:
     """
     Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables;
     scale 1 / sqrt(D). The G query heads that share a KV head become G * n queries of it, so K and V
-    are gathered once and not repeated.
+    are gathered once and not repeated. `attention(q, k, v, attn_mask=)` is torch's, or
+    `model.attention`, which spells it out.
     """
-    out, D = None, q.shape[-1]
+    _, H, D = q.shape
+    out = None
     for tokens, kv_rows, mask in batch.prepared.gathers:
         _, b, Hk, _ = kv_rows.shape
         k, v = F.embedding(kv_rows, kv.view(-1, D)).unbind()  # [b, Hk, C, D] each
-        grouped = (
-            q[tokens].reshape(b, -1, Hk, q.shape[1] // Hk, D).permute(0, 2, 3, 1, 4)
-        )  # [b, Hk, G, n, D]
-        y = F.scaled_dot_product_attention(grouped.flatten(2, 3).to(k.dtype), k, v, attn_mask=mask)
-        y = y.view(grouped.shape).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:]).to(q.dtype)
-        if len(y) == len(q):  # nobody else is there
-            return y
+        queries = q[tokens].reshape(b, -1, Hk, H // Hk, D)  # [b, n, Hk, G, D]
+        queries = queries.permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
+        mixed = attention(
+            queries.flatten(2, 3).to(k.dtype), k, v, attn_mask=mask
+        )  # [b, Hk, G * n, D]
+        mixed = mixed.view(queries.shape).permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
+        mixed = mixed.reshape(-1, H, D).to(q.dtype)
+        if len(mixed) == len(q):  # these are all requests
+            return mixed
         out = torch.zeros_like(q) if out is None else out
-        out[tokens] = y
+        out[tokens] = mixed
     return torch.zeros_like(q) if out is None else out
-
-
-# --------------------------------------------------------------------------------------------------
-# FlexAttention: torch's compiler writes the kernel around our mask
-
-
-class FlexCall(NamedTuple):
-    """
-    Requests that go through FlexAttention together, decodes or chunks: b requests of up to n
-    queries each.
-    """
-
-    tokens: slice  # where their t queries are on the flat axis
-    request: torch.Tensor  # [t] which of the b each belongs to
-    offset: torch.Tensor  # [t] and which of its queries it is
-    n: int
-    mask: BlockMask  # which tiles of the pool each request and head visits, and what counts there
-
-
-class FlexPlan(NamedTuple):
-    store_rows: torch.Tensor  # as in TorchPlan
-    calls: list[FlexCall]
-
-
-FLEX_ROWS = 128  # queries in a tile
-
-
-def prepare_flex(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> FlexPlan:
-    """Build the masks of the step, on the device and without a loop over requests."""
-    check_ranges(batch, H, kv)
-    B, nd, lens = len(batch.query_lens_host), batch.num_decodes, batch.query_lens_host
-    ranges = [(first, last) for first, last in ((0, nd), (nd, B)) if first < last]
-    calls = [
-        flex_call(batch, first, last, max(lens[first:last]), kv, window) for first, last in ranges
-    ]
-    return FlexPlan(pool_rows(batch.slot_mapping[:, None], kv).flatten(), calls)
-
-
-def flex_call(
-    batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, window: int
-) -> FlexCall:
-    """
-    The pool is one long sequence of keys for FlexAttention, [1, 1, pages * S, D] with page = block
-    * Hk + head, and each (request, KV head) a batch entry of its own. The mask turns a place in
-    that sequence back into a position: [request, physical block] -> logical block.
-    """
-    (_, num_blocks, Hk, S, _), device, b = kv.shape, batch.tokens.device, last - first
-    start, tables = batch.query_start[first:last].long(), batch.block_tables[first:last].long()
-    lens, M = batch.context_lens[first:last].long(), tables.shape[1]
-    tokens = slice(first, last) if n == 1 else slice(first, len(batch.tokens))
-    t = torch.arange(tokens.start, tokens.stop, device=device)
-    request = torch.searchsorted(start, t, right=True) - 1
-    begin = lens - (
-        batch.query_start[first + 1 : last + 1] - start
-    )  # [b] position of each first query
-
-    used = torch.arange(M, device=device) * S < lens[:, None]  # [b, M]
-    logical = torch.full((b, num_blocks + 1), -1, dtype=torch.int32, device=device)
-    numbers = torch.arange(M, dtype=torch.int32, device=device).expand(b, M)
-    logical.scatter_(1, torch.where(used, tables, num_blocks), numbers)  # the last column is a bin
-
-    # tensors, because the compiler would take numbers for sizes that change
-    heads, block_size, reach = torch.tensor([Hk, S, window or 2**40], device=device)
-
-    def sees(b_head, _, query, key):
-        entry, page, position = b_head // heads, key // block_size, begin[b_head // heads] + query
-        here = torch.where(
-            page % heads == b_head % heads, logical[entry, page // heads], -1
-        )  # logical block
-        key_position = here * block_size + key % block_size
-        return (here >= 0) & (key_position <= position) & (key_position > position - reach)
-
-    size = (
-        S if S >= 16 and S & (S - 1) == 0 else FLEX_ROWS
-    )  # of a tile of keys, what its kernels can do
-    lowest = begin[:, None] + torch.arange(
-        0, n, FLEX_ROWS, device=device
-    )  # [b, rows] position of a tile's first query
-    highest = torch.minimum(lowest + FLEX_ROWS, lens[:, None]) - 1
-    start_of = torch.arange(M, device=device) * S  # [M] position of each logical block
-    seen, whole = (
-        start_of <= highest[..., None],
-        start_of + S - 1 <= lowest[..., None],
-    )  # [b, rows, M] by any, by all
-    if window:
-        seen &= start_of + S > lowest[..., None] - window + 1
-        whole &= start_of > highest[..., None] - window
-    whole &= seen if size == S else False
-    pages = tables[:, None] * Hk + torch.arange(Hk, device=device)[:, None]  # [b, Hk, M]
-    listed = [
-        tile_list(pages, blocks, size, S, num_blocks * Hk * S) for blocks in (seen & ~whole, whole)
-    ]
-    mask = BlockMask.from_kv_blocks(
-        *(x for pair in listed for x in pair),
-        BLOCK_SIZE=(FLEX_ROWS, size),
-        mask_mod=sees,
-        seq_lengths=(n, num_blocks * Hk * S),
-        compute_q_blocks=False,
-    )
-    for sizes_of, dim in (
-        (logical, 1),
-        *((x, dim) for pair in listed for x, dim in zip(pair, (1, (1, 3)), strict=True)),
-    ):
-        torch._dynamo.mark_static(sizes_of, dim)
-    return FlexCall(tokens, request, t - start[request], n, mask)
-
-
-def tile_list(pages: torch.Tensor, blocks: torch.Tensor, size: int, S: int, num_keys: int):
-    """
-    Which tiles of `size` keys hold the logical blocks chosen by blocks [b, rows, M], each once;
-    pages [b, Hk, M], each of S keys, may straddle tiles. Returns how many, [b * Hk, 1, rows], and
-    which, [b * Hk, 1, rows, all tiles], int32.
-    """
-    first, last = pages * S // size, (pages * S + S - 1) // size
-    span = 1 if size == S else (S - 1) // size + 2
-    tiles, nothing = (
-        first[..., None] + torch.arange(span, device=pages.device),
-        torch.iinfo(torch.int32).max,
-    )
-    tiles = torch.where(tiles <= last[..., None], tiles, nothing)[:, :, None]  # [b, Hk, 1, M, span]
-    tiles = (
-        torch.where(blocks[:, None, :, :, None], tiles, nothing).flatten(3).sort().values
-    )  # [b, Hk, rows, M * span]
-    again = F.pad(tiles[..., 1:] == tiles[..., :-1], (1, 0))
-    tiles = torch.where(again, nothing, tiles).sort().values.flatten(0, 1)
-    count, tiles = (
-        (tiles < nothing).sum(-1, dtype=torch.int32),
-        torch.where(tiles < nothing, tiles, 0).int(),
-    )
-    # flex wants room for every tile of the pool in each row of a list: rows may overlap, what
-    # counts is read alone
-    (n, rows, width), every = tiles.shape, -(-num_keys // size)
-    roomy = F.pad(tiles.flatten(), (0, every)).as_strided(
-        (n, 1, rows, every), (rows * width, rows * width, width, 1)
-    )
-    return count[:, None], roomy
-
-
-@cache
-def compiled_flex() -> Callable:
-    """
-    FlexAttention that adapts to any number of requests and queries; compiled in its first calls,
-    seconds each.
-    """
-    return torch.compile(
-        flex_attention, dynamic=True, fullgraph=True
-    )  # fullgraph: an error, not the slow way
-
-
-def paged_attention_flex(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """
-    As paged_attention_torch, but K and V stay where they are; only q is padded, to the longest
-    chunk. One thing less is promised: FlexAttention weighs what the mask hides in a tile by zero,
-    so there the pool must hold no NaN.
-    """
-    out, (H, D), Hk = torch.zeros_like(q), q.shape[1:], kv.shape[2]
-    k, v = kv.reshape(2, 1, 1, -1, D)  # views: [1, 1, pages * S, D]
-    for tokens, request, offset, n, mask in batch.prepared.calls:
-        b = mask.kv_indices.shape[0] // Hk
-        padded_q = q.new_zeros(b, n, H, D)
-        padded_q[request, offset] = q[tokens]
-        heads = (
-            padded_q.view(b, n, Hk, H // Hk, D).permute(0, 2, 3, 1, 4).flatten(0, 1)
-        )  # [b * Hk, G, n, D]
-        for sizes_of, dim in (heads, 1), (heads, 3), (k, None), (v, None):
-            torch._dynamo.mark_static(sizes_of, dim)
-        options = (
-            {"BLOCK_N": min(64, mask.BLOCK_SIZE[1])} if q.is_cuda else None
-        )  # keys at a time: of one tile
-        y = compiled_flex()(
-            heads.to(kv.dtype), k, v, block_mask=mask, enable_gqa=True, kernel_options=options
-        )
-        y = y.view(b, Hk, H // Hk, n, D).permute(0, 3, 1, 2, 4).reshape(b, n, H, D)
-        out[tokens] = y[request, offset].to(q.dtype)
-    return out
 
 
 # --------------------------------------------------------------------------------------------------

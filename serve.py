@@ -61,7 +61,7 @@ def build_engine(args: argparse.Namespace):
     """
     import torch
 
-    from model import load_checkpoint, serving_dtype
+    from checkpoint import load_checkpoint, serving_dtype
     from serving.engine import Engine
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

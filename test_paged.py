@@ -732,16 +732,16 @@ def test_any_number_of_kv_heads():
 
 def count_computed(engine: Engine) -> list[int]:
     """A list that grows by the number of tokens that the model really computes in each step."""
-    computed, forward = [], engine.runner.model.forward_paged
+    computed, forward = [], engine.runner.model.hidden
 
     class Counting:
         config = engine.runner.model.config
 
-        def forward_paged(self, batch, kv):
+        def hidden(self, batch, kv):
             computed.append(len(batch.tokens))
             return forward(batch, kv)
 
-        logits = staticmethod(engine.runner.model.logits)
+        lm_head = engine.runner.model.lm_head
 
     engine.runner.model = Counting()
     return computed
@@ -822,7 +822,7 @@ def test_forked():
     model, text = trained_model(), prompt(11, 13)
     for steps in range(1, 6):  # the fork happens at every offset within a block
         scheduler = Scheduler(max_kv_tokens=256, token_budget=32)
-        runner = Runner(model, 64, 4, 256)
+        runner = Runner(model, Settings(num_blocks=64, block_size=4, max_num_seqs=256))
         poison(runner, scheduler)
         parent = Request("parent", text, 16)
         scheduler.add_request(parent)

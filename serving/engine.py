@@ -47,7 +47,7 @@ class Engine:
         settings = with_step_size(settings or Settings(), on_gpu)
         if on_gpu and settings.num_blocks is None:  # what a step takes is not free for the pool
             with explain_lack_of_memory("the weights and a step"):
-                build_runner(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
+                Runner(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
         settings = with_pool_size(settings, model)
         self.settings = settings
         self.config = model.config
@@ -63,7 +63,7 @@ class Engine:
         self.weights = describe_weights(model, settings)
         pool = f"a KV pool of {settings.num_blocks} blocks of {settings.block_size}"
         with explain_lack_of_memory(f"{self.weights} and {pool}"):
-            self.runner = build_runner(model, settings)
+            self.runner = Runner(model, settings)
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.in_flight: InFlight | None = None
         self.requests: dict[int | str, Request] = {}  # waiting or running
@@ -384,7 +384,7 @@ class Engine:
         parts = [
             self.weights,
             f"KV pool of {size:,.0f} MiB: {self.num_blocks:,} blocks of {S}, {tokens:,} tokens, {texts}",
-            f"attention: {runner.backend.name}, {runner.backend.reason}",
+            f"attention: {runner.ops.name}, {runner.reason}",
         ]
         if runner.graphs:
             parts.append(runner.graph_statement)
@@ -434,20 +434,6 @@ class Engine:
 def forks_of(id: int | str, n: int) -> list[str]:
     """The ids of a request's other choices."""
     return [f"{id}.{choice}" for choice in range(1, n)]
-
-
-def build_runner(model: GPT, settings: Settings) -> Runner:
-    return Runner(
-        model,
-        settings.num_blocks,
-        settings.block_size,
-        settings.max_num_seqs,
-        attention=settings.attention,
-        quantize=settings.quantize,
-        compile=settings.compile,
-        graphs=settings.graphs,
-        token_budget=settings.token_budget,
-    )
 
 
 def describe_weights(model: GPT, settings: Settings) -> str:
@@ -511,8 +497,14 @@ def interleaved_generate(
             )
     settings = SchedulerSettings(max_num_seqs=max(1, len(requests)))
     scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
-    num_blocks = scheduler.block_allocator.num_blocks
-    runner = Runner(model, num_blocks, scheduler.block_size, settings.max_num_seqs, graphs=False)
+    sizes = Settings(
+        num_blocks=scheduler.block_allocator.num_blocks,
+        block_size=scheduler.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        token_budget=token_budget,
+        graphs=False,
+    )
+    runner = Runner(model, sizes)
     for request in requests:
         scheduler.add_request(request)
     step = 0

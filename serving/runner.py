@@ -5,30 +5,29 @@ computed and sampled.
 The `Runner` has the model, the KV pool and what the device must know of each running request, so a
 plan carries only what changed. On a GPU a step is one launch, of a CUDA graph. `launch` starts a
 step and `wait_for` waits for it: between the two the engine (engine.py) plans the next one. Letters:
-B requests, T tokens, M blocks per table, S block size, V vocabulary; of a step, n decodes and C
-chunks.
+B requests, T tokens, M blocks per table, S block size, V vocabulary, N rows; of a step, n decodes
+and C chunks.
 """
 
 import gc
-import os
 import sys
 import time
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 
-import kernels
-from model import GPT, compiled_decode, packed_for_cpu
+from kernels import Batch
+from model import GPT
 from paged import KVBlockPool, Plan, Request
-from serving import fused as layers
+from serving.compiled import check_can_compile, compile_decode_one
+from serving.inputs import DecodeInputs, StepInputs, StepShape, is_completed, pack, sizes, split
+from serving.ops import choose_ops
 from serving.params import GREEDY, NO_TOKEN
 from serving.sampling import Row, SamplingRows, logprobs, upload
-from serving.sampling_kernels import sample
+from serving.settings import Settings
 
 
 def kv_dtype(model: GPT) -> torch.dtype:
@@ -61,156 +60,132 @@ class StepResult(NamedTuple):
     prompt_scores: dict[Request, tuple[int, list]]  # (start, scores of prompt tokens start + 1 ..)
 
 
-def padded_steps(N: int, token_budget: int) -> tuple[list[int], list[tuple[int, int, int]]]:
+FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; the next ones are twice as large
+COARSE = (8, 32, 64, 128, 256)  # decodes beside chunks: a step of many tokens bears more padding
+TOKENS_OF_A_CHUNK = 64  # room for so many chunks: tokens / this, at least 8
+
+
+def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     """
-    What steps of at most N decodes are padded to, graphs or not: numbers of decodes, and keys of
-    decodes, chunks and their tokens, for steps without chunks and for those with up to
-    `token_budget` tokens of them.
+    What steps of at most N decodes are padded to, graphs or not: shapes without chunks, and those
+    with up to `token_budget` tokens of them.
     """
-    sizes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N] + [N]
-    coarse = [
-        n for n in sizes if n in (8, 32, 64, 128, 256, N)
-    ]  # with N, no step has too many decodes
-    mixed = [128 << i for i in range(20) if 128 << i < token_budget] + [token_budget] * (
-        token_budget > 0
-    )
-    keys = [(n, 0, 0) for n in sizes]
-    keys += [(n, max(8, T // 64), T) for T in mixed for n in coarse]
-    return sizes, keys
+    decodes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N]
+    decodes.append(N)
+    tokens = []
+    T = FIRST_SHAPE_WITH_CHUNKS
+    while token_budget > T:
+        tokens.append(T)
+        T *= 2
+    if token_budget > 0:
+        tokens.append(token_budget)
+    shapes = [StepShape(n, 0, 0) for n in decodes]
+    for T in tokens:
+        for n in decodes:
+            if n in COARSE or n == N:  # with N, no step has too many decodes
+                shapes.append(StepShape(n, max(8, T // TOKENS_OF_A_CHUNK), T))
+    return shapes
 
 
 class Runner:
     """
     The model, the KV pool, and what the device must know of each running request, in arrays indexed
     by its row. A plan carries only what changed; the last token, its position and the block table
-    are already here. Nothing here waits for the device but `wait_for`. The last row is nobody's:
-    padding uses it, and its block table is all sink.
+    are already here. Nothing here waits for the device but `wait_for`. The last row belongs to
+    padding, and its block table is all sink.
 
-    On CUDA with Triton, steps are padded to a few sizes, each captured once as a CUDA graph:
-    forward, sampling and the update of these arrays are one launch.
+    Where the operators allow it (`Ops.fixed_shapes`), steps are padded to a few shapes, each
+    captured once as a CUDA graph: forward, sampling and the update of these arrays are one launch.
     """
 
-    def __init__(
-        self,
-        model: GPT,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        attention="auto",
-        quantize="none",
-        compile=False,
-        graphs=True,
-        token_budget=0,  # of the largest step that is captured
-    ):
-        config, device = model.config, model.wte.weight.device
-        self.model, self.block_size, self.device = (
-            packed_for_cpu(model, quantize),
-            block_size,
-            device,
-        )
-        self.backend = kernels.choose_backend(attention, device)
-        heads = config.n_kv_head, config.head_size
+    def __init__(self, model: GPT, settings: Settings):
+        """`settings` with sizes filled in; graphs hold up to `token_budget` tokens of chunks."""
+        config = model.config
+        device = model.wte.weight.device
+        self.device = device
+        self.block_size = settings.block_size
+        self.ops, self.reason = choose_ops(settings.attention, device)
+        self.model = self.ops.pack(model, settings.quantize)
         self.pool = KVBlockPool(
-            num_blocks, block_size, config.n_layer, *heads, device, kv_dtype(model)
+            settings.num_blocks,
+            settings.block_size,
+            config.n_layer,
+            config.n_kv_head,
+            config.head_size,
+            device,
+            kv_dtype(model),
         )
-        M, N = -(-config.context_length // block_size), max_num_seqs
+        N = settings.max_num_seqs
+        M = -(-config.context_length // settings.block_size)
+        self.padding_row = N
         self.context_len = torch.zeros(
             N + 1, dtype=torch.int64, device=device
         )  # tokens in the pool
         self.block_tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device)
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
-        self.nobody, self.counting = N, torch.arange(N + 1, dtype=torch.int32, device=device)
-        self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
+        self.counting = torch.arange(N + 1, dtype=torch.int32, device=device)
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
-        padded = device.type == "cuda" and self.backend.name == "triton"
-        self.sizes, self.keys = padded_steps(N, token_budget) if padded else ([], [])
-        self.graphs: dict[tuple, tuple] = {}  # one of the keys -> (graph, its outputs)
+        self.is_padded = self.ops.fixed_shapes and device.type == "cuda"
+        self.shapes = padded_shapes(N, settings.token_budget) if self.is_padded else []
+        self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
+        self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
         self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
         self.decode_one = None  # or a compiled step of one request
-        if compile:
-            self.compile(model, quantize)
-        if graphs and padded:
+        if settings.compile:
+            check_can_compile(self.ops, device)
+            self.decode_one = compile_decode_one(model, settings.quantize, self.pool.kv)
+        if settings.graphs and self.is_padded:
             self.capture_all()
 
     # -- host to device ----------------------------------------------------------------------------
 
     def bring_up_to_date(self, plan: Plan):
-        """Tell the device's arrays what the plan has changed; of new blocks, `inputs` tells."""
+        """
+        Tell the device's arrays what the plan has changed; of new blocks, the step's inputs tell.
+        """
         if plan.copies:  # before the step writes into them
-            self.pool.copy_blocks(
-                *upload([list(plan.copies), list(plan.copies.values())], self.device)
-            )
+            to, source = upload([list(plan.copies), list(plan.copies.values())], self.device)
+            self.pool.copy_blocks(to, source)
         if plan.admitted:
             self.place(*plan.admitted)
 
     def place(self, *requests: Request):
         """Fill the rows of requests that start to run, start again, or were forked."""
-        starts = [
-            (r.row, (r.generated_tokens or r.prompt_tokens)[-1], r.num_filled_slots)
-            for r in requests
-        ]
+        starts = []
+        for r in requests:
+            tokens = r.generated_tokens or r.prompt_tokens
+            starts.append((r.row, tokens[-1], r.num_filled_slots))
         rows, last_token, context_len = upload(starts, self.device).unbind(1)
-        self.sampling.last_token[rows], self.context_len[rows] = last_token, context_len
-        M, sink = max(len(r.block_table) for r in requests), [self.pool.sink]
-        entries = chain.from_iterable(
-            r.block_table + sink * (M - len(r.block_table)) for r in requests
-        )
-        self.block_tables[rows, :M] = upload(array("q", entries), self.device).view(-1, M).int()
+        self.sampling.last_token[rows] = last_token
+        self.context_len[rows] = context_len
+        M = max(len(r.block_table) for r in requests)
+        tables = array("q")
+        for r in requests:
+            tables.extend(r.block_table)
+            tables.extend([self.pool.sink] * (M - len(r.block_table)))
+        self.block_tables[rows, :M] = upload(tables, self.device).view(-1, M).int()
         self.sampling.set(*map(sampling_row, requests))
         for r in requests:
-            scored = r.params is not None and r.params.logprobs is not None
-            (self.scored_rows.add if scored else self.scored_rows.discard)(r.row)
+            self.scored_rows.discard(r.row)
+            if r.params is not None and r.params.logprobs is not None:
+                self.scored_rows.add(r.row)
 
-    def padded_sizes(self, plan: Plan) -> tuple[int, int, int]:
-        """
-        Decodes, chunks and tokens of chunks that a step is padded to: one of the keys, if one is
-        large enough.
-        """
-        n, C, T = len(plan.decodes), len(plan.chunks), plan.num_tokens - len(plan.decodes)
-        if not self.sizes:
-            return n, C, T
+    def padded_shape(self, plan: Plan) -> StepShape:
+        """The smallest of the shapes that holds a plan, or its own where none does."""
+        n = len(plan.decodes)
+        C = len(plan.chunks)
+        T = plan.num_tokens - n
         fitting = [
-            key
-            for key in self.keys
-            if key[0] >= n and key[1] >= C and key[2] >= T and bool(key[1]) == bool(C)
+            shape
+            for shape in self.shapes
+            if shape.n >= n and shape.C >= C and shape.T >= T and bool(shape.C) == bool(C)
         ]
         if fitting:
-            return min(fitting, key=lambda key: (key[2], key[0]))
-        return self.sizes[bisect_left(self.sizes, n)] if n else 0, C, T
-
-    def inputs(self, plan: Plan, n: int, C: int, T: int) -> array:
-        """
-        What the device does not know yet: whose turn it is, who begins which block and, of chunks,
-        their tokens. Padded to n decodes, C chunks with T tokens together; the parts are those that
-        `compute` splits it into.
-        """
-        nobody, chunks, grown = self.nobody, plan.chunks, set(plan.grown)
-        packed = [r.row for r in plan.decodes] + [nobody] * (n - len(plan.decodes))
-        packed += [r.block_table[-1] if r in grown else -1 for r in plan.decodes] + [-1] * (
-            n - len(plan.decodes)
-        )
-        if C:
-            none, starts = (
-                [nobody] * (C - len(chunks)),
-                list(accumulate((m for _, m in chunks), initial=0)),
-            )
-            padding = T - starts[-1]
-            packed += [r.row for r, _ in chunks] + none
-            packed += [
-                r.row if r.prefill_cursor + m == r.prefill_target else nobody for r, m in chunks
-            ] + none
-            packed += starts + starts[-1:] * len(none)
-            packed += [r.prefill_cursor + m for r, m in chunks] + [0] * len(none)
-            for r, m in chunks:
-                packed += r.tokens_between(r.prefill_cursor, r.prefill_cursor + m)
-            packed += [0] * padding
-            for r, m in chunks:
-                packed += range(r.prefill_cursor, r.prefill_cursor + m)
-            packed += [0] * padding
-            for r, m in chunks:
-                packed += [r.row] * m
-            packed += [nobody] * padding
-        return array("q", packed)  # which a tensor is made of ten times as fast
+            return min(fitting, key=lambda shape: (shape.T, shape.n))
+        if n and self.is_padded:
+            sizes = [shape.n for shape in self.shapes if not shape.C]
+            n = sizes[bisect_left(sizes, n)]
+        return StepShape(n, C, T)
 
     # -- a step on the device ----------------------------------------------------------------------
 
@@ -233,96 +208,84 @@ class Runner:
         requests of plan.sampled are, the number of decodes with padding, and what `compute` does.
         """
         self.bring_up_to_date(plan)
-        n, C, T = self.padded_sizes(plan)
+        shape = self.padded_shape(plan)
         wanted = list(range(len(plan.decodes)))
-        wanted += [
-            n + i
-            for i, (r, m) in enumerate(plan.chunks)
-            if r.prefill_cursor + m == r.prefill_target
-        ]
-        self.num_rows, self.num_padded_rows = (
-            self.num_rows + n,
-            self.num_padded_rows + n - len(plan.decodes),
-        )
-        inputs = self.inputs(plan, n, C, T)
-        if (n, C, T) not in self.graphs:
-            return wanted, n, *self.compute(upload(inputs, self.device), n, C, T, plan)
-        graph, *outputs = self.graphs[n, C, T]
-        if (
-            inputs != self.last_inputs
-        ):  # else the same requests decode on in their blocks: it is all there
-            upload(inputs, self.device, to=self.static_inputs)
-            self.last_inputs = inputs
+        wanted += [shape.n + i for i, (r, m) in enumerate(plan.chunks) if is_completed(r, m)]
+        self.num_rows += shape.n
+        self.num_padded_rows += shape.n - len(plan.decodes)
+        packed = pack(plan, shape, self.padding_row, self.pool.sink)
+        if shape not in self.graphs:
+            return wanted, shape.n, *self.compute(upload(packed, self.device), shape, plan)
+        graph, *outputs = self.graphs[shape]
+        if packed != self.last_inputs:  # else the same requests decode on in their blocks
+            upload(packed, self.device, to=self.static_inputs)
+            self.last_inputs = packed
         graph.replay()
-        return wanted, n, *outputs
+        return wanted, shape.n, *outputs
 
-    def compute(self, inputs: torch.Tensor, n: int, C: int, T: int, plan: Plan | None = None):
+    def compute(self, packed: torch.Tensor, shape: StepShape, plan: Plan | None = None):
         """
-        A step of n decodes and C chunks of T tokens together, from `inputs`. Returns the sampled
-        tokens [n + C] of all of them, their logits (n + C, V), and what the last layer says of each
-        token, (n + T, width), or None after a compiled step. The host looks at no tensor, and at
-        `plan` only for what spares work (None: a graph is captured).
+        A step of n decodes and C chunks of T tokens together. Returns the sampled tokens [n + C] of
+        all of them, their logits [n + C, V], and what the last layer says of each token, [n + T,
+        width], or None after a compiled step. The host looks at no tensor, and at `plan` only for
+        what spares work (None: a graph is captured).
         """
-        rows, S = inputs[:n], self.block_size
-        decode_inputs = layers.decode_inputs_triton if self.sizes and n else layers.decode_inputs
-        arrays = self.sampling.last_token, self.context_len, self.block_tables
-        of_decodes = decode_inputs(rows, inputs[n : 2 * n], *arrays, S)
-        tokens, positions, slots, context_lens, tables = of_decodes
-        query_start, sampling_rows = self.counting[: n + 1], rows
-        if C:
-            parts = inputs[2 * n :].split((C, C, C + 1, C, T, T, T))
-            chunk_rows, chunk_sampling_rows, starts, lens, chunk_tokens, chunk_positions, row_of = (
-                parts
-            )
-            chunk_slots = self.block_tables[row_of, chunk_positions // S] * S + chunk_positions % S
-            of_chunks = (
-                chunk_tokens,
-                chunk_positions,
-                chunk_slots,
-                lens.int(),
-                self.block_tables[chunk_rows],
-            )
-            tokens, positions, slots, context_lens, tables = map(
-                torch.cat, zip(of_decodes, of_chunks, strict=True)
-            )
-            sampling_rows, rows = (
-                torch.cat([rows, chunk_sampling_rows]),
-                torch.cat([rows, chunk_rows]),
-            )
-            query_start = torch.cat([self.counting[:n], (n + starts).int()])
-            self.context_len[chunk_rows] = lens
-        chunks = [(r.num_filled_slots + m, m) for r, m in plan.chunks] if plan else []
-        chunks += [(0, 0)] * (C - len(chunks))
-        lens = [r.num_filled_slots + 1 for r in plan.decodes] if plan else []
-        lens += [1] * (n - len(lens)) + [length for length, _ in chunks]
-        batch = kernels.Batch(
-            tokens=tokens,
-            positions=positions,
-            slot_mapping=slots,
-            query_start=query_start,
-            context_lens=context_lens,
-            block_tables=tables
-            if self.sizes
-            else tables[:, : -(-max(lens) // S)],  # no wider than is needed
-            rows=rows,
-            logits_index=query_start[1:] - 1 if C else query_start[:n],  # the same: 0, 1, ..
-            num_decodes=n,
-            query_lens_host=[1] * n + [m for _, m in chunks],
-            context_lens_host=lens,
-            backend=self.backend,
-        )
-        batch.prepared = self.backend.prepare(batch, self.model.config.n_head, self.pool.kv[0])
-        if self.decode_one and n == 1 and not C:
-            x, logits = None, self.decode_one(batch)
+        step = split(packed, shape)
+        batch = self.lay_out(step, shape, plan)
+        batch.prepared = self.ops.prepare(batch, self.model.config.n_head, self.pool.kv[0])
+        if self.decode_one and shape.n == 1 and not shape.C:
+            x = None
+            logits = self.decode_one(batch)
         else:
-            x = self.model.forward_paged(batch, self.pool.kv)  # (n + T, width)
-            logits = self.model.logits(x[batch.logits_index] if C else x)  # (n + C, V)
-        asked = None
-        if plan:
-            whom = plan.decodes + [None] * (n - len(plan.decodes)) + [r for r, _ in plan.chunks]
-            asked = [GREEDY if r is None else r.params or GREEDY for r in whom]
-        sampled = sample(logits, sampling_rows, context_lens, self.sampling, asked)
+            x = self.model.hidden(batch, self.pool.kv)
+            # of decodes alone, every token's logits are wanted
+            logits = self.ops.head(x[batch.logits_index] if shape.C else x, self.model.lm_head)
+        rows = torch.cat([step.rows, step.sampling_rows]) if shape.C else step.rows
+        asked = params_of(plan, shape) if plan else None
+        sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
         return sampled, logits, x
+
+    def lay_out(self, step: StepInputs, shape: StepShape, plan: Plan | None) -> Batch:
+        """The batch of a step: decodes first, then chunks. Counts its tokens in `context_len`."""
+        n, C, _ = shape
+        S = self.block_size
+        last_token = self.sampling.last_token
+        inputs = self.ops.decode_inputs(
+            step.rows, step.last_blocks, last_token, self.context_len, self.block_tables, S
+        )
+        query_start = self.counting[: n + 1]
+        logits_index = query_start[:n]  # each decode's one token
+        if C:
+            of_chunks = self.chunk_inputs(step)
+            inputs = DecodeInputs(*map(torch.cat, zip(inputs, of_chunks, strict=True)))
+            query_start = torch.cat([self.counting[:n], (n + step.chunk_starts).int()])
+            logits_index = query_start[1:] - 1  # each one's last token
+            self.context_len[step.chunk_rows] = step.chunk_contexts
+        query_lens, context_lens = lengths_on_host(plan, shape)
+        tables = inputs.block_tables
+        if not self.is_padded:  # no wider than is needed
+            tables = tables[:, : -(-max(context_lens) // S)]
+        return Batch(
+            tokens=inputs.tokens,
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            query_start=query_start,
+            context_lens=inputs.context_lens,
+            block_tables=tables,
+            logits_index=logits_index,
+            num_decodes=n,
+            query_lens_host=query_lens,
+            context_lens_host=context_lens,
+            ops=self.ops,
+        )
+
+    def chunk_inputs(self, step: StepInputs) -> DecodeInputs:
+        """The same of chunks: their tokens [T], and their requests [C]."""
+        S = self.block_size
+        blocks = self.block_tables[step.token_rows, step.positions // S]
+        slots = blocks * S + step.positions % S
+        tables = self.block_tables[step.chunk_rows]
+        return DecodeInputs(step.tokens, step.positions, slots, step.chunk_contexts.int(), tables)
 
     def score_sampled(self, plan: Plan, wanted: list[int], tokens, logits):
         """
@@ -347,7 +310,7 @@ class Runner:
             if count:
                 start = request.prefill_cursor
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
-                logits = self.model.logits(x[first : first + count])
+                logits = self.ops.head(x[first : first + count], self.model.lm_head)
                 scores = logprobs(logits, upload(targets, self.device), request.prompt_logprobs)
                 found.append((request, start, to_host(scores)))
             first += n
@@ -379,56 +342,11 @@ class Runner:
         """Compute a plan and wait for its tokens, one for each of `plan.sampled`."""
         return self.wait_for(self.launch(plan)).tokens
 
-    @torch.inference_mode()
-    def compile(self, model: GPT, quantize: str):
-        """On a CPU: compile the step of one request that decodes."""
-        if self.device.type != "cpu":
-            raise ValueError(
-                f"--compile is for CPUs, here the device is {self.device}: leave --compile out"
-            )
-        if self.backend.name != "torch":
-            raise ValueError(
-                f"--compile wants --attention torch, not {self.backend.name}: leave one of them out"
-            )
-        if not kernels.cpp_compiler():
-            there = (
-                f"CXX names {os.environ['CXX']!r}" if os.environ.get("CXX") else "there is no g++"
-            )
-            raise ValueError(
-                f"--compile needs a C++ compiler, {there}: let CXX name one, or leave --compile out"
-            )
-        kv, zeros, started = (
-            self.pool.kv,
-            partial(torch.zeros, dtype=torch.int64),
-            time.perf_counter(),
-        )
-        L, D = kv.shape[0], kv.shape[-1]
-        print("compiling ..", end="", file=sys.stderr, flush=True)
-        try:
-            step = compiled_decode(model, quantize)
-            step(zeros(1), zeros(1), zeros(2, 1, kv.shape[3], 3), kv)
-        except Exception as error:  # of the compiler, its cache on disk, or torch
-            print(file=sys.stderr)
-            told = [
-                line for line in str(error).splitlines() if line and not line.startswith("backend=")
-            ]
-            raise ValueError(
-                f"--compile failed ({type(error).__name__}: {told[0] if told else ''}): mend the C++ compiler, let "
-                "TORCHINDUCTOR_CACHE_DIR name a folder with room to write, or leave --compile out"
-            ) from error
-        print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
-
-        def decode_one(batch: kernels.Batch) -> torch.Tensor:
-            (gathered,), rows = batch.prepared.gathers, batch.prepared.store_rows
-            logits, new = step(
-                batch.tokens, batch.positions, gathered.kv_rows[..., :-1].contiguous(), kv
-            )
-            kv.view(L, -1, D).index_copy_(1, rows, new.view(L, -1, D))
-            return logits
-
-        self.decode_one = decode_one
-
     # -- CUDA graphs -------------------------------------------------------------------------------
+
+    def padding(self, shape: StepShape) -> array:
+        """The inputs of a step of padding alone."""
+        return pack(Plan(), shape, self.padding_row, self.pool.sink)
 
     @torch.inference_mode()
     def warm_up(self):
@@ -436,39 +354,41 @@ class Runner:
         Compute the largest step there is, of padding alone: so its kernels are compiled, and its
         memory is taken.
         """
-        for key in sorted(self.keys, key=lambda key: key[0] + key[2])[-1:]:
-            self.compute(upload(self.inputs(Plan(), *key), self.device), *key)
+        if self.shapes:
+            largest = max(self.shapes, key=lambda shape: shape.n + shape.T)
+            self.compute(upload(self.padding(largest), self.device), largest)
             torch.cuda.synchronize()
 
     @torch.inference_mode()
     def capture_all(self):
         """
-        Capture every size, largest first, so that the smaller find room in what the larger leave. A
-        step runs once before: that compiles its kernels.
+        Capture every shape, the largest first, so that the smaller find room in what the larger
+        leave. A step runs once before: that compiles its kernels.
         """
-        most = max(2 * n + 4 * C + 1 + 3 * T for n, C, T in self.keys)
-        self.static_inputs = torch.full((most,), self.nobody, device=self.device)
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        before, started = torch.cuda.memory_reserved(), time.perf_counter()
-        for i, (n, C, T) in enumerate(sorted(self.keys, key=lambda key: -key[0] - key[2])):
-            print(
-                f"\rCUDA graphs: {i + 1} of {len(self.keys)} ", end="", file=sys.stderr, flush=True
-            )
-            inputs = upload(self.inputs(Plan(), n, C, T), self.device, to=self.static_inputs)
+        longest = max(sum(sizes(shape)) for shape in self.shapes)
+        self.static_inputs = torch.full((longest,), self.padding_row, device=self.device)
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        reserved = torch.cuda.memory_reserved()
+        started = time.perf_counter()
+        for i, shape in enumerate(sorted(self.shapes, key=lambda shape: -shape.n - shape.T), 1):
+            print(f"\rCUDA graphs: {i} of {len(self.shapes)} ", end="", file=sys.stderr, flush=True)
+            packed = upload(self.padding(shape), self.device, to=self.static_inputs)
             stream.wait_stream(torch.cuda.current_stream())  # where all that it reads was made
             with torch.cuda.stream(stream):
-                self.compute(inputs, n, C, T)
+                self.compute(packed, shape)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                outputs = self.compute(inputs, n, C, T)
-            self.graphs[n, C, T] = graph, *outputs
+                outputs = self.compute(packed, shape)
+            self.graphs[shape] = graph, *outputs
         print(file=sys.stderr)
         gc.collect()
         gc.freeze()  # what is there by now stays: to look through all of it would hold up a step for 50 ms
-        taken = (torch.cuda.memory_reserved() - before) / 2**20, time.perf_counter() - started
-        self.graph_statement = "{} CUDA graphs, {:,.0f} MiB, captured in {:.1f} s".format(
-            len(self.graphs), *taken
+        memory = (torch.cuda.memory_reserved() - reserved) / 2**20
+        seconds = time.perf_counter() - started
+        self.graph_statement = (
+            f"{len(self.graphs)} CUDA graphs, {memory:,.0f} MiB, captured in {seconds:.1f} s"
         )
 
 
@@ -480,6 +400,31 @@ def to_host(tensors) -> list[torch.Tensor]:
 def rows_of(tensors: list[torch.Tensor]) -> list[list]:
     columns = [tensor.tolist() for tensor in tensors]
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def params_of(plan: Plan, shape: StepShape) -> list:
+    """
+    The SamplingParams of decodes, padding and chunks, so that the host can skip what no request
+    asks for.
+    """
+    padding = [GREEDY] * (shape.n - len(plan.decodes))
+    of_decodes = [r.params or GREEDY for r in plan.decodes]
+    return of_decodes + padding + [r.params or GREEDY for r, _ in plan.chunks]
+
+
+def lengths_on_host(plan: Plan | None, shape: StepShape) -> tuple[list[int], list[int]]:
+    """
+    Query and context lengths of decodes, padding, chunks, padding. Without a plan, all of it is
+    padding.
+    """
+    decodes = plan.decodes if plan else []
+    chunks = plan.chunks if plan else []
+    no_chunk = [0] * (shape.C - len(chunks))
+    query_lens = [1] * shape.n + [m for _, m in chunks] + no_chunk
+    context_lens = [r.num_filled_slots + 1 for r in decodes]
+    context_lens += [1] * (shape.n - len(decodes))
+    context_lens += [r.num_filled_slots + m for r, m in chunks] + no_chunk
+    return query_lens, context_lens
 
 
 def sampling_row(r: Request) -> Row:

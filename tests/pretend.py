@@ -90,8 +90,10 @@ def answer_to(
 class PretendRunner:
     """Stands where `Engine` has its Runner."""
 
-    def __init__(self, model, num_blocks: int, block_size: int, max_num_seqs: int, **others):
-        self.block_size = block_size
+    def __init__(self, model, settings):
+        block_size = self.block_size = settings.block_size
+        num_blocks = settings.num_blocks
+        max_num_seqs = settings.max_num_seqs
         self.kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.tables = [[-1] * num_blocks for _ in range(max_num_seqs)]
         self.last_token = [0] * max_num_seqs

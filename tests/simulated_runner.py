@@ -24,6 +24,7 @@ from model import GPTConfig
 from paged import Plan, Request
 from serving import engine as engine_module
 from serving import runner as runner_module
+from serving.inputs import StepInputs, StepShape, sizes
 from serving.params import NO_TOKEN
 from serving.runner import Runner, num_scored, sampling_row
 
@@ -143,27 +144,28 @@ class SimulatedRunner(Runner):
         Runner.launch.__wrapped__
     )  # without torch's context, which costs as much as a step here
 
-    def __init__(
-        self, model, num_blocks, block_size, max_num_seqs, token_budget=0, padded=False, **ignored
-    ):
-        N = max_num_seqs
+    def __init__(self, model, settings, padded=False):
+        N = settings.max_num_seqs
         self.device = "simulated"
         self.V = model.config.vocab_size
-        self.block_size = block_size
-        self.pool = Pool(num_blocks, block_size)
+        self.block_size = settings.block_size
+        self.pool = Pool(settings.num_blocks, settings.block_size)
         self.graphs = {}
         self.decode_one = None
-        self.nobody = N  # the row of padding; all that follows is indexed by row
+        self.padding_row = N  # all that follows is indexed by row
         self.context_len = [0] * (N + 1)
         self.last_token = [0] * (N + 1)
         self.key = [0] * (N + 1)
-        most_blocks = -(-model.config.context_length // block_size)
+        most_blocks = -(-model.config.context_length // settings.block_size)
         self.block_tables = [[self.pool.sink] * most_blocks for _ in range(N + 1)]
         self.scored_rows: set[int] = set()
         self.num_rows = self.num_padded_rows = 0
-        self.sizes = sorted({1, 2, 4, N}) if padded else []
-        self.keys = [(n, 0, 0) for n in self.sizes]
-        self.keys += [(n, 2, T) for T in (4, token_budget) for n in self.sizes[-2:]]
+        self.is_padded = padded
+        decodes = sorted({1, 2, 4, N}) if padded else []
+        self.shapes = [StepShape(n, 0, 0) for n in decodes]
+        self.shapes += [
+            StepShape(n, 2, T) for T in (4, settings.token_budget) for n in decodes[-2:]
+        ]
         self.broken_logits: set[Request] = set()  # the next tokens of these are NO_TOKEN
 
     def bring_up_to_date(self, plan: Plan):
@@ -194,58 +196,46 @@ class SimulatedRunner(Runner):
             if scored:
                 self.scored_rows.add(row)
 
-    def compute(self, inputs, n: int, C: int, T: int, plan: Plan):
+    def compute(self, packed, shape: StepShape, plan: Plan):
         """
-        The arguments are the real one's: the inputs of n decodes and of C chunks with T tokens. All
-        is written before anything is read. Returns the sampled tokens, and the texts before them in
-        place of logits.
+        The arguments are the real one's, but that the inputs are an array. All is written before
+        anything is read. Returns the sampled tokens, and the texts before them in place of logits.
         """
-        self.write_decodes(inputs[:n], inputs[n : 2 * n])
-        sampling_rows = inputs[:n]
-        if C:
-            sampling_rows += self.write_chunks(inputs[2 * n :], C, T)
+        step = split_array(packed, shape)
+        self.write_decodes(step)
+        self.write_chunks(step)
         texts = Texts(self.V)
         tokens = HostTokens()
-        for row in sampling_rows:
+        for row in [*step.rows, *step.sampling_rows]:
             text = self.read(row, self.context_len[row])
             token = crc32(text, self.key[row]) % self.V
             self.last_token[row] = token
             texts.append(text)
             tokens.append(token)
         if self.broken_logits:
-            self.break_logits(plan, n, tokens)
+            self.break_logits(plan, shape.n, tokens)
         return tokens, texts, None
 
-    def write_decodes(self, rows, new_blocks):
+    def write_decodes(self, step: StepInputs):
         """The last token of each row, in the slot after its text."""
         blocks = self.pool.blocks
         lens = self.context_len
         S = self.block_size
-        for row, new_block in zip(rows, new_blocks, strict=True):
-            table = self.block_tables[row]
+        for row, last_block in zip(step.rows, step.last_blocks, strict=True):
             position = lens[row]
-            if new_block >= 0:
-                table[position // S] = new_block
-            blocks[table[position // S]][position % S] = self.last_token[row]
+            self.block_tables[row][position // S] = last_block
+            blocks[last_block][position % S] = self.last_token[row]
             lens[row] = position + 1
-        lens[self.nobody] = 0
+        lens[self.padding_row] = 0
 
-    def write_chunks(self, inputs, C: int, T: int):
-        """Returns the rows that sample."""
+    def write_chunks(self, step: StepInputs):
         blocks = self.pool.blocks
         S = self.block_size
-        rows = inputs[:C]
-        sampling_rows = inputs[C : 2 * C]
-        ends = inputs[
-            3 * C + 1 : 4 * C + 1
-        ]  # before them the C + 1 starts of the chunks, which only attention needs
-        of_tokens = inputs[4 * C + 1 :]
-        tokens, positions, row_of = of_tokens[:T], of_tokens[T : 2 * T], of_tokens[2 * T : 3 * T]
-        for row, position, token in zip(row_of, positions, tokens, strict=True):
+        tokens = zip(step.token_rows, step.positions, step.tokens, strict=True)
+        for row, position, token in tokens:
             blocks[self.block_tables[row][position // S]][position % S] = token
-        for row, end in zip(rows, ends, strict=True):
+        for row, end in zip(step.chunk_rows, step.chunk_contexts, strict=True):
             self.context_len[row] = end
-        return sampling_rows
 
     def read(self, row: int, end: int) -> bytes:
         """The first `end` tokens of a row's text, through its block table."""
@@ -294,6 +284,16 @@ class SimulatedRunner(Runner):
     def in_columns(self, scored: list[tuple], n: int) -> list[HostTokens]:
         rows = [score(text, max(token, 0), n, self.V) for text, token in scored]
         return [HostTokens(column) for column in zip(*rows, strict=True)]
+
+
+def split_array(packed, shape: StepShape) -> StepInputs:
+    """As serving.inputs.split, of an array."""
+    fields = []
+    start = 0
+    for size in sizes(shape):
+        fields.append(packed[start : start + size])
+        start += size
+    return StepInputs(*fields)
 
 
 # --------------------------------------------------------------------------------------------------

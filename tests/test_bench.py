@@ -14,7 +14,8 @@ import torch
 
 import bench
 from bench import fill_pool, offline_workload, padded
-from model import GPT, GPTConfig, save_checkpoint
+from checkpoint import save_checkpoint
+from model import GPT, GPTConfig
 from tokenizer import train_bpe, write_corpus
 
 ROOT = Path(__file__).parents[1]

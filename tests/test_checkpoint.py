@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from model import GPT, CheckpointError, GPTConfig, load_checkpoint, load_config, save_checkpoint
+from checkpoint import CheckpointError, load_checkpoint, load_config, save_checkpoint
+from model import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 4, "n_embd": 32}

@@ -19,7 +19,8 @@ import torch
 from filelock import FileLock
 from test_end_to_end import Process
 
-from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
+from checkpoint import load_checkpoint, save_checkpoint
+from model import GPT, GPTConfig
 from tokenizer import load_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[1]

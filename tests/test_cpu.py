@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kernels
-from model import GPT, Int8Linear, PackedLinear, packed_for_cpu, serving_dtype
-from serving import runner
+from checkpoint import serving_dtype
+from model import GPT
+from serving import compiled, cpu
+from serving.cpu import PackedLinear, packed_for_cpu
 from serving.engine import Engine
+from serving.int8 import Int8Linear
 from serving.params import SamplingParams
 from serving.settings import Settings
 from test_paged import echo_text, prompt, raises, trained_model
@@ -23,7 +25,7 @@ needs_bf16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with AVX-512"
 )
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with VNNI")
-needs_compiler = pytest.mark.skipif(not kernels.cpp_compiler(), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(not cpu.cpp_compiler(), reason="needs a C++ compiler")
 ROWS = (1, 3, 8, 64, 257)
 FORMATS = [
     pytest.param("fp32", "none"),
@@ -199,10 +201,10 @@ def test_few_rows_take_the_plain_weights_where_those_are_faster(plain_rows, monk
     CPU is found to prefer, the model stays the same, few rows take that one, and the head's plain
     weights are the embedding's, no copy.
     """
-    monkeypatch.setattr("model.rows_of_plain", lambda weight: plain_rows)
+    monkeypatch.setattr("serving.cpu.rows_of_plain", lambda weight: plain_rows)
     model = model_in("fp32")
     packed = packed_for_cpu(model)
-    assert packed.head.plain.data_ptr() == packed.wte.weight.data_ptr()
+    assert packed.lm_head.plain.data_ptr() == packed.wte.weight.data_ptr()
     layer, theirs = packed.h[0].mlp.c_fc, model.h[0].mlp.c_fc
     for count in ROWS:
         x = rows(count, theirs.in_features)
@@ -221,7 +223,7 @@ def test_the_faster_product_is_found_by_measuring(fast, wanted, monkeypatch):
     For 16 rows, else for one, else for none; a gain of less than 15% is not worth weights kept
     twice.
     """
-    import model as module
+    from serving import cpu as module
 
     def repeat(product, number, repeat):
         x = inspect.getclosurevars(product).nonlocals["x"]
@@ -261,7 +263,7 @@ def test_refusals(monkeypatch):
 
 def test_refusals_of_compile(monkeypatch):
     """Without a compiler, or with one that fails, one message says what to change."""
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: "/usr/bin/" + name)
     with raises(ValueError, "--compile", "not flex", "leave one of them out"):
         Engine(trained_model(), Settings(compile=True, attention="flex"))
 
@@ -270,12 +272,12 @@ def test_refusals_of_compile(monkeypatch):
             "backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand: g++ .."
         )
 
-    monkeypatch.setattr(runner, "compiled_decode", lambda *_: broken)
+    monkeypatch.setattr(compiled, "compiled_decode", lambda *_: broken)
     with raises(
         ValueError, "--compile", "CppCompileError: C++ compile error)", "TORCHINDUCTOR_CACHE_DIR"
     ):
         Engine(trained_model(), Settings(compile=True))
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
     monkeypatch.setenv("CXX", "/nowhere")
     with raises(ValueError, "--compile", "C++ compiler", "'/nowhere'", "leave --compile out"):
         Engine(trained_model(), Settings(compile=True))

@@ -20,7 +20,7 @@ from test_data import shakespeare
 from test_train import MACHINE, leave_signals_alone, losses  # noqa: F401
 
 import train
-from model import CheckpointError, load_checkpoint
+from checkpoint import CheckpointError, load_checkpoint
 from tokenizer import char_tokenizer, load_tokenizer, write_corpus
 from training import report
 

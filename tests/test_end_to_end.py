@@ -27,7 +27,8 @@ import pytest
 import torch
 from server import wait_until
 
-from model import GPT, load_checkpoint, load_config, save_checkpoint
+from checkpoint import load_checkpoint, load_config, save_checkpoint
+from model import GPT
 from serving.workers import can_share_port
 from tokenizer import load_tokenizer
 

@@ -55,14 +55,15 @@ class Faulty:
         )
         engine.runner.model = self
 
-    def forward_paged(self, batch, kv):
+    def hidden(self, batch, kv):
         self.left -= 1
         if self.left == 0:
             raise self.error
-        return self.model.forward_paged(batch, kv)
+        return self.model.hidden(batch, kv)
 
-    def logits(self, x):
-        return self.model.logits(x)
+    @property
+    def lm_head(self):
+        return self.model.lm_head
 
 
 def finish(engine: Engine) -> dict:
@@ -141,7 +142,7 @@ def test_settings_that_cannot_work_are_refused():
         ):
             new_engine(model, max_model_len=length, num_blocks=blocks)
         assert new_engine(model, max_model_len=most, num_blocks=blocks).max_model_len == most
-    with raises(ValueError, "'flash'", "there is auto, torch"):
+    with raises(ValueError, "'flash'", "there is auto, cpu, torch"):
         new_engine(model, attention="flash")
     for nothing in ({"token_budget": 0}, {"max_kv_tokens": 3}):
         with raises(ValueError, "at least 1"):
@@ -654,8 +655,8 @@ def test_logits_that_are_not_numbers_end_their_request_with_an_error():
     engine.add_request("a", prompt(0, 5), greedy(5))
     model = engine.runner.model
     broken = {
-        "forward_paged": lambda self, *a: model.forward_paged(*a) * torch.nan,
-        "logits": lambda self, x: model.logits(x),
+        "hidden": lambda self, *a: model.hidden(*a) * torch.nan,
+        "lm_head": model.lm_head,
     }
     engine.runner.model = type("Broken", (), broken | {"config": model.config})()
     (output,) = engine.step()

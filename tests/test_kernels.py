@@ -26,17 +26,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
+import model as model_module
 import paged
-from kernels import Batch, choose_backend, length_classes
-from model import GPT, Attention, GPTConfig
+from kernels import Batch, length_classes
+from model import ACTIVATIONS, GPT, Attention, GPTConfig
 from paged import KVBlockPool, gather_kv_from_pool, write_kv_to_pool
-from serving import fused as layers
-from serving import runner
+from serving import flex, fused, inputs, ops, runner
+from serving.ops import choose_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["torch"] + (
-    ["triton"] if kernels.triton else []
-)  # on a CPU in Triton's interpreter: see conftest.py
+BACKENDS = ["torch"]
+if DEVICE == "cpu":
+    BACKENDS.append("cpu")
+if kernels.triton:  # on a CPU in Triton's interpreter: see conftest.py
+    BACKENDS.append("triton")
 GARBAGE = {"flex": 1e4}  # what nobody's slots hold, NaN by default
 
 
@@ -114,30 +117,27 @@ class Step:
             block_tables=torch.tensor(
                 [t + ids[:1] * (M - len(t)) for t in tables], dtype=torch.int32
             ),
-            rows=torch.arange(len(tables)),
             logits_index=torch.zeros(0, dtype=torch.int64),
             num_decodes=shape.num_decodes,
             query_lens_host=query_lens,
             context_lens_host=context_lens,
-            backend=choose_backend(backend, DEVICE),
+            ops=choose_ops(backend, DEVICE)[0],
         )
         for name, value in vars(self.batch).items():
             setattr(
                 self.batch, name, value.to(DEVICE) if isinstance(value, torch.Tensor) else value
             )
-        self.batch.prepared = self.batch.backend.prepare(
+        self.batch.prepared = self.batch.ops.prepare(
             self.batch, shape.H, self.kv.to(DEVICE), shape.window
         )
 
     def store(self):
         kv = self.kv.to(DEVICE)
-        self.batch.backend.store_kv(self.k.to(DEVICE), self.v.to(DEVICE), kv, self.batch)
+        self.batch.ops.store_kv(self.k.to(DEVICE), self.v.to(DEVICE), kv, self.batch)
         self.kv = kv.cpu()
 
     def attend(self) -> torch.Tensor:
-        return self.batch.backend.paged_attention(
-            self.q.to(DEVICE), self.kv.to(DEVICE), self.batch
-        ).cpu()
+        return self.batch.ops.attend(self.q.to(DEVICE), self.kv.to(DEVICE), self.batch).cpu()
 
     def run(self) -> torch.Tensor:
         self.store()
@@ -306,7 +306,7 @@ def test_a_pool_of_another_dtype_than_the_model(backend):
     step = Step(Shape(MIXED.requests, 4), backend)
     exact = step.run()
     step.kv = step.kv.half()
-    step.batch.prepared = step.batch.backend.prepare(step.batch, 4, step.kv.to(DEVICE))
+    step.batch.prepared = step.batch.ops.prepare(step.batch, 4, step.kv.to(DEVICE))
     out = step.run()
     assert out.dtype == torch.float32
     assert 0 < (out - exact).abs().max() < 0.005
@@ -337,7 +337,7 @@ def test_attention_only_reads_the_pool(backend):
     step = Step(Shape(MIXED.requests, 4), backend)
     step.run()
     before, kv = step.kv, step.kv.to(DEVICE, copy=True)
-    step.batch.backend.paged_attention(step.q.to(DEVICE), kv, step.batch)
+    step.batch.ops.attend(step.q.to(DEVICE), kv, step.batch)
     assert torch.equal(kv.cpu().view(torch.int32), before.view(torch.int32))
 
 
@@ -354,7 +354,7 @@ def test_padded_rows_get_zeros_and_disturb_nobody(backend):
     batch.context_lens[padding], batch.block_tables[padding] = 0, sink
     batch.slot_mapping[padding] = sink * step.shape.S
     batch.context_lens_host = batch.context_lens.tolist()
-    batch.prepared = batch.backend.prepare(batch, step.shape.H, step.kv.to(DEVICE))
+    batch.prepared = batch.ops.prepare(batch, step.shape.H, step.kv.to(DEVICE))
     out = step.run()
     assert (out[[0, 2]] - wanted[[0, 2]]).abs().max() < 1e-6
     assert torch.equal(out[padding], torch.zeros_like(out[padding]))
@@ -365,7 +365,7 @@ def test_padded_rows_get_zeros_and_disturb_nobody(backend):
     assert ((written == one) | (written == other)).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name == "triton"])
 def test_one_preparation_serves_all_lengths(backend):
     """
     A captured graph replays the launches of its capture: nothing of them may hang on a length. One
@@ -415,11 +415,9 @@ def attend_beyond_2_to_the_31(backend: str):
     kv[:, far : far + moved.kv.shape[1]] = moved.kv.to(DEVICE)
     moved.batch.block_tables += far
     moved.batch.slot_mapping += far * 16
-    moved.batch.prepared = moved.batch.backend.prepare(moved.batch, shape.H, kv)
-    moved.batch.backend.store_kv(moved.k.to(DEVICE), moved.v.to(DEVICE), kv, moved.batch)
-    assert torch.equal(
-        moved.batch.backend.paged_attention(moved.q.to(DEVICE), kv, moved.batch).cpu(), wanted
-    )
+    moved.batch.prepared = moved.batch.ops.prepare(moved.batch, shape.H, kv)
+    moved.batch.ops.store_kv(moved.k.to(DEVICE), moved.v.to(DEVICE), kv, moved.batch)
+    assert torch.equal(moved.batch.ops.attend(moved.q.to(DEVICE), kv, moved.batch).cpu(), wanted)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -428,12 +426,12 @@ def test_misuse_is_told_with_the_numbers(backend):
     step = Step(Shape(MIXED.requests, 4), backend)
     batch, kv = step.batch, step.kv.to(DEVICE)
     with pytest.raises(AssertionError, match="4 query heads do not share 3 KV heads"):
-        batch.backend.prepare(batch, 4, kv[:, :, :3])
+        batch.ops.prepare(batch, 4, kv[:, :, :3])
     batch.context_lens_host = [10_000, *batch.context_lens_host[1:]]
     with pytest.raises(
         AssertionError, match="a context of 10000 tokens does not fit into 24 blocks of 16"
     ):
-        batch.backend.prepare(batch, 4, kv)
+        batch.ops.prepare(batch, 4, kv)
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="triton is not installed")
@@ -457,36 +455,33 @@ def test_the_launchers_check_what_their_kernels_assume(change, message):
     """As above, for what only Triton assumes."""
     step = Step(Shape(MIXED.requests, 4), "triton")
     with pytest.raises(AssertionError, match=message):
-        step.batch.backend.paged_attention(
-            *change(step.q.to(DEVICE), step.kv.to(DEVICE), step.batch)
-        )
+        step.batch.ops.attend(*change(step.q.to(DEVICE), step.kv.to(DEVICE), step.batch))
 
 
 def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     """A typo, or a backend that is not there, must not fall back in silence."""
-    assert (
-        choose_backend("auto").name == "torch"
-        and choose_backend("auto").reason == "the fastest on a CPU"
-    )
-    assert choose_backend("flex").reason == "as asked"
-    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, torch, flex"):
-        choose_backend("trition")
+    ops, reason = choose_ops("auto")
+    assert ops.name == "cpu" and reason == "the fastest on a CPU"
+    assert choose_ops("flex")[1] == "as asked"
+    with pytest.raises(
+        ValueError, match="'trition' is unknown; on cpu there is auto, cpu, torch, flex"
+    ):
+        choose_ops("trition")
     if kernels.triton:
-        assert choose_backend("auto", "cuda:1")[:3] == (
-            "triton",
-            "the fastest on CUDA",
-            kernels.prepare_triton,
-        )
+        ops, reason = choose_ops("auto", "cuda:1")
+        assert ops.name == "triton" and ops.prepare is kernels.prepare_triton
+        assert reason == "the fastest on CUDA"
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(
         ValueError,
-        match="'triton' needs a CUDA device and the package triton; on cpu there is auto, t",
+        match="'triton' needs a CUDA device and the package triton; on cpu there is auto, cpu, torch",
     ):
-        choose_backend("triton")
+        choose_ops("triton")
     monkeypatch.setattr(kernels, "triton", None)
-    assert choose_backend("auto", "cuda").reason == "the package triton is not installed"
+    ops, reason = choose_ops("auto", "cuda")
+    assert ops.name == "torch" and reason == "the package triton is not installed"
     with pytest.raises(ValueError, match="'flex' needs triton on CUDA, a C"):
-        choose_backend("flex", "cuda")
+        choose_ops("flex", "cuda")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -516,7 +511,7 @@ def test_flex_attention(shape, compiler, monkeypatch):
     counted twice.
     """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
-    monkeypatch.setattr(kernels, "compiled_flex", cache(kernels.compiled_flex.__wrapped__))
+    monkeypatch.setattr(flex, "compiled_flex", cache(flex.compiled_flex.__wrapped__))
     torch._dynamo.reset()
     check_attention(shape, "flex")
 
@@ -563,15 +558,13 @@ def test_flex_attention_compiles_once_and_copies_no_keys():
         step.kv = F.pad(
             step.kv, (0, 0, 0, 0, 0, 0, 0, 600 - step.kv.shape[1])
         )  # a pool keeps its size
-        step.batch.prepared = step.batch.backend.prepare(step.batch, 8, step.kv.to(DEVICE))
+        step.batch.prepared = step.batch.ops.prepare(step.batch, 8, step.kv.to(DEVICE))
         step.run()
         if seed == 1:
             compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
     kv, q = step.kv.to(DEVICE), step.q.to(DEVICE)
-    assert (
-        peak_memory(lambda: step.batch.backend.paged_attention(q, kv, step.batch)) < kv.nbytes / 4
-    )
+    assert peak_memory(lambda: step.batch.ops.attend(q, kv, step.batch)) < kv.nbytes / 4
 
 
 @pytest.mark.parametrize(("backend", "copies"), [("torch", True), ("triton", False)])
@@ -582,7 +575,7 @@ def test_the_memory_that_attention_takes(backend, copies):
     step = Step(Shape([(1, 3000), (1, 3001)], 2, H=8, Hk=8, D=64), backend)
     step.store()
     kv, q = step.kv.to(DEVICE), step.q.to(DEVICE)
-    peak = peak_memory(lambda: step.batch.backend.paged_attention(q, kv, step.batch))
+    peak = peak_memory(lambda: step.batch.ops.attend(q, kv, step.batch))
     assert (peak > kv.nbytes / 4) == copies
 
 
@@ -630,19 +623,21 @@ def test_the_inputs_of_decodes_in_one_launch(n):
     lens[N] = 0
     tables = torch.randint(100, (N + 1, M), generator=g, dtype=torch.int32)
     rows = torch.tensor([5, N, 0, 3, N, 7, 1][:n])
-    new, before = torch.tensor([70, -1, -1, 71, -1, -1, 0][:n]), tables.clone()
+    blocks = tables[rows, lens[rows] // S].long()
+    blocks[0] = 70
+    blocks[3:4] = 71
+    before = tables.clone()
     here, there = (
-        [x.clone().to(DEVICE) for x in (rows, new, last, lens, tables)] for _ in range(2)
+        [x.clone().to(DEVICE) for x in (rows, blocks, last, lens, tables)] for _ in range(2)
     )
-    wanted, found = layers.decode_inputs(*here, S), layers.decode_inputs_triton(*there, S)
+    wanted, found = inputs.decode_inputs(*here, S), fused.decode_inputs(*there, S)
     for name in wanted._fields:
         assert torch.equal(getattr(wanted, name), getattr(found, name)), name
     assert (
         torch.equal(here[3], there[3]) and here[3][N] == 0 and here[3][rows[0]] == lens[rows[0]] + 1
     )
-    for row, block in zip(rows.tolist(), new.tolist(), strict=True):
-        if block >= 0:
-            before[row, lens[row] // S] = block
+    for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
+        before[row, lens[row] // S] = block
     assert torch.equal(here[4].cpu(), before) and torch.equal(there[4].cpu(), before)
     assert (
         found.slot_mapping[0] == 70 * S + lens[5] % S
@@ -662,7 +657,7 @@ def test_the_inputs_of_decodes_in_one_launch(n):
         (33, 200, 64, "gelu_new"),
         (70, 65, 48, "gelu_new"),
     ]
-    + [(17, 40, 96, activation) for activation in (None, *layers.ACTIVATIONS)]
+    + [(17, 40, 96, activation) for activation in (None, *ACTIVATIONS)]
     + [(2, 8200, 24, None)],
 )
 def test_linear_layers_with_their_activations(R, N, K, activation, dtype):
@@ -684,10 +679,10 @@ def test_linear_layers_with_their_activations(R, N, K, activation, dtype):
                 )
 
         exact, plain = (
-            apply(layers.linear, "cpu", torch.float64),
-            apply(layers.linear, "cpu", dtype),
+            apply(model_module.linear, "cpu", torch.float64),
+            apply(model_module.linear, "cpu", dtype),
         )
-        error = (apply(layers.linear_triton, DEVICE, dtype) - exact).abs().max()
+        error = (apply(fused.launch_linear, DEVICE, dtype) - exact).abs().max()
         assert error <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
 
 
@@ -717,13 +712,14 @@ def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
             )
             with torch.no_grad():
                 delta = linear(x, layer.to(device, dtype), None, True) if K else None
-                y = add_norm(before, delta, norm.to(device, dtype))
+                before, y = add_norm(before, delta, norm.to(device, dtype))
             return torch.stack([before, y]).cpu().double(), delta
 
         (exact, _), (plain, _) = (
-            apply(layers.linear, layers.add_norm, "cpu", d) for d in (torch.float64, dtype)
+            apply(model_module.linear, model_module.add_norm, "cpu", d)
+            for d in (torch.float64, dtype)
         )
-        found, delta = apply(layers.linear_triton, layers.add_norm_triton, DEVICE, dtype)
+        found, delta = apply(fused.launch_linear, fused.add_norm, DEVICE, dtype)
         assert (found - exact).abs().max() <= 2 * (
             plain - exact
         ).abs().max() + 1e-6 * exact.abs().max()
@@ -746,7 +742,7 @@ def test_a_norm_adds_the_epsilon_that_it_was_given(eps):
     for parts in 0, 1, 3:
         exact = F.layer_norm((parts + 1) * x.double(), (37,), eps=eps)
         delta = x.to(DEVICE).repeat(parts, 1, 1) if parts else None
-        found = layers.add_norm_triton(x.to(DEVICE, copy=True), delta, norm)
+        _, found = fused.add_norm(x.to(DEVICE, copy=True), delta, norm)
         assert (found.cpu() - exact).abs().max() < 2e-6 * max(1, exact.abs().max())
 
 
@@ -756,7 +752,7 @@ def test_embeddings_of_tokens_and_positions():
     wte, wpe = (torch.nn.Embedding(n, 24).requires_grad_(False) for n in (50, 9))
     tokens, positions = torch.tensor([49, 0, 7, 7, 3]), torch.tensor([8, 2, 1, 0, 5])
     there = (t.to(DEVICE) for t in (tokens, positions, deepcopy(wte), deepcopy(wpe)))
-    assert torch.equal(layers.embed_triton(*there).cpu(), layers.embed(tokens, positions, wte, wpe))
+    assert torch.equal(fused.embed(*there).cpu(), model_module.embed(tokens, positions, wte, wpe))
 
 
 @needs_triton
@@ -771,11 +767,11 @@ def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
     attention, x = Attention(config).requires_grad_(False), torch.randn(R, H * D)
     slots, found = torch.randperm(20 * 8)[:R], []
-    for device, project in ("cpu", layers.project_qkv), (DEVICE, project_qkv_triton):
+    for device, project in ("cpu", ops.project_qkv), (DEVICE, fused.project_qkv):
         kv = torch.full((2, 21, Hk, 8, D), 7.0, device=device)
-        batch = SimpleNamespace(slot_mapping=slots.to(device), backend=choose_backend("torch"))
+        batch = SimpleNamespace(slot_mapping=slots.to(device), ops=choose_ops("torch")[0])
         batch.prepared = SimpleNamespace(store_rows=kernels.pool_rows(slots[:, None], kv).flatten())
-        q = project(x.to(device), deepcopy(attention).to(device), kv, batch)
+        q, _ = project(x.to(device), deepcopy(attention).to(device), kv, batch)
         found.append((q.view(R, H, D).cpu(), kv.cpu()))
     for wanted, triton in zip(*found, strict=True):
         assert torch.allclose(wanted, triton, atol=1e-5)
@@ -816,19 +812,13 @@ def store_beyond_2_to_the_31(R: int):
     for first in far, 0:
         kv = torch.empty(2, far + 3 if first else 3, 1, 16, 16, dtype=torch.float16, device=DEVICE)
         batch = SimpleNamespace(slot_mapping=(slots - 16 * (far - first)).to(DEVICE))
-        project_qkv_triton(x.to(DEVICE), attention, kv, batch)
+        fused.project_qkv(x.to(DEVICE), attention, kv, batch)
         found.append(kv[:, first : first + R, :, 5].cpu())
     assert torch.equal(*found) and found[0].abs().sum() > 0
 
 
-def project_qkv_triton(x, attention, kv, batch):
-    return layers.linear_triton(x, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping)
-
-
-class OnGPU(SimpleNamespace):
-    """Rows of a matrix there, as far as the choice of a kernel looks at them."""
-
-    is_cuda = True
+class Rows(SimpleNamespace):
+    """Rows of a matrix, as far as the choice of a kernel looks at them."""
 
     def __len__(self):
         return self.rows
@@ -842,32 +832,46 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
     Few rows, where launches cost most, and the head in 16 bits or of one row; all else is cuBLAS's.
     Would catch: a limit off by one, a bias or an activation that is lost on one of the ways.
     """
-    monkeypatch.setattr(layers, "triton", True)
     monkeypatch.setattr(
-        layers, "linear_triton", lambda x, layer, activation, parts: f"ours {activation} {parts}"
+        fused,
+        "launch_linear",
+        lambda x, layer, activation=None, partial_sums=False, is_head=False: (
+            f"ours {activation} {partial_sums} {is_head}"
+        ),
     )
     monkeypatch.setattr(
         torch,
         "_addmm_activation",
         lambda bias, x, weight, use_gelu: f"cuBLAS {bias} gelu {use_gelu}",
     )
-    monkeypatch.setattr(layers, "ACTIVATIONS", defaultdict(lambda: lambda y: f"activated {y}"))
-    monkeypatch.setattr(F, "linear", lambda x, weight, bias: f"cuBLAS {bias}")
-    few, many, gelu = layers.LINEAR_ROWS, layers.LINEAR_ROWS + 1, "gelu_new"
-    for rows, outputs, size, bias, activation, wanted in (
-        (1, 768, 4, "b", None, "ours None True"),
-        (few, 8192, 4, "b", gelu, "ours gelu_new True"),
-        (many, 8192, 2, "b", gelu, "cuBLAS b gelu True"),
-        (many, 768, 2, None, gelu, "activated cuBLAS None"),
-        (many, 768, 2, "b", "gelu", "activated cuBLAS b"),
-        (many, 768, 2, "b", None, "cuBLAS b"),
-        (1, 8193, 4, None, None, "ours None True"),
-        (2, 8193, 4, None, None, "cuBLAS None"),
-        (many, 8193, 2, None, None, "ours None True"),
+    monkeypatch.setattr(
+        model_module, "linear", lambda x, layer, activation: f"torch {activation} {layer.bias}"
+    )
+
+    class Layer(SimpleNamespace):
+        weight = torch.empty(8, 1)
+
+        def __call__(self, x):
+            return f"torch {self.bias}"
+
+    few, many, gelu = fused.LINEAR_ROWS, fused.LINEAR_ROWS + 1, "gelu_new"
+    for rows, size, bias, activation, wanted in (
+        (1, 4, "b", None, "ours None True False"),
+        (few, 4, "b", gelu, "ours gelu_new True False"),
+        (many, 2, "b", gelu, "cuBLAS b gelu True"),
+        (many, 2, None, gelu, "torch gelu_new None"),
+        (many, 2, "b", "gelu", "torch gelu b"),
+        (many, 2, "b", None, "torch None b"),
     ):
-        layer = SimpleNamespace(weight=torch.empty(outputs, 1), bias=bias)
-        found = layers.linear(OnGPU(rows=rows, bytes=size), layer, activation, parts=True)
-        assert found == wanted, (rows, outputs, size, bias, activation)
+        x = Rows(rows=rows, bytes=size)
+        found = fused.linear(x, Layer(bias=bias), activation, partial_sums=True)
+        assert found == wanted, (rows, size, bias, activation)
+    for rows, size, wanted in (
+        (1, 4, "ours None False True"),
+        (2, 4, "torch None"),
+        (many, 2, "ours None False True"),
+    ):
+        assert fused.head(Rows(rows=rows, bytes=size), Layer(bias=None)) == wanted, (rows, size)
 
 
 def test_keys_and_values_of_a_cpu_are_fp32():
@@ -896,12 +900,14 @@ def test_on_a_gpu_linear_layers_of_any_size_are_right(R, dtype):
         for device, kind in ("cpu", torch.float64), ("cpu", dtype), (DEVICE, dtype):
             here, normed = deepcopy(layer).to(device, kind), deepcopy(norm).to(device, kind)
             with torch.no_grad():
-                y = layers.linear(x.to(device, kind), here, activation)
-                found.append(torch.stack([y, layers.add_norm(y.clone(), y, normed)]).double().cpu())
+                table = fused if device == DEVICE else model_module
+                y = table.linear(x.to(device, kind), here, activation)
+                _, norm_of_sum = table.add_norm(y.clone(), y, normed)
+                found.append(torch.stack([y, norm_of_sum]).double().cpu())
         exact, plain, ours = found
         # the tanh that cuBLAS computes as it stores a product is off by 2.2e-5, whatever the dtype
-        fused = 1e-4 if activation == "gelu_new" and R > layers.LINEAR_ROWS else 1e-6
-        assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max() + fused
+        off = 1e-4 if activation == "gelu_new" and R > fused.LINEAR_ROWS else 1e-6
+        assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max() + off
 
 
 @needs_triton
@@ -912,16 +918,16 @@ def test_tiles_fit_into_the_shared_memory(chip, monkeypatch):
     in fp32 for an H200 itself.
     """
     launched = []
-    for module in kernels, layers:
+    for module in kernels, fused:
         monkeypatch.setattr(module, "shared_memory", lambda device: chip)
     monkeypatch.setattr(
-        layers, "matrix_kernel", defaultdict(lambda: lambda *_, **given: launched.append(given))
+        fused, "matrix_kernel", defaultdict(lambda: lambda *_, **given: launched.append(given))
     )
     for dtype in torch.bfloat16, torch.float32:
         for R in 2, 17, 33, 64, 65, 128, 129, 256:
-            for N in 768, 3072, 50257:
+            for N, is_head in (768, False), (3072, False), (50257, True):
                 layer = SimpleNamespace(weight=torch.empty(N, 768, dtype=dtype), bias=None)
-                layers.linear_triton(torch.empty(R, 768, dtype=dtype), layer, None, False)
+                fused.launch_linear(torch.empty(R, 768, dtype=dtype), layer, is_head=is_head)
                 given = launched.pop()
                 tile = (given["ROWS"] + given["COLS"]) * given["BLOCK"] * dtype.itemsize
                 assert 1 <= given["num_stages"] <= chip // tile
@@ -1068,15 +1074,14 @@ def paged_logits(model, kv, tables, texts, computed, new, S, backend) -> torch.T
         ),
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
         block_tables=torch.tensor([tables[i] for i in who], dtype=torch.int32),
-        rows=torch.tensor(who),
         logits_index=torch.arange(len(at)),
         num_decodes=sum(n == 1 for n in query_lens),
         query_lens_host=query_lens,
         context_lens_host=context_lens,
-        backend=choose_backend(backend),
+        ops=choose_ops(backend)[0],
     )
-    batch.prepared = batch.backend.prepare(batch, config.n_head, kv[0])
-    logits = model.logits(model.forward_paged(batch, kv))
+    batch.prepared = batch.ops.prepare(batch, config.n_head, kv[0])
+    logits = batch.ops.head(model.hidden(batch, kv), model.lm_head)
     return {i: logits[[j for j, (owner, _) in enumerate(at) if owner == i]] for i in who}
 
 

@@ -13,7 +13,8 @@ import torch
 import bench
 import serve
 import tokenizer
-from model import GPT, GPTConfig, save_checkpoint
+from checkpoint import save_checkpoint
+from model import GPT, GPTConfig
 from serving import chat, connection, encoder, protocol
 from serving.settings import Settings
 from tokenizer import bpe_tokenizer

@@ -20,15 +20,14 @@ import pytest
 import torch
 
 import kernels
-import model as model_module
 from model import GPT, GPTConfig
 from paged import Plan, Request
-from serving import fused as layers
 from serving import runner as runner_module
-from serving import sampling, sampling_kernels
 from serving.engine import Engine, Output
+from serving.inputs import StepShape
 from serving.params import SamplingParams
-from serving.runner import Runner, padded_steps
+from serving.runner import Runner, padded_shapes
+from serving.sampling import upload
 from serving.settings import Settings
 from test_paged import CONTEXT, VOCABULARY, assert_idle, new_engine, prompt, trained_model
 
@@ -51,11 +50,9 @@ class Replay:
     In the place of a CUDA graph: the same step again, from the same inputs into the same outputs.
     """
 
-    def __init__(self, runner: Runner, key: tuple[int, int, int]):
-        inputs = sampling.upload(
-            runner.inputs(Plan(), *key), runner.device, to=runner.static_inputs
-        )
-        self.step = partial(runner.compute, inputs, *key)
+    def __init__(self, runner: Runner, shape: StepShape):
+        packed = upload(runner.padding(shape), runner.device, to=runner.static_inputs)
+        self.step = partial(runner.compute, packed, shape)
         self.outputs = [x.clone() for x in self.step()]
 
     def replay(self):
@@ -66,7 +63,8 @@ class Replay:
 def pad(engine: Engine):
     """Let the engine pad its steps as on a GPU."""
     runner, scheduler = engine.runner, engine.scheduler
-    runner.sizes, runner.keys = padded_steps(scheduler.max_num_seqs, scheduler.token_budget)
+    runner.is_padded = True
+    runner.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
 
 
 @torch.inference_mode()
@@ -74,12 +72,12 @@ def capture(engine: Engine):
     """And replay them."""
     pad(engine)
     runner = engine.runner
-    if runner.backend.name == "torch":
-        runner.backend = runner.backend._replace(prepare=prepare_from_device)
-    runner.static_inputs = torch.full((10_000,), runner.nobody)
-    for key in runner.keys:
-        graph = Replay(runner, key)
-        runner.graphs[key] = graph, *graph.outputs
+    if runner.ops.name != "triton":
+        runner.ops = runner.ops._replace(prepare=prepare_from_device)
+    runner.static_inputs = torch.full((10_000,), runner.padding_row)
+    for shape in runner.shapes:
+        graph = Replay(runner, shape)
+        runner.graphs[shape] = graph, *graph.outputs
     launch = runner.launch
 
     def launch_and_copy(plan: Plan):
@@ -90,21 +88,6 @@ def capture(engine: Engine):
         return flight
 
     runner.launch = launch_and_copy
-
-
-def use_triton(monkeypatch):
-    """All that a GPU computes with kernels of our own goes through them, in the interpreter."""
-
-    def project_qkv(x, attention, kv, batch):
-        q = layers.linear_triton(x, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping)
-        return q.view(len(x), -1, attention.D)
-
-    monkeypatch.setattr(runner_module, "packed_for_cpu", lambda model, quantize: model)
-    monkeypatch.setattr(runner_module, "sample", sampling_kernels.sample_triton)
-    monkeypatch.setattr(model_module, "embed", layers.embed_triton)
-    monkeypatch.setattr(model_module, "add_norm", layers.add_norm_triton)
-    monkeypatch.setattr(model_module, "linear", layers.linear_triton)
-    monkeypatch.setattr(model_module, "project_qkv", project_qkv)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -372,12 +355,11 @@ def test_whatever_happens_the_answers_are_the_dense_models(ready, overlap, num_b
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_a_few_steps_of_kernels_alone_are_the_dense_models(monkeypatch):
+def test_a_few_steps_of_kernels_alone_are_the_dense_models():
     """
     The whole of a GPU's step in the interpreter: chunks, decodes, both, and their padding. Would
     catch: a kernel that is right alone, but not with what its neighbours hand it.
     """
-    use_triton(monkeypatch)
     config = GPTConfig(
         VOCABULARY, CONTEXT, n_layer=1, n_head=2, n_embd=32, n_kv_head=1, layer_norm_epsilon=0.01
     )
@@ -452,8 +434,8 @@ def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
         engine.add_request(id, prompt(0, 4), SamplingParams(temperature=0, max_tokens=max_tokens))
     while engine.has_work:
         engine.step()
-    # admission; both decode on; the first has ended; the second begins a block, and is in it
-    assert sorted({step for step in uploads if step > 1}) == [2, 10, 14, 15]
+    # admission; both decode on; the first has ended; the second begins a block
+    assert sorted({step for step in uploads if step > 1}) == [2, 10, 14]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -465,10 +447,8 @@ def test_the_sizes_that_steps_are_padded_to():
     Would catch: a largest size that is missing, so that a full batch is captured for no graph; one
     that no batch can reach; a budget without a key of its own.
     """
-    sizes, keys = padded_steps(20, 300)
-    assert sizes == [1, 2, 4, 8, 16, 20]
-    decodes = [(n, 0, 0) for n in sizes]
-    assert keys == [
+    decodes = [(n, 0, 0) for n in (1, 2, 4, 8, 16, 20)]
+    assert padded_shapes(20, 300) == [
         *decodes,
         (8, 8, 128),
         (20, 8, 128),
@@ -477,12 +457,13 @@ def test_the_sizes_that_steps_are_padded_to():
         (8, 8, 300),
         (20, 8, 300),
     ]
-    assert padded_steps(8, 0) == ([1, 2, 4, 8], [(1, 0, 0), (2, 0, 0), (4, 0, 0), (8, 0, 0)])
-    assert padded_steps(1, 128)[1] == [(1, 0, 0), (1, 8, 128)]
-    sizes, keys = padded_steps(256, 8192)
-    assert sizes == [1, 2, 4, *range(8, 257, 8)]
+    assert padded_shapes(8, 0) == [(1, 0, 0), (2, 0, 0), (4, 0, 0), (8, 0, 0)]
+    assert padded_shapes(1, 128) == [(1, 0, 0), (1, 8, 128)]
+    shapes = padded_shapes(256, 8192)
+    decodes = [1, 2, 4, *range(8, 257, 8)]
+    assert shapes[: len(decodes)] == [(n, 0, 0) for n in decodes]
     chunks = {128: 8, 256: 8, 512: 8, 1024: 16, 2048: 32, 4096: 64, 8192: 128}
-    assert set(keys[len(sizes) :]) == {
+    assert set(shapes[len(decodes) :]) == {
         (n, C, T) for n in (8, 32, 64, 128, 256) for T, C in chunks.items()
     }
 
@@ -502,10 +483,10 @@ def test_a_step_takes_the_smallest_size_that_holds_it():
     """
     engine = new_engine(trained_model(), num_blocks=8)
     runner = engine.runner
-    assert runner.padded_sizes(planned(3, 5)) == (3, 1, 5), "on a CPU nothing is padded"
-    runner.sizes, runner.keys = padded_steps(
-        40, 1000
-    )  # sizes 1, 2, 4, 8, 16, 24, 32, 40, with chunks 8, 32, 40
+    assert runner.padded_shape(planned(3, 5)) == (3, 1, 5), "on a CPU nothing is padded"
+    runner.is_padded = True
+    # decodes: 1, 2, 4, 8, 16, 24, 32, 40, with chunks 8, 32, 40
+    runner.shapes = padded_shapes(40, 1000)
     for plan, wanted in (
         (planned(1), (1, 0, 0)),
         (planned(3), (4, 0, 0)),
@@ -525,6 +506,6 @@ def test_a_step_takes_the_smallest_size_that_holds_it():
         (planned(0, *[1] * 16), (0, 16, 16)),
         (planned(9, 700, 400), (16, 2, 1100)),
     ):
-        assert runner.padded_sizes(plan) == wanted, (
+        assert runner.padded_shape(plan) == wanted, (
             f"{len(plan.decodes)} decodes, chunks {plan.chunks}"
         )

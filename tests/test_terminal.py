@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import serve
-from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
+from checkpoint import load_checkpoint, save_checkpoint
+from model import GPT, GPTConfig
 from serving import terminal
 from serving.encoder import Encoder
 from serving.params import SamplingParams

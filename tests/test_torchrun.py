@@ -14,7 +14,7 @@ import torch
 from test_train import MACHINE, TINY, corpus, leave_signals_alone, losses  # noqa: F401
 
 import train
-from model import load_checkpoint
+from checkpoint import load_checkpoint
 from tokenizer import TokenizerError
 
 CPU = torch.device("cpu")

@@ -22,11 +22,13 @@ import torch.nn.functional as F
 
 import serve
 import train
-from model import GPT, GPTConfig, causal_attention, head_loss, load_checkpoint
+from checkpoint import load_checkpoint
+from model import GPT, TORCH, GPTConfig, WholeTexts
 from tokenizer import char_tokenizer, load_tokenizer, read_corpus, train_bpe, write_corpus
 from training import clock as run_clock
 from training import machine as run_machine
 from training import muon, report, samples
+from training.fast import training_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {
@@ -1330,36 +1332,42 @@ def test_loss_in_chunks_is_the_loss():
     targets left out.
     """
     torch.manual_seed(0)
-    x, head = torch.randn(3, 200, 24), torch.randn(77, 24)
+    x = torch.randn(3, 200, 24)
+    head = torch.nn.Linear(24, 77, bias=False)
     targets = torch.randint(77, (3, 200))
     targets[0, :50] = -100
     results = []
-    for loss_of in (
-        head_loss,
-        lambda x, w, t: F.cross_entropy((x @ w.T).flatten(0, 1), t.flatten()),
-    ):
-        leaves = [x.clone().requires_grad_(), head.clone().requires_grad_()]
-        loss = loss_of(*leaves, targets)
-        results.append([loss, *torch.autograd.grad(3 * loss, leaves)])
+    for ops in (TORCH, training_ops("cpu")):
+        leaf = x.clone().requires_grad_()
+        loss = ops.loss(leaf, head, targets)
+        results.append([loss, *torch.autograd.grad(3 * loss, [leaf, head.weight])])
+    assert ops.loss is not TORCH.loss
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_attention_spelt_out_is_attention(dropout):
+def test_the_attentions_that_train_are_the_references(dropout):
     """
-    Training on a CPU in bfloat16 takes another path: same values and gradients, within bfloat16. It
-    leaves out the same weights, for both draw the same numbers.
+    Training on a CPU takes one path in bfloat16 and another in fp32, and a GPU a third: the values
+    and gradients of the one that is spelled out, within bfloat16. Those of a CPU leave out the same
+    weights, for both draw the same numbers.
     """
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 50, 3, 16).bfloat16()
+    qkv = torch.randn(3, 2, 50, 3, 16).bfloat16()
+    cpu, gpu = training_ops("cpu"), training_ops("cuda")
+    ways = [(cpu, torch.bfloat16), (cpu, torch.float32)]
+    if not dropout:
+        ways += [(gpu, torch.float32), (TORCH, torch.float32)]
     results = []
-    for dtype in (torch.bfloat16, torch.float32):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    for ops, dtype in ways:
+        q, k, v = leaves = [x.to(dtype).requires_grad_() for x in qkv]
         torch.manual_seed(1)
-        y = causal_attention(*leaves, dropout)
+        batch = WholeTexts(None, None, ops, dropout)
+        y = ops.attend(q, (k, v), batch)
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    for a, b in zip(*results, strict=True):
-        assert (a.float() - b).abs().max() < 0.03 * b.abs().max()
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert (a.float() - b).abs().max() < 0.03 * b.abs().max()
 
 
 def test_a_text_longer_than_the_context_is_refused_and_none_is_written():

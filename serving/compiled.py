@@ -1,0 +1,160 @@
+"""
+`--compile`: on a CPU, the decode step of a request that runs alone as one compiled function.
+
+    decode_one = compile_decode_one(model, quantize, kv)      # 10 to 60 s
+    logits = decode_one(batch)                                # stores K and V, too
+
+Letters: T = 1 token, C context length, L layers, H query heads, Hk KV heads, D head size, V
+vocabulary.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from kernels import Batch
+from model import GPT, TORCH, Ops
+from serving.cpu import cpp_compiler, with_layers
+from serving.int8 import LARGEST, int8_weights
+
+
+class OneRowLinear(nn.Module):
+    """
+    What PackedLinear or Int8Linear compute, of one row of x, for the compiler: it makes of the sum
+    of products a loop that reads the weights as fast as memory can (GEMV), where libraries reach a
+    half.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, quantize: str):
+        super().__init__()
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach().float()
+        self.scale = None
+        if quantize == "int8":
+            self.weight, scale = int8_weights(self.weight)
+            self.scale = scale / LARGEST
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            y = (self.weight * x.to(self.weight.dtype).float()).sum(-1)
+        else:
+            largest = x.abs().amax().clamp(min=1e-30)
+            steps = (x * (LARGEST / largest) + 128.5).floor() - 128
+            y = (self.weight * steps).sum(-1) * self.scale * largest
+        if self.bias is not None:
+            y = y + self.bias
+        return y[None]
+
+
+class OneToken(NamedTuple):
+    """The batch of the compiled step."""
+
+    tokens: torch.Tensor  # [1]
+    positions: torch.Tensor  # [1]
+    kv_rows: torch.Tensor  # [2, 1, Hk, C]: pool rows of the context, new token excluded
+    new: list[torch.Tensor]  # K and V of the new token, of each layer so far: [2, 1, Hk, D]
+    ops: Ops
+
+
+def project_qkv(y: torch.Tensor, attention, kv: torch.Tensor, batch: OneToken):
+    """K and V are left in batch.new: a compiled graph that wrote into the pool would copy it."""
+    q, k, v = attention.heads(attention.c_attn(y))
+    batch.new.append(torch.stack((k, v)))
+    return q, kv
+
+
+def attend(q: torch.Tensor, kv: torch.Tensor, batch: OneToken) -> torch.Tensor:
+    """q [1, H, D] attends to the context in one layer's pool kv and to the new token."""
+    _, H, D = q.shape
+    context = F.embedding(batch.kv_rows, kv.view(-1, D))  # [2, 1, Hk, C, D]
+    new = batch.new[-1][:, :, :, None]  # [2, 1, Hk, 1, D]
+    k, v = torch.cat([context, new], dim=3)
+    grouped = k.shape[1] != H
+    mixed = F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=grouped)  # [1, H, 1, D]
+    return mixed[:, :, 0]
+
+
+ONE_TOKEN = TORCH._replace(name="compiled", project_qkv=project_qkv, attend=attend)
+
+
+def compiled_decode(model: GPT, quantize: str = "none") -> Callable:
+    """
+    step(tokens [1], positions [1], kv_rows [2, 1, Hk, C], kv [L, 2, num_blocks + 1, Hk, S, D]),
+    whose kv_rows are pool rows of the context, without the new token. Returns logits [1, V] and the
+    new K, V, [L, 2, 1, Hk, D]. It compiles in the first call; after that only values and C may
+    vary: guards are off, so another shape gives wrong results silently.
+    """
+    model = with_layers(model, partial(OneRowLinear, quantize=quantize))
+
+    def step(tokens, positions, kv_rows, kv):
+        batch = OneToken(tokens, positions, kv_rows, [], ONE_TOKEN)
+        x = model.hidden(batch, kv)
+        return ONE_TOKEN.head(x, model.lm_head), torch.stack(batch.new)
+
+    # compiled code is found by the code object, and another model's must not be found
+    step.__code__ = step.__code__.replace()
+    no_guards = torch.compiler.skip_all_guards_unsafe  # to check all took 0.2 ms a step
+    compiled = torch.compile(step, fullgraph=True, options={"guard_filter_fn": no_guards})
+
+    def call(tokens, positions, kv_rows, kv):
+        torch._dynamo.mark_dynamic(kv_rows, 3)
+        return compiled(tokens, positions, kv_rows, kv)
+
+    return call
+
+
+def check_can_compile(ops: Ops, device: torch.device):
+    """Raises ValueError with what to change."""
+    if device.type != "cpu":
+        raise ValueError(f"--compile is for CPUs, here the device is {device}: leave --compile out")
+    if ops.name != "cpu":
+        raise ValueError(f"--compile wants --attention auto, not {ops.name}: leave one of them out")
+    if not cpp_compiler():
+        named = os.environ.get("CXX")
+        there = f"CXX names {named!r}" if named else "there is no g++"
+        mend = "let CXX name one, or leave --compile out"
+        raise ValueError(f"--compile needs a C++ compiler, {there}: {mend}")
+
+
+def compile_decode_one(model: GPT, quantize: str, kv: torch.Tensor) -> Callable:
+    """
+    The step of one decoding request as decode_one(batch) -> logits [1, V], compiled now; it stores
+    K and V in the pool. Raises ValueError if the compiler fails.
+    """
+    L, _, _, Hk, _, D = kv.shape
+    # two tensors: of one, the compiler would make one input of the graph
+    token = torch.zeros(1, dtype=torch.int64)
+    position = torch.zeros(1, dtype=torch.int64)
+    no_rows = torch.zeros(2, 1, Hk, 3, dtype=torch.int64)
+    started = time.perf_counter()
+    print("compiling ..", end="", file=sys.stderr, flush=True)
+    try:
+        step = compiled_decode(model, quantize)
+        step(token, position, no_rows, kv)
+    except Exception as error:  # of the compiler, its cache on disk, or torch
+        print(file=sys.stderr)
+        lines = [
+            line for line in str(error).splitlines() if line and not line.startswith("backend=")
+        ]
+        why = lines[0] if lines else ""
+        raise ValueError(
+            f"--compile failed ({type(error).__name__}: {why}): mend the C++ compiler, let "
+            "TORCHINDUCTOR_CACHE_DIR name a folder with room to write, or leave --compile out"
+        ) from error
+    print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
+
+    def decode_one(batch: Batch) -> torch.Tensor:
+        (context,) = batch.prepared.gathers
+        kv_rows = context.kv_rows[..., :-1].contiguous()
+        logits, new = step(batch.tokens, batch.positions, kv_rows, kv)
+        kv.view(L, -1, D).index_copy_(1, batch.prepared.store_rows, new.view(L, -1, D))
+        return logits
+
+    return decode_one

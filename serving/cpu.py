@@ -1,0 +1,147 @@
+"""
+What only a CPU needs: matrices packed for oneDNN, and residuals added in place.
+
+    model = packed_for_cpu(model, quantize="none")     # a copy with PackedLinear, or Int8Linear, for its linear layers
+
+8-bit integers are in int8.py, the compiled step (`--compile`) is in compiled.py.
+"""
+
+import os
+import shutil
+import sys
+import timeit
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import GPT
+from serving.int8 import Int8Linear
+
+PACKED_FOR_ROWS = (
+    64  # oneDNN chooses the layout for so many rows; measured, other numbers differ little
+)
+MUCH_FASTER = 0.85  # of the packed time: plain weights are kept, too, if they take less
+
+
+def cpp_compiler() -> str | None:
+    """What torch.compile needs on a CPU."""
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    return shutil.which(os.environ.get("CXX") or usual)
+
+
+def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: nn.Module):
+    """As model.add_norm, but delta is added in place."""
+    if delta is not None:
+        x.add_(delta)
+    return x, norm(x)
+
+
+class PackedLinear(nn.Module):
+    """
+    A linear layer whose weights [out, in] are kept in the layout that oneDNN multiplies fastest, in
+    fp32 or bf16; x and the result are fp32. No compiler needed, and no gradients. On an AMD EPYC
+    with AVX-512, from 1 to 256 rows, fp32 is 2 to 3 times as fast as `F.linear` at width 768 (as
+    fast at one row of 384), bf16 1.1 to 1.9 times as fast as that. Up to `plain_rows` rows are
+    multiplied with `plain`, the same weights [in, out], by `F.linear`: see `rows_of_plain`.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, plain=None, plain_rows=0):
+        super().__init__()
+        weight = weight.detach()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+        self.bias = (
+            None if bias is None else bias.detach()
+        )  # no parameter: it has the dtype of the weights
+        self.plain = plain
+        self.plain_rows = plain_rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.plain_rows and x.shape[:-1].numel() <= self.plain_rows:
+            return F.linear(x, self.plain.t(), self.bias)
+        x = x.to(self.weight.dtype)
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "").float()
+
+
+def rows_of_plain(weight: torch.Tensor) -> int:
+    """
+    Up to how many rows (0, 1 or 16) torch's own product with plain fp32 weights is so much faster
+    than the packed one that it is worth to keep them, too. It depends on the CPU and the width, so
+    both are timed, for some milliseconds: on an Intel Xeon one row takes 0.5 (width 384) to 0.7
+    (width 768) of the packed time and 16 rows 0.7 (width 384), on an AMD EPYC plain weights are no
+    faster.
+    """
+    packed = PackedLinear(weight, None)
+    plain = weight.t().contiguous()
+
+    def seconds(product: Callable, x: torch.Tensor) -> float:
+        return min(timeit.repeat(lambda: product(x), number=1, repeat=20))
+
+    for rows in 16, 1:
+        x = torch.ones(rows, weight.shape[1])
+        if seconds(lambda x: x @ plain, x) < MUCH_FASTER * seconds(packed, x):
+            return rows
+    return 0
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
+
+
+def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
+    """
+    A copy of the model for serving on a CPU, its matrices packed in the dtype that they have or,
+    with `quantize` "int8", as integers; all else is fp32. Without oneDNN, the model itself. Raises
+    ValueError where there are no integers to be had.
+    """
+    weight = model.wte.weight
+    if quantize == "int8":
+        onednn = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        if not (onednn and torch.cpu._is_vnni_supported()):  # older instructions overflow
+            needs = "needs a CPU with VNNI instructions, and oneDNN"
+            raise ValueError(f"--quantize int8 {needs}, not {weight.device}")
+        return with_layers(model, Int8Linear)
+    if quantize != "none":
+        raise ValueError(f"quantize is {quantize!r}: there is none and int8")
+    if not can_pack(weight):
+        return model
+    rows = 0
+    if weight.dtype == torch.float32:
+        rows = rows_of_plain(model.h[0].mlp.c_fc.weight.detach())
+
+    def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+        plain = weight.detach().t().contiguous() if rows else None
+        return PackedLinear(weight, bias, plain, rows)
+
+    def pack_head(weight: torch.Tensor, bias: None) -> PackedLinear:
+        plain = weight.detach().t()  # the embedding itself: no copy
+        return PackedLinear(weight, None, plain, min(rows, 1))
+
+    return with_layers(model, pack, pack_head)
+
+
+def pack_if_quantized(model: GPT, quantize: str = "none") -> GPT:
+    """The model itself, unless integers are asked for, which only a CPU has."""
+    return model if quantize == "none" else packed_for_cpu(model, quantize)
+
+
+def with_layers(model: GPT, layer: Callable, head: Callable | None = None) -> GPT:
+    """
+    A copy of the model with layer(weight, bias) for each linear layer, `head` for the last one,
+    fp32 for all else.
+    """
+    model = deepcopy(model)
+    for block in model.h:
+        for parent in (block.attn, block.mlp):
+            for name, child in list(parent.named_children()):
+                setattr(parent, name, layer(child.weight, child.bias))
+    model.lm_head = (head or layer)(model.wte.weight, None)
+    return model.float().requires_grad_(
+        False
+    )  # packed weights are no parameters, and stay what they are
