@@ -1274,6 +1274,6 @@ def test_the_statement_before_serving():
     for part in (
         "MiB of weights",
         "32 blocks of 4, 128 tokens",
-        "attention: torch, the fastest on a CPU",
+        "attention: cpu, the fastest on a CPU",
     ):
         assert part in text

@@ -865,7 +865,7 @@ def test_an_evaluation_on_the_way_is_of_a_part_and_the_last_one_of_all(
     monkeypatch.setattr(
         train,
         "evaluate",
-        lambda model, corpus, machine, limit=None: limits.append(limit) or (7.5, 3),
+        lambda model, corpus, machine, limit=None, ops=None: limits.append(limit) or (7.5, 3),
     )
     train.main([*tiny, "--steps=10"])
     assert limits == [64, None]
