@@ -241,14 +241,15 @@ def serve_http(args: argparse.Namespace) -> str | None:
         if args.api_key_file is not None:
             warn_of_readable_keys(args.api_key_file)
         with listen_to_http(folder) as listener:
-            return lead(args, listener, sockets)
+            return first_process(args, listener, sockets)
 
 
-def lead(
+def first_process(
     args: argparse.Namespace, listener: socket.socket, sockets: list[socket.socket]
 ) -> str | None:
     """
-    Be the first HTTP process: start the engine and the other HTTP processes, serve, and end them.
+    What the first HTTP process runs: it starts the engine and the other HTTP processes, serves, and
+    ends them.
     """
     path = listener.getsockname()
     keys = api_keys(args)

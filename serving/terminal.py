@@ -168,13 +168,13 @@ class Chat:
     def reset(self):
         self.turns = []
 
-    def ask(self, text: str):
+    def add_line(self, text: str):
         self.turns.append({"role": "user", "content": text})
 
-    def take_back(self):
+    def remove_line(self):
         self.turns.pop()
 
-    def answered(self, answer: Answer):
+    def add_answer(self, answer: Answer):
         self.turns.append({"role": "assistant", "content": answer.text})
 
     def prompt(self, room: int) -> list[int]:
@@ -205,17 +205,17 @@ class Text:
         self.ids: list[int] = []
         self.asked = 0  # tokens that the user's last line added
 
-    def ask(self, text: str):
+    def add_line(self, text: str):
         self.asked = 0
         if text:
             new = self.encoder.encode("\n" + text if self.ids else text)
             self.ids += new
             self.asked = len(new)
 
-    def take_back(self):
+    def remove_line(self):
         del self.ids[len(self.ids) - self.asked :]
 
-    def answered(self, answer: Answer):
+    def add_answer(self, answer: Answer):
         self.ids += answer.tokens
 
     def prompt(self, room: int) -> list[int]:
@@ -254,7 +254,7 @@ def converse(args: argparse.Namespace, build_engine: Callable):
             )
         while (line := read_line()) is not None:
             if not line.startswith("/") or line.startswith("//"):
-                take_turn(args, engine, conversation, line.removeprefix("/"), encoder.tokenizer)
+                answer_line(args, engine, conversation, line.removeprefix("/"), encoder.tokenizer)
             elif not run_command(line, conversation):
                 break
 
@@ -296,7 +296,7 @@ def run_command(line: str, conversation: Chat | Text) -> bool:
     return command != "/exit"
 
 
-def take_turn(
+def answer_line(
     args: argparse.Namespace, engine, conversation: Chat | Text, line: str, tokenizer: Tokenizer
 ):
     """Answer a line. A note says why a line cannot be answered; it leaves the conversation."""
@@ -307,18 +307,18 @@ def take_turn(
     # tokens that the prompt leaves for the answer
     reserve = min(args.max_tokens or PLAIN_TOKENS, limit // 4)
     try:
-        conversation.ask(line)
+        conversation.add_line(line)
         prompt = conversation.prompt(limit - reserve)
         room = limit - len(prompt)
         wanted = args.max_tokens or (PLAIN_TOKENS if is_text else room)
         answer = answer_with_rate(args, engine, prompt, min(wanted, room), tokenizer)
     except (ValueError, RuntimeError) as error:
         note(str(error))
-        conversation.take_back()
+        conversation.remove_line()
     except KeyboardInterrupt:  # before there was an answer
-        conversation.take_back()
+        conversation.remove_line()
     else:
-        conversation.answered(answer)
+        conversation.add_answer(answer)
 
 
 # --------------------------------------------------------------------------------------------------

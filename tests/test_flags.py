@@ -266,7 +266,7 @@ def test_one_core_is_left_to_http(monkeypatch, cores, threads):
 
 @pytest.fixture
 def served(monkeypatch):
-    """Runs serve_http with flags as far as `lead`, and returns what that was given."""
+    """Runs serve_http with flags as far as `first_process`, and returns what that was given."""
     seen = []
 
     def lead(args, listener, sockets):
@@ -285,7 +285,7 @@ def served(monkeypatch):
         return seen[0]
 
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
-    monkeypatch.setattr(serve, "lead", lead)
+    monkeypatch.setattr(serve, "first_process", lead)
     monkeypatch.delenv(METRICS_FOLDER, raising=False)
     yield run
     os.environ.pop(METRICS_FOLDER, None)
@@ -339,7 +339,7 @@ def test_keys_that_others_can_read_are_told_at_start(served, tmp_path, capsys):
 
 @pytest.fixture
 def lead(monkeypatch):
-    """Runs serve.lead with all that it starts replaced; returns what happened, in order."""
+    """Runs serve.first_process with all that it starts replaced; returns what happened, in order."""
     happened = []
 
     def note(what, result=None):
@@ -357,7 +357,9 @@ def lead(monkeypatch):
         monkeypatch.setattr(serve, "Workers", note("workers", workers))
         monkeypatch.setattr(serve, "serve_port", note("serve", problem))
         args = serve.parse_args(["--model", "DIR", "--api-key", "sesame"])
-        result = serve.lead(args, SimpleNamespace(getsockname=lambda: "PATH"), ["sock"] * count)
+        result = serve.first_process(
+            args, SimpleNamespace(getsockname=lambda: "PATH"), ["sock"] * count
+        )
         return result, happened, args
 
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

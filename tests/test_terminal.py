@@ -266,10 +266,10 @@ def test_the_oldest_messages_make_room_for_new_ones(chat, capsys):
     """A question and its answer together, the system's message never; only what must."""
     chat.system = "s"
     for i in range(6):
-        chat.ask(f"question {i}")
+        chat.add_line(f"question {i}")
         chat.prompt(10_000)
-        chat.answered(Answer(f"answer {i}", [], "stop"))
-    chat.ask("last")
+        chat.add_answer(Answer(f"answer {i}", [], "stop"))
+    chat.add_line("last")
     whole = chat.prompt(10_000)
     assert chat.prompt(len(whole)) == whole and len(chat.turns) == 13  # exactly
     assert capsys.readouterr().err == ""
@@ -288,18 +288,18 @@ def test_the_oldest_messages_make_room_for_new_ones(chat, capsys):
 
 def test_the_oldest_half_of_a_text_makes_room(capsys):
     text = Text(SimpleNamespace(encode=lambda text: list(text.encode())))
-    text.ask("a" * 60)
-    text.answered(Answer("", [7] * 30, "length"))
-    text.ask("b" * 9)
+    text.add_line("a" * 60)
+    text.add_answer(Answer("", [7] * 30, "length"))
+    text.add_line("b" * 9)
     assert text.prompt(100) == [*b"a" * 60, *[7] * 30, *b"\n" + b"b" * 9]
     assert text.prompt(99)[-10:] == [*b"\n" + b"b" * 9] and len(text.ids) == 49
     assert "51 oldest tokens" in capsys.readouterr().err
-    text.take_back()
+    text.remove_line()
     assert text.ids == [*b"a" * 9, *[7] * 30]
-    text.ask("")
-    text.take_back()  # an empty line added nothing
+    text.add_line("")
+    text.remove_line()  # an empty line added nothing
     assert text.ids == [*b"a" * 9, *[7] * 30]
-    text.ask("c" * 200)
+    text.add_line("c" * 200)
     with pytest.raises(ValueError, match="201 tokens, at most 99 fit"):
         text.prompt(99)
 
@@ -310,8 +310,8 @@ def test_the_oldest_half_of_a_text_makes_room(capsys):
 def test_the_last_line_of_a_text_is_kept_whole(answered, room, kept, capsys):
     """Though it is more than half of what fits; and a text that fits exactly is not cut."""
     text = Text(SimpleNamespace(encode=lambda text: list(text.encode())))
-    text.answered(Answer("", [7] * answered, "length"))
-    text.ask("b" * 49)
+    text.add_answer(Answer("", [7] * answered, "length"))
+    text.add_line("b" * 49)
     prompt = text.prompt(room)
     assert len(prompt) == kept and prompt[-50:] == [*b"\n" + b"b" * 49]
     assert ("forgotten" in capsys.readouterr().err) == (answered + 50 > room)
@@ -319,9 +319,9 @@ def test_the_last_line_of_a_text_is_kept_whole(answered, room, kept, capsys):
 
 def test_the_history_has_an_answer_as_it_was_given(chat):
     """Blanks and all, and no message of the system but what was said last."""
-    chat.ask("q")
-    chat.answered(Answer(" a \n", [], "stop"))
-    chat.ask("r")
+    chat.add_line("q")
+    chat.add_answer(Answer(" a \n", [], "stop"))
+    chat.add_line("r")
     assert chat.turns == [
         {"role": "user", "content": "q"}, {"role": "assistant", "content": " a \n"}, {"role": "user", "content": "r"}
     ]  # fmt: skip
@@ -414,7 +414,7 @@ def test_how_long_an_answer_may_be(
     for conversation, length in ((bytes_text(), length_of_text), (Chat(None), length_of_chat)):
         engine, rooms = Fake(max_model_len=limit), []
         conversation.prompt = lambda room, rooms=rooms: rooms.append(room) or [1] * 10
-        terminal.take_turn(args, engine, conversation, "line", BYTES)
+        terminal.answer_line(args, engine, conversation, "line", BYTES)
         assert rooms == [limit - reserve] and engine.asked == [(10, length)]
 
 
@@ -448,9 +448,9 @@ def test_how_long_the_answer_to_a_prompt_may_be(
 def test_a_turn_that_is_interrupted_before_an_answer_was_never_said(capsys):
     """Ctrl-C while the prompt is taken in: the line is not in the text, and the program goes on."""
     args, text = SimpleNamespace(max_tokens=5, temperature=0, seed=None), bytes_text()
-    terminal.take_turn(args, Fake(interrupted=True), text, "one", BYTES)
+    terminal.answer_line(args, Fake(interrupted=True), text, "one", BYTES)
     assert text.ids == []
-    terminal.take_turn(args, Fake(), text, "two", BYTES)
+    terminal.answer_line(args, Fake(), text, "two", BYTES)
     assert bytes(text.ids) == b"twox"
 
 
