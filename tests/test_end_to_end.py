@@ -60,8 +60,8 @@ def prepare():
 """
 # So high learning rates make a bad model whose answers are lively; after these few steps a good one
 # says only blanks.
-TRAIN = "--steps 60 --batch_size 1 --n_layer 2 --n_head 2 --n_embd 64 --context_length 512 --sample_tokens 8"
-TRAIN += " --matrix_lr 0.05 --vector_lr 0.03 --dtype float32"
+TRAIN = "--steps 60 --batch_size 1 --n_layer 2 --n_head 2 --n_embd 64 --context_length 512"
+TRAIN += " --sample_tokens 8 --matrix_lr 0.05 --vector_lr 0.03 --dtype float32"
 
 
 @pytest.fixture(scope="module")
@@ -535,7 +535,8 @@ class Watch:
     def __init__(self, url):
         self.url = url
         self.pids = http_processes(int(url.rpartition(":")[2]))
-        self.seconds = []  # that an HTTP process has computed at most while somebody waited for each answer
+        # the most that an HTTP process has computed while each answer was waited for
+        self.seconds = []
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.ask)
 

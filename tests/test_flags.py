@@ -339,7 +339,7 @@ def test_keys_that_others_can_read_are_told_at_start(served, tmp_path, capsys):
 
 @pytest.fixture
 def lead(monkeypatch):
-    """Runs serve.first_process with all that it starts replaced; returns what happened, in order."""
+    """Runs first_process with all that it starts replaced; returns what happened, in order."""
     happened = []
 
     def note(what, result=None):

@@ -323,8 +323,10 @@ def test_the_history_has_an_answer_as_it_was_given(chat):
     chat.add_answer(Answer(" a \n", [], "stop"))
     chat.add_line("r")
     assert chat.turns == [
-        {"role": "user", "content": "q"}, {"role": "assistant", "content": " a \n"}, {"role": "user", "content": "r"}
-    ]  # fmt: skip
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": " a \n"},
+        {"role": "user", "content": "r"},
+    ]
     for said, system in (("/system  be brief ", "be brief"), ("/system", ""), ("/system x", "x")):
         assert terminal.run_command(said, chat) and chat.system == system
     terminal.run_command("/reset", chat)
