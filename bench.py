@@ -50,7 +50,7 @@ import torch
 import kernels
 from assets import draw, load
 from checkpoint import load_checkpoint, load_config, save_checkpoint, serving_dtype
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Ops
 from paged import Request, Scheduler, SchedulerSettings
 from serving.cpu import packed_for_cpu
 from serving.engine import Engine
@@ -301,7 +301,7 @@ Step = list[tuple[int, int]]  # requests: new tokens, context length; those with
 Heads = tuple[int, int, int]  # H, Hk, D
 
 
-def made_up_batch(requests: Step, S: int, backend: str, device: str) -> kernels.Batch:
+def made_up_batch(requests: Step, S: int, ops: Ops, device: str) -> kernels.Batch:
     """A step whose blocks are permuted all over a pool."""
     query_lens = [n for n, _ in requests]
     lens = [context for _, context in requests]
@@ -313,7 +313,7 @@ def made_up_batch(requests: Step, S: int, backend: str, device: str) -> kernels.
     for table, (n, context) in zip(tables, requests, strict=True):
         new = torch.arange(context - n, context)
         positions.append(new)
-        slots.append(table[new // S] * S + new % S)
+        slots.append(kernels.slots_of(table[None], new[None], S)[0])
     tokens = torch.cat(positions).to(device)
     integers = partial(torch.tensor, dtype=torch.int32, device=device)
     return kernels.Batch(
@@ -327,19 +327,19 @@ def made_up_batch(requests: Step, S: int, backend: str, device: str) -> kernels.
         num_decodes=query_lens.count(1),
         query_lens_host=query_lens,
         context_lens_host=lens,
-        ops=choose_ops(backend, device)[0],
+        ops=ops,
     )
 
 
 class Layer:
     """One layer's attention in a made-up step: in fp32 on a CPU, in bf16 on a GPU."""
 
-    def __init__(self, requests: Step, heads: Heads, S=16, backend="torch", device="cpu"):
+    def __init__(self, requests: Step, heads: Heads, S=16, attention="auto", device="cpu"):
         H, Hk, D = heads
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.random = partial(torch.randn, dtype=dtype, device=device)
-        self.batch = made_up_batch(requests, S, backend, device)
-        self.ops = self.batch.ops
+        self.ops, _ = choose_ops(attention, device)
+        self.batch = made_up_batch(requests, S, self.ops, device)
         T = len(self.batch.tokens)
         num_blocks = self.batch.block_tables.numel()
         self.q = self.random(T, H, D)
@@ -361,9 +361,9 @@ class Layer:
 @command
 def bench_attention(repeats=5) -> dict:
     """
-    One layer of store_kv + paged_attention on a CPU, torch's path: 31 decodes at context 512 and a
-    chunk of 256 tokens, 6 heads of 64; then 8 decodes, against transformers' attention, which
-    appends to a contiguous cache. In turn.
+    One layer of store_kv + attention on a CPU: 31 decodes at context 512 and a chunk of 256 tokens,
+    6 heads of 64; then 8 decodes, against transformers' attention, which appends to a contiguous
+    cache. In turn.
     """
     mixed = [(1, 512)] * 31 + [(256, 512)]
     layer = Layer(mixed, (6, 6, 64))
