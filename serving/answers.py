@@ -18,7 +18,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 
 from serving.params import LOWEST_LOGPROB
@@ -50,7 +50,7 @@ class Choice:
     A subclass for each path knows the shapes of its answers.
     """
 
-    def __init__(self, job: "Job", index: int, body, prompt: list[int], tokenizer, eos: list[int]):
+    def __init__(self, job, index: int, body, prompt: list[int], tokenizer, eos: list[int]):
         self.job = job
         self.index = index
         self.body = body  # protocol.SamplingRequest
@@ -61,15 +61,13 @@ class Choice:
         # ignore_eos it is a token like any other.
         self.eos = None if body.ignore_eos or not eos else eos[0]
         self.siblings = [self]  # all choices of the prompt
-        self.engine_id: str | None = None
+        self.engine_id = None  # what the engine calls it
         self.num_tokens = 0  # of the answer; tokens after a stop string do not count
         self.cached_tokens = 0  # of the prompt
-        self.prompt_scores: list[list] = []
-        self.finish_reason: str | None = None
-        # where finish_reason is "stop": the stop string or id; None: the end of text
-        self.stop_reason: str | int | None = None
-        self.first_step = 0.0  # when the first tokens came
-        self.last_step = 0.0
+        self.prompt_scores = []
+        self.finish_reason = None  # "stop" or "length", once it has ended
+        self.stop_reason = None  # of a "stop": the stop string or id; None: the end of text
+        self.first_step = self.last_step = 0.0  # when the first and the last tokens came
         self.spell = tokenizer.spelled_bytes  # of control tokens too: "<|endoftext|>"
         self.stream = TextStream(self.spell, [], body.include_stop_str_in_output)
         self.mark_sent()
@@ -129,7 +127,7 @@ class Choice:
                 self.stop_reason = tokens[-1]
 
     def has_unsent(self) -> bool:
-        """Whether there is something to tell the client: text, the end, or tokens if it asked."""
+        """Whether there is something to send: text, the end, or tokens if they were asked for."""
         if self.finish_reason:
             return not self.is_over
         if self.tokens and (self.body.return_token_ids or self.num_logprobs is not None):
@@ -157,6 +155,11 @@ class Choice:
 
     # what an answer says of it, as plain dictionaries
 
+    def whole(self) -> dict:
+        """All of it: an item of "choices"."""
+        (part,) = self.parts()
+        return self.entry(*part)
+
     def chunks(self) -> list[dict]:
         """What is new, for one event each."""
         chunks = []
@@ -172,7 +175,7 @@ class Choice:
             chunks[0] |= self.beside()
         return chunks
 
-    def entry(self, content: dict, tokens: list[int], finish_reason: str | None) -> dict:
+    def entry(self, content, tokens, finish_reason) -> dict:
         """An item of "choices"."""
         fields = {"index": self.index, "logprobs": None, "finish_reason": finish_reason}
         if self.num_logprobs is not None:
@@ -193,7 +196,7 @@ class Choice:
             fields["prompt_logprobs"] = [None, *places]
         return fields
 
-    def prompt_logprobs(self, token: int, score: list) -> dict:
+    def prompt_logprobs(self, token, score) -> dict:
         """vLLM's {id: {logprob, rank, decoded_token}}; a rank is null where it is not known."""
         n = self.body.prompt_logprobs
         place = {}
@@ -206,7 +209,7 @@ class Choice:
         return token_name(self.spell(token))
 
 
-def token_counts(prompt_tokens: int, completion_tokens: int) -> dict:
+def token_counts(prompt_tokens, completion_tokens) -> dict:
     counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
     return counts | {"total_tokens": prompt_tokens + completion_tokens}
 
@@ -225,22 +228,18 @@ class CompletionChoice(Choice):
     id_prefix = "cmpl-"
     objects = ("text_completion", "text_completion")  # of a whole answer, of a chunk
 
-    def parts(self) -> list[tuple]:
-        """What is new: content, tokens and finish_reason of each chunk."""
+    def parts(self):
+        """What is new: (content, tokens, finish_reason) of each chunk."""
         content = {"text": self.text}
         if self.is_first:
             content |= self.prompt_fields()
         return [(content, self.tokens, self.finish_reason)]
 
-    def whole(self) -> dict:
-        (part,) = self.parts()
-        return self.entry(*part)
-
     def beside(self) -> dict:
         """What an answer says beside its choices."""
         return {}
 
-    def logprobs(self, tokens: list[int]) -> dict:
+    def logprobs(self, tokens):
         """
         OpenAI's shape for completions: four lists, an entry for each token, an echo's too; null:
         nothing predicts it.
@@ -265,28 +264,28 @@ class ChatChoice(Choice):
     id_prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def parts(self) -> list[tuple]:
+    def parts(self):
         """
-        The first says the role, the last nothing but how it ended, what is between has the text.
+        Of a stream, the first says the role, the last nothing but how it ended, what is between has
+        the text.
         """
+        message = {"role": "assistant", "content": self.text}
+        if not self.body.stream:
+            return [({"message": message}, self.tokens, self.finish_reason)]
         parts = []
         if self.is_first:
-            parts.append(({"delta": {"role": "assistant", "content": ""}}, [], None))
+            parts.append(({"delta": message | {"content": ""}}, [], None))
         if self.text or self.tokens:
             parts.append(({"delta": {"content": self.text}}, self.tokens, None))
         if self.finish_reason:
             parts.append(({"delta": {}}, [], self.finish_reason))
         return parts
 
-    def whole(self) -> dict:
-        message = {"role": "assistant", "content": self.text}
-        return self.entry({"message": message}, self.tokens, self.finish_reason)
-
     def beside(self) -> dict:
         """A call has one conversation: what there is to say of it stands beside the choices."""
         return self.prompt_fields()
 
-    def logprobs(self, tokens: list[int]) -> dict | None:
+    def logprobs(self, tokens):
         """OpenAI's shape for chats: an object for each token."""
         if not tokens:
             return None
@@ -297,7 +296,7 @@ class ChatChoice(Choice):
             content.append(self.scored(token, found[token]) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def scored(self, token: int, logprob: float) -> dict:
+    def scored(self, token, logprob) -> dict:
         data = self.spell(token)
         return {"token": token_name(data), "logprob": logprob, "bytes": list(data)}
 
@@ -330,17 +329,18 @@ class Job:
         self.changed = asyncio.Event()  # there is something to send
         self.is_silent = False  # and if it is nothing, a ping
         self.is_done = False
-        self.error: ApiError | None = None
+        self.error = None  # an ApiError
         self.seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
         kind = CHOICES[type(body)]
-        given = (service.tokenizer, self.client.info["eos_token_ids"])
-        self.choices: list[Choice] = []
+        tokenizer = service.encoder.tokenizer
+        eos = self.client.info["eos_token_ids"]
+        self.choices = []
         for number, prompt in enumerate(prompts):
             own = body
             if body.seed is None:  # or equal prompts of a call would get equal answers
                 own = body.model_copy(update={"seed": self.seed + number})
-            first = len(self.choices)
-            siblings = [kind(self, first + i, own, prompt, *given) for i in range(body.n)]
+            first = number * body.n
+            siblings = [kind(self, first + i, own, prompt, tokenizer, eos) for i in range(body.n)]
             for choice in siblings:
                 choice.siblings = siblings
             self.choices += siblings
@@ -367,16 +367,16 @@ class Job:
             self.abort()
 
     def submit(self):
-        for choice in self.choices[:: self.body.n]:
-            if self.body.max_tokens != 0 or choice.num_prompt_logprobs is not None:
+        if self.body.max_tokens == 0 and self.body.num_prompt_logprobs is None:
+            for choice in self.choices:  # an echo of the prompt alone is no work for the engine
+                self.on_tokens(choice, [], "length", 0)
+        else:
+            for choice in self.choices[:: self.body.n]:
                 self.client.submit(choice.siblings)
-                continue
-            for sibling in choice.siblings:  # an echo of the prompt alone is no work for the engine
-                self.on_tokens(sibling, [], "length", 0)
 
     # what the engine's client calls
 
-    def on_tokens(self, choice: Choice, tokens: list[int], *output):
+    def on_tokens(self, choice, tokens, *output):
         """A step brought these tokens of a choice, and the rest of its row."""
         choice.add_tokens(tokens, *output)
         self.service.metrics.count_tokens(choice, len(tokens))
@@ -393,14 +393,14 @@ class Job:
     # its end
 
     def fail(self, error: ApiError):
-        """End the call, all its choices; of several errors the first is told."""
+        """End the call, all its choices; of several errors the first counts."""
         self.error = self.error or error
         self.is_done = True
         self.abort()
         self.changed.set()
 
     def abort(self):
-        is_gone = self.error is None or isinstance(self.error, ClientGone)
+        is_gone = isinstance(self.error, ClientGone | None)
         reason = "abort" if is_gone else "error"
         for choice in self.choices:
             if self.client.abort(choice):
@@ -434,8 +434,8 @@ class Job:
                 data = self.whole(compact)
             await send_json(send, data)
 
-    def whole(self, encode: Callable) -> bytes:
-        """All of it, one choice at a time."""
+    def whole(self, encode) -> bytes:
+        """All of it, as JSON, one choice at a time."""
         choices = ",".join(encode(choice.whole()) for choice in self.choices)
         rest = self.choices[0].beside() | {"usage": self.usage()}
         return f'{encode(self.head)[:-1]},"choices":[{choices}],{encode(rest)[1:]}'.encode()
@@ -492,7 +492,7 @@ class Job:
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": not is_done})
 
-    def events(self, choices: list[Choice], encode: Callable) -> list[str]:
+    def events(self, choices, encode) -> list[str]:
         """All that is new of these choices, as JSON."""
         head = self.head
         if self.body.stream_options.include_usage:
@@ -541,6 +541,6 @@ async def send_json(send, data: bytes):
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(data), SLICE):
-        part = data[start : start + SLICE]
-        more = start + SLICE < len(data)
-        await send({"type": "http.response.body", "body": part, "more_body": more})
+        end = start + SLICE
+        message = {"type": "http.response.body", "body": data[start:end]}
+        await send(message | {"more_body": end < len(data)})

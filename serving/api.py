@@ -7,7 +7,6 @@ answers.py, where the engine's tokens become text. Not run by itself: serve.py s
 each HTTP process. Only the rooms of HTTP import its packages.
 """
 
-import argparse
 import asyncio
 import contextlib
 import hashlib
@@ -34,10 +33,10 @@ from starlette.responses import JSONResponse, Response
 from serving import protocol, welcome
 from serving.answers import Job, send_json
 from serving.connection import ROOM_SECONDS, Connection, LastAnswers, check_head, make_room
-from serving.encoder import Encoder, EncoderBusy, read_ids
+from serving.encoder import EncoderBusy, read_ids
 from serving.metrics import Metrics
 from serving.protocol import ApiError, ClientGone, error_response
-from serving.workers import Seat, Workers
+from serving.workers import Seat
 from tokenizer import TokenizerError
 
 OPEN_PATHS = ("/livez", "/readyz", "/")  # for supervisors and newcomers: they need no key
@@ -45,7 +44,7 @@ LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to
 STOPPED = "the server stopped before this was finished"
 MODEL_PATH = "/v1/models/"  # before a model's name, which may have slashes of its own
 MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize, /detokenize and with many log-probabilities
-REQUEST_ID = "x-request-id"
+REQUEST_ID = b"x-request-id"
 
 
 def log(event: str, **fields):
@@ -61,23 +60,17 @@ def log(event: str, **fields):
 class Service:
     """
     What all calls share: the engine's client, the encoder, the flags, and whether new work is
-    accepted. `key_in_shell` is how a shell spells an API key, where there is one; `workers` are the
-    other HTTP processes, for the first.
+    accepted.
+
+    client, encoder    EngineClient and Encoder
+    args, keys         the flags, and the API keys
+    key_in_shell       how a shell spells a key, where there is one
+    seat, workers      what this HTTP process has of the others; the others, for the first one
     """
 
-    def __init__(
-        self,
-        client,
-        encoder: Encoder,
-        args: argparse.Namespace,
-        keys: list[str],
-        key_in_shell: str = "",
-        seat: Seat | None = None,
-        workers: Workers | None = None,
-    ):
+    def __init__(self, client, encoder, args, keys, key_in_shell="", seat=None, workers=None):
         self.client = client
         self.encoder = encoder
-        self.tokenizer = encoder.tokenizer
         self.args = args
         self.keys = keys
         self.key_in_shell = key_in_shell
@@ -88,7 +81,6 @@ class Service:
         self.metrics = Metrics(self.name)
         self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.draining = False
-        self.deadline = 0.0
         client.on_state = self.engine_changed
         if self.seat.is_first:  # every process hears them, but they count once
             client.on_stats = self.metrics.update
@@ -101,34 +93,30 @@ class Service:
             raise ApiError(503, f"the server is {state}: {why}", code=state)
 
     def check_room(self, count: int):
-        """
-        Raises ApiError for `count` choices more than the queue has room for: now (429), or ever
-        (400).
-        """
+        """Raises ApiError for more choices than the queue has room for, now (429) or ever (400)."""
         self.check_ready()  # again: the engine may have died while the prompts were encoded
-        # Of other HTTP processes' choices the engine tells now and then; it has the last word, see
-        # Job.on_refusal.
+        # Choices of other HTTP processes are known from the engine's last message. The engine has
+        # the last word, see Job.on_refusal.
         waiting = max(len(self.client.choices), self.client.at_work)
         capacity = self.client.info["max_num_seqs"] + self.args.max_queue
-        asked = f"{count} prompts x n"
         if count > capacity:
-            message = f"{asked} in one call, at most {capacity} are taken: split it"
-            raise ApiError(400, message, "prompt")
+            limit = f"at most {capacity} are taken: split it"
+            raise ApiError(400, f"{count} prompts x n in one call, {limit}", "prompt")
         if count + waiting > capacity:
-            message = f"{asked} beside {waiting} in work are more than {capacity}: try again later"
-            raise ApiError(429, message, code="queue_full")
+            full = f"beside {waiting} in work are more than {capacity}: try again later"
+            raise ApiError(429, f"{count} prompts x n {full}", code="queue_full")
 
-    async def parse_body(self, http: Request, kind: type[protocol.Body]) -> protocol.Body:
+    async def parse_body(self, http: Request, kind: type[protocol.Body]):
         """The call's JSON, as one of protocol.py's bodies, for this model. Raises ApiError."""
         # Against CSRF: a page of another origin may send other types without asking first.
         media_type = http.headers.get("content-type", "").partition(";")[0]
         if media_type.strip().lower() != "application/json":
-            wanted = "sent with the header Content-Type: application/json"
-            raise ApiError(400, f"the body must be JSON, {wanted}")
+            header = "Content-Type: application/json"
+            raise ApiError(400, f"the body must be JSON, sent with the header {header}")
         self.check_ready()  # before the body is read, as it is long perhaps
         limit = self.args.max_body_mib * 2**20
-        message = f"the body has more than {int(limit)} bytes: shorten it or raise --max-body-mib"
-        too_long = ApiError(413, message)
+        remedy = "shorten it or raise --max-body-mib"
+        too_long = ApiError(413, f"the body has more than {int(limit)} bytes: {remedy}")
         if int(http.headers.get("content-length", 0)) > limit:
             raise too_long
         data = bytearray()
@@ -151,10 +139,7 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
 
     def encoder_job(self, body) -> tuple[dict, int, str]:
-        """
-        The encoder's job for a body's texts or messages, how many characters they have, and the
-        field that they are in.
-        """
+        """The encoder's job for a body's texts or messages, how many characters, in which field."""
         if not body.messages:
             texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
             return {"texts": texts}, sum(map(len, texts)), "prompt"
@@ -166,7 +151,7 @@ class Service:
         options = {"add_generation_prompt": body.add_generation_prompt}
         return {"messages": messages, "options": options}, size, "messages"
 
-    async def ask_encoder(self, job: dict, size: int, param: str) -> tuple[dict, bytes]:
+    async def ask_encoder(self, job, size, param) -> tuple[dict, bytes]:
         """What encoder.py makes of a job. Raises ApiError, about the field `param`."""
         try:
             return await self.encoder.ask(job, size)
@@ -189,11 +174,11 @@ class Service:
         body.check_length(max(head["counts"]), limit)
         return read_ids(head, data)
 
-    # what the routes answer: an ASGI application each
+    # What the routes answer, an ASGI application each. `http` is Starlette's request.
 
-    async def complete(self, http: Request, body: protocol.SamplingRequest) -> Job:
-        count = 1 if body.messages else len(body.prompt)
-        self.check_room(count * body.n)  # before they are encoded: a million prompts take seconds
+    async def complete(self, http, body: protocol.SamplingRequest) -> Job:
+        num_prompts = 1 if body.messages else len(body.prompt)
+        self.check_room(num_prompts * body.n)  # now: to encode a million prompts takes seconds
         prompts = await self.encode(body)
         info = self.client.info
         body.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
@@ -205,17 +190,17 @@ class Service:
             log("request", id=job.id, **fields | {"seed": job.seed})
         return job
 
-    async def tokenize(self, http: Request, body: protocol.TokenizeRequest) -> Callable:
+    async def tokenize(self, http, body: protocol.TokenizeRequest):
         job, size, param = self.encoder_job(body)
         limit = self.client.info["max_model_len"]
         job["answer"] = {"names": body.return_token_strs, "max_model_len": limit}
         return self.encoders_answer(job, size, param)
 
-    async def detokenize(self, http: Request, body: protocol.DetokenizeRequest) -> Callable:
+    async def detokenize(self, http, body: protocol.DetokenizeRequest):
         protocol.check_vocabulary("tokens", body.tokens, self.client.info["vocab_size"])
         return self.encoders_answer({"tokens": body.tokens}, len(body.tokens), "tokens")
 
-    def encoders_answer(self, job: dict, size: int, param: str) -> Callable:
+    def encoders_answer(self, job, size, param):
         """
         The ASGI application that answers with the JSON which the encoder makes. Of long ones only a
         few are there at once, until their clients have read them: each may have 30 MB.
@@ -229,42 +214,40 @@ class Service:
 
         return answer
 
-    async def list_models(self, http: Request) -> Response:
+    async def list_models(self, http):
         return JSONResponse({"object": "list", "data": [self.describe_model()]})
 
-    async def show_model(self, http: Request) -> Response:
+    async def show_model(self, http):
         self.check_model(http.scope["path"].removeprefix(MODEL_PATH))
         return JSONResponse(self.describe_model())
 
     def describe_model(self) -> dict:
         """The model, as OpenAI's API describes one. Raises ApiError (503)."""
         self.check_ready()
+        limit = self.client.info["max_model_len"]
         model = {"id": self.name, "object": "model", "created": self.created}
-        return model | {
-            "owned_by": "pagedgpt",
-            "max_model_len": self.client.info["max_model_len"],
-        }
+        return model | {"owned_by": "pagedgpt", "max_model_len": limit}
 
-    async def show_welcome(self, http: Request) -> Response:
+    async def show_welcome(self, http):
         """The page for a browser, which asked for it under some name of ours."""
         url = f"{http.scope['scheme']}://{http.headers.get('host', '')}"
         state = "draining" if self.draining else self.client.state
         page = welcome.page(self.name, state, url, self.encoder.has_chat, bool(self.keys))
         return Response(page, headers=welcome.PAGE_HEADERS, media_type="text/html")
 
-    async def show_readiness(self, http: Request) -> Response:
+    async def show_readiness(self, http):
         self.check_ready()
         return JSONResponse({"status": "ready"})
 
-    async def show_liveness(self, http: Request) -> Response:
+    async def show_liveness(self, http):
         if trouble := self.client.trouble():
             raise ApiError(503, f"the engine is not alive: {trouble}", code="dead")
         return JSONResponse({"status": "alive"})
 
-    async def show_metrics(self, http: Request) -> Response:
+    async def show_metrics(self, http):
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    async def show_openapi(self, http: Request) -> Response:
+    async def show_openapi(self, http):
         return JSONResponse(openapi())
 
     # its life
@@ -322,9 +305,8 @@ class Service:
         elif not self.seat.is_first:
             return  # one process says it
         elif state == "ready" and not self.draining:
-            url = base_url(self.sock)
-            chats = self.encoder.has_chat
-            print(welcome.greeting(self.name, url, chats, self.key_in_shell), flush=True)
+            known = (self.name, base_url(self.sock), self.encoder.has_chat, self.key_in_shell)
+            print(welcome.greeting(*known), flush=True)
         elif state == "restarting":
             log("engine_died", reason=self.client.reason)
 
@@ -371,28 +353,30 @@ class Route(NamedTuple):
     """What answers a path: a method of Service, which gets the body where there is one."""
 
     handler: Callable
-    fields: str = ""  # of the JSON in the answer; "": it is text
+    fields: str = ""  # of the answer's JSON
     body: type[protocol.Body] | None = None
 
 
 COMPLETION = "id object created model choices usage"
 MODEL = "id object created owned_by max_model_len"
+TOKENS = "count max_model_len tokens"
 ROUTES = {
-    ("POST", "/v1/completions"): Route(Service.complete, COMPLETION, protocol.CompletionRequest),
-    ("POST", "/v1/chat/completions"): Route(Service.complete, COMPLETION, protocol.ChatRequest),
-    ("POST", "/tokenize"): Route(
-        Service.tokenize, "count max_model_len tokens", protocol.TokenizeRequest
-    ),
-    ("POST", "/detokenize"): Route(Service.detokenize, "prompt", protocol.DetokenizeRequest),
-    ("GET", "/v1/models"): Route(Service.list_models, "object data"),
-    ("GET", "/v1/models/{id}"): Route(Service.show_model, MODEL),
-    ("GET", "/"): Route(Service.show_welcome),
-    ("GET", "/livez"): Route(Service.show_liveness, "status"),
-    ("GET", "/readyz"): Route(Service.show_readiness, "status"),
-    ("GET", "/health"): Route(Service.show_readiness, "status"),
-    ("GET", "/metrics"): Route(Service.show_metrics),
-    ("GET", "/openapi.json"): Route(Service.show_openapi, "openapi info paths"),
+    "POST /v1/completions": Route(Service.complete, COMPLETION, protocol.CompletionRequest),
+    "POST /v1/chat/completions": Route(Service.complete, COMPLETION, protocol.ChatRequest),
+    "POST /tokenize": Route(Service.tokenize, TOKENS, protocol.TokenizeRequest),
+    "POST /detokenize": Route(Service.detokenize, "prompt", protocol.DetokenizeRequest),
+    "GET /v1/models": Route(Service.list_models, "object data"),
+    "GET /v1/models/{id}": Route(Service.show_model, MODEL),
+    "GET /": Route(Service.show_welcome),
+    "GET /livez": Route(Service.show_liveness, "status"),
+    "GET /readyz": Route(Service.show_readiness, "status"),
+    "GET /health": Route(Service.show_readiness, "status"),
+    "GET /metrics": Route(Service.show_metrics),
+    "GET /openapi.json": Route(Service.show_openapi, "openapi info paths"),
 }
+TEXTS = {"/": "text/html", "/metrics": "text/plain"}  # paths that answer with text
+TEXTS |= dict.fromkeys(("/v1/completions", "/v1/chat/completions"), "text/event-stream")
+REFUSED = ("400", "401", "403", "404", "405", "408", "413", "429", "503")  # statuses of refusals
 
 
 def openapi() -> dict:
@@ -402,36 +386,33 @@ def openapi() -> dict:
     """
     bodies = [(route.body, "validation") for route in ROUTES.values() if route.body]
     refs, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
-    refused = {"description": "what was wrong, and what to change"} | json_with("error")
-    statuses = ("400", "401", "403", "404", "405", "408", "413", "429", "503")
-    text = {"type": "string"}
+    refused = {"description": "what was wrong, and what to change"} | content(fields="error")
     paths = {}
-    for (method, path), route in ROUTES.items():
-        good = json_with(route.fields)
-        if not route.fields:
-            good = content("text/html" if path == "/" else "text/plain", text)
-        if path.endswith("completions"):
-            good["content"] |= content("text/event-stream", text)["content"]
-        good["description"] = "the answer"
-        call = {"responses": {"200": good} | dict.fromkeys(statuses, refused)}
+    for call, route in ROUTES.items():
+        method, path = call.split()
+        good = {"description": "the answer"} | content(route.fields, TEXTS.get(path))
+        described = {"responses": {"200": good} | dict.fromkeys(REFUSED, refused)}
         if route.body:
-            schema = refs[route.body, "validation"]
-            call["requestBody"] = {"required": True} | content("application/json", schema)
+            json_body = {"application/json": {"schema": refs[route.body, "validation"]}}
+            described["requestBody"] = {"required": True, "content": json_body}
         if path.endswith("{id}"):
-            call["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": text}]
-        paths[path] = {method.lower(): call}
+            id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+            described["parameters"] = [id]
+        paths[path] = {method.lower(): described}
     document = {"openapi": "3.1.0", "info": {"title": "pagedGPT", "version": "1"}}
     return document | {"paths": paths, "components": {"schemas": schemas["$defs"]}}
 
 
-def content(kind: str, schema: dict) -> dict:
-    return {"content": {kind: {"schema": schema}}}
-
-
-def json_with(fields: str) -> dict:
-    names = fields.split()
-    schema = {"type": "object", "required": names, "properties": {name: {} for name in names}}
-    return content("application/json", schema)
+def content(fields: str, text: str | None = None) -> dict:
+    """An answer: JSON with these fields, if any, or a text of this media type, if any."""
+    kinds = {}
+    if fields:
+        properties = {name: {} for name in fields.split()}
+        schema = {"type": "object", "required": [*properties], "properties": properties}
+        kinds["application/json"] = {"schema": schema}
+    if text:
+        kinds[text] = {"schema": {"type": "string"}}
+    return {"content": kinds}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -450,16 +431,15 @@ class Gate:
         digests = [hashlib.sha256(key.encode()).digest() for key in service.keys]
         self.salts = {digest: f"key {i}" for i, digest in enumerate(digests)}
         hosts = ["localhost", self.args.host, *self.args.allowed_hosts]
-        self.hosts = {host.lower() for host in hosts}
+        self.hosts = set(map(str.lower, hosts))
         # Pages of these origins may read what is answered, errors too, and ask first, without the
         # key, if they may.
-        self.origins = frozenset(self.args.allowed_origins)
         self.shared = CORSMiddleware(
             self.respond,
-            allow_origins=self.origins,
+            allow_origins=self.args.allowed_origins,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID, "retry-after"),
+            expose_headers=(REQUEST_ID.decode(), "retry-after"),
             allow_private_network=True,
         )
 
@@ -469,24 +449,24 @@ class Gate:
         answer.
         """
         headers = dict(scope["headers"])
-        id = request_id(headers.get(REQUEST_ID.encode(), b""))
+        id = request_id(headers.get(REQUEST_ID, b""))
         scope["request_id"] = id
-        scope["logged"] = {"id": id}  # more that the log is to say of this call
+        # what the log is to say of this call
+        scope["logged"] = {"method": scope["method"], "path": scope["path"][:200], "id": id}
 
         async def send_named(message):
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (REQUEST_ID.encode(), id.encode())]
+                message["headers"] = [*message["headers"], (REQUEST_ID, id.encode())]
                 scope["is_answered"] = True
             await send(message)
 
-        origin = headers.get(b"origin")
-        respond = self.shared if self.is_allowed(origin) else self.respond
+        respond = self.shared if self.is_allowed(headers.get(b"origin")) else self.respond
         await respond(scope, receive, send_named)
 
     async def respond(self, scope, receive, send):
         started = time.perf_counter()
         status = 200
-        error: ApiError | None = None
+        error = None
         try:
             check_head(scope["headers"])
             scope["salt"] = self.admit(scope)
@@ -502,40 +482,37 @@ class Gate:
                 raise  # a bug: uvicorn logs its traceback
         finally:
             ms = round(1000 * (time.perf_counter() - started), 1)
-            called = {"method": scope["method"], "path": scope["path"][:200]}
-            why = {"error": error.reason} if error else {}
-            self.note_end(scope["client"], status, called | {"ms": ms} | scope["logged"] | why)
+            logged = scope["logged"] | {"ms": ms}
+            if error:
+                logged["error"] = error.reason
+            self.note_end(scope["client"], status, logged)
 
-    async def answer_to(self, http: Request) -> Callable:
+    async def answer_to(self, http: Request):
+        """The ASGI application that answers a call. Raises ApiError."""
         route = self.route(http.method, http.scope["path"])
-        if not route.body:
-            return await route.handler(self.service, http)
-        body = await self.service.parse_body(http, route.body)
-        return await route.handler(self.service, http, body)
+        bodies = [await self.service.parse_body(http, route.body)] if route.body else []
+        return await route.handler(self.service, http, *bodies)
 
-    def not_http(self, client: tuple[str, int] | None, why: str):
+    def not_http(self, client, why: str):
         """
         A connection was answered with a 400 and closed: no call, but counted and logged like one.
         """
         self.note_end(client, 400, {"error": why})
 
-    def note_end(self, client: tuple[str, int] | None, status: int, fields: dict):
+    def note_end(self, client, status: int, logged: dict):
         self.service.metrics.count_answer(status)
-        if self.args.access_log and fields.get("path") not in OPEN_PATHS:
-            log("access", client=(client or [None])[0], status=status, **fields)
+        if self.args.access_log and logged.get("path") not in OPEN_PATHS:
+            log("access", client=client and client[0], status=status, **logged)
 
     def route(self, method: str, path: str) -> Route:
-        """
-        Raises ApiError (404, 405) that says what to call instead.
-        """
+        """Raises ApiError (404, 405) that says what to call instead."""
         is_model = path.startswith(MODEL_PATH) and path != MODEL_PATH
         known = "/v1/models/{id}" if is_model else path
-        # to HEAD, uvicorn sends the headers alone
-        call = ("GET" if method == "HEAD" else method, known)
-        if call in ROUTES:
-            return ROUTES[call]
-        message = welcome.not_found(method, path, list(ROUTES))
-        methods = [method for method, other in ROUTES if other == known]
+        if route := ROUTES.get(f"{'GET' if method == 'HEAD' else method} {known}"):
+            return route  # to HEAD, uvicorn sends the headers alone
+        calls = [call.split() for call in ROUTES]
+        message = welcome.not_found(method, path, calls)
+        methods = [method for method, other in calls if other == known]
         if not methods:
             raise ApiError(404, message)
         if "GET" in methods:
@@ -546,9 +523,7 @@ class Gate:
         """
         Whether --allowed-origins has the origin of the page that calls; null is one like any other.
         """
-        if origin is None:
-            return False
-        return "*" in self.origins or origin.decode("latin-1") in self.origins
+        return origin is not None and self.shared.is_allowed_origin(origin.decode("latin-1"))
 
     def admit(self, scope) -> str:
         """The salt of the client's part of the prefix cache. Raises ApiError (401, 403)."""
@@ -564,7 +539,7 @@ class Gate:
                 return salt
         message = "send a valid API key: Authorization: Bearer KEY"
         asked = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, message, code="invalid_api_key", headers=asked)
+        raise ApiError(401, message, None, "invalid_api_key", asked)
 
     def check_host(self, host: str):
         """
@@ -575,7 +550,7 @@ class Gate:
             message = f"the Host {host!r:.200} is not served here: --allowed-hosts adds names"
             raise ApiError(403, message)
 
-    def check_origin(self, scheme: str, headers: dict[bytes, bytes]):
+    def check_origin(self, scheme: str, headers):
         """
         Against CSRF: raises ApiError (403) for a page of another origin (scheme, host and port)
         than ours and those allowed.
@@ -589,8 +564,8 @@ class Gate:
         raise ApiError(403, f"pages of another origin, {name!r}, are not served here: {remedy}")
 
 
-def refusal_of(problem: BaseException, scope) -> ApiError:
-    """What to tell the client of whatever ended its call."""
+def refusal_of(problem, scope) -> ApiError:
+    """The error that a client gets when this exception has ended its call."""
     match problem:
         case ApiError():
             return problem

@@ -69,10 +69,10 @@ class EngineClient(asyncio.Protocol):
         self.start = start
         self.may_restart = True
         self.state = "loading"
-        self.info: dict = {}
+        self.info = {}
         self.reason = ""
         self.at_work = 0
-        self.choices: dict = {}  # the request's id -> the answers.Choice that waits for its tokens
+        self.choices = {}  # the request's id -> the answers.Choice that waits for its tokens
         self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
         self.heard = time.monotonic()
         self.is_paused = False  # between two rounds
@@ -82,7 +82,7 @@ class EngineClient(asyncio.Protocol):
     def _connect(self):
         self.incoming = Messages()
         # messages that the link has no room for, by what they say of which request: "abort 5.1"
-        self.unsent: dict[str, bytes] = {}
+        self.unsent = {}
         self.is_full = False
         self.last_words = ""
         self.transport = None
@@ -116,8 +116,8 @@ class EngineClient(asyncio.Protocol):
             self.choices[engine_id] = choice
         first = choices[0]
         body = first.body
-        options = {"n": len(choices), "priority": body.priority, "cache_salt": first.job.salt}
-        options["prompt_logprobs"] = body.num_prompt_logprobs
+        options = {"n": len(choices), "priority": body.priority}
+        options |= {"cache_salt": first.job.salt, "prompt_logprobs": body.num_prompt_logprobs}
         params = body.sampling_params(self.info["max_model_len"] - len(first.prompt))
         self._write(op="add", id=id, prompt=first.prompt, params=params, options=options)
 
@@ -142,8 +142,9 @@ class EngineClient(asyncio.Protocol):
             return
         ids = ids_of_choices(first, choice.body.n)
         if not any(id in self.choices for id in ids):
-            for name in (f"add {first}", *(f"abort {id}" for id in ids)):
-                self.unsent.pop(name, None)
+            del self.unsent[f"add {first}"]
+            for id in ids:
+                self.unsent.pop(f"abort {id}", None)
 
     def refuse_all(self, kind: str, message: str):
         """End everything that waits, as if the engine refused it."""
@@ -192,7 +193,7 @@ class EngineClient(asyncio.Protocol):
         if not messages:
             return
         self.heard = started
-        rows: dict[str, list] = {}
+        rows = {}  # by request
         for message in messages:
             if message["op"] == "step":
                 self._add_step(rows, message)
@@ -201,9 +202,8 @@ class EngineClient(asyncio.Protocol):
                 rows = {}
                 self._on_message(message)
         self._deliver(rows)
-        # The tasks that this wakes come first, then this; at the end of this turn of the loop what
-        # they wrote is sent; then it looks for what has arrived, reads that, and comes to what was
-        # called last.
+        # The round ends two turns of the event loop from now: in the first the tasks that this woke
+        # run, and write; then what has arrived meanwhile is read; then `_pause` is called.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._pause, self.transport, started)
 
@@ -214,7 +214,7 @@ class EngineClient(asyncio.Protocol):
 
     # what the engine says
 
-    def _add_step(self, rows: dict[str, list], message: dict):
+    def _add_step(self, rows, message):
         """Add a step's rows to those of the steps before it."""
         for row in message["out"]:
             earlier = rows.setdefault(row[0], row)
@@ -223,7 +223,7 @@ class EngineClient(asyncio.Protocol):
         self.at_work = message["stats"]["at_work"]
         self.on_stats(message["stats"])
 
-    def _deliver(self, rows: dict[str, list]):
+    def _deliver(self, rows):
         for id, tokens, finish_reason, *more in rows.values():
             choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
             if not choice:
@@ -232,7 +232,7 @@ class EngineClient(asyncio.Protocol):
             if choice.finish_reason:  # perhaps for a stop string, unknown to the engine
                 self.abort(choice)
 
-    def _on_message(self, message: dict):
+    def _on_message(self, message):
         match message.pop("op"):
             case "ready":
                 self.state = "ready"
@@ -244,7 +244,7 @@ class EngineClient(asyncio.Protocol):
             case "fatal":
                 self.last_words = message["message"]
 
-    def _pause(self, transport: asyncio.Transport, started: float):
+    def _pause(self, transport, started: float):
         """
         After a round that began at `started`, leave the engine's messages where they are for a
         while.
@@ -255,7 +255,7 @@ class EngineClient(asyncio.Protocol):
             transport.pause_reading()
             asyncio.get_running_loop().call_later(pause, self._resume, transport)
 
-    def _resume(self, transport: asyncio.Transport):
+    def _resume(self, transport):
         self.is_paused = False
         if transport is self.transport:  # else it is closed
             transport.resume_reading()

@@ -26,10 +26,11 @@ from serving.workers import METRICS_FOLDER
 # histograms of several servers can be added up only if their bounds agree.
 TOKEN_GAPS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4]
 TOKEN_GAPS += [0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
-FIRST_TOKENS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5]
-FIRST_TOKENS += [10, 20, 40, 80, 160, 640, 2560]
-LATENCIES = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5]
-LATENCIES += [5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
+FIRST_TOKENS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1]
+FIRST_TOKENS += [2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560]
+LATENCIES = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5]
+LATENCIES += [2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240]
+LATENCIES += [480, 960, 1920, 7680]
 LENGTHS = [m * 10**e for e in range(6) for m in (1, 2, 5)]  # 1 to 500,000 tokens
 
 
@@ -38,9 +39,9 @@ class Metrics:
 
     def __init__(self, model_name: str):
         self.registry = CollectorRegistry()
-        self.totals: dict[str, int] = {}  # what the engine said last of each of its counters
+        self.totals = {}  # what the engine said last of each of its counters
 
-        def metric(kind, name: str, about: str, **options):
+        def metric(kind, name, about, **options):
             labels = ["model_name"]
             made = kind(f"vllm:{name}", about, labels, registry=self.registry, **options)
             return made.labels(model_name)
@@ -76,16 +77,15 @@ class Metrics:
         # of each choice that has finished
         length = partial(metric, Histogram, buckets=LENGTHS)
         self.latency = timing("e2e_request_latency_seconds", "From the request to its last token.")
-        self.decode_time = timing(
-            "request_decode_time_seconds", "From the first token to the last."
-        )
+        self.decode_time = timing("request_decode_time_seconds", "From the first to the last.")
         self.prompt_length = length("request_prompt_tokens", "Tokens of a choice's prompt.")
         self.generation_length = length("request_generation_tokens", "Tokens of a choice.")
 
         # of each prompt whose n choices have finished
         about = "Tokens of the longest of n choices."
         self.longest_choice = length("request_max_num_generation_tokens", about)
-        self.num_choices = histogram("request_params_n", "The field n.", buckets=(1, 2, 5, 10, 20))
+        buckets = (1, 2, 5, 10, 20)
+        self.num_choices = histogram("request_params_n", "The field n.", buckets=buckets)
         self.max_tokens = length("request_params_max_tokens", "The field max_tokens, if given.")
 
         labels = ["model_name", "finished_reason"]
@@ -109,7 +109,7 @@ class Metrics:
             MultiProcessCollector(registry)
         return generate_latest(registry)
 
-    def count_tokens(self, choice, num_tokens: int):
+    def count_tokens(self, choice, num_tokens):
         """A step, or several at once, brought so many tokens of a choice (answers.Choice)."""
         now = time.monotonic()
         self.generation_tokens.inc(num_tokens)
@@ -142,7 +142,7 @@ class Metrics:
         if status >= 400 and status != 499:
             self.refused(status).inc()
 
-    def update(self, stats: dict):
+    def update(self, stats):
         """
         Show what Engine.stats() says. Its totals begin at 0 again when the engine is started again;
         Prometheus' counters must not fall, so theirs go on.

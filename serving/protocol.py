@@ -19,7 +19,7 @@ import json
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -39,7 +39,7 @@ from serving.params import BIAS, RANGES, SamplingParams
 # What OpenAI calls the kinds of error; a client library turns status and type into an exception of
 # its own.
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-RETRY_SECONDS = {429: "1", 503: "1"}  # when to try again, for the statuses of a passing trouble
+RETRY = {"Retry-After": "1"}  # seconds; for 429 and 503, which are trouble that passes
 
 # Accepted for other servers' sake: they change nothing in the answer. They are about bills, caches
 # and statistics, or (verbosity, prediction) hints that a server may follow or not.
@@ -77,7 +77,7 @@ MAX_CHOICES = 128  # of a prompt: `n`
 MAX_PROMPTS = 4096
 MAX_MESSAGES = 4096
 MAX_PRIORITY = 1000
-INT32 = 2**31  # counts are below: sums of them can be told, those of JSON's longest numbers cannot
+INT32 = 2**31  # counts are below, or their sums could be too long to print: JSON has no limit
 
 
 # --------------------------------------------------------------------------------------------------
@@ -118,10 +118,12 @@ def error_body(error: ApiError) -> bytes:
 
 
 def error_response(error: ApiError) -> Response:
-    headers = dict(error.headers or {})
-    if error.status in RETRY_SECONDS:
-        headers["Retry-After"] = RETRY_SECONDS[error.status]
+    headers = RETRY if error.status in (429, 503) else error.headers
     return Response(error_body(error), error.status, headers, "application/json")
+
+
+def bad_field(name: str, problem: str) -> ApiError:
+    return ApiError(400, f"{name} {problem}", name)
 
 
 def body_refusal(found: ValidationError) -> ApiError:
@@ -132,20 +134,20 @@ def body_refusal(found: ValidationError) -> ApiError:
     error = found.errors(include_url=False)[0]
     kind = error["type"]
     path = [str(part)[:200] for part in error["loc"]]  # a name may be as long as the body
-    if kind == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {error['ctx']['error']}")
     if kind in REFUSALS:
         path.append(error["ctx"]["field"])
-    if not path:
-        return ApiError(400, "the body must be a JSON object")
     name = ".".join(path)  # stop.1
-    if kind in REFUSALS:
+    if kind == "json_invalid":
+        message = f"the body is not JSON: {error['ctx']['error']}"
+    elif kind in REFUSALS:
         message = REFUSALS[kind].format(name=name, remedy=error["ctx"]["remedy"])
+    elif not path:
+        message = "the body must be a JSON object"
     elif kind == "missing":
         message = f"{name} is missing"
     else:
         message = f"{name}: {error['msg'].lower()}, got {reprlib.repr(error['input'])}"
-    return ApiError(400, message, path[0])
+    return ApiError(400, message, path[0] if path else None)
 
 
 # Refusals by our own validators inside of lists and objects, where only pydantic knows the way to
@@ -168,46 +170,45 @@ def refusal(kind: str, field: str, remedy: str) -> PydanticCustomError:
 # The kinds of values
 
 
-def is_list_of(kind: type, items: Any) -> bool:
+def is_list_of(kind: type, items) -> bool:
     """Whether it is a list of this very type; isinstance would take True for an int."""
     return isinstance(items, list) and set(map(type, items)) <= {kind}
 
 
-def list_of_prompts(value: Any) -> list[str | list[int]]:
+def list_of_prompts(value) -> list:
     """
     Bring the four forms of `prompt` into one: a list of texts, or a list of lists of token ids.
     """
     is_one = isinstance(value, str) or is_list_of(int, value)
     prompts = [value] if is_one else value
     if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:  # before each is looked at
-        message = f"prompt has {len(prompts)} prompts, at most {MAX_PROMPTS} are taken: split it"
-        raise ApiError(400, message, "prompt")
+        most = f"at most {MAX_PROMPTS} are taken: split it"
+        raise bad_field("prompt", f"has {len(prompts)} prompts, {most}")
     of_ids = is_list_of(list, prompts) and all(is_list_of(int, prompt) for prompt in prompts)
     if not (of_ids or is_list_of(str, prompts)):
         forms = "a string, a list of strings, a list of token ids, or a list of such lists"
-        raise ApiError(400, f"prompt must be {forms}", "prompt")
+        raise bad_field("prompt", f"must be {forms}")
     if not all(prompts):
-        message = "prompt is empty: give at least one character or token id for each answer"
-        raise ApiError(400, message, "prompt")
+        remedy = "give at least one character or token id for each answer"
+        raise bad_field("prompt", f"is empty: {remedy}")
     return prompts
 
 
-def bias_of_ids(value: Any) -> dict[int, float]:
+def bias_of_ids(value) -> dict[int, float]:
     """JSON's keys are texts: {"50256": -100} becomes {50256: -100.0}."""
+    name = "logit_bias"
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        message = f"logit_bias must be an object of at most {MAX_BIASES} token ids"
-        raise ApiError(400, message, "logit_bias")
+        raise ApiError(400, f"{name} must be an object of at most {MAX_BIASES} token ids", name)
     for token, bias in value.items():
         if not (token.isascii() and token.isdecimal() and len(token) < 12):
-            raise ApiError(400, f"logit_bias: {token!r:.200} is no token id", "logit_bias")
+            raise ApiError(400, f"{name}: {token!r:.200} is no token id", name)
         if not BIAS.admits(bias):
             wanted = f"number from {BIAS.bounds['ge']} to {BIAS.bounds['le']}"
-            message = f"logit_bias: {reprlib.repr(bias)} is no {wanted}"
-            raise ApiError(400, message, "logit_bias")
+            raise ApiError(400, f"{name}: {reprlib.repr(bias)} is no {wanted}", name)
     return {int(token): float(bias) for token, bias in value.items()}
 
 
-def content_text(value: Any) -> Any:
+def content_text(value):
     """A message's content: a text, or parts of which each is a text."""
     if not isinstance(value, list):
         return value
@@ -223,7 +224,7 @@ def content_text(value: Any) -> Any:
     return "".join(texts)
 
 
-def list_of_stops(value: Any) -> Any:
+def list_of_stops(value):
     return [value] if isinstance(value, str) else value
 
 
@@ -244,9 +245,7 @@ def check_vocabulary(param: str, tokens: Iterable[int], vocab_size: int):
 
 
 AnyPrompt = str | list[str] | list[int] | list[list[int]]
-Prompts = Annotated[
-    list[str | list[int]], PlainValidator(list_of_prompts, json_schema_input_type=AnyPrompt)
-]
+Prompts = Annotated[list, PlainValidator(list_of_prompts, json_schema_input_type=AnyPrompt)]
 # fail_fast: a finding for each of a million wrong items would hold up the event loop for seconds
 Ids = Annotated[list[int], Field(fail_fast=True)]
 # a client may repeat its ids for ever
@@ -282,12 +281,12 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    ignored: ClassVar[set[str]] = IGNORED
-    neutral: ClassVar[dict] = {}
+    ignored: ClassVar = IGNORED
+    neutral: ClassVar = {}
 
     @model_validator(mode="before")
     @classmethod
-    def drop_what_asks_for_nothing(cls, body: Any) -> Any:
+    def drop_what_asks_for_nothing(cls, body):
         """
         The first field that is left and unknown ends it here: pydantic would first collect all of
         them, which takes seconds for the hundred thousands that a body can hold.
@@ -295,8 +294,8 @@ class Body(BaseModel):
         if not isinstance(body, dict):
             return body
         given = {}
-        # Clients that send tools send fields beside them that mean nothing without: of tools they
-        # are to be told.
+        # Clients that send tools send fields beside them that mean nothing without: the refusal is
+        # to be about the tools.
         for name in [*(body.keys() & {"tools"}), *body]:
             value = body[name]
             if value is None or name in cls.ignored:
@@ -310,7 +309,7 @@ class Body(BaseModel):
         return given
 
     @classmethod
-    def check_neutral(cls, name: str, value: Any):
+    def check_neutral(cls, name: str, value):
         neutral = cls.neutral[name]
         same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # to Python True is 1
         if value != neutral or not same_kind:
@@ -326,7 +325,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    ignored: ClassVar[set[str]] = {"include_obfuscation"}  # OpenAI's random padding of chunks
+    ignored: ClassVar = {"include_obfuscation"}  # OpenAI's random padding of chunks
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # only beside include_usage, as in vLLM
@@ -369,17 +368,14 @@ class SamplingRequest(Body):
     @model_validator(mode="after")
     def check_combinations(self):
         if "stream_options" in self.model_fields_set and not self.stream:
-            message = "stream_options is for streams: send stream true or leave it out"
-            raise ApiError(400, message, "stream_options")
+            raise bad_field("stream_options", "is for streams: send stream true or leave it out")
         if self.prompt_logprobs is not None and self.stream:
-            message = "prompt_logprobs is not for streams: send stream false"
-            raise ApiError(400, message, "prompt_logprobs")
+            raise bad_field("prompt_logprobs", "is not for streams: send stream false")
         if self.max_tokens == 0 and not self.echo:
-            message = "max_tokens is 0, wanted at least 1; 0 is only for echo"
-            raise ApiError(400, message, "max_tokens")
+            raise bad_field("max_tokens", "is 0, wanted at least 1; 0 is only for echo")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            message = f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}"
-            raise ApiError(400, message, "min_tokens")
+            above = f"is {self.min_tokens}, above max_tokens, {self.max_tokens}"
+            raise bad_field("min_tokens", above)
         return self
 
     @property
@@ -402,9 +398,7 @@ class SamplingRequest(Body):
         params["top_k"] = max(self.top_k, 0)
         return params
 
-    def check_fits(
-        self, prompts: list[list[int]], vocab_size: int, max_model_len: int, eos_token_ids=()
-    ):
+    def check_fits(self, prompts, vocab_size: int, max_model_len: int, eos_token_ids=()):
         """
         Refuse at once what the model can never take: ApiError (400) with wanted, available, what to
         change.
@@ -416,8 +410,7 @@ class SamplingRequest(Body):
         listed = len(self.allowed_token_ids or ()) * len(prompts)
         if listed > MAX_ALLOWED:
             most = f"at most {MAX_ALLOWED} are taken: split the call"
-            message = f"allowed_token_ids of all prompts are {listed}, {most}"
-            raise ApiError(400, message, "allowed_token_ids")
+            raise bad_field("allowed_token_ids", f"of all prompts are {listed}, {most}")
         stops = {*self.stop_token_ids, *eos_token_ids}
         allowed = self.allowed_token_ids or range(vocab_size)
         if self.min_tokens and all(token in stops for token in allowed):
@@ -451,8 +444,8 @@ class SamplingRequest(Body):
 
     def num_scores(self, prompt_length: int, max_model_len: int) -> int:
         """
-        The most log-probabilities that an answer to such a prompt can have; each choice tells the
-        prompt's too.
+        The most log-probabilities that an answer to such a prompt can have; each choice repeats
+        the prompt's.
         """
         most_tokens = max_model_len - prompt_length if self.max_tokens is None else self.max_tokens
         scores = 0
@@ -466,7 +459,7 @@ class SamplingRequest(Body):
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
-    neutral: ClassVar[dict] = NEUTRAL
+    neutral: ClassVar = NEUTRAL
 
     prompt: Prompts
     max_tokens: int | None = Field(SamplingParams.max_tokens, ge=0, lt=INT32)  # 0: score the prompt
@@ -475,7 +468,7 @@ class CompletionRequest(SamplingRequest):
     echo: bool = False
     # changes nothing: tokenizers that would add some are refused at start
     add_special_tokens: bool = True
-    messages: ClassVar[tuple] = ()
+    messages: ClassVar = ()
 
     @property
     def num_logprobs(self) -> int | None:
@@ -487,7 +480,7 @@ class CompletionRequest(SamplingRequest):
 
 class Message(Body):
     model_config = ConfigDict(extra="ignore")  # besides the neutral ones
-    neutral: ClassVar[dict] = NEUTRAL_IN_MESSAGE
+    neutral: ClassVar = NEUTRAL_IN_MESSAGE
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -503,10 +496,10 @@ class ChatRequest(SamplingRequest):
     allows.
     """
 
-    # without tools, of which clients are told first
-    ignored: ClassVar[set[str]] = IGNORED | {"parallel_tool_calls"}
-    neutral: ClassVar[dict] = NEUTRAL_IN_CHAT
-    echo: ClassVar[bool] = False
+    # it means nothing without tools, and these are refused first
+    ignored: ClassVar = IGNORED | {"parallel_tool_calls"}
+    neutral: ClassVar = NEUTRAL_IN_CHAT
+    echo: ClassVar = False
 
     messages: Messages = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
@@ -519,7 +512,7 @@ class ChatRequest(SamplingRequest):
 
     @model_validator(mode="before")
     @classmethod
-    def prefer_the_newer_name(cls, body: Any) -> Any:
+    def prefer_the_newer_name(cls, body):
         if isinstance(body, dict) and body.get("max_completion_tokens") is not None:
             return body | {"max_tokens": body["max_completion_tokens"]}
         return body
@@ -527,8 +520,7 @@ class ChatRequest(SamplingRequest):
     @model_validator(mode="after")
     def check_logprobs(self):
         if self.top_logprobs is not None and not self.logprobs:
-            message = "top_logprobs needs logprobs: send logprobs true or leave it out"
-            raise ApiError(400, message, "top_logprobs")
+            raise bad_field("top_logprobs", "needs logprobs: send logprobs true or leave it out")
         return self
 
     @property
@@ -540,7 +532,7 @@ class ChatRequest(SamplingRequest):
 class TokenizeRequest(Body):
     """POST /tokenize: a prompt, or the messages of a chat."""
 
-    neutral: ClassVar[dict] = NEUTRAL_IN_TEMPLATES
+    neutral: ClassVar = NEUTRAL_IN_TEMPLATES
     model: str | None = None
     prompt: str | None = None
     messages: Messages = Field([], min_length=1, max_length=MAX_MESSAGES)
