@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import model
+import checkpoint
 import serve
 from serving import (
     api,  # before a test names a folder of metrics, which is read when it is imported
@@ -147,7 +147,7 @@ def built(monkeypatch):
         return vars(made) | vars(settings)
 
     monkeypatch.setattr(engine, "Engine", lambda made, settings: (made, settings))
-    monkeypatch.setattr(model, "load_checkpoint", load)
+    monkeypatch.setattr(checkpoint, "load_checkpoint", load)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return build
 
