@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 # --------------------------------------------------------------------------------------------------
 # Operators
@@ -72,21 +73,17 @@ class Ops(NamedTuple):
 class WholeTexts(NamedTuple):
     """A batch for training and for the reference: whole texts side by side, without a KV cache."""
 
-    tokens: torch.Tensor  # (B, T) int64
-    positions: torch.Tensor  # (T,) int64
+    tokens: Tensor  # (B, T) int64
+    positions: Tensor  # (T,) int64
     ops: Ops
     dropout: float = 0.0  # of attention weights
 
 
-def embed(
-    tokens: torch.Tensor, positions: torch.Tensor, wte: nn.Embedding, wpe: nn.Embedding
-) -> torch.Tensor:
+def embed(tokens: Tensor, positions: Tensor, wte: nn.Embedding, wpe: nn.Embedding) -> Tensor:
     return wte(tokens) + wpe(positions)
 
 
-def add_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, norm: nn.Module
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """
     Residual connection and pre-norm: what a layer adds to x is added where the next norm reads x.
     """
@@ -95,14 +92,12 @@ def add_norm(
     return x, norm(x)
 
 
-def project_qkv(y: torch.Tensor, attention: "Attention", kv: None, batch: WholeTexts):
+def project_qkv(y: Tensor, attention: "Attention", kv: None, batch: WholeTexts):
     q, k, v = attention.heads(attention.c_attn(y))
     return q, (k, v)
 
 
-def attend(
-    q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], batch: WholeTexts
-) -> torch.Tensor:
+def attend(q: Tensor, kv: tuple[Tensor, Tensor], batch: WholeTexts) -> Tensor:
     """Causal attention of each token to itself and what came before it in its text."""
     _, T, H, _ = q.shape
     k, v = kv  # (B, T, Hk, D)
@@ -117,7 +112,7 @@ def attend(
     return mixed.transpose(1, 2)
 
 
-def attention(q, k, v, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0):
+def attention(q, k, v, attn_mask: Tensor | None = None, dropout_p: float = 0.0):
     """
     Scaled dot-product attention (Vaswani et al. 2017) spelled out: q (.., n, D), k and v (.., C, D),
     attn_mask broadcasting to (.., n, C): 0 where a query may see a key, else -inf; None: it sees
@@ -136,12 +131,12 @@ def attention(q, k, v, attn_mask: torch.Tensor | None = None, dropout_p: float =
     return (weights @ v).to(dtype)
 
 
-def linear(x: torch.Tensor, layer: nn.Module, activation: str | None = None, partial_sums=False):
+def linear(x: Tensor, layer: nn.Module, activation: str | None = None, partial_sums=False):
     y = layer(x)
     return ACTIVATIONS[activation](y) if activation else y
 
 
-def loss(x: torch.Tensor, layer: nn.Module, targets: torch.Tensor) -> torch.Tensor:
+def loss(x: Tensor, layer: nn.Module, targets: Tensor) -> Tensor:
     """
     Mean cross-entropy in nats of the logits layer(x): x (B, T, C), targets (B, T) int64, -100 where
     there is none.
@@ -223,22 +218,25 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
+        C = config.n_embd
         self.H = config.n_head
         self.Hk = config.n_kv_head
         self.D = config.head_size
-        self.c_attn = nn.Linear(config.n_embd, (self.H + 2 * self.Hk) * self.D, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        heads = self.H + 2 * self.Hk
+        self.c_attn = nn.Linear(C, heads * self.D, bias=config.bias)
+        self.c_proj = nn.Linear(C, C, bias=config.bias)
 
-    def forward(self, y: torch.Tensor, kv, batch) -> torch.Tensor:
+    def forward(self, y: Tensor, kv, batch) -> Tensor:
         q, kv = batch.ops.project_qkv(y, self, kv, batch)
         mixed = batch.ops.attend(q, kv, batch)  # (..., T, H, D)
         mixed = mixed.flatten(-2)  # (..., T, C)
         return batch.ops.linear(mixed, self.c_proj, partial_sums=True)
 
-    def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """(..., T, (H + 2 Hk) D) -> q (..., T, H, D), k and v (..., T, Hk, D), views"""
-        heads = qkv.view(*qkv.shape[:-1], self.H + 2 * self.Hk, self.D)
-        return heads.split_with_sizes((self.H, self.Hk, self.Hk), -2)
+        sizes = (self.H, self.Hk, self.Hk)
+        heads = qkv.view(*qkv.shape[:-1], sum(sizes), self.D)  # (..., T, H + 2 Hk, D)
+        return heads.split_with_sizes(sizes, -2)
 
 
 class MLP(nn.Module):
@@ -248,13 +246,18 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        C = config.n_embd
         self.activation = config.activation
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(C, 4 * C, bias=config.bias)
+        self.c_proj = nn.Linear(4 * C, C, bias=config.bias)
 
-    def forward(self, y: torch.Tensor, ops: Ops) -> torch.Tensor:
+    def forward(self, y: Tensor, ops: Ops) -> Tensor:
         wide = ops.linear(y, self.c_fc, activation=self.activation)  # (..., T, 4 C)
         return ops.linear(wide, self.c_proj, partial_sums=True)
+
+
+def layer_norm(config: GPTConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
 
 
 class Block(nn.Module):
@@ -266,14 +269,13 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        norm = partial(nn.LayerNorm, config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
-        self.ln_1 = norm()
+        self.ln_1 = layer_norm(config)
         self.attn = Attention(config)
-        self.ln_2 = norm()
+        self.ln_2 = layer_norm(config)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, kv, batch):
+    def forward(self, x: Tensor, delta: Tensor | None, kv, batch):
         x, y = batch.ops.add_norm(x, delta, self.ln_1)
         delta = self.drop(self.attn(y, kv, batch))
         x, y = batch.ops.add_norm(x, delta, self.ln_2)
@@ -289,7 +291,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.context_length, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.ln_f = layer_norm(config)
         self.apply(self._init_weights)
         # tied weights: the head compares with the embeddings, and has no weights of its own
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
@@ -305,22 +307,24 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, Attention | MLP):
-            nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            shrunk = 0.02 / math.sqrt(2 * self.config.n_layer)
+            nn.init.normal_(module.c_proj.weight, std=shrunk)
 
-    def hidden(self, batch, kv) -> torch.Tensor:
+    def hidden(self, batch, kv) -> Tensor:
         """
         The decoder up to the head: normalised (..., T, C). `batch` is a `WholeTexts` or, to serve,
         a `kernels.Batch`; `kv` has something for each layer: None, or its part of the pool, in
         which the new K and V are stored.
         """
-        x = self.drop(batch.ops.embed(batch.tokens, batch.positions, self.wte, self.wpe))
+        x = batch.ops.embed(batch.tokens, batch.positions, self.wte, self.wpe)
+        x = self.drop(x)  # (..., T, C)
         delta = None
         for block, kv_of_layer in zip(self.h, kv, strict=True):
             x, delta = block(x, delta, kv_of_layer, batch)
         _, y = batch.ops.add_norm(x, delta, self.ln_f)
         return y
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None, ops: Ops = TORCH):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, ops: Ops = TORCH):
         """
         Dense causal pass. tokens (B, T) int64, T <= context_length; targets (B, T) int64, -100
         where there is none. Returns (logits (B, T, V), None); with targets (None, the mean
@@ -341,8 +345,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, tokens: torch.Tensor, max_new_tokens: int, choose: Callable | None = None
-    ) -> torch.Tensor:
+        self, tokens: Tensor, max_new_tokens: int, choose: Callable | None = None
+    ) -> Tensor:
         """
         The reference that tests compare the engine with: no cache, the whole text again for each
         token. Stops at context_length. tokens (B, T) -> (B, T + new). `choose(logits (B, V),
@@ -352,6 +356,8 @@ class GPT(nn.Module):
         for _ in range(min(max_new_tokens, room)):
             logits, _ = self(tokens)
             last = logits[:, -1]  # (B, V)
-            new = choose(last, tokens.shape[1]) if choose else last.argmax(-1)
+            new = last.argmax(-1)  # (B,)
+            if choose:
+                new = choose(last, tokens.shape[1])
             tokens = torch.cat([tokens, new[:, None]], dim=1)
         return tokens

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels import Batch
 from model import GPT, TORCH, Ops
@@ -32,7 +33,7 @@ class OneRowLinear(nn.Module):
     half.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, quantize: str):
+    def __init__(self, weight: Tensor, bias: Tensor | None, quantize: str):
         super().__init__()
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach().float()
@@ -41,7 +42,7 @@ class OneRowLinear(nn.Module):
             self.weight, scale = int8_weights(self.weight)
             self.scale = scale / LARGEST
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.scale is None:
             y = (self.weight * x.to(self.weight.dtype).float()).sum(-1)
         else:
@@ -56,21 +57,21 @@ class OneRowLinear(nn.Module):
 class OneToken(NamedTuple):
     """The batch of the compiled step."""
 
-    tokens: torch.Tensor  # [1]
-    positions: torch.Tensor  # [1]
-    kv_rows: torch.Tensor  # [2, 1, Hk, C]: pool rows of the context, new token excluded
-    new: list[torch.Tensor]  # K and V of the new token, of each layer so far: [2, 1, Hk, D]
+    tokens: Tensor  # [1]
+    positions: Tensor  # [1]
+    kv_rows: Tensor  # [2, 1, Hk, C]: pool rows of the context, new token excluded
+    new: list[Tensor]  # K and V of the new token, of each layer so far: [2, 1, Hk, D]
     ops: Ops
 
 
-def project_qkv(y: torch.Tensor, attention, kv: torch.Tensor, batch: OneToken):
+def project_qkv(y: Tensor, attention, kv: Tensor, batch: OneToken):
     """K and V are left in batch.new: a compiled graph that wrote into the pool would copy it."""
     q, k, v = attention.heads(attention.c_attn(y))
     batch.new.append(torch.stack((k, v)))
     return q, kv
 
 
-def attend(q: torch.Tensor, kv: torch.Tensor, batch: OneToken) -> torch.Tensor:
+def attend(q: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
     """q [1, H, D] attends to the context in one layer's pool kv and to the new token."""
     _, H, D = q.shape
     context = F.embedding(batch.kv_rows, kv.view(-1, D))  # [2, 1, Hk, C, D]
@@ -123,7 +124,7 @@ def check_can_compile(ops: Ops, device: torch.device):
         raise ValueError(f"--compile needs a C++ compiler, {there}: {mend}")
 
 
-def compile_decode_one(model: GPT, quantize: str, kv: torch.Tensor) -> Callable:
+def compile_decode_one(model: GPT, quantize: str, kv: Tensor) -> Callable:
     """
     The step of one decoding request as decode_one(batch) -> logits [1, V], compiled now; it stores
     K and V in the pool. Raises ValueError if the compiler fails.
@@ -150,7 +151,7 @@ def compile_decode_one(model: GPT, quantize: str, kv: torch.Tensor) -> Callable:
         ) from error
     print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
 
-    def decode_one(batch: Batch) -> torch.Tensor:
+    def decode_one(batch: Batch) -> Tensor:
         (context,) = batch.prepared.gathers
         kv_rows = context.kv_rows[..., :-1].contiguous()
         logits, new = step(batch.tokens, batch.positions, kv_rows, kv)

@@ -16,6 +16,7 @@ from copy import deepcopy
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from model import GPT
 from serving.int8 import Int8Linear
@@ -32,7 +33,7 @@ def cpp_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or usual)
 
 
-def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: nn.Module):
+def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module):
     """As model.add_norm, but delta is added in place."""
     if delta is not None:
         x.add_(delta)
@@ -48,7 +49,7 @@ class PackedLinear(nn.Module):
     multiplied with `plain`, the same weights [in, out], by `F.linear`: see `rows_of_plain`.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, plain=None, plain_rows=0):
+    def __init__(self, weight: Tensor, bias: Tensor | None, plain=None, plain_rows=0):
         super().__init__()
         weight = weight.detach()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
@@ -58,14 +59,14 @@ class PackedLinear(nn.Module):
         self.plain = plain
         self.plain_rows = plain_rows
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.plain_rows and x.shape[:-1].numel() <= self.plain_rows:
             return F.linear(x, self.plain.t(), self.bias)
         x = x.to(self.weight.dtype)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "").float()
 
 
-def rows_of_plain(weight: torch.Tensor) -> int:
+def rows_of_plain(weight: Tensor) -> int:
     """
     Up to how many rows (0, 1 or 16) torch's own product with plain fp32 weights is so much faster
     than the packed one that it is worth to keep them, too. It depends on the CPU and the width, so
@@ -76,7 +77,7 @@ def rows_of_plain(weight: torch.Tensor) -> int:
     packed = PackedLinear(weight, None)
     plain = weight.t().contiguous()
 
-    def seconds(product: Callable, x: torch.Tensor) -> float:
+    def seconds(product: Callable, x: Tensor) -> float:
         return min(timeit.repeat(lambda: product(x), number=1, repeat=20))
 
     for rows in 16, 1:
@@ -86,7 +87,7 @@ def rows_of_plain(weight: torch.Tensor) -> int:
     return 0
 
 
-def can_pack(weight: torch.Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -115,11 +116,11 @@ def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
     if weight.dtype == torch.float32:
         rows = rows_of_plain(model.h[0].mlp.c_fc.weight.detach())
 
-    def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
         plain = weight.detach().t().contiguous() if rows else None
         return PackedLinear(weight, bias, plain, rows)
 
-    def pack_head(weight: torch.Tensor, bias: None) -> PackedLinear:
+    def pack_head(weight: Tensor, bias: None) -> PackedLinear:
         plain = weight.detach().t()  # the embedding itself: no copy
         return PackedLinear(weight, None, plain, min(rows, 1))
 

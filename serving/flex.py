@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kernels import Batch, check_ranges, store_rows
@@ -29,18 +30,18 @@ class FlexCall(NamedTuple):
     """
 
     tokens: slice  # where their t queries are on the flat axis
-    request: torch.Tensor  # [t] which of the b each belongs to
-    offset: torch.Tensor  # [t] and which of its queries it is
+    request: Tensor  # [t] which of the b each belongs to
+    offset: Tensor  # [t] and which of its queries it is
     n: int
     mask: BlockMask  # which tiles of the pool each request and head visits, and what counts there
 
 
 class FlexPlan(NamedTuple):
-    store_rows: torch.Tensor  # as in kernels.GatherPlan
+    store_rows: Tensor  # as in kernels.GatherPlan
     calls: list[FlexCall]
 
 
-def prepare_flex(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> FlexPlan:
+def prepare_flex(batch: Batch, H: int, kv: Tensor, window: int = 0) -> FlexPlan:
     """Build the masks of the step, on the device and without a loop over requests."""
     check_ranges(batch, H, kv)
     lens = batch.query_lens_host
@@ -52,9 +53,7 @@ def prepare_flex(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> Fle
     return FlexPlan(store_rows(batch, kv), calls)
 
 
-def flex_call(
-    batch: Batch, first: int, last: int, n: int, kv: torch.Tensor, window: int
-) -> FlexCall:
+def flex_call(batch: Batch, first: int, last: int, n: int, kv: Tensor, window: int) -> FlexCall:
     """
     The pool is one long sequence of keys for FlexAttention, [1, 1, pages * S, D] with page = block
     * Hk + head, and each (request, KV head) a batch entry of its own. The mask turns a place in
@@ -71,7 +70,7 @@ def flex_call(
     return FlexCall(tokens, request, places - start[request], n, mask)
 
 
-def pool_mask(tables, lens, begin, n: int, kv: torch.Tensor, window: int) -> BlockMask:
+def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask:
     """
     For requests with block tables [b, M], context lengths [b] and first queries' positions [b].
     """
@@ -95,7 +94,8 @@ def pool_mask(tables, lens, begin, n: int, kv: torch.Tensor, window: int) -> Blo
     )  # of a tile of keys, as its kernels want it
     seen, whole = blocks_seen(tables, lens, begin, n, S, window)
     whole &= seen if size == S else False
-    pages = tables[:, None] * Hk + torch.arange(Hk, device=tables.device)[:, None]  # [b, Hk, M]
+    head = torch.arange(Hk, device=tables.device)
+    pages = tables[:, None] * Hk + head[:, None]  # [b, Hk, M]
     part_count, part_tiles = tile_list(pages, seen & ~whole, size, S, num_keys)
     full_count, full_tiles = tile_list(pages, whole, size, S, num_keys)
     for counts in (part_count, full_count, logical):
@@ -114,9 +114,7 @@ def pool_mask(tables, lens, begin, n: int, kv: torch.Tensor, window: int) -> Blo
     )
 
 
-def logical_blocks(
-    tables: torch.Tensor, lens: torch.Tensor, num_blocks: int, S: int
-) -> torch.Tensor:
+def logical_blocks(tables: Tensor, lens: Tensor, num_blocks: int, S: int) -> Tensor:
     """
     [request, physical block] -> logical block, -1 for the blocks of others: int32 [b, num_blocks +
     1].
@@ -129,9 +127,7 @@ def logical_blocks(
     return logical.scatter_(1, torch.where(used, tables, unused), numbers.expand(b, M))
 
 
-def blocks_seen(
-    tables, lens, begin, n: int, S: int, window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def blocks_seen(tables, lens, begin, n: int, S: int, window: int) -> tuple[Tensor, Tensor]:
     """
     Which logical blocks some query of a tile sees, and which all of them see whole: bool [b, rows,
     M] each.
@@ -152,7 +148,7 @@ def blocks_seen(
     return seen, whole
 
 
-def tile_list(pages: torch.Tensor, blocks: torch.Tensor, size: int, S: int, num_keys: int):
+def tile_list(pages: Tensor, blocks: Tensor, size: int, S: int, num_keys: int):
     """
     Which tiles of `size` keys hold the logical blocks chosen by blocks [b, rows, M], each once;
     pages [b, Hk, M], each of S keys, may straddle tiles. Returns how many, [b * Hk, 1, rows], and
@@ -165,8 +161,10 @@ def tile_list(pages: torch.Tensor, blocks: torch.Tensor, size: int, S: int, num_
     tiles = torch.where(tiles <= last[..., None], tiles, NO_TILE)[:, :, None]  # [b, Hk, 1, M, span]
     tiles = torch.where(blocks[:, None, :, :, None], tiles, NO_TILE)  # [b, Hk, rows, M, span]
     tiles = tiles.flatten(3).sort().values
-    again = F.pad(tiles[..., 1:] == tiles[..., :-1], (1, 0))
-    tiles = torch.where(again, NO_TILE, tiles).sort().values.flatten(0, 1)  # [b * Hk, rows, width]
+    again = tiles[..., 1:] == tiles[..., :-1]
+    again = F.pad(again, (1, 0))
+    tiles = torch.where(again, NO_TILE, tiles).sort().values
+    tiles = tiles.flatten(0, 1)  # [b * Hk, rows, width]
     count = (tiles < NO_TILE).sum(-1, dtype=torch.int32)
     tiles = torch.where(tiles < NO_TILE, tiles, 0).int()
     # FlexAttention wants room for every tile of the pool in each row of a list, and reads only what
@@ -175,7 +173,8 @@ def tile_list(pages: torch.Tensor, blocks: torch.Tensor, size: int, S: int, num_
     every = -(-num_keys // size)
     shape = (entries, 1, rows, every)
     strides = (rows * width, rows * width, width, 1)
-    return count[:, None], F.pad(tiles.flatten(), (0, every)).as_strided(shape, strides)
+    tiles = F.pad(tiles.flatten(), (0, every))
+    return count[:, None], tiles.as_strided(shape, strides)
 
 
 @cache
@@ -188,7 +187,7 @@ def compiled_flex() -> Callable:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-def paged_attention_flex(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+def paged_attention_flex(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     """
     As paged_attention_torch, but K and V stay where they are; only q is padded, to the longest
     chunk. One thing less is promised: FlexAttention weighs what the mask hides in a tile by zero,
@@ -196,20 +195,24 @@ def paged_attention_flex(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> tor
     """
     _, H, D = q.shape
     Hk = kv.shape[2]
+    G = H // Hk
     out = torch.zeros_like(q)
     k, v = kv.reshape(2, 1, 1, -1, D)  # views: [1, 1, pages * S, D]
     for tokens, request, offset, n, mask in batch.prepared.calls:
         b = mask.kv_indices.shape[0] // Hk
         queries = q.new_zeros(b, n, H, D)
         queries[request, offset] = q[tokens]
-        queries = queries.view(b, n, Hk, H // Hk, D).permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
+        queries = queries.view(b, n, Hk, G, D)
+        queries = queries.permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
         queries = queries.flatten(0, 1).to(kv.dtype)  # [b * Hk, G, n, D]
-        for sizes_of, dim in ((queries, 1), (queries, 3), (k, None), (v, None)):
-            torch._dynamo.mark_static(sizes_of, dim)
+        torch._dynamo.mark_static(queries, (1, 3))
+        torch._dynamo.mark_static(k)
+        torch._dynamo.mark_static(v)
         options = None
         if q.is_cuda:
             options = {"BLOCK_N": min(64, mask.BLOCK_SIZE[1])}  # keys at a time: of one tile
         y = compiled_flex()(queries, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
-        y = y.view(b, Hk, H // Hk, n, D).permute(0, 3, 1, 2, 4).reshape(b, n, H, D)
+        y = y.view(b, Hk, G, n, D).permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
+        y = y.reshape(b, n, H, D)
         out[tokens] = y[request, offset].to(q.dtype)
     return out

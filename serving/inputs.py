@@ -12,10 +12,9 @@ table, S block size.
 """
 
 from array import array
-from itertools import accumulate
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from paged import Plan
 
@@ -31,17 +30,15 @@ class StepShape(NamedTuple):
 class StepInputs(NamedTuple):
     """The layout of a step's inputs, in this order; int64 each. `padding` and `sizes` follow it."""
 
-    rows: torch.Tensor  # [n] the rows of the requests that decode
-    last_blocks: torch.Tensor  # [n] the block that each one's token goes to, which may be new
-    chunk_rows: torch.Tensor  # [C] the rows of the requests with a chunk
-    sampling_rows: (
-        torch.Tensor
-    )  # [C] the same where the chunk completes the prompt, else the padding row
-    chunk_starts: torch.Tensor  # [C + 1] where each chunk begins among the T tokens, and the end
-    chunk_contexts: torch.Tensor  # [C] tokens in the pool after the chunk
-    tokens: torch.Tensor  # [T] of all chunks
-    positions: torch.Tensor  # [T] of each in its own request
-    token_rows: torch.Tensor  # [T] the row of the request that each belongs to
+    rows: Tensor  # [n] the rows of the requests that decode
+    last_blocks: Tensor  # [n] the block that each one's token goes to, which may be new
+    chunk_rows: Tensor  # [C] the rows of the requests with a chunk
+    sampling_rows: Tensor  # [C] the same where the chunk completes the prompt, else the padding row
+    chunk_starts: Tensor  # [C + 1] where each chunk begins among the T tokens, and the end
+    chunk_contexts: Tensor  # [C] tokens in the pool after the chunk
+    tokens: Tensor  # [T] of all chunks
+    positions: Tensor  # [T] of each in its own request
+    token_rows: Tensor  # [T] the row of the request that each belongs to
 
 
 def sizes(shape: StepShape) -> StepInputs:
@@ -53,36 +50,37 @@ def sizes(shape: StepShape) -> StepInputs:
 
 def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int) -> array:
     """The fields one after the other, each padded to its size with requests of the padding row."""
-    starts = list(accumulate((m for _, m in plan.chunks), initial=0))
-    completed = [is_completed(r, m) for r, m in plan.chunks]
-    spans = [(r, r.prefill_cursor, r.prefill_cursor + m) for r, m in plan.chunks]
-    fields = StepInputs(
-        rows=[r.row for r in plan.decodes],
-        last_blocks=[r.block_table[-1] for r in plan.decodes],
-        chunk_rows=[r.row for r, _ in plan.chunks],
-        sampling_rows=[
-            r.row if done else padding_row
-            for (r, _), done in zip(plan.chunks, completed, strict=True)
-        ],
-        chunk_starts=starts if shape.C else [],
-        chunk_contexts=[end for _, _, end in spans],
-        tokens=[token for r, start, end in spans for token in r.tokens_between(start, end)],
-        positions=[position for _, start, end in spans for position in range(start, end)],
-        token_rows=[r.row for r, start, end in spans for _ in range(start, end)],
-    )
-    no_row = padding_row
-    padding = StepInputs(no_row, sink, no_row, no_row, starts[-1], 0, 0, 0, no_row)
+    step = StepInputs(*([] for _ in StepInputs._fields))
+    step.rows.extend([r.row for r in plan.decodes])
+    step.last_blocks.extend([r.block_table[-1] for r in plan.decodes])
+    offset = 0
+    for request, m in plan.chunks:
+        start = request.prefill_cursor
+        end = start + m
+        samples = is_completed(request, m)
+        step.chunk_rows.append(request.row)
+        step.sampling_rows.append(request.row if samples else padding_row)
+        step.chunk_starts.append(offset)
+        step.chunk_contexts.append(end)
+        step.tokens.extend(request.tokens_between(start, end))
+        step.positions.extend(range(start, end))
+        step.token_rows.extend([request.row] * m)
+        offset += m
+    row = padding_row
+    padding = StepInputs(row, sink, row, row, offset, 0, 0, 0, row)
     packed = array("q")  # which a tensor is made of ten times as fast as of a list
-    for values, size, value in zip(fields, sizes(shape), padding, strict=True):
+    for values, size, value in zip(step, sizes(shape), padding, strict=True):
+        missing = size - len(values)
         packed.extend(values)
-        packed.extend([value] * (size - len(values)))
+        packed.extend([value] * missing)
     return packed
 
 
-def split(packed: torch.Tensor, shape: StepShape) -> StepInputs:
+def split(packed: Tensor, shape: StepShape) -> StepInputs:
     """Views of the fields of a packed tensor, which may be longer."""
     lengths = sizes(shape)
-    return StepInputs(*packed[: sum(lengths)].split(lengths))
+    fields = packed[: sum(lengths)].split(lengths)
+    return StepInputs(*fields)
 
 
 def is_completed(request, m: int) -> bool:
@@ -93,11 +91,11 @@ def is_completed(request, m: int) -> bool:
 class DecodeInputs(NamedTuple):
     """Of n requests that decode one token each, as in kernels.Batch."""
 
-    tokens: torch.Tensor  # [n] int64
-    positions: torch.Tensor  # [n] int64
-    slot_mapping: torch.Tensor  # [n] int64
-    context_lens: torch.Tensor  # [n] int32
-    block_tables: torch.Tensor  # [n, M] int32
+    tokens: Tensor  # [n] int64
+    positions: Tensor  # [n] int64
+    slot_mapping: Tensor  # [n] int64
+    context_lens: Tensor  # [n] int32
+    block_tables: Tensor  # [n, M] int32
 
 
 def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:

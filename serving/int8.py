@@ -6,11 +6,12 @@
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 LARGEST = 127  # of the integers, and the smallest is -127
 
 
-def int8_weights(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def int8_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [out, in] as integers from -127 to 127, and the fp32 scale of each output, [out]."""
     weight = weight.detach().float()
     scale = weight.abs().amax(1).clamp(min=1e-12) / LARGEST
@@ -28,7 +29,7 @@ class Int8Linear(nn.Module):
     from 64 rows on more than fp32.)
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
         self.bias = bias
         integers, scale = int8_weights(weight)
@@ -36,17 +37,17 @@ class Int8Linear(nn.Module):
         self.scale = scale / LARGEST  # x has integers of the same range
         self.zero = torch.zeros_like(scale, dtype=torch.int64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         largest = x.abs().amax(
             -1, keepdim=True
         )  # (.., 1); of 0, the row's integers are anything, and their weight 0
         steps = (
             (x * (LARGEST / largest)).add_(128.5).to(torch.uint8)
         )  # rounded to 1 .. 255, where 128 stands for 0
+        rows = (steps, 1.0, 128)
+        weights = (self.weight, self.scale, self.zero)
         no_bias = None  # y is not scaled yet
-        options = (no_bias, 1.0, 0, torch.float32, "none", [], "")
-        y = torch.ops.onednn.qlinear_pointwise(
-            steps, 1.0, 128, self.weight, self.scale, self.zero, *options
-        )
+        result = (1.0, 0, torch.float32, "none", [], "")
+        y = torch.ops.onednn.qlinear_pointwise(*rows, *weights, no_bias, *result)
         y *= largest
         return y if self.bias is None else y.add_(self.bias)

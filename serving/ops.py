@@ -15,15 +15,14 @@ Each batch carries its table, so nothing further down asks where it is.
 from functools import partial
 
 import torch
+from torch import Tensor
 
 import kernels
 import model
 from serving import cpu, flex, fused, inputs, sampling, sampling_kernels
 
 
-def project_qkv(
-    y: torch.Tensor, attention: model.Attention, kv: torch.Tensor, batch: kernels.Batch
-):
+def project_qkv(y: Tensor, attention: model.Attention, kv: Tensor, batch: kernels.Batch):
     """
     As model.project_qkv, but K and V (T, Hk, D) go to their slots in the layer's pool, which is
     returned.

@@ -13,11 +13,11 @@ import gc
 import sys
 import time
 from array import array
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from kernels import Batch
 from model import GPT
@@ -45,7 +45,7 @@ class InFlight:
 
     plan: Plan
     wanted: list[int]  # where the tokens of plan.sampled are in `tokens`
-    tokens: torch.Tensor  # of the decodes, padding, and the chunks
+    tokens: Tensor  # of the decodes, padding, and the chunks
     sampled_scores: tuple[list[Request], list] | None  # requests, and what `logprobs` says of each
     prompt_scores: list[tuple[Request, int, list]]  # request, start, and that of the tokens after
     done: torch.cuda.Event | None = None
@@ -118,10 +118,10 @@ class Runner:
         N = settings.max_num_seqs
         M = -(-config.context_length // settings.block_size)
         self.padding_row = N
-        self.context_len = torch.zeros(
-            N + 1, dtype=torch.int64, device=device
-        )  # tokens in the pool
-        self.block_tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device)
+        # tokens in the pool
+        self.context_len = torch.zeros(N + 1, dtype=torch.int64, device=device)
+        tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32)
+        self.block_tables = tables.to(device)
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
         self.counting = torch.arange(N + 1, dtype=torch.int32, device=device)
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
@@ -144,7 +144,7 @@ class Runner:
         Tell the device's arrays what the plan has changed; of new blocks, the step's inputs tell.
         """
         if plan.copies:  # before the step writes into them
-            to, source = upload([list(plan.copies), list(plan.copies.values())], self.device)
+            to, source = upload(list(plan.copies.items()), self.device).unbind(1)
             self.pool.copy_blocks(to, source)
         if plan.admitted:
             self.place(*plan.admitted)
@@ -162,8 +162,10 @@ class Runner:
         tables = array("q")
         for r in requests:
             tables.extend(r.block_table)
-            tables.extend([self.pool.sink] * (M - len(r.block_table)))
-        self.block_tables[rows, :M] = upload(tables, self.device).view(-1, M).int()
+            missing = M - len(r.block_table)
+            tables.extend([self.pool.sink] * missing)
+        tables = upload(tables, self.device).view(-1, M)
+        self.block_tables[rows, :M] = tables.int()
         self.sampling.set(*map(sampling_row, requests))
         for r in requests:
             self.scored_rows.discard(r.row)
@@ -175,16 +177,13 @@ class Runner:
         n = len(plan.decodes)
         C = len(plan.chunks)
         T = plan.num_tokens - n
-        fitting = [
-            shape
-            for shape in self.shapes
-            if shape.n >= n and shape.C >= C and shape.T >= T and bool(shape.C) == bool(C)
-        ]
+        kind = [shape for shape in self.shapes if bool(shape.C) == bool(C)]
+        large = [shape for shape in kind if shape.n >= n and shape.C >= C]
+        fitting = [shape for shape in large if shape.T >= T]
         if fitting:
             return min(fitting, key=lambda shape: (shape.T, shape.n))
-        if n and self.is_padded:
-            sizes = [shape.n for shape in self.shapes if not shape.C]
-            n = sizes[bisect_left(sizes, n)]
+        if n and self.is_padded:  # pad the decodes alone
+            n = min(shape.n for shape in self.shapes if shape.n >= n)
         return StepShape(n, C, T)
 
     # -- a step on the device ----------------------------------------------------------------------
@@ -210,7 +209,9 @@ class Runner:
         self.bring_up_to_date(plan)
         shape = self.padded_shape(plan)
         wanted = list(range(len(plan.decodes)))
-        wanted += [shape.n + i for i, (r, m) in enumerate(plan.chunks) if is_completed(r, m)]
+        for i, (request, m) in enumerate(plan.chunks):
+            if is_completed(request, m):
+                wanted.append(shape.n + i)
         self.num_rows += shape.n
         self.num_padded_rows += shape.n - len(plan.decodes)
         packed = pack(plan, shape, self.padding_row, self.pool.sink)
@@ -223,7 +224,7 @@ class Runner:
         graph.replay()
         return wanted, shape.n, *outputs
 
-    def compute(self, packed: torch.Tensor, shape: StepShape, plan: Plan | None = None):
+    def compute(self, packed: Tensor, shape: StepShape, plan: Plan | None = None):
         """
         A step of n decodes and C chunks of T tokens together. Returns the sampled tokens [n + C] of
         all of them, their logits [n + C, V], and what the last layer says of each token, [n + T,
@@ -232,15 +233,18 @@ class Runner:
         """
         step = split(packed, shape)
         batch = self.lay_out(step, shape, plan)
-        batch.prepared = self.ops.prepare(batch, self.model.config.n_head, self.pool.kv[0])
+        H = self.model.config.n_head
+        batch.prepared = self.ops.prepare(batch, H, self.pool.kv[0])
         if self.decode_one and shape.n == 1 and not shape.C:
             x = None
             logits = self.decode_one(batch)
         else:
             x = self.model.hidden(batch, self.pool.kv)
-            # of decodes alone, every token's logits are wanted
-            logits = self.ops.head(x[batch.logits_index] if shape.C else x, self.model.lm_head)
-        rows = torch.cat([step.rows, step.sampling_rows]) if shape.C else step.rows
+            wanted = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
+            logits = self.ops.head(wanted, self.model.lm_head)
+        rows = step.rows
+        if shape.C:
+            rows = torch.cat([rows, step.sampling_rows])
         asked = params_of(plan, shape) if plan else None
         sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
         return sampled, logits, x
@@ -258,7 +262,8 @@ class Runner:
         if C:
             of_chunks = self.chunk_inputs(step)
             inputs = DecodeInputs(*map(torch.cat, zip(inputs, of_chunks, strict=True)))
-            query_start = torch.cat([self.counting[:n], (n + step.chunk_starts).int()])
+            chunk_starts = (n + step.chunk_starts).int()
+            query_start = torch.cat([self.counting[:n], chunk_starts])
             logits_index = query_start[1:] - 1  # each one's last token
             self.context_len[step.chunk_rows] = step.chunk_contexts
         query_lens, context_lens = lengths_on_host(plan, shape)
@@ -392,12 +397,12 @@ class Runner:
         )
 
 
-def to_host(tensors) -> list[torch.Tensor]:
+def to_host(tensors) -> list[Tensor]:
     """Start to copy tensors of the device."""
     return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
 
 
-def rows_of(tensors: list[torch.Tensor]) -> list[list]:
+def rows_of(tensors: list[Tensor]) -> list[list]:
     columns = [tensor.tolist() for tensor in tensors]
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -429,15 +434,9 @@ def lengths_on_host(plan: Plan | None, shape: StepShape) -> tuple[list[int], lis
 
 def sampling_row(r: Request) -> Row:
     params = r.params or GREEDY
-    return Row(
-        r.row,
-        params,
-        params.seed or 0,
-        r.choice,
-        r.prompt_tokens,
-        r.generated_tokens,
-        r.stop_token_ids,
-    )
+    seed = params.seed or 0
+    texts = (r.prompt_tokens, r.generated_tokens)
+    return Row(r.row, params, seed, r.choice, *texts, r.stop_token_ids)
 
 
 def num_scored(request: Request, n: int) -> int:
@@ -445,8 +444,7 @@ def num_scored(request: Request, n: int) -> int:
     How many of a request's next n prefill tokens predict a token of its prompt that is to be
     scored.
     """
-    if (
-        request.prompt_logprobs is None or request.generated_tokens
-    ):  # the latter: computed again after a preemption
+    computed_again = bool(request.generated_tokens)  # after a preemption
+    if request.prompt_logprobs is None or computed_again:
         return 0
     return min(n, len(request.prompt_tokens) - 1 - request.prefill_cursor)

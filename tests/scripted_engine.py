@@ -193,7 +193,9 @@ class EngineProcess:
             "max_model_len": self.engine.max_model_len,
             "max_num_seqs": self.settings["max_num_seqs"],
         }
-        self.links.set_greeting({"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]})
+        self.links.set_greeting(
+            {"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]}
+        )
         self.wake()
 
     def cannot_load(self):
