@@ -1,5 +1,5 @@
 """
-Who computes: the table of operators (`model.Ops`) for a device, chosen once, when an engine is
+Who computes: the table of operators (`Ops`) for a device, chosen once, when an engine is
 built.
 
     ops, reason = choose_ops("auto", "cuda")      # the table, and why this one
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import kernels
 import model
+from model import Ops
 from serving import cpu, flex, fused, inputs, sampling, sampling_kernels
 
 
@@ -48,7 +49,7 @@ CPU = TORCH._replace(
     attend=kernels.paged_attention_torch,
     pack=cpu.packed_for_cpu,
 )
-TRITON = model.Ops(
+TRITON = TORCH._replace(
     name="triton",
     embed=fused.embed,
     add_norm=fused.add_norm,
@@ -60,40 +61,49 @@ TRITON = model.Ops(
     store_kv=kernels.store_kv_triton,
     decode_inputs=fused.decode_inputs,
     sample=sampling_kernels.sample_triton,
-    pack=cpu.pack_if_quantized,
     fixed_shapes=True,
 )
-FLEX = {"name": "flex", "prepare": flex.prepare_flex, "attend": flex.paged_attention_flex}
+NEEDS = {
+    "triton": "needs a CUDA device and the package triton",
+    "flex": "needs triton on CUDA, a C++ compiler elsewhere",
+}
 
 
-def choose_ops(
-    attention: str = "auto", device: str | torch.device = "cpu"
-) -> tuple[model.Ops, str]:
+def tables_for(on_gpu: bool) -> dict[str, Ops]:
+    """What works on such a device: the fastest first, then torch."""
+    has_triton = kernels.triton is not None
+    fastest = CPU
+    if on_gpu:
+        fastest = TRITON if has_triton else TORCH
+    tables = {fastest.name: fastest, "torch": TORCH}
+    compiler = has_triton if on_gpu else cpu.cpp_compiler()
+    if compiler:
+        tables["flex"] = fastest._replace(
+            name="flex",
+            prepare=flex.prepare_flex,
+            attend=flex.paged_attention_flex,
+            fixed_shapes=False,
+        )
+    if has_triton and kernels.INTERPRETED:
+        tables["triton"] = TRITON
+    return tables
+
+
+def choose_ops(attention: str = "auto", device: str | torch.device = "cpu") -> tuple[Ops, str]:
     """
     The table of that name, or with "auto" the fastest for the device, and why. Raises ValueError
     where it does not work.
     """
     on_gpu = torch.device(device).type == "cuda"
-    compiler = kernels.triton if on_gpu else cpu.cpp_compiler()
-    own = TORCH if on_gpu else CPU
-    if on_gpu and kernels.triton:
-        own = TRITON
-    there = {"auto": own, own.name: own, "torch": TORCH}
-    if compiler:
-        there["flex"] = own._replace(**FLEX, fixed_shapes=False)
-    if kernels.triton and (on_gpu or kernels.INTERPRETED):
-        there["triton"] = TRITON
-    if attention in there:
-        reason = "as asked"
-        if attention == "auto":
-            reason = f"the fastest on {'CUDA' if on_gpu else 'a CPU'}"
-            if own is TORCH:
-                reason = "the package triton is not installed"
-        return there[attention], reason
-    needs = {
-        "triton": "needs a CUDA device and the package triton",
-        "flex": "needs triton on CUDA, a C++ compiler elsewhere",
-    }
-    why = needs.get(attention, "is unknown")
-    names = ", ".join(there)
-    raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {names}")
+    tables = tables_for(on_gpu)
+    if attention in tables:
+        return tables[attention], "as asked"
+    fastest = next(iter(tables))
+    if attention != "auto":
+        why = NEEDS.get(attention, "is unknown")
+        there = ", ".join(["auto", *tables])
+        raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {there}")
+    if on_gpu and fastest == "torch":
+        return TORCH, "the package triton is not installed"
+    where = "CUDA" if on_gpu else "a CPU"
+    return tables[fastest], f"the fastest on {where}"
