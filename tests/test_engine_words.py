@@ -100,9 +100,9 @@ def engine_on_a_gpu(monkeypatch, free: float, total: float, **settings) -> tuple
     built = []
 
     class Noted(PretendRunner):
-        def __init__(self, model, num_blocks, *others, **named):
-            built.append(f"{num_blocks} blocks")
-            super().__init__(model, num_blocks, *others, **named)
+        def __init__(self, model, settings):
+            built.append(f"{settings.num_blocks} blocks")
+            super().__init__(model, settings)
 
         def warm_up(self):
             built.append("warmed up")
