@@ -153,37 +153,24 @@ class Choice:
             count += len(self.prompt_scores) * (1 + (self.num_prompt_logprobs or 0))
         return count
 
-    # what an answer says of it, as plain dictionaries
+    # what an answer says of it, as plain dictionaries; `chunks` is of each path's own class
 
-    def whole(self) -> dict:
-        """All of it: an item of "choices"."""
-        (part,) = self.parts()
-        return self.entry(*part)
-
-    def chunks(self) -> list[dict]:
-        """What is new, for one event each."""
-        chunks = []
-        options = self.body.stream_options
-        num_tokens = self.num_tokens - len(self.tokens)  # that the client knows of
-        for content, tokens, finish_reason in self.parts():
-            num_tokens += len(tokens)
-            chunk = {"choices": [self.entry(content, tokens, finish_reason)]}
-            if options.include_usage and options.continuous_usage_stats:  # vLLM's
-                chunk["usage"] = token_counts(len(self.prompt), num_tokens)
-            chunks.append(chunk)
-        if self.is_first:
-            chunks[0] |= self.beside()
-        return chunks
-
-    def entry(self, content, tokens, finish_reason) -> dict:
-        """An item of "choices"."""
-        fields = {"index": self.index, "logprobs": None, "finish_reason": finish_reason}
+    def chunk(self, content: dict, tokens, finish_reason, num_tokens: int) -> dict:
+        """
+        One event with this content and these tokens, num_tokens with those before. An answer that
+        is no stream is made of one such chunk for each choice.
+        """
+        choice = {"index": self.index, "logprobs": None, "finish_reason": finish_reason}
         if self.num_logprobs is not None:
-            fields["logprobs"] = self.logprobs(tokens)
-        fields["stop_reason"] = self.stop_reason if finish_reason else None
+            choice["logprobs"] = self.logprobs(tokens)
+        choice["stop_reason"] = self.stop_reason if finish_reason else None
         if self.body.return_token_ids:
-            fields["token_ids"] = tokens
-        return content | fields
+            choice["token_ids"] = tokens
+        chunk = {"choices": [content | choice]}
+        options = self.body.stream_options
+        if options.include_usage and options.continuous_usage_stats:  # vLLM's
+            chunk["usage"] = token_counts(len(self.prompt), num_tokens)
+        return chunk
 
     def prompt_fields(self) -> dict:
         """What an answer says of the prompt, once."""
@@ -228,16 +215,12 @@ class CompletionChoice(Choice):
     id_prefix = "cmpl-"
     objects = ("text_completion", "text_completion")  # of a whole answer, of a chunk
 
-    def parts(self):
-        """What is new: (content, tokens, finish_reason) of each chunk."""
+    def chunks(self) -> list[dict]:
+        """All that is new, for one event each."""
         content = {"text": self.text}
         if self.is_first:
             content |= self.prompt_fields()
-        return [(content, self.tokens, self.finish_reason)]
-
-    def beside(self) -> dict:
-        """What an answer says beside its choices."""
-        return {}
+        return [self.chunk(content, self.tokens, self.finish_reason, self.num_tokens)]
 
     def logprobs(self, tokens):
         """
@@ -264,26 +247,27 @@ class ChatChoice(Choice):
     id_prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def parts(self):
+    def chunks(self) -> list[dict]:
         """
         Of a stream, the first says the role, the last nothing but how it ended, what is between has
-        the text.
+        the text. What there is to say of the prompt stands beside the choices: a call has one.
         """
         message = {"role": "assistant", "content": self.text}
         if not self.body.stream:
-            return [({"message": message}, self.tokens, self.finish_reason)]
-        parts = []
+            content = {"message": message}
+            whole = self.chunk(content, self.tokens, self.finish_reason, self.num_tokens)
+            return [whole | self.prompt_fields()]
+        chunks = []
         if self.is_first:
-            parts.append(({"delta": message | {"content": ""}}, [], None))
+            content = {"delta": message | {"content": ""}}
+            known = self.num_tokens - len(self.tokens)
+            chunks.append(self.chunk(content, [], None, known) | self.prompt_fields())
         if self.text or self.tokens:
-            parts.append(({"delta": {"content": self.text}}, self.tokens, None))
+            content = {"delta": {"content": self.text}}
+            chunks.append(self.chunk(content, self.tokens, None, self.num_tokens))
         if self.finish_reason:
-            parts.append(({"delta": {}}, [], self.finish_reason))
-        return parts
-
-    def beside(self) -> dict:
-        """A call has one conversation: what there is to say of it stands beside the choices."""
-        return self.prompt_fields()
+            chunks.append(self.chunk({"delta": {}}, [], self.finish_reason, self.num_tokens))
+        return chunks
 
     def logprobs(self, tokens):
         """OpenAI's shape for chats: an object for each token."""
@@ -435,9 +419,10 @@ class Job:
             await send_json(send, data)
 
     def whole(self, encode) -> bytes:
-        """All of it, as JSON, one choice at a time."""
-        choices = ",".join(encode(choice.whole()) for choice in self.choices)
-        rest = self.choices[0].beside() | {"usage": self.usage()}
+        """All of it, as JSON."""
+        chunks = [choice.chunks()[0] for choice in self.choices]
+        choices = ",".join(encode(chunk.pop("choices")[0]) for chunk in chunks)
+        rest = chunks[0] | {"usage": self.usage()}
         return f'{encode(self.head)[:-1]},"choices":[{choices}],{encode(rest)[1:]}'.encode()
 
     def usage(self) -> dict:
@@ -471,7 +456,8 @@ class Job:
             # From here until the choices are marked nothing is awaited: no token comes between what
             # is sent and what is forgotten.
             choices = [choice for choice in self.choices if choice.has_unsent()]
-            is_long = sum(choice.num_scores for choice in choices) > SCORES_IN_PLACE
+            scored = [choice for choice in choices if choice.scores or choice.prompt_scores]
+            is_long = sum(choice.num_scores for choice in scored) > SCORES_IN_PLACE
             if is_long:
                 copies = [copy(choice) for choice in choices]
             else:
@@ -486,11 +472,12 @@ class Job:
             if is_long:
                 events = await asyncio.to_thread(self.events, copies, long_json)
             data = "".join(f"data: {event}\n\n" for event in events + end).encode() or idle
-            if data and not is_started:
+            if not data:
+                continue
+            if not is_started:
                 is_started = True
                 await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-            if data:
-                await send({"type": "http.response.body", "body": data, "more_body": not is_done})
+            await send({"type": "http.response.body", "body": data, "more_body": not is_done})
 
     def events(self, choices, encode) -> list[str]:
         """All that is new of these choices, as JSON."""

@@ -195,12 +195,17 @@ class EngineClient(asyncio.Protocol):
         self.heard = started
         rows = {}  # by request
         for message in messages:
-            if message["op"] == "step":
-                self._add_step(rows, message)
-            else:  # an error comes after the tokens before it
+            if message["op"] != "step":  # an error comes after the tokens before it
                 self._deliver(rows)
                 rows = {}
                 self._on_message(message)
+                continue
+            for row in message["out"]:
+                earlier = rows.setdefault(row[0], row)
+                if earlier is not row:
+                    join(earlier, row)
+            self.at_work = message["stats"]["at_work"]
+            self.on_stats(message["stats"])
         self._deliver(rows)
         # The round ends two turns of the event loop from now: in the first the tasks that this woke
         # run, and write; then what has arrived meanwhile is read; then `_pause` is called.
@@ -213,15 +218,6 @@ class EngineClient(asyncio.Protocol):
             self._end(self.last_words or "the engine's process ended")
 
     # what the engine says
-
-    def _add_step(self, rows, message):
-        """Add a step's rows to those of the steps before it."""
-        for row in message["out"]:
-            earlier = rows.setdefault(row[0], row)
-            if earlier is not row:
-                join(earlier, row)
-        self.at_work = message["stats"]["at_work"]
-        self.on_stats(message["stats"])
 
     def _deliver(self, rows):
         for id, tokens, finish_reason, *more in rows.values():

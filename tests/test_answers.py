@@ -36,7 +36,9 @@ def choice_of(request, prompt: list[int], index: int = 0) -> Choice:
 
 def whole(choices: list[Choice]) -> dict:
     """An answer that is no stream, without its head and usage."""
-    return {"choices": [choice.whole() for choice in choices]} | choices[0].beside()
+    chunks = [chunk for choice in choices for chunk in choice.chunks()]
+    assert len(chunks) == len(choices)
+    return chunks[0] | {"choices": [choice for chunk in chunks for choice in chunk["choices"]]}
 
 
 def decoded(data: bytes, final: bool = False) -> str:

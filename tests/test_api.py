@@ -636,7 +636,7 @@ def test_an_answered_call_leaves_nothing_behind(house, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_bug_while_it_is_told_ends_a_calls_work(house, monkeypatch, stream):
     """The engine would go on for nobody."""
-    monkeypatch.setattr(answers.CompletionChoice, "entry", lambda *_: {}["a bug"])
+    monkeypatch.setattr(answers.CompletionChoice, "chunk", lambda *_: {}["a bug"])
     caller = house.ask(["ab", "cd"], max_tokens=2, stream=stream)
     house.engine.step({"0": b"x"}, "length")
     house.engine.step({"1": b"x"}, "length" if not stream else None)
