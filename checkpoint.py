@@ -1,14 +1,16 @@
 """
-A checkpoint is a directory in the Hugging Face layout: config.json and model.safetensors, with the
+A checkpoint: a directory in the Hugging Face layout, config.json and model.safetensors beside the
 tokenizer's files.
 
     save_checkpoint(model, "out/stdlib")
     model = load_checkpoint("out/stdlib", device="cuda", dtype=torch.bfloat16)
 
-`GPT2LMHeadModel.from_pretrained` opens it, and what it saves opens here. Nothing is ever unpickled.
+`GPT2LMHeadModel.from_pretrained` opens what is saved here, and what it saves opens here. Nothing is
+unpickled. C = n_embd, V = vocab_size.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
 from tokenizer import write_atomically, write_json
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # our name -> GPT-2's name in config.json
 CONFIG_NAMES = {
@@ -34,24 +38,26 @@ FIXED_OPTIONS = {
 }
 # transformers' other names for the tanh approximation
 ACTIVATION_NAMES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
-# What transformers writes for a GPT-2 of any vocabulary when nobody names an end of text.
+# what transformers writes as the end of text where none was named, whatever the vocabulary
 DEFAULT_EOS = 50256
-# Of a directory from elsewhere: what holds weights, but not those that are read here.
-FOREIGN_WEIGHTS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-    "*.h5",
-    "*.msgpack",
-)
+# files that hold weights, in directories from elsewhere
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".gguf", ".h5", ".msgpack")
+WEIGHT_SUFFIXES += (".bin", ".pt", ".pth")
+# the head's weights are those of wte: no file holds them
+TIED = "lm_head.weight"
+
+
+class CheckpointError(ValueError):
+    """A directory that holds no model we can load; the message says what to run."""
 
 
 def is_transposed(name: str) -> bool:
     """GPT-2 keeps the matrices of its linear layers as [in, out], torch as [out, in]."""
     return name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
 
 
 def save_checkpoint(model: GPT, directory: str | Path):
@@ -61,48 +67,59 @@ def save_checkpoint(model: GPT, directory: str | Path):
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = {CONFIG_NAMES.get(k, k): v for k, v in vars(model.config).items()}
-    config |= FIXED_OPTIONS | {
-        "architectures": ["GPT2LMHeadModel"],
-        "bos_token_id": model.config.eos_token_id,
-    }
-    if more := config.pop("more_eos_token_ids"):
-        config["eos_token_id"] = [model.config.eos_token_id, *more]
-    config |= {"embd_pdrop": model.config.dropout, "attn_pdrop": model.config.dropout}
-    config["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
-    tensors = {name: w.detach().cpu() for name, w in model.state_dict().items()}
-    del tensors["lm_head.weight"]  # tied to wte.weight
-    if not model.config.bias:  # transformers' GPT-2 always has biases: zeros compute the same
-        biased = {n: w for n, w in tensors.items() if n not in ("wte.weight", "wpe.weight")}
-        tensors |= {
-            n.removesuffix("weight") + "bias": w.new_zeros(w.shape[0]) for n, w in biased.items()
-        }
-    tensors = {
-        f"transformer.{n}": (w.t() if is_transposed(n) else w).contiguous()
-        for n, w in tensors.items()
-    }
-    write_atomically(
-        directory / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"})
-    )
-    write_json(directory / "config.json", config)
+    save = partial(save_file, hub_weights(model), metadata={"format": "pt"})
+    write_atomically(directory / "model.safetensors", save)
+    write_json(directory / "config.json", hub_config(model.config, model.wte.weight.dtype))
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+def hub_weights(model: GPT) -> dict[str, torch.Tensor]:
+    """The weights under the names and in the layout of transformers' GPT-2."""
+    weights = {}
+    for name, weight in model.state_dict().items():
+        if name == TIED:
+            continue
+        weight = weight.detach().cpu()
+        if is_transposed(name):
+            weight = weight.t()
+        weights[f"transformer.{name}"] = weight.contiguous()
+        is_embedding = name.startswith(("wte.", "wpe."))
+        if not model.config.bias and not is_embedding:
+            # transformers' GPT-2 always has biases: zeros compute the same
+            bias = name.removesuffix("weight") + "bias"
+            weights[f"transformer.{bias}"] = weight.new_zeros(weight.shape[-1])
+    return weights
+
+
+def hub_config(config: GPTConfig, dtype: torch.dtype) -> dict:
+    """What config.json says."""
+    saved = {CONFIG_NAMES.get(name, name): value for name, value in vars(config).items()}
+    del saved["more_eos_token_ids"]
+    if config.more_eos_token_ids:
+        saved["eos_token_id"] = list(config.eos_token_ids)
+    saved |= FIXED_OPTIONS
+    saved["architectures"] = ["GPT2LMHeadModel"]
+    saved["bos_token_id"] = config.eos_token_id
+    saved["embd_pdrop"] = config.dropout
+    saved["attn_pdrop"] = config.dropout
+    saved["dtype"] = str(dtype).removeprefix("torch.")
+    return saved
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
 
 
 def serving_dtype(name: str, device: str | torch.device) -> torch.dtype:
     """
     The dtype of that name, for `load_checkpoint`; "auto" is bf16 on a GPU, fp32 on a CPU. Raises
-    ValueError.
+    ValueError for fp16 on a CPU.
     """
-    cpu = torch.device(device).type == "cpu"
-    if cpu and name == "fp16":
+    on_cpu = torch.device(device).type == "cpu"
+    if on_cpu and name == "fp16":
         raise ValueError("--dtype fp16 is for GPUs: on a CPU choose fp32 or bf16")
-    return DTYPES[("fp32" if cpu else "bf16") if name == "auto" else name]
-
-
-class CheckpointError(ValueError):
-    """A directory that holds no model we can load; the message says what to run."""
+    if name == "auto":
+        name = "fp32" if on_cpu else "bf16"
+    return DTYPES[name]
 
 
 def load_config(directory: str | Path) -> GPTConfig:
@@ -116,51 +133,33 @@ def load_config(directory: str | Path) -> GPTConfig:
     try:
         saved = json.loads(path.read_text())
         check_options(path, saved)
-        ours = {
-            field: saved.get(CONFIG_NAMES.get(field, field))
-            for field in GPTConfig.__dataclass_fields__
-        }
-        ours["activation"] = ACTIVATION_NAMES.get(ours["activation"], ours["activation"])
-        eos = read_eos(path, saved)
-        ours["eos_token_id"] = eos[0] if eos else None
-        ours["more_eos_token_ids"] = tuple(eos[1:])
-        return GPTConfig(**{field: value for field, value in ours.items() if value is not None})
+        ours = {}
+        for field in GPTConfig.__dataclass_fields__:
+            value = saved.get(CONFIG_NAMES.get(field, field))
+            if value is not None:
+                ours[field] = value
+        activation = ours.get("activation")
+        if activation in ACTIVATION_NAMES:
+            ours["activation"] = ACTIVATION_NAMES[activation]
+        first, *more = read_eos(path, saved) or [None]
+        return GPTConfig(**ours | {"eos_token_id": first, "more_eos_token_ids": tuple(more)})
     except CheckpointError:
         raise
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not a model configuration ({error}): train again or restore the file"
-        ) from error
-
-
-def no_model(missing: Path) -> str:
-    """What to say of a directory that lacks a file which is read here: how it can be had."""
-    folder = missing.parent
-    found = sorted(
-        {path.name for pattern in FOREIGN_WEIGHTS for path in folder.glob(pattern)}
-        - {"train_state.pt"}
-    )
-    if not found:
-        mend = f"run `python train.py --out {folder}`, or name another directory"
-        return f"no model in {folder}, {missing.name} is missing: {mend}"
-    if missing.name == "config.json":
-        return f"{missing} is missing beside {found[0]}: download it, too"
-    return (
-        f"{missing} is missing, the weights are in {', '.join(found[:3])}: they are read from one safetensors file. "
-        "Let transformers write it: GPT2LMHeadModel.from_pretrained(DIR).save_pretrained(NEW, max_shard_size='100GB')"
-    )
+        broken = f"{path} is not a model configuration ({error})"
+        raise CheckpointError(f"{broken}: train again or restore the file") from error
 
 
 def check_options(path: Path, saved: dict):
     """Raises CheckpointError for options that change the computation."""
     for name, wanted in FIXED_OPTIONS.items():
         value = saved.get(name, wanted)
-        same = value == wanted or (value is None and wanted is False)
-        if not same and not (name == "n_inner" and value == 4 * saved["n_embd"]):
-            mend = "vLLM serves such a directory"
-            raise CheckpointError(
-                f"{path}: {name} is {value!r}, this code computes only {wanted!r}: {mend}"
-            )
+        if value == wanted or (value is None and wanted is False):
+            continue
+        if name == "n_inner" and value == 4 * saved["n_embd"]:
+            continue
+        only = f"{path}: {name} is {value!r}, this code computes only {wanted!r}"
+        raise CheckpointError(f"{only}: vLLM serves such a directory")
 
 
 def read_eos(path: Path, saved: dict) -> list[int]:
@@ -177,38 +176,75 @@ def read_eos(path: Path, saved: dict) -> list[int]:
     return ids
 
 
+def no_model(missing: Path) -> str:
+    """The message for a directory that lacks a file which is read here: how it can be had."""
+    folder = missing.parent
+    names = sorted(path.name for path in folder.glob("*") if path.name != "train_state.pt")
+    weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
+    if not weights:
+        mend = f"run `python train.py --out {folder}`, or name another directory"
+        return f"no model in {folder}, {missing.name} is missing: {mend}"
+    if missing.name == "config.json":
+        return f"{missing} is missing beside {weights[0]}: download it, too"
+    return (
+        f"{missing} is missing, the weights are in {', '.join(weights[:3])}: they are read from "
+        "one safetensors file. Let transformers write it: GPT2LMHeadModel.from_pretrained(DIR)"
+        ".save_pretrained(NEW, max_shard_size='100GB')"
+    )
+
+
 def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = torch.float32) -> GPT:
     """
     Build the model of a checkpoint directory, in evaluation mode. Raises CheckpointError with what
     to change.
     """
-    config, path = load_config(directory), Path(directory) / "model.safetensors"
+    config = load_config(directory)
+    path = Path(directory) / "model.safetensors"
+    saved = read_weights(path)
+    found = shapes(saved)
+    V, C = config.vocab_size, config.n_embd
+    # First the sizes themselves: to build a model of a billion layers takes for ever, even without
+    # weights.
+    check_shapes(path, found, {"wte.weight": (V, C), "wpe.weight": (config.context_length, C)})
+    check_shapes(path, found, {f"h.{config.n_layer - 1}.ln_1.weight": (C,)})
+    with torch.device("meta"):
+        model = GPT(config)
+    wanted = shapes(model.state_dict())
+    del wanted[TIED]
+    check_shapes(path, found, wanted)
+    check_rest(path, saved, wanted)
+    weights = {name: saved[name].to(device, dtype).contiguous() for name in wanted}
+    weights[TIED] = weights["wte.weight"]
+    model.load_state_dict(weights, assign=True)
+    model.lm_head.weight = model.wte.weight  # one parameter again
+    return model.eval()
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, under our names and in our layout."""
     try:
         saved = load_file(path)
     except FileNotFoundError:
         raise CheckpointError(no_model(path)) from None
     except Exception as error:  # safetensors raises its own types for truncated or foreign files
-        raise CheckpointError(
-            f"{path} cannot be read ({error}): train again or restore the file"
-        ) from error
-    # the hub's GPT-2 has no prefix
-    saved = {n.removeprefix("transformer."): w for n, w in saved.items()}
-    saved = {n: w.t() if is_transposed(n) else w for n, w in saved.items()}
-    found = {n: tuple(w.shape) for n, w in saved.items()}
-    V, C = config.vocab_size, config.n_embd
-    # first the sizes themselves: a model of a billion layers takes for ever to build, even without
-    # its weights
-    check_shapes(path, found, {"wte.weight": (V, C), "wpe.weight": (config.context_length, C)})
-    check_shapes(path, found, {f"h.{config.n_layer - 1}.ln_1.weight": (C,)})
-    with torch.device("meta"):
-        model = GPT(config)
-    wanted = {n: tuple(w.shape) for n, w in model.state_dict().items() if n != "lm_head.weight"}
-    check_shapes(path, found, wanted)
-    check_rest(path, saved, wanted)
-    weights = {n: saved[n].to(device, dtype).contiguous() for n in wanted}
-    model.load_state_dict(weights | {"lm_head.weight": weights["wte.weight"]}, assign=True)
-    model.lm_head.weight = model.wte.weight  # one parameter again
-    return model.eval()
+        broken = f"{path} cannot be read ({error})"
+        raise CheckpointError(f"{broken}: train again or restore the file") from error
+    weights = {}
+    for name, weight in saved.items():
+        name = name.removeprefix("transformer.")  # which the hub's own GPT-2 does not have
+        weights[name] = weight.t() if is_transposed(name) else weight
+    return weights
+
+
+def shapes(weights: dict[str, torch.Tensor]) -> dict[str, tuple]:
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def check_shapes(path: Path, found: dict[str, tuple], wanted: dict[str, tuple]):
+    for name, shape in wanted.items():
+        if found.get(name) != shape:
+            differs = f"{name} is {found.get(name)}, wanted {shape}"
+            raise CheckpointError(f"{path} does not match config.json: {differs}")
 
 
 def check_rest(path: Path, saved: dict[str, torch.Tensor], wanted: dict):
@@ -217,27 +253,16 @@ def check_rest(path: Path, saved: dict[str, torch.Tensor], wanted: dict):
     without them.
     """
     for name, weight in saved.items():
-        if name in wanted or name.endswith(
-            (".attn.bias", ".attn.masked_bias")
-        ):  # the hub's causal masks
+        is_mask = name.endswith((".attn.bias", ".attn.masked_bias"))  # the hub's causal masks
+        is_zero = name.endswith(".bias") and not weight.any()  # of a model saved without biases
+        if name in wanted or is_mask or is_zero:
             continue
-        if name == "lm_head.weight":
-            if not torch.equal(weight, saved["wte.weight"]):
-                what = "the head, lm_head.weight, is not the embedding"
-                raise CheckpointError(
-                    f"{path}: {what}: untied heads are not computed here, vLLM serves such a directory"
-                )
-        elif (
-            not name.endswith(".bias") or weight.any()
-        ):  # a model without biases is saved with zeros
+        if name != TIED:
             raise CheckpointError(
                 f"{path} does not match config.json: {name} is no part of this model"
             )
-
-
-def check_shapes(path: Path, found: dict[str, tuple], wanted: dict[str, tuple]):
-    for name, shape in wanted.items():
-        if found.get(name) != shape:
+        if not torch.equal(weight, saved["wte.weight"]):
             raise CheckpointError(
-                f"{path} does not match config.json: {name} is {found.get(name)}, wanted {shape}"
+                f"{path}: the head, {TIED}, is not the embedding: untied heads are not computed "
+                "here, vLLM serves such a directory"
             )

@@ -34,11 +34,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from checkpoint import save_checkpoint
-from model import GPT, TORCH, GPTConfig, Ops
+from checkpoint import TIED, save_checkpoint
+from model import GPT, GPTConfig
 from tokenizer import Tokenizer, load_tokenizer, read_corpus, write_atomically
 from training.clock import Clock
-from training.fast import training_ops
 from training.machine import Process, fit_to_machine, init_process, pick_device
 from training.muon import Muon
 from training.report import advance, introduce, progress_bar, report_result
@@ -289,9 +288,7 @@ def learning_rate(step: int, share: float, args: Namespace) -> float:
 
 
 @torch.no_grad()
-def evaluate(
-    model: GPT, corpus: Corpus, process: Process, limit: int | None = None, ops: Ops = TORCH
-):
+def evaluate(model: GPT, corpus: Corpus, process: Process, limit: int | None = None):
     """
     Cross-entropy on the held-out text: (nats in all, number of tokens scored). The text is cut into
     windows of T tokens, so that each token is scored once; the first one only where there is an
@@ -314,7 +311,7 @@ def evaluate(
         rows = rows.to(process.device)
         targets = rows[:, 1:]
         with process.autocast():
-            _, loss = model(rows[:, :-1].clamp(min=0), targets, ops)
+            _, loss = model(rows[:, :-1].clamp(min=0), targets, process.ops)
         scored = (targets >= 0).sum()
         total += torch.stack([loss.double() * scored, scored.double()])
     model.train()
@@ -344,7 +341,6 @@ class Run:
         torch.manual_seed(args.seed)
         self.model = GPT(config).to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
-        self.ops = training_ops(process.device)
         self.step = 0
         self.share = 0.0  # of the run that is done: of its steps, or of its minutes
         self.saved = 0  # the step of the checkpoint on disk
@@ -367,7 +363,7 @@ class Run:
         # dropout, too, is a function of (seed, step): nothing about randomness has to be saved
         torch.manual_seed(args.seed + self.step * process.world + process.rank)
         with process.autocast():
-            _, loss = module(x, y, self.ops)
+            _, loss = module(x, y, process.ops)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), args.clip)
         rate = learning_rate(self.step, self.share, args)
@@ -409,9 +405,7 @@ class Run:
 
     def evaluate_and_sample(self) -> str:
         """Evaluate on a part of the held-out text, and sample; what to print about it."""
-        nats, count = evaluate(
-            self.model, self.corpus, self.process, self.args.eval_tokens, self.ops
-        )
+        nats, count = evaluate(self.model, self.corpus, self.process, self.args.eval_tokens)
         self.record(step=self.step, val_loss=round(nats / count, 5))
         eos = self.corpus.tokenizer.eos_token_id
         prompt = self.corpus.val[:1].tolist() if eos is None else [eos]
@@ -441,7 +435,9 @@ class Run:
 
     def load(self, state: dict):
         """Go on from what `save` wrote."""
-        self.model.load_state_dict(state["model"])
+        weights = state["model"]
+        weights.setdefault(TIED, weights["wte.weight"])  # older states lack it
+        self.model.load_state_dict(weights)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step = self.saved = state["step"]
@@ -581,7 +577,7 @@ def main(argv: list[str] | None = None):
     if args.resume:  # of its minutes, a resumed run has those left that it had not used
         begun = time.perf_counter() - run.share * 60 * args.minutes
     if train(run, batches, caught, begun):
-        nats, count = evaluate(run.model, corpus, process, ops=run.ops)
+        nats, count = evaluate(run.model, corpus, process)
         if process.leads:
             report_result(run, nats, count)
     else:

@@ -1,6 +1,5 @@
 """
-model.py's checkpoints: transformers' GPT-2 computes the same logits from the same directory, both
-ways.
+checkpoint.py: transformers' GPT-2 computes the same logits from the same directory, both ways.
 """
 
 import json
@@ -10,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import checkpoint
 from checkpoint import CheckpointError, load_checkpoint, load_config, save_checkpoint
 from model import GPT, GPTConfig
 
@@ -48,8 +48,9 @@ def test_transformers_opens_what_we_save(tmp_path, activation, bias):
 def test_we_open_what_transformers_saves(tmp_path, activation):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=97, n_positions=33, n_layer=3, n_head=4, n_embd=32, activation_function=activation,
-        layer_norm_epsilon=1e-3, eos_token_id=7, bos_token_id=7, initializer_range=0.3,
+        vocab_size=97, n_positions=33, n_layer=3, n_head=4, n_embd=32,
+        activation_function=activation, layer_norm_epsilon=1e-3, eos_token_id=7, bos_token_id=7,
+        initializer_range=0.3,
     )  # fmt: skip
     theirs = transformers.GPT2LMHeadModel(config).eval()
     for name, parameter in theirs.named_parameters():
@@ -126,13 +127,14 @@ def test_a_directory_without_config_holds_no_model(tmp_path):
         load_checkpoint(tmp_path)
     written = []
     with pytest.MonkeyPatch.context() as patch:
-        import model
+        write = checkpoint.write_atomically
 
-        write = model.write_atomically
-        patch.setattr(
-            model, "write_atomically", lambda path, f: (written.append(path.name), write(path, f))
-        )
-        patch.setattr(model, "write_json", lambda path, content: written.append(path.name))
+        def write_and_note(path, f):
+            written.append(path.name)
+            write(path, f)
+
+        patch.setattr(checkpoint, "write_atomically", write_and_note)
+        patch.setattr(checkpoint, "write_json", lambda path, content: written.append(path.name))
         save_checkpoint(random_model(), tmp_path)
     assert written == ["model.safetensors", "config.json"]
 
@@ -140,11 +142,14 @@ def test_a_directory_without_config_holds_no_model(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        "", "{", "[]", "null", "[" * 100_000, '{"n_layer": "three"}', '{"n_layer": true}', '{"n_layer": 2.0}',
+        "", "{", "[]", "null", "[" * 100_000,
+        '{"n_layer": "three"}', '{"n_layer": true}', '{"n_layer": 2.0}',
         '{"n_embd": 1' + "0" * 30 + "}", '{"activation_function": "swish"}', '{"resid_pdrop": "x"}',
-        '{"resid_pdrop": 1}', '{"layer_norm_epsilon": "1e-5"}', '{"layer_norm_epsilon": NaN}', '{"bias": "no"}',
-        '{"eos_token_id": [1, "2"]}', '{"eos_token_id": -1}', '{"eos_token_id": 1000000000}', '{"eos_token_id": true}',
-        '{"n_kv_head": 0}', '{"n_head": 0}', '{"n_head": 7}', '{"n_head": 1000000000}', '{"n_layer": -1}',
+        '{"resid_pdrop": 1}', '{"layer_norm_epsilon": "1e-5"}', '{"layer_norm_epsilon": NaN}',
+        '{"bias": "no"}', '{"eos_token_id": [1, "2"]}', '{"eos_token_id": -1}',
+        '{"eos_token_id": 1000000000}', '{"eos_token_id": true}',
+        '{"n_kv_head": 0}', '{"n_head": 0}', '{"n_head": 7}', '{"n_head": 1000000000}',
+        '{"n_layer": -1}',
     ],
 )  # fmt: skip
 def test_broken_configurations(tmp_path, content):
@@ -295,10 +300,11 @@ def test_the_configuration_that_is_written(tmp_path, dtype):
         folder,
     )
     assert json.loads((folder / "config.json").read_text()) == {
-        "vocab_size": 97, "n_positions": 33, "n_layer": 3, "n_head": 4, "n_embd": 32, "n_kv_head": 2,
-        "activation_function": "gelu_new", "bias": True, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
-        "layer_norm_epsilon": 1e-5, "eos_token_id": [5, 7], "bos_token_id": 5, "model_type": "gpt2", "n_inner": None,
-        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
+        "vocab_size": 97, "n_positions": 33, "n_layer": 3, "n_head": 4, "n_embd": 32,
+        "n_kv_head": 2, "activation_function": "gelu_new", "bias": True, "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1, "attn_pdrop": 0.1, "layer_norm_epsilon": 1e-5, "eos_token_id": [5, 7],
+        "bos_token_id": 5, "model_type": "gpt2", "n_inner": None, "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
         "tie_word_embeddings": True, "architectures": ["GPT2LMHeadModel"],
         "dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
@@ -317,6 +323,7 @@ def test_matrices_are_written_as_gpt2_has_them(tmp_path, bias):
     ours = random_model(bias=bias)
     save_checkpoint(ours, tmp_path)
     saved, state = load_file(tmp_path / "model.safetensors"), ours.state_dict()
+    assert torch.equal(state.pop("lm_head.weight"), state["wte.weight"])  # tied: written once
     for name, weight in state.items():
         is_linear = (
             name.endswith("weight") and weight.dim() == 2 and not name.startswith(("wte", "wpe"))

@@ -165,6 +165,19 @@ def test_resuming_a_finished_run_only_reports_again(tiny, tmp_path, capsys):
     assert capsys.readouterr().out.count("val loss:") == 2
 
 
+def test_a_state_from_before_the_head_had_a_name_is_resumed(tiny, tmp_path, capsys):
+    """The head's weights are those of the embedding; older states name only these."""
+    train.main([*tiny, "--steps", "5"])
+    path = tmp_path / "out" / "train_state.pt"
+    state = torch.load(path, weights_only=True)
+    assert torch.equal(state["model"].pop("lm_head.weight"), state["model"]["wte.weight"])
+    torch.save(state, path)
+    before = load_checkpoint(tmp_path / "out").state_dict()
+    train.main(["--resume", "--out", str(tmp_path / "out")])
+    after = load_checkpoint(tmp_path / "out").state_dict()
+    assert all(torch.equal(w, after[name]) for name, w in before.items())
+
+
 def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
     update = train.Run.update
 
@@ -865,7 +878,7 @@ def test_an_evaluation_on_the_way_is_of_a_part_and_the_last_one_of_all(
     monkeypatch.setattr(
         train,
         "evaluate",
-        lambda model, corpus, machine, limit=None, ops=None: limits.append(limit) or (7.5, 3),
+        lambda model, corpus, machine, limit=None: limits.append(limit) or (7.5, 3),
     )
     train.main([*tiny, "--steps=10"])
     assert limits == [64, None]

@@ -21,7 +21,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from model import TORCH, Ops
 from training.clock import CLOSING_SECONDS
+from training.fast import training_ops
 from training.sizes import PROBE, SIZES, choose_size
 
 PROBE_SECONDS = 0.3  # for each of two or three ways to train: together about a second
@@ -37,6 +39,7 @@ class Process:
     compile: bool
     rank: int = 0
     world: int = 1  # how many processes there are
+    ops: Ops = TORCH  # what the model computes with
 
     @property
     def leads(self) -> bool:
@@ -104,7 +107,8 @@ def init_process(args: Namespace) -> Process:
         dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     compiled = device.type == "cuda" if args.compile is None else args.compile
     dtype = getattr(torch, args.dtype or "float32")
-    return Process(device, dtype, compiled, int(os.environ.get("RANK", 0)), world)
+    rank = int(os.environ.get("RANK", 0))
+    return Process(device, dtype, compiled, rank, world, training_ops(device))
 
 
 def fit_to_machine(
