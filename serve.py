@@ -268,7 +268,7 @@ def first_process(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         workers.kill()
         encoder.close()
-        seconds = 5 if client.state == "ready" else 0  # a process that loads a model does not hear
+        seconds = 5 if client.state == "ready" else 0  # while it loads a model it does not notice
         client.process.join(seconds)
         client.process.kill()
 

@@ -144,4 +144,4 @@ def add_terminal_flags(group):
     )
     add("--max-tokens", about, None, positive)
     add("--temperature", "0: always the most likely token", 0.8, float)
-    add("--seed", "same seed, same text; not given: a random one, which is told", None, int)
+    add("--seed", "same seed, same text; not given: a random one, which is shown", None, int)
