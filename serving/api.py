@@ -32,7 +32,7 @@ from starlette.responses import JSONResponse, Response
 
 from serving import protocol, welcome
 from serving.answers import Job, send_json
-from serving.connection import ROOM_SECONDS, Connection, LastAnswers, check_head, make_room
+from serving.connection import ROOM_SECONDS, Connection, check_head, closing_early, make_room
 from serving.encoder import EncoderBusy, read_ids
 from serving.metrics import Metrics
 from serving.protocol import ApiError, ClientGone, error_response
@@ -259,7 +259,7 @@ class Service:
         """
         options = {"http": Connection, "ws": "none", "lifespan": "off", "log_level": "error"}
         options |= {"access_log": False, "timeout_graceful_shutdown": LINGER_SECONDS}
-        self.server = uvicorn.Server(uvicorn.Config(LastAnswers(Gate(self)), **options))
+        self.server = uvicorn.Server(uvicorn.Config(Gate(self), **options))
         self.server.handle_exit = self.on_signal  # ours drains first
         self.loop = asyncio.get_running_loop()
         self.sock = sock
@@ -448,6 +448,7 @@ class Gate:
         Name the call, for its client and for the log, and tell browsers which pages may read the
         answer.
         """
+        receive, send = closing_early(scope, receive, send)
         headers = dict(scope["headers"])
         id = request_id(headers.get(REQUEST_ID, b""))
         scope["request_id"] = id

@@ -1,7 +1,7 @@
 """
 A client's connection, and what it may cost: uvicorn's HTTP protocol with limits.
 
-    uvicorn.Config(LastAnswers(gate), http=Connection)      # gate: api.Gate, the ASGI application
+    uvicorn.Config(gate, http=Connection)      # gate: api.Gate, the ASGI application
 
 Not run by itself: api.py puts it in front of its `Gate`. Here no client has shown an API key yet,
 so everything is bounded (against Slowloris and its kin): the bytes and number of headers, the time
@@ -14,6 +14,7 @@ import contextlib
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -62,40 +63,36 @@ def announces_body(headers: list[tuple[bytes, bytes]]) -> bool:
     return b"transfer-encoding" in values or values.get(b"content-length", b"0").strip(b"0") != b""
 
 
-class LastAnswers:
+def closing_early(scope, receive, send) -> tuple[Callable, Callable]:
     """
-    ASGI middleware: an answer given before the whole body was read, mostly a refusal, is the last
-    of its connection. What the client still sends is dropped, for REFUSED_SECONDS at most.
+    ASGI's `receive` and `send` for a call whose answer may come before its whole body was read,
+    which mostly is a refusal: that answer is the last of its connection. What the client still
+    sends is dropped, for REFUSED_SECONDS at most.
     """
+    if not announces_body(scope["headers"]):
+        return receive, send
+    unread = True
 
-    def __init__(self, app):
-        self.app = app
+    async def receive_part():
+        nonlocal unread
+        message = await receive()
+        unread = message.get("more_body", False)
+        return message
 
-    async def __call__(self, scope, receive, send):
-        if not announces_body(scope["headers"]):
-            return await self.app(scope, receive, send)
-        unread = True
+    async def send_part(message):
+        if message["type"] == "http.response.start":
+            scope["is_last"] = unread
+            if unread:
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+        elif scope["is_last"] and not message.get("more_body"):
+            # the whole answer goes out now; its end, with which uvicorn closes the connection, only
+            # when the client has had time to read it
+            await send(message | {"more_body": True})
+            await drop_rest(receive)
+            message = {"type": "http.response.body"}
+        await send(message)
 
-        async def receive_part():
-            nonlocal unread
-            message = await receive()
-            unread = message.get("more_body", False)
-            return message
-
-        async def send_part(message):
-            if message["type"] == "http.response.start":
-                scope["is_last"] = unread
-                if unread:
-                    message["headers"] = [*message["headers"], (b"connection", b"close")]
-            elif scope["is_last"] and not message.get("more_body"):
-                # the whole answer goes out now; its end, with which uvicorn closes the connection,
-                # only when the client has had time to read it
-                await send(message | {"more_body": True})
-                await drop_rest(receive)
-                message = {"type": "http.response.body"}
-            await send(message)
-
-        await self.app(scope, receive_part, send_part)
+    return receive_part, send_part
 
 
 async def drop_rest(receive):
@@ -138,7 +135,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        gate = self.config.app.app
+        gate = self.config.app
         self.args = gate.args
         self.not_http = gate.not_http
         self.seat = gate.service.seat

@@ -30,7 +30,7 @@ import serve
 from serving import answers, api, connection, metrics
 from serving import client as client_module
 from serving.client import EngineClient
-from serving.connection import Connection, LastAnswers
+from serving.connection import Connection
 from serving.encoder import Encoder
 from serving.links import line
 from serving.workers import Seat
@@ -286,9 +286,7 @@ class House:
         link = EngineClient("nowhere", lambda: None)
         self.encoder = Encoder(directory or bytes_directory(), ByteTokenizer())
         self.service = api.Service(link, self.encoder, self.args, list(keys), seat=seat)
-        self.config = uvicorn.Config(
-            LastAnswers(api.Gate(self.service)), log_level="critical", ws="none"
-        )
+        self.config = uvicorn.Config(api.Gate(self.service), log_level="critical", ws="none")
         self.config.load()
         self.state = ServerState()
         self.service.server = SimpleNamespace(should_exit=False, server_state=self.state)
