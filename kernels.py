@@ -203,7 +203,18 @@ def gather(
     return Gather(tokens, rows, mask[:, None])
 
 
-def store_kv_torch(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: Batch):
+def project_qkv(y: torch.Tensor, attention, kv: torch.Tensor, batch: Batch):
+    """
+    As model.project_qkv with a layer's `Attention`, but K and V [T, Hk, D] go to their slots in the layer's pool, which is
+    returned.
+    """
+    qkv = batch.ops.linear(y, attention.c_attn)
+    q, k, v = attention.heads(qkv)
+    batch.ops.store_kv(k, v, kv, batch)
+    return q, kv
+
+
+def store_kv_torch(k: torch.Tensor, v: torch.Tensor, kv: torch.torch.Tensor, batch: Batch):
     """
     Write k, v [T, Hk, D] into one layer's pool kv [2, num_blocks + 1, Hk, S, D], in place, at
     `slot_mapping`.
@@ -611,7 +622,7 @@ def prefill_tiles(batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | Non
     ).int()
 
 
-def check_layout(x: torch.Tensor, kv: torch.Tensor, batch: Batch):
+def check_layout(x: torch.Tensor, kv: torch.torch.Tensor, batch: Batch):
     """What the kernels assume of x [T, heads, D] and kv [2, num_blocks + 1, Hk, S, D]."""
     assert x.device == kv.device == batch.block_tables.device, (
         f"tensors on {x.device} and {kv.device}: wanted one"
@@ -633,7 +644,7 @@ def check_layout(x: torch.Tensor, kv: torch.Tensor, batch: Batch):
     assert batch.block_tables.stride(1) == 1, "block tables must be contiguous along blocks"
 
 
-def store_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: Batch):
+def store_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.torch.Tensor, batch: Batch):
     """As store_kv_torch."""
     check_layout(k, kv, batch)
     (T, Hk, D), S = k.shape, kv.shape[3]

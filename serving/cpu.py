@@ -1,5 +1,5 @@
 """
-What only a CPU needs: matrices packed for oneDNN, and residuals added in place.
+What only a CPU needs: matrices packed for oneDNN.
 
     model = packed_for_cpu(model, quantize="none")     # a copy with PackedLinear, or Int8Linear, for its linear layers
 
@@ -31,13 +31,6 @@ def cpp_compiler() -> str | None:
     """What torch.compile needs on a CPU."""
     usual = "clang++" if sys.platform == "darwin" else "g++"
     return shutil.which(os.environ.get("CXX") or usual)
-
-
-def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module):
-    """As model.add_norm, but delta is added in place."""
-    if delta is not None:
-        x.add_(delta)
-    return x, norm(x)
 
 
 class PackedLinear(nn.Module):

@@ -1,9 +1,9 @@
 """
-What a step is given: numbers that the device does not know yet, packed on the host and split on the
-device.
+From the scheduler's plan to the model's batch.
 
-    packed = pack(plan, shape, padding_row, sink)     # host: one array("q"), so that one copy brings all of it
-    step = split(tensor, shape)                       # device: views of it, by name
+    packed = pack(plan, shape, padding_row, sink)       # host: one array, so that one copy does
+    step = split(upload(packed, device), shape)         # device: views of it, by name
+    batch = lay_out(step, shape, plan, known, ops)      # the flat token axis
 
 Most of what a step needs is on the device already, in arrays indexed by a request's row: its last
 token, its context length, its block table. `decode_inputs` makes the inputs of decodes from these.
@@ -14,8 +14,11 @@ table, S block size.
 from array import array
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from kernels import Batch
+from model import Ops
 from paged import Plan
 
 
@@ -76,6 +79,19 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int) -> array:
     return packed
 
 
+def upload(values, device, dtype=torch.int64, to: Tensor | None = None) -> Tensor:
+    """
+    Copy numbers of the host (a list, a tensor, or an array of that dtype) to a device: into a new
+    tensor, or to the beginning of `to`. From pinned memory, so the host does not wait for the copy.
+    """
+    host = torch.asarray(values, dtype=dtype)
+    if torch.device(device).type == "cuda":
+        host = host.pin_memory()
+    if to is None:
+        return host.to(device, non_blocking=True)
+    return to[: len(host)].copy_(host, non_blocking=True)
+
+
 def split(packed: Tensor, shape: StepShape) -> StepInputs:
     """Views of the fields of a packed tensor, which may be longer."""
     lengths = sizes(shape)
@@ -98,6 +114,16 @@ class DecodeInputs(NamedTuple):
     block_tables: Tensor  # [n, M] int32
 
 
+class KnownRows(NamedTuple):
+    """What the device knows of each running request, at its row; the last row is padding's."""
+
+    last_token: Tensor  # [N + 1] int64: the next input of a decode
+    context_len: Tensor  # [N + 1] int64: tokens in the pool
+    block_tables: Tensor  # [N + 1, M] int32
+    counting: Tensor  # [N + 1] int32: 0, 1, 2, ...
+    S: int
+
+
 def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:
     """
     rows and last_blocks [n] int64: the requests' rows in last_token and context_len [N + 1] int64
@@ -111,3 +137,67 @@ def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: i
     slots = last_blocks * S + positions % S
     context_lens = (positions + 1).int()
     return DecodeInputs(last_token[rows], positions, slots, context_lens, block_tables[rows])
+
+
+def chunk_inputs(step: StepInputs, known: KnownRows) -> DecodeInputs:
+    """The same of chunks: their tokens [T], and their requests [C]."""
+    S = known.S
+    blocks = known.block_tables[step.token_rows, step.positions // S]
+    slots = blocks * S + step.positions % S
+    tables = known.block_tables[step.chunk_rows]
+    return DecodeInputs(step.tokens, step.positions, slots, step.chunk_contexts.int(), tables)
+
+
+def lay_out(
+    step: StepInputs, shape: StepShape, plan: Plan | None, known: KnownRows, ops: Ops
+) -> Batch:
+    """
+    The batch of a step on one flat token axis: decodes first, then chunks. Counts its tokens in
+    `known`. Without a plan, all of it is padding.
+    """
+    n, C, _ = shape
+    last_token, context_len, block_tables, counting, S = known
+    inputs = ops.decode_inputs(
+        step.rows, step.last_blocks, last_token, context_len, block_tables, S
+    )
+    query_start = counting[: n + 1]
+    logits_index = query_start[:n]  # each decode's one token
+    if C:
+        of_chunks = chunk_inputs(step, known)
+        inputs = DecodeInputs(*map(torch.cat, zip(inputs, of_chunks, strict=True)))
+        chunk_starts = (n + step.chunk_starts).int()
+        query_start = torch.cat([counting[:n], chunk_starts])
+        logits_index = query_start[1:] - 1  # each one's last token
+        context_len[step.chunk_rows] = step.chunk_contexts
+    query_lens, context_lens = lengths_on_host(plan, shape)
+    tables = inputs.block_tables
+    if not ops.fixed_shapes:  # no wider than is needed
+        tables = tables[:, : -(-max(context_lens) // S)]
+    return Batch(
+        tokens=inputs.tokens,
+        positions=inputs.positions,
+        slot_mapping=inputs.slot_mapping,
+        query_start=query_start,
+        context_lens=inputs.context_lens,
+        block_tables=tables,
+        logits_index=logits_index,
+        num_decodes=n,
+        query_lens_host=query_lens,
+        context_lens_host=context_lens,
+        ops=ops,
+    )
+
+
+def lengths_on_host(plan: Plan | None, shape: StepShape) -> tuple[list[int], list[int]]:
+    """
+    Query and context lengths of decodes, padding, chunks, padding. Without a plan, all of it is
+    padding.
+    """
+    decodes = plan.decodes if plan else []
+    chunks = plan.chunks if plan else []
+    no_chunk = [0] * (shape.C - len(chunks))
+    query_lens = [1] * shape.n + [m for _, m in chunks] + no_chunk
+    context_lens = [r.num_filled_slots + 1 for r in decodes]
+    context_lens += [1] * (shape.n - len(decodes))
+    context_lens += [r.num_filled_slots + m for r, m in chunks] + no_chunk
+    return query_lens, context_lens

@@ -15,27 +15,14 @@ Each batch carries its table, so nothing further down asks where it is.
 from functools import partial
 
 import torch
-from torch import Tensor
 
 import kernels
 import model
 from model import Ops
 from serving import cpu, flex, fused, inputs, sampling, sampling_kernels
 
-
-def project_qkv(y: Tensor, attention: model.Attention, kv: Tensor, batch: kernels.Batch):
-    """
-    As model.project_qkv, but K and V (T, Hk, D) go to their slots in the layer's pool, which is
-    returned.
-    """
-    qkv = batch.ops.linear(y, attention.c_attn)
-    q, k, v = attention.heads(qkv)
-    batch.ops.store_kv(k, v, kv, batch)
-    return q, kv
-
-
 TORCH = model.TORCH._replace(
-    project_qkv=project_qkv,
+    project_qkv=kernels.project_qkv,
     attend=partial(kernels.paged_attention_torch, attention=model.attention),
     prepare=kernels.prepare_torch,
     store_kv=kernels.store_kv_torch,
@@ -45,7 +32,6 @@ TORCH = model.TORCH._replace(
 )
 CPU = TORCH._replace(
     name="cpu",
-    add_norm=cpu.add_norm,
     attend=kernels.paged_attention_torch,
     pack=cpu.packed_for_cpu,
 )

@@ -19,14 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import Batch
 from model import GPT
 from paged import KVBlockPool, Plan, Request
 from serving.compiled import check_can_compile, compile_decode_one
-from serving.inputs import DecodeInputs, StepInputs, StepShape, is_completed, pack, sizes, split
+from serving.inputs import KnownRows, StepShape, is_completed, lay_out, pack, sizes, split, upload
 from serving.ops import choose_ops
 from serving.params import GREEDY, NO_TOKEN
-from serving.sampling import Row, SamplingRows, logprobs, upload
+from serving.sampling import Row, SamplingRows, logprobs
 from serving.settings import Settings
 
 
@@ -123,7 +122,10 @@ class Runner:
         tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32)
         self.block_tables = tables.to(device)
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
-        self.counting = torch.arange(N + 1, dtype=torch.int32, device=device)
+        counting = torch.arange(N + 1, dtype=torch.int32, device=device)
+        self.known = KnownRows(
+            self.sampling.last_token, self.context_len, self.block_tables, counting, self.block_size
+        )
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         self.is_padded = self.ops.fixed_shapes and device.type == "cuda"
         self.shapes = padded_shapes(N, settings.token_budget) if self.is_padded else []
@@ -232,7 +234,7 @@ class Runner:
         what spares work (None: a graph is captured).
         """
         step = split(packed, shape)
-        batch = self.lay_out(step, shape, plan)
+        batch = lay_out(step, shape, plan, self.known, self.ops)
         H = self.model.config.n_head
         batch.prepared = self.ops.prepare(batch, H, self.pool.kv[0])
         if self.decode_one and shape.n == 1 and not shape.C:
@@ -248,49 +250,6 @@ class Runner:
         asked = params_of(plan, shape) if plan else None
         sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
         return sampled, logits, x
-
-    def lay_out(self, step: StepInputs, shape: StepShape, plan: Plan | None) -> Batch:
-        """The batch of a step: decodes first, then chunks. Counts its tokens in `context_len`."""
-        n, C, _ = shape
-        S = self.block_size
-        last_token = self.sampling.last_token
-        inputs = self.ops.decode_inputs(
-            step.rows, step.last_blocks, last_token, self.context_len, self.block_tables, S
-        )
-        query_start = self.counting[: n + 1]
-        logits_index = query_start[:n]  # each decode's one token
-        if C:
-            of_chunks = self.chunk_inputs(step)
-            inputs = DecodeInputs(*map(torch.cat, zip(inputs, of_chunks, strict=True)))
-            chunk_starts = (n + step.chunk_starts).int()
-            query_start = torch.cat([self.counting[:n], chunk_starts])
-            logits_index = query_start[1:] - 1  # each one's last token
-            self.context_len[step.chunk_rows] = step.chunk_contexts
-        query_lens, context_lens = lengths_on_host(plan, shape)
-        tables = inputs.block_tables
-        if not self.is_padded:  # no wider than is needed
-            tables = tables[:, : -(-max(context_lens) // S)]
-        return Batch(
-            tokens=inputs.tokens,
-            positions=inputs.positions,
-            slot_mapping=inputs.slot_mapping,
-            query_start=query_start,
-            context_lens=inputs.context_lens,
-            block_tables=tables,
-            logits_index=logits_index,
-            num_decodes=n,
-            query_lens_host=query_lens,
-            context_lens_host=context_lens,
-            ops=self.ops,
-        )
-
-    def chunk_inputs(self, step: StepInputs) -> DecodeInputs:
-        """The same of chunks: their tokens [T], and their requests [C]."""
-        S = self.block_size
-        blocks = self.block_tables[step.token_rows, step.positions // S]
-        slots = blocks * S + step.positions % S
-        tables = self.block_tables[step.chunk_rows]
-        return DecodeInputs(step.tokens, step.positions, slots, step.chunk_contexts.int(), tables)
 
     def score_sampled(self, plan: Plan, wanted: list[int], tokens, logits):
         """
@@ -415,21 +374,6 @@ def params_of(plan: Plan, shape: StepShape) -> list:
     padding = [GREEDY] * (shape.n - len(plan.decodes))
     of_decodes = [r.params or GREEDY for r in plan.decodes]
     return of_decodes + padding + [r.params or GREEDY for r, _ in plan.chunks]
-
-
-def lengths_on_host(plan: Plan | None, shape: StepShape) -> tuple[list[int], list[int]]:
-    """
-    Query and context lengths of decodes, padding, chunks, padding. Without a plan, all of it is
-    padding.
-    """
-    decodes = plan.decodes if plan else []
-    chunks = plan.chunks if plan else []
-    no_chunk = [0] * (shape.C - len(chunks))
-    query_lens = [1] * shape.n + [m for _, m in chunks] + no_chunk
-    context_lens = [r.num_filled_slots + 1 for r in decodes]
-    context_lens += [1] * (shape.n - len(decodes))
-    context_lens += [r.num_filled_slots + m for r, m in chunks] + no_chunk
-    return query_lens, context_lens
 
 
 def sampling_row(r: Request) -> Row:

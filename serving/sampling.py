@@ -23,21 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from serving.inputs import upload
 from serving.params import GREEDY_BELOW, LOWEST_LOGPROB, NO_TOKEN, SamplingParams
-
-
-def upload(values, device, dtype=torch.int64, to: Tensor | None = None) -> Tensor:
-    """
-    Copy numbers of the host (a list, a tensor, or an array of that dtype) to a device: into a new
-    tensor, or to the beginning of `to`. From pinned memory, so the host does not wait for the copy.
-    """
-    host = torch.asarray(values, dtype=dtype)
-    if torch.device(device).type == "cuda":
-        host = host.pin_memory()
-    if to is None:
-        return host.to(device, non_blocking=True)
-    return to[: len(host)].copy_(host, non_blocking=True)
-
 
 # --------------------------------------------------------------------------------------------------
 # What the device knows of each request

@@ -31,7 +31,7 @@ import paged
 from kernels import Batch, length_classes
 from model import ACTIVATIONS, GPT, Attention, GPTConfig
 from paged import KVBlockPool, gather_kv_from_pool, write_kv_to_pool
-from serving import flex, fused, inputs, ops, runner
+from serving import flex, fused, inputs, runner
 from serving.ops import choose_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -767,7 +767,7 @@ def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
     attention, x = Attention(config).requires_grad_(False), torch.randn(R, H * D)
     slots, found = torch.randperm(20 * 8)[:R], []
-    for device, project in ("cpu", ops.project_qkv), (DEVICE, fused.project_qkv):
+    for device, project in ("cpu", kernels.project_qkv), (DEVICE, fused.project_qkv):
         kv = torch.full((2, 21, Hk, 8, D), 7.0, device=device)
         batch = SimpleNamespace(slot_mapping=slots.to(device), ops=choose_ops("torch")[0])
         batch.prepared = SimpleNamespace(store_rows=kernels.pool_rows(slots[:, None], kv).flatten())

@@ -24,10 +24,9 @@ from model import GPT, GPTConfig
 from paged import Plan, Request
 from serving import runner as runner_module
 from serving.engine import Engine, Output
-from serving.inputs import StepShape
+from serving.inputs import StepShape, upload
 from serving.params import SamplingParams
 from serving.runner import Runner, padded_shapes
-from serving.sampling import upload
 from serving.settings import Settings
 from test_paged import CONTEXT, VOCABULARY, assert_idle, new_engine, prompt, trained_model
 
@@ -64,6 +63,7 @@ def pad(engine: Engine):
     """Let the engine pad its steps as on a GPU."""
     runner, scheduler = engine.runner, engine.scheduler
     runner.is_padded = True
+    runner.ops = runner.ops._replace(fixed_shapes=True)
     runner.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
 
 
