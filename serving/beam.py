@@ -53,7 +53,8 @@ def check_beams_fit(engine: Engine, P: int, width: int, max_tokens: int):
     rows = scheduler.max_num_seqs
     if engine.has_work:
         raise ValueError(
-            f"beam search needs the engine for itself, {len(engine.requests)} requests are under way"
+            f"beam search needs the engine for itself, {len(engine.requests)} requests are under "
+            "way"
         )
     if not 1 <= width <= rows:
         raise ValueError(
@@ -64,8 +65,8 @@ def check_beams_fit(engine: Engine, P: int, width: int, max_tokens: int):
     needed = shared + width * (scheduler.blocks_for(P + max_tokens) - shared)
     if needed > engine.num_blocks:
         raise ValueError(
-            f"{width} beams need {needed} blocks, the pool has {engine.num_blocks}: change width or "
-            "pool"
+            f"{width} beams need {needed} blocks, the pool has {engine.num_blocks}: change width "
+            "or pool"
         )
 
 

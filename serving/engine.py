@@ -40,9 +40,10 @@ class Output(NamedTuple):
 
 
 class Engine:
-    """All its methods belong to one thread. Raises ValueError for settings that cannot work."""
+    """Requests come and go, `step` by step. All methods belong to one thread."""
 
     def __init__(self, model: GPT, settings: Settings | None = None):
+        """Raises ValueError for settings that cannot work here, with what to change."""
         on_gpu = model.wte.weight.is_cuda
         settings = with_step_size(settings or Settings(), on_gpu)
         if on_gpu and settings.num_blocks is None:  # what a step takes is not free for the pool
@@ -53,15 +54,13 @@ class Engine:
         self.config = model.config
         self.num_blocks = settings.num_blocks
         self.max_model_len = settings.max_model_len
+        S = settings.block_size
+        max_kv_tokens = self.num_blocks * S
         self.scheduler = Scheduler(
-            settings.policy,
-            settings.token_budget,
-            settings.num_blocks * settings.block_size,
-            settings.block_size,
-            settings=settings,
+            settings.policy, settings.token_budget, max_kv_tokens, S, settings=settings
         )
         self.weights = describe_weights(model, settings)
-        pool = f"a KV pool of {settings.num_blocks} blocks of {settings.block_size}"
+        pool = f"a KV pool of {self.num_blocks} blocks of {S}"
         with explain_lack_of_memory(f"{self.weights} and {pool}"):
             self.runner = Runner(model, settings)
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
@@ -169,6 +168,7 @@ class Engine:
         """
         scheduler = self.scheduler
         P = len(first.prompt_tokens)
+        prompt_blocks = first.block_table[: scheduler.blocks_for(P)]
         can_share = first.status == "active" and first.num_committed * scheduler.block_size < P
         n = self.num_choices.pop(first.id, 1)
         for choice, id in enumerate(forks_of(first.id, n), start=1):
@@ -180,7 +180,7 @@ class Engine:
                     prompt_logprobs=None,
                     generated_tokens=[],
                     num_filled_slots=P - 1,
-                    block_table=first.block_table[: scheduler.blocks_for(P)],
+                    block_table=prompt_blocks,
                 )
                 self.runner.place(fork)
             else:
@@ -352,7 +352,7 @@ class Engine:
         return [r.generated_tokens for r in requests]
 
     def _run_until_done(self, total: int, progress: bool):
-        """Step until idle; a progress bar on stderr, 5 times a second, and the counts at the end."""
+        """Step until idle; a progress bar on stderr, and the counts at the end."""
         started = time.perf_counter()
         before = self.counts()
         num_done = 0
@@ -381,9 +381,10 @@ class Engine:
         tokens = self.num_blocks * S
         size = runner.pool.kv.nbytes / 2**20
         texts = f"{tokens // self.max_model_len} texts of {self.max_model_len:,}"
+        blocks = f"{self.num_blocks:,} blocks of {S}"
         parts = [
             self.weights,
-            f"KV pool of {size:,.0f} MiB: {self.num_blocks:,} blocks of {S}, {tokens:,} tokens, {texts}",
+            f"KV pool of {size:,.0f} MiB: {blocks}, {tokens:,} tokens, {texts}",
             f"attention: {runner.ops.name}, {runner.reason}",
         ]
         if runner.graphs:
@@ -446,7 +447,7 @@ def describe_weights(model: GPT, settings: Settings) -> str:
 
 
 def describe(plan: Plan, scheduler: Scheduler) -> str:
-    """A line of --trace: which requests decode, which chunks are prefilled, how the blocks stand."""
+    """A line of --trace: which requests decode, which chunks are prefilled, what blocks hold."""
     allocator = scheduler.block_allocator
     S = scheduler.block_size
     lengths = {r: r.num_filled_slots for r in scheduler.running}  # and after the step:
@@ -458,9 +459,10 @@ def describe(plan: Plan, scheduler: Scheduler) -> str:
             filled[block] = min(S, length - start)
     used = sum(count > 0 for count in allocator.ref_counts)
     chunks = [f"{r.id}[{r.prefill_cursor}:{r.prefill_cursor + n}]" for r, n in plan.chunks]
+    decodes = [str(r.id) for r in plan.decodes]
     parts = [
         f"step {plan.step:4}",
-        "decode " + (" ".join(str(r.id) for r in plan.decodes) or "-"),
+        "decode " + (" ".join(decodes) or "-"),
         "prefill " + (" ".join(chunks) or "-"),
         f"blocks {len(allocator.free)} free {used} referenced {len(allocator.idle)} cached",
         f"slots {sum(filled.values())}/{used * S}",

@@ -8,7 +8,7 @@ For a thread or a process of its own. Over each link (links.py has the wire) go
     in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
          {"op": "abort", "id"}
     out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
-         {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores...], ...], "stats"}
+         {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores..], ..], "stats"}
          {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, "full"
          for backpressure (more than `max_queue` choices would wait for a row), else "internal"
 

@@ -15,7 +15,7 @@ from paged import POLICIES, SchedulerSettings, setting
 
 @dataclass(frozen=True)
 class Settings(SchedulerSettings):
-    """What an `Engine` can be told besides its model. Raises ValueError for what is out of range."""
+    """How an `Engine` serves its model. Raises ValueError for what is out of range."""
 
     # how large
     block_size: int = setting(16, "tokens in a KV block", least=1)

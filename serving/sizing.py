@@ -22,8 +22,8 @@ def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
     token_budget = settings.token_budget or max(8192 if on_gpu else 512, max_num_seqs)
     if token_budget < max_num_seqs:
         raise ValueError(
-            f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so that "
-            "every running request can decode in every step: raise --token-budget or lower "
+            f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so "
+            "that every running request can decode in every step: raise --token-budget or lower "
             "--max-num-seqs"
         )
     return replace(settings, max_num_seqs=max_num_seqs, token_budget=token_budget)
@@ -34,12 +34,21 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
     Fill in the blocks of the pool, by default enough for max_num_seqs texts of full length, limited
     by free memory; and the longest text. Raises ValueError for what the device cannot hold.
     """
-    S, context_length = settings.block_size, model.config.context_length
+    S = settings.block_size
+    context_length = model.config.context_length
     num_blocks = settings.num_blocks
+    device = model.wte.weight.device
+    available, total = memory_of(device)
     if num_blocks is None:
         useful = settings.max_num_seqs * -(-context_length // S)
-        num_blocks = max(1, min(useful, blocks_that_fit(model, S)))
-    check_pool_fits(model, num_blocks, S)
+        possible = int(available // bytes_per_block(model, S))
+        num_blocks = max(1, min(useful, possible))
+    wanted = num_blocks * bytes_per_block(model, S)
+    if wanted > total:  # a process may reserve that much, and is killed once it uses it
+        raise ValueError(
+            f"a KV pool of {num_blocks} blocks of {S} tokens takes {wanted / 2**30:,.1f} GiB, "
+            f"{device} has {total / 2**30:,.1f}: lower --kv-blocks or --block-size"
+        )
     longest = min(context_length, num_blocks * S)
     max_model_len = settings.max_model_len or longest
     if max_model_len > longest:
@@ -58,38 +67,20 @@ def bytes_per_block(model: GPT, block_size: int) -> int:
     return numbers * kv_dtype(model).itemsize
 
 
-def blocks_that_fit(model: GPT, block_size: int) -> int:
+def memory_of(device: torch.device) -> tuple[float, float]:
     """
-    KV blocks there is memory for: 90% of what is free on a GPU (the rest is for CUDA graphs), a
-    quarter of what is free on a CPU (other programs live there too), over the bytes of a block.
+    Bytes for the pool by default, and all there are. The default is 90% of what is free on a GPU
+    (the rest is for CUDA graphs), a quarter of what is free on a CPU (other programs live there).
     """
-    device = model.wte.weight.device
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        available = 0.9 * free
-    else:
-        # macOS does not count the free pages
-        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-        available = 0.25 * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    return int(available // bytes_per_block(model, block_size))
-
-
-def check_pool_fits(model: GPT, num_blocks: int, block_size: int):
-    """
-    Raises ValueError for a pool larger than all the device's memory: the system lets a process
-    reserve that much, and kills it once it is used.
-    """
-    device = model.wte.weight.device
-    if device.type == "cuda":
-        _, memory = torch.cuda.mem_get_info(device)
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    wanted = num_blocks * bytes_per_block(model, block_size)
-    if wanted > memory:
-        raise ValueError(
-            f"a KV pool of {num_blocks} blocks of {block_size} tokens takes {wanted / 2**30:,.1f} "
-            f"GiB, {device} has {memory / 2**30:,.1f}: lower --kv-blocks or --block-size"
-        )
+        free, total = torch.cuda.mem_get_info(device)
+        return 0.9 * free, total
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    free = total  # macOS does not count the free pages
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = page * os.sysconf("SC_AVPHYS_PAGES")
+    return 0.25 * free, total
 
 
 @contextmanager

@@ -154,7 +154,7 @@ def test_settings_that_cannot_work_are_refused():
 
 def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_it_can_use(monkeypatch):
     """
-    Would catch: another formula than the one that blocks_that_fit states; a pool of no block at
+    Would catch: another share of memory than the one that memory_of states; a pool of no block at
     all.
     """
     model = trained_model(
@@ -172,7 +172,8 @@ def test_a_pool_beyond_all_memory_is_refused(monkeypatch):
     death much later.
     """
     model = trained_model(num_kv_heads=2)  # 2048 bytes a block, as above
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__)
+    memory = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 10, "SC_PHYS_PAGES": 10}
+    monkeypatch.setattr(os, "sysconf", memory.__getitem__)
     with raises(ValueError, "21 blocks of 4 tokens", "lower --kv-blocks"):
         Engine(model, Settings(block_size=4, num_blocks=21))
     assert Engine(model, Settings(block_size=4, num_blocks=20)).num_blocks == 20
