@@ -15,7 +15,8 @@ JSON last.
     python bench.py quality       # bits per byte of held-out text in fp32, bf16 and int8 weights
     python bench.py blockmap      # picture: which request owned which block in each step
 
-Each command is a function. Its arguments are its flags; its docstring is the workload and is
+Each command is a function. Its arguments are its flags, whose
+defaults say their types; its docstring is the workload and is
 printed first; it returns its figures. Seeds are fixed, warm-up is not counted, times are
 medians. Nothing else should run beside them: a second busy process on two cores makes 100 ms of a
 token of 1 ms, because threads that wait for each other spin.
@@ -32,7 +33,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, count, product
 from pathlib import Path
@@ -108,20 +108,22 @@ def random_tokens(rng: Random, n: int, V: int) -> list[int]:
     return [rng.randrange(V) for _ in range(n)]
 
 
-def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed: int = 0) -> Work:
+def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed=0) -> Work:
     """n requests of the same size, with random prompts."""
     rng = Random(seed)
-    return [(random_tokens(rng, tokens_in, V), tokens_out) for _ in range(n)]
+    prompts = [random_tokens(rng, tokens_in, V) for _ in range(n)]
+    return [(prompt, tokens_out) for prompt in prompts]
 
 
-def offline_workload(n: int = 256, scale: int = 1, V: int = 10_001, seed: int = 0) -> Work:
+def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
     """
     The offline benchmark of nano-vLLM: 256 requests, 100 to 1024 tokens in and as many out. Or the
     first n of them, lengths divided by `scale`, token ids modulo the vocabulary V.
     """
     rng = Random(seed)
-    prompts = [random_tokens(rng, rng.randint(100, 1024), 10_001) for _ in range(256)]
-    work = [(prompt, rng.randint(100, 1024)) for prompt in prompts]
+    draw_length = partial(rng.randint, 100, 1024)
+    prompts = [random_tokens(rng, draw_length(), 10_001) for _ in range(256)]
+    work = [(prompt, draw_length()) for prompt in prompts]
     if seed == 0:
         assert num_tokens(work) == (142_827, 133_966), "not the workload that others measure"
     scaled = []
@@ -150,12 +152,12 @@ def num_equal(ours: Iterable, theirs: Iterable) -> int:
     return sum(a == b for a, b in zip(ours, theirs, strict=True))
 
 
-def fixed_length(n: int, temperature: float = 0, seed: int = 0) -> SamplingParams:
+def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
     """For an answer of exactly n tokens, greedy by default."""
     return SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, seed=seed)
 
 
-def build_model(name: str, device: str = "cpu") -> GPT:
+def build_model(name: str, device="cpu") -> GPT:
     """Random weights of a shape in MODELS, or a model directory's: fp32 on a CPU, bf16 on a GPU."""
     torch.manual_seed(0)
     model = GPT(MODELS[name]) if name in MODELS else load_checkpoint(name)
@@ -168,7 +170,7 @@ def build_model(name: str, device: str = "cpu") -> GPT:
 # Timing
 
 
-def ms(seconds: float, digits: int = 3) -> float:
+def ms(seconds: float, digits=3) -> float:
     """Milliseconds, rounded."""
     return round(1e3 * seconds, digits)
 
@@ -189,7 +191,7 @@ def medians(rows: Iterable[Sequence[float]]) -> list[float]:
     return list(map(median, zip(*rows, strict=True)))
 
 
-def graph_us(work: Callable, number: int, repeats: int = 15) -> float:
+def graph_us(work: Callable, number: int, repeats=15) -> float:
     """
     Median microseconds of work(i) on the GPU. One CUDA graph holds the calls for i in
     0 .. number - 1: no launch is waited for, and as each i has data of its own, none is in the L2
@@ -214,7 +216,7 @@ def graph_us(work: Callable, number: int, repeats: int = 15) -> float:
     return median(times[1:])
 
 
-def read_bandwidth(device: str = "cpu") -> float:
+def read_bandwidth(device="cpu") -> float:
     """Bytes per second at which memory is read: the sum of a tensor too large for any cache."""
     if device == "cpu":
         x = torch.ones(2**26)
@@ -230,7 +232,7 @@ def check_complete(answers: Answers, work: Iterable):
     assert [len(answer) for answer in answers] == lengths, "a request has not its tokens"
 
 
-def timed(engine: Engine, work: Work, temperature: float = 0.6) -> tuple[float, Answers]:
+def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
     """
     Seconds to serve requests that all wait at the start, and their answers. Asserts that all
     prompts were computed and all answers have their length.
@@ -337,21 +339,22 @@ class Layer:
     def __init__(self, requests: Step, heads: Heads, S=16, attention="auto", device="cpu"):
         H, Hk, D = heads
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.random = partial(torch.randn, dtype=dtype, device=device)
-        self.ops, _ = choose_ops(attention, device)
-        self.batch = made_up_batch(requests, S, self.ops, device)
-        T = len(self.batch.tokens)
-        num_blocks = self.batch.block_tables.numel()
-        self.q = self.random(T, H, D)
-        self.k, self.v = self.random(2, T, Hk, D)
-        self.kv = self.random(2, num_blocks + 1, Hk, S, D)
-        self.batch.prepared = self.ops.prepare(self.batch, H, self.kv)
+        randn = partial(torch.randn, dtype=dtype, device=device)
+        ops, _ = choose_ops(attention, device)
+        batch = made_up_batch(requests, S, ops, device)
+        T = len(batch.tokens)
+        num_blocks = batch.block_tables.numel()
+        self.q = randn(T, H, D)
+        self.k, self.v = randn(2, T, Hk, D)
+        self.kv = randn(2, num_blocks + 1, Hk, S, D)
+        batch.prepared = ops.prepare(batch, H, self.kv)
+        self.batch = batch
 
     def store(self):
-        self.ops.store_kv(self.k, self.v, self.kv, self.batch)
+        self.batch.ops.store_kv(self.k, self.v, self.kv, self.batch)
 
     def attend(self, kv: torch.Tensor):
-        self.ops.attend(self.q, kv, self.batch)
+        self.batch.ops.attend(self.q, kv, self.batch)
 
     def run(self):
         self.store()
@@ -369,12 +372,14 @@ def bench_attention(repeats=5) -> dict:
     layer = Layer(mixed, (6, 6, 64))
     result = {"a layer, ms": ms(median_seconds(layer.run, 50), 2)}
     for H, context in (6, 128), (6, 512), (12, 512), (12, 1024):
-        ours = Layer([(1, context)] * 8, (H, H, 64))
+        decodes = [(1, context)] * 8
+        ours = Layer(decodes, (H, H, 64))
         theirs, new_cache = hugging_face_attention(8, H, 64, context)
         times = []
         for _ in range(repeats):
             seconds = median_seconds(ours.run, 20)
-            times.append((seconds, median_seconds(theirs, 20, new_cache)))
+            their_seconds = median_seconds(theirs, 20, new_cache)
+            times.append((seconds, their_seconds))
         seconds, their_seconds = medians(times)
         row = {"ours": ms(seconds), "Hugging Face": ms(their_seconds)}
         result[f"8 decodes at {context}, {H} heads of 64, ms"] = row
@@ -431,7 +436,8 @@ def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
     for heads, steps in DECODES.items():
         H, Hk, D = heads
         for B, context in steps:
-            row = decode_row([(1, context)] * B, heads, block_size, backends, read)
+            decodes = [(1, context)] * B
+            row = decode_row(decodes, heads, block_size, backends, read)
             result[f"{B} x {context}, {H}/{Hk} x {D}"] = row
     for H, D in (16, 128), (16, 64):
         us = attention_us([(2048, 2048)], (H, H, D))
@@ -441,7 +447,8 @@ def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
     chunks = [(256, 768)] * 8
     row = {}
     for name, step in ("together", decodes + chunks), ("decodes", decodes), ("chunks", chunks):
-        row[name] = round(attention_us(step, (12, 12, 64)), 1)
+        us = attention_us(step, (12, 12, 64))
+        row[name] = round(us, 1)
     result["128 decodes + 8 chunks"] = row
     for heads in (12, 12, 64), (16, 8, 128):
         H, Hk, D = heads
@@ -469,7 +476,7 @@ def decode_row(step: Step, heads: Heads, S: int, backends: Sequence[str], read: 
     return row
 
 
-def attention_us(requests: Step, heads: Heads, S: int = 16, backend: str = "triton") -> float:
+def attention_us(requests: Step, heads: Heads, S=16, backend="triton") -> float:
     """
     Microseconds of one layer's attention in bf16, over as many pools as make 600 MB, at most 64.
     """
@@ -477,7 +484,7 @@ def attention_us(requests: Step, heads: Heads, S: int = 16, backend: str = "trit
     torch.cuda.empty_cache()
     layer = Layer(requests, heads, S, backend, "cuda")
     number = max(2, min(64, 600_000_000 // layer.kv.nbytes))
-    pools = [layer.random(layer.kv.shape) for _ in range(number)]
+    pools = [torch.randn_like(layer.kv) for _ in range(number)]
     return graph_us(lambda i: layer.attend(pools[i]), number)
 
 
@@ -633,10 +640,11 @@ def latency(engine: Engine, n: int) -> dict:
     """Milliseconds of a step in which n requests decode, and of a whole answer over its tokens."""
     N = min(512, engine.config.context_length // 2)
     V = engine.config.vocab_size
-    one_token, _ = timed(engine, even_workload(n, N, 1, V, seed=n))
+    one_token = even_workload(n, N, 1, V, seed=n)
+    prefill, _ = timed(engine, one_token)
     others = even_workload(n, N, N, V, seed=-n - 1)  # without prefix hits
     whole, _ = timed(engine, others)
-    step = (whole - one_token) / (N - 1)
+    step = (whole - prefill) / (N - 1)
     return {"ms a step": ms(step), "whole, ms a token": ms(whole / N)}
 
 
@@ -693,7 +701,8 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
     logits = logits[0, P - 1 :].float()  # [n, V]
     chosen = logits.gather(1, text[P:, None])  # [n, 1]
     best = logits.amax(1, keepdim=True)
-    return int((best - chosen > 1e-4).sum())
+    missed = best - chosen > 1e-4
+    return int(missed.sum())
 
 
 @command
@@ -739,7 +748,7 @@ def let_decode(engine: Engine, n: int, context: int):
         engine.step()
 
 
-def step_seconds(engine: Engine, steps: int, wait_before: bool = False) -> float:
+def step_seconds(engine: Engine, steps: int, wait_before=False) -> float:
     """
     Median seconds of a step. With `wait_before`, of what the host does in it: it has waited for the
     device before, so what the step collects is there already.
@@ -839,7 +848,7 @@ def bench_server(
     result = {"model": model}
     with server(model, flags) as (host, port):
 
-        def measure(work: Work, rate: float = 0, num_slow: int = 0, skip: int = 0) -> dict:
+        def measure(work: Work, rate=0.0, num_slow=0, skip=0) -> dict:
             requests = completions(work, rate, num_slow)
             rows = load.load(host, port, requests, client_processes)
             return load.summary(rows[skip:])
@@ -890,7 +899,7 @@ def other_tokens(work: Work, V: int) -> Work:
     return [([(token + 1) % V for token in prompt], answer) for prompt, answer in work]
 
 
-def completions(work: Work, rate: float = 0, num_slow: int = 0) -> list[dict]:
+def completions(work: Work, rate=0.0, num_slow=0) -> list[dict]:
     """
     HTTP requests for assets/load.py: all at once or, with a rate, at the times of a Poisson
     process. The first num_slow of the clients are slow.
@@ -928,14 +937,17 @@ def bench_batching(model="1M", device="cpu", repeats=3, out=Path("out/batching.p
         "continuous, 16 at once": (16, [work]),
         "continuous": (64, [work]),
     }
-    settings = Settings(num_blocks=256, watermark=0, prefix_cache=False)
     runs = {name: [] for name in ways}
     for _ in range(repeats):  # in turn, so that all see the same machine
         for name, (at_once, batches) in ways.items():
-            engine = Engine(gpt, replace(settings, max_num_seqs=at_once))
+            settings = Settings(
+                num_blocks=256, max_num_seqs=at_once, watermark=0, prefix_cache=False
+            )
+            engine = Engine(gpt, settings)
             warm_up = [(prompt, 2) for prompt, _ in work[:at_once]]
             serve_batches(engine, [warm_up])
-            runs[name].append(serve_batches(engine, batches))
+            run = serve_batches(engine, batches)
+            runs[name].append(run)
     middle = {}
     for name, found in runs.items():
         found.sort(key=lambda run: run[0][-1])

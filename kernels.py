@@ -272,20 +272,23 @@ INF = tl.constexpr(math.inf)
 
 
 @jit
-def wait(EARLY: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """
-    Until what the kernel before wrote is there. On Hopper a kernel may start before that, and let
-    the next one start: launching takes as long as a small kernel's work.
+    Programmatic dependent launch (PDL, from Hopper on): this kernel may have been started before
+    its predecessor ended. Let the successor start likewise, then block until the predecessor's
+    writes are visible. This hides the latency of a launch, which is as long as a small kernel.
     """
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
 
 
-def early(x: torch.Tensor) -> dict:
-    """The launch options of a kernel that calls `wait`, for tensors where x is."""
-    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return {"EARLY": hopper, "launch_pdl": hopper} if x.is_cuda else {"EARLY": False}
+def pdl_options(x: torch.Tensor, wanted: bool = True) -> dict:
+    """The launch options of a kernel with an argument PDL, on the device of x."""
+    if not x.is_cuda:
+        return {"PDL": False}
+    pdl = wanted and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"PDL": pdl, "launch_pdl": pdl}
 
 
 @jit
@@ -311,10 +314,10 @@ def pool_offset(block, offset, head, Hk: tl.constexpr, S: tl.constexpr, D: tl.co
 @jit
 def store_kv_kernel(
     k, v, kv, slot_mapping, k_stride, v_stride, k_to_v,
-    Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (T,): a program copies K and V of one token, all heads, to its slot."""
-    wait(EARLY)
+    pdl_wait(PDL)
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     slot, real = tl.load(slot_mapping + token), i < Hk * D
     to = kv + pool_offset(slot // S, slot % S, i // D, Hk, S, D) + i % D
@@ -362,13 +365,13 @@ def combine_splits(
 @jit
 def order_kernel(
     context_lens, order, finished, B,
-    WIDTH: tl.constexpr, Hk: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, Hk: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (B,): a program finds the place of its request in `order`, the longest context first, and
     sets its counters [B, Hk] in `finished` to zero, both for decode_kernel.
     """
-    wait(EARLY)
+    pdl_wait(PDL)
     i, other, head = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, HEADS)
     mine, lens = tl.load(context_lens + i), tl.load(context_lens + other, mask=other < B, other=-1)
     before = (lens > mine) | ((lens == mine) & (other < i))
@@ -382,7 +385,7 @@ def decode_kernel(
     scale, q_stride, out_stride, k_to_v, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Split-KV decoding (flash-decoding). Grid (Hk, SPLITS, B): a program attends from the G = H / Hk
@@ -407,7 +410,7 @@ def decode_kernel(
     at = (head * G + row)[:, None] * D + d[None, :]
     # Everything read above was written before embed_kernel, which no kernel overtakes. From here on
     # the predecessor's output is read.
-    if EARLY:
+    if PDL:
         gdc_wait()
     queries = tl.load(q + request * q_stride + at, mask=real, other=0.0)  # [ROWS, WIDTH]
     used = tl.minimum(tl.maximum(tl.cdiv(context - begin, TILE), 1), SPLITS)
@@ -428,7 +431,7 @@ def decode_kernel(
         score = tl.where(visible[None, :], score, -INF)
         acc, top, total = online_softmax(score, scale, v, acc, top, total)
     # only now: programs of the next kernel that merely wait would occupy shared memory
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if used == 1:
@@ -514,31 +517,42 @@ def prefill_kernel(
     tl.store(to, acc.to(out.dtype.element_ty), mask=real)
 
 
+# --------------------------------------------------------------------------------------------------
+# The host half: what a step's launches need, and the launches
+
+# Tuned on an H200, 2026-11-21, by `python bench.py kernels`: head sizes 64 and 128, 1 to 256
+# requests, contexts of 100 to 32,768 tokens, all alike or not.
+TILE = 64  # keys at a time
+DECODE_WARPS = 4
+PREFILL_ROWS = 64  # tokens of a chunk in a tile
+PREFILL_WARPS = 4
+MAX_SPLITS = 64
+COMBINED_AT_ONCE = 8192  # numbers of partial results that a program combines at a time
+STAGES_ROOM = 3.5  # tiles of K and V in shared memory with 3 pipeline stages, as compiled
+
+
+def programs_at_once(D: int) -> int:
+    """Programs of the decode kernel that one multiprocessor runs at once."""
+    return 6 if padded(D) <= 64 else 4
+
+
 class TritonPlan(NamedTuple):
     """
-    Scratch of the decode kernel and the tile map of the prefill kernel, shared by all layers of a
-    step.
+    What all layers of a step share: how its decodes are cut, scratch of the decode kernel, and the
+    tile map of the prefill kernel.
     """
 
     window: int
     splits: int
-    num_stages: int  # tiles of K and V that a program of the decode kernel has under way
+    num_stages: int  # of the decode kernel: tiles of K and V under way
+    pdl: bool  # whether the decode kernel starts early, see pdl_wait
     order: torch.Tensor  # [B] int32, see order_kernel
-    early: bool  # see `wait`; only with many programs: few, started early, crowd where there was room first
     partial_out: torch.Tensor  # [B * H * splits * WIDTH] fp32
     partial_lse: torch.Tensor  # [B * H * splits] fp32
-    arrived: torch.Tensor  # [B * Hk] int32 zeros
+    finished: torch.Tensor  # [B * Hk] int32 zeros, see finishes_last
     tile_request: torch.Tensor | None  # [tiles] int32, see prefill_tiles
     tile_start: torch.Tensor | None  # [tiles] int32
     side: torch.cuda.Stream | None  # where chunks are attended to while decodes wait for memory
-
-
-# Measured on an H200 over head sizes 64 and 128, batches 1 to 256, contexts 100 to 32768, all alike
-# or not: best are as many splits as the chip runs at a time, and three stages; but two where three
-# would fill the shared memory, of decodes with two programs while more are waiting.
-TILE, DECODE_WARPS = 64, 4
-PREFILL_ROWS, PREFILL_WARPS = 64, 4
-AT_ONCE = 8192  # numbers a program combines at a time
 
 
 def padded(n: int) -> int:
@@ -548,20 +562,15 @@ def padded(n: int) -> int:
 
 def shared_memory(device: torch.device) -> int:
     """Bytes of it that one program may take."""
-    return (
-        torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-        if device.type == "cuda"
-        else 2**20
-    )
+    if device.type != "cuda":
+        return 2**20
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def stages_that_fit(kv: torch.Tensor) -> int:
-    """
-    Three need up to 3.5 times the room of a tile of K and V, as compiled for head sizes 64 to 256
-    in bf16, fp32.
-    """
-    tiles = 2 * TILE * padded(kv.shape[-1]) * kv.element_size()
-    return 3 if 3.5 * tiles <= shared_memory(kv.device) else 2
+    """Pipeline stages of the attention kernels: 3 are fastest, where shared memory has room."""
+    tile = 2 * TILE * padded(kv.shape[-1]) * kv.element_size()
+    return 3 if STAGES_ROOM * tile <= shared_memory(kv.device) else 2
 
 
 def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> TritonPlan:
@@ -570,87 +579,100 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
     tensor.
     """
     check_ranges(batch, H, kv)
-    (_, _, Hk, _, D), device, B = kv.shape, batch.tokens.device, batch.num_decodes
+    _, _, Hk, _, D = kv.shape
+    B = batch.num_decodes
+    device = kv.device
+    on_gpu = device.type == "cuda"
     assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
-    processors = (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 8
-    )
-    at_a_time = processors * (6 if padded(D) <= 64 else 4)
-    splits = min(64, 1 << (max(1, at_a_time * 3 // 4 // max(1, B * Hk)).bit_length() - 1))
-    order, arrived = batch.block_tables.new_empty(B), batch.block_tables.new_empty(B * Hk)
+    processors = 8
+    if on_gpu:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    at_once = processors * programs_at_once(D)
+
+    # Fastest: as many splits as the chip runs at once, less a quarter.
+    splits = 1
+    while splits < MAX_SPLITS and 2 * splits * B * Hk <= at_once * 3 // 4:
+        splits *= 2
+    # Not 3 stages where these leave room for one program only while others wait for it.
+    num_stages = stages_that_fit(kv)
+    if padded(D) > 64 and B * Hk * splits > 2 * processors:
+        num_stages = 2
+    # PDL pays with many programs: a few that start early all land on the first free processors.
+    pdl = B * Hk >= 3 * at_once
+
+    order = batch.block_tables.new_empty(B)
+    finished = batch.block_tables.new_empty(B * Hk)
     if B:
-        width, heads = triton.next_power_of_2(B), triton.next_power_of_2(Hk)
+        width = triton.next_power_of_2(B)
+        heads = triton.next_power_of_2(Hk)
         order_kernel[(B,)](
-            batch.context_lens, order, arrived, B, WIDTH=width, Hk=Hk, HEADS=heads, num_warps=1, **early(order)
+            batch.context_lens, order, finished, B,
+            WIDTH=width, Hk=Hk, HEADS=heads, num_warps=1, **pdl_options(order),
         )  # fmt: skip
+    partial_lse = torch.empty(B * H * splits, device=device)
+    partial_out = torch.empty(len(partial_lse) * padded(D), device=device)
+    tile_request, tile_start = prefill_tiles(batch)
+    side = None
+    if on_gpu and 0 < B < len(batch.query_lens_host):
+        side = torch.cuda.Stream(device)
     return TritonPlan(
-        window,
-        splits,
-        stages_that_fit(kv) if padded(D) <= 64 or B * Hk * splits <= 2 * processors else 2,
-        order,
-        B * Hk >= 3 * at_a_time,
-        torch.empty(B * H * splits * padded(D), device=device),
-        torch.empty(B * H * splits, device=device),
-        arrived,
-        *prefill_tiles(batch),
-        torch.cuda.Stream(device)
-        if device.type == "cuda" and 0 < B < len(batch.query_lens_host)
-        else None,
+        window=window,
+        splits=splits,
+        num_stages=num_stages,
+        pdl=pdl,
+        order=order,
+        partial_out=partial_out,
+        partial_lse=partial_lse,
+        finished=finished,
+        tile_request=tile_request,
+        tile_start=tile_start,
+        side=side,
     )
 
 
 def prefill_tiles(batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """
-    [tiles] int32 each: whose PREFILL_ROWS tokens a tile has (-1: none), and where in that chunk it
-    begins. The number of tiles depends on the number of tokens and chunks alone, so nothing waits
-    for the device.
+    [tiles] int32 each: the request that a tile of PREFILL_ROWS tokens belongs to (-1: none), and
+    where in its chunk the tile begins. The number of tiles depends on the number of tokens and
+    chunks alone, so the host does not wait for the device.
     """
-    decodes, chunks = batch.num_decodes, len(batch.query_start) - 1 - batch.num_decodes
+    decodes = batch.num_decodes
+    chunks = len(batch.query_start) - 1 - decodes
     if not chunks:
         return None, None
     lens = batch.query_start[decodes + 1 :] - batch.query_start[decodes:-1]
     ends = ((lens + PREFILL_ROWS - 1) // PREFILL_ROWS).cumsum(0)  # tiles up to and with each chunk
-    tile = torch.arange(
-        -(-(len(batch.tokens) - decodes) // PREFILL_ROWS) + chunks, device=lens.device
-    )
+    most = triton.cdiv(len(batch.tokens) - decodes, PREFILL_ROWS) + chunks
+    tile = torch.arange(most, device=lens.device)
     chunk = torch.searchsorted(ends, tile, right=True)
+    request = torch.where(chunk < chunks, chunk + decodes, -1)
     starts = torch.cat([ends.new_zeros(1), ends])[chunk]
-    return torch.where(chunk < chunks, chunk + decodes, -1).int(), (
-        (tile - starts) * PREFILL_ROWS
-    ).int()
+    return request.int(), ((tile - starts) * PREFILL_ROWS).int()
 
 
 def check_layout(x: torch.Tensor, kv: torch.torch.Tensor, batch: Batch):
     """What the kernels assume of x [T, heads, D] and kv [2, num_blocks + 1, Hk, S, D]."""
-    assert x.device == kv.device == batch.block_tables.device, (
-        f"tensors on {x.device} and {kv.device}: wanted one"
-    )
-    assert x.shape[2] == kv.shape[4], f"heads of {x.shape[2]} for a pool of heads of {kv.shape[4]}"
-    assert x.is_floating_point() and kv.is_floating_point(), (
-        f"wanted floating point, got {x.dtype} and {kv.dtype}"
-    )
-    assert kv.element_size() <= 4, (
-        f"the kernels compute in float32: a pool of {kv.dtype} is not for them"
-    )
-    assert x.stride(2) == 1 and x.stride(1) == x.shape[2], (
-        f"strides {x.stride()}: wanted the heads of a token together"
-    )
+    tables = batch.block_tables
+    D = kv.shape[4]
+    together = x.stride(2) == 1 and x.stride(1) == D
+    floats = x.is_floating_point() and kv.is_floating_point()
+    assert x.device == kv.device == tables.device, f"tensors on {x.device}, {kv.device}: wanted one"
+    assert x.shape[2] == D, f"heads of {x.shape[2]} for a pool of heads of {D}"
+    assert floats, f"wanted floating point, got {x.dtype} and {kv.dtype}"
+    assert kv.element_size() <= 4, f"the kernels compute in float32, the pool is {kv.dtype}"
+    assert together, f"strides {x.stride()}: wanted the heads of a token together"
     assert kv.is_contiguous(), "the pool of a layer must be contiguous"
-    assert batch.block_tables.dtype == torch.int32, (
-        f"block tables are {batch.block_tables.dtype}, wanted int32"
-    )
-    assert batch.block_tables.stride(1) == 1, "block tables must be contiguous along blocks"
+    assert tables.dtype == torch.int32, f"block tables are {tables.dtype}, wanted int32"
+    assert tables.stride(1) == 1, "block tables must be contiguous along blocks"
 
 
 def store_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.torch.Tensor, batch: Batch):
     """As store_kv_torch."""
     check_layout(k, kv, batch)
-    (T, Hk, D), S = k.shape, kv.shape[3]
+    T, Hk, D = k.shape
     store_kv_kernel[(T,)](
         k, v, kv, batch.slot_mapping, k.stride(0), v.stride(0), kv.stride(0),
-        Hk=Hk, D=D, S=S, WIDTH=triton.next_power_of_2(Hk * D), **early(k),
+        Hk=Hk, D=D, S=kv.shape[3], WIDTH=triton.next_power_of_2(Hk * D), **pdl_options(k),
     )  # fmt: skip
 
 
@@ -659,36 +681,35 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
     As paged_attention_torch, in at most two launches: one for all decodes, one for all chunks.
     """
     check_layout(q, kv, batch)
-    (T, H, D), Hk, S, plan = q.shape, kv.shape[2], kv.shape[3], batch.prepared
-    dtype, q = q.dtype, q.to(kv.dtype)
-    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
+    plan = batch.prepared
+    T, H, D = q.shape
+    _, _, Hk, S, _ = kv.shape
+    width = padded(D)
+    queries = q.to(kv.dtype)
+    out = torch.empty((T, H, D), dtype=kv.dtype, device=q.device)
     scale = D**-0.5 * math.log2(math.e)  # the kernels work in powers of two
-    strides = q.stride(0), out.stride(0), kv.stride(0), batch.block_tables.stride(0)
-    shape = {
-        "H": H,
-        "Hk": Hk,
-        "D": D,
-        "S": S,
-        "WINDOW": plan.window,
-        "TILE": TILE,
-        "WIDTH": padded(D),
-    }
+    lengths = batch.block_tables, batch.context_lens
+    strides = queries.stride(0), out.stride(0), kv.stride(0), batch.block_tables.stride(0)
+    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WINDOW": plan.window, "TILE": TILE, "WIDTH": width}
     if plan.side:
         plan.side.wait_stream(torch.cuda.current_stream())
     if plan.tile_request is not None:
+        tiles = plan.tile_request, plan.tile_start
         with torch.cuda.stream(plan.side):
             prefill_kernel[(H, len(plan.tile_request))](
-                q, kv, out, batch.block_tables, batch.context_lens, batch.query_start,
-                plan.tile_request, plan.tile_start, scale, *strides, **shape, ROWS=PREFILL_ROWS,
+                queries, kv, out, *lengths, batch.query_start, *tiles, scale, *strides,
+                **shape, ROWS=PREFILL_ROWS,
                 num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv),
             )  # fmt: skip
     if B := batch.num_decodes:
+        group = triton.next_power_of_2(H // Hk)
+        at_once = max(1, min(group, COMBINED_AT_ONCE // (plan.splits * width)))
+        scratch = plan.partial_out, plan.partial_lse, plan.finished
         decode_kernel[(Hk, plan.splits, B)](
-            q, kv, out, plan.partial_out, plan.partial_lse, plan.arrived, batch.block_tables, batch.context_lens,
-            plan.order, scale, *strides, **shape, SPLITS=plan.splits, ROWS=padded(H // Hk),
-            AT_ONCE=max(1, min(triton.next_power_of_2(H // Hk), AT_ONCE // (plan.splits * padded(D)))),
-            num_warps=DECODE_WARPS, num_stages=plan.num_stages, **(early(q) if plan.early else {"EARLY": False}),
+            queries, kv, out, *scratch, *lengths, plan.order, scale, *strides,
+            **shape, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=at_once,
+            num_warps=DECODE_WARPS, num_stages=plan.num_stages, **pdl_options(q, plan.pdl),
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
-    return out.to(dtype)
+    return out.to(q.dtype)

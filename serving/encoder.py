@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from multiprocessing import Pipe
@@ -35,7 +35,7 @@ SHORT = 4096
 JOB_SECONDS = 20  # of CPU time for one job: 4 MiB, the largest body, take 1 to 5
 JOB_MEMORY = 2**30  # bytes that a job may take: 4 MiB take 0.4 GiB
 MAX_WAITING = 2**26  # characters and ids of all jobs not yet done: they are held in memory here
-MAX_NAMES = 2**18  # tokens that one answer names
+MAX_NAMES = 2**18  # tokens that one answer names: 4 million would take a minute
 
 
 class EncoderBusy(RuntimeError):
@@ -191,27 +191,17 @@ def read_ids(head: dict, data: bytes) -> list[list[int]]:
 
 
 def tokenize_answer(ids: list[int], tokenizer: Tokenizer, names: bool, **fields) -> bytes:
-    """
-    The JSON of /tokenize. Its lists are joined by hand: `json` would take 60 bytes and more for
-    each id.
-    """
-    strings = b"null"
+    """The JSON of /tokenize."""
+    strings = None
     if names:
         if len(ids) > MAX_NAMES:
             raise TokenizerError(
                 f"return_token_strs for {len(ids)} tokens, at most {MAX_NAMES} are named: "
                 "leave it out"
             )
-        strings = json_list(json.dumps(token_name(tokenizer.spelled_bytes(i))) for i in ids)
-    head = json.dumps({"count": len(ids)} | fields)[:-1].encode()
-    return b'%s, "tokens": %s, "token_strs": %s}' % (head, json_list(map(str, ids)), strings)
-
-
-def json_list(items: Iterable[str]) -> bytes:
-    """A JSON list, 65,536 items at a time: not all their small strings are in memory at once."""
-    remaining = iter(items)
-    pieces = iter(lambda: ",".join(islice(remaining, 2**16)), "")
-    return f"[{','.join(pieces)}]".encode()
+        strings = [token_name(tokenizer.spelled_bytes(i)) for i in ids]
+    answer = {"count": len(ids)} | fields | {"tokens": ids, "token_strs": strings}
+    return json.dumps(answer, separators=(",", ":")).encode()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from model import GPT
-from paged import Plan, Request, Scheduler, SchedulerSettings
+from paged import Plan, Request, Scheduler
 from serving.params import SamplingParams
 from serving.runner import InFlight, Runner, StepResult
 from serving.settings import Settings
@@ -70,8 +70,6 @@ class Engine:
         self.prompt_scores: dict[int | str, list] = {}  # of requests whose prompt is being scored
         self.seeds = random.Random(settings.seed)
         self.delays = {name: deque(maxlen=MAX_DELAYS) for name in ("waited", "prefilled")}
-        self.trace = settings.trace
-        self.check = settings.check
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
@@ -227,22 +225,21 @@ class Engine:
 
     def _launch(self) -> tuple[list[Output], InFlight | None]:
         plan = self.scheduler.plan(self.num_steps)
-        num_tokens = plan.num_tokens
-        if num_tokens == 0:
+        if not plan.decodes and not plan.chunks:
             return [], None
         self.num_steps += 1
         if plan.admitted:
             self._note_admissions(plan.admitted)  # now: on a CPU, launching a step is computing it
         try:
-            if self.check:
+            if self.settings.check:
                 self.scheduler.check(plan)
             flight = self.runner.launch(plan)
         except BaseException as error:
             return self._fail(plan, error), None
-        if self.trace:
+        if self.settings.trace:
             print(describe(plan, self.scheduler))
         self.num_decode_tokens += len(plan.decodes)
-        self.num_prefill_tokens += num_tokens - len(plan.decodes)
+        self.num_prefill_tokens += sum(n for _, n in plan.chunks)
         self.scheduler.advance(plan)
         return [], flight
 
@@ -282,7 +279,7 @@ class Engine:
             if self.num_choices:
                 for request in prefilled:
                     self._fork_choices(request)
-        if self.check:
+        if self.settings.check:
             self.scheduler.check()
         if result.logprobs or result.broken or self.prompt_scores:
             return [self._output(r, token, result) for r, token in new]
@@ -497,16 +494,11 @@ def interleaved_generate(
                 f"ones do not fit into the context length of {model.config.context_length}: "
                 "shorten one of them"
             )
-    settings = SchedulerSettings(max_num_seqs=max(1, len(requests)))
+    num_rows = max(1, len(requests))
+    settings = Settings(max_num_seqs=num_rows, token_budget=token_budget, watermark=0, graphs=False)
     scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
-    sizes = Settings(
-        num_blocks=scheduler.block_allocator.num_blocks,
-        block_size=scheduler.block_size,
-        max_num_seqs=settings.max_num_seqs,
-        token_budget=token_budget,
-        graphs=False,
-    )
-    runner = Runner(model, sizes)
+    S = scheduler.block_size
+    runner = Runner(model, replace(settings, num_blocks=max_kv_tokens // S, block_size=S))
     for request in requests:
         scheduler.add_request(request)
     step = 0

@@ -18,7 +18,18 @@ from typing import NamedTuple
 import torch
 
 import model
-from kernels import Batch, early, gdc_wait, jit, padded, shared_memory, tl, triton, wait
+from kernels import (
+    Batch,
+    gdc_wait,
+    jit,
+    padded,
+    pdl_options,
+    pdl_wait,
+    pool_offset,
+    shared_memory,
+    tl,
+    triton,
+)
 from serving.inputs import DecodeInputs
 
 # --------------------------------------------------------------------------------------------------
@@ -27,11 +38,11 @@ from serving.inputs import DecodeInputs
 
 @jit
 def decode_inputs_kernel(
-    rows, last_blocks, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, nobody, M,
-    WIDTH: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
+    rows, last_blocks, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, padding_row, M,
+    WIDTH: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n,): a program does what decode_inputs does for one request."""
-    wait(EARLY)
+    pdl_wait(PDL)
     i, m = tl.program_id(0), tl.arange(0, WIDTH)
     row, last_block = tl.load(rows + i), tl.load(last_blocks + i)
     position, table = tl.load(context_len + row), block_tables + row * M
@@ -43,7 +54,7 @@ def decode_inputs_kernel(
     tl.store(positions + i, position)
     tl.store(slots + i, last_block * S + position % S)
     tl.store(lens + i, (position + 1).to(tl.int32))
-    tl.store(context_len + row, position + 1, mask=row != nobody)
+    tl.store(context_len + row, position + 1, mask=row != padding_row)
 
 
 def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:
@@ -57,21 +68,21 @@ def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: i
     if n > 0:
         decode_inputs_kernel[(n,)](
             rows, last_blocks, last_token, context_len, block_tables, tokens, positions, slots, lens, tables,
-            padding_row, M, WIDTH=triton.next_power_of_2(M), S=S, **early(rows),
+            padding_row, M, WIDTH=triton.next_power_of_2(M), S=S, **pdl_options(rows),
         )  # fmt: skip
     return DecodeInputs(tokens, positions, slots, lens, tables)
 
 
 @jit
 def embed_kernel(
-    tokens, positions, wte, wpe, out, C: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
+    tokens, positions, wte, wpe, out, C: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
 ):
     """
-    Grid (T,): a program does what embed does for one token. Nobody starts before all have ended:
-    unlike `wait`, for the kernels that follow read the step's inputs, and those were written before
-    this one, without waiting.
+    Grid (T,): a program does what embed does for one token. Does not let its successor start early,
+    unlike pdl_wait: later kernels read the step's inputs without waiting, which is safe only if
+    everything before this kernel has ended.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
     t, c = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     token = tl.load(wte + tl.load(tokens + t) * C + c, mask=c < C).to(tl.float32)
@@ -87,7 +98,7 @@ def embed(tokens: torch.Tensor, positions: torch.Tensor, wte, wpe) -> torch.Tens
     out = wte.weight.new_empty(T, C)
     embed_kernel[(T,)](
         tokens, positions, wte.weight, wpe.weight, out,
-        C=C, WIDTH=triton.next_power_of_2(C), **early(out),
+        C=C, WIDTH=triton.next_power_of_2(C), **pdl_options(out),
     )  # fmt: skip
     return out
 
@@ -95,13 +106,13 @@ def embed(tokens: torch.Tensor, positions: torch.Tensor, wte, wpe) -> torch.Tens
 @jit
 def add_norm_kernel(
     x, delta, weight, bias, out, eps, R,
-    P: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    P: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (R,): a program adds P rows, those of delta [P, R, K], to its row of x [R, K], and
     normalises that to `out` as nn.LayerNorm does; bias may be None.
     """
-    wait(EARLY)
+    pdl_wait(PDL)
     k = tl.arange(0, WIDTH)
     at = tl.program_id(0).to(tl.int64) * K + k
     value = tl.load(x + at, mask=k < K, other=0.0).to(tl.float32)
@@ -126,7 +137,7 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: torch.nn.LayerNo
     y = torch.empty_like(x)
     add_norm_kernel[(R,)](
         x, delta, norm.weight, norm.bias, y, norm.eps, R,
-        P=P, K=K, WIDTH=triton.next_power_of_2(K), **early(x),
+        P=P, K=K, WIDTH=triton.next_power_of_2(K), **pdl_options(x),
     )  # fmt: skip
     return x, y
 
@@ -147,31 +158,26 @@ def activate(y, ACTIVATION: tl.constexpr):
 
 
 @jit
-def finish(
-    acc, bias, out, kv, slot_mapping, which_stride, r, n, part, R,
+def epilogue(
+    acc, bias, out, kv, slot_mapping, k_to_v, r, n, part, R,
     N: tl.constexpr, ACTIVATION: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """
-    activation(acc + bias) to rows r and columns n of a part of out [P, R, N]; bias, for the first,
-    may be None. With kv, one layer's pool, the columns are those of q, k and v: out [R, H D] gets
-    q, the slots of the rows get k and v.
+    Epilogue of both matrix kernels, for rows r and columns n: add the bias (part 0 only; None: no
+    bias), apply the activation, store to that part of out [P, R, N]. For the QKV product (kv given)
+    q goes to out [R, H D], k and v straight to their slots in the layer's pool.
     """
     if bias is not None:
-        acc += tl.load(bias + n, mask=n + part * N < N, other=0.0).to(tl.float32)[
-            None, :
-        ]  # for part 0
+        of_part_0 = tl.load(bias + n, mask=n + part * N < N, other=0.0).to(tl.float32)
+        acc += of_part_0[None, :]
     if ACTIVATION is not None:
         acc = activate(acc, ACTIVATION)
     real, wide = (r < R)[:, None] & (n < N)[None, :], N
     if kv is not None:
-        wide = N - 2 * Hk * D
+        wide = N - 2 * Hk * D  # columns of q
         i, slot = n[None, :] - wide, tl.load(slot_mapping + r, mask=r < R, other=0)[:, None]
-        to = (
-            kv
-            + i // (Hk * D) * which_stride
-            + ((slot // S * Hk + i // D % Hk) * S + slot % S) * D
-            + i % D
-        )
+        of_k = pool_offset(slot // S, slot % S, i // D % Hk, Hk, S, D) + i % D
+        to = kv + i // (Hk * D) * k_to_v + of_k
         tl.store(to, acc.to(kv.dtype.element_ty), mask=real & (i >= 0))
         real &= i < 0
     at = (part * R + r).to(tl.int64)[:, None] * wide + n[None, :]
@@ -180,60 +186,44 @@ def finish(
 
 @jit
 def vector_kernel(
-    x, weight, bias, out, kv, slot_mapping, which_stride,
-    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
+    x, weight, bias, out, kv, slot_mapping, k_to_v,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
     Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     COLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (N / COLS,): a program computes COLS outputs of the one row there is, too little for tensor
-    cores. Its weights are under way before the kernel before has ended.
+    Matrix-vector product (GEMV). Grid (N / COLS,): a program computes COLS outputs of the one row
+    there is, too little for tensor cores. Its first weights are under way before it waits for its
+    predecessor.
     """
     n, k = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, BLOCK)
     weight += n.to(tl.int64)[:, None] * K
     w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-    wait(EARLY)
+    pdl_wait(PDL)
     acc = tl.zeros([COLS, BLOCK], tl.float32)
     for _ in range(0, K, BLOCK):
         acc += w.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
         k += BLOCK
         w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
     acc = tl.sum(acc, axis=1)[None, :]
-    finish(
-        acc,
-        bias,
-        out,
-        kv,
-        slot_mapping,
-        which_stride,
-        tl.arange(0, 1),
-        n,
-        0,
-        1,
-        N,
-        ACTIVATION,
-        Hk,
-        S,
-        D,
-    )
+    row = tl.arange(0, 1)
+    epilogue(acc, bias, out, kv, slot_mapping, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
 
 
 @jit
 def matrix_kernel(
-    x, weight, bias, out, kv, slot_mapping, which_stride, R,
-    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
+    x, weight, bias, out, kv, slot_mapping, k_to_v, R,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
     Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS rows from LENGTH = K / P
-    inputs, BLOCK at a time: one of the P parts of out [P, R, N].
+    Split-K matrix product. Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS
+    rows from LENGTH = K / P inputs, BLOCK at a time: one of the P parts of out [P, R, N].
     """
-    wait(EARLY)
-    r, n = (
-        tl.program_id(1) * ROWS + tl.arange(0, ROWS),
-        tl.program_id(0) * COLS + tl.arange(0, COLS),
-    )
+    pdl_wait(PDL)
+    r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * COLS + tl.arange(0, COLS)
     part = tl.program_id(2)
     x += r.to(tl.int64)[:, None] * K
     weight += n.to(tl.int64)[:, None] * K
@@ -243,25 +233,28 @@ def matrix_kernel(
         value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
         w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
         acc = tl.dot(value, w.T, acc, input_precision="ieee")
-    finish(acc, bias, out, kv, slot_mapping, which_stride, r, n, part, R, N, ACTIVATION, Hk, S, D)
+    epilogue(acc, bias, out, kv, slot_mapping, k_to_v, r, n, part, R, N, ACTIVATION, Hk, S, D)
 
 
-# Measured on an H200 within decode steps, widths 768 to 50257, by `python bench.py overhead`.
-LINEAR_ROWS = (
-    256  # up to so many rows by these kernels; beyond, the products fill the chip and are cuBLAS's
-)
-SHARED_MEMORY = 150_000  # bytes that the tiles under way may take
+# Tuned on an H200, 2026-11-21, within decode steps of GPT-2's sizes (768 to 50,257 outputs):
+# `python bench.py overhead` tells the time of all linear layers.
+LINEAR_ROWS = 256  # up to here these kernels; beyond, the products fill the chip and are cuBLAS's
+TILES_MEMORY = 150_000  # bytes of shared memory that the tiles under way may take
 SPLIT_K = 768  # inputs of a part, at least
 
 
 class Tiles(NamedTuple):
-    """How a matrix product is cut: outputs of ROWS x COLS numbers from BLOCK inputs at a time."""
+    """How a product is cut: ROWS x COLS outputs to a program, from BLOCK inputs at a time."""
 
     rows: int
     cols: int
     block: int
     warps: int
-    stages: int  # tiles under way at once
+    stages: int = 1  # tiles under way at once
+
+
+ONE_ROW = Tiles(1, 2, 1024, warps=4)
+ONE_ROW_HEAD = Tiles(1, 4, 256, warps=1)
 
 
 def layer_tiles(R: int) -> Tiles:
@@ -279,9 +272,9 @@ def head_tiles(R: int) -> Tiles:
 
 def num_parts(R: int, K: int, programs: int) -> int:
     """Split-K: into how many parts the K inputs are cut so that more programs run at once."""
-    limit = 96 if R <= 32 else 48
+    enough = 96 if R <= 32 else 48  # programs
     P = 1
-    while programs * P <= limit and K >= SPLIT_K * P:
+    while programs * P <= enough and K >= SPLIT_K * P:
         P *= 2
     return P
 
@@ -327,8 +320,7 @@ def launch_linear(
     x, layer, activation=None, partial_sums=False, kv=None, slot_mapping=None, is_head=False
 ):
     """
-    As linear; or with a layer's pool and the slots of the rows as project_qkv, but q is [R, H D].
-    One row is a matrix-vector product (GEMV), too little for tensor cores.
+    As linear; or, with a layer's pool and the slots of the rows, as project_qkv, but q is [R, H D].
     """
     R, K = x.shape
     N = len(layer.weight)
@@ -336,31 +328,35 @@ def launch_linear(
     assert not (partial_sums and activation), "the activation is of the sum, not of its parts"
     assert kv is None or kv.is_contiguous(), "the pool of a layer must be contiguous"
     shape = {"N": N, "K": K, "ACTIVATION": activation, "Hk": 1, "S": 1, "D": 0}
-    which_stride = None  # from K to V in the pool
+    k_to_v = None  # from K to V in the pool
     if kv is not None:
         shape["Hk"], shape["S"], shape["D"] = kv.shape[2:]
-        which_stride = kv.stride(0)
+        k_to_v = kv.stride(0)
     width = N - 2 * shape["Hk"] * shape["D"]
-    dtype = torch.float32 if partial_sums else x.dtype
     given = (x, layer.weight, layer.bias)
-    pool = (kv, slot_mapping, which_stride)
+    pool = (kv, slot_mapping, k_to_v)
+    options = shape | pdl_options(x)
+    dtype = torch.float32 if partial_sums else x.dtype
     if R == 1:
-        cols, block, warps = (4, 256, 1) if is_head else (2, 1024, 4)
+        tiles = ONE_ROW_HEAD if is_head else ONE_ROW
         out = x.new_empty(R, width, dtype=dtype)
-        vector_kernel[(-(-N // cols),)](
-            *given, out, *pool, **shape, **early(x), COLS=cols, BLOCK=block, num_warps=warps
+        vector_kernel[(triton.cdiv(N, tiles.cols),)](
+            *given, out, *pool, **options,
+            COLS=tiles.cols, BLOCK=tiles.block, num_warps=tiles.warps,
         )  # fmt: skip
         return out
     tiles = head_tiles(R) if is_head else layer_tiles(R)
-    column_tiles = -(-N // tiles.cols)
-    row_tiles = -(-R // tiles.rows)
+    column_tiles = triton.cdiv(N, tiles.cols)
+    row_tiles = triton.cdiv(R, tiles.rows)
     P = num_parts(R, K, column_tiles * row_tiles) if partial_sums else 1
+    length = triton.cdiv(triton.cdiv(K, P), tiles.block) * tiles.block
     stage_bytes = (tiles.rows + tiles.cols) * tiles.block * x.element_size()
-    room = min(SHARED_MEMORY, shared_memory(x.device))
+    room = min(TILES_MEMORY, shared_memory(x.device))
     stages = max(1, min(tiles.stages, room // stage_bytes))
     out = x.new_empty(P, R, width, dtype=dtype)
     matrix_kernel[(column_tiles, row_tiles, P)](
-        *given, out, *pool, R, **shape, **early(x), LENGTH=-(-K // P // tiles.block) * tiles.block,
-        ROWS=tiles.rows, COLS=tiles.cols, BLOCK=tiles.block, num_warps=tiles.warps, num_stages=stages,
+        *given, out, *pool, R, **options,
+        ROWS=tiles.rows, COLS=tiles.cols, BLOCK=tiles.block, LENGTH=length,
+        num_warps=tiles.warps, num_stages=stages,
     )  # fmt: skip
     return out if partial_sums else out[0]

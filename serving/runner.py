@@ -131,7 +131,6 @@ class Runner:
         self.shapes = padded_shapes(N, settings.token_budget) if self.is_padded else []
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
         self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
-        self.num_rows = self.num_padded_rows = 0  # of decodes, and of padding among them
         self.decode_one = None  # or a compiled step of one request
         if settings.compile:
             check_can_compile(self.ops, device)
@@ -194,8 +193,8 @@ class Runner:
     def launch(self, plan: Plan) -> InFlight:
         """Start to compute a plan, and to bring its results to the host."""
         wanted, n, tokens, logits, x = self.start(plan)
-        scores = self.score_sampled(plan, wanted, tokens, logits)
-        prompt_scores = self.score_prompts(plan, n, x)
+        scores = self.score_sampled(plan, wanted, tokens, logits) if self.scored_rows else None
+        prompt_scores = self.score_prompts(plan, n, x) if plan.chunks else []
         [tokens_there] = to_host([tokens])
         flight = InFlight(plan, wanted, tokens_there, scores, prompt_scores)
         if tokens.is_cuda:
@@ -214,8 +213,6 @@ class Runner:
         for i, (request, m) in enumerate(plan.chunks):
             if is_completed(request, m):
                 wanted.append(shape.n + i)
-        self.num_rows += shape.n
-        self.num_padded_rows += shape.n - len(plan.decodes)
         packed = pack(plan, shape, self.padding_row, self.pool.sink)
         if shape not in self.graphs:
             return wanted, shape.n, *self.compute(upload(packed, self.device), shape, plan)
@@ -255,8 +252,6 @@ class Runner:
         """
         Start to score the sampled tokens of requests that want it: these requests, and tensors.
         """
-        if not self.scored_rows:
-            return None
         places = zip(plan.sampled, wanted, strict=True)
         asked = [(r, i) for r, i in places if r.row in self.scored_rows]
         if not asked:

@@ -11,9 +11,9 @@ Not run by itself. Letters: R rows of logits, V vocabulary.
 
 import torch
 
-from kernels import INF, INTERPRETED, early, finishes_last, jit, tl, triton, wait
+from kernels import INF, INTERPRETED, finishes_last, jit, pdl_options, pdl_wait, tl, triton
 from serving import params
-from serving.sampling import SamplingRows, sample_torch
+from serving.sampling import SamplingRows
 
 # Tuned on an H200, 2026-11-21, for GPT-2's vocabulary and 1 to 256 rows; `python bench.py overhead`
 # there tells the time of both kernels in a decode step ("sampling").
@@ -156,7 +156,7 @@ def compact(view, V, floor, scores, WIDTH: tl.constexpr):
 @jit
 def threshold_kernel(
     logits, rows, positions, floats, ints, bias, marks, thresholds, finished, scratch, stride, scratch_stride, V,
-    WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (R,): a program finds the least score that the filters of its row keep, as
@@ -164,7 +164,7 @@ def threshold_kernel(
     two passes over the row give bounds, a last one copies only the scores that may be the answer to
     `scratch`, and these few are searched. Also sets `finished` to zero, for gumbel_max_kernel.
     """
-    wait(EARLY)
+    pdl_wait(PDL)
     r, lane = tl.program_id(0), tl.arange(0, WIDTH)
     view = row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
     floats, ints, scratch = view[1], view[2], scratch + r.to(tl.int64) * scratch_stride
@@ -268,14 +268,14 @@ def running_argmax(best, token, score, t, noise, inverse, floor):
 def gumbel_max_kernel(
     logits, rows, positions, floats, ints, bias, marks, thresholds, finished,
     partial, partial_token, tokens, last_token, stride, V,
-    SPLITS: tl.constexpr, QUADS: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, QUADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (R, SPLITS): a program searches every SPLITS-th tile of a row, QUADS Philox calls with four
     tokens each. The last program of a row to finish compares the bests of all, and remembers and
     counts the winner. `finished` is zero before.
     """
-    wait(EARLY)
+    pdl_wait(PDL)
     r, split = tl.program_id(0), tl.program_id(1)
     view = row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
     _, floats, ints, _, marks, _, _, _, penalised = view
@@ -342,16 +342,11 @@ def sample_triton(logits, rows, positions, per_row: SamplingRows, asked=None) ->
     given = logits, rows, positions, *asked_of_rows, thresholds, finished
     threshold_kernel[(R,)](
         *given, scratch, stride, scratch.stride(0), V,
-        WIDTH=width, num_warps=THRESHOLD_WARPS, **early(logits),
+        WIDTH=width, num_warps=THRESHOLD_WARPS, **pdl_options(logits),
     )  # fmt: skip
     found = partial, partial_token, tokens, per_row.last_token
     gumbel_max_kernel[(R, splits)](
         *given, *found, stride, V,
-        SPLITS=splits, QUADS=quads, num_warps=GUMBEL_MAX_WARPS, **early(logits),
+        SPLITS=splits, QUADS=quads, num_warps=GUMBEL_MAX_WARPS, **pdl_options(logits),
     )  # fmt: skip
     return tokens
-
-
-def sample(logits, rows, positions, per_row: SamplingRows, asked=None) -> torch.Tensor:
-    path = sample_triton if triton and logits.is_cuda else sample_torch
-    return path(logits, rows, positions, per_row, asked)

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 
 from paged import POLICIES, SchedulerSettings, setting
 
+# what suits a device: requests at once, and tokens in a step
+GPU_SEQS = 256
+GPU_TOKENS = 8192
+CPU_SEQS = 64
+CPU_TOKENS = 512
+
 
 @dataclass(frozen=True)
 class Settings(SchedulerSettings):
@@ -23,10 +29,14 @@ class Settings(SchedulerSettings):
         None, "KV blocks in the pool; not given: all that are useful", least=1, flag="--kv-blocks"
     )
     max_num_seqs: int | None = setting(
-        None, "requests that run at once; not given: 256 on a GPU, 64 on a CPU", least=1
+        None,
+        f"requests that run at once; not given: {GPU_SEQS} on a GPU, {CPU_SEQS} on a CPU",
+        least=1,
     )
     token_budget: int | None = setting(
-        None, "tokens computed in a step; not given: 8192 on a GPU, 512 on a CPU", least=1
+        None,
+        f"tokens computed in a step; not given: {GPU_TOKENS} on a GPU, {CPU_TOKENS} on a CPU",
+        least=1,
     )
     max_model_len: int | None = setting(
         None, "longest prompt plus answer, in tokens; not given: what fits", least=1

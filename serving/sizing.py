@@ -10,7 +10,7 @@ import torch
 
 from model import GPT
 from serving.runner import kv_dtype
-from serving.settings import Settings
+from serving.settings import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
 
 
 def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
@@ -18,8 +18,9 @@ def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
     Fill in the most requests and tokens of a step. Raises ValueError for a token budget in which
     not every running request can decode.
     """
-    max_num_seqs = settings.max_num_seqs or (256 if on_gpu else 64)
-    token_budget = settings.token_budget or max(8192 if on_gpu else 512, max_num_seqs)
+    max_num_seqs = settings.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
+    tokens = GPU_TOKENS if on_gpu else CPU_TOKENS
+    token_budget = settings.token_budget or max(tokens, max_num_seqs)
     if token_budget < max_num_seqs:
         raise ValueError(
             f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so "

@@ -19,6 +19,7 @@ from serving import links, loop
 from serving.engine import Engine
 from serving.params import NO_TOKEN
 from serving.runner import StepResult
+from serving.settings import Settings
 
 EOS = 256
 
@@ -134,7 +135,7 @@ class ScriptedEngine(Engine):
         self.prompt_scores = {}
         self.seeds = random.Random(0)
         self.delays = {"waited": [], "prefilled": []}
-        self.trace, self.check = False, False
+        self.settings = Settings()
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
         self.num_told = Counter()  # of the delays
 

@@ -169,7 +169,7 @@ def test_the_answer_of_tokenize_is_json(encoder):
         END,
     ]
     assert answer == {"count": len(ids), "max_model_len": 9, "tokens": ids, "token_strs": strings}
-    many = [5] * (2**16 * 2 + 1)  # more than are written at a time
+    many = [5] * (2**16 * 2 + 1)
     assert json.loads(tokenize_answer(many, encoder.tokenizer, names=False))["tokens"] == many
     assert json.loads(tokenize_answer([], encoder.tokenizer, names=True)) == {
         "count": 0,

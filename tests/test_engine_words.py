@@ -100,9 +100,9 @@ def engine_on_a_gpu(monkeypatch, free: float, total: float, **settings) -> tuple
     built = []
 
     class Noted(PretendRunner):
-        def __init__(self, model, num_blocks, *others, **named):
-            built.append(f"{num_blocks} blocks")
-            super().__init__(model, num_blocks, *others, **named)
+        def __init__(self, model, settings):
+            built.append(f"{settings.num_blocks} blocks")
+            super().__init__(model, settings)
 
         def warm_up(self):
             built.append("warmed up")
@@ -341,7 +341,7 @@ def test_each_output_goes_to_its_link_with_all_that_it_has():
 def test_the_statement_tells_how_many_texts_fit():
     engine = pretend_engine(num_blocks=2000, block_size=4, context_length=64, max_model_len=60)
     engine.runner.pool = SimpleNamespace(kv=SimpleNamespace(nbytes=5 * 2**20))
-    engine.runner.ops = engine.runner.ops._replace(name="torch")
+    engine.runner.ops = SimpleNamespace(name="torch")
     engine.runner.reason = "because"
     engine.runner.graphs, engine.runner.graph_statement = {}, "7 graphs"
     pool = "KV pool of 5 MiB: 2,000 blocks of 4, 8,000 tokens, 133 texts of 60"

@@ -11,7 +11,6 @@ import random
 from array import array
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -20,16 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import possible_tokens
 
+import kernels
 from serving import sampling, sampling_kernels
+from serving.ops import choose_ops
 from serving.params import GREEDY, LOWEST_LOGPROB, NO_TOKEN, SamplingParams
 from serving.sampling import Row, SamplingRows, gumbel_noise, philox
-from serving.sampling_kernels import gumbel, philox_words, sample, tl, triton
+from serving.sampling_kernels import gumbel, philox_words, tl, triton
 
 # On a GPU every test here runs there, the kernels compiled; elsewhere Triton's interpreter runs
 # them on CPU tensors.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
 PATHS = [sampling.sample_torch, pytest.param(sampling_kernels.sample_triton, marks=needs_triton)]
+sample = sampling_kernels.sample_triton if DEVICE == "cuda" else sampling.sample_torch
 both_paths = pytest.mark.parametrize("pick", PATHS, ids=["torch", "triton"])
 
 
@@ -350,7 +352,7 @@ def threshold_triton(scores, top_k, top_p, min_p) -> torch.Tensor:
             scratch,
         ),
         *(scores.stride(0), scratch.stride(0), V),
-        EARLY=False,
+        PDL=False,
         WIDTH=width,
     )
     return thresholds / params.floats.temperature
@@ -721,15 +723,14 @@ def test_on_a_gpu_the_sampler_is_tritons(monkeypatch):
     Torch's is right there too, and waits for the device: the same answers, a third slower, and no
     graph.
     """
-    for name in "sample_torch", "sample_triton":
-        monkeypatch.setattr(sampling_kernels, name, lambda *given, name=name: name)
-    for there, is_cuda, wanted in (
-        (True, True, "triton"),
-        (True, False, "torch"),
-        (None, True, "torch"),
+    for there, device, wanted in (
+        (True, "cuda", sampling_kernels.sample_triton),
+        (True, "cpu", sampling.sample_torch),
+        (None, "cuda", sampling.sample_torch),
     ):
-        monkeypatch.setattr(sampling_kernels, "triton", there)
-        assert sample(SimpleNamespace(is_cuda=is_cuda), None, None, None) == f"sample_{wanted}"
+        monkeypatch.setattr(kernels, "triton", there)
+        ops, _ = choose_ops("auto", device)
+        assert ops.sample is wanted
 
 
 def test_the_torch_path_skips_only_what_nobody_asked_for():
