@@ -38,13 +38,11 @@ from serving.client import EngineClient
 from serving.encoder import Encoder
 from serving.flags import KEY_VARIABLE, engine_settings, parse_args
 from serving.workers import (
-    MAX_WORKERS,
     METRICS_FOLDER,
     Seat,
     Workers,
-    can_share_port,
     context,
-    default_count,
+    num_processes,
     open_port,
     share_port,
     shared_counts,
@@ -220,12 +218,7 @@ def end_at_once_on_sigterm(folder: str):
 
 def serve_http(args: argparse.Namespace) -> str | None:
     """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
-    count = args.http_workers or default_count()
-    flag = f"--http-workers {count}"
-    if count > 1 and not can_share_port():
-        return f"{flag}: this system does not spread connections over processes, leave the flag out"
-    if count > MAX_WORKERS:
-        return f"{flag}: at most {MAX_WORKERS} are started, each takes 60 MB and a core"
+    count = num_processes(args.http_workers)
     with tempfile.TemporaryDirectory(prefix="pagedgpt-") as folder:
         end_at_once_on_sigterm(folder)
         terminate_on_hang_up()

@@ -62,13 +62,21 @@ class Seat:
         return self.number == 0
 
 
-def default_count() -> int:
+def num_processes(wanted: int | None) -> int:
     """
-    One HTTP process on small machines; on large ones as many as keep up with a GPU's 256 streams.
+    How many HTTP processes to run: as many as wanted, else one on small machines and on large ones
+    as many as keep up with a GPU's 256 streams. Raises ValueError.
     """
-    if not can_share_port():
-        return 1
-    return max(1, min(MAX_BY_DEFAULT, (os.cpu_count() or 1) // CORES_EACH))
+    if wanted is None:
+        most = MAX_BY_DEFAULT if can_share_port() else 1
+        return max(1, min(most, (os.cpu_count() or 1) // CORES_EACH))
+    if wanted > 1 and not can_share_port():
+        why = "this system does not spread connections over processes, leave the flag out"
+        raise ValueError(f"--http-workers {wanted}: {why}")
+    if wanted > MAX_WORKERS:
+        why = f"at most {MAX_WORKERS} are started, each takes 60 MB and a core"
+        raise ValueError(f"--http-workers {wanted}: {why}")
+    return wanted
 
 
 def can_share_port() -> bool:

@@ -22,6 +22,7 @@ from serving import (
     engine,
     loop,
     terminal,
+    workers,
 )
 from serving.workers import METRICS_FOLDER
 
@@ -300,8 +301,8 @@ def test_as_many_sockets_as_http_processes(served, monkeypatch, cores, flags, co
     """
     One for every four cores, or as many as the flag says; several count for /metrics in one folder.
     """
-    monkeypatch.setattr(serve, "default_count", lambda: max(1, cores // 4))
-    monkeypatch.setattr(serve, "can_share_port", lambda: True)
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(workers, "can_share_port", lambda: True)
     done = served(*flags)
     assert done.count == count and done.metrics == (
         os.path.dirname(done.path) if count > 1 else None
@@ -310,19 +311,21 @@ def test_as_many_sockets_as_http_processes(served, monkeypatch, cores, flags, co
 
 
 def test_two_processes_already_add_up_their_metrics(served, monkeypatch):
-    monkeypatch.setattr(serve, "can_share_port", lambda: True)
+    monkeypatch.setattr(workers, "can_share_port", lambda: True)
     assert served("--http-workers", "2").metrics
 
 
 def test_how_many_http_processes_there_may_be(monkeypatch):
     """Exactly the most are started; and without a port that can be shared, only one."""
     monkeypatch.setattr(serve, "end_at_once_on_sigterm", lambda folder: sys.exit("started"))
-    monkeypatch.setattr(serve, "can_share_port", lambda: True)
+    monkeypatch.setattr(workers, "can_share_port", lambda: True)
     with pytest.raises(SystemExit, match="started"):
         serve.serve_http(serve.parse_args(["--http-workers", "64"]))
-    assert "at most 64 are started" in serve.serve_http(serve.parse_args(["--http-workers", "65"]))
-    monkeypatch.setattr(serve, "can_share_port", lambda: False)
-    assert "leave the flag out" in serve.serve_http(serve.parse_args(["--http-workers", "2"]))
+    with pytest.raises(ValueError, match="--http-workers 65: at most 64 are started"):
+        serve.serve_http(serve.parse_args(["--http-workers", "65"]))
+    monkeypatch.setattr(workers, "can_share_port", lambda: False)
+    with pytest.raises(ValueError, match=r"--http-workers 2: .* leave the flag out"):
+        serve.serve_http(serve.parse_args(["--http-workers", "2"]))
     with pytest.raises(SystemExit, match="started"):
         serve.serve_http(serve.parse_args(["--http-workers", "1"]))
 
