@@ -6,7 +6,7 @@ tokenizer's files.
     model = load_checkpoint("out/stdlib", device="cuda", dtype=torch.bfloat16)
 
 `GPT2LMHeadModel.from_pretrained` opens what is saved here, and what it saves opens here. Nothing is
-unpickled. C = n_embd, V = vocab_size.
+unpickled.
 """
 
 import json
@@ -138,9 +138,8 @@ def load_config(directory: str | Path) -> GPTConfig:
             value = saved.get(CONFIG_NAMES.get(field, field))
             if value is not None:
                 ours[field] = value
-        activation = ours.get("activation")
-        if activation in ACTIVATION_NAMES:
-            ours["activation"] = ACTIVATION_NAMES[activation]
+        if ours.get("activation") in ACTIVATION_NAMES:
+            ours["activation"] = ACTIVATION_NAMES[ours["activation"]]
         first, *more = read_eos(path, saved) or [None]
         return GPTConfig(**ours | {"eos_token_id": first, "more_eos_token_ids": tuple(more)})
     except CheckpointError:
@@ -202,11 +201,12 @@ def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = to
     path = Path(directory) / "model.safetensors"
     saved = read_weights(path)
     found = shapes(saved)
-    V, C = config.vocab_size, config.n_embd
     # First the sizes themselves: to build a model of a billion layers takes for ever, even without
     # weights.
-    check_shapes(path, found, {"wte.weight": (V, C), "wpe.weight": (config.context_length, C)})
-    check_shapes(path, found, {f"h.{config.n_layer - 1}.ln_1.weight": (C,)})
+    C = config.n_embd
+    sizes = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.context_length, C)}
+    sizes[f"h.{config.n_layer - 1}.ln_1.weight"] = (C,)
+    check_shapes(path, found, sizes)
     with torch.device("meta"):
         model = GPT(config)
     wanted = shapes(model.state_dict())

@@ -74,7 +74,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_flag(group, name: str, default, about: str, **settings):
+def add_flag(group, name, default, about, **settings):
     """A flag of the type of its default; where that is a whole number, at least 1 is wanted."""
     if type(default) is int:
         settings.setdefault("type", positive)
@@ -416,9 +416,9 @@ class Run:
 
     def save(self):
         """
-        Write train_state.pt, then the checkpoint for everybody else. Resuming reads train_state.pt
-        alone, so both load if a kill between them leaves them of different steps; resuming then
-        writes the later checkpoint.
+        Write train_state.pt, which --resume reads, then the checkpoint, which everything else
+        reads. A kill between the two leaves them of different steps; both load, and `load` writes
+        the checkpoint anew.
         """
         if self.process.leads:
             state = {
@@ -477,8 +477,8 @@ def open_out(args: Namespace) -> dict | None:
 
 def delete_checkpoint(out: Path):
     """
-    Delete the model that --overwrite gives up: once the new run can begin, so that a mistyped flag
-    costs none.
+    Delete the model that --overwrite gives up. Called when the new run can begin, so that a
+    mistyped flag costs no model.
     """
     # loss.png tells the Makefile that the training is done, config.json makes a directory a
     # checkpoint: they go first
@@ -488,8 +488,8 @@ def delete_checkpoint(out: Path):
 
 def catch_signals() -> list[int]:
     """
-    Ctrl-C and SIGTERM are noted in the list returned, and the run ends after its step; a second one
-    kills.
+    From now on Ctrl-C and SIGTERM are noted in the list returned, for the run to end after its
+    step; a second one kills.
     """
     caught: list[int] = []
 
@@ -497,8 +497,8 @@ def catch_signals() -> list[int]:
         caught.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
     return caught
 
 

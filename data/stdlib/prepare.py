@@ -21,7 +21,7 @@ from tokenizer import BPETokenizer, train_bpe, write_corpus  # noqa: E402
 
 VOCAB_SIZE = 4096
 # What is left out is not language.
-OTHERS = {"site-packages", "dist-packages"}  # packages of other people
+INSTALLED = {"site-packages", "dist-packages"}  # packages from elsewhere
 TESTS = {"test", "tests", "idle_test"}  # and their data
 TABLES = {"encodings", "pydoc_data"}  # or generated
 GENERATED = ("_sysconfigdata", "config-")  # names that begin so
@@ -30,7 +30,7 @@ HELD_OUT = 1 / 20  # of the files
 
 def is_language(name: Path) -> bool:
     """Whether a file of the library, by its relative name, belongs to the corpus."""
-    skipped = OTHERS | TESTS | TABLES
+    skipped = INSTALLED | TESTS | TABLES
     return not any(part in skipped or part.startswith(GENERATED) for part in name.parts)
 
 
