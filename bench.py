@@ -175,13 +175,13 @@ def ms(seconds: float, digits=3) -> float:
     return round(1e3 * seconds, digits)
 
 
-def median_seconds(work: Callable, repeats: int, setup: Callable = lambda: ()) -> float:
-    """Median seconds of work(*setup()), the set-up not counted, after one warm-up."""
+def median_seconds(call: Callable, repeats: int, setup: Callable = lambda: ()) -> float:
+    """Median seconds of call(*setup()), the set-up not counted, after one warm-up."""
     times = []
     for _ in range(repeats + 1):
         arguments = setup()
         started = perf_counter()
-        work(*arguments)
+        call(*arguments)
         times.append(perf_counter() - started)
     return median(times[1:])
 
@@ -191,19 +191,19 @@ def medians(rows: Iterable[Sequence[float]]) -> list[float]:
     return list(map(median, zip(*rows, strict=True)))
 
 
-def graph_us(work: Callable, number: int, repeats=15) -> float:
+def graph_us(call: Callable, number: int, repeats=15) -> float:
     """
-    Median microseconds of work(i) on the GPU. One CUDA graph holds the calls for i in
+    Median microseconds of call(i) on the GPU. One CUDA graph holds the calls for i in
     0 .. number - 1: no launch is waited for, and as each i has data of its own, none is in the L2
     cache.
     """
     for i in range(number):
-        work(i)  # compiles
+        call(i)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(number):
-            work(i)
+            call(i)
     times = []
     for _ in range(repeats + 1):
         start = torch.cuda.Event(enable_timing=True)
@@ -779,11 +779,22 @@ def kind_of(kernel: str) -> str:
     return "rest"
 
 
+def seconds_by_kind(launches: list[tuple[float, float, str]]) -> dict[str, float]:
+    """
+    launches: start and end of each kernel in microseconds, and its name, sorted. A kernel counts
+    from the end of the one before: while both run, the later one waits for the earlier one's data.
+    """
+    seconds = dict.fromkeys([*KINDS, "rest"], 0.0)
+    last_end = 0.0
+    for start, end, name in launches:
+        start = max(start, last_end)
+        last_end = max(end, last_end)
+        seconds[kind_of(name)] += 1e-6 * (last_end - start)
+    return seconds
+
+
 def device_time(engine: Engine, steps: int) -> dict:
-    """
-    Kernels a step, and the milliseconds of a step that the device spends in each kind of them. A
-    kernel counts from the end of the one before, so that kernels which overlap count once.
-    """
+    """Kernels a step, and the milliseconds of a step that the device spends in each kind."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()  # what was under way does not count
@@ -791,19 +802,14 @@ def device_time(engine: Engine, steps: int) -> dict:
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    launches = [event for event in found.events() if event.device_type == cuda]
-    launches.sort(key=lambda event: event.time_range.start)
-    seconds = dict.fromkeys([*KINDS, "rest"], 0.0)
-    ended = 0.0
-    for event in launches:
-        span = event.time_range  # in microseconds
-        started = max(span.start, ended)
-        ended = max(span.end, ended)
-        seconds[kind_of(event.name)] += 1e-6 * (ended - started)
+    launches = []
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:  # the others are calls of the host
+            span = event.time_range
+            launches.append((span.start, span.end, event.name))
     row = {"kernels": round(len(launches) / steps)}
-    for kind, total in seconds.items():
-        row[kind] = ms(total / steps)
+    for kind, seconds in seconds_by_kind(sorted(launches)).items():
+        row[kind] = ms(seconds / steps)
     return row
 
 
