@@ -18,7 +18,6 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterator
 from copy import copy
 
 from serving.params import LOWEST_LOGPROB
@@ -155,7 +154,7 @@ class Choice:
 
     # what an answer says of it, as plain dictionaries; `chunks` is of each path's own class
 
-    def chunk(self, content: dict, tokens, finish_reason, num_tokens: int) -> dict:
+    def chunk(self, content, tokens, finish_reason, num_tokens) -> dict:
         """
         One event with this content and these tokens, num_tokens with those before. An answer that
         is no stream is made of one such chunk for each choice.
@@ -192,7 +191,7 @@ class Choice:
             place[str(i)] = {"logprob": logprob, "rank": known, "decoded_token": self.name(i)}
         return place
 
-    def name(self, token: int) -> str:
+    def name(self, token) -> str:
         return token_name(self.spell(token))
 
 
@@ -201,7 +200,7 @@ def token_counts(prompt_tokens, completion_tokens) -> dict:
     return counts | {"total_tokens": prompt_tokens + completion_tokens}
 
 
-def likeliest(token: int, score: list, n: int) -> dict[int, float]:
+def likeliest(token, score, n) -> dict[int, float]:
     """{id: log-probability} of the n likeliest tokens and of the token itself, likeliest first."""
     logprob, ids, logprobs = score
     found = dict(zip(ids[:n], logprobs[:n], strict=True))
@@ -369,7 +368,7 @@ class Job:
         if self.body.stream or self.is_done:
             self.changed.set()
 
-    def on_refusal(self, kind: str, message: str):
+    def on_refusal(self, kind, message):
         """The engine does not accept a choice, failed at it, or is gone."""
         status, code = REFUSALS.get(kind, (500, None))
         self.fail(ApiError(status, message, code=code))
@@ -499,7 +498,7 @@ class Job:
 # JSON on its way out
 
 
-def json_parts(value) -> Iterator[str]:
+def json_parts(value):
     """
     compact(value) in pieces, for a thread: while the encoder is at one, up to a second, no other
     thread has a turn.
@@ -519,7 +518,7 @@ def json_parts(value) -> Iterator[str]:
         yield compact(value)
 
 
-def long_json(value: dict) -> str:
+def long_json(value) -> str:
     return "".join(json_parts(value))
 
 

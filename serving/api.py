@@ -15,7 +15,6 @@ import ipaddress
 import json
 import os
 import re
-import socket
 import sys
 import time
 import uuid
@@ -106,7 +105,7 @@ class Service:
             full = f"beside {waiting} in work are more than {capacity}: try again later"
             raise ApiError(429, f"{count} prompts x n {full}", code="queue_full")
 
-    async def parse_body(self, http: Request, kind: type[protocol.Body]):
+    async def parse_body(self, http, kind):
         """The call's JSON, as one of protocol.py's bodies, for this model. Raises ApiError."""
         # Against CSRF: a page of another origin may send other types without asking first.
         media_type = http.headers.get("content-type", "").partition(";")[0]
@@ -132,13 +131,13 @@ class Service:
         self.check_model(body.model)
         return body
 
-    def check_model(self, name: str | None):
+    def check_model(self, name):
         """Raises ApiError (404) for another model than the one there is; None is that one."""
         if name not in (None, self.name):
             message = f"there is no model {name!r:.200} here; there is {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def encoder_job(self, body) -> tuple[dict, int, str]:
+    def encoder_job(self, body):
         """The encoder's job for a body's texts or messages, how many characters, in which field."""
         if not body.messages:
             texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -151,7 +150,7 @@ class Service:
         options = {"add_generation_prompt": body.add_generation_prompt}
         return {"messages": messages, "options": options}, size, "messages"
 
-    async def ask_encoder(self, job, size, param) -> tuple[dict, bytes]:
+    async def ask_encoder(self, job, size, param):
         """What encoder.py makes of a job. Raises ApiError, about the field `param`."""
         try:
             return await self.encoder.ask(job, size)
@@ -163,7 +162,7 @@ class Service:
         except RuntimeError as error:
             raise ApiError(503, f"{error}: try again", code="encoder_ended") from None
 
-    async def encode(self, body) -> list[list[int]]:
+    async def encode(self, body):
         """Token ids of each prompt. Raises ApiError."""
         if not body.messages and isinstance(body.prompt[0], list):
             return body.prompt  # given as token ids
@@ -252,7 +251,7 @@ class Service:
 
     # its life
 
-    async def run(self, sock: socket.socket) -> str | None:
+    async def run(self, sock) -> str | None:
         """
         Serve until a signal or until the engine is gone for good. Returns what went wrong, None if
         nothing did.
@@ -299,7 +298,7 @@ class Service:
             await asyncio.sleep(ROOM_SECONDS)
             make_room(self.server.server_state.connections, self.seat, self.args.max_connections)
 
-    def engine_changed(self, state: str):
+    def engine_changed(self, state):
         if state == "dead":
             self.server.should_exit = True
         elif not self.seat.is_first:
@@ -344,7 +343,7 @@ def log_death(process):
     log("worker_died", pid=process.pid, code=process.exitcode)
 
 
-def base_url(sock: socket.socket) -> str:
+def base_url(sock) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -425,7 +424,7 @@ class Gate:
     log for each call.
     """
 
-    def __init__(self, service: Service):
+    def __init__(self, service):
         self.service = service
         self.args = service.args
         digests = [hashlib.sha256(key.encode()).digest() for key in service.keys]
@@ -488,19 +487,19 @@ class Gate:
                 logged["error"] = error.reason
             self.note_end(scope["client"], status, logged)
 
-    async def answer_to(self, http: Request):
+    async def answer_to(self, http):
         """The ASGI application that answers a call. Raises ApiError."""
         route = self.route(http.method, http.scope["path"])
         bodies = [await self.service.parse_body(http, route.body)] if route.body else []
         return await route.handler(self.service, http, *bodies)
 
-    def not_http(self, client, why: str):
+    def not_http(self, client, why):
         """
         A connection was answered with a 400 and closed: no call, but counted and logged like one.
         """
         self.note_end(client, 400, {"error": why})
 
-    def note_end(self, client, status: int, logged: dict):
+    def note_end(self, client, status, logged):
         self.service.metrics.count_answer(status)
         if self.args.access_log and logged.get("path") not in OPEN_PATHS:
             log("access", client=client and client[0], status=status, **logged)
@@ -520,7 +519,7 @@ class Gate:
             methods.append("HEAD")
         raise ApiError(405, message, headers={"Allow": ", ".join(methods)})
 
-    def is_allowed(self, origin: bytes | None) -> bool:
+    def is_allowed(self, origin) -> bool:
         """
         Whether --allowed-origins has the origin of the page that calls; null is one like any other.
         """
@@ -551,7 +550,7 @@ class Gate:
             message = f"the Host {host!r:.200} is not served here: --allowed-hosts adds names"
             raise ApiError(403, message)
 
-    def check_origin(self, scheme: str, headers):
+    def check_origin(self, scheme, headers):
         """
         Against CSRF: raises ApiError (403) for a page of another origin (scheme, host and port)
         than ours and those allowed.

@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import Callable
 
 from serving.links import Messages, join, line
 
@@ -44,11 +43,6 @@ def connect(path: str) -> socket.socket:
     return sock
 
 
-def ids_of_choices(id: str, n: int) -> list[str]:
-    """The n choices of request "5" are "5", "5.1", "5.2" ..: so the engine names its forks."""
-    return [id] + [f"{id}.{number}" for number in range(1, n)]
-
-
 class EngineClient(asyncio.Protocol):
     """
     The link to the engine, and the table of the choices that wait for tokens. It belongs to the
@@ -64,7 +58,7 @@ class EngineClient(asyncio.Protocol):
     `on_stats(stats)` are called with what changed.
     """
 
-    def __init__(self, path: str, start: Callable = lambda: None):
+    def __init__(self, path: str, start=lambda: None):
         self.path = path
         self.start = start
         self.may_restart = True
@@ -104,16 +98,16 @@ class EngineClient(asyncio.Protocol):
         if transport:
             transport.close()
 
-    def submit(self, choices: list):
+    def submit(self, choices):
         """Have the choices of one prompt computed."""
         if not self.choices:
             self.heard = (
                 time.monotonic()
             )  # an idle engine says nothing: its silence counts from here
         id = next(self.ids)
-        for choice, engine_id in zip(choices, ids_of_choices(id, len(choices)), strict=True):
-            choice.engine_id = engine_id
-            self.choices[engine_id] = choice
+        for number, choice in enumerate(choices):  # the engine names its forks so, too
+            choice.engine_id = f"{id}.{number}" if number else id
+            self.choices[choice.engine_id] = choice
         first = choices[0]
         body = first.body
         options = {"n": len(choices), "priority": body.priority}
@@ -137,16 +131,14 @@ class EngineClient(asyncio.Protocol):
         An engine that does not read, as in a long step, need not hear later of a prompt for which
         no choice waits any more.
         """
-        first = choice.engine_id.partition(".")[0]
-        if f"add {first}" not in self.unsent:
-            return
-        ids = ids_of_choices(first, choice.body.n)
-        if not any(id in self.choices for id in ids):
-            del self.unsent[f"add {first}"]
+        ids = [sibling.engine_id for sibling in choice.siblings]
+        add = f"add {ids[0]}"
+        if add in self.unsent and not any(id in self.choices for id in ids):
+            del self.unsent[add]
             for id in ids:
                 self.unsent.pop(f"abort {id}", None)
 
-    def refuse_all(self, kind: str, message: str):
+    def refuse_all(self, kind, message):
         """End everything that waits, as if the engine refused it."""
         for choice in list(self.choices.values()):
             choice.job.on_refusal(kind, message)
@@ -212,7 +204,7 @@ class EngineClient(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._pause, self.transport, started)
 
-    def connection_lost(self, error: Exception | None):
+    def connection_lost(self, error):
         if self.transport:  # else `close` did it
             self.transport = None
             self._end(self.last_words or "the engine's process ended")

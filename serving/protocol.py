@@ -17,7 +17,6 @@ Starlette's request, and the engine's is `paged.Request`.
 import difflib
 import json
 import reprlib
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar, Literal
 
@@ -122,7 +121,7 @@ def error_response(error: ApiError) -> Response:
     return Response(error_body(error), error.status, headers, "application/json")
 
 
-def bad_field(name: str, problem: str) -> ApiError:
+def bad_field(name, problem) -> ApiError:
     return ApiError(400, f"{name} {problem}", name)
 
 
@@ -158,7 +157,7 @@ REFUSALS = {
 }
 
 
-def refusal(kind: str, field: str, remedy: str) -> PydanticCustomError:
+def refusal(kind, field, remedy) -> PydanticCustomError:
     """
     An error of one of the REFUSALS, about a field of the object that is being validated:
     tool_calls, 1.image_url.
@@ -236,7 +235,7 @@ def stops_that_fit(stops: list[str]) -> list[str]:
     return stops
 
 
-def check_vocabulary(param: str, tokens: Iterable[int], vocab_size: int):
+def check_vocabulary(param, tokens, vocab_size):
     """Raises ApiError (400), about the field `param`, for ids outside 0..vocab_size-1."""
     for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < vocab_size:
@@ -309,7 +308,7 @@ class Body(BaseModel):
         return given
 
     @classmethod
-    def check_neutral(cls, name: str, value):
+    def check_neutral(cls, name, value):
         neutral = cls.neutral[name]
         same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # to Python True is 1
         if value != neutral or not same_kind:

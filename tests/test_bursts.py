@@ -268,7 +268,10 @@ def test_an_engine_that_does_not_read_costs_no_memory(listener):
 
     def choices(n):
         request = CompletionRequest(prompt="x", n=n)
-        return [SimpleNamespace(body=request, prompt=[7] * 50_000, job=job) for _ in range(n)]
+        made = [SimpleNamespace(body=request, prompt=[7] * 50_000, job=job) for _ in range(n)]
+        for choice in made:
+            choice.siblings = made
+        return made
 
     def waiting():
         return client.transport.get_write_buffer_size() + sum(map(len, client.unsent.values()))
