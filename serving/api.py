@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -54,6 +54,19 @@ def log(event: str, **fields):
 
 # --------------------------------------------------------------------------------------------------
 # What is answered
+
+
+class Route(NamedTuple):
+    """What answers a path: a method of Service, which gets the body where there is one."""
+
+    handler: Callable
+    fields: str = ""  # of the answer's JSON
+    body: type[protocol.Body] | None = None
+
+
+COMPLETION = "id object created model choices usage"
+MODEL = "id object created owned_by max_model_len"
+TOKENS = "count max_model_len tokens"
 
 
 class Service:
@@ -223,9 +236,9 @@ class Service:
     def describe_model(self) -> dict:
         """The model, as OpenAI's API describes one. Raises ApiError (503)."""
         self.check_ready()
-        limit = self.client.info["max_model_len"]
         model = {"id": self.name, "object": "model", "created": self.created}
-        return model | {"owned_by": "pagedgpt", "max_model_len": limit}
+        model["max_model_len"] = self.client.info["max_model_len"]
+        return model | {"owned_by": "pagedgpt"}
 
     async def show_welcome(self, http):
         """The page for a browser, which asked for it under some name of ours."""
@@ -247,7 +260,22 @@ class Service:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def show_openapi(self, http):
-        return JSONResponse(openapi())
+        return JSONResponse(openapi(self.routes))
+
+    routes: ClassVar = {
+        "POST /v1/completions": Route(complete, COMPLETION, protocol.CompletionRequest),
+        "POST /v1/chat/completions": Route(complete, COMPLETION, protocol.ChatRequest),
+        "POST /tokenize": Route(tokenize, TOKENS, protocol.TokenizeRequest),
+        "POST /detokenize": Route(detokenize, "prompt", protocol.DetokenizeRequest),
+        "GET /v1/models": Route(list_models, "object data"),
+        "GET /v1/models/{id}": Route(show_model, MODEL),
+        "GET /": Route(show_welcome),
+        "GET /livez": Route(show_liveness, "status"),
+        "GET /readyz": Route(show_readiness, "status"),
+        "GET /health": Route(show_readiness, "status"),
+        "GET /metrics": Route(show_metrics),
+        "GET /openapi.json": Route(show_openapi, "openapi info paths"),
+    }
 
     # its life
 
@@ -265,7 +293,9 @@ class Service:
         if self.seat.orders:
             self.loop.add_reader(self.seat.orders.fileno(), self.on_order)
         if self.workers:
-            self.workers.on_death = log_death
+            self.workers.on_death = lambda process: log(
+                "worker_died", pid=process.pid, code=process.exitcode
+            )
             self.workers.watch()
         # kept: the loop itself holds tasks weakly
         self.room_keeper = asyncio.create_task(self.keep_room())
@@ -339,55 +369,26 @@ class Service:
         return bool(self.client.choices or (self.workers and self.workers.processes))
 
 
-def log_death(process):
-    log("worker_died", pid=process.pid, code=process.exitcode)
-
-
 def base_url(sock) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Route(NamedTuple):
-    """What answers a path: a method of Service, which gets the body where there is one."""
-
-    handler: Callable
-    fields: str = ""  # of the answer's JSON
-    body: type[protocol.Body] | None = None
-
-
-COMPLETION = "id object created model choices usage"
-MODEL = "id object created owned_by max_model_len"
-TOKENS = "count max_model_len tokens"
-ROUTES = {
-    "POST /v1/completions": Route(Service.complete, COMPLETION, protocol.CompletionRequest),
-    "POST /v1/chat/completions": Route(Service.complete, COMPLETION, protocol.ChatRequest),
-    "POST /tokenize": Route(Service.tokenize, TOKENS, protocol.TokenizeRequest),
-    "POST /detokenize": Route(Service.detokenize, "prompt", protocol.DetokenizeRequest),
-    "GET /v1/models": Route(Service.list_models, "object data"),
-    "GET /v1/models/{id}": Route(Service.show_model, MODEL),
-    "GET /": Route(Service.show_welcome),
-    "GET /livez": Route(Service.show_liveness, "status"),
-    "GET /readyz": Route(Service.show_readiness, "status"),
-    "GET /health": Route(Service.show_readiness, "status"),
-    "GET /metrics": Route(Service.show_metrics),
-    "GET /openapi.json": Route(Service.show_openapi, "openapi info paths"),
-}
 TEXTS = {"/": "text/html", "/metrics": "text/plain"}  # paths that answer with text
 TEXTS |= dict.fromkeys(("/v1/completions", "/v1/chat/completions"), "text/event-stream")
 REFUSED = ("400", "401", "403", "404", "405", "408", "413", "429", "503")  # statuses of refusals
 
 
-def openapi() -> dict:
+def openapi(routes) -> dict:
     """
     The OpenAPI document: what each path takes, by protocol.py's models, and the fields of what it
     answers.
     """
-    bodies = [(route.body, "validation") for route in ROUTES.values() if route.body]
+    bodies = [(route.body, "validation") for route in routes.values() if route.body]
     refs, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
     refused = {"description": "what was wrong, and what to change"} | content(fields="error")
     paths = {}
-    for call, route in ROUTES.items():
+    for call, route in routes.items():
         method, path = call.split()
         good = {"description": "the answer"} | content(route.fields, TEXTS.get(path))
         described = {"responses": {"200": good} | dict.fromkeys(REFUSED, refused)}
@@ -508,9 +509,9 @@ class Gate:
         """Raises ApiError (404, 405) that says what to call instead."""
         is_model = path.startswith(MODEL_PATH) and path != MODEL_PATH
         known = "/v1/models/{id}" if is_model else path
-        if route := ROUTES.get(f"{'GET' if method == 'HEAD' else method} {known}"):
+        if route := self.service.routes.get(f"{'GET' if method == 'HEAD' else method} {known}"):
             return route  # to HEAD, uvicorn sends the headers alone
-        calls = [call.split() for call in ROUTES]
+        calls = [call.split() for call in self.service.routes]
         message = welcome.not_found(method, path, calls)
         methods = [method for method, other in calls if other == known]
         if not methods:

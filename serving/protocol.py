@@ -223,10 +223,6 @@ def content_text(value):
     return "".join(texts)
 
 
-def list_of_stops(value):
-    return [value] if isinstance(value, str) else value
-
-
 def stops_that_fit(stops: list[str]) -> list[str]:
     total = sum(len(stop.encode()) for stop in stops)
     if total > MAX_STOP_BYTES:
@@ -249,12 +245,14 @@ Prompts = Annotated[list, PlainValidator(list_of_prompts, json_schema_input_type
 Ids = Annotated[list[int], Field(fail_fast=True)]
 # a client may repeat its ids for ever
 AllowedIds = Annotated[Ids, AfterValidator(lambda ids: sorted(set(ids)))]
-Stop = Annotated[str, Field(min_length=1)]
 Stops = Annotated[
-    list[Stop],
+    list[Annotated[str, Field(min_length=1)]],
     Field(max_length=MAX_STOPS, fail_fast=True),
     AfterValidator(stops_that_fit),
-    BeforeValidator(list_of_stops, json_schema_input_type=str | list[str]),
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=str | list[str],
+    ),
 ]
 Bias = Annotated[
     dict[int, float], PlainValidator(bias_of_ids, json_schema_input_type=dict[str, float])

@@ -108,7 +108,7 @@ def test_openapi_describes_what_is_taken_and_answered(server):
     """
     document = server.http.get("/openapi.json").json()
     assert {f"{m.upper()} {path}" for path, calls in document["paths"].items() for m in calls} == (
-        set(api.ROUTES)
+        set(api.Service.routes)
     )
     completions, schemas = (
         document["paths"]["/v1/completions"]["post"],

@@ -36,7 +36,7 @@ def test_all_hints_are_of_paths_that_are_there():
             said = welcome.not_found("POST", path, ROUTES)
             assert f"there is no POST {path} here; call {call}, as this is OpenAI's API; " in said
         assert call not in welcome.not_found("POST", f"{prefix}x", [])
-    assert {call.split()[1] for call, route in api.ROUTES.items() if route.body} <= {
+    assert {call.split()[1] for call, route in api.Service.routes.items() if route.body} <= {
         path for _, path in ROUTES
     }
 
