@@ -25,17 +25,18 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    INTERPRETED = (
-        triton.knobs.runtime.interpret
-    )  # TRITON_INTERPRET=1: the kernels run on CPU tensors, slowly
+    # TRITON_INTERPRET=1: the kernels run on CPU tensors, slowly
+    INTERPRETED = triton.knobs.runtime.interpret
 except ImportError:  # nothing but the Triton kernels needs it
-    triton, INTERPRETED, gdc_wait = None, False, None
+    triton = gdc_wait = None
+    INTERPRETED = False
 
     class tl:
         constexpr = float  # for the kernels' signatures and constants
@@ -48,13 +49,13 @@ class Batch:
     host's copy.
     """
 
-    tokens: torch.Tensor  # [T] token ids
-    positions: torch.Tensor  # [T] of each token in its own request
-    slot_mapping: torch.Tensor  # [T] block * S + offset: where the token's K, V go
-    query_start: torch.Tensor  # [B + 1] int32: where each request's tokens begin, and the end
-    context_lens: torch.Tensor  # [B] int32: tokens in the pool after this step
-    block_tables: torch.Tensor  # [B, M] int32: [request, logical block] -> physical block
-    logits_index: torch.Tensor  # [R] int32: places on the flat axis whose logits are wanted
+    tokens: Tensor  # [T] token ids
+    positions: Tensor  # [T] of each token in its own request
+    slot_mapping: Tensor  # [T] block * S + offset: where the token's K, V go
+    query_start: Tensor  # [B + 1] int32: where each request's tokens begin, and the end
+    context_lens: Tensor  # [B] int32: tokens in the pool after this step
+    block_tables: Tensor  # [B, M] int32: [request, logical block] -> physical block
+    logits_index: Tensor  # [R] int32: places on the flat axis whose logits are wanted
     num_decodes: int  # the first requests, with one token each
     query_lens_host: list[int]  # [B]
     context_lens_host: list[int]  # [B]
@@ -62,7 +63,7 @@ class Batch:
     prepared: object = None  # what ops.prepare worked out for this step, used in every layer
 
 
-def check_ranges(batch: Batch, H: int, kv: torch.Tensor):
+def check_ranges(batch: Batch, H: int, kv: Tensor):
     """
     What all operators assume of a step; the contents of tensors are on the device and not looked
     at.
@@ -88,19 +89,17 @@ def check_ranges(batch: Batch, H: int, kv: torch.Tensor):
 class Gather(NamedTuple):
     """Requests that attend in one call: b requests of n queries each, contexts padded to C."""
 
-    tokens: slice | torch.Tensor  # where their b * n queries are on the flat axis
-    kv_rows: torch.Tensor  # [2, b, Hk, C] int64: rows of K and V, as `pool_rows`
-    mask: (
-        torch.Tensor | None
-    )  # [b, 1, G * n, C]: 0 where a query may see a key, else -inf; None: all
+    tokens: slice | Tensor  # where their b * n queries are on the flat axis
+    kv_rows: Tensor  # [2, b, Hk, C] int64: rows of K and V, as `pool_rows`
+    mask: Tensor | None  # [b, 1, G * n, C]: 0 where a query may see a key, else -inf; None: all
 
 
 class GatherPlan(NamedTuple):
-    store_rows: torch.Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
+    store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
     gathers: list[Gather]
 
 
-def slots_of(block_tables: torch.Tensor, positions: torch.Tensor, S: int) -> torch.Tensor:
+def slots_of(block_tables: Tensor, positions: Tensor, S: int) -> Tensor:
     """
     Slots of positions [b, n], int64, through block_tables [b, M]: block * S + offset.
 
@@ -111,25 +110,24 @@ def slots_of(block_tables: torch.Tensor, positions: torch.Tensor, S: int) -> tor
     return blocks * S + positions % S
 
 
-def pool_rows(slots: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
     """
     Rows of slots [..., C] in one layer's pool [2, num_blocks + 1, Hk, S, D] seen as [.., D], of K
     and V, for each head: [2, ..., Hk, C].
     """
     _, num_blocks, Hk, S, _ = kv.shape
     first = slots + slots // S * ((Hk - 1) * S)  # the row of head 0: block * Hk * S + offset
-    k_rows = first[..., None, :] + torch.arange(0, Hk * S, S, device=slots.device)[:, None]
+    of_head = torch.arange(0, Hk * S, S, device=slots.device)
+    k_rows = first[..., None, :] + of_head[:, None]
     return torch.stack((k_rows, k_rows + num_blocks * Hk * S))
 
 
-def store_rows(batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+def store_rows(batch: Batch, kv: Tensor) -> Tensor:
     """The rows of the pool that a step writes, [2 * T * Hk] int64."""
     return pool_rows(batch.slot_mapping[:, None], kv).flatten()
 
 
-def may_see(
-    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int
-) -> torch.Tensor:
+def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
     """
     Causality: a token sees itself and what came before; with a window, that many tokens. Broadcasts
     to bool.
@@ -155,7 +153,7 @@ def length_classes(lens: list[int]) -> list[list[int]]:
     return list(classes.values())
 
 
-def prepare_torch(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> GatherPlan:
+def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
     """Work out, once for all layers, which rows of the pool the step writes and which it reads."""
     check_ranges(batch, H, kv)
     lens = batch.context_lens_host
@@ -172,14 +170,13 @@ def prepare_torch(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> Ga
     start = batch.num_decodes
     for i in range(batch.num_decodes, len(lens)):
         end = start + batch.query_lens_host[i]
-        gathers.append(gather(batch, slice(i, i + 1), slice(start, end), lens[i], H, kv, window))
+        tokens = slice(start, end)
+        gathers.append(gather(batch, slice(i, i + 1), tokens, lens[i], H, kv, window))
         start = end
     return GatherPlan(store_rows(batch, kv), gathers)
 
 
-def gather(
-    batch: Batch, requests, tokens, longest: int, H: int, kv: torch.Tensor, window: int
-) -> Gather:
+def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, window: int) -> Gather:
     """
     Plan one call. The padding of shorter contexts repeats their last token, masked: nothing else is
     ever read.
@@ -203,10 +200,10 @@ def gather(
     return Gather(tokens, rows, mask[:, None])
 
 
-def project_qkv(y: torch.Tensor, attention, kv: torch.Tensor, batch: Batch):
+def project_qkv(y: Tensor, attention, kv: Tensor, batch: Batch):
     """
-    As model.project_qkv with a layer's `Attention`, but K and V [T, Hk, D] go to their slots in the layer's pool, which is
-    returned.
+    As model.project_qkv with a layer's `Attention`, but K and V [T, Hk, D] go to their slots in the
+    layer's pool, which is returned.
     """
     qkv = batch.ops.linear(y, attention.c_attn)
     q, k, v = attention.heads(qkv)
@@ -214,7 +211,7 @@ def project_qkv(y: torch.Tensor, attention, kv: torch.Tensor, batch: Batch):
     return q, kv
 
 
-def store_kv_torch(k: torch.Tensor, v: torch.Tensor, kv: torch.torch.Tensor, batch: Batch):
+def store_kv_torch(k: Tensor, v: Tensor, kv: Tensor, batch: Batch):
     """
     Write k, v [T, Hk, D] into one layer's pool kv [2, num_blocks + 1, Hk, S, D], in place, at
     `slot_mapping`.
@@ -225,11 +222,11 @@ def store_kv_torch(k: torch.Tensor, v: torch.Tensor, kv: torch.torch.Tensor, bat
 
 
 def paged_attention_torch(
-    q: torch.Tensor,
-    kv: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
     batch: Batch,
     attention: Callable = F.scaled_dot_product_attention,
-) -> torch.Tensor:
+) -> Tensor:
     """
     Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables;
     scale 1 / sqrt(D). The G query heads that share a KV head become G * n queries of it, so K and V
@@ -243,9 +240,8 @@ def paged_attention_torch(
         k, v = F.embedding(kv_rows, kv.view(-1, D)).unbind()  # [b, Hk, C, D] each
         queries = q[tokens].reshape(b, -1, Hk, H // Hk, D)  # [b, n, Hk, G, D]
         queries = queries.permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
-        mixed = attention(
-            queries.flatten(2, 3).to(k.dtype), k, v, attn_mask=mask
-        )  # [b, Hk, G * n, D]
+        grouped = queries.flatten(2, 3).to(k.dtype)  # [b, Hk, G * n, D]
+        mixed = attention(grouped, k, v, attn_mask=mask)
         mixed = mixed.view(queries.shape).permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
         mixed = mixed.reshape(-1, H, D).to(q.dtype)
         if len(mixed) == len(q):  # these are all requests
@@ -283,7 +279,7 @@ def pdl_wait(PDL: tl.constexpr):
         gdc_wait()
 
 
-def pdl_options(x: torch.Tensor, wanted: bool = True) -> dict:
+def pdl_options(x: Tensor, wanted: bool = True) -> dict:
     """The launch options of a kernel with an argument PDL, on the device of x."""
     if not x.is_cuda:
         return {"PDL": False}
@@ -546,12 +542,12 @@ class TritonPlan(NamedTuple):
     splits: int
     num_stages: int  # of the decode kernel: tiles of K and V under way
     pdl: bool  # whether the decode kernel starts early, see pdl_wait
-    order: torch.Tensor  # [B] int32, see order_kernel
-    partial_out: torch.Tensor  # [B * H * splits * WIDTH] fp32
-    partial_lse: torch.Tensor  # [B * H * splits] fp32
-    finished: torch.Tensor  # [B * Hk] int32 zeros, see finishes_last
-    tile_request: torch.Tensor | None  # [tiles] int32, see prefill_tiles
-    tile_start: torch.Tensor | None  # [tiles] int32
+    order: Tensor  # [B] int32, see order_kernel
+    partial_out: Tensor  # [B * H * splits * WIDTH] fp32
+    partial_lse: Tensor  # [B * H * splits] fp32
+    finished: Tensor  # [B * Hk] int32 zeros, see finishes_last
+    tile_request: Tensor | None  # [tiles] int32, see prefill_tiles
+    tile_start: Tensor | None  # [tiles] int32
     side: torch.cuda.Stream | None  # where chunks are attended to while decodes wait for memory
 
 
@@ -567,13 +563,13 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def stages_that_fit(kv: torch.Tensor) -> int:
+def stages_that_fit(kv: Tensor) -> int:
     """Pipeline stages of the attention kernels: 3 are fastest, where shared memory has room."""
     tile = 2 * TILE * padded(kv.shape[-1]) * kv.element_size()
     return 3 if STAGES_ROOM * tile <= shared_memory(kv.device) else 2
 
 
-def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> TritonPlan:
+def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
     """
     Allocate scratch, sort the decodes and map tiles to chunks, on the device: the host looks at no
     tensor.
@@ -630,7 +626,7 @@ def prepare_triton(batch: Batch, H: int, kv: torch.Tensor, window: int = 0) -> T
     )
 
 
-def prefill_tiles(batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
     """
     [tiles] int32 each: the request that a tile of PREFILL_ROWS tokens belongs to (-1: none), and
     where in its chunk the tile begins. The number of tiles depends on the number of tokens and
@@ -650,13 +646,13 @@ def prefill_tiles(batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | Non
     return request.int(), ((tile - starts) * PREFILL_ROWS).int()
 
 
-def check_layout(x: torch.Tensor, kv: torch.torch.Tensor, batch: Batch):
+def check_layout(x: Tensor, kv: Tensor, batch: Batch):
     """What the kernels assume of x [T, heads, D] and kv [2, num_blocks + 1, Hk, S, D]."""
     tables = batch.block_tables
     D = kv.shape[4]
     together = x.stride(2) == 1 and x.stride(1) == D
     floats = x.is_floating_point() and kv.is_floating_point()
-    assert x.device == kv.device == tables.device, f"tensors on {x.device}, {kv.device}: wanted one"
+    assert x.device == kv.device == tables.device, f"tensors on {x.device} and {kv.device}"
     assert x.shape[2] == D, f"heads of {x.shape[2]} for a pool of heads of {D}"
     assert floats, f"wanted floating point, got {x.dtype} and {kv.dtype}"
     assert kv.element_size() <= 4, f"the kernels compute in float32, the pool is {kv.dtype}"
@@ -666,7 +662,7 @@ def check_layout(x: torch.Tensor, kv: torch.torch.Tensor, batch: Batch):
     assert tables.stride(1) == 1, "block tables must be contiguous along blocks"
 
 
-def store_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.torch.Tensor, batch: Batch):
+def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch):
     """As store_kv_torch."""
     check_layout(k, kv, batch)
     T, Hk, D = k.shape
@@ -676,7 +672,7 @@ def store_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.torch.Tensor, ba
     )  # fmt: skip
 
 
-def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+def paged_attention_triton(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     """
     As paged_attention_torch, in at most two launches: one for all decodes, one for all chunks.
     """
@@ -686,10 +682,11 @@ def paged_attention_triton(q: torch.Tensor, kv: torch.Tensor, batch: Batch) -> t
     _, _, Hk, S, _ = kv.shape
     width = padded(D)
     queries = q.to(kv.dtype)
-    out = torch.empty((T, H, D), dtype=kv.dtype, device=q.device)
+    out = queries.new_empty(T, H, D)
     scale = D**-0.5 * math.log2(math.e)  # the kernels work in powers of two
-    lengths = batch.block_tables, batch.context_lens
-    strides = queries.stride(0), out.stride(0), kv.stride(0), batch.block_tables.stride(0)
+    tables = batch.block_tables
+    lengths = tables, batch.context_lens
+    strides = queries.stride(0), out.stride(0), kv.stride(0), tables.stride(0)
     shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WINDOW": plan.window, "TILE": TILE, "WIDTH": width}
     if plan.side:
         plan.side.wait_stream(torch.cuda.current_stream())

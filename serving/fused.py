@@ -16,6 +16,7 @@ table, S block size; of a layer, R rows, K inputs, N outputs, P parts of a sum (
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 import model
 from kernels import (
@@ -64,13 +65,16 @@ def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: i
     tokens, positions, slots = rows.new_empty(3, n)
     lens = block_tables.new_empty(n)
     tables = block_tables.new_empty(n, M)
+    found = DecodeInputs(tokens, positions, slots, lens, tables)
+    if n == 0:
+        return found
+    known = (rows, last_blocks, last_token, context_len, block_tables)
     padding_row = len(last_token) - 1
-    if n > 0:
-        decode_inputs_kernel[(n,)](
-            rows, last_blocks, last_token, context_len, block_tables, tokens, positions, slots, lens, tables,
-            padding_row, M, WIDTH=triton.next_power_of_2(M), S=S, **pdl_options(rows),
-        )  # fmt: skip
-    return DecodeInputs(tokens, positions, slots, lens, tables)
+    width = triton.next_power_of_2(M)
+    decode_inputs_kernel[(n,)](
+        *known, *found, padding_row, M, WIDTH=width, S=S, **pdl_options(rows)
+    )
+    return found
 
 
 @jit
@@ -90,16 +94,16 @@ def embed_kernel(
     tl.store(out + t * C + c, (token + position).to(out.dtype.element_ty), mask=c < C)
 
 
-def embed(tokens: torch.Tensor, positions: torch.Tensor, wte, wpe) -> torch.Tensor:
+def embed(tokens: Tensor, positions: Tensor, wte, wpe) -> Tensor:
     """wte(tokens) + wpe(positions): tokens and positions [T] int64 -> [T, C]."""
     contiguous = wte.weight.is_contiguous() and wpe.weight.is_contiguous()
     assert contiguous, "embeddings must be contiguous"
-    T, C = len(tokens), wte.weight.shape[1]
+    T = len(tokens)
+    C = wte.weight.shape[1]
     out = wte.weight.new_empty(T, C)
-    embed_kernel[(T,)](
-        tokens, positions, wte.weight, wpe.weight, out,
-        C=C, WIDTH=triton.next_power_of_2(C), **pdl_options(out),
-    )  # fmt: skip
+    given = (tokens, positions, wte.weight, wpe.weight)
+    width = triton.next_power_of_2(C)
+    embed_kernel[(T,)](*given, out, C=C, WIDTH=width, **pdl_options(out))
     return out
 
 
@@ -128,17 +132,16 @@ def add_norm_kernel(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=k < K)
 
 
-def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: torch.nn.LayerNorm):
+def add_norm(x: Tensor, delta: Tensor | None, norm: torch.nn.LayerNorm):
     """Add delta [R, K], [P, R, K] or None to x [R, K], in place. Returns x and norm(x)."""
     contiguous = x.is_contiguous() and (delta is None or delta.is_contiguous())
     assert contiguous, "x and delta must be contiguous"
     R, K = x.shape
     P = 0 if delta is None else delta.numel() // x.numel()
     y = torch.empty_like(x)
-    add_norm_kernel[(R,)](
-        x, delta, norm.weight, norm.bias, y, norm.eps, R,
-        P=P, K=K, WIDTH=triton.next_power_of_2(K), **pdl_options(x),
-    )  # fmt: skip
+    given = (x, delta, norm.weight, norm.bias)
+    width = triton.next_power_of_2(K)
+    add_norm_kernel[(R,)](*given, y, norm.eps, R, P=P, K=K, WIDTH=width, **pdl_options(x))
     return x, y
 
 
@@ -252,6 +255,9 @@ class Tiles(NamedTuple):
     warps: int
     stages: int = 1  # tiles under way at once
 
+    def options(self) -> dict:
+        return {"COLS": self.cols, "BLOCK": self.block, "num_warps": self.warps}
+
 
 ONE_ROW = Tiles(1, 2, 1024, warps=4)
 ONE_ROW_HEAD = Tiles(1, 4, 256, warps=1)
@@ -267,7 +273,8 @@ def layer_tiles(R: int) -> Tiles:
 
 def head_tiles(R: int) -> Tiles:
     rows = min(256, padded(R))
-    return Tiles(rows, 128, 64, warps=8 if rows >= 128 else 4, stages=3)
+    warps = 8 if rows >= 128 else 4
+    return Tiles(rows, 128, 64, warps, stages=3)
 
 
 def num_parts(R: int, K: int, programs: int) -> int:
@@ -279,9 +286,7 @@ def num_parts(R: int, K: int, programs: int) -> int:
     return P
 
 
-def linear(
-    x: torch.Tensor, layer, activation: str | None = None, partial_sums=False
-) -> torch.Tensor:
+def linear(x: Tensor, layer, activation: str | None = None, partial_sums=False) -> Tensor:
     """
     activation(layer(x)): x [R, K], a layer with weight [N, K] and bias [N] or None -> [R, N]. With
     `partial_sums` the result may also be several fp32 matrices [P, R, N], for `add_norm` to add up.
@@ -293,7 +298,7 @@ def linear(
     return model.linear(x, layer, activation)
 
 
-def head(x: torch.Tensor, layer) -> torch.Tensor:
+def head(x: Tensor, layer) -> Tensor:
     """
     Logits [R, V] of x [R, K], by these kernels for any number of rows in 16 bits: cuBLAS takes five
     times as long where 8 does not divide the vocabulary.
@@ -303,7 +308,7 @@ def head(x: torch.Tensor, layer) -> torch.Tensor:
     return layer(x)
 
 
-def project_qkv(y: torch.Tensor, attention: model.Attention, kv: torch.Tensor, batch: Batch):
+def project_qkv(y: Tensor, attention: model.Attention, kv: Tensor, batch: Batch):
     """
     Queries [T, H, D] of y [T, C]; keys and values go to their slots in one layer's pool kv [2,
     num_blocks + 1, Hk, S, D], which is returned, too.
@@ -340,23 +345,20 @@ def launch_linear(
     if R == 1:
         tiles = ONE_ROW_HEAD if is_head else ONE_ROW
         out = x.new_empty(R, width, dtype=dtype)
-        vector_kernel[(triton.cdiv(N, tiles.cols),)](
-            *given, out, *pool, **options,
-            COLS=tiles.cols, BLOCK=tiles.block, num_warps=tiles.warps,
-        )  # fmt: skip
+        programs = triton.cdiv(N, tiles.cols)
+        vector_kernel[(programs,)](*given, out, *pool, **options, **tiles.options())
         return out
     tiles = head_tiles(R) if is_head else layer_tiles(R)
     column_tiles = triton.cdiv(N, tiles.cols)
     row_tiles = triton.cdiv(R, tiles.rows)
     P = num_parts(R, K, column_tiles * row_tiles) if partial_sums else 1
-    length = triton.cdiv(triton.cdiv(K, P), tiles.block) * tiles.block
+    blocks = triton.cdiv(triton.cdiv(K, P), tiles.block)  # of a part
     stage_bytes = (tiles.rows + tiles.cols) * tiles.block * x.element_size()
     room = min(TILES_MEMORY, shared_memory(x.device))
     stages = max(1, min(tiles.stages, room // stage_bytes))
     out = x.new_empty(P, R, width, dtype=dtype)
     matrix_kernel[(column_tiles, row_tiles, P)](
-        *given, out, *pool, R, **options,
-        ROWS=tiles.rows, COLS=tiles.cols, BLOCK=tiles.block, LENGTH=length,
-        num_warps=tiles.warps, num_stages=stages,
+        *given, out, *pool, R, **options, **tiles.options(),
+        ROWS=tiles.rows, LENGTH=blocks * tiles.block, num_stages=stages,
     )  # fmt: skip
     return out if partial_sums else out[0]

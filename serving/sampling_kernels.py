@@ -10,6 +10,7 @@ Not run by itself. Letters: R rows of logits, V vocabulary.
 """
 
 import torch
+from torch import Tensor
 
 from kernels import INF, INTERPRETED, finishes_last, jit, pdl_options, pdl_wait, tl, triton
 from serving import params
@@ -318,7 +319,7 @@ def gumbel_max_kernel(
             tl.atomic_add(marks + winner, 4)
 
 
-def sample_triton(logits, rows, positions, per_row: SamplingRows, asked=None) -> torch.Tensor:
+def sample_triton(logits, rows, positions, per_row: SamplingRows, asked=None) -> Tensor:
     """As `sampling.sample_torch`, on CUDA; `asked` changes nothing here."""
     R, V = logits.shape
     assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: wanted whole rows"
