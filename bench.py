@@ -15,11 +15,10 @@ JSON last.
     python bench.py quality       # bits per byte of held-out text in fp32, bf16 and int8 weights
     python bench.py blockmap      # picture: which request owned which block in each step
 
-Each command is a function. Its arguments are its flags, whose
-defaults say their types; its docstring is the workload and is
-printed first; it returns its figures. Seeds are fixed, warm-up is not counted, times are
-medians. Nothing else should run beside them: a second busy process on two cores makes 100 ms of a
-token of 1 ms, because threads that wait for each other spin.
+Each command is a function. Its arguments are its flags, and their defaults give the flags' types;
+its docstring is the workload and is printed first; it returns its figures. Seeds are fixed, warm-up
+is not counted, times are medians. The machine must be quiet: a second busy process on two cores
+makes 100 ms of a token of 1 ms, because threads that wait for each other spin.
 """
 
 import argparse
@@ -75,19 +74,19 @@ FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--repeats": "counted runs of each, in turn; the median is printed",
     "--backends": "ways of attention to measure",
     "--block-size": "tokens per KV block",
-    "--dtype": "of our weights",
-    "--quantize": "our weights as integers",
-    "--compile": "our step of one request",
+    "--dtype": "of the engine's weights",
+    "--quantize": "int8: the engine's weights as integers",
+    "--compile": "compile the engine's step of one request",
     "--data": "what the model was trained on: a name in data/, or a folder",
-    "--seeds": "of the workloads, once each",
+    "--seeds": "of the workloads, each run once",
     "--no-graphs": "launch each kernel by itself",
     "--no-overlap": "wait for each step before the next is planned",
-    "--streams": "requests at once",
-    "--client-processes": "that the clients are spread over",
-    "--slow-clients": "how many of them read 1 KB/s",
-    "--rate": "requests a second of the run at random times; 0: by what was managed at once",
-    "--flags": "of serve.py, as in --flags='--dtype bf16'",
-    "--device": "cpu, in fp32, or cuda, in bf16",
+    "--streams": "numbers of requests at once",
+    "--client-processes": "processes that the clients are spread over",
+    "--slow-clients": "how many clients read 1 KB/s",
+    "--rate": "requests a second of the run at random times; 0: 70% of what was managed at once",
+    "--flags": "flags of serve.py, as in --flags='--dtype bf16'",
+    "--device": "cpu (in fp32) or cuda (in bf16)",
     "--out": "where to write the picture; those of the README are in assets/",
 }
 CHOICES = {"--dtype": ["auto", "fp32", "bf16"], "--quantize": ["none", "int8"]}
@@ -708,10 +707,10 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
 @command
 def bench_overhead(model="gpt2-124M") -> dict:
     """
-    Decode steps of 1, 32 and 256 requests at context 900: milliseconds a step, how long the host
-    works on one, kernels a step, and on a GPU where the device's time goes (each kernel counts from
-    the end of the one before: with programmatic dependent launch it may start earlier, and waits).
-    The floor is to read weights, K and V from memory once.
+    Decode steps of 1, 32 and 256 requests at context 900: milliseconds a step; the floor is to read
+    weights, K and V from memory once. On a GPU also how long the host works on a step, kernels a
+    step, and where the device's time goes (each kernel counts from the end of the one before: with
+    programmatic dependent launch it may start earlier, and waits).
     """
     steps = 64
     gpt = build_model(model, DEVICE)
