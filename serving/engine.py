@@ -81,7 +81,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.in_flight is not None or not self.scheduler.is_done()
+        return self.in_flight is not None or bool(self.requests)
 
     # -- requests in -------------------------------------------------------------------------------
 
@@ -418,7 +418,7 @@ class Engine:
         for values in self.delays.values():
             values.clear()
         return {
-            "running": len(scheduler.running),
+            "running": len(self.requests) - len(scheduler.waiting),
             "waiting": len(scheduler.waiting),
             "kv_usage": 1 - scheduler.block_allocator.num_free / self.num_blocks,
             "queries": scheduler.num_queried_tokens,

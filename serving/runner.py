@@ -177,7 +177,7 @@ class Runner:
         """The smallest of the shapes that holds a plan, or its own where none does."""
         n = len(plan.decodes)
         C = len(plan.chunks)
-        T = plan.num_tokens - n
+        T = sum(m for _, m in plan.chunks)
         kind = [shape for shape in self.shapes if bool(shape.C) == bool(C)]
         large = [shape for shape in kind if shape.n >= n and shape.C >= C]
         fitting = [shape for shape in large if shape.T >= T]
