@@ -178,7 +178,7 @@ class Engine:
                     prompt_logprobs=None,
                     generated_tokens=[],
                     num_filled_slots=P - 1,
-                    block_table=prompt_blocks,
+                    block_table=list(prompt_blocks),
                 )
                 self.runner.place(fork)
             else:
