@@ -185,11 +185,6 @@ def median_seconds(call: Callable, repeats: int, setup: Callable = lambda: ()) -
     return median(times[1:])
 
 
-def medians(rows: Iterable[Sequence[float]]) -> list[float]:
-    """The median of each column."""
-    return list(map(median, zip(*rows, strict=True)))
-
-
 def graph_us(call: Callable, number: int, repeats=15) -> float:
     """
     Median microseconds of call(i) on the GPU. One CUDA graph holds the calls for i in
@@ -372,15 +367,14 @@ def bench_attention(repeats=5) -> dict:
     result = {"a layer, ms": ms(median_seconds(layer.run, 50), 2)}
     for H, context in (6, 128), (6, 512), (12, 512), (12, 1024):
         decodes = [(1, context)] * 8
-        ours = Layer(decodes, (H, H, 64))
-        theirs, new_cache = hugging_face_attention(8, H, 64, context)
-        times = []
+        layer = Layer(decodes, (H, H, 64))
+        attend, new_cache = hugging_face_attention(8, H, 64, context)
+        ours = []
+        theirs = []
         for _ in range(repeats):
-            seconds = median_seconds(ours.run, 20)
-            their_seconds = median_seconds(theirs, 20, new_cache)
-            times.append((seconds, their_seconds))
-        seconds, their_seconds = medians(times)
-        row = {"ours": ms(seconds), "Hugging Face": ms(their_seconds)}
+            ours.append(median_seconds(layer.run, 20))
+            theirs.append(median_seconds(attend, 20, new_cache))
+        row = {"ours": ms(median(ours)), "Hugging Face": ms(median(theirs))}
         result[f"8 decodes at {context}, {H} heads of 64, ms"] = row
     return result
 
@@ -536,22 +530,24 @@ def hugging_face(model: GPT) -> Callable[[Work], Answers]:
     return generate
 
 
-def both_generate(engine: Engine, theirs: Callable, concurrent: int, repeats: int) -> dict:
-    """Answer the same requests by engine and `theirs`, in turn, other prompts each time."""
-    times = []
+def both_generate(engine: Engine, generate: Callable, concurrent: int, repeats: int) -> dict:
+    """The same requests by the engine and by `generate`, in turn, other prompts each time."""
+    ours = []
+    theirs = []
     equal = 0
     for seed in range(repeats + 1):
         work = even_workload(concurrent, 64, 128, engine.config.vocab_size, seed)
         seconds, answers = timed(engine, work, temperature=0)
+        ours.append(seconds)
         started = perf_counter()
-        their_answers = theirs(work)
-        times.append((seconds, perf_counter() - started))
+        their_answers = generate(work)
+        theirs.append(perf_counter() - started)
         equal += num_equal(answers, their_answers)
-    seconds, their_seconds = medians(times[1:])  # the first is warm-up
+    seconds = median(ours[1:])  # the first is warm-up
     row = {"ms a step": ms(seconds / 128, 2)}
     row["tok/s"] = round(128 * concurrent / seconds)
-    row["Hugging Face, ms a step"] = ms(their_seconds / 128, 2)
-    row["equal answers"] = f"{equal} of {concurrent * len(times)}"
+    row["Hugging Face, ms a step"] = ms(median(theirs[1:]) / 128, 2)
+    row["equal answers"] = f"{equal} of {concurrent * len(ours)}"
     return row
 
 

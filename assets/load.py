@@ -6,11 +6,11 @@ sockets; for `bench.py server` and the tests.
 
     python -m assets.load 127.0.0.1 8000 < share.json   # what each client process runs
 
-A client that shares a process with all others, or a rich HTTP library, is slower than the server it
-measures, and what it reports as the server's lateness is its own. Here a process has a few
-connections, reads what comes, looks for texts in it, and notes the time. `completion` says what a
-request is, `Stream.row` what is measured of it; a slow client's row is None. The clock is the
-machine's, so processes share it.
+Why not asyncio and an HTTP library: all clients in one process are slower than the server that they
+measure, and report their own lateness as the server's. Here each process has a few connections,
+reads what comes, looks for texts in it, and notes the time. `completion` says what a request is,
+`Stream.row` what is measured of it; a slow client's row is None. The clock is the machine's, so the
+processes share it.
 """
 
 import itertools
@@ -91,7 +91,9 @@ class Stream:
         return {"first": times[0], "gaps": gaps, "end": end, "tokens": tokens}
 
 
-def play(address: tuple[str, int], requests: list[dict], start: float) -> list[dict | None]:
+def send_and_read(
+    address: tuple[str, int], requests: list[dict], start: float
+) -> list[dict | None]:
     """
     Send each request at its time and read all answers. Ends when the streams that are not slow have
     ended.
@@ -201,7 +203,7 @@ def main():
     print("ready", flush=True)
     share = json.load(sys.stdin)
     try:
-        rows = play((host, int(port)), share["requests"], share["start"])
+        rows = send_and_read((host, int(port)), share["requests"], share["start"])
         outcome = {"rows": rows}
     except (OSError, ValueError) as error:
         outcome = {"error": str(error)}
