@@ -25,14 +25,14 @@ CODE = [
 ]
 
 # The limits, @jit kernels apart. A change that comes nearer to a goal lowers the limit.
-MEAN_TOKENS = 10.8  # of a statement, in all of the code; goal 10.5
-MODULE_TOKENS = 16.4  # of a statement, in one module; goal 11.5
+MEAN_TOKENS = 10.5  # of a statement, in all of the code
+MODULE_TOKENS = 13.0  # of a statement, in one module; goal 11.5
 WIDE = 0.03  # share of statements with more than 30 tokens
 PACKS = 0.015  # `a, b = x, y`, and tuples and conditionals as statements, a statement
-FUNCTION_LINES = 62  # of the longest, docstring apart, outside main(); goal 60
+FUNCTION_LINES = 60  # of the longest, docstring apart, outside main()
 MEDIAN_LINES = 12  # of half of the functions
 WALK = (86, 44)  # functions, changes of file on the way of a decoded token; goal 60, 25
-ARGUMENTS = 9  # the most, without self; goal 8
+ARGUMENTS = 8  # the most, without self
 
 # Each may import only those before it, also inside its functions.
 ORDER = [
