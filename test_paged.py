@@ -1,7 +1,7 @@
 """
 The proof: paged attention changes where K and V live, and no token of any answer.
 
-    python test_paged.py        # a line for each test; torch, numpy, safetensors and tiktoken are enough
+    python test_paged.py        # a line for each test; needs torch, numpy, safetensors, tiktoken
     pytest test_paged.py        # the same tests
 
 Three parts, each standing on the one before: who owns which block (no model needed), who is
@@ -963,7 +963,8 @@ def main():
         else:
             print(f"ok   {name}  {time.perf_counter() - started:.2f} s", flush=True)
     print(
-        f"{len(tests) - len(failed)} of {len(tests)} passed; {compared['tokens']:,} tokens equal the dense model's,"
+        f"{len(tests) - len(failed)} of {len(tests)} passed; {compared['tokens']:,} tokens "
+        f"equal the dense model's,"
     )
     print(f"{compared['ties']} of them were ties within 1e-4, where rounding may choose either")
     sys.exit(bool(failed))

@@ -923,7 +923,8 @@ def test_requests_are_logged_when_asked_for(logged):
     (line,) = logged()
     seed = house.engine.of("add")[0]["params"]["seed"]
     assert line | {"time": 0} == {
-        "time": 0, "event": "request", "id": "cmpl-r", "prompt": ["ab"], "max_tokens": 4, "request_id": "r",
+        "time": 0, "event": "request", "id": "cmpl-r", "prompt": ["ab"], "max_tokens": 4,
+        "request_id": "r",
         "temperature": 0.5, "seed": seed,
     }  # fmt: skip
 
@@ -1179,7 +1180,8 @@ def test_the_url_of_a_socket():
         ("127.0.0.1", 80): "http://127.0.0.1:80",
         ("::1", 8000, 0, 0): "http://[::1]:8000",
     }.items():
-        assert api.base_url(SimpleNamespace(getsockname=lambda: address)) == url  # noqa: B023 (called at once)
+        sock = SimpleNamespace(getsockname=lambda: address)  # noqa: B023 (called at once)
+        assert api.base_url(sock) == url
 
 
 def test_every_route_is_described(house):

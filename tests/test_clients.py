@@ -128,7 +128,8 @@ def run_script(bin, server, tmp_path):
     """
 
     def run(script: str):
-        before = f"import json\nurl = '{server.url}/v1'\nmessages = [{{'role': 'user', 'content': 'hello'}}]\n"
+        before = f"import json\nurl = '{server.url}/v1'\n"
+        before += "messages = [{'role': 'user', 'content': 'hello'}]\n"
         after = "\nprint(json.dumps(result))\n"
         printed = run_client([bin / "python", "-c", before + script + after], tmp_path)
         return json.loads(printed.splitlines()[-1])
@@ -241,7 +242,8 @@ other = completion("hosted_vllm/tiny", messages, **call)
 text = text_completion("def ", "text-completion-openai/tiny", **call)
 streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 answers = [whole.choices[0].message.content, streamed, other.choices[0].message.content]
-result = [answers, whole.usage.completion_tokens, text.usage.completion_tokens, chunks[-1].choices[0].finish_reason]
+counts = [whole.usage.completion_tokens, text.usage.completion_tokens]
+result = [answers, *counts, chunks[-1].choices[0].finish_reason]
 """
     answers, tokens, text_tokens, finish_reason = run_script(script)
     assert len(set(answers)) == 1 and answers[0]
@@ -276,7 +278,8 @@ client = OpenAI(base_url=url, api_key="none", max_retries=0)
 call = {"model": client.models.list().data[0].id, "max_tokens": 8, "temperature": 0}
 whole = client.chat.completions.create(messages=messages, **call)
 usage = {"include_usage": True}
-*chunks, last = client.chat.completions.create(messages=messages, stream=True, stream_options=usage, **call)
+streaming = {"stream": True, "stream_options": usage}
+*chunks, last = client.chat.completions.create(messages=messages, **streaming, **call)
 streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 retrieved = client.models.retrieve("tiny").id
 result = [whole.choices[0].message.content, streamed, retrieved, last.usage.completion_tokens]
@@ -298,7 +301,8 @@ class Person(BaseModel):
     name: str
 
 client = instructor.from_openai(OpenAI(base_url=url, api_key="none", max_retries=0))
-call = lambda: client.chat.completions.create(model="tiny", messages=messages, response_model=Person, max_retries=0)
+asked = {"model": "tiny", "messages": messages, "response_model": Person, "max_retries": 0}
+call = lambda: client.chat.completions.create(**asked)
 """,
     "pydantic-ai": """
 from pydantic_ai import Agent
@@ -319,7 +323,8 @@ from llama_index.llms.openai_like import OpenAILike
 def add(a: int, b: int) -> int:
     return a + b
 
-settings = {"model": "tiny", "api_base": url, "api_key": "none", "context_window": 1024, "max_tokens": 8}
+settings = {"model": "tiny", "api_base": url, "api_key": "none", "context_window": 1024}
+settings |= {"max_tokens": 8}
 llm = OpenAILike(is_chat_model=True, is_function_calling_model=True, max_retries=0, **settings)
 assert "".join(part.delta for part in llm.stream_chat([ChatMessage(role="user", content="hello")]))
 assert OpenAILike(**settings).complete("def ").text

@@ -457,17 +457,26 @@ def test_trace_tells_each_step():
         while engine.has_work:
             engine.step()
     assert said.getvalue().splitlines() == [
-        "step    0 | decode - | prefill a[0:6] | blocks 3 free 2 referenced 0 cached | slots 6/8 | hits 0",
-        "step    1 | decode a | prefill b[0:8] | blocks 0 free 5 referenced 0 cached | slots 15/20 | hits 0",
-        "step    2 | decode a | prefill b[8:9] | blocks 0 free 5 referenced 0 cached | slots 17/20 | hits 0",
+        "step    0 | decode - | prefill a[0:6] "
+        "| blocks 3 free 2 referenced 0 cached | slots 6/8 | hits 0",
+        "step    1 | decode a | prefill b[0:8] "
+        "| blocks 0 free 5 referenced 0 cached | slots 15/20 | hits 0",
+        "step    2 | decode a | prefill b[8:9] "
+        "| blocks 0 free 5 referenced 0 cached | slots 17/20 | hits 0",
         # a needs a third block: b, two of whose blocks stay cached until one is needed, is sent
         # away
-        "step    3 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 9/12 | hits 0 | preempted b",
-        "step    4 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 10/12 | hits 0",
-        "step    5 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 11/12 | hits 0",
-        "step    6 | decode a | prefill - | blocks 0 free 3 referenced 2 cached | slots 12/12 | hits 0",
-        "step    7 | decode - | prefill b[8:10] | blocks 0 free 3 referenced 2 cached | slots 10/12 | hits 8",
-        "step    8 | decode b | prefill - | blocks 0 free 3 referenced 2 cached | slots 11/12 | hits 0",
+        "step    3 | decode a | prefill - "
+        "| blocks 0 free 3 referenced 2 cached | slots 9/12 | hits 0 | preempted b",
+        "step    4 | decode a | prefill - "
+        "| blocks 0 free 3 referenced 2 cached | slots 10/12 | hits 0",
+        "step    5 | decode a | prefill - "
+        "| blocks 0 free 3 referenced 2 cached | slots 11/12 | hits 0",
+        "step    6 | decode a | prefill - "
+        "| blocks 0 free 3 referenced 2 cached | slots 12/12 | hits 0",
+        "step    7 | decode - | prefill b[8:10] "
+        "| blocks 0 free 3 referenced 2 cached | slots 10/12 | hits 8",
+        "step    8 | decode b | prefill - "
+        "| blocks 0 free 3 referenced 2 cached | slots 11/12 | hits 0",
     ]
 
 

@@ -357,7 +357,8 @@ def test_the_trace_tells_of_copies_and_preemptions():
     scheduler.fork(scheduler.active[0], "b")
     plan = scheduler.plan(1234)
     assert describe(plan, scheduler) == (
-        "step 1234 | decode a b | prefill - | blocks 5 free 3 referenced 0 cached | slots 6/6 | hits 0 | copied 1->2"
+        "step 1234 | decode a b | prefill - "
+        "| blocks 5 free 3 referenced 0 cached | slots 6/6 | hits 0 | copied 1->2"
     )
     assert describe(Plan(2, preempted=plan.decodes), scheduler).endswith("| hits 0 | preempted a b")
 

@@ -3,7 +3,7 @@ A seeded, model-free fuzz of the scheduler: random pools, budgets and requests, 
 cannot be fooled.
 
     python tests/test_fuzz.py                 # 800 trials
-    python tests/test_fuzz.py TRIALS SEED     # trial i has seed SEED + i; a failure prints the one to run again
+    python tests/test_fuzz.py TRIALS SEED     # trial i has seed SEED + i; a failure prints its own
 
 The fake store remembers for each slot *which text up to and including that token* wrote it, as one
 running hash. So whatever goes wrong between a request and its K, V (a wrong share, a missed
@@ -468,8 +468,10 @@ class Trial:
             table, end = self.tables[request.row], request.num_filled_slots + n
             context = [text for block in table[: -(-end // S)] for text in kv[block]][:end]
             assert context == self.texts[request.id][:end], (
-                f"request {request.id} ({request.status}) attends to what is not its own: of {end} tokens, position "
-                f"{next(p for p in range(end) if context[p] != self.texts[request.id][p])} is the first wrong one"
+                f"request {request.id} ({request.status}) attends to what is not its own: of "
+                f"{end} tokens, position "
+                f"{next(p for p in range(end) if context[p] != self.texts[request.id][p])} is "
+                f"the first wrong one"
             )
         return [self.sampled_token(r, n) for r, n in work if r in plan.sampled]
 
@@ -525,11 +527,11 @@ class Trial:
         """
         From its arrival to its end. Let W be all tokens of all requests, and `first` the most
         urgent unfinished one.
-        - While `first` waits nobody is admitted, so nobody starts again, and each step computes a token that it will
-          not compute again: after W steps the pool is empty, and one step later `first` is in. It stays: a victim is
-          the least urgent.
-        - Its prefill: each step computes a token of a prompt admitted before it or its own (with a budget of 1: or of
-          a decode), and who is preempted comes back behind it: at most W steps.
+        - While `first` waits no request is admitted, so none starts again, and each step computes a
+          token that it will not compute again: after W steps the pool is empty, and one step later
+          `first` is in. It stays: a victim is the least urgent.
+        - Its prefill: each step computes a token of a prompt admitted before it or its own (with a
+          budget of 1: or of a decode), and a preempted one comes back behind it: at most W steps.
         - Its answer: with more running than budget, a token each time its turn comes.
         Then somebody else is first. Of k requests more urgent than `request`, each can be first
         once, or twice when another arrives after it and goes before it. With overlap tokens are

@@ -474,7 +474,8 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(
         ValueError,
-        match="'triton' needs a CUDA device and the package triton; on cpu there is auto, cpu, torch",
+        match="'triton' needs a CUDA device and the package triton; on cpu there is auto, cpu, "
+        "torch",
     ):
         choose_ops("triton")
     monkeypatch.setattr(kernels, "triton", None)
