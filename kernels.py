@@ -59,7 +59,7 @@ class Batch:
     num_decodes: int  # the first requests, with one token each
     query_lens_host: list[int]  # [B]
     context_lens_host: list[int]  # [B]
-    ops: NamedTuple  # model.Ops: who computes
+    ops: NamedTuple  # model.Ops, the table of operators that computes this step
     prepared: object = None  # what ops.prepare worked out for this step, used in every layer
 
 
@@ -339,7 +339,8 @@ def online_softmax(score, scale, v, acc, top, total):
 @jit
 def combine_splits(
     partial_out, partial_lse, out, first_head, used,
-    heads: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    heads: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """
     Second half of split-KV: add up the first `used` of SPLITS partial results of AT_ONCE query
@@ -380,8 +381,8 @@ def decode_kernel(
     q, kv, out, partial_out, partial_lse, finished, block_tables, context_lens, order,
     scale, q_stride, out_stride, k_to_v, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Split-KV decoding (flash-decoding). Grid (Hk, SPLITS, B): a program attends from the G = H / Hk
@@ -389,8 +390,8 @@ def decode_kernel(
     K and V are read once. The grid depends on B alone and each program works out how many splits
     the context uses, so the host needs no length to launch it. Requests are ordered longest first:
     a long one that started last would run alone at the end. The last split of a request and KV head
-    to finish combines all of them, without a second launch; it finds `finished` [B, Hk] zero but for
-    their counts, and resets it.
+    to finish combines all of them, without a second launch. `finished` [B, Hk] counts them, from
+    zero, and is zero again afterwards.
     """
     head, split, request = tl.program_id(0), tl.program_id(1), tl.load(order + tl.program_id(2))
     G: tl.constexpr = H // Hk

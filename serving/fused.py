@@ -4,10 +4,10 @@ torch a decode step of a small model is some 230 launches and spends its time on
 91, and programmatic dependent launch overlaps most. Attention and the KV pool are in kernels.py;
 serving/ops.py makes a table of all of them.
 
-    x, y = add_norm(x, delta, norm)                       # x += the sum of delta's parts, in place; y = norm(x)
-    q, kv = project_qkv(y, attention, kv, batch)          # one launch, which also stores K and V
-    y = linear(y, layer, activation="gelu_new")           # one launch, the activation in its epilogue
-    delta = linear(y, layer, partial_sums=True)           # split-K: more programs at once
+    x, y = add_norm(x, delta, norm)                 # x += delta, in place; y = norm(x)
+    q, kv = project_qkv(y, attention, kv, batch)    # one launch, which also stores K and V
+    y = linear(y, layer, activation="gelu_new")     # one launch, the activation in its epilogue
+    delta = linear(y, layer, partial_sums=True)     # split-K: more programs at once
 
 Each has the signature of its torch twin in model.py. Letters: n requests that decode, M blocks per
 table, S block size; of a layer, R rows, K inputs, N outputs, P parts of a sum (split-K).
@@ -39,7 +39,8 @@ from serving.inputs import DecodeInputs
 
 @jit
 def decode_inputs_kernel(
-    rows, last_blocks, last_token, context_len, block_tables, tokens, positions, slots, lens, tables, padding_row, M,
+    rows, last_blocks, last_token, context_len, block_tables,
+    tokens, positions, slots, lens, tables, padding_row, M,
     WIDTH: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n,): a program does what decode_inputs does for one request."""

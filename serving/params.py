@@ -5,9 +5,10 @@ that the engine, its kernels and the HTTP processes share.
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64)
     RANGES["top_p"].bounds                      # {"gt": 0, "le": 1}, in pydantic's words
 
-Neither torch nor numpy is imported here, so an HTTP process can afford to. A new parameter is a
-field of SamplingParams and a line of RANGES here; a column of `SamplingRows` and its use in
-`sample_torch` and the kernels in sampling.py; a field of `SamplingRequest` in protocol.py.
+Imports neither torch nor numpy, so that HTTP processes stay small. To add a parameter: here, a
+field of SamplingParams and a line of RANGES; in sampling.py, a column in `Floats` or `Ints`, which
+`Row` fills, and its use in `sample_torch`; its twin in sampling_kernels.py; in protocol.py, a field
+of `SamplingRequest`; in tests/test_params.py, its default and its edges.
 """
 
 import operator

@@ -156,7 +156,8 @@ def compact(view, V, floor, scores, WIDTH: tl.constexpr):
 
 @jit
 def threshold_kernel(
-    logits, rows, positions, floats, ints, bias, marks, thresholds, finished, scratch, stride, scratch_stride, V,
+    logits, rows, positions, floats, ints, bias, marks, thresholds, finished, scratch,
+    stride, scratch_stride, V,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """

@@ -1,11 +1,11 @@
 """
 store_kv and paged_attention against an fp64 reference that walks the block tables token by token.
 
-Block tables are permuted, lengths odd, and every slot that belongs to nobody (the sink, the tails
-of last blocks, the blocks that pad the tables, what lies before a window) is NaN: whoever reads it
-has NaN in the output. FlexAttention reads whole tiles and weighs what is masked by zero, so for it
-such slots hold large numbers. A backend's error may be at most twice that of plain torch attention
-in the same dtype. A new backend is one more name in BACKENDS.
+Block tables are permuted, lengths odd, and every slot that belongs to no request (the sink, the
+tails of last blocks, the blocks that pad the tables, what lies before a window) is NaN: if it is
+read, there is NaN in the output. FlexAttention reads whole tiles and weighs what is masked by zero,
+so for it such slots hold large numbers. A backend's error may be at most twice that of plain torch
+attention in the same dtype. A new backend is one more name in BACKENDS.
 """
 
 import doctest
@@ -40,7 +40,7 @@ if DEVICE == "cpu":
     BACKENDS.append("cpu")
 if kernels.triton:  # on a CPU in Triton's interpreter: see conftest.py
     BACKENDS.append("triton")
-GARBAGE = {"flex": 1e4}  # what nobody's slots hold, NaN by default
+GARBAGE = {"flex": 1e4}  # what slots hold that belong to no request, NaN by default
 
 
 # --------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Step:
         blocks_of = [-(-context // S) for _, context in shape.requests]
         num_blocks, M = sum(blocks_of) + 3, max(blocks_of) + 2
         ids = torch.randperm(num_blocks, generator=g).tolist()
-        tables = [[ids.pop() for _ in range(n)] for n in blocks_of]  # three blocks are nobody's
+        tables = [[ids.pop() for _ in range(n)] for n in blocks_of]  # three blocks are in no table
         self.tables = tables
         T = sum(n for n, _ in shape.requests)
         heads = torch.randn(T, shape.H + 2 * shape.Hk, D, generator=g).to(shape.dtype)
@@ -342,7 +342,7 @@ def test_attention_only_reads_the_pool(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padded_rows_get_zeros_and_disturb_nobody(backend):
+def test_padded_rows_get_zeros_and_leave_the_others_alone(backend):
     """
     The padding of a CUDA graph: no context, K and V into the sink. A division by its sum of
     weights, 0, is NaN.
@@ -399,9 +399,8 @@ def in_a_child(check, *arguments):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offsets_beyond_2_to_the_31(backend):
     """
-    Block ids are int32, and so is their product with the size of a block unless somebody takes
-    care: K and V of another request, or a crash. The pool is virtual memory of which a few blocks
-    are touched.
+    Block ids are int32, and so is their product with the size of a block unless it is cast: K and V
+    of another request, or a crash. The pool is virtual memory of which a few blocks are touched.
     """
     in_a_child(attend_beyond_2_to_the_31, backend)
 
@@ -474,8 +473,8 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(
         ValueError,
-        match="'triton' needs a CUDA device and the package triton; on cpu there is auto, cpu, "
-        "torch",
+        match="'triton' needs a CUDA device and the package triton; "
+        "on cpu there is auto, cpu, torch",
     ):
         choose_ops("triton")
     monkeypatch.setattr(kernels, "triton", None)

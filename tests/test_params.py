@@ -137,7 +137,7 @@ def test_a_wrong_parameter_is_refused_with_its_name_its_value_and_what_is_wanted
 ):
     """
     NaN passes `x < 0 or x > 2`, True is an int to Python, "1" fails only on the device, in
-    everybody's step, and a stop token that is a character never stops anything.
+    the step of all requests, and a stop token that is a character never stops anything.
     """
     with pytest.raises(ValueError) as caught:
         SamplingParams(**{name: value})

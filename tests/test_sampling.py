@@ -497,7 +497,7 @@ MIXED = [
 
 @cache
 def alone(pick, i: int, position: int) -> int:
-    """What request i of MIXED gets at `position` when nobody else is there."""
+    """What request i of MIXED gets at `position` in a batch of its own."""
     logits, p = mixed_logits()[position][i : i + 1], MIXED[i]
     return pick(logits, tensor([0]), tensor([position]), rows_of([p], vocab_size=101), [p]).item()
 
@@ -594,7 +594,7 @@ def test_half_precision_logits_are_sampled_in_single(pick):
 )
 def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
     """
-    A model that overflowed went on with token 0, or with the NaN's place, and nobody heard of it.
+    A model that overflowed went on with token 0, or with the NaN's place, without an error.
     """
     logits = randn(6, 50, seed=3)
     logits[0, 49], logits[1], logits[2, 5], logits[3, :49] = (
@@ -733,7 +733,7 @@ def test_on_a_gpu_the_sampler_is_tritons(monkeypatch):
         assert ops.sample is wanted
 
 
-def test_the_torch_path_skips_only_what_nobody_asked_for():
+def test_the_torch_path_skips_only_what_no_row_asks_for():
     """`asked` is a hint: with it or without, tokens and counts are the same."""
     for p in ADJUSTED.values():
         found = []
