@@ -102,7 +102,7 @@ class Choice:
         if self.body.max_tokens == 0:  # the prompt's scores were all that was wanted
             tokens = []
             finish_reason = "length"
-        num_shown = len(tokens)
+        num_shown = len(tokens)  # whose text is part of the answer
         if finish_reason == "stop" and not self.body.include_stop_str_in_output:
             num_shown -= 1
         for number, token in enumerate(tokens):
@@ -112,7 +112,7 @@ class Choice:
                 self.scores.append(scores[number])
             self.offsets.append(self.stream.num_characters)
             if self.num_tokens == self.body.min_tokens + 1:
-                self.stream.stop_at(self.body.stop)
+                self.stream.stop_at(self.body.stop)  # not before: no stop string ends fewer tokens
             if number < num_shown:
                 self.text += self.stream.push(token)
             if self.stream.matched is not None:
@@ -122,7 +122,7 @@ class Choice:
         if finish_reason:
             self.text += self.stream.flush()
             self.finish_reason = finish_reason
-            if finish_reason == "stop" and tokens[-1] != self.eos:
+            if finish_reason == "stop" and tokens[-1] != self.eos:  # else the end of text
                 self.stop_reason = tokens[-1]
 
     def has_unsent(self) -> bool:
@@ -309,9 +309,9 @@ class Job:
         self.body = body
         self.salt = salt
         self.started = time.monotonic()
-        self.changed = asyncio.Event()  # there is something to send
-        self.is_silent = False  # and if it is nothing, a ping
-        self.is_done = False
+        self.changed = asyncio.Event()  # there may be something to send
+        self.is_silent = False  # if there is nothing, send a ping
+        self.is_done = False  # all choices have ended, or there is an error
         self.error = None  # an ApiError
         self.seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
         kind = CHOICES[type(body)]
@@ -333,7 +333,7 @@ class Job:
         self.head |= {"created": int(time.time()), "model": service.name}
 
     async def __call__(self, scope, receive, send):
-        # here: nothing is awaited between this and the submission
+        # now: nothing is awaited between this and the submission, so a burst cannot pass the queue
         self.service.check_room(len(self.choices))
         self.submit()
         tasks = [asyncio.create_task(self.watch(receive))]
@@ -366,7 +366,7 @@ class Job:
         self.num_unfinished -= choice.finish_reason is not None
         self.is_done = self.num_unfinished == 0
         if self.body.stream or self.is_done:
-            self.changed.set()
+            self.changed.set()  # a task sends it, once all messages of this round are read
 
     def on_refusal(self, kind, message):
         """The engine does not accept a choice, failed at it, or is gone."""
@@ -458,7 +458,7 @@ class Job:
             scored = [choice for choice in choices if choice.scores or choice.prompt_scores]
             is_long = sum(choice.num_scores for choice in scored) > SCORES_IN_PLACE
             if is_long:
-                copies = [copy(choice) for choice in choices]
+                copies = [copy(choice) for choice in choices]  # a thread's, while tokens come
             else:
                 events = self.events(choices, compact)
             for choice in choices:

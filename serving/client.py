@@ -100,10 +100,9 @@ class EngineClient(asyncio.Protocol):
 
     def submit(self, choices):
         """Have the choices of one prompt computed."""
+        # an idle engine says nothing: its silence counts from its first request
         if not self.choices:
-            self.heard = (
-                time.monotonic()
-            )  # an idle engine says nothing: its silence counts from here
+            self.heard = time.monotonic()
         id = next(self.ids)
         for number, choice in enumerate(choices):  # the engine names its forks so, too
             choice.engine_id = f"{id}.{number}" if number else id

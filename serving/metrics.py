@@ -44,7 +44,7 @@ class Metrics:
         def metric(kind, name, about, **options):
             labels = ["model_name"]
             made = kind(f"vllm:{name}", about, labels, registry=self.registry, **options)
-            return made.labels(model_name)
+            return made.labels(model_name)  # there is one model: its label is found once
 
         # Keyed by their names in Engine.stats(). Only one process is given these.
         gauge = partial(metric, Gauge, multiprocess_mode="mostrecent")
@@ -91,6 +91,7 @@ class Metrics:
         about = "Choices finished, and how."
         success = Counter("vllm:request_success", about, labels, registry=self.registry)
         reasons = ("stop", "length", "abort", "error")
+        # all from the start, so that each is shown with 0 before it happens
         self.finished = {reason: success.labels(model_name, reason) for reason in reasons}
         labels = ["model_name", "status"]
         about = "Calls refused or failed, by HTTP status; the access log says why."
@@ -112,11 +113,12 @@ class Metrics:
         """A step, or several at once, brought so many tokens of a choice (answers.Choice)."""
         now = time.monotonic()
         self.generation_tokens.inc(num_tokens)
-        if choice.first_step:
+        if choice.first_step:  # tokens that come together share the time since those before
             self.inter_token.observe((now - choice.last_step) / max(1, num_tokens))
         else:
             choice.first_step = now
             self.first_token.observe(now - choice.job.started)
+            # n choices share a prompt, which counts once
             if choice is choice.siblings[0]:
                 self.prompt_tokens.inc(len(choice.prompt))
         choice.last_step = now
@@ -151,7 +153,7 @@ class Metrics:
         for name, counter in self.counters.items():
             new = stats[name] - self.totals.get(name, 0)
             self.totals[name] = stats[name]
-            counter.inc(new if new >= 0 else stats[name])
+            counter.inc(new if new >= 0 else stats[name])  # less than before: another engine
         for name, histogram in self.delays.items():
             for delay in stats[name]:
                 histogram.observe(delay)
