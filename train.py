@@ -50,9 +50,11 @@ ROOT = Path(__file__).resolve().parent
 # Knobs. The line of a flag holds its default; a preset lists only what it changes, for CPUs and for
 # GPUs. The default run on a CPU is one of the sizes in training/sizes.py.
 
+# 11M parameters, the size that nanoGPT trains on Shakespeare
 MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
 SHAKESPEARE = {"data": "shakespeare_char"}
 SHAKESPEARE_CPU = {"n_layer": 3, "n_embd": 128, "context_length": 128, "batch_size": 16}
+# GPT-2 small, with the biases and the activation that OpenAI gave it
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "context_length": 1024}
 GPT2 |= {"bias": True, "activation": "gelu_new", "data": "stdlib_gpt2", "batch_size": 32}
 GPT2 |= {"steps": 2000, "matrix_lr": 0.01, "vector_lr": 1e-3}
@@ -150,7 +152,8 @@ def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
     """
     parser = build_parser()
     args = parser.parse_args(argv)
-    unset = Namespace(**dict.fromkeys(vars(args)))  # so that no default is filled in
+    # Which flags were typed? Those that change a namespace in which nothing is set.
+    unset = Namespace(**dict.fromkeys(vars(args)))
     typed = vars(parser.parse_args(argv, unset))
     given = {name for name, value in typed.items() if value is not None}
     fixed = sorted(f"--{name}" for name in given - RESUMABLE)
@@ -168,6 +171,7 @@ def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
         settings = PRESETS[args.preset][kind]
     if "minutes" in given:  # before the preset's steps, and exactly these
         settings = settings | {"steps": None, "max_minutes": None}
+    # argparse fills in its defaults only where the namespace has nothing, and flags always
     args = parser.parse_args(argv, Namespace(**settings))
     args.out = args.out or f"out/{args.preset}"
     args.max_minutes = args.max_minutes or args.minutes
@@ -207,7 +211,7 @@ def load_corpus(name: str, process: Process) -> Corpus:
         if process.leads:
             runpy.run_path(str(recipe))["prepare"]()
     if process.world > 1:
-        dist.barrier()
+        dist.barrier()  # the others wait until the first process has prepared it
     return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))
 
 
@@ -241,14 +245,16 @@ class Batches:
 
     def __call__(self, step: int, process: Process):
         """Tokens and targets (B / world, T) int64: this process's share of the batch."""
+        # windows are numbered through the run: B for each step, dealt out to the processes in turn
         first = step * self.B
         mine = range(first + process.rank, first + self.B, process.world)
         starts = [self.start(i) for i in mine]
         windows = np.stack([self.tokens[s : s + self.T + 1] for s in starts])
         rows = torch.from_numpy(windows.astype(np.int64))  # (B / world, T + 1)
         if process.device.type == "cuda":
+            # from pinned memory the copy overlaps with what the GPU still computes
             rows = rows.pin_memory().to(process.device, non_blocking=True)
-        return rows[:, :-1], rows[:, 1:]
+        return rows[:, :-1], rows[:, 1:]  # the target of a token is the one behind it
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,6 +266,7 @@ def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
     Muon for the matrices inside the blocks; AdamW for the rest: vectors, and the embeddings (the
     head is one of them).
     """
+    # Orthogonal updates are for maps from hidden state to hidden state; an embedding is a table.
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
     inside = set(matrices)
     rest = [p for p in model.parameters() if p not in inside]
@@ -296,6 +303,7 @@ def evaluate(model: GPT, corpus: Corpus, process: Process, limit: int | None = N
     """
     T = model.config.context_length
     eos = corpus.tokenizer.eos_token_id
+    # one long row of tokens, filled up so that it is cut into windows without a rest
     tokens = torch.from_numpy(corpus.val.astype(np.int64))
     if eos is not None:
         tokens = F.pad(tokens, (1, 0), value=eos)
@@ -305,10 +313,11 @@ def evaluate(model: GPT, corpus: Corpus, process: Process, limit: int | None = N
     if limit is not None:
         count = min(len(windows), max(process.world, limit // T))
         windows = windows[torch.linspace(0, len(windows) - 1, count).long()]
+    # in float64, so that the order in which losses are added does not show
     total = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
     for rows in windows[process.rank :: process.world].split(32):
-        rows = rows.to(process.device)
+        rows = rows.to(process.device)  # (32, T + 1)
         targets = rows[:, 1:]
         with process.autocast():
             _, loss = model(rows[:, :-1].clamp(min=0), targets, process.ops)
@@ -339,6 +348,7 @@ class Run:
         tokenizer = corpus.tokenizer
         config = GPTConfig(tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **shape)
         torch.manual_seed(args.seed)
+        # weights are drawn on the CPU, so that a seed means the same model on every device
         self.model = GPT(config).to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
         self.step = 0
@@ -365,6 +375,7 @@ class Run:
         with process.autocast():
             _, loss = module(x, y, process.ops)
         loss.backward()
+        # a rare batch with a huge gradient would undo many steps
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), args.clip)
         rate = learning_rate(self.step, self.share, args)
         peaks = (args.matrix_lr, args.vector_lr)
@@ -521,19 +532,19 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
     while run.share < 1 and not stop:
         if not pending:
             began = time.perf_counter()
-        x, y = batches(run.step, process)
+        x, y = batches(run.step, process)  # (B / world, T)
         pending.append(run.update(module, x, y))
         is_evaluated = run.step % args.eval_every == 0
         if run.step % stride and not is_evaluated and run.share < 1:
             continue
-        losses = process.mean(torch.stack(pending)).tolist()
+        losses = process.mean(torch.stack(pending)).tolist()  # waits for the device
         pending.clear()
         step_seconds = (time.perf_counter() - began) / len(losses)
         tokens_per_second = args.batch_size * args.context_length / step_seconds
         run.record_steps(losses, tokens_per_second)
         part = clock.part_of_rest(step_seconds)
         stop, part = process.mean_of(bool(caught), part)  # all processes must stop alike
-        if not args.steps:
+        if not args.steps:  # with --steps, `update` knows the share
             run.share = 1.0 if part == 1 else run.share + (1 - run.share) * part
         advance(bar, run, losses, tokens_per_second)
         ends = run.share == 1 or stop
@@ -551,9 +562,11 @@ def main(argv: list[str] | None = None):
     args = parse_args(argv)
     caught = catch_signals()
     state = open_out(args)
-    if state is not None:
+    if state is not None:  # the settings of the interrupted run, but for the machine's
         now = {name: getattr(args, name) for name in RESUMABLE - {"preset"}}
         args = Namespace(**vars(args) | state["args"] | now)
+
+    # corpus and model
     process = init_process(args)
     try:
         corpus = load_corpus(args.data, process)
@@ -573,10 +586,13 @@ def main(argv: list[str] | None = None):
         delete_checkpoint(run.out)
         corpus.tokenizer.save(run.out)
     process.print(introduce(run))
+
+    # loop
     begun = started
     if args.resume:  # of its minutes, a resumed run has those left that it had not used
         begun = time.perf_counter() - run.share * 60 * args.minutes
     if train(run, batches, caught, begun):
+        # every held-out token once, after the last checkpoint was written
         nats, count = evaluate(run.model, corpus, process)
         if process.leads:
             report_result(run, nats, count)

@@ -16,9 +16,9 @@ ROWS = 256  # of logits that do, too
 
 
 def training_ops(device: torch.device | str) -> Ops:
+    # the loss that needs less memory is a CPU's: on a GPU the compiler fuses the reference's
     if torch.device(device).type == "cpu":
         return TORCH._replace(name="training on a CPU", attend=attend_on_cpu, loss=chunked_loss)
-    # on a GPU the compiler fuses the reference's loss
     return TORCH._replace(name="training on a GPU", attend=fused_attention)
 
 

@@ -98,7 +98,7 @@ def init_process(args: Namespace) -> Process:
         torch.set_num_threads(args.threads or min(torch.get_num_threads(), cores))
     else:
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision("high")  # TF32 where products are in float32
         if args.dtype is None:
             in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
             args.dtype = "bfloat16" if in_hardware else "float32"
@@ -141,6 +141,7 @@ def fit_to_machine(
         seconds["bfloat16", threads] = time_probe("bfloat16", threads, to_beat=seconds[best])
         best = min(seconds, key=seconds.get)
 
+    # all processes must choose the same size: near a limit their clocks could differ
     step_seconds = seconds[best]
     (elapsed,) = process.mean_of(time.perf_counter() - started)
     seconds_left = 60 * args.minutes - elapsed - CLOSING_SECONDS - LOOKING_STEPS * step_seconds
@@ -163,6 +164,7 @@ def time_step(args, process, make_run, dtype: str, threads: int, to_beat=math.in
     torch.set_num_threads(threads)
     args = Namespace(**vars(args) | SIZES[PROBE].flags())
     run = make_run(args=args, process=replace(process, dtype=getattr(torch, dtype)))
+    # random tokens, for how long a step takes does not depend on them
     shape = (2, args.batch_size, args.context_length)
     x, y = torch.randint(run.model.config.vocab_size, shape)
     seconds = []
