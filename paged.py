@@ -530,11 +530,11 @@ class Scheduler:
         self._plan_decodes(plan)
         if self.waiting and not plan.preempted:  # a victim does not come back in the same step
             plan.admitted = self._maybe_admit(step)
-        plan.sampled = plan.decodes
+        plan.sampled = list(plan.decodes)
         if self.prefilling:
             self._plan_chunks(plan)
             ends = [r for r, n in plan.chunks if r.prefill_cursor + n == r.prefill_target]
-            plan.sampled = plan.decodes + ends
+            plan.sampled += ends
         allocator = self.block_allocator
         self.peak_blocks = max(self.peak_blocks, allocator.num_blocks - allocator.num_free)
         return plan
