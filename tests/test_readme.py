@@ -35,6 +35,13 @@ def test_the_tour_names_every_file():
     )
 
 
+def test_the_tour_of_the_tests_names_every_file():
+    table = README.partition("| in `tests/` | |\n")[2].partition("\n\n")[0]
+    shared = {path.name for path in ROOT.glob("tests/*.*") if not path.name.startswith("test_")}
+    named = set(re.findall(r"`(\w+\.\w+)`", table))
+    assert named == shared - {"conftest.py", "clients.txt"}
+
+
 @pytest.mark.parametrize(("name", "lines"), TOUR)
 def test_line_counts_are_true(name, lines):
     """Prose drifts from code; within 5% it is still true."""
