@@ -455,15 +455,17 @@ def describe(plan: Plan, scheduler: Scheduler) -> str:
         for start, block in zip(range(0, length, S), request.block_table, strict=False):
             filled[block] = min(S, length - start)
     used = sum(count > 0 for count in allocator.ref_counts)
+    decodes = " ".join(str(r.id) for r in plan.decodes)
     chunks = [f"{r.id}[{r.prefill_cursor}:{r.prefill_cursor + n}]" for r, n in plan.chunks]
-    decodes = [str(r.id) for r in plan.decodes]
+    prefills = " ".join(chunks)
+    hits = sum(r.num_filled_slots for r in plan.admitted)
     parts = [
         f"step {plan.step:4}",
-        "decode " + (" ".join(decodes) or "-"),
-        "prefill " + (" ".join(chunks) or "-"),
+        f"decode {decodes or '-'}",
+        f"prefill {prefills or '-'}",
         f"blocks {len(allocator.free)} free {used} referenced {len(allocator.idle)} cached",
         f"slots {sum(filled.values())}/{used * S}",
-        f"hits {sum(r.num_filled_slots for r in plan.admitted)}",
+        f"hits {hits}",
     ]
     if plan.preempted:
         parts.append("preempted " + " ".join(str(r.id) for r in plan.preempted))
