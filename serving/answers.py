@@ -331,6 +331,9 @@ class Job:
         self.id = f"{kind.id_prefix}{body.request_id or id}"
         self.head = {"id": self.id, "object": kind.objects[body.stream]}
         self.head |= {"created": int(time.time()), "model": service.name}
+        # where usage is asked for, chunks before the last have it, too, as null
+        usage = {"usage": None} if body.stream_options.include_usage else {}
+        self.chunk_head = self.head | usage
 
     async def __call__(self, scope, receive, send):
         # now: nothing is awaited between this and the submission, so a burst cannot pass the queue
@@ -480,10 +483,7 @@ class Job:
 
     def events(self, choices, encode) -> list[str]:
         """All that is new of these choices, as JSON."""
-        head = self.head
-        if self.body.stream_options.include_usage:
-            head = head | {"usage": None}
-        return [encode(head | chunk) for choice in choices for chunk in choice.chunks()]
+        return [encode(self.chunk_head | chunk) for choice in choices for chunk in choice.chunks()]
 
     def last_events(self) -> list[str]:
         """After the last tokens the usage, if asked for, and the end."""
