@@ -12,8 +12,6 @@ from scripted_engine import EOS, FakeChat, Violation, script
 
 from serving import api
 
-SLACK = 0.5  # seconds that an answer may be late
-
 
 class Expected(SimpleNamespace):
     """

@@ -9,8 +9,9 @@ A server and a real engine with a tiny model run in threads of one process, on t
 request has three parts: the request through the HTTP process, its steps in the engine, its tokens
 back through the HTTP process. The way of a decoded token begins where the engine plans its step.
 Each function counts once, at its first call, properties too; lambdas and comprehensions belong to
-the function that they are in. What also runs without a request is not counted. On a GPU the
-operators of serving/ops.py launch kernels, which a profile of Python does not show.
+the function that they are in; coroutines that only wait for another count when they are resumed.
+What also runs without a request does not count. On a GPU the operators of
+serving/ops.py launch kernels, which a profile of Python does not show.
 """
 
 import sys
@@ -124,10 +125,8 @@ def token_way(calls: list[Call]) -> list[Call]:
     """Those of one decoded token: a round of the engine's loop, and one of its client."""
     engine = engine_thread(calls)
     step = one_round([call for call in calls if call.thread == engine], "Engine.step")
-    news = one_round(
-        [call for call in calls if call.thread != engine], "EngineClient.data_received"
-    )
-    return step + news
+    others = [call for call in calls if call.thread != engine]
+    return step + one_round(others, "EngineClient.data_received")
 
 
 def engine_thread(calls: list[Call]) -> str:
@@ -140,7 +139,7 @@ def one_round(calls: list[Call], first: str) -> list[Call]:
     return calls[starts[2] : starts[3]]
 
 
-def tell(title: str, calls: list[Call], short: bool):
+def report(title: str, calls: list[Call], short: bool):
     """Print the functions in the order of their first calls, and how many there are."""
     functions = list(dict.fromkeys((call.file, call.name) for call in calls))
     files = [file for file, _ in functions]
@@ -157,11 +156,11 @@ def tell(title: str, calls: list[Call], short: bool):
 
 def main():
     idle, calls = record()
-    of_nobody = {(call.file, call.name) for call in idle}
+    always = {(call.file, call.name) for call in idle}
     short = "--short" in sys.argv
-    own = [call for call in calls if (call.file, call.name) not in of_nobody]
-    tell("the way of a request", request_way(own), short)
-    tell("the way of a decoded token", token_way(own), short)
+    own = [call for call in calls if (call.file, call.name) not in always]
+    report("the way of a request", request_way(own), short)
+    report("the way of a decoded token", token_way(own), short)
 
 
 if __name__ == "__main__":
