@@ -40,7 +40,7 @@ from statistics import mean, median
 from time import perf_counter
 from types import SimpleNamespace
 
-from commands import SPINS_SERVING
+from commands import SPINS_SERVING, add_flag
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
 
@@ -53,7 +53,6 @@ from model import GPT, GPTConfig, Ops
 from paged import Request, Scheduler, SchedulerSettings
 from serving.cpu import packed_for_cpu
 from serving.engine import Engine
-from serving.flags import add_flag
 from serving.ops import choose_ops
 from serving.params import SamplingParams
 from serving.settings import Settings

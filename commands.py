@@ -1,12 +1,15 @@
 """
-What the commands train.py, serve.py and bench.py have in common: how --help shows defaults, and
-how long the threads of OpenMP spin, to be set before torch is loaded (so nothing here loads it).
+What the commands train.py, serve.py and bench.py have in common: how a flag is made and --help
+shows its default, and how long the threads of OpenMP spin, to be set before torch is loaded (so
+nothing here loads it).
 
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)
     parser = argparse.ArgumentParser(formatter_class=Help)
+    add_flag(parser, "--port", "port to listen at; 0: any free one", 8000, at_least(0))
 """
 
 import argparse
+from collections.abc import Callable
 
 # Values of GOMP_SPINCOUNT: for how many rounds a thread of OpenMP that waits for the others spins
 # before it sleeps. Without a limit, one other busy process on two cores can make a training step of
@@ -26,3 +29,31 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         if is_switch or action.default is None or action.default == []:
             return action.help
         return super()._get_help_string(action)
+
+
+def at_least(least: int, number: type = int) -> Callable[[str], float]:
+    """The type of a flag that counts or measures something."""
+
+    def parse(text: str):
+        if not number(text) >= least:  # "not", so that NaN is refused, too
+            raise argparse.ArgumentTypeError(f"{text} is too small, wanted at least {least}")
+        return number(text)
+
+    parse.__name__ = number.__name__  # argparse: "invalid int value"
+    return parse
+
+
+positive = at_least(1)
+
+
+def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = None, **options):
+    """
+    One flag. `kind` makes a value of the text; not given, it is that of the default, of which whole
+    numbers are at least 1. A default of False or True makes a switch, unless `action` is given.
+    """
+    if isinstance(default, bool):
+        options.setdefault("action", "store_false" if default else "store_true")
+    elif "action" not in options:
+        kinds = {int: positive, float: float}
+        options["type"] = kind or kinds.get(type(default), str)
+    group.add_argument(flag, default=default, help=help, **options)

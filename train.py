@@ -20,12 +20,12 @@ import signal
 import sys
 import textwrap
 import time
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from commands import SPINS_TRAINING, Help
+from commands import SPINS_TRAINING, Help, add_flag, positive
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_TRAINING)  # before torch is loaded
 
@@ -70,78 +70,62 @@ PRESETS = {
 RESUMABLE = {"out", "preset", "resume", "device", "threads", "compile"}
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
-
-
-def add_flag(group, name, default, about, **settings):
-    """A flag of the type of its default; where that is a whole number, at least 1 is wanted."""
-    if type(default) is int:
-        settings.setdefault("type", positive)
-    elif type(default) is float:
-        settings["type"] = float
-    group.add_argument(name, default=default, help=about, **settings)
-
-
 def build_parser() -> ArgumentParser:
     about = "Train a small GPT. A preset or a size sets what it needs, and your flags come before "
     about += "both: the defaults below are of what neither sets."
     parser = ArgumentParser(description=about, allow_abbrev=False, formatter_class=Help)
-    switch = BooleanOptionalAction
+    with_no = BooleanOptionalAction  # --bias and --no-bias
 
     flag = partial(add_flag, parser)
     about = "a corpus with a model and a recipe sized for the device"
-    flag("--preset", "stdlib", about, choices=PRESETS)
+    flag("--preset", about, "stdlib", choices=PRESETS)
     about = "of the preset stdlib; not given: on a CPU, the best that there is time for"
-    flag("--size", None, about, choices=SIZES)
-    flag("--out", None, "directory of the checkpoint; not given: out/PRESET")
-    flag("--resume", False, "continue the run in --out with its own settings", action="store_true")
-    about = "start again in an --out that holds a checkpoint, deleting it"
-    flag("--overwrite", False, about, action="store_true")
+    flag("--size", about, choices=SIZES)
+    flag("--out", "directory of the checkpoint; not given: out/PRESET")
+    flag("--resume", "continue the run in --out with its own settings", False)
+    flag("--overwrite", "start again in an --out that holds a checkpoint, deleting it", False)
     about = "corpus: a folder under data/, prepared if it is not, or a prepared folder"
-    flag("--data", "stdlib", about)
+    flag("--data", about, "stdlib")
 
     flag = partial(add_flag, parser.add_argument_group("model"))
-    flag("--n_layer", 4, "layers")
-    flag("--n_head", 2, "attention heads")
-    flag("--n_embd", 256, "width, a multiple of n_head")
-    flag("--context_length", 256, "tokens the model sees")
-    flag("--activation", "relu2", "of the MLP: gelu_new, gelu, relu or relu2")
-    flag("--bias", False, "biases in linear layers and norms; not given: none", action=switch)
-    flag("--dropout", 0.0, "probability to drop, for corpora that are read many times")
+    flag("--n_layer", "layers", 4)
+    flag("--n_head", "attention heads", 2)
+    flag("--n_embd", "width, a multiple of n_head", 256)
+    flag("--context_length", "tokens the model sees", 256)
+    flag("--activation", "of the MLP: gelu_new, gelu, relu or relu2", "relu2")
+    flag("--bias", "biases in linear layers and norms; not given: none", False, action=with_no)
+    flag("--dropout", "probability to drop, for corpora that are read many times", 0.0)
 
     flag = partial(add_flag, parser.add_argument_group("recipe"))
-    flag("--minutes", 2.25, "time of the whole run, if --steps is not given")
+    flag("--minutes", "time of the whole run, if --steps is not given", 2.25)
     about = "time it may take to reach --least_steps; not given: --minutes"
-    flag("--max_minutes", None, about, type=float)
-    flag("--least_steps", 1, "steps for which a run goes on after --minutes")
+    flag("--max_minutes", about, kind=float)
+    flag("--least_steps", "steps for which a run goes on after --minutes", 1)
     about = "optimizer steps, exactly; not given: as many as there is time for"
-    flag("--steps", None, about, type=positive)
-    flag("--batch_size", 8, "sequences a step, over all devices")
-    flag("--matrix_lr", 0.02, "peak learning rate of Muon, which trains the matrices")
-    flag("--vector_lr", 4e-3, "peak learning rate of AdamW, which trains embeddings and norms")
-    flag("--momentum", 0.95, "of Muon: the share of its mean gradient that a step keeps")
-    flag("--beta2", 0.95, "of AdamW: the share of its mean squared gradient that a step keeps")
-    flag("--weight_decay", 0.0, "of the matrices, as a share of the learning rate")
-    flag("--warmup", 10, "steps over which the learning rate rises")
-    flag("--decay", 0.8, "share of the run, at its end, over which it falls to zero")
-    flag("--clip", 1.0, "largest norm of the gradient")
-    flag("--seed", 1337, "of initial weights, order of batches, dropout and samples", type=int)
+    flag("--steps", about, kind=positive)
+    flag("--batch_size", "sequences a step, over all devices", 8)
+    flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
+    flag("--vector_lr", "peak learning rate of AdamW, which trains embeddings and norms", 4e-3)
+    flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95)
+    flag("--beta2", "of AdamW: the share of its mean squared gradient that a step keeps", 0.95)
+    flag("--weight_decay", "of the matrices, as a share of the learning rate", 0.0)
+    flag("--warmup", "steps over which the learning rate rises", 10)
+    flag("--decay", "share of the run, at its end, over which it falls to zero", 0.8)
+    flag("--clip", "largest norm of the gradient", 1.0)
+    flag("--seed", "of initial weights, order of batches, dropout and samples", 1337, kind=int)
 
     flag = partial(add_flag, parser.add_argument_group("watching"))
-    flag("--eval_every", 100, "steps between evaluations, samples and checkpoints")
-    flag("--eval_tokens", 16384, "held-out tokens of an evaluation but the last")
-    flag("--sample_tokens", 64, "length of a sample; the last ones are twice as long", type=int)
+    flag("--eval_every", "steps between evaluations, samples and checkpoints", 100)
+    flag("--eval_tokens", "held-out tokens of an evaluation but the last", 16384)
+    flag("--sample_tokens", "length of a sample; the last ones are twice as long", 64, kind=int)
 
     flag = partial(add_flag, parser.add_argument_group("machine"))
-    flag("--device", None, "cpu, cuda, cuda:1, ...; not given: the first GPU, else the CPU")
+    flag("--device", "cpu, cuda, cuda:1, ...; not given: the first GPU, else the CPU")
     about = "CPU threads; not given: as many as are fastest, at most one a core"
-    flag("--threads", None, about, type=positive)
+    flag("--threads", about, kind=positive)
     about = "of matrix products; not given: what is faster here"
-    flag("--dtype", None, about, choices=("float32", "bfloat16"))
-    flag("--compile", None, "torch.compile the model; not given: on GPUs only", action=switch)
+    flag("--dtype", about, choices=("float32", "bfloat16"))
+    flag("--compile", "torch.compile the model; not given: on GPUs only", action=with_no)
     return parser
 
 

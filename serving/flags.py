@@ -10,31 +10,17 @@ the HTTP server and of the terminal are stated here. Imports no torch.
 
 import argparse
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import get_args
 
-from commands import Help
+from commands import Help, add_flag, at_least, positive
 from serving.settings import Settings
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 
 
-def at_least(least: int, number: type = int) -> Callable[[str], float]:
-    """The type of a flag that counts or measures something."""
-
-    def parse(text: str):
-        if not number(text) >= least:  # "not", so that NaN is refused, too
-            raise argparse.ArgumentTypeError(f"{text} is too small, wanted at least {least}")
-        return number(text)
-
-    parse.__name__ = number.__name__  # argparse: "invalid int value"
-    return parse
-
-
-positive = at_least(1)
 seconds = at_least(0, float)  # and other measures
 
 
@@ -52,15 +38,6 @@ def origin(text: str) -> str:
     scheme, host = parts.groups()
     usual_port = {"http": ":80", "https": ":443"}.get(scheme, "")
     return f"{scheme}://{host.removesuffix(usual_port)}"
-
-
-def add_flag(group, flag: str, help: str, default=None, kind: Callable = str, **options):
-    """One flag. A default of False or True makes it a switch; `kind` makes a value of the text."""
-    if isinstance(default, bool):
-        options["action"] = "store_false" if default else "store_true"
-    else:
-        options["type"] = kind
-    group.add_argument(flag, default=default, help=help, **options)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -333,7 +333,7 @@ def test_runs_without_the_optional_packages(tiny, tmp_path, monkeypatch, capsys)
         (["--n_layers", "3"], "unrecognized arguments: --n_layers"),
         (["--preset", "gpt5"], "invalid choice: 'gpt5'"),
         (["--resume", "--steps", "9", "--seed=1"], "leave out --seed, --steps"),
-        (["--eval_every", "0"], "argument --eval_every: 0 is less than 1"),
+        (["--eval_every", "0"], "argument --eval_every: 0 is too small, wanted at least 1"),
         (["--data", "nowhere"], "there is shakespeare_char, stdlib"),
         (["--size", "huge"], "argument --size: invalid choice: 'huge' (choose from "),
         (["--preset", "gpt2-124M"], "--size is for the preset stdlib, gpt2-124M has one size"),
