@@ -2,15 +2,18 @@
 The decoder: GPT-2's architecture, written once. Training, the uncached reference and serving run
 the same forward.
 
-    logits, loss = model(tokens, targets)       # whole texts (B, T): training, evaluation, `generate`
-    x = model.hidden(batch, pool.kv)            # a serving step (T, C): a flat token axis, K and V in the paged pool
-    logits = batch.ops.linear(x[batch.logits_index], model.lm_head)
+    logits, loss = model(tokens, targets)     # whole texts (B, T): training, evaluation, generate
+    x = model.hidden(batch, pool.kv)          # a serving step (T, C): K and V in the paged pool
+    logits = batch.ops.head(x[batch.logits_index], model.lm_head)
 
 What differs between machines is the table of operators, `Ops`, that each batch carries. `TORCH`, in
-this file, is the reference: plain, differentiable, attention spelled out. The others
-(serving/ops.py) compute the same, faster. Letters: B requests, T tokens, L layers, H query heads,
-Hk KV heads, D head size, V vocabulary, and only here C = n_embd, the width. A shape "(..., T, C)"
-is (B, T, C) for whole texts and (T, C) for a serving step.
+this file, is the reference: plain, differentiable, attention spelled out. The other tables
+(serving/ops.py, training/fast.py) compute the same, faster. Read from the bottom, `GPT`, or from
+`attention`.
+
+Letters: B requests, T tokens, L layers, H query heads, Hk KV heads, D head size, V vocabulary, and
+only here C = n_embd, the width. A shape "(..., T, C)" is (B, T, C) for whole texts, and (T, C) on
+the flat token axis of a serving step.
 """
 
 import math
@@ -37,37 +40,39 @@ ACTIVATIONS = {
 
 class Ops(NamedTuple):
     """
-    What the decoder is computed with, one table for each kind of machine. `layer` is a linear
-    layer, `norm` a layer norm, `kv` what `project_qkv` leaves for `attend`: k and v themselves, or
+    What the decoder is computed with: a table for each kind of machine. A `layer` is linear, with
+    weight and bias; `kv` is what `project_qkv` leaves for `attend`: k and v themselves, or (to serve)
     one layer's part of the paged pool.
     """
 
     name: str
-    embed: Callable  # (tokens, positions, wte, wpe) -> x (..., T, C)
-    add_norm: Callable  # (x, delta or None, norm) -> x + delta and norm(x + delta); x may be changed in place
-    project_qkv: (
-        Callable  # (y, attention, kv, batch) -> q (..., T, H, D), and the kv that it attends to
-    )
-    attend: Callable  # (q, kv, batch) -> (..., T, H, D), each token's mixture of the values it sees
-    linear: Callable  # (x, layer, activation=None, partial_sums=False) -> activation(layer(x)); with partial_sums it
-    # may also be several matrices, for add_norm to add up
-    head: Callable  # (x, layer) -> logits
-    loss: Callable | None = (
-        None  # (x, layer, targets) -> mean cross-entropy in nats; tables that train
-    )
-    # serving only
-    prepare: Callable | None = (
-        None  # (batch, H, kv of any layer, window=0) -> batch.prepared, once for all layers
-    )
-    store_kv: Callable | None = (
-        None  # (k, v (T, Hk, D), kv, batch): into the pool, at batch.slot_mapping
-    )
-    decode_inputs: Callable | None = None  # see serving/runner.py
-    sample: Callable | None = None  # see serving/sampling.py
-    pack: Callable | None = None  # (model, quantize) -> the model as this table wants its weights
-    fixed_shapes: bool = (
-        False  # the host looks at no tensor: CUDA graphs can hold a step, padded to a few sizes
-    )
+    # (tokens, positions, wte, wpe) -> x (..., T, C)
+    embed: Callable
+    # (x, delta or None, norm) -> x + delta, which may be x itself, changed; and norm(x + delta)
+    add_norm: Callable
+    # (y, attention, kv, batch) -> q (..., T, H, D), and the kv that it attends to
+    project_qkv: Callable
+    # (q, kv, batch) -> (..., T, H, D), each token's mixture of the values it sees
+    attend: Callable
+    # (x, layer, activation=None, partial_sums=False) -> activation(layer(x)); with partial_sums it
+    # may be several matrices, for add_norm to add up (split-K)
+    linear: Callable
+    # (x, layer) -> logits (..., T, V)
+    head: Callable
+    # (x, layer, targets) -> mean cross-entropy in nats
+    loss: Callable
+
+    # To serve:
+    # (batch, H, kv of any layer, window=0) -> batch.prepared, once for all layers
+    prepare: Callable | None = None
+    # (k (T, Hk, D), v, kv, batch): into the pool, at batch.slot_mapping
+    store_kv: Callable | None = None
+    # see `inputs.decode_inputs`, `sampling.sample_torch`, `cpu.packed_for_cpu`
+    decode_inputs: Callable | None = None
+    sample: Callable | None = None
+    pack: Callable | None = None
+    # whether the host looks at no tensor of a step, so that a CUDA graph can hold it
+    fixed_shapes: bool = False
 
 
 class WholeTexts(NamedTuple):
@@ -105,16 +110,15 @@ def attend(q: Tensor, kv: tuple[Tensor, Tensor], batch: WholeTexts) -> Tensor:
     q = q.transpose(1, 2)  # (B, H, T, D)
     k = k.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H, T, D)
     v = v.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H, T, D)
-    future = torch.full((T, T), -torch.inf, device=q.device).triu(
-        1
-    )  # -inf where the key is later than the query
+    # causal mask: -inf where the key is later than the query
+    future = torch.full((T, T), -torch.inf, device=q.device).triu(1)
     mixed = attention(q, k, v, future, batch.dropout)  # (B, H, T, D)
     return mixed.transpose(1, 2)
 
 
 def attention(q, k, v, attn_mask: Tensor | None = None, dropout_p: float = 0.0):
     """
-    Scaled dot-product attention (Vaswani et al. 2017) spelled out: q (.., n, D), k and v (.., C, D),
+    Scaled dot-product attention (Vaswani et al. 2017) spelled out: q (.., n, D), k, v (.., C, D),
     attn_mask broadcasting to (.., n, C): 0 where a query may see a key, else -inf; None: it sees
     all. Returns (.., n, D), computed in fp32 at least. The arguments are those of torch's
     F.scaled_dot_product_attention.
@@ -160,9 +164,8 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_kv_head: int | None = (
-        None  # grouped-query attention: fewer heads of K and V; None: as many as n_head
-    )
+    # grouped-query attention: fewer heads of K and V; None: as many as n_head
+    n_kv_head: int | None = None
     activation: str = "gelu_new"
     bias: bool = True  # in linear layers and layer norms
     dropout: float = 0.0
@@ -175,9 +178,8 @@ class GPTConfig:
             self.n_kv_head = self.n_head
         for name in ("vocab_size", "context_length", "n_layer", "n_head", "n_embd", "n_kv_head"):
             size = getattr(self, name)
-            if (
-                type(size) is not int or not 0 < size < 2**31
-            ):  # not isinstance, to which True is an int
+            # not isinstance, to which True is an int
+            if type(size) is not int or not 0 < size < 2**31:
                 wanted = "a whole number of at least 1, and below 2**31,"
                 raise ValueError(f"{name} is {size!r}: {wanted} is wanted")
         for name in ("dropout", "layer_norm_epsilon"):

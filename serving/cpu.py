@@ -1,7 +1,8 @@
 """
 What only a CPU needs: matrices packed for oneDNN.
 
-    model = packed_for_cpu(model, quantize="none")     # a copy with PackedLinear, or Int8Linear, for its linear layers
+    # a copy with PackedLinear, or Int8Linear, for its linear layers
+    model = packed_for_cpu(model, quantize="none")
 
 8-bit integers are in int8.py, the compiled step (`--compile`) is in compiled.py.
 """
@@ -46,9 +47,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight = weight.detach()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-        self.bias = (
-            None if bias is None else bias.detach()
-        )  # no parameter: it has the dtype of the weights
+        # no parameter: it has the dtype of the weights
+        self.bias = None if bias is None else bias.detach()
         self.plain = plain
         self.plain_rows = plain_rows
 
@@ -136,6 +136,5 @@ def with_layers(model: GPT, layer: Callable, head: Callable | None = None) -> GP
             for name, child in list(parent.named_children()):
                 setattr(parent, name, layer(child.weight, child.bias))
     model.lm_head = (head or layer)(model.wte.weight, None)
-    return model.float().requires_grad_(
-        False
-    )  # packed weights are no parameters, and stay what they are
+    # packed weights are no parameters, and stay what they are
+    return model.float().requires_grad_(False)

@@ -89,9 +89,8 @@ def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask
         key_position = block * block_size + key % block_size
         return (block >= 0) & (key_position <= position) & (key_position > position - reach)
 
-    size = (
-        S if S >= 16 and S & (S - 1) == 0 else FLEX_ROWS
-    )  # of a tile of keys, as its kernels want it
+    # of a tile of keys, as its kernels want it: a power of two, 16 at least
+    size = S if S >= 16 and S.bit_count() == 1 else FLEX_ROWS
     seen, whole = blocks_seen(tables, lens, begin, n, S, window)
     whole &= seen if size == S else False
     head = torch.arange(Hk, device=tables.device)
@@ -132,9 +131,8 @@ def blocks_seen(tables, lens, begin, n: int, S: int, window: int) -> tuple[Tenso
     Which logical blocks some query of a tile sees, and which all of them see whole: bool [b, rows,
     M] each.
     """
-    lowest = begin[:, None] + torch.arange(
-        0, n, FLEX_ROWS, device=tables.device
-    )  # [b, rows] first query
+    first = torch.arange(0, n, FLEX_ROWS, device=tables.device)
+    lowest = begin[:, None] + first  # [b, rows] first query
     highest = torch.minimum(lowest + FLEX_ROWS, lens[:, None]) - 1  # last query
     lowest = lowest[..., None]
     highest = highest[..., None]

@@ -38,12 +38,10 @@ class Int8Linear(nn.Module):
         self.zero = torch.zeros_like(scale, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Tensor:
-        largest = x.abs().amax(
-            -1, keepdim=True
-        )  # (.., 1); of 0, the row's integers are anything, and their weight 0
-        steps = (
-            (x * (LARGEST / largest)).add_(128.5).to(torch.uint8)
-        )  # rounded to 1 .. 255, where 128 stands for 0
+        # (.., 1); where it is 0, the row's integers are anything, and their weight 0
+        largest = x.abs().amax(-1, keepdim=True)
+        # rounded to 1 .. 255, where 128 stands for 0
+        steps = (x * (LARGEST / largest)).add_(128.5).to(torch.uint8)
         rows = (steps, 1.0, 128)
         weights = (self.weight, self.scale, self.zero)
         no_bias = None  # y is not scaled yet

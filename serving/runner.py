@@ -1,12 +1,12 @@
 """
-The device side of a step: what the scheduler's `Plan` says, laid out on the flat token axis,
-computed and sampled.
+The device side of a step: what the scheduler's `Plan` says, computed and sampled.
 
 The `Runner` has the model, the KV pool and what the device must know of each running request, so a
-plan carries only what changed. On a GPU a step is one launch, of a CUDA graph. `launch` starts a
-step and `wait_for` waits for it: between the two the engine (engine.py) plans the next one. Letters:
-B requests, T tokens, M blocks per table, S block size, V vocabulary, N rows; of a step, n decodes
-and C chunks.
+plan carries only what changed. inputs.py lays a plan out on the flat token axis. On a GPU a step is
+one launch, of a CUDA graph. `launch` starts a step and `wait_for` waits for it: between the two the
+engine (engine.py) plans the next one.
+Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary, N rows; of a step, n
+decodes and C chunks.
 """
 
 import gc
@@ -343,7 +343,8 @@ class Runner:
             self.graphs[shape] = graph, *outputs
         print(file=sys.stderr)
         gc.collect()
-        gc.freeze()  # what is there by now stays: to look through all of it would hold up a step for 50 ms
+        # what is there by now stays: to look through all of it would hold up a step for 50 ms
+        gc.freeze()
         memory = (torch.cuda.memory_reserved() - reserved) / 2**20
         seconds = time.perf_counter() - started
         self.graph_statement = (
