@@ -458,7 +458,7 @@ def prefill_kernel(
 ):  # fmt: skip
     """
     Grid (H, tiles): a program attends from ROWS consecutive tokens of one prefill chunk, one query
-    head, to all keys they may see. `tile_request` is the request of each tile (-1: none, padding),
+    head, to all keys they may see. `tile_request` is the request of each tile, or NO_REQUEST,
     `tile_start` where in its chunk the tile begins. The last tiles, which see most keys, come
     first, all heads of them: a long one that started last would run alone at the end.
     """
@@ -526,6 +526,8 @@ PREFILL_WARPS = 4
 MAX_SPLITS = 64
 COMBINED_AT_ONCE = 8192  # numbers of partial results that a program combines at a time
 STAGES_ROOM = 3.5  # tiles of K and V in shared memory with 3 pipeline stages, as compiled
+
+NO_REQUEST = -1  # of a tile that is padding
 
 
 def programs_at_once(D: int) -> int:
@@ -629,7 +631,7 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
 
 def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
     """
-    [tiles] int32 each: the request that a tile of PREFILL_ROWS tokens belongs to (-1: none), and
+    [tiles] int32 each: the request that a tile of PREFILL_ROWS tokens belongs to or NO_REQUEST, and
     where in its chunk the tile begins. The number of tiles depends on the number of tokens and
     chunks alone, so the host does not wait for the device.
     """
@@ -642,7 +644,7 @@ def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
     most = triton.cdiv(len(batch.tokens) - decodes, PREFILL_ROWS) + chunks
     tile = torch.arange(most, device=lens.device)
     chunk = torch.searchsorted(ends, tile, right=True)
-    request = torch.where(chunk < chunks, chunk + decodes, -1)
+    request = torch.where(chunk < chunks, chunk + decodes, NO_REQUEST)
     starts = torch.cat([ends.new_zeros(1), ends])[chunk]
     return request.int(), ((tile - starts) * PREFILL_ROWS).int()
 

@@ -340,15 +340,13 @@ def sample_triton(logits, rows, positions, per_row: SamplingRows, asked=None) ->
     partial = thresholds.new_empty(R * splits)
     partial_token = finished.new_empty(R * splits)
     stride = logits.stride(0)
-    asked_of_rows = per_row.packed_floats, per_row.packed_ints, per_row.bias, per_row.marks
-    given = logits, rows, positions, *asked_of_rows, thresholds, finished
-    threshold_kernel[(R,)](
-        *given, scratch, stride, scratch.stride(0), V,
-        WIDTH=width, num_warps=THRESHOLD_WARPS, **pdl_options(logits),
-    )  # fmt: skip
+    pdl = pdl_options(logits)
+    known = per_row.packed_floats, per_row.packed_ints, per_row.bias, per_row.marks
+    given = logits, rows, positions, *known, thresholds, finished
+    of_scratch = scratch, stride, scratch.stride(0)
+    threshold_kernel[(R,)](*given, *of_scratch, V, WIDTH=width, num_warps=THRESHOLD_WARPS, **pdl)
     found = partial, partial_token, tokens, per_row.last_token
     gumbel_max_kernel[(R, splits)](
-        *given, *found, stride, V,
-        SPLITS=splits, QUADS=quads, num_warps=GUMBEL_MAX_WARPS, **pdl_options(logits),
-    )  # fmt: skip
+        *given, *found, stride, V, SPLITS=splits, QUADS=quads, num_warps=GUMBEL_MAX_WARPS, **pdl
+    )
     return tokens
