@@ -348,11 +348,12 @@ class SchedulerSettings:
     """
 
     max_num_seqs: int = setting(256, "requests running at once; each owns a row", least=1)
-    watermark: float = 0.0  # share of the blocks kept for running requests when one is admitted
+    watermark: float = 0.0  # share of the blocks kept for running requests at an admission
     prefill_share: float = setting(0.25, "share of the token budget that is kept for prompts")
     max_num_partial_prefills: int = setting(4, "prompts computed in one step", least=1)
     max_long_partial_prefills: int = setting(1, "long prompts among these", least=1)
     long_prefill_threshold: int = setting(512, "tokens above which a prompt is long", least=1)
+    # its flag turns it off, and says what is then
     prefix_cache: bool = setting(
         True, "compute each prompt from its first token", flag="--no-prefix-cache"
     )

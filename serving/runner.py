@@ -45,8 +45,10 @@ class InFlight:
     plan: Plan
     wanted: list[int]  # where the tokens of plan.sampled are in `tokens`
     tokens: Tensor  # of the decodes, padding, and the chunks
-    sampled_scores: tuple[list[Request], list] | None  # requests, and what `logprobs` says of each
-    prompt_scores: list[tuple[Request, int, list]]  # request, start, and that of the tokens after
+    # requests that want their token scored, and what `logprobs` gives for these tokens
+    sampled_scores: tuple[list[Request], list[torch.Tensor]] | None
+    # request, start, and what `logprobs` gives for its prompt's tokens start + 1 ..
+    prompt_scores: list[tuple[Request, int, list[torch.Tensor]]]
     done: torch.cuda.Event | None = None
 
 

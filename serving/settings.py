@@ -41,7 +41,7 @@ class Settings(SchedulerSettings):
     max_model_len: int | None = setting(
         None, "longest prompt plus answer, in tokens; not given: what fits", least=1
     )
-    watermark: float = 0.01
+    watermark: float = 0.01  # share of the blocks kept for running requests at an admission
 
     # in which order
     policy: str = setting(
@@ -57,6 +57,7 @@ class Settings(SchedulerSettings):
     )
     quantize: str = setting("none", "int8: weights as integers, on a CPU", choices=("none", "int8"))
     compile: bool = setting(False, "on a CPU: compile the step of a lone request, 10 to 60 s once")
+    # its flag turns it off, and says so
     graphs: bool = setting(True, "on a GPU: no CUDA graphs, for debugging", flag="--no-graphs")
     overlap: bool | None = None  # plan a step while the one before runs; None: on a GPU
     seed: int | None = None  # of the seeds of requests that bring none; None: the system's noise
