@@ -327,7 +327,6 @@ class Plan:
     sampled: list[Request] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)  # to -> from, before the step writes
     admitted: list[Request] = field(default_factory=list)  # have a row and a block table since now
-    grown: list[Request] = field(default_factory=list)  # decodes whose last block is new
     preempted: list[Request] = field(default_factory=list)
 
     @property
@@ -561,7 +560,6 @@ class Scheduler:
                 self._make_room(request, plan)
         if plan.preempted:
             plan.decodes = [r for r in plan.decodes if r.status == "active"]
-            plan.grown = [r for r in plan.grown if r.status == "active"]
             # all whose turn it was may be gone: the others decode, so the step is not empty
             if not plan.decodes and self.active and not self.ending:
                 self._plan_decodes(plan)
@@ -593,7 +591,6 @@ class Scheduler:
                 allocator.free_blocks_for_request(table[-1:])
                 table[-1] = block
                 self.num_copies += 1
-            plan.grown.append(request)
 
     def _preempt_for(self, request: Request) -> Request:
         """

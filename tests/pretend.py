@@ -122,7 +122,7 @@ class PretendRunner:
         for to, slots in copied.items():
             self.kv[to] = slots
         self.place(*plan.admitted)
-        for r in plan.grown:
+        for r in plan.decodes:
             self.tables[r.row][len(r.block_table) - 1] = r.block_table[-1]
         for r in plan.decodes:
             self.write(r.row, self.context_len[r.row], self.last_token[r.row], r.cache_salt)

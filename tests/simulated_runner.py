@@ -173,8 +173,9 @@ class SimulatedRunner(Runner):
         copied = {
             to: bytes(blocks[source]) for to, source in plan.copies.items()
         }  # all are read before any is written
-        for request in plan.grown:
-            blocks[request.block_table[-1]][:] = self.pool.poison
+        for request in plan.decodes:
+            if request.num_filled_slots % S == 0:  # the block of its next token is new
+                blocks[request.block_table[-1]][:] = self.pool.poison
         for to, content in copied.items():
             blocks[to][:] = content
         for request in plan.admitted:

@@ -602,7 +602,7 @@ class World:
             self.check_admitted(self.live[request.id], request)
         if scheduler.waiting:
             self.check_queue(plan)
-        for request in plan.grown:
+        for request in plan.decodes:
             self.salt_of[request.block_table[-1]] = self.live[request.id].salt
 
     def check_preempted(self, plan: Plan):

@@ -453,7 +453,7 @@ class Trial:
             kv[to] = slots
         for request in plan.admitted:
             self.tables[request.row][: len(request.block_table)] = request.block_table
-        for request in plan.grown:
+        for request in plan.decodes:
             self.tables[request.row][len(request.block_table) - 1] = request.block_table[-1]
         work = work_of(plan)
         for request, n in work:
