@@ -51,6 +51,7 @@ from assets import draw, load
 from checkpoint import load_checkpoint, load_config, save_checkpoint, serving_dtype
 from model import GPT, GPTConfig, Ops
 from paged import Request, Scheduler, SchedulerSettings
+from serving import gather
 from serving.cpu import packed_for_cpu
 from serving.engine import Engine
 from serving.ops import choose_ops
@@ -308,7 +309,7 @@ def made_up_batch(requests: Step, S: int, ops: Ops, device: str) -> kernels.Batc
     for table, (n, context) in zip(tables, requests, strict=True):
         new = torch.arange(context - n, context)
         positions.append(new)
-        slots.append(kernels.slots_of(table[None], new[None], S)[0])
+        slots.append(gather.slots_of(table[None], new[None], S)[0])
     tokens = torch.cat(positions).to(device)
     integers = partial(torch.tensor, dtype=torch.int32, device=device)
     return kernels.Batch(

@@ -9,22 +9,18 @@ decoding request, then the prefill chunks. Decodes and chunks so share one forwa
     tokens     [T]    a    b    c0 c1 c2 c3   d0 d1        T = 8
     query_start       0    1    2             6     8      [B + 1], B = 4, num_decodes = 2
 
-Each operation is here twice: in torch, which gathers the context and runs anywhere, and in Triton,
-which reads K and V where they are. Both have one signature and one in-place effect: `store_kv`
-writes the pool, `paged_attention` only reads it. A request with context length 0, as the padding of
-chunks in a CUDA graph, gets zeros. Letters: B requests, T tokens, R rows of logits, H query heads,
-Hk KV heads, D head size, M blocks per table, S block size, and only here C context length (padded),
-G = H / Hk.
+Both operations are in Triton here, and read K and V where they are; serving/gather.py has them in
+torch, with the same signatures and in-place effects: `store_kv` writes the pool, `paged_attention`
+only reads it. A request with context length 0, as the padding of chunks in a CUDA graph, gets
+zeros. Letters: B requests, T tokens, R rows of logits, H query heads, Hk KV heads, G = H / Hk, D
+head size, M blocks per table, S block size.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 try:
@@ -80,175 +76,6 @@ def check_ranges(batch: Batch, H: int, kv: Tensor):
     assert same, f"wanted lengths and tables of {B} requests"
     longest = max(batch.context_lens_host, default=0)
     assert longest <= M * S, f"a context of {longest} tokens does not fit into {M} blocks of {S}"
-
-
-# --------------------------------------------------------------------------------------------------
-# torch: gather the context of each request, then scaled dot-product attention
-
-
-class Gather(NamedTuple):
-    """Requests that attend in one call: b requests of n queries each, contexts padded to C."""
-
-    tokens: slice | Tensor  # where their b * n queries are on the flat axis
-    kv_rows: Tensor  # [2, b, Hk, C] int64: rows of K and V, as `pool_rows`
-    mask: Tensor | None  # [b, 1, G * n, C]: 0 where a query may see a key, else -inf; None: all
-
-
-class GatherPlan(NamedTuple):
-    store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
-    gathers: list[Gather]
-
-
-def slots_of(block_tables: Tensor, positions: Tensor, S: int) -> Tensor:
-    """
-    Slots of positions [b, n], int64, through block_tables [b, M]: block * S + offset.
-
-    >>> slots_of(torch.tensor([[7, 2]]), torch.tensor([[0, 5]]), S=4)
-    tensor([[28,  9]])
-    """
-    blocks = block_tables.long().gather(1, positions // S)
-    return blocks * S + positions % S
-
-
-def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
-    """
-    Rows of slots [..., C] in one layer's pool [2, num_blocks + 1, Hk, S, D] seen as [.., D], of K
-    and V, for each head: [2, ..., Hk, C].
-    """
-    _, num_blocks, Hk, S, _ = kv.shape
-    first = slots + slots // S * ((Hk - 1) * S)  # the row of head 0: block * Hk * S + offset
-    of_head = torch.arange(0, Hk * S, S, device=slots.device)
-    k_rows = first[..., None, :] + of_head[:, None]
-    return torch.stack((k_rows, k_rows + num_blocks * Hk * S))
-
-
-def store_rows(batch: Batch, kv: Tensor) -> Tensor:
-    """The rows of the pool that a step writes, [2 * T * Hk] int64."""
-    return pool_rows(batch.slot_mapping[:, None], kv).flatten()
-
-
-def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
-    """
-    Causality: a token sees itself and what came before; with a window, that many tokens. Broadcasts
-    to bool.
-    """
-    seen = key_positions <= query_positions
-    return seen & (key_positions > query_positions - window) if window else seen
-
-
-def length_classes(lens: list[int]) -> list[list[int]]:
-    """
-    Group requests so that padding each to the longest of its group at most doubles the memory: all
-    together where that holds already, else by the bits of their context lengths, so in at most
-    log2(longest) + 1 groups.
-
-    >>> length_classes([500, 512, 300]), length_classes([4096, 16, 17, 31])
-    ([[0, 1, 2]], [[0], [1, 2, 3]])
-    """
-    if lens and max(lens) * len(lens) <= 2 * sum(lens):
-        return [list(range(len(lens)))]
-    classes = defaultdict(list)
-    for i, n in enumerate(lens):
-        classes[n.bit_length()].append(i)
-    return list(classes.values())
-
-
-def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
-    """Work out, once for all layers, which rows of the pool the step writes and which it reads."""
-    check_ranges(batch, H, kv)
-    lens = batch.context_lens_host
-    gathers = []
-    decodes = [i for i in range(batch.num_decodes) if lens[i]]  # the others are padding
-    for group in length_classes([lens[i] for i in decodes]):
-        requests = [decodes[i] for i in group]
-        longest = max(lens[i] for i in requests)
-        # a decode has one token, so its place on the token axis is its number
-        places = slice(0, len(requests))
-        if len(requests) < batch.num_decodes:
-            places = torch.tensor(requests, device=batch.tokens.device)
-        gathers.append(gather(batch, places, places, longest, H, kv, window))
-    start = batch.num_decodes
-    for i in range(batch.num_decodes, len(lens)):
-        end = start + batch.query_lens_host[i]
-        tokens = slice(start, end)
-        gathers.append(gather(batch, slice(i, i + 1), tokens, lens[i], H, kv, window))
-        start = end
-    return GatherPlan(store_rows(batch, kv), gathers)
-
-
-def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, window: int) -> Gather:
-    """
-    Plan one call. The padding of shorter contexts repeats their last token, masked: nothing else is
-    ever read.
-    """
-    Hk, S = kv.shape[2:4]
-    lens = batch.context_lens[requests].long()[:, None]  # [b, 1]
-    positions = batch.positions[tokens].view(len(lens), -1)  # [b, n]
-    n = positions.shape[1]
-    if window:
-        first_seen = (positions[:, :1] - window + 1).clamp(min=0)  # [b, 1] by any query
-        keys = first_seen + torch.arange(min(longest, window + n - 1), device=lens.device)
-    else:
-        keys = torch.arange(longest, device=lens.device)[None]  # [1, C]
-    real_keys = torch.minimum(keys, lens - 1)  # [b, C]
-    rows = pool_rows(slots_of(batch.block_tables[requests], real_keys, S), kv)
-    if positions.numel() == 1:  # one token, which sees all
-        return Gather(tokens, rows, None)
-    seen = may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]
-    mask = torch.zeros_like(seen, dtype=kv.dtype).masked_fill_(~seen, -torch.inf)
-    mask = mask.repeat(1, H // Hk, 1)  # [b, G * n, C]
-    return Gather(tokens, rows, mask[:, None])
-
-
-def project_qkv(y: Tensor, attention, kv: Tensor, batch: Batch):
-    """
-    As model.project_qkv with a layer's `Attention`, but K and V [T, Hk, D] go to their slots in the
-    layer's pool, which is returned.
-    """
-    qkv = batch.ops.linear(y, attention.c_attn)
-    q, k, v = attention.heads(qkv)
-    batch.ops.store_kv(k, v, kv, batch)
-    return q, kv
-
-
-def store_kv_torch(k: Tensor, v: Tensor, kv: Tensor, batch: Batch):
-    """
-    Write k, v [T, Hk, D] into one layer's pool kv [2, num_blocks + 1, Hk, S, D], in place, at
-    `slot_mapping`.
-    """
-    D = k.shape[-1]
-    new = torch.stack((k, v)).view(-1, D).to(kv.dtype)
-    kv.view(-1, D).index_copy_(0, batch.prepared.store_rows, new)
-
-
-def paged_attention_torch(
-    q: Tensor,
-    kv: Tensor,
-    batch: Batch,
-    attention: Callable = F.scaled_dot_product_attention,
-) -> Tensor:
-    """
-    Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables;
-    scale 1 / sqrt(D). The G query heads that share a KV head become G * n queries of it, so K and V
-    are gathered once and not repeated. `attention(q, k, v, attn_mask=)` is torch's, or
-    `model.attention`, which spells it out.
-    """
-    _, H, D = q.shape
-    out = None
-    for tokens, kv_rows, mask in batch.prepared.gathers:
-        _, b, Hk, _ = kv_rows.shape
-        k, v = F.embedding(kv_rows, kv.view(-1, D)).unbind()  # [b, Hk, C, D] each
-        queries = q[tokens].reshape(b, -1, Hk, H // Hk, D)  # [b, n, Hk, G, D]
-        queries = queries.permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
-        grouped = queries.flatten(2, 3).to(k.dtype)  # [b, Hk, G * n, D]
-        mixed = attention(grouped, k, v, attn_mask=mask)
-        mixed = mixed.view(queries.shape).permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
-        mixed = mixed.reshape(-1, H, D).to(q.dtype)
-        if len(mixed) == len(q):  # these are all requests
-            return mixed
-        out = torch.zeros_like(q) if out is None else out
-        out[tokens] = mixed
-    return torch.zeros_like(q) if out is None else out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -666,7 +493,7 @@ def check_layout(x: Tensor, kv: Tensor, batch: Batch):
 
 
 def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch):
-    """As store_kv_torch."""
+    """As gather.store_kv_torch."""
     check_layout(k, kv, batch)
     T, Hk, D = k.shape
     store_kv_kernel[(T,)](
@@ -677,7 +504,8 @@ def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch):
 
 def paged_attention_triton(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     """
-    As paged_attention_torch, in at most two launches: one for all decodes, one for all chunks.
+    As gather.paged_attention_torch, in at most two launches: one for all decodes, one for all
+    chunks.
     """
     check_layout(q, kv, batch)
     plan = batch.prepared
@@ -690,7 +518,8 @@ def paged_attention_triton(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     tables = batch.block_tables
     lengths = tables, batch.context_lens
     strides = queries.stride(0), out.stride(0), kv.stride(0), tables.stride(0)
-    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WINDOW": plan.window, "TILE": TILE, "WIDTH": width}
+    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": width}
+    cut = {"TILE": TILE, "WINDOW": plan.window}
     if plan.side:
         plan.side.wait_stream(torch.cuda.current_stream())
     if plan.tile_request is not None:
@@ -698,7 +527,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         with torch.cuda.stream(plan.side):
             prefill_kernel[(H, len(plan.tile_request))](
                 queries, kv, out, *lengths, batch.query_start, *tiles, scale, *strides,
-                **shape, ROWS=PREFILL_ROWS,
+                **shape, **cut, ROWS=PREFILL_ROWS,
                 num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv),
             )  # fmt: skip
     if B := batch.num_decodes:
@@ -707,7 +536,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         scratch = plan.partial_out, plan.partial_lse, plan.finished
         decode_kernel[(Hk, plan.splits, B)](
             queries, kv, out, *scratch, *lengths, plan.order, scale, *strides,
-            **shape, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=at_once,
+            **shape, **cut, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=at_once,
             num_warps=DECODE_WARPS, num_stages=plan.num_stages, **pdl_options(q, plan.pdl),
         )  # fmt: skip
     if plan.side:

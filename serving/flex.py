@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kernels import Batch, check_ranges, store_rows
+from kernels import Batch, check_ranges
+from serving.gather import store_rows
 
 FLEX_ROWS = 128  # queries in a tile
 NO_LIMIT = 2**40  # more tokens than any text has: the reach of a layer without a window
@@ -37,7 +38,7 @@ class FlexCall(NamedTuple):
 
 
 class FlexPlan(NamedTuple):
-    store_rows: Tensor  # as in kernels.GatherPlan
+    store_rows: Tensor  # as in gather.GatherPlan
     calls: list[FlexCall]
 
 

@@ -19,20 +19,20 @@ import torch
 import kernels
 import model
 from model import Ops
-from serving import cpu, flex, fused, inputs, sampling, sampling_kernels
+from serving import cpu, flex, fused, gather, inputs, sampling, sampling_kernels
 
 TORCH = model.TORCH._replace(
-    project_qkv=kernels.project_qkv,
-    attend=partial(kernels.paged_attention_torch, attention=model.attention),
-    prepare=kernels.prepare_torch,
-    store_kv=kernels.store_kv_torch,
+    project_qkv=gather.project_qkv,
+    attend=partial(gather.paged_attention_torch, attention=model.attention),
+    prepare=gather.prepare_torch,
+    store_kv=gather.store_kv_torch,
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
     pack=cpu.pack_if_quantized,
 )
 CPU = TORCH._replace(
     name="cpu",
-    attend=kernels.paged_attention_torch,
+    attend=gather.paged_attention_torch,
     pack=cpu.packed_for_cpu,
 )
 TRITON = TORCH._replace(

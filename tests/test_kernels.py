@@ -28,10 +28,10 @@ from hypothesis import strategies as st
 import kernels
 import model as model_module
 import paged
-from kernels import Batch, length_classes
+from kernels import Batch
 from model import ACTIVATIONS, GPT, Attention, GPTConfig
 from paged import KVBlockPool, gather_kv_from_pool, write_kv_to_pool
-from serving import flex, fused, inputs, runner
+from serving import flex, fused, gather, inputs, runner
 from serving.ops import choose_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -767,10 +767,10 @@ def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
     attention, x = Attention(config).requires_grad_(False), torch.randn(R, H * D)
     slots, found = torch.randperm(20 * 8)[:R], []
-    for device, project in ("cpu", kernels.project_qkv), (DEVICE, fused.project_qkv):
+    for device, project in ("cpu", gather.project_qkv), (DEVICE, fused.project_qkv):
         kv = torch.full((2, 21, Hk, 8, D), 7.0, device=device)
         batch = SimpleNamespace(slot_mapping=slots.to(device), ops=choose_ops("torch")[0])
-        batch.prepared = SimpleNamespace(store_rows=kernels.pool_rows(slots[:, None], kv).flatten())
+        batch.prepared = SimpleNamespace(store_rows=gather.pool_rows(slots[:, None], kv).flatten())
         q, _ = project(x.to(device), deepcopy(attention).to(device), kv, batch)
         found.append((q.view(R, H, D).cpu(), kv.cpu()))
     for wanted, triton in zip(*found, strict=True):
@@ -967,7 +967,7 @@ def test_length_classes_at_most_double_the_memory(lens):
     Padding all to the longest, one context of 4,096 among 31 short ones takes 30 times the memory
     it needs.
     """
-    groups = length_classes(lens)
+    groups = gather.length_classes(lens)
     assert sorted(i for group in groups for i in group) == list(range(len(lens)))
     assert sum(len(group) * max(lens[i] for i in group) for group in groups) <= 2 * sum(lens)
     assert len(groups) <= max(lens).bit_length()
@@ -977,7 +977,7 @@ def test_one_long_context_among_short_ones_gathers_hardly_more_than_there_is():
     """The same, counted in what a step really gathers: rows of K and of V."""
     shape = Shape([(1, 4096)] + [(1, 10)] * 31 + [(64, 200)], num_decodes=32, H=2, Hk=2, D=16)
     gathers = Step(shape, "torch").batch.prepared.gathers
-    rows = sum(gather.kv_rows.numel() for gather in gathers)
+    rows = sum(call.kv_rows.numel() for call in gathers)
     assert rows == 2 * shape.Hk * sum(context for _, context in shape.requests)
     assert len(gathers) == 3  # the long decode, the short ones together, the chunk
 
@@ -1000,14 +1000,14 @@ def test_block_ids_of_a_pool_beyond_2_to_the_31():
         [(block + 1) * 16 + 1, (block + 2) * 16, (block + 2) * 16 + 1]
     )
     num_blocks = block + 3
-    plan = kernels.prepare_torch(batch, 4, torch.empty(2, num_blocks, 4, 16, 1, device="meta"))
+    plan = gather.prepare_torch(batch, 4, torch.empty(2, num_blocks, 4, 16, 1, device="meta"))
     of_k = [
         block * 64 + head * 16 for head in range(4)
     ]  # of block 2^27, for each head: 2^33 and more
     firsts = of_k, [n + num_blocks * 64 for n in of_k]  # and V's
     long, short = [*range(16), 64, 65], [128, 129]
-    for gather, offsets in zip(plan.gathers, (long, short), strict=True):
-        assert gather.kv_rows.tolist() == [
+    for call, offsets in zip(plan.gathers, (long, short), strict=True):
+        assert call.kv_rows.tolist() == [
             [[[n + i for i in offsets] for n in first]] for first in firsts
         ]
     assert plan.store_rows.tolist() == [
@@ -1131,7 +1131,7 @@ def test_paged_logits_of_chunked_prompts_equal_the_dense_models(backend, n_kv_he
             ).min() > 0.01  # or taking a neighbour's shows nothing
 
 
-@pytest.mark.parametrize("module", [kernels, paged])
+@pytest.mark.parametrize("module", [gather, paged])
 def test_examples_in_docstrings_are_true(module):
     """An example that is wrong teaches the wrong thing."""
     result = doctest.testmod(module)

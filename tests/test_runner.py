@@ -22,6 +22,7 @@ import torch
 import kernels
 from model import GPT, GPTConfig
 from paged import Plan, Request
+from serving import gather
 from serving import runner as runner_module
 from serving.engine import Engine, Output
 from serving.inputs import StepShape, upload
@@ -41,7 +42,7 @@ def prepare_from_device(batch: kernels.Batch, H: int, kv: torch.Tensor, window: 
     """
     batch.context_lens_host = batch.context_lens.tolist()
     batch.query_lens_host = batch.query_start.diff().tolist()
-    return kernels.prepare_torch(batch, H, kv, window)
+    return gather.prepare_torch(batch, H, kv, window)
 
 
 class Replay:
