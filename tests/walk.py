@@ -37,6 +37,8 @@ from tokenizer import bpe_tokenizer
 ROOT = Path(__file__).parents[1]
 TOKENS = 8  # of the answer: one comes with the prompt, the others are decoded
 PACE = 0.02  # seconds from step to step
+ENGINE_ROUND = ("Engine.step", "serving/links.py")  # where a round begins, where its token goes
+CLIENT_ROUND = ("EngineClient.data_received", "serving/connection.py")
 OF_TESTS = str(ROOT / "tests")
 OF_PACKAGES = str(ROOT / ".venv")
 
@@ -92,7 +94,7 @@ def record() -> tuple[list[Call], list[Call]]:
     """The calls of a second of waiting, and those of a request of the same length after that."""
     walk = Walk()
     tokenizer = bpe_tokenizer([])
-    body = {"prompt": "hello", "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
+    body = {"prompt": "hello", "max_tokens": TOKENS, "stream": True, "ignore_eos": True, "seed": 1}
     threading.setprofile(walk.note)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
@@ -124,19 +126,24 @@ def request_way(calls: list[Call]) -> list[Call]:
 def token_way(calls: list[Call]) -> list[Call]:
     """Those of one decoded token: a round of the engine's loop, and one of its client."""
     engine = engine_thread(calls)
-    step = one_round([call for call in calls if call.thread == engine], "Engine.step")
+    step = one_round([call for call in calls if call.thread == engine], *ENGINE_ROUND)
     others = [call for call in calls if call.thread != engine]
-    return step + one_round(others, "EngineClient.data_received")
+    return step + one_round(others, *CLIENT_ROUND)
 
 
 def engine_thread(calls: list[Call]) -> str:
     return next(call.thread for call in calls if call.file == "paged.py")
 
 
-def one_round(calls: list[Call], first: str) -> list[Call]:
-    """From the third call of a function on, the calls before the fourth."""
+def one_round(calls: list[Call], first: str, to: str) -> list[Call]:
+    """
+    From a call of a function to the next one. Of all such rounds that reach a file, but that of the
+    prompt, the plainest: now and then something else happens, too.
+    """
     starts = [i for i, call in enumerate(calls) if call.name == first]
-    return calls[starts[2] : starts[3]]
+    rounds = [calls[start:end] for start, end in pairwise(starts[1:])]
+    there = [calls for calls in rounds if any(call.file == to for call in calls)]
+    return min(there, key=lambda calls: len(set(calls)))
 
 
 def report(title: str, calls: list[Call], short: bool):
