@@ -41,8 +41,8 @@ ACTIVATIONS = {
 class Ops(NamedTuple):
     """
     What the decoder is computed with: a table for each kind of machine. A `layer` is linear, with
-    weight and bias; `kv` is what `project_qkv` leaves for `attend`: k and v themselves, or (to serve)
-    one layer's part of the paged pool.
+    weight and bias; `kv` is what `project_qkv` leaves for `attend`: k and v themselves, or (to
+    serve) one layer's part of the paged pool.
     """
 
     name: str

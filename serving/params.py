@@ -38,10 +38,7 @@ class Range(NamedTuple):
             return False
         if value is None:
             return True
-        for name, bound in self.bounds.items():
-            if not COMPARISONS[name](value, bound):
-                return False
-        return True
+        return all(COMPARISONS[name](value, bound) for name, bound in self.bounds.items())
 
 
 NUMBER = int | float
