@@ -223,19 +223,21 @@ class Trial:
         scheduler.check(plan)
         self.check_order(plan, queue, prefilling, ending)
         self.count(plan)
+        launched = None
         if plan.num_tokens and self.rng.random() < self.p_fail:
-            return self.fail(plan)
-        tokens = self.execute(plan)
-        before = {request: request.num_filled_slots + n for request, n in work_of(plan)}
-        scheduler.advance(plan)
-        assert all(r.num_filled_slots == filled for r, filled in before.items())
-        launched = (plan, tokens) if plan.num_tokens else None
+            self.fail(plan)
+        else:
+            tokens = self.execute(plan)
+            before = {request: request.num_filled_slots + n for request, n in work_of(plan)}
+            scheduler.advance(plan)
+            assert all(r.num_filled_slots == filled for r, filled in before.items())
+            launched = (plan, tokens) if plan.num_tokens else None
+            self.counts["steps"] += 1
+            self.counts["tokens"] += plan.num_tokens
         if self.overlap:
             launched, self.under_way = self.under_way, launched
-        if launched:
+        if launched:  # the step before is taken in, though this one failed: as the engine does
             self.collect(*launched)
-        self.counts["steps"] += 1
-        self.counts["tokens"] += plan.num_tokens
 
     def collect(self, plan: Plan, tokens: list[int]):
         """The tokens of a step are known, with overlap one step late."""
@@ -307,8 +309,10 @@ class Trial:
         self.counts["sat out"] += bool(sat_out)
         assert not (ending and plan.preempted), "preempted, while blocks were about to come back"
         for request in scheduler.active:
-            missed = 0 if request in plan.decodes else self.turns_missed[request] + 1
-            self.turns_missed[request] = self.turns_missed[request] if sat_out else missed
+            if request in plan.decodes:
+                self.turns_missed[request] = 0
+            elif not sat_out:
+                self.turns_missed[request] += 1
             assert self.turns_missed[request] < self.steps_per_turn(), f"{request.id} was passed over"
 
     def steps_per_turn(self) -> int:
