@@ -90,8 +90,18 @@ def test_a_text_counts_by_its_length(folder, monkeypatch):
     encoder.close()
 
 
-def test_jobs_that_are_asked_at_once_get_their_own_answers(encoder):
-    """One after the other: two threads at one link would read each other's."""
+def test_jobs_that_are_asked_at_once_get_their_own_answers(encoder, monkeypatch):
+    """One after the other: two threads at one link would read each other's answers, or wait for ever."""
+    exchange, link = encoder._exchange, threading.Lock()
+
+    def exchange_alone(job):
+        assert link.acquire(blocking=False), "two jobs at once at the link"
+        try:
+            return exchange(job)
+        finally:
+            link.release()
+
+    monkeypatch.setattr(encoder, "_exchange", exchange_alone)
 
     async def ask_all():
         return await asyncio.gather(*[encoder.ask({"texts": ["b" * length]}, length) for length in range(5000, 5020)])
