@@ -65,17 +65,20 @@ def names_defined(file: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("title", ["The way of a token", "The way of a KV block"])
+WALKS = {"The way of a token": 25, "The way of a KV block": 10, "The way of a hang-up": 4}
+
+
+@pytest.mark.parametrize("title", [*WALKS, "The operators, by machine"])
 def test_every_name_of_a_walk_exists(title):
     """A reader looks for each `file.function`: it is where the walk says, under that name."""
     section = README.partition(f"### {title}\n")[2].partition("\n### ")[0]
-    names = re.findall(r"`([a-z]+)\.(\w+(?:\.\w+)?)`", section)
-    assert len(names) >= 10
+    names = re.findall(r"`([a-z_]+)\.(?!py`)(\w+(?:\.\w+)?)`", section)
+    assert len(names) >= 8
     for file, name in names:
         (path,) = [p for p in (ROOT / f"{file}.py", ROOT / f"serving/{file}.py") if p.exists()]
         assert name in names_defined(path), f"{path.name} has no {name}"
     steps = re.findall(r"^(\d+)\. `", section, re.MULTILINE)
-    assert steps == [str(number) for number in range(1, len(steps) + 1)]
+    assert steps == [str(number + 1) for number in range(WALKS.get(title, 0))]
 
 
 def test_names_of_the_post_are_there():
