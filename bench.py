@@ -16,9 +16,10 @@ JSON last.
     python bench.py blockmap      # picture: which request owned which block in each step
 
 Each command is a function. Its arguments are its flags, and their defaults give the flags' types;
-its docstring is the workload and is printed first; it returns its figures. Seeds are fixed, warm-up
-is not counted, times are medians. The machine must be quiet: a second busy process on two cores
-makes 100 ms of a token of 1 ms, because threads that wait for each other spin.
+its docstring is the workload and is printed first; it returns its figures, which are printed behind
+the flags' values. Seeds are fixed, warm-up is not counted, times are medians. The machine must be
+quiet: a second busy process on two cores makes 100 ms of a token of 1 ms, because threads that wait
+for each other spin.
 """
 
 import argparse
@@ -48,7 +49,7 @@ import torch
 
 import kernels
 from assets import draw, load
-from checkpoint import load_checkpoint, load_config, save_checkpoint, serving_dtype
+from checkpoint import DTYPES, load_checkpoint, load_config, save_checkpoint, serving_dtype
 from model import GPT, GPTConfig, Ops
 from paged import Request, Scheduler, SchedulerSettings
 from serving import gather
@@ -72,7 +73,7 @@ COMMANDS: dict[str, Callable] = {}
 FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--model": "1M, 10M or gpt2-124M (random weights), or a model directory",
     "--repeats": "counted runs of each, in turn; the median is printed",
-    "--backends": "ways of attention to measure",
+    "--backends": "ways of attention to measure: triton, flex, torch",
     "--block-size": "tokens per KV block",
     "--dtype": "of the engine's weights",
     "--quantize": "int8: the engine's weights as integers",
@@ -110,8 +111,7 @@ def random_tokens(rng: Random, n: int, V: int) -> list[int]:
 def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed=0) -> Work:
     """n requests of the same size, with random prompts."""
     rng = Random(seed)
-    prompts = [random_tokens(rng, tokens_in, V) for _ in range(n)]
-    return [(prompt, tokens_out) for prompt in prompts]
+    return [(random_tokens(rng, tokens_in, V), tokens_out) for _ in range(n)]
 
 
 def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
@@ -174,8 +174,11 @@ def ms(seconds: float, digits=3) -> float:
     return round(1e3 * seconds, digits)
 
 
-def median_seconds(call: Callable, repeats: int, setup: Callable = lambda: ()) -> float:
-    """Median seconds of call(*setup()), the set-up not counted, after one warm-up."""
+def median_seconds(call: Callable, repeats: int, setup: Callable = tuple) -> float:
+    """
+    Median seconds of call(*setup()), after one warm-up; the set-up is not counted. By default there
+    are no arguments: tuple() is empty.
+    """
     times = []
     for _ in range(repeats + 1):
         arguments = setup()
@@ -185,11 +188,11 @@ def median_seconds(call: Callable, repeats: int, setup: Callable = lambda: ()) -
     return median(times[1:])
 
 
-def graph_us(call: Callable, number: int, repeats=15) -> float:
+def graph_us(call: Callable, number: int) -> float:
     """
     Median microseconds of call(i) on the GPU. One CUDA graph holds the calls for i in
-    0 .. number - 1: no launch is waited for, and as each i has data of its own, none is in the L2
-    cache.
+    0 .. number - 1, so that the GPU waits for no launch; with other data for each i, none of it is
+    in the L2 cache when it is read.
     """
     for i in range(number):
         call(i)  # compiles
@@ -199,7 +202,7 @@ def graph_us(call: Callable, number: int, repeats=15) -> float:
         for i in range(number):
             call(i)
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(16):
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         start.record()
@@ -221,8 +224,7 @@ def read_bandwidth(device="cpu") -> float:
     return x.nbytes / seconds
 
 
-def check_complete(answers: Answers, work: Iterable):
-    lengths = [n for _, n in work]
+def check_complete(answers: Answers, lengths: list[int]):
     assert [len(answer) for answer in answers] == lengths, "a request has not its tokens"
 
 
@@ -232,13 +234,14 @@ def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
     prompts were computed and all answers have their length.
     """
     prompts = [prompt for prompt, _ in work]
-    params = [fixed_length(n, temperature, seed=i) for i, (_, n) in enumerate(work)]
+    lengths = [n for _, n in work]
+    params = [fixed_length(n, temperature, seed=i) for i, n in enumerate(lengths)]
     before = engine.counts()
     started = perf_counter()
     answers = engine.generate(prompts, params, progress=False)
     seconds = perf_counter() - started
     after = engine.counts()
-    check_complete(answers, work)
+    check_complete(answers, lengths)
     if after["preemptions"] == before["preemptions"]:
         computed = after["prefill tokens"] - before["prefill tokens"]
         wanted, _ = num_tokens(work)
@@ -256,7 +259,9 @@ def conditions() -> dict:
         device = torch.cuda.get_device_name()
     else:
         device = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {"device": device, "python": platform.python_version(), "torch": torch.__version__}
+    result = {"device": device, "torch": torch.__version__}
+    result["python"] = platform.python_version()
+    return result
 
 
 # --------------------------------------------------------------------------------------------------
@@ -271,7 +276,8 @@ def bench_scheduler() -> dict:
     """
     result = {}
     for n in (1, 32, 256):
-        result[f"{n} requests, ms"] = ms(median_seconds(decode_step(n), 500), 4)
+        seconds = median_seconds(decode_step(n), 500)
+        result[f"{n} requests, ms"] = ms(seconds, 4)
     return result
 
 
@@ -282,7 +288,8 @@ def decode_step(n: int) -> Callable:
     scheduler = Scheduler("fcfs", budget, n * 2048, block_size=16, settings=settings)
     rng = Random(0)
     for i in range(n):
-        prompt = random_tokens(rng, rng.randint(100, 1000), 10_000)
+        length = rng.randint(100, 1000)
+        prompt = random_tokens(rng, length, 10_000)
         scheduler.add_request(Request(i, prompt, 10**6))
     plan = scheduler.plan()
     scheduler.update(plan, [0] * len(plan.sampled))
@@ -294,7 +301,9 @@ def decode_step(n: int) -> Callable:
 # Attention, one layer
 
 Step = list[tuple[int, int]]  # requests: new tokens, context length; those with one new token first
-Heads = tuple[int, int, int]  # H, Hk, D
+Heads = tuple[int, int, int]  # H query heads, Hk KV heads, D head size
+GPT2_HEADS = (12, 12, 64)  # of gpt2-124M
+GROUPED_HEADS = (16, 8, 128)  # of Qwen3-0.6B: two query heads share a KV head
 
 
 def made_up_batch(requests: Step, S: int, ops: Ops, device: str) -> kernels.Batch:
@@ -303,23 +312,21 @@ def made_up_batch(requests: Step, S: int, ops: Ops, device: str) -> kernels.Batc
     lens = [context for _, context in requests]
     B = len(requests)
     M = math.ceil(max(lens) / S)
-    tables = torch.randperm(B * M).view(B, M)
-    positions = []
-    slots = []
-    for table, (n, context) in zip(tables, requests, strict=True):
-        new = torch.arange(context - n, context)
-        positions.append(new)
-        slots.append(gather.slots_of(table[None], new[None], S)[0])
-    tokens = torch.cat(positions).to(device)
-    integers = partial(torch.tensor, dtype=torch.int32, device=device)
+    with torch.device(device):
+        tables = torch.randperm(B * M).view(B, M)
+        positions = torch.cat([torch.arange(context - n, context) for n, context in requests])
+        query_start = torch.tensor([0, *accumulate(query_lens)])
+        context_lens = torch.tensor(lens)
+        owner = torch.arange(B).repeat_interleave(query_start.diff())  # [T] whose token each is
+    slots = gather.slots_of(tables[owner], positions[:, None], S)  # [T, 1]
     return kernels.Batch(
-        tokens=tokens,
-        positions=tokens,
-        slot_mapping=torch.cat(slots).to(device),
-        query_start=integers([0, *accumulate(query_lens)]),
-        context_lens=integers(lens),
-        block_tables=tables.int().to(device),
-        logits_index=tokens[:0],
+        tokens=positions,  # attention looks at no token ids
+        positions=positions,
+        slot_mapping=slots.flatten(),
+        query_start=query_start.int(),
+        context_lens=context_lens.int(),
+        block_tables=tables.int(),
+        logits_index=positions[:0],
         num_decodes=query_lens.count(1),
         query_lens_host=query_lens,
         context_lens_host=lens,
@@ -364,35 +371,36 @@ def bench_attention(repeats=5) -> dict:
     """
     mixed = [(1, 512)] * 31 + [(256, 512)]
     layer = Layer(mixed, (6, 6, 64))
-    result = {"a layer, ms": ms(median_seconds(layer.run, 50), 2)}
+    seconds = median_seconds(layer.run, 50)
+    result = {"a layer, ms": ms(seconds, 2)}
     for H, context in (6, 128), (6, 512), (12, 512), (12, 1024):
-        decodes = [(1, context)] * 8
-        layer = Layer(decodes, (H, H, 64))
-        attend, new_cache = hugging_face_attention(8, H, 64, context)
+        layer = Layer([(1, context)] * 8, (H, H, 64))
+        attend, new_cache = hugging_face_attention(H, context)
         ours = []
         theirs = []
         for _ in range(repeats):
             ours.append(median_seconds(layer.run, 20))
             theirs.append(median_seconds(attend, 20, new_cache))
-        row = {"ours": ms(median(ours)), "Hugging Face": ms(median(theirs))}
+        row = {"ours": ms(median(ours))}
+        row["Hugging Face"] = ms(median(theirs))
         result[f"8 decodes at {context}, {H} heads of 64, ms"] = row
     return result
 
 
-def hugging_face_attention(B: int, H: int, D: int, context: int) -> tuple[Callable, Callable]:
+def hugging_face_attention(H: int, context: int) -> tuple[Callable, Callable]:
     """
-    One layer of transformers' attention, which appends a token to its cache and attends; and what
-    makes such a cache of context - 1 tokens.
+    One layer of transformers' attention for 8 decodes with H heads of 64, as a function that
+    appends a token to a cache and attends; and one that makes such a cache, of context - 1 tokens.
     """
     from transformers import DynamicCache
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    q, k, v = torch.randn(3, B, H, 1, D)
+    q, k, v = torch.randn(3, 8, H, 1, 64)
     module = SimpleNamespace(is_causal=True)
 
     def new_cache() -> tuple:
         cache = DynamicCache()
-        keys, values = torch.randn(2, B, H, context - 1, D)
+        keys, values = torch.randn(2, 8, H, context - 1, 64)
         cache.update(keys, values, 0)
         return (cache,)
 
@@ -404,8 +412,8 @@ def hugging_face_attention(B: int, H: int, D: int, context: int) -> tuple[Callab
 
 
 DECODES = {  # heads -> steps of so many decodes, each with so much context
-    (12, 12, 64): [(256, 1024), (32, 1024), (1, 1024)],
-    (16, 8, 128): [(256, 1024), (32, 1024), (1, 1024), (1, 32768)],
+    GPT2_HEADS: [(256, 1024), (32, 1024), (1, 1024)],
+    GROUPED_HEADS: [(256, 1024), (32, 1024), (1, 1024), (1, 32768)],
     (32, 8, 128): [(64, 4096)],
     (16, 16, 128): [(64, 2048)],
 }
@@ -432,18 +440,19 @@ def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
             decodes = [(1, context)] * B
             row = decode_row(decodes, heads, block_size, backends, read)
             result[f"{B} x {context}, {H}/{Hk} x {D}"] = row
-    for H, D in (16, 128), (16, 64):
-        us = attention_us([(2048, 2048)], (H, H, D))
-        teraflops = 2 * 2048 * 2048 * H * D / us / 1e6
-        result[f"prefill of 2048, {H} x {D}"] = {"TFLOP/s": round(teraflops)}
+    for D in (128, 64):
+        us = attention_us([(2048, 2048)], (16, 16, D))
+        # two products of 2 T T H D operations each; half, as a token sees none of the later ones
+        teraflops = 2 * 2048**2 * 16 * D / us / 1e6
+        result[f"prefill of 2048, 16 x {D}"] = {"TFLOP/s": round(teraflops)}
     decodes = [(1, 1024)] * 128
     chunks = [(256, 768)] * 8
     row = {}
     for name, step in ("together", decodes + chunks), ("decodes", decodes), ("chunks", chunks):
-        us = attention_us(step, (12, 12, 64))
+        us = attention_us(step, GPT2_HEADS)
         row[name] = round(us, 1)
     result["128 decodes + 8 chunks"] = row
-    for heads in (12, 12, 64), (16, 8, 128):
+    for heads in GPT2_HEADS, GROUPED_HEADS:
         H, Hk, D = heads
         row = {}
         for S in (1, 4, 8, 16, 32, 64, 128):
@@ -502,8 +511,7 @@ def bench_generate(model="10M", repeats=5, dtype="auto", quantize="none", compil
     if quantize == "int8":
         bytes_read /= gpt.wte.weight.itemsize
     floor = bytes_read / read_bandwidth()
-    result = {"model": model, "dtype": dtype, "quantize": quantize, "compile": compile}
-    result["floor, ms a step"] = ms(floor, 2)
+    result = {"floor, ms a step": ms(floor, 2)}
     for concurrent in (1, 8):
         result[f"{concurrent} at once"] = both_generate(engine, theirs, concurrent, repeats)
     return result
@@ -544,19 +552,15 @@ def both_generate(engine: Engine, generate: Callable, concurrent: int, repeats: 
         theirs.append(perf_counter() - started)
         equal += num_equal(answers, their_answers)
     seconds = median(ours[1:])  # the first is warm-up
+    their_seconds = median(theirs[1:])
     row = {"ms a step": ms(seconds / 128, 2)}
     row["tok/s"] = round(128 * concurrent / seconds)
-    row["Hugging Face, ms a step"] = ms(median(theirs[1:]) / 128, 2)
+    row["Hugging Face, ms a step"] = ms(their_seconds / 128, 2)
     row["equal answers"] = f"{equal} of {concurrent * len(ours)}"
     return row
 
 
-# name -> the weights' dtype, and how they are quantized: what a CPU serves
-FORMATS = {
-    "fp32": (torch.float32, "none"),
-    "bf16": (torch.bfloat16, "none"),
-    "int8": (torch.float32, "int8"),
-}
+FORMATS = {"fp32": "none", "bf16": "none", "int8": "int8"}  # what a CPU serves -> --quantize
 
 
 @command
@@ -570,14 +574,17 @@ def bench_quality(model="out/stdlib", data="stdlib") -> dict:
 
     process = Process(torch.device("cpu"), torch.float32, compile=False)
     corpus = load_corpus(data, process)
-    result = {"model": model, "data": data}
-    for name, (dtype, quantize) in FORMATS.items():
+    result = {}
+    for name, quantize in FORMATS.items():
+        dtype = DTYPES.get(name, torch.float32)  # integers are made of fp32
         gpt = packed_for_cpu(load_checkpoint(model, dtype=dtype), quantize)
         if gpt.config.vocab_size != corpus.tokenizer.vocab_size:
             raise ValueError(f"{model} was not trained on {data}: name its data with --data")
         nats, count = evaluate(gpt, corpus, process)
         bits = bits_per_byte(nats, corpus.scored_bytes(count))
-        result[name] = {"nats a token": round(nats / count, 5), "bits a byte": round(bits, 5)}
+        row = {"nats a token": round(nats / count, 5)}
+        row["bits a byte"] = round(bits, 5)
+        result[name] = row
     return result
 
 
@@ -604,7 +611,7 @@ def bench_engine(
     settings = Settings(block_size=block_size, graphs=not no_graphs, overlap=overlap)
     engine = Engine(gpt, settings)
     seconds = perf_counter() - started
-    result = {"model": model, "start-up, s": round(seconds, 1)}
+    result = {"start-up, s": round(seconds, 1)}
     result["engine"] = engine.statement()
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
     for seed in seeds:
@@ -625,7 +632,8 @@ def throughput(engine: Engine, gpt: GPT, work: Work, bandwidth: float) -> dict:
     bytes_read = steps * weight_bytes(gpt) + contexts * bytes_per_block(gpt, 1)
     floor = bytes_read / bandwidth
     tokens_in, tokens_out = num_tokens(work)
-    row = {"in": tokens_in, "out": tokens_out, "s": round(seconds, 2)}
+    row = {"in": tokens_in, "out": tokens_out}
+    row["s"] = round(seconds, 2)
     row["share of the floor"] = round(floor / seconds, 3)
     row["output tok/s"] = round(tokens_out / seconds)
     return row
@@ -640,7 +648,9 @@ def latency(engine: Engine, n: int) -> dict:
     others = even_workload(n, N, N, V, seed=-n - 1)  # without prefix hits
     whole, _ = timed(engine, others)
     step = (whole - prefill) / (N - 1)
-    return {"ms a step": ms(step), "whole, ms a token": ms(whole / N)}
+    row = {"ms a step": ms(step)}
+    row["whole, ms a token"] = ms(whole / N)
+    return row
 
 
 @command
@@ -703,30 +713,36 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
 @command
 def bench_overhead(model="gpt2-124M") -> dict:
     """
-    Decode steps of 1, 32 and 256 requests at context 900: milliseconds a step; the floor is to read
-    weights, K and V from memory once. On a GPU also how long the host works on a step, kernels a
-    step, and where the device's time goes (each kernel counts from the end of the one before: with
-    programmatic dependent launch it may start earlier, and waits).
+    Decode steps of 1, 32 and 256 requests (1, 8 and 32 on a CPU) at context 900: milliseconds a
+    step; the floor is to read weights, K and V from memory once. On a GPU also how long the host
+    works on a step, how many kernels the step has, and where the device's time goes (each kernel
+    counts from the end of the one before: with programmatic dependent launch it may start earlier,
+    and then waits).
     """
     steps = 64
+    on_gpu = DEVICE == "cuda"
     gpt = build_model(model, DEVICE)
     bandwidth = read_bandwidth(DEVICE)
     engine = Engine(gpt, Settings(prefix_cache=False))
     context = min(900, gpt.config.context_length - 100)  # no request ends in the steps below
-    result = {"model": model}
-    numbers = (1, 32, 256) if DEVICE == "cuda" else (1, 8, 32)
-    for n in numbers:
+    rows = {}
+    for n in (1, 32, 256) if on_gpu else (1, 8, 32):
         let_decode(engine, n, context)
         seconds = step_seconds(engine, steps)
-        kv_bytes = n * (context + steps / 2) * bytes_per_block(gpt, 1)
+        contexts = n * (context + steps / 2)  # of all requests, halfway
+        kv_bytes = contexts * bytes_per_block(gpt, 1)
         floor = (weight_bytes(gpt) + kv_bytes) / bandwidth
-        row = {"ms a step": ms(seconds), "floor, ms": ms(floor)}
-        if DEVICE == "cuda":
+        row = {"ms a step": ms(seconds)}
+        row["floor, ms"] = ms(floor)
+        if on_gpu:
             host = step_seconds(engine, 16, wait_before=True)
             row["host, ms"] = ms(host)
+        rows[n] = row
+    if on_gpu:  # last: once there was a profiler, each launch takes longer
+        for n, row in rows.items():
+            let_decode(engine, n, context)
             row |= device_time(engine, 8)
-        result[f"{n} requests"] = row
-    return result
+    return {f"{n} requests": row for n, row in rows.items()}
 
 
 def let_decode(engine: Engine, n: int, context: int):
@@ -738,15 +754,17 @@ def let_decode(engine: Engine, n: int, context: int):
     room = engine.config.context_length - context
     work = even_workload(n, context, room, engine.config.vocab_size)
     for i, (prompt, answer) in enumerate(work):
-        engine.add_request(i, prompt, fixed_length(answer, 0.6, seed=i))
+        params = fixed_length(answer, 0.6, seed=i)
+        engine.add_request(i, prompt, params)
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
 
 
 def step_seconds(engine: Engine, steps: int, wait_before=False) -> float:
     """
-    Median seconds of a step. With `wait_before`, of what the host does in it: it has waited for the
-    device before, so what the step collects is there already.
+    Median seconds of a step. With `wait_before`, of the host's work in it: the device has finished
+    before the step begins, so the host finds the tokens of the step before there, and does not wait
+    for those of the step that it launches (with overlap, as on a GPU).
     """
     times = []
     for _ in range(steps):
@@ -774,10 +792,10 @@ def kind_of(kernel: str) -> str:
     return "rest"
 
 
-def seconds_by_kind(launches: list[tuple[float, float, str]]) -> dict[str, float]:
+def seconds_by_kind(launches: Iterable[tuple]) -> dict[str, float]:
     """
-    launches: start and end of each kernel in microseconds, and its name, sorted. A kernel counts
-    from the end of the one before: while both run, the later one waits for the earlier one's data.
+    launches: (start, end, name) of each kernel, in microseconds, sorted. A kernel counts from the
+    end of the one before: while both run, the later one waits for the earlier one's data.
     """
     seconds = dict.fromkeys([*KINDS, "rest"], 0.0)
     last_end = 0.0
@@ -803,7 +821,8 @@ def device_time(engine: Engine, steps: int) -> dict:
             span = event.time_range
             launches.append((span.start, span.end, event.name))
     row = {"kernels": round(len(launches) / steps)}
-    for kind, seconds in seconds_by_kind(sorted(launches)).items():
+    launches.sort()
+    for kind, seconds in seconds_by_kind(launches).items():
         row[kind] = ms(seconds / steps)
     return row
 
@@ -846,7 +865,7 @@ def bench_server(
         return offline_workload(n, scale_for(config), V, next(seeds))
 
     works = {n: [new_work(n) for _ in range(repeats)] for n in streams}
-    result = {"model": model}
+    result = {}
     with server(model, flags) as (host, port):
 
         def measure(work: Work, rate=0.0, num_slow=0, skip=0) -> dict:
@@ -871,7 +890,8 @@ def bench_server(
                 work = other_tokens(work, V)
                 result[f"{n} streams, {slow} slow"] = measure(work, 0, slow, slow_clients)
     torch.set_num_threads(engine_threads())
-    engine = build_engine(parse_args(["--model", model, *flags.split()]))
+    args = parse_args(["--model", model, *flags.split()])
+    engine = build_engine(args)
     timed(engine, offline_workload(8, 8, V, seed=99))  # warm-up
     for n in streams:
         row = result[f"{n} streams"]
@@ -884,12 +904,14 @@ def bench_server(
 def server(model: str, flags: str) -> Iterator[list[str]]:
     """serve.py in a process of its own: its host and port."""
     command = [sys.executable, "serve.py", "--model", model, "--port", "0", "--no-access-log"]
-    process = subprocess.Popen(command + flags.split(), stdout=subprocess.PIPE, text=True)
+    command += flags.split()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         greeting = process.stdout.readline()
         if not greeting:
             raise ValueError("the server did not start: see above")
-        yield greeting.split("//")[1].strip().split(":")
+        _, _, address = greeting.strip().rpartition("//")
+        yield address.split(":")
     finally:
         process.terminate()
         process.wait(60)
@@ -949,19 +971,20 @@ def bench_batching(model="1M", device="cpu", repeats=3, out=Path("out/batching.p
             serve_batches(engine, [warm_up])
             run = serve_batches(engine, batches)
             runs[name].append(run)
-    middle = {}
-    for name, found in runs.items():
-        found.sort(key=lambda run: run[0][-1])
-        middle[name] = found[repeats // 2]
-    slowest, alone = middle["one by one"]
     tokens_in, tokens_out = num_tokens(work)
     result = {"tokens in": tokens_in, "tokens out": tokens_out}
     curves = {}
-    for name, (ended, answers) in middle.items():
+    for name, found in runs.items():
+        found.sort(key=lambda run: run[0][-1])
+        ended, answers = found[repeats // 2]
         seconds = ended[-1]
+        if name == "one by one":
+            slowest = seconds
+            alone = answers
         rate = round(tokens_out / seconds)
-        row = {"requests/s": round(96 / seconds, 1), "tok/s": rate}
-        row["times one by one"] = round(slowest[-1] / seconds, 1)
+        row = {"requests/s": round(96 / seconds, 1)}
+        row["tok/s"] = rate
+        row["times one by one"] = round(slowest / seconds, 1)
         if name.startswith("continuous"):
             row["equal answers"] = f"{num_equal(answers, alone)} of 96"
         result[name] = row
@@ -979,14 +1002,15 @@ def serve_batches(engine: Engine, batches: list[Work]) -> tuple[list[float], Ans
     started = perf_counter()
     for batch in batches:
         for prompt, answer in batch:
-            request = engine.add_request(len(requests), prompt, fixed_length(answer))
+            params = fixed_length(answer)
+            request = engine.add_request(len(requests), prompt, params)
             requests.append(request)
         while engine.has_work:
             outputs = engine.step()
             now = perf_counter() - started
             ended += [now for output in outputs if output.finish_reason is not None]
     answers = [request.generated_tokens for request in requests]
-    check_complete(answers, chain(*batches))
+    check_complete(answers, [n for _, n in chain(*batches)])
     return ended, answers
 
 
@@ -1040,7 +1064,9 @@ def fill_pool(S: int, room: int) -> dict:
             crowded.append((len(scheduler.running), taken, filled))
         scheduler.update(plan, [0] * len(plan.sampled))
     at_once, taken, filled = map(mean, zip(*crowded, strict=True))
-    parts = {"tokens": filled, "waste inside": taken - filled, "waste outside": room - taken}
+    parts = {"tokens": filled}
+    parts["waste inside"] = taken - filled
+    parts["waste outside"] = room - taken
     row = {"at once": round(at_once, 1)}
     for name, tokens in parts.items():
         row[f"{name}, %"] = round(100 * tokens / room, 1)
@@ -1052,7 +1078,7 @@ def append_us(context: int) -> dict[str, float]:
     Microseconds to append one token's K, V to a text in one layer, two ways; with it, the text has
     `context` tokens.
     """
-    layer = Layer([(1, context)], (12, 12, 64))
+    layer = Layer([(1, context)], GPT2_HEADS)
     k = layer.k[:, :, None]
     v = layer.v[:, :, None]
     K, V = torch.randn(2, 1, 12, context - 1, 64)
@@ -1075,20 +1101,19 @@ def bench_blockmap(out=Path("out/blockmap.png")) -> dict:
     requests, grey is cached and idle, white is free; a block that several requests hold at once is
     striped by turns.
     """
-    torch.manual_seed(0)
-    config = GPTConfig(vocab_size=64, context_length=64, n_layer=1, n_head=1, n_embd=16)
-    model = GPT(config).eval()
     settings = Settings(block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0)
-    engine = Engine(model, settings)
+    engine = Engine(build_model("1M"), settings)
     rng = Random(0)
     prefix = random_tokens(rng, 12, 64)
     arrivals = {}
     for i in range(9):  # one every four steps; every second one begins like the others
-        prompt = random_tokens(rng, rng.randint(4, 24), 64)
+        length = rng.randint(4, 24)
+        prompt = random_tokens(rng, length, 64)
         if i % 2:
             prompt = prefix + prompt
         answer = rng.randint(12, 36)
-        arrivals[4 * i] = (i, prompt, fixed_length(answer))
+        params = fixed_length(answer)
+        arrivals[4 * i] = (i, prompt, params)
     owners = []  # of each step, see draw.block_map
     idle = []
     while arrivals or engine.has_work:
@@ -1147,12 +1172,12 @@ def main():
     bench = COMMANDS[name]
     print(inspect.getdoc(bench), file=sys.stderr)
     try:
-        result = {"bench": name} | conditions() | bench(**arguments)
+        result = {"bench": name} | arguments | conditions() | bench(**arguments)
     except ValueError as error:  # a --model that is missing or broken; what this machine cannot do
         sys.exit(str(error))
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
-    print(json.dumps(result))
+    print(json.dumps(result, default=str))  # a path is no JSON
 
 
 if __name__ == "__main__":
