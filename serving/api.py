@@ -14,10 +14,8 @@ import hmac
 import ipaddress
 import json
 import os
-import re
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
@@ -43,7 +41,6 @@ LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to
 STOPPED = "the server stopped before this was finished"
 MODEL_PATH = "/v1/models/"  # before a model's name, which may have slashes of its own
 MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize, /detokenize and with many log-probabilities
-REQUEST_ID = b"x-request-id"
 
 
 def log(event: str, **fields):
@@ -62,11 +59,13 @@ class Route(NamedTuple):
     handler: Callable
     fields: str = ""  # of the answer's JSON
     body: type[protocol.Body] | None = None
+    text: str = ""  # the media type of an answer that is no JSON
 
 
 COMPLETION = "id object created model choices usage"
 MODEL = "id object created owned_by max_model_len"
 TOKENS = "count max_model_len tokens"
+STREAM = "text/event-stream"
 
 
 class Service:
@@ -101,7 +100,7 @@ class Service:
         """Raises ApiError (503) while no work is accepted: loading, draining or dead."""
         state = "draining" if self.draining else self.client.state
         if state != "ready":
-            why = self.client.reason if state in ("restarting", "dead") else "try again later"
+            why = self.client.reason or "try again later"
             raise ApiError(503, f"the server is {state}: {why}", code=state)
 
     def check_room(self, count: int):
@@ -112,11 +111,11 @@ class Service:
         waiting = max(len(self.client.choices), self.client.at_work)
         capacity = self.client.info["max_num_seqs"] + self.args.max_queue
         if count > capacity:
-            limit = f"at most {capacity} are taken: split it"
-            raise ApiError(400, f"{count} prompts x n in one call, {limit}", "prompt")
+            message = f"{count} prompts x n in one call, at most {capacity} are taken: split it"
+            raise ApiError(400, message, "prompt")
         if count + waiting > capacity:
-            full = f"beside {waiting} in work are more than {capacity}: try again later"
-            raise ApiError(429, f"{count} prompts x n {full}", code="queue_full")
+            message = f"{count} prompts x n beside {waiting} in work are more than {capacity}"
+            raise ApiError(429, f"{message}: try again later", code="queue_full")
 
     async def parse_body(self, http, kind):
         """The call's JSON, as one of protocol.py's bodies, for this model. Raises ApiError."""
@@ -151,24 +150,23 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
 
     def encoder_job(self, body):
-        """The encoder's job for a body's texts or messages, how many characters, in which field."""
+        """The encoder's job for a body's texts or messages. Raises ApiError."""
         if not body.messages:
-            texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-            return {"texts": texts}, sum(map(len, texts)), "prompt"
+            return {"texts": [body.prompt] if isinstance(body.prompt, str) else body.prompt}
         if not self.encoder.has_chat:
             remedy = "use /v1/completions or put one into the checkpoint"
             raise ApiError(400, f"{self.name} has no chat template: {remedy}", "messages")
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        size = sum(len(text) for message in messages for text in message.values())
         options = {"add_generation_prompt": body.add_generation_prompt}
-        return {"messages": messages, "options": options}, size, "messages"
+        return {"messages": messages, "options": options}
 
-    async def ask_encoder(self, job, size, param):
-        """What encoder.py makes of a job. Raises ApiError, about the field `param`."""
+    async def ask_encoder(self, job):
+        """What encoder.py makes of a job. Raises ApiError."""
         try:
-            return await self.encoder.ask(job, size)
+            return await self.encoder.ask(job)
         except TokenizerError as error:
-            raise ApiError(400, str(error), param) from None
+            field = "prompt" if "texts" in job else next(iter(job))  # messages, tokens
+            raise ApiError(400, str(error), field) from None
         except EncoderBusy:
             message = "too much text is waiting to be encoded: try again later"
             raise ApiError(429, message, code="encoder_busy") from None
@@ -179,9 +177,8 @@ class Service:
         """Token ids of each prompt. Raises ApiError."""
         if not body.messages and isinstance(body.prompt[0], list):
             return body.prompt  # given as token ids
-        job, size, param = self.encoder_job(body)
         limit = self.client.info["max_model_len"]
-        head, data = await self.ask_encoder(job | {"limit": limit}, size, param)
+        head, data = await self.ask_encoder(self.encoder_job(body) | {"limit": limit})
         # of a prompt that is too long there are no ids
         body.check_length(max(head["counts"]), limit)
         return read_ids(head, data)
@@ -203,25 +200,24 @@ class Service:
         return job
 
     async def tokenize(self, http, body: protocol.TokenizeRequest):
-        job, size, param = self.encoder_job(body)
         limit = self.client.info["max_model_len"]
-        job["answer"] = {"names": body.return_token_strs, "max_model_len": limit}
-        return self.encoders_answer(job, size, param)
+        answer = {"names": body.return_token_strs, "max_model_len": limit}
+        return self.encoders_answer(self.encoder_job(body) | {"answer": answer})
 
     async def detokenize(self, http, body: protocol.DetokenizeRequest):
         protocol.check_vocabulary("tokens", body.tokens, self.client.info["vocab_size"])
-        return self.encoders_answer({"tokens": body.tokens}, len(body.tokens), "tokens")
+        return self.encoders_answer({"tokens": body.tokens})
 
-    def encoders_answer(self, job, size, param):
+    def encoders_answer(self, job):
         """
         The ASGI application that answers with the JSON which the encoder makes. Of long ones only a
         few are there at once, until their clients have read them: each may have 30 MB.
         """
-        is_short = self.encoder.is_short(job, size)
+        is_short = self.encoder.is_short(job)
 
         async def answer(scope, receive, send):
             async with contextlib.nullcontext() if is_short else self.long_answers:
-                _, data = await self.ask_encoder(job, size, param)
+                _, data = await self.ask_encoder(job)
                 await send_json(send, data)
 
         return answer
@@ -263,17 +259,17 @@ class Service:
         return JSONResponse(openapi(self.routes))
 
     routes: ClassVar = {
-        "POST /v1/completions": Route(complete, COMPLETION, protocol.CompletionRequest),
-        "POST /v1/chat/completions": Route(complete, COMPLETION, protocol.ChatRequest),
+        "POST /v1/completions": Route(complete, COMPLETION, protocol.CompletionRequest, STREAM),
+        "POST /v1/chat/completions": Route(complete, COMPLETION, protocol.ChatRequest, STREAM),
         "POST /tokenize": Route(tokenize, TOKENS, protocol.TokenizeRequest),
         "POST /detokenize": Route(detokenize, "prompt", protocol.DetokenizeRequest),
         "GET /v1/models": Route(list_models, "object data"),
         "GET /v1/models/{id}": Route(show_model, MODEL),
-        "GET /": Route(show_welcome),
+        "GET /": Route(show_welcome, text="text/html"),
         "GET /livez": Route(show_liveness, "status"),
         "GET /readyz": Route(show_readiness, "status"),
         "GET /health": Route(show_readiness, "status"),
-        "GET /metrics": Route(show_metrics),
+        "GET /metrics": Route(show_metrics, text="text/plain"),
         "GET /openapi.json": Route(show_openapi, "openapi info paths"),
     }
 
@@ -334,8 +330,9 @@ class Service:
         elif not self.seat.is_first:
             return  # one process says it
         elif state == "ready" and not self.draining:
-            known = (self.name, base_url(self.sock), self.encoder.has_chat, self.key_in_shell)
-            print(welcome.greeting(*known), flush=True)
+            url = base_url(self.sock)
+            greeting = welcome.greeting(self.name, url, self.encoder.has_chat, self.key_in_shell)
+            print(greeting, flush=True)
         elif state == "restarting":
             log("engine_died", reason=self.client.reason)
 
@@ -374,8 +371,6 @@ def base_url(sock) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-TEXTS = {"/": "text/html", "/metrics": "text/plain"}  # paths that answer with text
-TEXTS |= dict.fromkeys(("/v1/completions", "/v1/chat/completions"), "text/event-stream")
 REFUSED = ("400", "401", "403", "404", "405", "408", "413", "429", "503")  # statuses of refusals
 
 
@@ -390,7 +385,7 @@ def openapi(routes) -> dict:
     paths = {}
     for call, route in routes.items():
         method, path = call.split()
-        good = {"description": "the answer"} | content(route.fields, TEXTS.get(path))
+        good = {"description": "the answer"} | content(route.fields, route.text)
         described = {"responses": {"200": good} | dict.fromkeys(REFUSED, refused)}
         if route.body:
             json_body = {"application/json": {"schema": refs[route.body, "validation"]}}
@@ -403,7 +398,7 @@ def openapi(routes) -> dict:
     return document | {"paths": paths, "components": {"schemas": schemas["$defs"]}}
 
 
-def content(fields: str, text: str | None = None) -> dict:
+def content(fields: str, text: str = "") -> dict:
     """An answer: JSON with these fields, if any, or a text of this media type, if any."""
     kinds = {}
     if fields:
@@ -439,39 +434,30 @@ class Gate:
             allow_origins=self.args.allowed_origins,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID.decode(), "retry-after"),
+            expose_headers=("x-request-id", "retry-after"),
             allow_private_network=True,
         )
 
     async def __call__(self, scope, receive, send):
-        """
-        Name the call, for its client and for the log, and tell browsers which pages may read the
-        answer.
-        """
         receive, send = closing_early(scope, receive, send)
-        headers = dict(scope["headers"])
-        id = request_id(headers.get(REQUEST_ID, b""))
-        scope["request_id"] = id
-        # what the log is to say of this call
-        scope["logged"] = {"method": scope["method"], "path": scope["path"][:200], "id": id}
-
-        async def send_named(message):
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (REQUEST_ID, id.encode())]
-                scope["is_answered"] = True
-            await send(message)
-
-        respond = self.shared if self.is_allowed(headers.get(b"origin")) else self.respond
-        await respond(scope, receive, send_named)
+        origin = dict(scope["headers"]).get(b"origin")
+        respond = self.shared if self.is_allowed(origin) else self.respond
+        await respond(scope, receive, send)
 
     async def respond(self, scope, receive, send):
         started = time.perf_counter()
         status = 200
         error = None
+        # what the log is to say of this call
+        logged = {"method": scope["method"], "path": scope["path"][:200], "id": scope["request_id"]}
+        scope["logged"] = logged
         try:
             check_head(scope["headers"])
             scope["salt"] = self.admit(scope)
-            answer = await self.answer_to(Request(scope, receive))
+            http = Request(scope, receive)
+            route = self.route(http.method, scope["path"])
+            bodies = [await self.service.parse_body(http, route.body)] if route.body else []
+            answer = await route.handler(self.service, http, *bodies)
             await answer(scope, receive, send)
             error = getattr(answer, "error", None)  # of a stream that had begun
         except (Exception, asyncio.CancelledError) as problem:
@@ -482,25 +468,13 @@ class Gate:
             if status == 500 and error is not problem:
                 raise  # a bug: uvicorn logs its traceback
         finally:
-            ms = round(1000 * (time.perf_counter() - started), 1)
-            logged = scope["logged"] | {"ms": ms}
+            logged["ms"] = round(1000 * (time.perf_counter() - started), 1)
             if error:
                 logged["error"] = error.reason
             self.note_end(scope["client"], status, logged)
 
-    async def answer_to(self, http):
-        """The ASGI application that answers a call. Raises ApiError."""
-        route = self.route(http.method, http.scope["path"])
-        bodies = [await self.service.parse_body(http, route.body)] if route.body else []
-        return await route.handler(self.service, http, *bodies)
-
-    def not_http(self, client, why):
-        """
-        A connection was answered with a 400 and closed: no call, but counted and logged like one.
-        """
-        self.note_end(client, 400, {"error": why})
-
     def note_end(self, client, status, logged):
+        """Count and log what has ended: a call, or a connection that did not speak HTTP."""
         self.service.metrics.count_answer(status)
         if self.args.access_log and logged.get("path") not in OPEN_PATHS:
             log("access", client=client and client[0], status=status, **logged)
@@ -573,15 +547,10 @@ def refusal_of(problem, scope) -> ApiError:
         case ClientDisconnect():
             return ClientGone()
         case asyncio.CancelledError():  # the server stops
-            is_unread = scope.get("is_answered")  # the client does not read
+            is_unread = "is_last" in scope  # the answer has begun: the client does not read it
             return ClientGone() if is_unread else ApiError(503, STOPPED, code="stopping")
         case _:
             return ApiError(500, f"a bug of this server: {type(problem).__name__}")
-
-
-def request_id(given: bytes) -> str:
-    """The client's own X-Request-Id if it is printable ASCII and not long, else a new one."""
-    return given.decode() if re.fullmatch(b"[!-~]{1,128}", given) else uuid.uuid4().hex
 
 
 def host_name(value: bytes) -> str:

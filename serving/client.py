@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import socket
 import time
+from operator import itemgetter
 
 from serving.links import Messages, join, line
 
@@ -147,10 +148,8 @@ class EngineClient(asyncio.Protocol):
         Why the engine is not alive: it is gone, or has work and said nothing for STALL_SECONDS. ""
         if it is.
         """
-        if self.state in ("restarting", "dead"):
-            return self.reason
         stalls = self.choices and time.monotonic() - self.heard > STALL_SECONDS
-        return f"no step in {STALL_SECONDS} s" if stalls else ""
+        return self.reason or (f"no step in {STALL_SECONDS} s" if stalls else "")
 
     def _write(self, **message):
         if not self.transport:
@@ -184,20 +183,27 @@ class EngineClient(asyncio.Protocol):
         if not messages:
             return
         self.heard = started
-        rows = {}  # by request
-        for message in messages:
-            if message["op"] != "step":  # an error comes after the tokens before it
-                self._deliver(rows)
-                rows = {}
-                self._on_message(message)
+        for op, run in itertools.groupby(messages, itemgetter("op")):
+            if op != "step":  # an error comes after the tokens before it
+                for message in run:
+                    self._on_message(message)
                 continue
-            for row in message["out"]:
+            steps = list(run)
+            rows = {}  # by request
+            for row in itertools.chain.from_iterable(step["out"] for step in steps):
                 earlier = rows.setdefault(row[0], row)
                 if earlier is not row:
                     join(earlier, row)
-            self.at_work = message["stats"]["at_work"]
-            self.on_stats(message["stats"])
-        self._deliver(rows)
+            for id, tokens, finish_reason, *more in rows.values():
+                choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
+                if not choice:
+                    continue  # it was aborted, and this was already under way
+                choice.job.on_tokens(choice, tokens, finish_reason, *more)
+                if choice.finish_reason:  # perhaps for a stop string, unknown to the engine
+                    self.abort(choice)
+            for step in steps:
+                self.at_work = step["stats"]["at_work"]
+                self.on_stats(step["stats"])
         # The round ends two turns of the event loop from now: in the first the tasks that this woke
         # run, and write; then what has arrived meanwhile is read; then `_pause` is called.
         loop = asyncio.get_running_loop()
@@ -210,19 +216,11 @@ class EngineClient(asyncio.Protocol):
 
     # what the engine says
 
-    def _deliver(self, rows):
-        for id, tokens, finish_reason, *more in rows.values():
-            choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
-            if not choice:
-                continue  # it was aborted, and this was already under way
-            choice.job.on_tokens(choice, tokens, finish_reason, *more)
-            if choice.finish_reason:  # perhaps for a stop string, unknown to the engine
-                self.abort(choice)
-
     def _on_message(self, message):
         match message.pop("op"):
             case "ready":
                 self.state = "ready"
+                self.reason = ""
                 self.info = message
                 self.on_state("ready")
             case "error":

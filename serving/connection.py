@@ -11,6 +11,7 @@ behaves on Linux and macOS, and nothing about what requests mean.
 
 import asyncio
 import contextlib
+import re
 import time
 import uuid
 from collections import deque
@@ -29,6 +30,7 @@ REFUSED_SECONDS = 1  # time to read a refusal, for a client that is still sendin
 PROBE_SECONDS = 1  # between two probes of a client that has closed its sending side
 ROOM_SECONDS = 0.1  # between two looks at the number of connections of all HTTP processes
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+REQUEST_ID = b"x-request-id"  # names a call, for its client and in the log
 PING_CHUNK = b"8\r\n: ping\n\n\r\n"
 
 # Against request smuggling: headers that decide which server is asked, by whom, and where a request
@@ -63,15 +65,18 @@ def announces_body(headers: list[tuple[bytes, bytes]]) -> bool:
     return b"transfer-encoding" in values or values.get(b"content-length", b"0").strip(b"0") != b""
 
 
+def request_id(given: bytes) -> str:
+    """The client's own X-Request-Id if it is printable ASCII and not long, else a new one."""
+    return given.decode() if re.fullmatch(b"[!-~]{1,128}", given) else uuid.uuid4().hex
+
+
 def closing_early(scope, receive, send) -> tuple[Callable, Callable]:
     """
-    ASGI's `receive` and `send` for a call whose answer may come before its whole body was read,
-    which mostly is a refusal: that answer is the last of its connection. What the client still
-    sends is dropped, for REFUSED_SECONDS at most.
+    ASGI's `receive` and `send` for a call. Where the answer begins before the whole body was read,
+    it is the last of its connection (mostly it is a refusal), and what the client still sends is
+    dropped, for REFUSED_SECONDS at most. scope["is_last"] says so, once the answer has begun.
     """
-    if not announces_body(scope["headers"]):
-        return receive, send
-    unread = True
+    unread = announces_body(scope["headers"])
 
     async def receive_part():
         nonlocal unread
@@ -137,7 +142,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **options)
         gate = self.config.app
         self.args = gate.args
-        self.not_http = gate.not_http
+        self.note_end = gate.note_end
         self.seat = gate.service.seat
         self.sending = self.reading = None  # timers: the client sends a request, reads an answer
         self.in_body = False
@@ -216,6 +221,9 @@ class Connection(HttpToolsProtocol):
         if self.is_upgrade or self.transport.is_closing():
             return
         super().on_headers_complete()
+        name = request_id(dict(self.headers).get(REQUEST_ID, b""))
+        self.scope["request_id"] = name
+        self.cycle.default_headers = [*self.cycle.default_headers, (REQUEST_ID, name.encode())]
         self.unanswered.append(self.cycle)
         self.count()
         if len(self.unanswered) > 1 + MAX_PIPELINED:
@@ -311,9 +319,9 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg):
         """The answer to what is not HTTP: an error of the same form as all others."""
-        self.not_http(self.client, msg)
+        self.note_end(self.client, 400, {"error": msg})
         body = error_body(ApiError(400, msg))
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        head += f"x-request-id: {uuid.uuid4().hex}\r\n"
+        head += f"x-request-id: {request_id(b'')}\r\n"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()

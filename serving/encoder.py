@@ -64,23 +64,23 @@ class Encoder:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, the names of control tokens included. Raises TokenizerError."""
-        return read_ids(*asyncio.run(self.ask({"texts": [text]}, len(text))))[0]
+        return read_ids(*asyncio.run(self.ask({"texts": [text]})))[0]
 
     def chat(self, messages: list[dict], **options) -> list[int]:
         """
         Token ids of a conversation: [{"role", "content"}, ..], and variables of the template.
         """
         job = {"messages": messages, "options": options}
-        return read_ids(*asyncio.run(self.ask(job, 0)))[0]
+        return read_ids(*asyncio.run(self.ask(job)))[0]
 
-    async def ask(self, job: dict, size: int) -> tuple[dict, bytes]:
+    async def ask(self, job: dict) -> tuple[dict, bytes]:
         """
-        What `work` makes of a job whose texts have `size` characters, or ids. Raises
-        TokenizerError for what the client can change, EncoderBusy, and RuntimeError should the
-        process end for another reason.
+        What `work` makes of a job. Raises TokenizerError for what the client can change,
+        EncoderBusy, and RuntimeError should the process end for another reason.
         """
-        if self.is_short(job, size):
+        if self.is_short(job):
             return work(job, self.tokenizer, None)
+        size = size_of(job)
         if self.waiting + size > MAX_WAITING:
             raise EncoderBusy("too much text is waiting to be encoded")
         self.waiting += size
@@ -98,14 +98,14 @@ class Encoder:
             process.kill()
             process.wait()
 
-    def is_short(self, job: dict, size: int) -> bool:
+    def is_short(self, job: dict) -> bool:
         """
         Whether a job takes at most 2 ms. That is not known of a chat template, which is a program,
         nor of a regular expression that the checkpoint brings.
         """
         if "messages" in job or not self.tokenizer.has_known_pattern:
             return False
-        return size + 16 * len(job.get("texts", ())) <= SHORT
+        return size_of(job) + 16 * len(job.get("texts", ())) <= SHORT
 
     def _exchange(self, job: dict) -> tuple[dict, bytes]:
         """Have the process do a job."""
@@ -155,6 +155,13 @@ class Encoder:
 
 # --------------------------------------------------------------------------------------------------
 # The work, here or in the process
+
+
+def size_of(job: dict) -> int:
+    """How many characters, or ids, a job has."""
+    messages = job.get("messages", ())
+    texts = job.get("texts") or [text for message in messages for text in message.values()]
+    return sum(map(len, texts)) + len(job.get("tokens", ()))
 
 
 def work(job: dict, tokenizer: Tokenizer, chat: Chat | None) -> tuple[dict, bytes]:

@@ -18,6 +18,7 @@ from test_protocol import parse
 from wires import House, request
 
 from serving import answers, api
+from serving.encoder import size_of
 from serving.protocol import NEUTRAL, CompletionRequest
 from serving.workers import Counts, Seat
 
@@ -741,7 +742,8 @@ def test_four_long_answers_are_there_at_once(house, monkeypatch):
     """Until their clients have read them; a short one needs no turn."""
     asked = []
 
-    async def ask(job, size):
+    async def ask(job):
+        size = size_of(job)
         asked.append(size)
         return {}, b'"%s"' % (b"1" * size)
 
@@ -1253,7 +1255,7 @@ def test_the_prompts_limit_is_the_engines(house):
     ],
 )
 def test_what_the_encoder_cannot_do_is_said(house, monkeypatch, raised, status, code):
-    async def ask(job, size):
+    async def ask(job):
         raise raised
 
     monkeypatch.setattr(house.encoder, "ask", ask)

@@ -63,19 +63,19 @@ def test_the_process_says_what_the_tokenizer_says(encoder, text):
 
 
 @pytest.mark.parametrize(
-    ("job", "size", "is_short"),
+    ("job", "is_short"),
     [
-        ({"texts": ["a"]}, 4080, True),
-        ({"texts": ["a"]}, 4081, False),
-        ({"texts": ["a"] * 2}, 4064, True),
-        ({"texts": ["a"] * 2}, 4065, False),
-        ({"texts": [""] * 257}, 0, False),  # each has a cost of its own
-        ({"tokens": []}, 4096, True),
-        ({"tokens": []}, 4097, False),
-        ({"messages": HELLO}, 0, False),
+        ({"texts": ["a" * 4080]}, True),
+        ({"texts": ["a" * 4081]}, False),
+        ({"texts": ["a" * 2032] * 2}, True),
+        ({"texts": ["a" * 2032, "a" * 2033]}, False),
+        ({"texts": [""] * 257}, False),  # each has a cost of its own
+        ({"tokens": [1] * 4096}, True),
+        ({"tokens": [1] * 4097}, False),
+        ({"messages": HELLO}, False),
     ],
 )
-def test_where_a_job_is_done(folder, monkeypatch, job, size, is_short):
+def test_where_a_job_is_done(folder, monkeypatch, job, is_short):
     """
     Here what takes 2 ms at most, in the process all else, whether somebody waits for it or not.
     """
@@ -83,23 +83,25 @@ def test_where_a_job_is_done(folder, monkeypatch, job, size, is_short):
     monkeypatch.setattr(module, "work", lambda *_: "here")
     monkeypatch.setattr(encoder, "_exchange", lambda _: "there")
     where = "here" if is_short else "there"
-    assert asyncio.run(encoder.ask(job, size)) == where
+    assert asyncio.run(encoder.ask(job)) == where
     encoder.tokenizer.has_known_pattern = False
-    assert asyncio.run(encoder.ask(job, size)) == "there"
+    assert asyncio.run(encoder.ask(job)) == "there"
     encoder.close()
 
 
 def test_a_text_counts_by_its_length(folder, monkeypatch):
     encoder, sizes = Encoder(folder), []
 
-    async def ask(job, size):
-        sizes.append(size)
+    async def ask(job):
+        sizes.append(module.size_of(job))
         return {"counts": [0]}, b""
 
     monkeypatch.setattr(encoder, "ask", ask)
     for text in ("", "abc", "é" * 5000):
         encoder.encode(text)
     assert sizes == [0, 3, 5000]
+    messages = [{"role": "user", "content": "abc"}, {"role": "tool", "content": "d", "name": "e"}]
+    assert module.size_of({"messages": messages, "options": {}}) == len("userabctoolde")
     encoder.close()
 
 
@@ -120,7 +122,7 @@ def test_jobs_that_are_asked_at_once_get_their_own_answers(encoder, monkeypatch)
 
     async def ask_all():
         return await asyncio.gather(
-            *[encoder.ask({"texts": ["b" * length]}, length) for length in range(5000, 5020)]
+            *[encoder.ask({"texts": ["b" * length]}) for length in range(5000, 5020)]
         )
 
     for length, (head, data) in enumerate(asyncio.run(ask_all()), 5000):
@@ -155,11 +157,11 @@ def test_what_work_makes_of_each_job():
 
 def test_texts_come_back_in_order_and_too_long_ones_without_ids(encoder):
     texts = ["a" * 4999, "", "b" * 7]
-    head, data = asyncio.run(encoder.ask({"texts": texts}, 5006))
+    head, data = asyncio.run(encoder.ask({"texts": texts}))
     assert head == {"counts": [2500, 0, 7]}
     assert read_ids(head, data) == [encoder.tokenizer.encode(text) for text in texts]
-    assert asyncio.run(encoder.ask({"texts": texts, "limit": 2500}, 5006)) == (head, data)
-    assert asyncio.run(encoder.ask({"texts": texts, "limit": 2499}, 5006)) == (head, b"")
+    assert asyncio.run(encoder.ask({"texts": texts, "limit": 2500})) == (head, data)
+    assert asyncio.run(encoder.ask({"texts": texts, "limit": 2499})) == (head, b"")
 
 
 def test_templates_are_always_rendered_there(encoder):
@@ -312,7 +314,7 @@ def test_only_so_much_waits(encoder, monkeypatch):
     monkeypatch.setattr(module, "MAX_WAITING", 9999)
 
     async def ask_all():
-        jobs = [encoder.ask({"texts": ["a" * 5000]}, 5000) for _ in range(3)]
+        jobs = [encoder.ask({"texts": ["a" * 5000]}) for _ in range(3)]
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     results = asyncio.run(ask_all())
@@ -322,7 +324,7 @@ def test_only_so_much_waits(encoder, monkeypatch):
     assert [type(result) for result in asyncio.run(ask_all())] == [tuple, tuple, EncoderBusy]
     with pytest.raises(TokenizerError):  # what fails waits no longer, either
         asyncio.run(
-            encoder.ask({"messages": [{"role": "user", "content": "large"}], "options": {}}, 10_000)
+            encoder.ask({"messages": [{"role": "user", "content": "large"}], "options": {}})
         )
     assert encoder.waiting == 0
 
