@@ -45,35 +45,37 @@ class FlexPlan(NamedTuple):
 def prepare_flex(batch: Batch, H: int, kv: Tensor, window: int = 0) -> FlexPlan:
     """Build the masks of the step, on the device and without a loop over requests."""
     check_ranges(batch, H, kv)
-    lens = batch.query_lens_host
+    n = batch.num_decodes
+    B = len(batch.query_lens_host)
     calls = []
-    for first, last in ((0, batch.num_decodes), (batch.num_decodes, len(lens))):
-        if first < last:
-            n = max(lens[first:last])
-            calls.append(flex_call(batch, first, last, n, kv, window))
+    for requests in (slice(0, n), slice(n, B)):  # decodes, chunks
+        if requests.start < requests.stop:
+            calls.append(flex_call(batch, requests, kv, window))
     return FlexPlan(store_rows(batch, kv), calls)
 
 
-def flex_call(batch: Batch, first: int, last: int, n: int, kv: Tensor, window: int) -> FlexCall:
-    """
-    The pool is one long sequence of keys for FlexAttention, [1, 1, pages * S, D] with page = block
-    * Hk + head, and each (request, KV head) a batch entry of its own. The mask turns a place in
-    that sequence back into a position: [request, physical block] -> logical block.
-    """
-    start = batch.query_start[first:last].long()
-    lens = batch.context_lens[first:last].long()
-    tokens = slice(first, last) if n == 1 else slice(first, len(batch.tokens))
-    places = torch.arange(tokens.start, tokens.stop, device=start.device)
-    request = torch.searchsorted(start, places, right=True) - 1
-    query_lens = batch.query_start[first + 1 : last + 1] - start
+def flex_call(batch: Batch, requests: slice, kv: Tensor, window: int) -> FlexCall:
+    """Plan one call for these requests, before which there are only decodes, of one query each."""
+    query_lens_host = batch.query_lens_host[requests]
+    n = max(query_lens_host)
+    t = sum(query_lens_host)
+    tokens = slice(requests.start, requests.start + t)
+    tables = batch.block_tables[requests].long()  # [b, M]
+    lens = batch.context_lens[requests].long()  # [b]
+    query_lens = batch.query_start.diff()[requests].long()
     begin = lens - query_lens  # [b] position of each first query
-    mask = pool_mask(batch.block_tables[first:last].long(), lens, begin, n, kv, window)
-    return FlexCall(tokens, request, places - start[request], n, mask)
+    request = torch.repeat_interleave(query_lens, output_size=t)
+    offset = batch.positions[tokens] - begin[request]
+    mask = pool_mask(tables, lens, begin, n, kv, window)
+    return FlexCall(tokens, request, offset, n, mask)
 
 
 def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask:
     """
-    For requests with block tables [b, M], context lengths [b] and first queries' positions [b].
+    The mask of requests with block tables [b, M], context lengths [b] and first queries' positions
+    [b]. To FlexAttention the pool is one long sequence of keys, [1, 1, pages * S, D] with page =
+    block * Hk + head, and each (request, KV head) a batch entry of its own. The mask turns a place
+    in that sequence back into a position: [request, physical block] -> logical block.
     """
     _, num_blocks, Hk, S, _ = kv.shape
     num_keys = num_blocks * Hk * S
@@ -85,28 +87,29 @@ def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask
         request = entry // heads
         page = key // block_size
         block = logical[request, page // heads]
-        block = torch.where(page % heads == entry % heads, block, -1)  # another head's page
+        is_own = (block >= 0) & (page % heads == entry % heads)
         position = begin[request] + query
         key_position = block * block_size + key % block_size
-        return (block >= 0) & (key_position <= position) & (key_position > position - reach)
+        is_before = key_position <= position
+        return is_own & is_before & (key_position > position - reach)
 
-    # of a tile of keys, as its kernels want it: a power of two, 16 at least
-    size = S if S >= 16 and S.bit_count() == 1 else FLEX_ROWS
+    # a tile of keys is a block where FlexAttention's kernels can do that
+    is_tile = S >= 16 and S.bit_count() == 1
+    size = S if is_tile else FLEX_ROWS
     seen, whole = blocks_seen(tables, lens, begin, n, S, window)
-    whole &= seen if size == S else False
+    if not is_tile:  # then tiles also have keys of other blocks: every key is to be asked for
+        whole = torch.zeros_like(whole)
     head = torch.arange(Hk, device=tables.device)
     pages = tables[:, None] * Hk + head[:, None]  # [b, Hk, M]
-    part_count, part_tiles = tile_list(pages, seen & ~whole, size, S, num_keys)
-    full_count, full_tiles = tile_list(pages, whole, size, S, num_keys)
-    for counts in (part_count, full_count, logical):
-        torch._dynamo.mark_static(counts, 1)
-    for tiles in (part_tiles, full_tiles):
+    in_part = tile_list(pages, seen & ~whole, size, S, num_keys)
+    in_full = tile_list(pages, seen & whole, size, S, num_keys)
+    torch._dynamo.mark_static(logical, 1)
+    for count, tiles in (in_part, in_full):
+        torch._dynamo.mark_static(count, 1)
         torch._dynamo.mark_static(tiles, (1, 3))
     return BlockMask.from_kv_blocks(
-        part_count,
-        part_tiles,
-        full_count,
-        full_tiles,
+        *in_part,
+        *in_full,
         BLOCK_SIZE=(FLEX_ROWS, size),
         mask_mod=sees,
         seq_lengths=(n, num_keys),
@@ -117,24 +120,24 @@ def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask
 def logical_blocks(tables: Tensor, lens: Tensor, num_blocks: int, S: int) -> Tensor:
     """
     [request, physical block] -> logical block, -1 for the blocks of others: int32 [b, num_blocks +
-    1].
+    1]. The last column means nothing: what a table has behind the end of its context goes there.
     """
     b, M = tables.shape
     numbers = torch.arange(M, dtype=torch.int32, device=tables.device)
     used = numbers * S < lens[:, None]  # [b, M]
-    unused = num_blocks  # all unused entries of the tables write into the last column
-    logical = torch.full((b, num_blocks + 1), -1, dtype=torch.int32, device=tables.device)
-    return logical.scatter_(1, torch.where(used, tables, unused), numbers.expand(b, M))
+    columns = torch.where(used, tables, num_blocks)
+    logical = numbers.new_full((b, num_blocks + 1), -1)
+    return logical.scatter_(1, columns, numbers.expand(b, M))
 
 
 def blocks_seen(tables, lens, begin, n: int, S: int, window: int) -> tuple[Tensor, Tensor]:
     """
-    Which logical blocks some query of a tile sees, and which all of them see whole: bool [b, rows,
-    M] each.
+    Which logical blocks some query of a tile sees, and of which blocks all its queries see all
+    keys: bool [b, rows, M] each, for `rows` tiles of queries.
     """
     first = torch.arange(0, n, FLEX_ROWS, device=tables.device)
-    lowest = begin[:, None] + first  # [b, rows] first query
-    highest = torch.minimum(lowest + FLEX_ROWS, lens[:, None]) - 1  # last query
+    lowest = begin[:, None] + first  # [b, rows] position of the first query of the tile
+    highest = torch.minimum(lowest + FLEX_ROWS, lens[:, None]) - 1  # and of its last
     lowest = lowest[..., None]
     highest = highest[..., None]
     block_start = torch.arange(tables.shape[1], device=tables.device) * S  # [M]
@@ -147,25 +150,26 @@ def blocks_seen(tables, lens, begin, n: int, S: int, window: int) -> tuple[Tenso
     return seen, whole
 
 
-def tile_list(pages: Tensor, blocks: Tensor, size: int, S: int, num_keys: int):
+def tile_list(pages: Tensor, chosen: Tensor, size: int, S: int, num_keys: int):
     """
-    Which tiles of `size` keys hold the logical blocks chosen by blocks [b, rows, M], each once;
+    Which tiles of `size` keys hold the logical blocks chosen, bool [b, rows, M], each tile once;
     pages [b, Hk, M], each of S keys, may straddle tiles. Returns how many, [b * Hk, 1, rows], and
     which, [b * Hk, 1, rows, all tiles], int32.
     """
-    first = pages * S // size
-    last = (pages * S + S - 1) // size
-    span = 1 if size == S else (S - 1) // size + 2  # so many tiles a page may touch
-    tiles = first[..., None] + torch.arange(span, device=pages.device)  # [b, Hk, M, span]
-    tiles = torch.where(tiles <= last[..., None], tiles, NO_TILE)[:, :, None]  # [b, Hk, 1, M, span]
-    tiles = torch.where(blocks[:, None, :, :, None], tiles, NO_TILE)  # [b, Hk, rows, M, span]
-    tiles = tiles.flatten(3).sort().values
-    again = tiles[..., 1:] == tiles[..., :-1]
+    start = pages[:, :, None, :, None] * S  # [b, Hk, 1, M, 1] first key of each page
+    last = (start + S - 1) // size
+    most = 1 if size == S else (S - 1) // size + 2  # tiles that a page may touch
+    tiles = start // size + torch.arange(most, device=pages.device)
+    is_wanted = chosen[:, None, :, :, None] & (tiles <= last)
+    tiles = torch.where(is_wanted, tiles, NO_TILE)  # [b, Hk, rows, M, most]
+    tiles = tiles.flatten(3).flatten(0, 1)  # [b * Hk, rows, width]
+    tiles = tiles.sort().values
+    again = tiles.diff() == 0
     again = F.pad(again, (1, 0))
-    tiles = torch.where(again, NO_TILE, tiles).sort().values
-    tiles = tiles.flatten(0, 1)  # [b * Hk, rows, width]
-    count = (tiles < NO_TILE).sum(-1, dtype=torch.int32)
-    tiles = torch.where(tiles < NO_TILE, tiles, 0).int()
+    tiles = tiles.masked_fill(again, NO_TILE).sort().values
+    is_tile = tiles < NO_TILE
+    count = is_tile.sum(-1, dtype=torch.int32)
+    tiles = tiles.masked_fill(~is_tile, 0).int()
     # FlexAttention wants room for every tile of the pool in each row of a list, and reads only what
     # counts: so the rows may overlap
     entries, rows, width = tiles.shape
@@ -182,7 +186,7 @@ def compiled_flex() -> Callable:
     FlexAttention that adapts to any number of requests and queries; compiled in its first calls,
     seconds each.
     """
-    # fullgraph: an error, not the slow way
+    # fullgraph: where it cannot be compiled there is an error, not the slow way
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
@@ -194,24 +198,26 @@ def paged_attention_flex(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     """
     _, H, D = q.shape
     Hk = kv.shape[2]
-    G = H // Hk
-    out = torch.zeros_like(q)
+    grouped = q.to(kv.dtype).unflatten(1, (Hk, H // Hk))  # [T, Hk, G, D]
     k, v = kv.reshape(2, 1, 1, -1, D)  # views: [1, 1, pages * S, D]
+    torch._dynamo.mark_static(k)
+    torch._dynamo.mark_static(v)
+    out = torch.zeros_like(q)
     for tokens, request, offset, n, mask in batch.prepared.calls:
         b = mask.kv_indices.shape[0] // Hk
-        queries = q.new_zeros(b, n, H, D)
-        queries[request, offset] = q[tokens]
-        queries = queries.view(b, n, Hk, G, D)
+        queries = grouped.new_zeros(b, n, *grouped.shape[1:])  # [b, n, Hk, G, D]
+        queries[request, offset] = grouped[tokens]
         queries = queries.permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
-        queries = queries.flatten(0, 1).to(kv.dtype)  # [b * Hk, G, n, D]
+        queries = queries.flatten(0, 1)  # [b * Hk, G, n, D]
         torch._dynamo.mark_static(queries, (1, 3))
-        torch._dynamo.mark_static(k)
-        torch._dynamo.mark_static(v)
         options = None
         if q.is_cuda:
             options = {"BLOCK_N": min(64, mask.BLOCK_SIZE[1])}  # keys at a time: of one tile
-        y = compiled_flex()(queries, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
-        y = y.view(b, Hk, G, n, D).permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
-        y = y.reshape(b, n, H, D)
-        out[tokens] = y[request, offset].to(q.dtype)
+        mixed = compiled_flex()(
+            queries, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
+        )
+        mixed = mixed.unflatten(0, (b, Hk))  # [b, Hk, G, n, D]
+        mixed = mixed.permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
+        mixed = mixed[request, offset]  # [t, Hk, G, D]
+        out[tokens] = mixed.flatten(1, 2)
     return out
