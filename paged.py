@@ -6,15 +6,17 @@ holds the K and V themselves.
     slot                    physical block * block_size + offset: the K, V of one token
 
     Scheduler ── owns ──> BlockAllocator ── owns ──> BlockCache
-        │ allocates, shares, frees                       ^ which committed block holds which text
+        │ allocates, shares, frees                       ^ which block holds which text
         v                                                │
-    Request.block_table ──────────── full, computed blocks are committed
+    Request.block_table ──────── blocks that are full and computed are committed
 
-Policy is plain Python without a tensor, so thousands of scheduling trials take a second; only
-`KVBlockPool` and its two helpers import torch. Read top to bottom: blocks, the requests that hold
-them, the scheduler that decides what each step computes, the pool, and the helpers of the blog post
-that are not needed here. `Scheduler.check` has the invariants. `python test_paged.py` shows all of
-it at work.
+So attention pages its memory as an operating system does: a request's K, V lie in blocks anywhere
+in the pool, and its block table says where. Requests that begin with the same text share blocks.
+
+Read top to bottom: blocks, the requests that hold them, the scheduler that decides what each step
+computes, the pool, and the helpers of the blog post that are not needed here. Only the pool and
+these helpers import torch: all else is plain Python, so thousands of scheduling trials take a
+second. `Scheduler.check` has the invariants; `python test_paged.py` shows all of it at work.
 """
 
 from array import array
@@ -37,12 +39,15 @@ class CachedBlock(NamedTuple):
 
 
 def root_key(salt: str = "") -> bytes:
-    """The parent key of every first block: requests of different salts share nothing."""
+    """The parent key of every first block. Requests with different salts share no block."""
     return sha256(salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def block_key(parent: bytes, tokens) -> bytes:
-    """sha256 over the parent's key and the block's tokens: it stands for the text up to there."""
+    """
+    sha256 over the key of the block before and this block's tokens, so that a key stands for all of
+    the text up to the block's end.
+    """
     return sha256(parent + array("q", tokens).tobytes()).digest()
 
 
@@ -56,12 +61,10 @@ class BlockCache:
     def lookup(self, wanted: CachedBlock) -> int | None:
         """The block with this content. The hash finds it, the comparison makes it certain."""
         block = self.block_of.get(wanted.key)
-        if block is None or self.held[block] != wanted:
-            return None
-        return block
+        return block if self.held.get(block) == wanted else None
 
     def insert(self, block: int, content: CachedBlock):
-        """Commit a full block. The first block of a key stays; a duplicate remains private."""
+        """Commit a full block. Where the key has a block already, that one stays the one found."""
         if content.key not in self.block_of and block not in self.held:
             self.block_of[content.key] = block
             self.held[block] = content
@@ -94,9 +97,9 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.ref_counts = [0] * num_blocks  # how many block tables hold each block
-        # a stack: the block freed last is the next one handed out
-        self.free = list(range(num_blocks - 1, -1, -1))
-        # committed, in no block table; the longest unused first
+        # in no table and not committed; a stack: the block freed last is handed out next
+        self.free = list(reversed(range(num_blocks)))
+        # in no table, but committed: the longest unused first, as if a set had an order
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.block_cache = BlockCache()
         self.num_evictions = 0
@@ -144,11 +147,12 @@ class BlockAllocator:
             if self.ref_counts[block] < 1:
                 raise ValueError(f"block {block} is freed twice: no block table holds it")
             self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                if block in self.block_cache.held:
-                    self.idle[block] = None
-                else:
-                    self.free.append(block)
+            if self.ref_counts[block] > 0:
+                continue  # another table holds it
+            if block in self.block_cache.held:
+                self.idle[block] = None
+            else:
+                self.free.append(block)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,19 +182,23 @@ class Request:
     priority: int = 0  # lower is served first
     generated_tokens: list[int | None] = field(default_factory=list)
     status: str = "waiting"
-    prefill_cursor: int = 0  # tokens of the prefill target that are computed or were found cached
+    prefill_cursor: int = 0  # of the prefill target, tokens that are computed or were found cached
     block_table: list[int] = field(default_factory=list)
     num_filled_slots: int = 0  # tokens whose K, V are in the pool
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     params: object = None  # what the engine needs to sample for this request
-    choice: int = 0  # which fork of its prompt this is; enters the noise of sampling
-    prompt_logprobs: int | None = None  # score the prompt, with so many candidates for each token
+    choice: int = 0  # which answer to its prompt this is; enters the noise of sampling
+    prompt_logprobs: int | None = (
+        None  # score the prompt's tokens, and so many others at each place
+    )
 
     # bookkeeping of the scheduler
     row: int | None = None  # its place in the engine's device arrays while it runs
     arrival_number: int = 0  # breaks ties of arrival_time
-    admitted_time: float | None = None  # when it first was; None: not yet, or a fork
+    admitted_time: float | None = (
+        None  # when it first was (set by the engine); None: not yet, or a fork
+    )
     # tokens to compute before sampling: the prompt; after a preemption also what was generated
     prefill_target: int = 0
     num_hit_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
@@ -211,7 +219,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_tokens) + len(self.generated_tokens)
+        return len(self.prompt_tokens) + self.num_generated
 
     @property
     def num_tokens_in_cache(self) -> int:
@@ -233,12 +241,11 @@ class Request:
     def tokens_between(self, start: int, end: int) -> list[int]:
         """Tokens start..end-1 of prompt and answer, without copying the rest."""
         P = len(self.prompt_tokens)
-        if end <= P:
-            return self.prompt_tokens[start:end]
-        return self.prompt_tokens[start:] + self.generated_tokens[max(start - P, 0) : end - P]
+        generated = self.generated_tokens[max(start - P, 0) : max(end - P, 0)]
+        return self.prompt_tokens[start:end] + generated
 
     def content_of(self, index: int, block_size: int) -> CachedBlock:
-        """What its full logical block `index` holds. Keys are computed once, in order, and kept."""
+        """What its full logical block `index` holds. Keys are computed once, block after block."""
         start = index * block_size
         tokens = tuple(self.tokens_between(start, start + block_size))
         keys = self.block_keys
@@ -260,9 +267,9 @@ def commit_blocks(
     request: Request, block_cache: BlockCache, block_size: int, num_slots: int, ref_counts=None
 ):
     """
-    Commit the full blocks among the first num_slots slots, whose K, V exist. With `ref_counts`,
-    skip a block with other owners: a fork may still write into it (the last owner writes without
-    copying), so its content is not final.
+    Enter the full blocks among the request's first num_slots slots, whose K, V exist, into the
+    prefix cache. With `ref_counts`, skip a block with other owners: a fork may still write into it
+    (the last owner writes without copying), so its content is not final.
     """
     for index in range(request.num_committed, num_slots // block_size):
         block = request.block_table[index]
@@ -275,19 +282,20 @@ def commit_blocks(
 # --------------------------------------------------------------------------------------------------
 # In which order requests are served
 #
-# A queue is sorted by arrival time plus a delay, for low priority or great length. Every key grows
-# with arrival, so any request is first eventually: no starvation. Keys never change, so the queue
-# stays sorted: a preempted request has all of its tokens to compute again.
+# The queue is sorted by arrival time plus a delay, for low priority or great length. Whatever comes
+# long enough after a request stands behind it, so each is first eventually: no starvation. A key
+# never changes, so the queue stays sorted; preemption does not change it either, since a preempted
+# request has all of its tokens to compute again.
 
-PRIORITY_AGEING = 240.0  # seconds, the unit of arrival times: a priority counts less than this
+PRIORITY_AGEING = 240.0  # seconds, as arrival times: no priority delays, or hastens, by more
 SJF_AGEING = 0.05  # seconds a token: a request 1,000 tokens longer is overtaken for 50 seconds
 
 
 def priority_delay(priority: int) -> float:
     """
-    Seconds that a priority counts against a request: 60 for 1, 96 for 2, 185 for 10, below
-    PRIORITY_AGEING for any. So a request waits at most for those that come within 2 *
-    PRIORITY_AGEING seconds after it, whatever their priority.
+    Seconds that a priority counts against a request: 60 for 1, 96 for 2, 185 for 10, and below
+    PRIORITY_AGEING for any; negative for a negative one. So a request waits at most for those that
+    come within 2 * PRIORITY_AGEING seconds after it, whatever their priority.
     """
     return PRIORITY_AGEING * (priority / (abs(priority) + 3))
 
@@ -325,13 +333,19 @@ class Plan:
     decodes: list[Request] = field(default_factory=list)  # one token each
     chunks: list[tuple[Request, int]] = field(default_factory=list)  # n prefill tokens each
     sampled: list[Request] = field(default_factory=list)
-    copies: dict[int, int] = field(default_factory=dict)  # to -> from, before the step writes
-    admitted: list[Request] = field(default_factory=list)  # have a row and a block table since now
-    preempted: list[Request] = field(default_factory=list)
+    # copy-on-write: new block -> the block it is a copy of, made before the step writes
+    copies: dict[int, int] = field(default_factory=dict)
+    admitted: list[Request] = field(default_factory=list)  # got a row and a block table
+    preempted: list[Request] = field(default_factory=list)  # gave theirs back, and wait again
+
+    @property
+    def work(self) -> list[tuple[Request, int]]:
+        """Each request that takes part, and how many of its tokens are computed."""
+        return [(r, 1) for r in self.decodes] + self.chunks
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(n for _, n in self.chunks)
+        return sum(n for _, n in self.work)
 
 
 def setting(default, help: str, **more):
@@ -347,12 +361,12 @@ class SchedulerSettings:
     """
 
     max_num_seqs: int = setting(256, "requests running at once; each owns a row", least=1)
-    watermark: float = 0.0  # share of the blocks kept for running requests at an admission
+    watermark: float = 0.0  # share of the blocks that no admission takes: running requests grow
     prefill_share: float = setting(0.25, "share of the token budget that is kept for prompts")
     max_num_partial_prefills: int = setting(4, "prompts computed in one step", least=1)
     max_long_partial_prefills: int = setting(1, "long prompts among these", least=1)
     long_prefill_threshold: int = setting(512, "tokens above which a prompt is long", least=1)
-    # its flag turns it off, and says what is then
+    # the flag turns it off, and its help says what is done then
     prefix_cache: bool = setting(
         True, "compute each prompt from its first token", flag="--no-prefix-cache"
     )
@@ -408,7 +422,7 @@ class Scheduler:
         self.prefill_tokens = max(1, int(token_budget * settings.prefill_share))
         self.block_allocator = BlockAllocator(num_blocks, block_size)
         self.max_num_seqs = settings.max_num_seqs
-        self.free_rows = list(range(settings.max_num_seqs - 1, -1, -1))
+        self.free_rows = list(reversed(range(self.max_num_seqs)))
         # each request is on the list that its status names
         self.waiting: list[Request] = []  # sorted by queue_key
         self.prefilling: list[Request] = []  # in order of admission
@@ -433,12 +447,12 @@ class Scheduler:
         return self.active + self.prefilling + self.ending
 
     def is_done(self) -> bool:
-        return not (self.waiting or self.prefilling or self.active or self.ending)
+        return not self.waiting and not self.running
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    # -- in ----------------------------------------------------------------------------------------
+    # -- requests in: queue, admit -----------------------------------------------------------------
 
     def add_request(self, request: Request):
         """Queue a request. Raises ValueError where its prompt alone could never be admitted."""
@@ -454,7 +468,8 @@ class Scheduler:
                 f"{available}: shorten the prompt or make the pool larger (max_kv_tokens, "
                 "--kv-blocks)"
             )
-        request.arrival_number = self.num_added = self.num_added + 1
+        self.num_added += 1
+        request.arrival_number = self.num_added
         self._enqueue(request)
 
     def _enqueue(self, request: Request):
@@ -468,11 +483,18 @@ class Scheduler:
         post's parameter.
         """
         admitted = []
-        while self.waiting and self._admit(self.waiting[0]):
-            admitted.append(self.waiting.pop(0))
+        while self.waiting:
+            request = self.waiting[0]
+            if not self._admit(request):
+                break
+            admitted.append(request)
         return admitted
 
     def _admit(self, request: Request) -> bool:
+        """
+        Give a request a row and the blocks of all its tokens, of which those that begin with a
+        cached prefix are shared. False, and nothing is given, where they are not free.
+        """
         # preempted with a token to come, a request cannot be computed again before that is known
         if not self.free_rows or request.num_to_come:
             return False
@@ -481,8 +503,8 @@ class Scheduler:
         hits = self._find_prefix(request)
         num_hit_tokens = len(hits) * self.block_size
         needed = self.blocks_for(num_tokens) - len(hits)
-        # num_free counts an idle hit, which is about to be referenced
-        spare = allocator.num_free - sum(allocator.ref_counts[block] == 0 for block in hits)
+        # an idle hit counts as free, but is about to be referenced
+        spare = allocator.num_free - len(allocator.idle.keys() & hits)
         reserve = self.watermark if self.active or self.prefilling else 0
         if needed + reserve > spare:
             return False
@@ -495,9 +517,8 @@ class Scheduler:
             request.num_hit_tokens = num_hit_tokens
         request.num_committed = len(hits)
         request.prefill_target = num_tokens
-        request.status = "prefilling"
         request.row = self.free_rows.pop()
-        self.prefilling.append(request)
+        self._move(request, "prefilling")
         self.num_queried_tokens += num_tokens
         self.num_hit_tokens += num_hit_tokens
         return True
@@ -508,7 +529,7 @@ class Scheduler:
         one token must be computed to have logits to sample from.
         """
         hits: list[int] = []
-        # scoring a prompt takes the logits of all its tokens
+        # to score a prompt takes the logits of all its tokens, so all are computed
         if not self.settings.prefix_cache or request.prompt_logprobs is not None:
             return hits
         for index in range((request.num_tokens - 1) // self.block_size):
@@ -518,7 +539,7 @@ class Scheduler:
             hits.append(block)
         return hits
 
-    # -- one step ----------------------------------------------------------------------------------
+    # -- before a step: plan it --------------------------------------------------------------------
 
     def plan(self, step: int = 0) -> Plan:
         """
@@ -533,8 +554,6 @@ class Scheduler:
         plan.sampled = list(plan.decodes)
         if self.prefilling:
             self._plan_chunks(plan)
-            ends = [r for r, n in plan.chunks if r.prefill_cursor + n == r.prefill_target]
-            plan.sampled += ends
         allocator = self.block_allocator
         self.peak_blocks = max(self.peak_blocks, allocator.num_blocks - allocator.num_free)
         return plan
@@ -542,7 +561,8 @@ class Scheduler:
     def schedule(self, step: int) -> tuple[Request | None, list[Request]]:
         """The post's view of a plan: the first request with a prefill chunk, and the decodes."""
         plan = self.plan(step)
-        return (plan.chunks[0][0] if plan.chunks else None), plan.decodes
+        prefill = plan.chunks[0][0] if plan.chunks else None
+        return prefill, plan.decodes
 
     def _plan_decodes(self, plan: Plan):
         limit = self.token_budget
@@ -564,33 +584,32 @@ class Scheduler:
             if not plan.decodes and self.active and not self.ending:
                 self._plan_decodes(plan)
 
-    def _needs_block(self, request: Request) -> bool:
-        """No slot for its next token, or one in a shared block. False once it is preempted."""
-        if request.status != "active":
-            return False
-        table = request.block_table
-        is_full = request.num_filled_slots == len(table) * self.block_size
-        return is_full or self.block_allocator.ref_counts[table[-1]] > 1
-
     def _make_room(self, request: Request, plan: Plan):
-        """Give a request a slot of its own for its next token; preempt until a block is free."""
+        """
+        Give a decode a slot of its own for its next token: a new block where the last one is full,
+        a copy where it is shared. While no block is free, preempt and look again: by then the last
+        block may be shared no more, or the request itself preempted.
+        """
         allocator = self.block_allocator
-        while self._needs_block(request):
-            if allocator.num_free == 0:
-                if self.ending:  # blocks are about to come back: sit this step out
-                    plan.decodes.remove(request)
-                    return
-                plan.preempted.append(self._preempt_for(request))
-                continue
+        while request.status == "active":
             table = request.block_table
-            block = allocator.allocate_one()
-            if request.num_filled_slots == len(table) * self.block_size:
-                table.append(block)
-            else:  # copy-on-write: the fork's siblings keep the old block
-                plan.copies[block] = table[-1]
-                allocator.free_blocks_for_request(table[-1:])
-                table[-1] = block
-                self.num_copies += 1
+            is_full = request.num_filled_slots == len(table) * self.block_size
+            if not is_full and allocator.ref_counts[table[-1]] == 1:
+                return
+            if allocator.num_free:
+                block = allocator.allocate_one()
+                if is_full:
+                    table.append(block)
+                else:  # copy-on-write: the fork's siblings keep the old block
+                    plan.copies[block] = table[-1]
+                    allocator.free_blocks_for_request(table[-1:])
+                    table[-1] = block
+                    self.num_copies += 1
+            elif self.ending:  # blocks are about to come back: sit this step out
+                plan.decodes.remove(request)
+                return
+            else:
+                plan.preempted.append(self._preempt_for(request))
 
     def _preempt_for(self, request: Request) -> Request:
         """
@@ -619,23 +638,26 @@ class Scheduler:
         share however long it is, so no prompt waits for ever.
         """
         limits = self.settings
-        long = [
-            r
-            for r in self.prefilling
-            if r.prefill_target - r.num_hit_tokens > limits.long_prefill_threshold
-        ]
-        last = long[limits.max_long_partial_prefills :]
-        is_last = set(last)
-        in_order = [r for r in self.prefilling if r not in is_last] + last
+        threshold = limits.long_prefill_threshold
+        long = [r for r in self.prefilling if r.prefill_target - r.num_hit_tokens > threshold]
+        last = set(long[limits.max_long_partial_prefills :])
+        in_order = sorted(
+            self.prefilling, key=lambda r: r in last
+        )  # stable: those of `last` go last
         num_sharers = min(limits.max_num_partial_prefills, len(in_order) - len(last))
         left = self.token_budget - len(plan.decodes)
         for i, request in enumerate(in_order):
             if left == 0:
                 break
             share = -(-left // max(1, num_sharers - i))
-            n = min(share, request.prefill_target - request.prefill_cursor)
+            missing = request.prefill_target - request.prefill_cursor
+            n = min(share, missing)
             plan.chunks.append((request, n))
+            if n == missing:
+                plan.sampled.append(request)
             left -= n
+
+    # -- after a step: take in what it computed ----------------------------------------------------
 
     def update(self, plan: Plan, tokens: list[int]) -> list[Request]:
         """
@@ -652,14 +674,14 @@ class Scheduler:
         return self.resolve(plan, tokens)
 
     def advance(self, plan: Plan):
-        """The step is on its way: a request that samples has a place for the token to come."""
+        """The step is on its way: each request that samples gets a place for the token to come."""
         for request in plan.decodes:  # the hot loop
             request.num_filled_slots += 1
         for request, n in plan.chunks:
             request.prefill_cursor += n
             request.num_filled_slots += n
-        for request in plan.sampled[len(plan.decodes) :]:
-            self.promote(request)
+            if request.is_fully_prefilled:
+                self.promote(request)
         for request in plan.sampled:  # the hot loop
             request.num_to_come += 1
             request.generated_tokens.append(TO_COME)
@@ -669,8 +691,8 @@ class Scheduler:
     def resolve(self, plan: Plan, tokens: list[int]) -> list[Request]:
         """
         The step is done, its tokens are known. Only now, when their K, V exist, are full blocks
-        committed. A request that has ended since it was planned is passed over: one that a token
-        has stopped has one more under way.
+        committed. Requests that have ended since the step was planned are passed over: where steps
+        overlap, a request that a stop token ends has one more token under way.
         """
         S = self.block_size
         finished = []
@@ -699,9 +721,9 @@ class Scheduler:
 
     def _commit(self, request: Request):
         if self.settings.prefix_cache:
-            num_slots = request.num_computed_slots
+            computed = request.num_computed_slots
             ref_counts = self.block_allocator.ref_counts
-            commit_blocks(request, self.block_cache, self.block_size, num_slots, ref_counts)
+            commit_blocks(request, self.block_cache, self.block_size, computed, ref_counts)
 
     def promote(self, request: Request):
         """Its prompt is computed: from now on it decodes."""
@@ -713,7 +735,7 @@ class Scheduler:
         request.status = status
         getattr(self, status).append(request)
 
-    # -- out ---------------------------------------------------------------------------------------
+    # -- requests out, and forks -------------------------------------------------------------------
 
     def complete(self, request: Request):
         """End a request in whatever state, an aborted one too: free its blocks, commit nothing."""
@@ -747,12 +769,13 @@ class Scheduler:
             raise RuntimeError(
                 f"no room to fork {parent.id}: wanted 1 row, available 0 of {self.max_num_seqs}"
             )
-        names = ("generated_tokens", "block_table", "block_keys")
-        own = {name: list(getattr(parent, name)) for name in names} | changes
-        row = self.free_rows.pop()
-        child = replace(parent, id=id, row=row, num_to_come=0, admitted_time=None, **own)
+        for name in ("generated_tokens", "block_table", "block_keys"):
+            changes.setdefault(name, list(getattr(parent, name)))
+        changes["row"] = self.free_rows.pop()
+        child = replace(parent, id=id, num_to_come=0, admitted_time=None, **changes)
         child.num_computed_slots = child.num_filled_slots
-        child.arrival_number = self.num_added = self.num_added + 1
+        self.num_added += 1
+        child.arrival_number = self.num_added
         self.block_allocator.share(child.block_table)
         self.active.append(child)
         self.num_forks += 1
@@ -802,16 +825,15 @@ class Scheduler:
             assert found == cache.block_of, (
                 f"by their keys are found {cache.block_of}, held are {found}"
             )
-            for block, content in cache.held.items():
-                if self.checked.get(block) is not content:
-                    assert content.key == block_key(content.parent, content.tokens), (
-                        f"the key of block {block} is not of its parent and tokens"
-                    )
+            for block, content in cache.held.items() - self.checked.items():
+                assert content.key == block_key(content.parent, content.tokens), (
+                    f"the key of block {block} is not of its parent and tokens"
+                )
             self.checked = dict(cache.held)
-        on_free_list = cache.held.keys() & allocator.free
-        assert not on_free_list, f"cached blocks {on_free_list} are on the free list"
-        uncommitted = allocator.idle.keys() - cache.held.keys()
-        assert not uncommitted, f"blocks {uncommitted} are idle but were never committed"
+        unused = {block for block in cache.held if allocator.ref_counts[block] == 0}
+        assert unused == allocator.idle.keys(), (
+            f"committed and in no block table are {unused}, idle {list(allocator.idle)}"
+        )
 
     def _check_request(self, r: Request):
         """Committed <= computed <= filled slots <= those of its blocks; a row while it runs."""
@@ -836,7 +858,7 @@ class Scheduler:
             f"{plan.num_tokens} tokens planned, budget {self.token_budget}"
         )
         owner: dict[int, Request] = {}
-        for request, n in [(r, 1) for r in plan.decodes] + plan.chunks:
+        for request, n in plan.work:
             assert n >= 1, f"{request.id} is scheduled to compute nothing"
             start = request.num_filled_slots
             for block in request.block_table[start // S : (start + n - 1) // S + 1]:
@@ -857,10 +879,11 @@ class Scheduler:
 
 class KVBlockPool:
     """
-    The K, V of all blocks of all layers in one tensor, `kv` [L, 2, num_blocks + 1, Hk, S, D]. One
-    (block, head) is a contiguous slab of S * D numbers. Block `num_blocks` is the sink: never
-    allocated, padding writes there. `k_pool[(layer, head)]` and `v_pool[(layer, head)]` are views
-    [num_blocks, S, D] of one head.
+    The K, V of all blocks of all layers in one tensor, `kv` [L, 2, num_blocks + 1, Hk, S, D]:
+    layers, K or V, blocks, KV heads, slots of a block, head size. One head of one block is a
+    contiguous slab of S * D numbers. Block `num_blocks` is the sink: never allocated, padding
+    writes there. `k_pool[(layer, head)]` and `v_pool[(layer, head)]` are views [num_blocks, S, D]
+    of one head.
     """
 
     def __init__(
@@ -868,22 +891,20 @@ class KVBlockPool:
     ):
         import torch
 
-        self.num_blocks = num_blocks
-        self.block_size = block_size
         self.sink = num_blocks
         shape = (n_layer, 2, num_blocks + 1, n_head, block_size, head_size)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)
         self.k_pool = {}
         self.v_pool = {}
-        for layer in range(n_layer):
+        for layer, (k, v) in enumerate(self.kv[:, :, :num_blocks]):
             for head in range(n_head):
-                self.k_pool[layer, head] = self.kv[layer, 0, :num_blocks, head]
-                self.v_pool[layer, head] = self.kv[layer, 1, :num_blocks, head]
+                self.k_pool[layer, head] = k[:, head]
+                self.v_pool[layer, head] = v[:, head]
 
     def copy_blocks(self, to, source):
         """
-        Copy whole blocks of all layers, tensors or lists of ids; all are read before any is
-        written.
+        Copy whole blocks, of all layers. The ids are lists or tensors; all blocks are read before
+        any is written.
         """
         self.kv[:, :, to] = self.kv[:, :, source]
 
@@ -912,20 +933,16 @@ def commit_completed_blocks(request: Request, block_cache: BlockCache, block_siz
 
 def write_kv_to_pool(pool, block_table, block_size, start_pos, k_new, v_new, layer, head):
     """Write k_new, v_new (1, T, D) of one head for positions start_pos.. of a request."""
-    import torch
-
-    positions = torch.arange(start_pos, start_pos + k_new.shape[1])
-    blocks = torch.tensor(block_table)[positions // block_size]
-    offsets = positions % block_size
-    pool.k_pool[layer, head][blocks, offsets] = k_new[0]
-    pool.v_pool[layer, head][blocks, offsets] = v_new[0]
+    for i in range(k_new.shape[1]):
+        position = start_pos + i
+        block = block_table[position // block_size]
+        offset = position % block_size
+        pool.k_pool[layer, head][block, offset] = k_new[0, i]
+        pool.v_pool[layer, head][block, offset] = v_new[0, i]
 
 
 def gather_kv_from_pool(pool, block_table, block_size, num_filled_slots, layer, head):
     """K and V of the first num_filled_slots tokens of one head: copies (1, num_filled_slots, D)."""
-    import torch
-
-    blocks = torch.tensor(block_table, dtype=torch.long)
-    k = pool.k_pool[layer, head][blocks].flatten(0, 1)  # [M, S, D] -> [M * S, D]
-    v = pool.v_pool[layer, head][blocks].flatten(0, 1)
+    k = pool.k_pool[layer, head][block_table].flatten(0, 1)  # [M, S, D] -> [M * S, D]
+    v = pool.v_pool[layer, head][block_table].flatten(0, 1)
     return k[None, :num_filled_slots], v[None, :num_filled_slots]

@@ -448,7 +448,7 @@ def describe(plan: Plan, scheduler: Scheduler) -> str:
     allocator = scheduler.block_allocator
     S = scheduler.block_size
     lengths = {r: r.num_filled_slots for r in scheduler.running}  # and after the step:
-    for request, n in [(r, 1) for r in plan.decodes] + plan.chunks:
+    for request, n in plan.work:
         lengths[request] += n
     filled: dict[int, int] = {}  # block -> slots; a block that several requests share counts once
     for request, length in lengths.items():
