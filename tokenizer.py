@@ -8,9 +8,9 @@ methods.
     piece = tokenizer.token_bytes(ids[0])     # the bytes of one token, b"" for a control token
 
 Every tokenizer is one file, tokenizer.json in the format of the `tokenizers` library:
-`transformers.AutoTokenizer` reads what we save and gives the same ids. That library is needed only
-to learn a BPE; tiktoken runs it. The last section is what the corpora in data/ share: files that
-are never half written, and token files.
+`transformers.AutoTokenizer` reads what is saved here and gives the same ids. A BPE is run by
+tiktoken; training/corpus.py makes new tokenizers, of a text or by learning a BPE. The last section
+writes files so that they are never half there, checkpoints too.
 """
 
 import bisect
@@ -25,7 +25,6 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
@@ -66,11 +65,17 @@ def byte_alphabet() -> list[str]:
     return alphabet
 
 
-BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
+ALPHABET = byte_alphabet()
+BYTE_OF = {character: byte for byte, character in enumerate(ALPHABET)}
+
+
+def piece_of(data: bytes) -> str:
+    """How bytes are spelled in a byte-level vocabulary: b" a" is "Ġa"."""
+    return "".join(ALPHABET[byte] for byte in data)
 
 
 def piece_bytes(piece: str) -> bytes:
-    """The bytes of a piece of a byte-level vocabulary: "Ġa" is b" a"."""
+    """The bytes that such a piece spells: "Ġa" is b" a"."""
     return bytes(BYTE_OF[character] for character in piece)
 
 
@@ -203,7 +208,7 @@ class BPETokenizer(Tokenizer):
         merged_ids = list(dict.fromkeys(self.vocab[piece] for piece in merged))
         if merged_ids != sorted(merged_ids):  # tiktoken merges the pair of the lowest id first
             raise foreign("numbers its tokens in another order than its merges")
-        self.byte_ids = [self.vocab[character] for character in byte_alphabet()]
+        self.byte_ids = [self.vocab[character] for character in ALPHABET]
         ranks = {self._bytes[i]: i for i in [*self.byte_ids, *merged_ids]}
         if spec["model"].get("ignore_merges") and len(ranks) < len(self._bytes):
             raise foreign("has tokens that no merge makes (ignore_merges)")
@@ -474,96 +479,10 @@ class TextStream:
 
 
 # --------------------------------------------------------------------------------------------------
-# Making a tokenizer, and reading one
+# Reading a tokenizer
 
 
-def char_tokenizer(text: str) -> CharTokenizer:
-    """The character tokenizer of a text: its distinct characters, sorted, numbered from 0."""
-    characters = sorted(set(text))
-    vocab = {character: i for i, character in enumerate(characters)}
-    # this unknown token is longer than a character and so never found: unknown stays an error
-    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unknown>"}
-    pattern = {"Regex": EVERY_CHARACTER}
-    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    return CharTokenizer(make_spec(model, split, {"type": "Fuse"}, []))
-
-
-def bpe_tokenizer(
-    merges: list[tuple[bytes, bytes]], byte_order: Iterable[int] = range(256)
-) -> BPETokenizer:
-    """
-    Number the bytes first, then what each merge makes, the end-of-text token last, as GPT-2 does.
-    """
-    spell = byte_alphabet()
-    pairs = [["".join(spell[byte] for byte in part) for part in pair] for pair in merges]
-    pieces = [spell[byte] for byte in byte_order]
-    pieces += ["".join(pair) for pair in pairs]
-    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
-    model = {"type": "BPE", "vocab": vocab, "merges": pairs}
-    level = {"type": "ByteLevel", "add_prefix_space": False}
-    level |= {"trim_offsets": True, "use_regex": True}
-    end = {"id": len(vocab), "content": END_OF_TEXT, "special": True}
-    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return BPETokenizer(make_spec(model, level, level, [end]))
-
-
-def make_spec(model: dict, pre_tokenizer: dict, decoder: dict, added_tokens: list[dict]) -> dict:
-    """The content of tokenizer.json."""
-    spec = {"version": "1.0", "added_tokens": added_tokens, "normalizer": None}
-    spec |= {"pre_tokenizer": pre_tokenizer, "post_processor": None}
-    return spec | {"decoder": decoder, "model": model}
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """
-    Learn a byte-level BPE of at most `vocab_size` tokens, end of text included. Needs the
-    `tokenizers` library.
-    """
-    try:
-        from tokenizers import Tokenizer as Learner
-        from tokenizers import models, pre_tokenizers, trainers
-    except ImportError:
-        raise TokenizerError(
-            "training a BPE needs the `tokenizers` package: pip install tokenizers"
-        ) from None
-    learner = Learner(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=sorted(BYTE_OF), show_progress=False
-    )
-    learner.train_from_iterator(texts, trainer)
-    merges = json.loads(learner.to_str())["model"]["merges"]
-    return bpe_tokenizer([(piece_bytes(first), piece_bytes(second)) for first, second in merges])
-
-
-def gpt2_tokenizer() -> BPETokenizer:
-    """
-    GPT-2's tokenizer, from tiktoken's copy of it. Raises TokenizerError with what to set when
-    offline.
-    """
-    try:
-        ranks: dict[bytes, int] = tiktoken.get_encoding("gpt2")._mergeable_ranks
-    except Exception as error:  # tiktoken lets the errors of its HTTP client through
-        raise TokenizerError(
-            f"GPT-2's vocabulary is not at hand ({type(error).__name__}): connect to the network "
-            "once, or set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has stored it"
-        ) from error
-    tokens = sorted(ranks, key=ranks.get)
-    byte_order = [token[0] for token in tokens if len(token) == 1]
-    merges = [last_merge(token, ranks) for token in tokens if len(token) > 1]
-    return bpe_tokenizer(merges, byte_order)
-
-
-def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """
-    The merge that made a token: merge its bytes, lowest rank first, until two parts are left.
-    """
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pair_ranks = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
-        i = pair_ranks.index(min(pair_ranks))
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return tuple(parts)
+KINDS = {"WordLevel": CharTokenizer, "BPE": BPETokenizer}  # by the model that tokenizer.json names
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -579,14 +498,11 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         config = read_json(path.with_name("tokenizer_config.json"))
         eos_token = token_text(config.get("eos_token")) or END_OF_TEXT
         kind = spec["model"]["type"]
-        if kind == "WordLevel":
-            tokenizer = CharTokenizer(spec, eos_token)
-        elif kind == "BPE":
-            tokenizer = BPETokenizer(spec, eos_token)
-        else:
+        if kind not in KINDS:
             raise foreign(
                 f"is of the kind {kind}, supported are byte-level BPE and single characters"
             )
+        tokenizer = KINDS[kind](spec, eos_token)
         check_config(tokenizer, config)
         check_fits_model(tokenizer, path.parent)
         return tokenizer
@@ -666,25 +582,3 @@ def write_atomically(path: Path, write: Callable[[Path], None]):
 def write_json(path: Path, content: dict):
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
-    """
-    Write train.bin and val.bin (token ids alone, two bytes each, four where the vocabulary needs
-    them), the tokenizer, and last meta.json, without which a corpus does not count as there.
-    """
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    (directory / "meta.json").unlink(missing_ok=True)
-    tokenizer.save(directory)
-    write_atomically(directory / "train.bin", np.array(train, dtype).tofile)
-    write_atomically(directory / "val.bin", np.array(val, dtype).tofile)
-    meta = {"dtype": dtype, "vocab_size": tokenizer.vocab_size}
-    meta |= {"train_tokens": len(train), "val_tokens": len(val)}
-    meta["val_bytes"] = len(tokenizer.decode_bytes(val))
-    write_json(directory / "meta.json", meta)
-
-
-def read_corpus(directory: Path, split: str) -> np.ndarray:
-    """The tokens of "train" or "val", memory-mapped and read-only."""
-    meta = json.loads((directory / "meta.json").read_text())
-    return np.memmap(directory / f"{split}.bin", dtype=meta["dtype"], mode="r")

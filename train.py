@@ -36,8 +36,9 @@ import torch.nn.functional as F
 
 from checkpoint import TIED, save_checkpoint
 from model import GPT, GPTConfig
-from tokenizer import Tokenizer, load_tokenizer, read_corpus, write_atomically
+from tokenizer import Tokenizer, load_tokenizer, write_atomically
 from training.clock import Clock
+from training.corpus import read_corpus
 from training.machine import Process, fit_to_machine, init_process, pick_device
 from training.muon import Muon
 from training.report import advance, introduce, progress_bar, report_result

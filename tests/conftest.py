@@ -121,7 +121,7 @@ def chat(tmp_path_factory, uvicorn_ends_soon):
     """A server whose checkpoint has a template: it makes the engine say the last message."""
     from server import Server
 
-    from tokenizer import bpe_tokenizer
+    from training.corpus import bpe_tokenizer
 
     folder = tmp_path_factory.mktemp("chat")
     template = "{{ 'say ' if add_generation_prompt }}{{ messages[-1].content }}"

@@ -25,7 +25,8 @@ from serving import api
 from serving.client import EngineClient
 from serving.encoder import Encoder
 from serving.links import Links
-from tokenizer import TokenizerError, bpe_tokenizer
+from tokenizer import TokenizerError
+from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
 EOS = 256

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from serving.answers import CHOICES, Choice
 from serving.protocol import ChatRequest, CompletionRequest
-from tokenizer import bpe_tokenizer
+from training.corpus import bpe_tokenizer
 
 TOKENIZER = bpe_tokenizer([])  # a token a byte, and 256 is <|endoftext|>
 END = 256

@@ -17,7 +17,7 @@ import bench
 from bench import fill_pool, offline_workload, padded
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
-from tokenizer import train_bpe, write_corpus
+from training.corpus import train_bpe, write_corpus
 
 ROOT = Path(__file__).parents[1]
 

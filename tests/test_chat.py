@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from serving import chat as module
 from serving.chat import load_chat
-from tokenizer import BPETokenizer, TokenizerError, bpe_tokenizer
+from tokenizer import BPETokenizer, TokenizerError
+from training.corpus import bpe_tokenizer
 
 END = "<|endoftext|>"
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"

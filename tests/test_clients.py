@@ -21,7 +21,8 @@ from test_end_to_end import Process
 
 from checkpoint import load_checkpoint, save_checkpoint
 from model import GPT, GPTConfig
-from tokenizer import load_tokenizer, train_bpe
+from tokenizer import load_tokenizer
+from training.corpus import train_bpe
 
 ROOT = Path(__file__).parents[1]
 PINS = ROOT / "tests" / "clients.txt"

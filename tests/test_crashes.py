@@ -21,8 +21,9 @@ from test_train import MACHINE, leave_signals_alone, losses  # noqa: F401
 
 import train
 from checkpoint import CheckpointError, load_checkpoint
-from tokenizer import char_tokenizer, load_tokenizer, write_corpus
+from tokenizer import load_tokenizer
 from training import report
+from training.corpus import char_tokenizer, write_corpus
 
 FLAGS = [
     "--size=tiny",

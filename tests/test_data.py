@@ -13,14 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenizer import (
-    char_tokenizer,
-    load_tokenizer,
-    read_corpus,
-    train_bpe,
-    write_atomically,
-    write_corpus,
-)
+from tokenizer import load_tokenizer, write_atomically
+from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 stdlib = runpy.run_path(str(ROOT / "data" / "stdlib" / "prepare.py"))
@@ -145,7 +139,7 @@ def test_the_last_tenth_of_shakespeare_is_held_out(tmp_path):
 def test_gpt2s_corpus_is_the_same_text_in_gpt2s_tokens(library, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(
-        "tokenizer.gpt2_tokenizer", lambda: train_bpe(["def function0(x): return x + 1"], 280)
+        "training.corpus.gpt2_tokenizer", lambda: train_bpe(["def function0(x): return x + 1"], 280)
     )
     monkeypatch.setattr("sysconfig.get_path", lambda name: {"stdlib": str(library)}[name])
     gpt2 = runpy.run_path(str(ROOT / "data" / "stdlib_gpt2" / "prepare.py"))

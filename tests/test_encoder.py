@@ -17,7 +17,8 @@ import pytest
 
 from serving import encoder as module
 from serving.encoder import Encoder, EncoderBusy, read_ids, tokenize_answer
-from tokenizer import TokenizerError, bpe_tokenizer, char_tokenizer, load_tokenizer
+from tokenizer import TokenizerError, load_tokenizer
+from training.corpus import bpe_tokenizer, char_tokenizer
 
 ROOT = Path(__file__).parents[1]
 END = "<|endoftext|>"

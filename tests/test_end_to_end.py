@@ -49,7 +49,7 @@ PROMPTS = [
 # in seconds.
 PREPARE = """
 from pathlib import Path
-from tokenizer import train_bpe, write_corpus
+from training.corpus import train_bpe, write_corpus
 
 def prepare():
     names = ("model.py", "paged.py", "serving/engine.py", "train.py")

@@ -17,7 +17,7 @@ from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 from serving import chat, connection, encoder, protocol
 from serving.settings import Settings
-from tokenizer import bpe_tokenizer
+from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

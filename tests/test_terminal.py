@@ -24,7 +24,8 @@ from serving.encoder import Encoder
 from serving.params import SamplingParams
 from serving.terminal import Answer, Chat, Text, stream_answer
 from test_paged import assert_idle, new_engine, prompt, trained_model
-from tokenizer import load_tokenizer, train_bpe
+from tokenizer import load_tokenizer
+from training.corpus import train_bpe
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -15,15 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizer as module
-from tokenizer import (
-    BPETokenizer,
-    TextStream,
-    TokenizerError,
-    char_tokenizer,
-    gpt2_tokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from tokenizer import BPETokenizer, TextStream, TokenizerError, load_tokenizer
+from training.corpus import bpe_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
 
 ROOT = Path(__file__).resolve().parents[1]
 END = "<|endoftext|>"
@@ -311,10 +304,10 @@ def test_offline_gpt2_says_what_to_set(monkeypatch):
 def test_training_without_the_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(TokenizerError, match="pip install tokenizers"):
-        module.train_bpe(["text"], 300)
+        train_bpe(["text"], 300)
 
 
-@pytest.mark.parametrize("make", [lambda: char_tokenizer("abc"), lambda: module.bpe_tokenizer([])])
+@pytest.mark.parametrize("make", [lambda: char_tokenizer("abc"), lambda: bpe_tokenizer([])])
 def test_ids_beyond_the_vocabulary_have_no_text(make):
     """
     A model may have more rows than there are tokens. Its sampling one left the server's client

@@ -154,7 +154,7 @@ def test_a_machine_is_told_in_words(monkeypatch, machine, threads, told):
 
 
 def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypatch):
-    recipe = "from pathlib import Path\nfrom tokenizer import char_tokenizer, write_corpus\n"
+    recipe = "from pathlib import Path\nfrom training.corpus import char_tokenizer, write_corpus\n"
     recipe += "def prepare():\n"
     recipe += "    write_corpus(Path(__file__).parent, char_tokenizer('ab'), [0, 1, 0], [1])\n"
     (tmp_path / "data" / "letters").mkdir(parents=True)

@@ -24,10 +24,11 @@ import serve
 import train
 from checkpoint import load_checkpoint
 from model import GPT, TORCH, GPTConfig, WholeTexts
-from tokenizer import char_tokenizer, load_tokenizer, read_corpus, train_bpe, write_corpus
+from tokenizer import load_tokenizer
 from training import clock as run_clock
 from training import machine as run_machine
 from training import muon, report, samples
+from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 from training.fast import training_ops
 
 ROOT = Path(__file__).resolve().parents[1]

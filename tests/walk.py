@@ -32,7 +32,7 @@ from model import GPT, GPTConfig
 from serving import loop
 from serving.engine import Engine
 from serving.settings import Settings
-from tokenizer import bpe_tokenizer
+from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TOKENS = 8  # of the answer: one comes with the prompt, the others are decoded

@@ -1,1 +1,1 @@
-"""The rooms behind train.py: the sizes it chooses among, and what it shows of a model."""
+"""What only a training needs: the rooms behind train.py and the recipes in data/."""

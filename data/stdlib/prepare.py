@@ -17,7 +17,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from tokenizer import BPETokenizer, train_bpe, write_corpus  # noqa: E402
+from tokenizer import BPETokenizer  # noqa: E402
+from training.corpus import train_bpe, write_corpus  # noqa: E402
 
 VOCAB_SIZE = 4096
 # What is left out is not language.

@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from tokenizer import gpt2_tokenizer  # noqa: E402
+from training.corpus import gpt2_tokenizer  # noqa: E402
 
 
 def prepare(out: Path = HERE):

@@ -1,0 +1,165 @@
+"""
+What a corpus in data/ is made of: a tokenizer that fits its text, and files of token ids.
+
+    tokenizer = train_bpe(texts, vocab_size=4096)      # or char_tokenizer(text), gpt2_tokenizer()
+    write_corpus(folder, tokenizer, train_ids, val_ids)
+    val = read_corpus(folder, "val")                   # a numpy array, memory-mapped
+
+The recipes, data/*/prepare.py, make and write; train.py reads. `train_bpe` alone needs the
+`tokenizers` library.
+"""
+
+import json
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from tokenizer import (
+    ALPHABET,
+    END_OF_TEXT,
+    EVERY_CHARACTER,
+    BPETokenizer,
+    CharTokenizer,
+    Tokenizer,
+    TokenizerError,
+    piece_bytes,
+    piece_of,
+    write_atomically,
+    write_json,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+def char_tokenizer(text: str) -> CharTokenizer:
+    """The character tokenizer of a text: its distinct characters, sorted, numbered from 0."""
+    characters = set(text)
+    vocab = numbered(sorted(characters))
+    # this unknown token is longer than a character and so never found: unknown stays an error
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unknown>"}
+    pattern = {"Regex": EVERY_CHARACTER}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    spec = make_spec(model, split, {"type": "Fuse"}, [])
+    return CharTokenizer(spec)
+
+
+def bpe_tokenizer(
+    merges: list[tuple[bytes, bytes]], byte_order: Iterable[int] = range(256)
+) -> BPETokenizer:
+    """
+    The tokenizer that merges these pairs of pieces, in this order. Ids are numbered as GPT-2's: the
+    bytes, then what each merge makes, then the end-of-text token.
+    """
+    pairs = [[piece_of(first), piece_of(second)] for first, second in merges]
+    pieces = [ALPHABET[byte] for byte in byte_order]
+    pieces += [first + second for first, second in pairs]
+    vocab = numbered(dict.fromkeys(pieces))  # two merges may make the same piece
+    model = {"type": "BPE", "vocab": vocab, "merges": pairs}
+    level = {"type": "ByteLevel", "add_prefix_space": False}
+    level |= {"trim_offsets": True, "use_regex": True}
+    end = {"id": len(vocab), "content": END_OF_TEXT, "special": True}
+    for option in ("single_word", "lstrip", "rstrip", "normalized"):
+        end[option] = False
+    spec = make_spec(model, level, level, [end])
+    return BPETokenizer(spec)
+
+
+def numbered(pieces: Iterable[str]) -> dict[str, int]:
+    """Ids from 0, in order."""
+    return {piece: i for i, piece in enumerate(pieces)}
+
+
+def make_spec(model: dict, pre_tokenizer: dict, decoder: dict, added_tokens: list[dict]) -> dict:
+    """The content of tokenizer.json."""
+    spec = {"version": "1.0", "added_tokens": added_tokens}
+    spec["normalizer"] = None
+    spec["pre_tokenizer"] = pre_tokenizer
+    spec["post_processor"] = None
+    spec["decoder"] = decoder
+    spec["model"] = model
+    return spec
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+    """
+    Learn a byte-level BPE of at most `vocab_size` tokens, end of text included. Needs the
+    `tokenizers` library.
+    """
+    try:
+        from tokenizers import Tokenizer as Learner
+        from tokenizers import models, pre_tokenizers, trainers
+    except ImportError:
+        raise TokenizerError(
+            "training a BPE needs the `tokenizers` package: pip install tokenizers"
+        ) from None
+    learner = Learner(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=sorted(ALPHABET), show_progress=False
+    )
+    learner.train_from_iterator(texts, trainer)
+    learnt = json.loads(learner.to_str())
+    merges = learnt["model"]["merges"]
+    pairs = [(piece_bytes(first), piece_bytes(second)) for first, second in merges]
+    return bpe_tokenizer(pairs)
+
+
+def gpt2_tokenizer() -> BPETokenizer:
+    """
+    GPT-2's tokenizer, from tiktoken's copy of it. Raises TokenizerError with what to set when
+    offline.
+    """
+    try:
+        ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
+    except Exception as error:  # tiktoken lets the errors of its HTTP client through
+        raise TokenizerError(
+            f"GPT-2's vocabulary is not at hand ({type(error).__name__}): connect to the network "
+            "once, or set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has stored it"
+        ) from error
+    tokens = sorted(ranks, key=ranks.get)
+    byte_order = [token[0] for token in tokens if len(token) == 1]
+    merges = [last_merge(token, ranks) for token in tokens if len(token) > 1]
+    return bpe_tokenizer(merges, byte_order)
+
+
+def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """
+    The pair of pieces whose merge makes a token (`ranks` has its id and those of its parts): merge
+    its bytes, lowest rank first, until two pieces are left.
+    """
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [first + second for first, second in pairwise(parts)]
+        lowest = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
+        place = pairs.index(lowest)
+        parts[place : place + 2] = [lowest]
+    return tuple(parts)
+
+
+# --------------------------------------------------------------------------------------------------
+# Token files
+
+
+def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
+    """
+    Write the tokenizer, train.bin and val.bin (token ids alone, two bytes each, four where the
+    vocabulary needs them), and last meta.json, which says how many: a folder without it counts as
+    not prepared.
+    """
+    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    (directory / "meta.json").unlink(missing_ok=True)
+    tokenizer.save(directory)
+    for split, ids in ("train", train), ("val", val):
+        tokens = np.array(ids, dtype)
+        write_atomically(directory / f"{split}.bin", tokens.tofile)
+    write_json(directory / "meta.json", {"dtype": dtype})
+
+
+def read_corpus(directory: Path, split: str) -> np.ndarray:
+    """The tokens of "train" or "val", memory-mapped and read-only."""
+    meta = json.loads((directory / "meta.json").read_text())
+    return np.memmap(directory / f"{split}.bin", dtype=meta["dtype"], mode="r")
