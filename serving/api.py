@@ -9,10 +9,6 @@ each HTTP process. Only the rooms of HTTP import its packages.
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
-import ipaddress
-import json
 import os
 import sys
 import time
@@ -23,30 +19,21 @@ import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from serving import protocol, welcome
 from serving.answers import Job, send_json
-from serving.connection import ROOM_SECONDS, Connection, check_head, closing_early, make_room
+from serving.connection import ROOM_SECONDS, Connection, make_room
 from serving.encoder import EncoderBusy, read_ids
+from serving.gate import STOPPED, Gate, log
 from serving.metrics import Metrics
-from serving.protocol import ApiError, ClientGone, error_response
+from serving.protocol import ApiError
 from serving.workers import Seat
 from tokenizer import TokenizerError
 
-OPEN_PATHS = ("/livez", "/readyz", "/")  # for supervisors and newcomers: they need no key
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
-STOPPED = "the server stopped before this was finished"
 MODEL_PATH = "/v1/models/"  # before a model's name, which may have slashes of its own
 MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize, /detokenize and with many log-probabilities
-
-
-def log(event: str, **fields):
-    """One line of JSON on stderr: nothing that a client sends can look like a line of its own."""
-    line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
-    print(line, file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -116,6 +103,27 @@ class Service:
         if count + waiting > capacity:
             message = f"{count} prompts x n beside {waiting} in work are more than {capacity}"
             raise ApiError(429, f"{message}: try again later", code="queue_full")
+
+    async def answer_to(self, http):
+        """The ASGI application that answers a call. Raises ApiError."""
+        route = self.route(http.method, http.scope["path"])
+        bodies = [await self.parse_body(http, route.body)] if route.body else []
+        return await route.handler(self, http, *bodies)
+
+    def route(self, method: str, path: str) -> Route:
+        """Raises ApiError (404, 405) that says what to call instead."""
+        is_model = path.startswith(MODEL_PATH) and path != MODEL_PATH
+        known = "/v1/models/{id}" if is_model else path
+        if route := self.routes.get(f"{'GET' if method == 'HEAD' else method} {known}"):
+            return route  # to HEAD, uvicorn sends the headers alone
+        calls = [call.split() for call in self.routes]
+        message = welcome.not_found(method, path, calls)
+        methods = [method for method, other in calls if other == known]
+        if not methods:
+            raise ApiError(404, message)
+        if "GET" in methods:
+            methods.append("HEAD")
+        raise ApiError(405, message, headers={"Allow": ", ".join(methods)})
 
     async def parse_body(self, http, kind):
         """The call's JSON, as one of protocol.py's bodies, for this model. Raises ApiError."""
@@ -408,161 +416,3 @@ def content(fields: str, text: str = "") -> dict:
     if text:
         kinds[text] = {"schema": {"type": "string"}}
     return {"content": kinds}
-
-
-# --------------------------------------------------------------------------------------------------
-# Which calls are let in
-
-
-class Gate:
-    """
-    The ASGI application: which calls are let in, errors in the one shape they have, and a line of
-    log for each call.
-    """
-
-    def __init__(self, service):
-        self.service = service
-        self.args = service.args
-        digests = [hashlib.sha256(key.encode()).digest() for key in service.keys]
-        self.salts = {digest: f"key {i}" for i, digest in enumerate(digests)}
-        hosts = ["localhost", self.args.host, *self.args.allowed_hosts]
-        self.hosts = set(map(str.lower, hosts))
-        # Pages of these origins may read what is answered, errors too, and ask first, without the
-        # key, if they may.
-        self.shared = CORSMiddleware(
-            self.respond,
-            allow_origins=self.args.allowed_origins,
-            allow_methods=("GET", "HEAD", "POST"),
-            allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
-            allow_private_network=True,
-        )
-
-    async def __call__(self, scope, receive, send):
-        receive, send = closing_early(scope, receive, send)
-        origin = dict(scope["headers"]).get(b"origin")
-        respond = self.shared if self.is_allowed(origin) else self.respond
-        await respond(scope, receive, send)
-
-    async def respond(self, scope, receive, send):
-        started = time.perf_counter()
-        status = 200
-        error = None
-        # what the log is to say of this call
-        logged = {"method": scope["method"], "path": scope["path"][:200], "id": scope["request_id"]}
-        scope["logged"] = logged
-        try:
-            check_head(scope["headers"])
-            scope["salt"] = self.admit(scope)
-            http = Request(scope, receive)
-            route = self.route(http.method, scope["path"])
-            bodies = [await self.service.parse_body(http, route.body)] if route.body else []
-            answer = await route.handler(self.service, http, *bodies)
-            await answer(scope, receive, send)
-            error = getattr(answer, "error", None)  # of a stream that had begun
-        except (Exception, asyncio.CancelledError) as problem:
-            error = refusal_of(problem, scope)
-            status = error.status
-            if not isinstance(error, ClientGone):
-                await error_response(error)(scope, receive, send)
-            if status == 500 and error is not problem:
-                raise  # a bug: uvicorn logs its traceback
-        finally:
-            logged["ms"] = round(1000 * (time.perf_counter() - started), 1)
-            if error:
-                logged["error"] = error.reason
-            self.note_end(scope["client"], status, logged)
-
-    def note_end(self, client, status, logged):
-        """Count and log what has ended: a call, or a connection that did not speak HTTP."""
-        self.service.metrics.count_answer(status)
-        if self.args.access_log and logged.get("path") not in OPEN_PATHS:
-            log("access", client=client and client[0], status=status, **logged)
-
-    def route(self, method: str, path: str) -> Route:
-        """Raises ApiError (404, 405) that says what to call instead."""
-        is_model = path.startswith(MODEL_PATH) and path != MODEL_PATH
-        known = "/v1/models/{id}" if is_model else path
-        if route := self.service.routes.get(f"{'GET' if method == 'HEAD' else method} {known}"):
-            return route  # to HEAD, uvicorn sends the headers alone
-        calls = [call.split() for call in self.service.routes]
-        message = welcome.not_found(method, path, calls)
-        methods = [method for method, other in calls if other == known]
-        if not methods:
-            raise ApiError(404, message)
-        if "GET" in methods:
-            methods.append("HEAD")
-        raise ApiError(405, message, headers={"Allow": ", ".join(methods)})
-
-    def is_allowed(self, origin) -> bool:
-        """
-        Whether --allowed-origins has the origin of the page that calls; null is one like any other.
-        """
-        return origin is not None and self.shared.is_allowed_origin(origin.decode("latin-1"))
-
-    def admit(self, scope) -> str:
-        """The salt of the client's part of the prefix cache. Raises ApiError (401, 403)."""
-        headers = dict(scope["headers"])
-        self.check_host(host_name(headers.get(b"host", b"")))
-        self.check_origin(scope["scheme"], headers)
-        if not self.salts or scope["path"] in OPEN_PATHS:
-            return ""
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        given = hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
-        for digest, salt in self.salts.items():
-            if hmac.compare_digest(digest, given):
-                return salt
-        message = "send a valid API key: Authorization: Bearer KEY"
-        asked = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, message, None, "invalid_api_key", asked)
-
-    def check_host(self, host: str):
-        """
-        Against DNS rebinding: a web page can point a host name of its own at 127.0.0.1, so without
-        an API key only known names are served. Raises ApiError (403).
-        """
-        if not (self.salts or host in self.hosts or is_address(host)):
-            message = f"the Host {host!r:.200} is not served here: --allowed-hosts adds names"
-            raise ApiError(403, message)
-
-    def check_origin(self, scheme, headers):
-        """
-        Against CSRF: raises ApiError (403) for a page of another origin (scheme, host and port)
-        than ours and those allowed.
-        """
-        origin = headers.get(b"origin")
-        ours = scheme.encode() + b"://" + headers.get(b"host", b"")
-        if origin is None or origin.lower() == ours.lower() or self.is_allowed(origin):
-            return
-        name = origin.decode("latin-1")[:200]
-        remedy = f"--allowed-origins {name} would let them in"
-        raise ApiError(403, f"pages of another origin, {name!r}, are not served here: {remedy}")
-
-
-def refusal_of(problem, scope) -> ApiError:
-    """The error that a client gets when this exception has ended its call."""
-    match problem:
-        case ApiError():
-            return problem
-        case ClientDisconnect():
-            return ClientGone()
-        case asyncio.CancelledError():  # the server stops
-            is_unread = "is_last" in scope  # the answer has begun: the client does not read it
-            return ClientGone() if is_unread else ApiError(503, STOPPED, code="stopping")
-        case _:
-            return ApiError(500, f"a bug of this server: {type(problem).__name__}")
-
-
-def host_name(value: bytes) -> str:
-    """The name in a Host header: without the port, and without the brackets of an IPv6 address."""
-    text = value.decode("latin-1").lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.rpartition(":")[0] or text
-
-
-def is_address(host: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(host))
-    except ValueError:
-        return False

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from callers import Answer, Caller
 from scripted_engine import EOS, FakeChat, Violation, script
 
-from serving import api
+from serving.gate import OPEN_PATHS
 
 
 class Expected(SimpleNamespace):
@@ -177,9 +177,7 @@ class Judge:
         if len(self.log) > 1:
             self.wrong(f"is logged {len(self.log)} times")
         if answer is None or not answer.whole:
-            self.process.is_known = (
-                self.process.is_known and self.call["path"] not in api.OPEN_PATHS
-            )
+            self.process.is_known = self.process.is_known and self.call["path"] not in OPEN_PATHS
             self.check_cut()
         if answer is None or answer.status is None:
             return
@@ -192,10 +190,10 @@ class Judge:
             answer.whole
             and not self.log
             and not self.was_killed
-            and self.call["path"] not in api.OPEN_PATHS
+            and self.call["path"] not in OPEN_PATHS
         ):
             self.wrong("has an answer, but is not logged")
-        if answer.status >= 400 and self.call["path"] in api.OPEN_PATHS:
+        if answer.status >= 400 and self.call["path"] in OPEN_PATHS:
             self.process.refused[answer.status] += 1  # which is not logged
         if answer.status != 200:
             if answer.whole:

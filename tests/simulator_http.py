@@ -54,7 +54,7 @@ from virtual import (
 
 import serve
 from serving import answers as answers_module
-from serving import api, client, connection, encoder, engine, links, metrics, workers
+from serving import api, client, connection, encoder, engine, gate, links, metrics, workers
 from serving import loop as serving_loop
 from serving.engine import Engine
 
@@ -630,7 +630,6 @@ def stand_ins(world: World):
     changes = {
         api: {
             "time": clock,
-            "uuid": ids,
             "os": os_of_pipes,
             "log": world.log,
             "print": lambda *args, **options: None,
@@ -644,6 +643,7 @@ def stand_ins(world: World):
             "PING_SECONDS": settings["ping_seconds"],
             "SCORES_IN_PLACE": settings["scores_in_place"],
         },
+        gate: {"time": clock, "log": world.log},
         metrics: {"time": clock},
         client: {
             "time": clock,

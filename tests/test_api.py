@@ -17,7 +17,7 @@ from test_connection import ASK, CHUNKED_ASK, GET
 from test_protocol import parse
 from wires import House, request
 
-from serving import answers, api
+from serving import answers, api, gate
 from serving.encoder import size_of
 from serving.protocol import NEUTRAL, CompletionRequest
 from serving.workers import Counts, Seat
@@ -292,12 +292,12 @@ def test_with_a_key_any_host_is_served_but_no_other_origin(locked):
     ],
 )
 def test_the_name_in_a_host_header(value, name):
-    assert api.host_name(value.encode()) == name
+    assert gate.host_name(value.encode()) == name
 
 
 def test_addresses_are_no_names():
     assert [
-        api.is_address(host)
+        gate.is_address(host)
         for host in ("127.0.0.1", "::1", "10.0.0.7", "localhost", "", "1.2.3", "a::1")
     ] == [
         *(True, True, True),

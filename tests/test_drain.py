@@ -132,7 +132,7 @@ def test_who_is_still_being_encoded_when_the_server_stops_is_told(monkeypatch):
     with Server() as server, ThreadPoolExecutor(1) as pool:
         asked = threading.Event()
 
-        async def ask(job, size):
+        async def ask(job):
             asked.set()
             await asyncio.sleep(30)
 

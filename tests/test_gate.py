@@ -7,7 +7,7 @@ import pytest
 from server import Server, error_of, wait_until
 
 import serve
-from serving import api
+from serving.gate import Gate
 from serving.protocol import ApiError
 
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
@@ -130,7 +130,7 @@ def test_hosts_and_origins_are_checked(headers, status):
     args = serve.parse_args(
         ["--allowed-hosts", "GPT.example", "--allowed-origins", "tauri://localhost"]
     )
-    gate = api.Gate(SimpleNamespace(args=args, keys=[], routes={}))
+    gate = Gate(SimpleNamespace(args=args, keys=[]))
     scope = {
         "path": "/v1/models",
         "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],

@@ -46,8 +46,8 @@ ORDER = [
     "serving.fused", "serving.ops", "serving.compiled", "serving.runner", "serving.sizing",
     "serving.links", "serving.engine", "serving.loop", "serving.beam",
     "serving.chat", "serving.encoder", "serving.workers", "serving.protocol", "serving.connection",
-    "serving.client", "serving.metrics", "serving.answers", "serving.api", "serving.terminal",
-    "serve", "bench",
+    "serving.gate", "serving.client", "serving.metrics", "serving.answers", "serving.api",
+    "serving.terminal", "serve", "bench",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "paged",

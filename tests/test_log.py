@@ -5,7 +5,7 @@ import json
 import pytest
 from server import Server, wait_until
 
-from serving import api
+from serving import gate
 
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
 
@@ -24,7 +24,7 @@ def logging_server(monkeypatch):
         if file is not None:  # else it is the greeting
             lines.append(line)
 
-    monkeypatch.setattr(api, "print", note, raising=False)
+    monkeypatch.setattr(gate, "print", note, raising=False)
     with Server() as server:
         server.log = lines
         server.args.access_log = True

@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 from virtual import Loop, Machine
 
 import serve
-from serving import answers, api, connection, metrics
+from serving import answers, api, connection, gate, metrics
 from serving import client as client_module
 from serving.client import EngineClient
 from serving.connection import Connection
@@ -286,7 +286,7 @@ class House:
         link = EngineClient("nowhere", lambda: None)
         self.encoder = Encoder(directory or bytes_directory(), ByteTokenizer())
         self.service = api.Service(link, self.encoder, self.args, list(keys), seat=seat)
-        self.config = uvicorn.Config(api.Gate(self.service), log_level="critical", ws="none")
+        self.config = uvicorn.Config(gate.Gate(self.service), log_level="critical", ws="none")
         self.config.load()
         self.state = ServerState()
         self.service.server = SimpleNamespace(should_exit=False, server_state=self.state)
@@ -296,7 +296,7 @@ class House:
         self.service.loop = self.clock
 
     def patch_clocks(self):
-        for module in (answers, api, client_module, connection, metrics):
+        for module in (answers, api, client_module, connection, gate, metrics):
             self.patches.setattr(module, "time", self.clock.clock)
         self.patches.setattr(client_module, "connect", self.connect_engine)
 
