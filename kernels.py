@@ -59,25 +59,6 @@ class Batch:
     prepared: object = None  # what ops.prepare worked out for this step, used in every layer
 
 
-def check_ranges(batch: Batch, H: int, kv: Tensor):
-    """
-    What all operators assume of a step; the contents of tensors are on the device and not looked
-    at.
-    """
-    B = len(batch.query_lens_host)
-    T = len(batch.tokens)
-    M = batch.block_tables.shape[1]
-    _, _, Hk, S, _ = kv.shape
-    assert H % Hk == 0, f"{H} query heads do not share {Hk} KV heads evenly"
-    queries = sum(batch.query_lens_host)  # padding may follow the last token
-    assert queries <= T, f"query lengths sum to {queries}, there are {T} tokens"
-    assert len(batch.slot_mapping) == T, f"{len(batch.slot_mapping)} slots for {T} tokens"
-    same = len(batch.context_lens) == len(batch.block_tables) == B
-    assert same, f"wanted lengths and tables of {B} requests"
-    longest = max(batch.context_lens_host, default=0)
-    assert longest <= M * S, f"a context of {longest} tokens does not fit into {M} blocks of {S}"
-
-
 # --------------------------------------------------------------------------------------------------
 # Triton: no gather, K and V are read where they are
 
@@ -404,7 +385,6 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     Allocate scratch, sort the decodes and map tiles to chunks, on the device: the host looks at no
     tensor.
     """
-    check_ranges(batch, H, kv)
     _, _, Hk, _, D = kv.shape
     B = batch.num_decodes
     device = kv.device
@@ -492,7 +472,7 @@ def check_layout(x: Tensor, kv: Tensor, batch: Batch):
     assert tables.stride(1) == 1, "block tables must be contiguous along blocks"
 
 
-def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch):
+def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     """As gather.store_kv_torch."""
     check_layout(k, kv, batch)
     T, Hk, D = k.shape
@@ -500,6 +480,7 @@ def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch):
         k, v, kv, batch.slot_mapping, k.stride(0), v.stride(0), kv.stride(0),
         Hk=Hk, D=D, S=kv.shape[3], WIDTH=triton.next_power_of_2(Hk * D), **pdl_options(k),
     )  # fmt: skip
+    return kv
 
 
 def paged_attention_triton(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:

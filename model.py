@@ -41,8 +41,7 @@ ACTIVATIONS = {
 class Ops(NamedTuple):
     """
     What the decoder is computed with: a table for each kind of machine. A `layer` is linear, with
-    weight and bias; `kv` is what `project_qkv` leaves for `attend`: k and v themselves, or (to
-    serve) one layer's part of the paged pool.
+    weight and bias; `kv` is, to serve, one layer's part of the paged pool, else None.
     """
 
     name: str
@@ -50,9 +49,12 @@ class Ops(NamedTuple):
     embed: Callable
     # (x, delta or None, norm) -> x + delta, which may be x itself, changed; and norm(x + delta)
     add_norm: Callable
-    # (y, attention, kv, batch) -> q (..., T, H, D), and the kv that it attends to
+    # (y, attention, kv, batch) -> q (..., T, H, D), and what `store_kv` returns
     project_qkv: Callable
-    # (q, kv, batch) -> (..., T, H, D), each token's mixture of the values it sees
+    # (k (..., T, Hk, D), v, kv, batch) -> what `attend` reads them from: the pair of them, or the
+    # pool, where they are now at batch.slot_mapping
+    store_kv: Callable
+    # (q, what store_kv returned, batch) -> (..., T, H, D), each token's mixture of what it sees
     attend: Callable
     # (x, layer, activation=None, partial_sums=False) -> activation(layer(x)); with partial_sums it
     # may be several matrices, for add_norm to add up (split-K)
@@ -65,8 +67,6 @@ class Ops(NamedTuple):
     # To serve:
     # (batch, H, kv of any layer, window=0) -> batch.prepared, once for all layers
     prepare: Callable | None = None
-    # (k (T, Hk, D), v, kv, batch): into the pool, at batch.slot_mapping
-    store_kv: Callable | None = None
     # see `inputs.decode_inputs`, `sampling.sample_torch`, `cpu.packed_for_cpu`
     decode_inputs: Callable | None = None
     sample: Callable | None = None
@@ -97,9 +97,21 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, 
     return x, norm(x)
 
 
-def project_qkv(y: Tensor, attention: "Attention", kv: None, batch: WholeTexts):
-    q, k, v = attention.heads(attention.c_attn(y))
-    return q, (k, v)
+def project_qkv(y: Tensor, attention: "Attention", kv: Tensor | None, batch):
+    """
+    Queries (..., T, H, D) of y (..., T, C), and what `store_kv` makes of keys and values: all three
+    are one product.
+    """
+    sizes = (attention.H, attention.Hk, attention.Hk)
+    qkv = batch.ops.linear(y, attention.c_attn)  # (..., T, (H + 2 Hk) D)
+    heads = qkv.view(*qkv.shape[:-1], sum(sizes), attention.D)  # (..., T, H + 2 Hk, D)
+    q, k, v = heads.split_with_sizes(sizes, -2)
+    return q, batch.ops.store_kv(k, v, kv, batch)
+
+
+def store_kv(k: Tensor, v: Tensor, kv: None, batch: WholeTexts) -> tuple[Tensor, Tensor]:
+    """Whole texts need no pool: their keys and values are all here."""
+    return k, v
 
 
 def attend(q: Tensor, kv: tuple[Tensor, Tensor], batch: WholeTexts) -> Tensor:
@@ -149,7 +161,7 @@ def loss(x: Tensor, layer: nn.Module, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-TORCH = Ops("torch", embed, add_norm, project_qkv, attend, linear, head=linear, loss=loss)
+TORCH = Ops("torch", embed, add_norm, project_qkv, store_kv, attend, linear, head=linear, loss=loss)
 
 # --------------------------------------------------------------------------------------------------
 # The architecture
@@ -233,12 +245,6 @@ class Attention(nn.Module):
         mixed = batch.ops.attend(q, kv, batch)  # (..., T, H, D)
         mixed = mixed.flatten(-2)  # (..., T, C)
         return batch.ops.linear(mixed, self.c_proj, partial_sums=True)
-
-    def heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """(..., T, (H + 2 Hk) D) -> q (..., T, H, D), k and v (..., T, Hk, D), views"""
-        sizes = (self.H, self.Hk, self.Hk)
-        heads = qkv.view(*qkv.shape[:-1], sum(sizes), self.D)  # (..., T, H + 2 Hk, D)
-        return heads.split_with_sizes(sizes, -2)
 
 
 class MLP(nn.Module):

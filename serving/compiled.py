@@ -64,11 +64,10 @@ class OneToken(NamedTuple):
     ops: Ops
 
 
-def project_qkv(y: Tensor, attention, kv: Tensor, batch: OneToken):
+def store_kv(k: Tensor, v: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
     """K and V are left in batch.new: a compiled graph that wrote into the pool would copy it."""
-    q, k, v = attention.heads(attention.c_attn(y))
     batch.new.append(torch.stack((k, v)))
-    return q, kv
+    return kv
 
 
 def attend(q: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
@@ -82,7 +81,7 @@ def attend(q: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
     return mixed[:, :, 0]
 
 
-ONE_TOKEN = TORCH._replace(name="compiled", project_qkv=project_qkv, attend=attend)
+ONE_TOKEN = TORCH._replace(name="compiled", store_kv=store_kv, attend=attend)
 
 
 def compiled_decode(model: GPT, quantize: str = "none") -> Callable:

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kernels import Batch, check_ranges
-from serving.gather import store_rows
+from kernels import Batch
+from serving.gather import pool_rows
 
 FLEX_ROWS = 128  # queries in a tile
 NO_LIMIT = 2**40  # more tokens than any text has: the reach of a layer without a window
@@ -44,14 +44,14 @@ class FlexPlan(NamedTuple):
 
 def prepare_flex(batch: Batch, H: int, kv: Tensor, window: int = 0) -> FlexPlan:
     """Build the masks of the step, on the device and without a loop over requests."""
-    check_ranges(batch, H, kv)
     n = batch.num_decodes
     B = len(batch.query_lens_host)
     calls = []
     for requests in (slice(0, n), slice(n, B)):  # decodes, chunks
         if requests.start < requests.stop:
             calls.append(flex_call(batch, requests, kv, window))
-    return FlexPlan(store_rows(batch, kv), calls)
+    store_rows = pool_rows(batch.slot_mapping[:, None], kv).flatten()
+    return FlexPlan(store_rows, calls)
 
 
 def flex_call(batch: Batch, requests: slice, kv: Tensor, window: int) -> FlexCall:

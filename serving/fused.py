@@ -314,12 +314,10 @@ def project_qkv(y: Tensor, attention: model.Attention, kv: Tensor, batch: Batch)
     Queries [T, H, D] of y [T, C]; keys and values go to their slots in one layer's pool kv [2,
     num_blocks + 1, Hk, S, D], which is returned, too.
     """
-    if len(y) <= LINEAR_ROWS:
-        q = launch_linear(y, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping)
-        return q.view(len(y), attention.H, attention.D), kv
-    q, k, v = attention.heads(linear(y, attention.c_attn))
-    batch.ops.store_kv(k, v, kv, batch)
-    return q, kv
+    if len(y) > LINEAR_ROWS:
+        return model.project_qkv(y, attention, kv, batch)
+    q = launch_linear(y, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping)
+    return q.view(len(y), attention.H, attention.D), kv
 
 
 def launch_linear(

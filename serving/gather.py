@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import Batch, check_ranges
+from kernels import Batch
 
 
 class Gather(NamedTuple):
@@ -62,11 +62,6 @@ def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
     return torch.stack((k_rows, v_rows))
 
 
-def store_rows(batch: Batch, kv: Tensor) -> Tensor:
-    """The rows of the pool that a step writes, [2 * T * Hk] int64."""
-    return pool_rows(batch.slot_mapping[:, None], kv).flatten()
-
-
 def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
     """
     Causality: a token sees itself and what came before; with a window, that many tokens. Broadcasts
@@ -98,7 +93,6 @@ def length_classes(lens: list[int]) -> list[list[int]]:
 
 def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
     """Work out, once for all layers, which rows of the pool the step writes and which it reads."""
-    check_ranges(batch, H, kv)
     lens = batch.context_lens_host
     gathers = []
     num_decodes = batch.num_decodes
@@ -118,7 +112,8 @@ def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPl
         tokens = slice(start, end)
         gathers.append(gather(batch, chunk, tokens, lens[i], H, kv, window))
         start = end
-    return GatherPlan(store_rows(batch, kv), gathers)
+    store_rows = pool_rows(batch.slot_mapping[:, None], kv).flatten()
+    return GatherPlan(store_rows, gathers)
 
 
 def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, window: int) -> Gather:
@@ -147,26 +142,16 @@ def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, win
     return Gather(tokens, rows, mask[:, None])
 
 
-def project_qkv(y: Tensor, attention, kv: Tensor, batch: Batch):
-    """
-    As model.project_qkv with a layer's `Attention`, but K and V [T, Hk, D] go to their slots in the
-    layer's pool, which is returned.
-    """
-    qkv = batch.ops.linear(y, attention.c_attn)
-    q, k, v = attention.heads(qkv)
-    batch.ops.store_kv(k, v, kv, batch)
-    return q, kv
-
-
-def store_kv_torch(k: Tensor, v: Tensor, kv: Tensor, batch: Batch):
+def store_kv_torch(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     """
     Write k, v [T, Hk, D] into one layer's pool kv [2, num_blocks + 1, Hk, S, D], in place, at
-    `slot_mapping`.
+    `slot_mapping`. Returns the pool.
     """
     D = k.shape[-1]
     pool = kv.view(-1, D)
     new = torch.stack((k, v)).to(kv.dtype)
     pool.index_copy_(0, batch.prepared.store_rows, new.view(-1, D))
+    return kv
 
 
 def paged_attention_torch(

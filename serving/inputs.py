@@ -188,6 +188,25 @@ def lay_out(
     )
 
 
+def check_ranges(batch: Batch, H: int, kv: Tensor):
+    """
+    What all operators assume of a step; the contents of tensors are on the device and not looked
+    at.
+    """
+    B = len(batch.query_lens_host)
+    T = len(batch.tokens)
+    M = batch.block_tables.shape[1]
+    _, _, Hk, S, _ = kv.shape
+    assert H % Hk == 0, f"{H} query heads do not share {Hk} KV heads evenly"
+    queries = sum(batch.query_lens_host)  # padding may follow the last token
+    assert queries <= T, f"query lengths sum to {queries}, there are {T} tokens"
+    assert len(batch.slot_mapping) == T, f"{len(batch.slot_mapping)} slots for {T} tokens"
+    same = len(batch.context_lens) == len(batch.block_tables) == B
+    assert same, f"wanted lengths and tables of {B} requests"
+    longest = max(batch.context_lens_host, default=0)
+    assert longest <= M * S, f"a context of {longest} tokens does not fit into {M} blocks of {S}"
+
+
 def lengths_on_host(plan: Plan | None, shape: StepShape) -> tuple[list[int], list[int]]:
     """
     Query and context lengths of decodes, padding, chunks, padding. Without a plan, all of it is

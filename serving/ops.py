@@ -22,10 +22,9 @@ from model import Ops
 from serving import cpu, flex, fused, gather, inputs, sampling, sampling_kernels
 
 TORCH = model.TORCH._replace(
-    project_qkv=gather.project_qkv,
+    store_kv=gather.store_kv_torch,
     attend=partial(gather.paged_attention_torch, attention=model.attention),
     prepare=gather.prepare_torch,
-    store_kv=gather.store_kv_torch,
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
     pack=cpu.pack_if_quantized,
@@ -40,11 +39,11 @@ TRITON = TORCH._replace(
     embed=fused.embed,
     add_norm=fused.add_norm,
     project_qkv=fused.project_qkv,
+    store_kv=kernels.store_kv_triton,
     attend=kernels.paged_attention_triton,
     linear=fused.linear,
     head=fused.head,
     prepare=kernels.prepare_triton,
-    store_kv=kernels.store_kv_triton,
     decode_inputs=fused.decode_inputs,
     sample=sampling_kernels.sample_triton,
     fixed_shapes=True,

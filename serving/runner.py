@@ -22,7 +22,17 @@ from torch import Tensor
 from model import GPT
 from paged import KVBlockPool, Plan, Request
 from serving.compiled import check_can_compile, compile_decode_one
-from serving.inputs import KnownRows, StepShape, is_completed, lay_out, pack, sizes, split, upload
+from serving.inputs import (
+    KnownRows,
+    StepShape,
+    check_ranges,
+    is_completed,
+    lay_out,
+    pack,
+    sizes,
+    split,
+    upload,
+)
 from serving.ops import choose_ops
 from serving.params import GREEDY, NO_TOKEN
 from serving.sampling import Row, SamplingRows, logprobs
@@ -142,16 +152,6 @@ class Runner:
 
     # -- host to device ----------------------------------------------------------------------------
 
-    def bring_up_to_date(self, plan: Plan):
-        """
-        Tell the device's arrays what the plan has changed; of new blocks, the step's inputs tell.
-        """
-        if plan.copies:  # before the step writes into them
-            to, source = upload(list(plan.copies.items()), self.device).unbind(1)
-            self.pool.copy_blocks(to, source)
-        if plan.admitted:
-            self.place(*plan.admitted)
-
     def place(self, *requests: Request):
         """Fill the rows of requests that start to run, start again, or were forked."""
         starts = []
@@ -197,8 +197,8 @@ class Runner:
         wanted, n, tokens, logits, x = self.start(plan)
         scores = self.score_sampled(plan, wanted, tokens, logits) if self.scored_rows else None
         prompt_scores = self.score_prompts(plan, n, x) if plan.chunks else []
-        [tokens_there] = to_host([tokens])
-        flight = InFlight(plan, wanted, tokens_there, scores, prompt_scores)
+        there = tokens.to("cpu", non_blocking=True)
+        flight = InFlight(plan, wanted, there, scores, prompt_scores)
         if tokens.is_cuda:
             flight.done = torch.cuda.Event()
             flight.done.record()
@@ -206,10 +206,16 @@ class Runner:
 
     def start(self, plan: Plan):
         """
-        Start to compute a plan: write the K, V of its tokens, and sample. Returns where the
+        Start to compute a plan: write the K, V of its tokens, and sample. What it has changed is
+        told to the device's arrays first; of new blocks, the step's inputs tell. Returns where the
         requests of plan.sampled are, the number of decodes with padding, and what `compute` does.
         """
-        self.bring_up_to_date(plan)
+        if plan.copies:  # before the step writes into them
+            to = upload(list(plan.copies), self.device)
+            source = upload(list(plan.copies.values()), self.device)
+            self.pool.copy_blocks(to, source)
+        if plan.admitted:
+            self.place(*plan.admitted)
         shape = self.padded_shape(plan)
         wanted = list(range(len(plan.decodes)))
         for i, (request, m) in enumerate(plan.chunks):
@@ -235,7 +241,9 @@ class Runner:
         step = split(packed, shape)
         batch = lay_out(step, shape, plan, self.known, self.ops)
         H = self.model.config.n_head
-        batch.prepared = self.ops.prepare(batch, H, self.pool.kv[0])
+        kv = self.pool.kv[0]
+        check_ranges(batch, H, kv)
+        batch.prepared = self.ops.prepare(batch, H, kv)
         if self.decode_one and shape.n == 1 and not shape.C:
             x = None
             logits = self.decode_one(batch)
@@ -246,7 +254,7 @@ class Runner:
         rows = step.rows
         if shape.C:
             rows = torch.cat([rows, step.sampling_rows])
-        asked = params_of(plan, shape) if plan else None
+        asked = [r.params for r in plan.sampled if r.params] if plan else None
         sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
         return sampled, logits, x
 
@@ -362,16 +370,6 @@ def to_host(tensors) -> list[Tensor]:
 def rows_of(tensors: list[Tensor]) -> list[list]:
     columns = [tensor.tolist() for tensor in tensors]
     return [list(row) for row in zip(*columns, strict=True)]
-
-
-def params_of(plan: Plan, shape: StepShape) -> list:
-    """
-    The SamplingParams of decodes, padding and chunks, so that the host can skip what no request
-    asks for.
-    """
-    padding = [GREEDY] * (shape.n - len(plan.decodes))
-    of_decodes = [r.params or GREEDY for r in plan.decodes]
-    return of_decodes + padding + [r.params or GREEDY for r, _ in plan.chunks]
 
 
 def sampling_row(r: Request) -> Row:

@@ -134,6 +134,12 @@ class Pool:
         self.blocks = [bytearray([POISON] * block_size) for _ in range(num_blocks + 1)]
         self.poison = bytes([POISON] * block_size)
 
+    def copy_blocks(self, to: list[int], source: list[int]):
+        """All are read before any is written."""
+        contents = [bytes(self.blocks[block]) for block in source]
+        for block, content in zip(to, contents, strict=True):
+            self.blocks[block][:] = content
+
 
 class SimulatedRunner(Runner):
     """
@@ -167,22 +173,15 @@ class SimulatedRunner(Runner):
         ]
         self.broken_logits: set[Request] = set()  # the next tokens of these are NO_TOKEN
 
-    def bring_up_to_date(self, plan: Plan):
+    def poison_new_blocks(self, plan: Plan):
         blocks = self.pool.blocks
         S = self.block_size
-        copied = {
-            to: bytes(blocks[source]) for to, source in plan.copies.items()
-        }  # all are read before any is written
         for request in plan.decodes:
             if request.num_filled_slots % S == 0:  # the block of its next token is new
                 blocks[request.block_table[-1]][:] = self.pool.poison
-        for to, content in copied.items():
-            blocks[to][:] = content
         for request in plan.admitted:
             for block in request.block_table[request.num_filled_slots // S :]:
                 blocks[block][:] = self.pool.poison
-        if plan.admitted:
-            self.place(*plan.admitted)
 
     def place(self, *requests: Request):
         for r in requests:
@@ -201,6 +200,7 @@ class SimulatedRunner(Runner):
         The arguments are the real one's, but that the inputs are an array. All is written before
         anything is read. Returns the sampled tokens, and the texts before them in place of logits.
         """
+        self.poison_new_blocks(plan)
         step = split_array(packed, shape)
         self.write_decodes(step)
         self.write_chunks(step)

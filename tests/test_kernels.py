@@ -425,12 +425,12 @@ def test_misuse_is_told_with_the_numbers(backend):
     step = Step(Shape(MIXED.requests, 4), backend)
     batch, kv = step.batch, step.kv.to(DEVICE)
     with pytest.raises(AssertionError, match="4 query heads do not share 3 KV heads"):
-        batch.ops.prepare(batch, 4, kv[:, :, :3])
+        inputs.check_ranges(batch, 4, kv[:, :, :3])
     batch.context_lens_host = [10_000, *batch.context_lens_host[1:]]
     with pytest.raises(
         AssertionError, match="a context of 10000 tokens does not fit into 24 blocks of 16"
     ):
-        batch.ops.prepare(batch, 4, kv)
+        inputs.check_ranges(batch, 4, kv)
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="triton is not installed")
@@ -767,7 +767,7 @@ def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
     attention, x = Attention(config).requires_grad_(False), torch.randn(R, H * D)
     slots, found = torch.randperm(20 * 8)[:R], []
-    for device, project in ("cpu", gather.project_qkv), (DEVICE, fused.project_qkv):
+    for device, project in ("cpu", model_module.project_qkv), (DEVICE, fused.project_qkv):
         kv = torch.full((2, 21, Hk, 8, D), 7.0, device=device)
         batch = SimpleNamespace(slot_mapping=slots.to(device), ops=choose_ops("torch")[0])
         batch.prepared = SimpleNamespace(store_rows=gather.pool_rows(slots[:, None], kv).flatten())
