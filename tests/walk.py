@@ -7,11 +7,12 @@ answers one streamed request.
 
 A server and a real engine with a tiny model run in threads of one process, on the CPU. The way of a
 request has three parts: the request through the HTTP process, its steps in the engine, its tokens
-back through the HTTP process. The way of a decoded token begins where the engine plans its step.
-Each function counts once, at its first call, properties too; lambdas and comprehensions belong to
-the function that they are in; coroutines that only wait for another count when they are resumed.
-What also runs without a request does not count. On a GPU the operators of
-serving/ops.py launch kernels, which a profile of Python does not show.
+back through the HTTP process. The way of a decoded token begins where the engine plans its step,
+and leaves the engine's process before the loop asks for another round. Each function counts once,
+at its first call, properties too; lambdas and comprehensions belong to the function that they are
+in. Of coroutines that wait for one another the innermost counts: to resume it, Python calls all of
+them. What also runs without a request does not count. On a GPU the operators of serving/ops.py
+launch kernels, which a profile of Python does not show.
 """
 
 import sys
@@ -37,8 +38,9 @@ from training.corpus import bpe_tokenizer
 ROOT = Path(__file__).parents[1]
 TOKENS = 8  # of the answer: one comes with the prompt, the others are decoded
 PACE = 0.02  # seconds from step to step
-ENGINE_ROUND = ("Engine.step", "serving/links.py")  # where a round begins, where its token goes
-CLIENT_ROUND = ("EngineClient.data_received", "serving/connection.py")
+# where a round begins, where the next one does, and where its token goes
+ENGINE_ROUND = ("Engine.step", "Links.is_wanted", "serving/links.py")
+CLIENT_ROUND = ("EngineClient.data_received", "EngineClient.data_received", "serving/connection.py")
 OF_TESTS = str(ROOT / "tests")
 OF_PACKAGES = str(ROOT / ".venv")
 
@@ -53,20 +55,33 @@ class Walk:
     """Notes all calls of functions of this repo, of all threads."""
 
     def __init__(self):
-        self.calls: list[Call] = []
+        self.calls: list[Call | None] = []
         self.is_on = False
+        self.starts: dict = {}  # code -> the place in it where a call begins
+        self.resumed: dict = {}  # thread -> frame and number of its last call, if that is resumed
 
     def note(self, frame, event, _):
-        if not self.is_on or event != "call":
-            return
         code = frame.f_code
         file, name = code.co_filename, code.co_qualname
-        if not file.startswith(str(ROOT)) or file.startswith((OF_TESTS, OF_PACKAGES)):
+        if event != "call" or not is_ours(file):
             return
+        is_resumed = frame.f_lasti > self.starts.setdefault(code, frame.f_lasti)
         name = name.partition(".<locals>.<")[0]  # a comprehension's is its function's
-        if not name.startswith("<"):
-            thread = threading.current_thread().name
-            self.calls.append(Call(thread, str(Path(file).relative_to(ROOT)), name))
+        if not self.is_on or name.startswith("<"):
+            return
+        caller = frame.f_back
+        while caller and not is_ours(caller.f_code.co_filename):
+            caller = caller.f_back
+        thread = threading.current_thread().name
+        outer, number = self.resumed.get(thread, (None, 0))
+        if is_resumed and outer and caller is outer:
+            self.calls[number] = None  # it only passed the resumption on
+        self.resumed[thread] = (frame if is_resumed else None, len(self.calls))
+        self.calls.append(Call(thread, str(Path(file).relative_to(ROOT)), name))
+
+
+def is_ours(file: str) -> bool:
+    return file.startswith(str(ROOT)) and not file.startswith((OF_TESTS, OF_PACKAGES))
 
 
 class RealEngine(FakeEngine):
@@ -110,7 +125,7 @@ def record() -> tuple[list[Call], list[Call]]:
             walk.is_on = False
     threading.setprofile(None)
     assert answer.text.endswith("data: [DONE]\n\n"), answer.text
-    return walk.calls[:idle], walk.calls[idle:]
+    return list(filter(None, walk.calls[:idle])), list(filter(None, walk.calls[idle:]))
 
 
 def request_way(calls: list[Call]) -> list[Call]:
@@ -135,13 +150,18 @@ def engine_thread(calls: list[Call]) -> str:
     return next(call.thread for call in calls if call.file == "paged.py")
 
 
-def one_round(calls: list[Call], first: str, to: str) -> list[Call]:
+def one_round(calls: list[Call], first: str, end: str, to: str) -> list[Call]:
     """
-    From a call of a function to the next one. Of all such rounds that reach a file, but that of the
-    prompt, the plainest: now and then something else happens, too.
+    From a call of the function `first` to the next one of `end`. Of all such rounds that reach the
+    file `to`, but that of the prompt, the plainest: now and then something else happens, too.
     """
     starts = [i for i, call in enumerate(calls) if call.name == first]
-    rounds = [calls[start:end] for start, end in pairwise(starts[1:])]
+    ends = [i for i, call in enumerate(calls) if call.name == end]
+    rounds = []
+    for start in starts[1:]:
+        end_of_round = next((i for i in ends if i > start), None)
+        if end_of_round:
+            rounds.append(calls[start:end_of_round])
     there = [calls for calls in rounds if any(call.file == to for call in calls)]
     return min(there, key=lambda calls: len(set(calls)))
 
