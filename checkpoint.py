@@ -9,7 +9,6 @@ tokenizer's files.
 unpickled.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig
-from tokenizer import write_atomically, write_json
+from tokenizer import read_json, write_atomically, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -131,7 +130,7 @@ def load_config(directory: str | Path) -> GPTConfig:
     if not path.is_file():
         raise CheckpointError(no_model(path))
     try:
-        saved = json.loads(path.read_text())
+        saved = read_json(path)
         check_options(path, saved)
         ours = {}
         for field in GPTConfig.__dataclass_fields__:
@@ -145,8 +144,9 @@ def load_config(directory: str | Path) -> GPTConfig:
     except CheckpointError:
         raise
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        broken = f"{path} is not a model configuration ({error})"
-        raise CheckpointError(f"{broken}: train again or restore the file") from error
+        raise CheckpointError(
+            f"{path} is not a model configuration ({error}): train again or restore the file"
+        ) from error
 
 
 def check_options(path: Path, saved: dict):
@@ -157,16 +157,17 @@ def check_options(path: Path, saved: dict):
             continue
         if name == "n_inner" and value == 4 * saved["n_embd"]:
             continue
-        only = f"{path}: {name} is {value!r}, this code computes only {wanted!r}"
-        raise CheckpointError(f"{only}: vLLM serves such a directory")
+        raise CheckpointError(
+            f"{path}: {name} is {value!r}, this code computes only {wanted!r}: vLLM serves such a "
+            "directory"
+        )
 
 
 def read_eos(path: Path, saved: dict) -> list[int]:
     """The tokens that end a text, config.json's first; each file has one, a list, or none."""
-    other_path = path.with_name("generation_config.json")
-    other = json.loads(other_path.read_text()) if other_path.is_file() else {}
     ids = []
-    for value in (saved.get("eos_token_id"), other.get("eos_token_id")):
+    for config in (saved, read_json(path.with_name("generation_config.json"))):
+        value = config.get("eos_token_id")
         if value is not None:
             ids += value if isinstance(value, list) else [value]
     ids = list(dict.fromkeys(ids))
@@ -181,8 +182,10 @@ def no_model(missing: Path) -> str:
     names = sorted(path.name for path in folder.glob("*") if path.name != "train_state.pt")
     weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
     if not weights:
-        mend = f"run `python train.py --out {folder}`, or name another directory"
-        return f"no model in {folder}, {missing.name} is missing: {mend}"
+        return (
+            f"no model in {folder}, {missing.name} is missing: run `python train.py --out "
+            f"{folder}`, or name another directory"
+        )
     if missing.name == "config.json":
         return f"{missing} is missing beside {weights[0]}: download it, too"
     return (
@@ -227,8 +230,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     except FileNotFoundError:
         raise CheckpointError(no_model(path)) from None
     except Exception as error:  # safetensors raises its own types for truncated or foreign files
-        broken = f"{path} cannot be read ({error})"
-        raise CheckpointError(f"{broken}: train again or restore the file") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): train again or restore the file"
+        ) from error
     weights = {}
     for name, weight in saved.items():
         name = name.removeprefix("transformer.")  # which the hub's own GPT-2 does not have
@@ -243,8 +247,9 @@ def shapes(weights: dict[str, torch.Tensor]) -> dict[str, tuple]:
 def check_shapes(path: Path, found: dict[str, tuple], wanted: dict[str, tuple]):
     for name, shape in wanted.items():
         if found.get(name) != shape:
-            differs = f"{name} is {found.get(name)}, wanted {shape}"
-            raise CheckpointError(f"{path} does not match config.json: {differs}")
+            raise CheckpointError(
+                f"{path} does not match config.json: {name} is {found.get(name)}, wanted {shape}"
+            )
 
 
 def check_rest(path: Path, saved: dict[str, torch.Tensor], wanted: dict):

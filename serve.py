@@ -64,8 +64,9 @@ def build_engine(args: argparse.Namespace):
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        why = "torch sees no GPU here; leave the flag out to serve on the CPU"
-        raise ValueError(f"--device {device}: {why}")
+        raise ValueError(
+            f"--device {device}: torch sees no GPU here; leave the flag out to serve on the CPU"
+        )
     settings = engine_settings(args)
     model = load_checkpoint(args.model, device, serving_dtype(args.dtype, device))
     return Engine(model, settings)
@@ -155,8 +156,10 @@ def api_keys(args: argparse.Namespace) -> list[str]:
 def warn_of_readable_keys(path: str):
     """A warning on stderr where others than the file's owner can read the keys."""
     if os.stat(path).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        warning = f"warning: other users can read --api-key-file {path}: chmod 600 {path}"
-        print(warning, file=sys.stderr)
+        print(
+            f"warning: other users can read --api-key-file {path}: chmod 600 {path}",
+            file=sys.stderr,
+        )
 
 
 def key_in_shell(args: argparse.Namespace) -> str:
@@ -174,12 +177,16 @@ def listen(args: argparse.Namespace) -> socket.socket:
     try:
         sock = open_port(args.host, args.port)
     except (OSError, OverflowError) as error:
-        how = "stop what is there, or choose another --port"
-        sys.exit(f"cannot listen at {args.host}:{args.port} ({error}): {how}")
+        sys.exit(
+            f"cannot listen at {args.host}:{args.port} ({error}): stop what is there, or choose "
+            "another --port"
+        )
     is_local = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
     if not (is_local or api_keys(args) or args.allow_remote):
-        how = f"set ${KEY_VARIABLE} or --api-key-file, or add --allow-remote if you mean it"
-        sys.exit(f"--host {args.host} opens the model to other machines without a password: {how}")
+        sys.exit(
+            f"--host {args.host} opens the model to other machines without a password: set "
+            f"${KEY_VARIABLE} or --api-key-file, or add --allow-remote if you mean it"
+        )
     return sock
 
 
@@ -227,9 +234,10 @@ def serve_http(args: argparse.Namespace) -> str | None:
         try:  # a missing package is found now, not after the model is loaded
             from serving import api  # noqa: F401
         except ImportError as error:
-            packages = "starlette pydantic uvicorn httptools prometheus-client jinja2"
-            how = f"`pip install {packages}` to serve HTTP, or use --prompt without it"
-            return f"{error.name} is missing: {how}"
+            return (
+                f"{error.name} is missing: `pip install starlette pydantic uvicorn httptools "
+                "prometheus-client jinja2` to serve HTTP, or use --prompt without it"
+            )
         sockets = share_port(listen(args), count)
         if args.api_key_file is not None:
             warn_of_readable_keys(args.api_key_file)

@@ -313,8 +313,10 @@ def check_ids(vocab: dict[str, int], control: dict[str, int]):
     ids = vocab | control
     for name, i in ids.items():
         if type(i) is not int or not 0 <= i < MAX_VOCABULARY:
-            wanted = f"wanted 0 to {MAX_VOCABULARY - 1}: restore it"
-            raise TokenizerError(f"token {name!r:.100} has the id {i!r:.30}, {wanted}")
+            raise TokenizerError(
+                f"token {name!r:.100} has the id {i!r:.30}, wanted 0 to {MAX_VOCABULARY - 1}: "
+                "restore it"
+            )
         if vocab.get(name, i) != i:
             raise TokenizerError(
                 f"token {name!r:.100} has two ids, {vocab[name]} and {i}: restore it"
@@ -509,9 +511,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = f"{type(error).__name__}: {error}"
         raise TokenizerError(
-            f"{path} is not a tokenizer this code reads ({why}): restore it"
+            f"{path} is not a tokenizer this code reads ({type(error).__name__}: {error}): "
+            "restore it"
         ) from error
 
 
@@ -520,9 +522,10 @@ def no_tokenizer(missing: Path) -> str:
     folder = missing.parent
     for name in FOREIGN_TOKENIZERS:
         if (folder / name).is_file():
-            how = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-            found = f"{missing} is missing, the tokenizer is in {name}"
-            return f"{found}: let transformers write it: {how}"
+            return (
+                f"{missing} is missing, the tokenizer is in {name}: let transformers write it: "
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            )
     if (folder / "config.json").is_file():
         return f"{missing} is missing: copy it there, from where the model is"
     return f"no tokenizer in {folder}: run `python train.py --out {folder}`, or copy it there"

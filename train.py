@@ -72,8 +72,10 @@ RESUMABLE = {"out", "preset", "resume", "device", "threads", "compile"}
 
 
 def build_parser() -> ArgumentParser:
-    about = "Train a small GPT. A preset or a size sets what it needs, and your flags come before "
-    about += "both: the defaults below are of what neither sets."
+    about = (
+        "Train a small GPT. A preset or a size sets what it needs, and a flag overrides both: the "
+        "defaults below are of what neither sets."
+    )
     parser = ArgumentParser(description=about, allow_abbrev=False, formatter_class=Help)
     with_no = BooleanOptionalAction  # --bias and --no-bias
 
@@ -136,28 +138,31 @@ def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
     Exits with a message on unknown flags and impossible combinations.
     """
     parser = build_parser()
-    args = parser.parse_args(argv)
-    # Which flags were typed? Those that change a namespace in which nothing is set.
-    unset = Namespace(**dict.fromkeys(vars(args)))
-    typed = vars(parser.parse_args(argv, unset))
-    given = {name for name, value in typed.items() if value is not None}
-    fixed = sorted(f"--{name}" for name in given - RESUMABLE)
+    defaults = vars(parser.parse_args([]))
+    # argparse fills in its defaults only where a namespace has nothing
+    typed = vars(parser.parse_args(argv, Namespace(**dict.fromkeys(defaults))))
+    typed = {name: value for name, value in typed.items() if value is not None}
+    args = Namespace(**defaults | typed)
+    fixed = sorted(f"--{name}" for name in typed.keys() - RESUMABLE)
     if args.resume and fixed:
-        leave_out = f"leave out {', '.join(fixed)}"
-        parser.error(f"--resume continues a run with the settings it began with: {leave_out}")
+        parser.error(
+            "--resume continues a run with the settings it began with: leave out "
+            f"{', '.join(fixed)}"
+        )
     size = args.size or size
     if size and args.preset != "stdlib":
-        one = f"--size is for the preset stdlib, {args.preset} has one size"
-        parser.error(f"{one}: leave out --size or --preset")
+        parser.error(
+            f"--size is for the preset stdlib, {args.preset} has one size: leave out --size or "
+            "--preset"
+        )
     if size:
         settings = SIZES[size].flags() | {"size": size}
     else:
         kind = "cpu" if pick_device(args.device).type == "cpu" else "gpu"
         settings = PRESETS[args.preset][kind]
-    if "minutes" in given:  # before the preset's steps, and exactly these
+    if "minutes" in typed:  # exactly these, also where the preset has steps
         settings = settings | {"steps": None, "max_minutes": None}
-    # argparse fills in its defaults only where the namespace has nothing, and flags always
-    args = parser.parse_args(argv, Namespace(**settings))
+    args = Namespace(**defaults | settings | typed)
     args.out = args.out or f"out/{args.preset}"
     args.max_minutes = args.max_minutes or args.minutes
     return args
@@ -182,17 +187,16 @@ class Corpus:
 
 
 def load_corpus(name: str, process: Process) -> Corpus:
-    """
-    The corpus in data/`name`, prepared first if it is not, or in the folder `name`. Exits with what
-    there is.
-    """
+    """The corpus in data/NAME, made first if it is not there, or in the folder NAME; or exit."""
     folder = ROOT / "data" / name
     if not (folder / "meta.json").is_file():
         recipe = folder / "prepare.py"
         if not recipe.is_file():
             there = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
-            missing = f"--data {name}: {folder} has neither meta.json nor prepare.py"
-            sys.exit(f"{missing}; there is {', '.join(there)}")
+            sys.exit(
+                f"--data {name}: {folder} has neither meta.json nor prepare.py; there is "
+                f"{', '.join(there)}"
+            )
         if process.leads:
             runpy.run_path(str(recipe))["prepare"]()
     if process.world > 1:
@@ -214,8 +218,10 @@ class Batches:
         self.seed = seed
         self.windows = (len(tokens) - 1) // self.T - 1  # one less than fit: room for any offset
         if self.windows < 1:
-            few = f"{len(tokens)} training tokens are too few for windows of {self.T}"
-            sys.exit(f"{few}: lower context_length")
+            sys.exit(
+                f"{len(tokens)} training tokens are too few for windows of {self.T}: lower "
+                "context_length"
+            )
         self.epoch = None  # the one that `starts` is of
         self.starts = None
 
@@ -247,16 +253,12 @@ class Batches:
 
 
 def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
-    """
-    Muon for the matrices inside the blocks; AdamW for the rest: vectors, and the embeddings (the
-    head is one of them).
-    """
+    """Muon for the matrices inside the blocks; AdamW for vectors and embeddings (also the head)."""
     # Orthogonal updates are for maps from hidden state to hidden state; an embedding is a table.
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
     inside = set(matrices)
     rest = [p for p in model.parameters() if p not in inside]
     betas = (0.9, args.beta2)
-    fused = process.device.type == "cuda"
     return [
         Muon(
             matrices,
@@ -265,15 +267,14 @@ def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
             momentum=args.momentum,
             weight_decay=args.weight_decay,
         ),
-        torch.optim.AdamW(rest, args.vector_lr, betas, weight_decay=0.0, fused=fused),
+        torch.optim.AdamW(
+            rest, args.vector_lr, betas, weight_decay=0.0, fused=process.device.type == "cuda"
+        ),
     ]
 
 
 def learning_rate(step: int, share: float, args: Namespace) -> float:
-    """
-    Part of the peak: linear warmup, a plateau, and linear decay to zero as the share of the run
-    that is done nears 1.
-    """
+    """Part of the peak: linear warmup, a plateau, linear decay to zero as `share` nears 1."""
     warmup = min(1.0, (step + 1) / args.warmup)
     decay = min(1.0, (1 - share) / args.decay)
     return warmup * decay
@@ -318,10 +319,7 @@ def evaluate(model: GPT, corpus: Corpus, process: Process, limit: int | None = N
 
 
 class Run:
-    """
-    What is saved and resumed: weights, optimizers, the step, and the settings that make the rest
-    repeatable.
-    """
+    """What is saved and resumed: weights, optimizers, the step, the settings, the log."""
 
     def __init__(self, args: Namespace, corpus: Corpus, process: Process):
         self.args = args
@@ -349,10 +347,7 @@ class Run:
         return model
 
     def update(self, module, x, y) -> torch.Tensor:
-        """
-        One optimizer step on x, y (B, T) int64. Returns the loss and the norm of the gradient (2,),
-        still on the device.
-        """
+        """One step on x, y (B, T) int64. Returns loss and gradient norm (2,), on the device."""
         args = self.args
         process = self.process
         # dropout, too, is a function of (seed, step): nothing about randomness has to be saved
@@ -406,9 +401,10 @@ class Run:
         eos = self.corpus.tokenizer.eos_token_id
         prompt = self.corpus.val[:1].tolist() if eos is None else [eos]
         (text,) = generate_texts(self, [prompt], self.args.sample_tokens)
-        done = f"step {self.step}, {self.share:.0%} of the run"
-        loss = f"held-out loss {nats / count:.3f} nats a token"
-        return f"{done}: {loss}; a sample:\n{textwrap.indent(text, '    ')}"
+        return (
+            f"step {self.step}, {self.share:.0%} of the run: held-out loss {nats / count:.3f} nats "
+            f"a token; a sample:\n{textwrap.indent(text, '    ')}"
+        )
 
     def save(self):
         """
@@ -447,23 +443,24 @@ class Run:
 
 
 def open_out(args: Namespace) -> dict | None:
-    """
-    The state to resume from, or None for a new run. Exits with what to change; nothing is deleted
-    yet.
-    """
+    """The state to resume from, None for a new run; or exit. Nothing is deleted yet."""
     out = Path(args.out)
     if args.resume:
         try:
             return torch.load(out / "train_state.pt", map_location="cpu", weights_only=True)
         except FileNotFoundError:
-            mend = "run without --resume, or name the run with --out"
-            sys.exit(f"nothing to resume in {out}: {mend}")
+            sys.exit(
+                f"nothing to resume in {out}: run without --resume, or name the run with --out"
+            )
         except Exception as error:  # a damaged file raises errors of any kind
-            broken = f"{out / 'train_state.pt'} cannot be read ({error})"
-            sys.exit(f"{broken}: start again with --overwrite")
+            sys.exit(
+                f"{out / 'train_state.pt'} cannot be read ({error}): start again with --overwrite"
+            )
     if (out / "config.json").exists() and not args.overwrite:
-        mend = "--resume continues it, --overwrite starts again, --out names another directory"
-        sys.exit(f"{out} holds a model: {mend}")
+        sys.exit(
+            f"{out} holds a model: --resume continues it, --overwrite starts again, --out names "
+            "another directory"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -556,11 +553,12 @@ def main(argv: list[str] | None = None):
     try:
         corpus = load_corpus(args.data, process)
         make_run = partial(Run, corpus=corpus)
-        with_size = partial(parse_args, argv)
-        args, process = fit_to_machine(args, process, started, make_run, with_size)
+        args, process = fit_to_machine(args, process, started, make_run, partial(parse_args, argv))
         if args.batch_size % process.world:
-            odd = f"--batch_size {args.batch_size} does not divide among {process.world} processes"
-            sys.exit(f"{odd}: take a multiple")
+            sys.exit(
+                f"--batch_size {args.batch_size} does not divide among {process.world} processes: "
+                "take a multiple"
+            )
         run = Run(args, corpus, process)
         batches = Batches(corpus.train, args.batch_size, args.context_length, args.seed)
     except ValueError as error:  # of the tokenizer or the configuration, and written to be read
@@ -582,8 +580,10 @@ def main(argv: list[str] | None = None):
         if process.leads:
             report_result(run, nats, count)
     else:
-        resume = f"`python train.py --resume --out {run.out}` continues"
-        process.print(f"stopped and saved at step {run.step}: {resume}")
+        process.print(
+            f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` "
+            "continues"
+        )
     process.print(f"{time.perf_counter() - started:.0f} s in all; checkpoint in {run.out}")
     if process.world > 1:
         dist.barrier()  # a process that leaves while another still talks to it may be aborted

@@ -41,8 +41,9 @@ def read_template(directory: str | Path) -> str | None:
             named = {t["name"]: t["template"] for t in template}
             template = named.get("default")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise TokenizerError(f"{path} is broken ({why}): restore it") from None
+        raise TokenizerError(
+            f"{path} is broken ({type(error).__name__}: {error}): restore it"
+        ) from None
     if not isinstance(template, str | None):
         raise TokenizerError(f"{path} has a chat_template that is no text: restore it")
     return template
@@ -136,8 +137,14 @@ def make_environment():
             return nodes.Scope(body, lineno=line)
 
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        options = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(value, indent=indent, **options)  # jinja2's own escapes for HTML
+        # jinja2's own filter would escape for HTML
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     def raise_exception(message: str):
         raise TokenizerError(message)

@@ -33,8 +33,10 @@ def origin(text: str) -> str:
         return text
     parts = re.fullmatch(r"(.+?)://([^/?#@*\s]+)", text.lower())
     if parts is None:
-        wanted = "SCHEME://HOST or SCHEME://HOST:PORT without a path, null or *"
-        raise argparse.ArgumentTypeError(f"{text!r} is no origin, wanted {wanted}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no origin, wanted SCHEME://HOST or SCHEME://HOST:PORT without a path, "
+            "null or *"
+        )
     scheme, host = parts.groups()
     usual_port = {"http": ":80", "https": ":443"}.get(scheme, "")
     return f"{scheme}://{host.removesuffix(usual_port)}"
