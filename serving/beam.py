@@ -94,9 +94,8 @@ def extend_beams(
     going = going[:width]
     if not going:
         return {}, answers
-    own: dict[Request, int] = {}  # each beam goes on with its best token itself
-    for beam, token, _ in going:
-        own.setdefault(beam, token)
+    # each beam goes on with its best token itself, which is the first in `going`
+    own = {beam: token for beam, token, _ in reversed(going)}
     engine.scheduler.update(plan, [own.get(beam, 0) for beam in plan.sampled])
     for beam in plan.sampled:
         if beam not in own:

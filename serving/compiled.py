@@ -101,13 +101,7 @@ def compiled_decode(model: GPT, quantize: str = "none") -> Callable:
     # compiled code is found by the code object, and another model's must not be found
     step.__code__ = step.__code__.replace()
     no_guards = torch.compiler.skip_all_guards_unsafe  # to check all took 0.2 ms a step
-    compiled = torch.compile(step, fullgraph=True, options={"guard_filter_fn": no_guards})
-
-    def call(tokens, positions, kv_rows, kv):
-        torch._dynamo.mark_dynamic(kv_rows, 3)
-        return compiled(tokens, positions, kv_rows, kv)
-
-    return call
+    return torch.compile(step, fullgraph=True, options={"guard_filter_fn": no_guards})
 
 
 def check_can_compile(ops: Ops, device: torch.device):
@@ -132,18 +126,17 @@ def compile_decode_one(model: GPT, quantize: str, kv: Tensor) -> Callable:
     # two tensors: of one, the compiler would make one input of the graph
     token = torch.zeros(1, dtype=torch.int64)
     position = torch.zeros(1, dtype=torch.int64)
-    no_rows = torch.zeros(2, 1, Hk, 3, dtype=torch.int64)
+    rows = torch.zeros(2, 1, Hk, 3, dtype=torch.int64)
+    torch._dynamo.mark_dynamic(rows, 3)  # the context length
     started = time.perf_counter()
     print("compiling ..", end="", file=sys.stderr, flush=True)
     try:
         step = compiled_decode(model, quantize)
-        step(token, position, no_rows, kv)
+        step(token, position, rows, kv)
     except Exception as error:  # of the compiler, its cache on disk, or torch
         print(file=sys.stderr)
-        lines = [
-            line for line in str(error).splitlines() if line and not line.startswith("backend=")
-        ]
-        why = lines[0] if lines else ""
+        lines = [line for line in str(error).splitlines() if not line.startswith("backend=")]
+        why = next(filter(None, lines), "")
         raise ValueError(
             f"--compile failed ({type(error).__name__}: {why}): mend the C++ compiler, let "
             "TORCHINDUCTOR_CACHE_DIR name a folder with room to write, or leave --compile out"

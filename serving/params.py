@@ -22,14 +22,12 @@ GREEDY_BELOW = 1e-5  # temperatures below are taken for 0: dividing by less woul
 LOWEST_LOGPROB = -9999.0  # in place of -infinity, which JSON does not have
 NO_TOKEN = -1  # no token id: what the sampler gives where logits are NaN, or all infinite
 
-COMPARISONS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
-
 
 class Range(NamedTuple):
     """The values that a field may have, and how a refusal describes them."""
 
     kind: object  # a type, or a union with None
-    bounds: dict[str, float]  # by the names of COMPARISONS, which are pydantic's
+    bounds: dict[str, float]  # gt, ge, lt, le: names of the module operator, and of pydantic
     wanted: str
 
     def admits(self, value) -> bool:
@@ -38,7 +36,7 @@ class Range(NamedTuple):
             return False
         if value is None:
             return True
-        return all(COMPARISONS[name](value, bound) for name, bound in self.bounds.items())
+        return all(getattr(operator, name)(value, bound) for name, bound in self.bounds.items())
 
 
 NUMBER = int | float
@@ -90,16 +88,14 @@ class SamplingParams:
             self._require(name, limits.admits(getattr(self, name)), limits.wanted)
         fits = self.min_tokens <= self.max_tokens
         self._require("min_tokens", fits, RANGES["min_tokens"].wanted)
-        stops = self.stop_token_ids
-        listed = isinstance(stops, tuple | list) and all(type(token) is int for token in stops)
-        self._require("stop_token_ids", listed, "a tuple of token ids")
+        self._require("stop_token_ids", is_list_of_ids(self.stop_token_ids), "a tuple of token ids")
         self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
-        if self.logit_bias is not None:
-            wanted = "a dict from token ids to numbers from -100 to 100, or None"
-            self._require("logit_bias", is_bias(self.logit_bias), wanted)
-        if self.allowed_token_ids is not None:
-            wanted = "a tuple of token ids, at least one, or None"
-            self._require("allowed_token_ids", are_ids(self.allowed_token_ids), wanted)
+        fits = self.logit_bias is None or is_bias(self.logit_bias)
+        wanted = "a dict from token ids to numbers from -100 to 100, or None"
+        self._require("logit_bias", fits, wanted)
+        fits = self.allowed_token_ids is None or are_some_ids(self.allowed_token_ids)
+        wanted = "a tuple of token ids, at least one, or None"
+        self._require("allowed_token_ids", fits, wanted)
 
     def _require(self, name: str, fits: bool, wanted: str):
         if not fits:
@@ -132,11 +128,14 @@ class SamplingParams:
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 
-def are_ids(ids) -> bool:
-    """At least one integer. An array's items must have a tensor's 64 bits, see SamplingRows."""
-    if isinstance(ids, array):
-        return ids.typecode == "q" and len(ids) > 0
-    return isinstance(ids, tuple | list) and set(map(type, ids)) == {int}
+def is_list_of_ids(ids) -> bool:
+    return isinstance(ids, tuple | list) and set(map(type, ids)) <= {int}
+
+
+def are_some_ids(ids) -> bool:
+    """At least one. An array's items must have a tensor's 64 bits, see sampling.bias_vector."""
+    is_array = isinstance(ids, array) and ids.typecode == "q"
+    return (is_array or is_list_of_ids(ids)) and len(ids) > 0
 
 
 def is_bias(bias) -> bool:

@@ -69,8 +69,9 @@ class Row(NamedTuple):
     def floats(self) -> Floats:
         p = self.params
         repetition = max(p.repetition_penalty, 1e-6)  # divided by less, logits would overflow
-        filters = p.temperature, p.top_p, p.min_p
-        return Floats(*filters, repetition, p.frequency_penalty, p.presence_penalty)
+        return Floats(
+            p.temperature, p.top_p, p.min_p, repetition, p.frequency_penalty, p.presence_penalty
+        )
 
     def ints(self) -> Ints:
         p = self.params

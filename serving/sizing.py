@@ -40,11 +40,12 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
     num_blocks = settings.num_blocks
     device = model.wte.weight.device
     available, total = memory_of(device)
+    size = bytes_per_block(model, S)
     if num_blocks is None:
         useful = settings.max_num_seqs * -(-context_length // S)
-        possible = int(available // bytes_per_block(model, S))
+        possible = int(available // size)
         num_blocks = max(1, min(useful, possible))
-    wanted = num_blocks * bytes_per_block(model, S)
+    wanted = num_blocks * size
     if wanted > total:  # a process may reserve that much, and is killed once it uses it
         raise ValueError(
             f"a KV pool of {num_blocks} blocks of {S} tokens takes {wanted / 2**30:,.1f} GiB, "
