@@ -15,11 +15,11 @@ Not run by itself: api.py makes a Job for each completion.
 
 import asyncio
 import contextlib
-import json
 import secrets
 import time
 from copy import copy
 
+from serving.links import encode as compact
 from serving.params import LOWEST_LOGPROB
 from serving.protocol import ApiError, ChatRequest, ClientGone, CompletionRequest, error_body
 from tokenizer import TextStream, token_name
@@ -32,8 +32,6 @@ SLICE = 2**18  # bytes of a long answer that go out at a time
 PIECE = 64  # tokens whose log-probabilities become JSON at a time
 SCORES_IN_PLACE = 1000  # log-probabilities that take 5 ms; for more, a thread makes the JSON
 
-compact = json.JSONEncoder(separators=(",", ":")).encode
-
 
 # --------------------------------------------------------------------------------------------------
 # One continuation of a prompt
@@ -43,8 +41,9 @@ class Choice:
     """
     One continuation of a prompt: steps of the engine put tokens in; `text`, `tokens`, `scores` (one
     for each token, if asked for) and `offsets` (where in the whole text each token begins) are what
-    was not sent yet. `prompt_scores` has one for each token of the prompt but the first. A score:
-    [log-probability of the token, the likeliest ids, their log-probabilities].
+    was not sent yet, `num_scores` how many log-probabilities there are among it. `prompt_scores`
+    has one score for each token of the prompt but the first. A score: [log-probability of the
+    token, the likeliest ids, their log-probabilities].
 
     A subclass for each path knows the shapes of its answers.
     """
@@ -99,6 +98,9 @@ class Choice:
         if prompt_scores:
             for sibling in self.siblings:
                 sibling.prompt_scores = prompt_scores
+                sibling.num_scores += len(prompt_scores) * (1 + (self.num_prompt_logprobs or 0))
+        if scores:
+            self.num_scores += len(scores) * (1 + (self.num_logprobs or 0))
         if self.body.max_tokens == 0:  # the prompt's scores were all that was wanted
             tokens = []
             finish_reason = "length"
@@ -140,17 +142,10 @@ class Choice:
         self.text = ""
         self.tokens = []
         self.scores = []
+        self.num_scores = 0
         self.offsets = []
         self.is_first = False
         self.is_over = self.finish_reason is not None
-
-    @property
-    def num_scores(self) -> int:
-        """How many log-probabilities there are to send."""
-        count = len(self.scores) * (1 + (self.num_logprobs or 0))
-        if self.is_first:
-            count += len(self.prompt_scores) * (1 + (self.num_prompt_logprobs or 0))
-        return count
 
     # what an answer says of it, as plain dictionaries; `chunks` is of each path's own class
 
@@ -458,8 +453,7 @@ class Job:
             # From here until the choices are marked nothing is awaited: no token comes between what
             # is sent and what is forgotten.
             choices = [choice for choice in self.choices if choice.has_unsent()]
-            scored = [choice for choice in choices if choice.scores or choice.prompt_scores]
-            is_long = sum(choice.num_scores for choice in scored) > SCORES_IN_PLACE
+            is_long = sum(choice.num_scores for choice in choices) > SCORES_IN_PLACE
             if is_long:
                 copies = [copy(choice) for choice in choices]  # a thread's, while tokens come
             else:

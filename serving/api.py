@@ -1,10 +1,10 @@
 """
-The OpenAI-compatible HTTP surface: which calls are let in, what each path answers, how it drains.
+The OpenAI-compatible HTTP interface: what each path answers, and how the server starts and drains.
 
-The way of a call: a `Connection` (connection.py) reads it, the `Gate` lets it in and finds its
-route, protocol.py parses its body, and a method of `Service` answers it. A completion is a `Job` of
-answers.py, where the engine's tokens become text. Not run by itself: serve.py starts a Service in
-each HTTP process. Only the rooms of HTTP import its packages.
+The way of a call: a `Connection` (connection.py) reads it, the `Gate` (gate.py) checks who sends
+it, `Service.route` finds what answers its path, protocol.py parses its body, and a method of
+`Service` answers it. A completion is a `Job` (answers.py), where the engine's tokens become text.
+Not run by itself: serve.py starts a Service in each HTTP process.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from serving.encoder import EncoderBusy, read_ids
 from serving.gate import STOPPED, Gate, log
 from serving.metrics import Metrics
 from serving.protocol import ApiError
-from serving.workers import Seat
+from serving.workers import Seat, Workers
 from tokenizer import TokenizerError
 
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
@@ -62,8 +62,9 @@ class Service:
 
     client, encoder    EngineClient and Encoder
     args, keys         the flags, and the API keys
-    key_in_shell       how a shell spells a key, where there is one
-    seat, workers      what this HTTP process has of the others; the others, for the first one
+    key_in_shell       what stands for the key in the greeting's curl command, as "$KEY"; "": no key
+    seat               the place of this HTTP process among all
+    workers            the HTTP processes that the first one has started; None in all others
     """
 
     def __init__(self, client, encoder, args, keys, key_in_shell="", seat=None, workers=None):
@@ -73,7 +74,7 @@ class Service:
         self.keys = keys
         self.key_in_shell = key_in_shell
         self.seat = seat or Seat()
-        self.workers = workers
+        self.workers = workers or Workers(None, [], self.seat.counts)
         self.name = args.served_model_name or args.model
         self.created = int(time.time())
         self.metrics = Metrics(self.name)
@@ -130,12 +131,12 @@ class Service:
         # Against CSRF: a page of another origin may send other types without asking first.
         media_type = http.headers.get("content-type", "").partition(";")[0]
         if media_type.strip().lower() != "application/json":
-            header = "Content-Type: application/json"
-            raise ApiError(400, f"the body must be JSON, sent with the header {header}")
+            message = "the body must be JSON, sent with the header Content-Type: application/json"
+            raise ApiError(400, message)
         self.check_ready()  # before the body is read, as it is long perhaps
         limit = self.args.max_body_mib * 2**20
-        remedy = "shorten it or raise --max-body-mib"
-        too_long = ApiError(413, f"the body has more than {int(limit)} bytes: {remedy}")
+        message = f"the body has more than {int(limit)} bytes: shorten it or raise --max-body-mib"
+        too_long = ApiError(413, message)
         if int(http.headers.get("content-length", 0)) > limit:
             raise too_long
         data = bytearray()
@@ -169,7 +170,10 @@ class Service:
         return {"messages": messages, "options": options}
 
     async def ask_encoder(self, job):
-        """What encoder.py makes of a job. Raises ApiError."""
+        """
+        What `encoder.work` makes of a job. Raises ApiError: 400 about the field that the job came
+        from, 429 where too much waits, 503 where the encoder's process has ended.
+        """
         try:
             return await self.encoder.ask(job)
         except TokenizerError as error:
@@ -218,8 +222,9 @@ class Service:
 
     def encoders_answer(self, job):
         """
-        The ASGI application that answers with the JSON which the encoder makes. Of long ones only a
-        few are there at once, until their clients have read them: each may have 30 MB.
+        The ASGI application that answers with the JSON which the encoder makes. At most
+        MAX_LONG_ANSWERS long ones are in memory at once, from the encoding until the client has
+        read them: each may have 30 MB.
         """
         is_short = self.encoder.is_short(job)
 
@@ -241,8 +246,8 @@ class Service:
         """The model, as OpenAI's API describes one. Raises ApiError (503)."""
         self.check_ready()
         model = {"id": self.name, "object": "model", "created": self.created}
-        model["max_model_len"] = self.client.info["max_model_len"]
-        return model | {"owned_by": "pagedgpt"}
+        limit = self.client.info["max_model_len"]
+        return model | {"max_model_len": limit, "owned_by": "pagedgpt"}
 
     async def show_welcome(self, http):
         """The page for a browser, which asked for it under some name of ours."""
@@ -288,27 +293,32 @@ class Service:
         Serve until a signal or until the engine is gone for good. Returns what went wrong, None if
         nothing did.
         """
-        options = {"http": Connection, "ws": "none", "lifespan": "off", "log_level": "error"}
-        options |= {"access_log": False, "timeout_graceful_shutdown": LINGER_SECONDS}
-        self.server = uvicorn.Server(uvicorn.Config(Gate(self), **options))
+        config = uvicorn.Config(
+            Gate(self),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=LINGER_SECONDS,
+        )
+        self.server = uvicorn.Server(config)
         self.server.handle_exit = self.on_signal  # ours drains first
         self.loop = asyncio.get_running_loop()
         self.sock = sock
         if self.seat.orders:
             self.loop.add_reader(self.seat.orders.fileno(), self.on_order)
-        if self.workers:
-            self.workers.on_death = lambda process: log(
-                "worker_died", pid=process.pid, code=process.exitcode
-            )
-            self.workers.watch()
+        self.workers.on_death = lambda process: log(
+            "worker_died", pid=process.pid, code=process.exitcode
+        )
+        self.workers.watch()
         # kept: the loop itself holds tasks weakly
         self.room_keeper = asyncio.create_task(self.keep_room())
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
         await self.client.attach()
         await self.server.serve(sockets=[sock])
-        if self.workers:
-            self.workers.stop()
-            await self.workers.ended(LINGER_SECONDS + 1)
+        self.workers.stop()
+        await self.workers.ended(LINGER_SECONDS + 1)
         self.client.close()
         self.encoder.close()
         return self.client.reason if self.client.state == "dead" else None
@@ -319,7 +329,10 @@ class Service:
             self.loop.call_soon_threadsafe(self.stop)
 
     def on_order(self):
-        """The first HTTP process says stop, once or twice, or is gone."""
+        """
+        Stop, as the first HTTP process orders: it sends a byte for each of its own stops, and the
+        end of the file, here a stop at once, when it is gone.
+        """
         orders = self.seat.orders.fileno()
         if not os.read(orders, 1):
             self.loop.remove_reader(orders)
@@ -327,12 +340,16 @@ class Service:
         self.stop()
 
     async def keep_room(self):
-        """Close idle connections here for those that come to other HTTP processes."""
+        """
+        Where there are several HTTP processes, close idle connections of this one for newcomers of
+        the others: --max-connections is the limit of all together.
+        """
         while len(self.seat.counts.open) > 1:
             await asyncio.sleep(ROOM_SECONDS)
             make_room(self.server.server_state.connections, self.seat, self.args.max_connections)
 
     def engine_changed(self, state):
+        """The client's `on_state`: greet when the engine is ready, log its restart, end with it."""
         if state == "dead":
             self.server.should_exit = True
         elif not self.seat.is_first:
@@ -346,11 +363,10 @@ class Service:
 
     def stop(self):
         """
-        The first time: accept no new work and let what runs finish, for a while. The second: the
-        while is over.
+        Drain: accept no new work, and let calls that run finish, for at most --drain-seconds. The
+        second time: end them now.
         """
-        if self.workers:
-            self.workers.stop()
+        self.workers.stop()
         if self.draining:
             self.deadline = 0.0
             return
@@ -371,7 +387,7 @@ class Service:
 
     def is_busy(self) -> bool:
         """Something runs here, or, for the first HTTP process, in another one."""
-        return bool(self.client.choices or (self.workers and self.workers.processes))
+        return bool(self.client.choices or self.workers.processes)
 
 
 def base_url(sock) -> str:
@@ -389,11 +405,11 @@ def openapi(routes) -> dict:
     """
     bodies = [(route.body, "validation") for route in routes.values() if route.body]
     refs, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
-    refused = {"description": "what was wrong, and what to change"} | content(fields="error")
+    refused = response("what was wrong, and what to change", "error")
     paths = {}
     for call, route in routes.items():
         method, path = call.split()
-        good = {"description": "the answer"} | content(route.fields, route.text)
+        good = response("the answer", route.fields, route.text)
         described = {"responses": {"200": good} | dict.fromkeys(REFUSED, refused)}
         if route.body:
             json_body = {"application/json": {"schema": refs[route.body, "validation"]}}
@@ -406,8 +422,11 @@ def openapi(routes) -> dict:
     return document | {"paths": paths, "components": {"schemas": schemas["$defs"]}}
 
 
-def content(fields: str, text: str = "") -> dict:
-    """An answer: JSON with these fields, if any, or a text of this media type, if any."""
+def response(description: str, fields: str, text: str = "") -> dict:
+    """
+    OpenAPI's description of a response: JSON with these fields, if any, or a text of this media
+    type, if any.
+    """
     kinds = {}
     if fields:
         properties = {name: {} for name in fields.split()}
@@ -415,4 +434,4 @@ def content(fields: str, text: str = "") -> dict:
         kinds["application/json"] = {"schema": schema}
     if text:
         kinds[text] = {"schema": {"type": "string"}}
-    return {"content": kinds}
+    return {"description": description, "content": kinds}

@@ -145,8 +145,7 @@ class Connection(HttpToolsProtocol):
         self.note_end = gate.note_end
         self.seat = gate.service.seat
         self.sending = self.reading = None  # timers: the client sends a request, reads an answer
-        self.in_body = False
-        self.is_upgrade = False  # of the request that is being parsed
+        self.in_body = False  # the head of the request that is being parsed is complete
         self.head_size = 0  # bytes of the request's head and trailers that the parser has reported
         self.unparsed = 0  # bytes received since its last report
         self.unanswered: deque = deque()  # uvicorn's cycles; the first is being answered
@@ -200,7 +199,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self):
         super().on_message_begin()
-        self.in_body = self.is_upgrade = False
+        self.in_body = False
         self.head_size = self.unparsed = 0
 
     def on_url(self, url):
@@ -217,8 +216,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self):
         self.in_body = True
-        self.is_upgrade = self.parser.should_upgrade()
-        if self.is_upgrade or self.transport.is_closing():
+        if self.parser.should_upgrade() or self.transport.is_closing():
             return
         super().on_headers_complete()
         name = request_id(dict(self.headers).get(REQUEST_ID, b""))
@@ -240,7 +238,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
 
     def on_message_complete(self):
-        if self.is_upgrade or self.transport.is_closing():
+        if self.parser.should_upgrade() or self.transport.is_closing():
             return
         super().on_message_complete()
         if self.sending:

@@ -32,8 +32,8 @@ def log(event: str, **fields):
 
 class Gate:
     """
-    The ASGI application: which calls are let in, errors in the one shape they have, and a line of
-    log for each call.
+    The ASGI application: lets calls in, gives errors the one shape that all have, and writes a line
+    of log for each call.
     """
 
     def __init__(self, service):
@@ -43,8 +43,8 @@ class Gate:
         self.salts = {digest: f"key {i}" for i, digest in enumerate(digests)}
         hosts = ["localhost", self.args.host, *self.args.allowed_hosts]
         self.hosts = set(map(str.lower, hosts))
-        # Pages of these origins may read what is answered, errors too, and ask first, without the
-        # key, if they may.
+        # CORS: pages of --allowed-origins may read answers, errors included. Their preflights
+        # (OPTIONS, to ask whether they may) carry no key: they are answered before it is checked.
         self.shared = CORSMiddleware(
             self.respond,
             allow_origins=self.args.allowed_origins,
@@ -61,10 +61,14 @@ class Gate:
         await respond(scope, receive, send)
 
     async def respond(self, scope, receive, send):
+        """
+        Answer a call that may come in; where something is raised, send its error instead. Count and
+        log the call when it has ended.
+        """
         started = time.perf_counter()
         status = 200
         error = None
-        # what the log is to say of this call
+        # what the log is to say of this call; its answer adds more
         logged = {"method": scope["method"], "path": scope["path"][:200], "id": scope["request_id"]}
         scope["logged"] = logged
         try:
@@ -94,12 +98,16 @@ class Gate:
 
     def is_allowed(self, origin) -> bool:
         """
-        Whether --allowed-origins has the origin of the page that calls; null is one like any other.
+        Whether --allowed-origins has the origin of the page that calls. "null", that of files and
+        of sandboxed frames, is one like any other; None, of programs that are no browser, is not.
         """
         return origin is not None and self.shared.is_allowed_origin(origin.decode("latin-1"))
 
     def admit(self, scope) -> str:
-        """The salt of the client's part of the prefix cache. Raises ApiError (401, 403)."""
+        """
+        Check the Host, the Origin and the API key: raises ApiError (401, 403). Returns the salt of
+        the key's part of the prefix cache, "" where there are no keys: keys share no prompts.
+        """
         headers = dict(scope["headers"])
         self.check_host(host_name(headers.get(b"host", b"")))
         self.check_origin(scope["scheme"], headers)
@@ -111,8 +119,8 @@ class Gate:
             if hmac.compare_digest(digest, given):
                 return salt
         message = "send a valid API key: Authorization: Bearer KEY"
-        asked = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, message, None, "invalid_api_key", asked)
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
     def check_host(self, host: str):
         """

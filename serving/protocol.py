@@ -197,7 +197,7 @@ def bias_of_ids(value) -> dict[int, float]:
     """JSON's keys are texts: {"50256": -100} becomes {50256: -100.0}."""
     name = "logit_bias"
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise ApiError(400, f"{name} must be an object of at most {MAX_BIASES} token ids", name)
+        raise bad_field(name, f"must be an object of at most {MAX_BIASES} token ids")
     for token, bias in value.items():
         if not (token.isascii() and token.isdecimal() and len(token) < 12):
             raise ApiError(400, f"{name}: {token!r:.200} is no token id", name)
