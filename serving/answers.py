@@ -27,7 +27,7 @@ from tokenizer import TextStream, token_name
 PING_SECONDS = 10  # a silent stream sends a comment so often, or proxies take it for dead
 PING = b": ping\n\n"
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-SEED_BITS = 48  # of drawn seeds: readers of the log that take numbers for floats keep so many whole
+SEED_BITS = 48  # of drawn seeds: readers of JSON that take numbers for doubles keep 53 exactly
 SLICE = 2**18  # bytes of a long answer that go out at a time
 PIECE = 64  # tokens whose log-probabilities become JSON at a time
 SCORES_IN_PLACE = 1000  # log-probabilities that take 5 ms; for more, a thread makes the JSON
@@ -78,8 +78,9 @@ class Choice:
     def _echo(self):
         """
         Begin with the prompt as it was sent, with the names of control tokens. It is not searched
-        for stop strings, but a character may begin in it and end in the answer. Only
-        log-probabilities need offsets, and there are not many.
+        for stop strings, but a character may begin in it and end in the answer. Where
+        log-probabilities are asked for it goes token by token, because each has an offset: their
+        number is limited, other prompts may be long.
         """
         if self.num_logprobs is None:
             self.text = self.stream.push_all(self.prompt)
@@ -90,9 +91,10 @@ class Choice:
 
     def add_tokens(self, tokens, finish_reason, cached_tokens, scores=None, prompt_scores=None):
         """
-        Add what a step brought, or several. With finish_reason "stop" the last token is the one
-        that stopped: it is no text. `scores`, if asked for, has one for each token; prompt_scores
-        come once, with the first tokens of one of the prompt's choices.
+        Make text of the tokens that one step brought, or several; search it for stop strings. With
+        finish_reason "stop" the last is a stop token, which is no text unless
+        include_stop_str_in_output asks for it. `scores`, if asked for, has one for each token;
+        prompt_scores come once, with the first tokens of one of the prompt's choices.
         """
         self.cached_tokens = cached_tokens
         if prompt_scores:
@@ -138,7 +140,7 @@ class Choice:
         return bool(self.text) and not waits
 
     def mark_sent(self):
-        """The client was sent all that there is until now."""
+        """Forget text, tokens, scores and offsets: the client was sent them."""
         self.text = ""
         self.tokens = []
         self.scores = []
@@ -151,8 +153,9 @@ class Choice:
 
     def chunk(self, content, tokens, finish_reason, num_tokens) -> dict:
         """
-        One event with this content and these tokens, num_tokens with those before. An answer that
-        is no stream is made of one such chunk for each choice.
+        One event, as a dictionary: `content` is what differs between the paths, `tokens` are what
+        is new, and num_tokens, for its usage, counts all tokens up to here. An answer that is no
+        stream is made of one such chunk for each choice.
         """
         choice = {"index": self.index, "logprobs": None, "finish_reason": finish_reason}
         if self.num_logprobs is not None:
@@ -204,7 +207,7 @@ def likeliest(token, score, n) -> dict[int, float]:
 
 
 class CompletionChoice(Choice):
-    """As /v1/completions shows one."""
+    """A choice, in the shape of /v1/completions."""
 
     id_prefix = "cmpl-"
     objects = ("text_completion", "text_completion")  # of a whole answer, of a chunk
@@ -218,8 +221,8 @@ class CompletionChoice(Choice):
 
     def logprobs(self, tokens):
         """
-        OpenAI's shape for completions: four lists, an entry for each token, an echo's too; null:
-        nothing predicts it.
+        OpenAI's shape for completions: four lists with an entry for each token, those of an echoed
+        prompt included. The entry of a prompt's first token is null: nothing predicts it.
         """
         scores = self.scores
         if self.is_first and self.body.echo:
@@ -236,15 +239,16 @@ class CompletionChoice(Choice):
 
 
 class ChatChoice(Choice):
-    """As /v1/chat/completions shows one."""
+    """A choice, in the shape of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
 
     def chunks(self) -> list[dict]:
         """
-        Of a stream, the first says the role, the last nothing but how it ended, what is between has
-        the text. What there is to say of the prompt stands beside the choices: a call has one.
+        All that is new. In a stream the first event has the role alone, the last the finish_reason
+        alone, those between have the text. Fields about the prompt stand beside `choices`, as a
+        chat is one prompt. An answer that is no stream has one chunk with the whole message.
         """
         message = {"role": "assistant", "content": self.text}
         if not self.body.stream:
@@ -295,7 +299,8 @@ class Job:
     a client reads slowly `send` waits and tokens gather (backpressure); they then go out as one
     event. However it ends, nothing of it goes on running in the engine.
 
-    `service` is api.Service; `salt` that of its client's prefix cache; `id` the call's own.
+    `service` is api.Service, `salt` that of the prefix cache of the client's key, `id` the call's
+    X-Request-Id.
     """
 
     def __init__(self, service, body, prompts: list[list[int]], salt: str, id: str):
@@ -367,7 +372,7 @@ class Job:
             self.changed.set()  # a task sends it, once all messages of this round are read
 
     def on_refusal(self, kind, message):
-        """The engine does not accept a choice, failed at it, or is gone."""
+        """The engine does not accept a choice, failed at it, or is gone: the call fails."""
         status, code = REFUSALS.get(kind, (500, None))
         self.fail(ApiError(status, message, code=code))
 
@@ -416,7 +421,7 @@ class Job:
             await send_json(send, data)
 
     def whole(self, encode) -> bytes:
-        """All of it, as JSON."""
+        """The answer that is no stream, as JSON."""
         chunks = [choice.chunks()[0] for choice in self.choices]
         choices = ",".join(encode(chunk.pop("choices")[0]) for chunk in chunks)
         rest = chunks[0] | {"usage": self.usage()}
@@ -433,8 +438,8 @@ class Job:
 
     async def ping(self):
         """
-        Now and then have the stream say something: a timeout for each of its tokens would cost more
-        than a token.
+        Keep-alive: every PING_SECONDS have `send_stream` send a comment if there is nothing else.
+        One timer: a timeout around each wait for a token would cost more than the token.
         """
         while True:
             await asyncio.sleep(PING_SECONDS)
@@ -443,7 +448,9 @@ class Job:
 
     async def send_stream(self, send):
         """
-        Headers go out with the first event, so what fails before it still has a status of its own.
+        Server-sent events until all choices have ended, each time all that is new. Headers go out
+        with the first event, so an error before it still has an HTTP status of its own; a later one
+        is the last event.
         """
         is_started = is_done = False
         while not is_done:
@@ -494,8 +501,8 @@ class Job:
 
 def json_parts(value):
     """
-    compact(value) in pieces, for a thread: while the encoder is at one, up to a second, no other
-    thread has a turn.
+    compact(value) in pieces. Python's encoder of JSON holds the interpreter lock (GIL) for a whole
+    call, with a large value up to a second; between two pieces the event loop's thread has a turn.
     """
     if isinstance(value, dict):
         yield "{"
@@ -517,7 +524,7 @@ def long_json(value) -> str:
 
 
 async def send_json(send, data: bytes):
-    """An answer that is long perhaps; each `send` waits until the slice before is on its way."""
+    """Send JSON, perhaps long, in slices: each `send` waits until the one before is on its way."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(data), SLICE):

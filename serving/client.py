@@ -1,5 +1,5 @@
 """
-The HTTP side of the link to the engine: requests go out, and tokens come in, in rounds.
+The HTTP processes' end of the link to the engine: requests go out, tokens come in, in rounds.
 
     client = EngineClient(path, start)     # before the event loop runs: the engine loads meanwhile
     await client.attach()                  # in the event loop
@@ -52,11 +52,15 @@ class EngineClient(asyncio.Protocol):
         HTTP process  ----- add, abort ----->  engine process
                       <-- ready, step, error, fatal --
 
-    `start` starts the engine's process, once, and once more if the engine dies; in all HTTP
-    processes but the first it does nothing. `state` goes loading -> ready -> restarting -> ready ->
-    dead; `info` is what the engine says when it is ready, `reason` what happened to it, `at_work`
-    how many choices it said last that it works at, of all HTTP processes. `on_state(state)` and
-    `on_stats(stats)` are called with what changed.
+    `start()` starts the engine's process and returns it (multiprocessing's Process); it is called
+    once, and once more if the engine dies. In all HTTP processes but the first it does nothing.
+
+    state      loading -> ready -> restarting -> ready -> dead
+    info       the engine's message "ready": max_model_len and other limits
+    reason     why the engine is gone; "": it is not
+    at_work    choices that wait or run in the engine, of all HTTP processes, by its last message
+
+    `on_state(state)` and `on_stats(stats)` are called with what changed.
     """
 
     def __init__(self, path: str, start=lambda: None):
@@ -128,8 +132,9 @@ class EngineClient(asyncio.Protocol):
 
     def _forget_unsent(self, choice):
         """
-        An engine that does not read, as in a long step, need not hear later of a prompt for which
-        no choice waits any more.
+        Drop the unsent "add" and "abort" messages of a prompt for which no choice waits any more.
+        An engine that does not read, as in a long step, would later compute it for nothing; and
+        clients that come and go meanwhile would fill the memory here.
         """
         ids = [sibling.engine_id for sibling in choice.siblings]
         add = f"add {ids[0]}"
@@ -231,8 +236,8 @@ class EngineClient(asyncio.Protocol):
 
     def _pause(self, transport, started: float):
         """
-        After a round that began at `started`, leave the engine's messages where they are for a
-        while.
+        End a round that began at `started`: leave the link unread (backpressure) for as long as the
+        round took.
         """
         pause = min(MAX_PAUSE, PAUSE * (time.monotonic() - started))
         if pause >= MIN_PAUSE and transport is self.transport and not self.is_paused:
@@ -247,8 +252,8 @@ class EngineClient(asyncio.Protocol):
 
     def _process_ended(self, process):
         """
-        An engine that died before it accepted our link leaves it open, and nothing will ever come
-        over it.
+        The engine's process has ended. If it did before it accepted this link, the link stays open
+        and nothing ever comes over it, so it is ended here, LAST_WORDS_SECONDS later.
         """
         loop = asyncio.get_running_loop()
         loop.remove_reader(process.sentinel)

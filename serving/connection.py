@@ -114,10 +114,10 @@ async def drop_rest(receive):
 
 def make_room(connections: set, seat: Seat, most: int):
     """
-    Where all HTTP processes together have more than `most` connections, close those here that have
-    been idle for longest; that may be the newest, which has sent nothing yet. The process with the
-    most idle connections does this. A newcomer elsewhere is let in as long as that process can make
-    room for it, which it does within ROOM_SECONDS.
+    Where all HTTP processes together have more than `most` connections, close those of this process
+    that have been idle for longest; where none but the newest is idle, that one. The process with
+    the most idle connections does this. A newcomer elsewhere is let in as long as that process can
+    make room for it, which it does within ROOM_SECONDS.
     """
     counts = seat.counts
     excess = sum(counts.open) - most
@@ -174,8 +174,8 @@ class Connection(HttpToolsProtocol):
     @property
     def is_idle(self) -> bool:
         """
-        No request is in work: each head that is complete has its answer, which is the connection's
-        last.
+        Whether no request is being answered. One whose answer is sent, and whose body is still
+        being dropped (`closing_early`), does not count.
         """
         return all(cycle.scope.get("is_last") for cycle in self.unanswered)
 

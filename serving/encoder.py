@@ -6,10 +6,11 @@ Texts and conversations -> token ids, and back, without blocking the event loop.
     ids = encoder.chat([{"role": "user", "content": "hello"}])
 
 Short texts are encoded in place. Long ones and all chat templates go to a process of their own,
-because both hold Python's interpreter lock: it starts with the first job that needs it, imports no
-torch, and does one job after the other. A job that takes too much time or memory ends the process;
-its client gets an error, and the next job starts another one. `python -m serving.encoder DIRECTORY
-FILE_DESCRIPTOR` is that process. It may run a hostile template, so no pickles come from it.
+because both hold Python's interpreter lock (GIL). It starts with the first job that needs it,
+imports no torch, and does one job after the other. A job that takes too much time or memory ends
+the process; its client gets an error, and the next job starts another one. `python -m
+serving.encoder DIRECTORY FILE_DESCRIPTOR` is that process. It may run a hostile template, so no
+pickles come from it.
 """
 
 import asyncio
@@ -63,7 +64,10 @@ class Encoder:
             self.thread.submit(self._start).result()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, the names of control tokens included. Raises TokenizerError."""
+        """
+        Token ids of a text; the name of a control token in it becomes that token. Blocks. Raises
+        TokenizerError.
+        """
         return read_ids(*asyncio.run(self.ask({"texts": [text]})))[0]
 
     def chat(self, messages: list[dict], **options) -> list[int]:
@@ -75,8 +79,9 @@ class Encoder:
 
     async def ask(self, job: dict) -> tuple[dict, bytes]:
         """
-        What `work` makes of a job. Raises TokenizerError for what the client can change,
-        EncoderBusy, and RuntimeError should the process end for another reason.
+        What `work` makes of a job. Raises TokenizerError for what the client can change, a job that
+        takes too much time or memory included, EncoderBusy if too much waits already, and
+        RuntimeError if the process dies.
         """
         if self.is_short(job):
             return work(job, self.tokenizer, None)

@@ -107,8 +107,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """
-        All metrics; where several HTTP processes write theirs to files, of all processes that ever
-        were.
+        All metrics. Where there are several HTTP processes, each writes its own to a file, and this
+        is their sum, those that have ended included.
         """
         registry = self.registry
         if METRICS_FOLDER in os.environ:

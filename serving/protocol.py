@@ -177,6 +177,7 @@ def is_list_of(kind: type, items) -> bool:
 def list_of_prompts(value) -> list:
     """
     Bring the four forms of `prompt` into one: a list of texts, or a list of lists of token ids.
+    Raises ApiError (400), as the other checks of values here do.
     """
     is_one = isinstance(value, str) or is_list_of(int, value)
     prompts = [value] if is_one else value
@@ -285,8 +286,9 @@ class Body(BaseModel):
     @classmethod
     def drop_what_asks_for_nothing(cls, body):
         """
-        The first field that is left and unknown ends it here: pydantic would first collect all of
-        them, which takes seconds for the hundred thousands that a body can hold.
+        The JSON object without nulls, ignored fields and neutral values. Raises for the first field
+        that is unknown or not served: pydantic would first collect all of them, which takes seconds
+        for the hundred thousands that a body can hold.
         """
         if not isinstance(body, dict):
             return body
@@ -386,8 +388,8 @@ class SamplingRequest(Body):
 
     def sampling_params(self, room: int) -> dict:
         """
-        The fields of SamplingParams, as plain data for the engine's process. `room` is for as many
-        tokens as the context has left.
+        The fields of SamplingParams, as plain data for the engine's process. `room`, the tokens
+        that the context has left after the prompt, is max_tokens where none was given.
         """
         params = {field.name: getattr(self, field.name) for field in fields(SamplingParams)}
         params["max_tokens"] = room if self.max_tokens is None else max(1, self.max_tokens)

@@ -35,11 +35,12 @@ context = multiprocessing.get_context("spawn")
 @dataclass
 class Counts:
     """
-    Connections of each HTTP process, by its number. All processes read them, each writes its own.
+    Connections of each HTTP process: arrays of int in shared memory, indexed by its number. All
+    processes read them, each writes its own place.
     """
 
     open: Any
-    idle: Any  # those of them without a request in work
+    idle: Any  # those of them whose requests all have their answers
 
     def makes_room(self, number: int) -> bool:
         """
@@ -50,7 +51,7 @@ class Counts:
 
 @dataclass
 class Seat:
-    """What an HTTP process has of the others."""
+    """The place of an HTTP process among all, and what it shares with them."""
 
     number: int = 0  # 0: the first
     counts: Counts = field(default_factory=lambda: Counts([0], [0]))
