@@ -68,16 +68,10 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens computed or found.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         histogram = partial(metric, Histogram)
-        self.first_token = histogram(
-            "time_to_first_token_seconds",
-            "From the request to its first token.",
-            buckets=FIRST_TOKENS,
-        )
-        self.inter_token = histogram(
-            "inter_token_latency_seconds",
-            "From one token of a choice to the next.",
-            buckets=TOKEN_GAPS,
-        )
+        about = "From the request to its first token."
+        self.first_token = histogram("time_to_first_token_seconds", about, buckets=FIRST_TOKENS)
+        about = "From one token of a choice to the next."
+        self.inter_token = histogram("inter_token_latency_seconds", about, buckets=TOKEN_GAPS)
 
         # of each choice that has finished
         length = partial(metric, Histogram, buckets=LENGTHS)
@@ -87,9 +81,8 @@ class Metrics:
         self.generation_length = length("request_generation_tokens", "Tokens of a choice.")
 
         # of each prompt whose n choices have finished
-        self.longest_choice = length(
-            "request_max_num_generation_tokens", "Tokens of the longest of n choices."
-        )
+        about = "Tokens of the longest of n choices."
+        self.longest_choice = length("request_max_num_generation_tokens", about)
         buckets = (1, 2, 5, 10, 20)
         self.num_choices = histogram("request_params_n", "The field n.", buckets=buckets)
         self.max_tokens = length("request_params_max_tokens", "The field max_tokens, if given.")
