@@ -815,11 +815,11 @@ def test_scores_are_counted_with_their_candidates(fields, count):
     of_prompt = [] if request.num_prompt_logprobs is None else [1]
     of_answer = [] if request.num_logprobs is None else [1, 2]
     choices = [answers.CompletionChoice(None, i, request, [], ByteTokenizer(), []) for i in (0, 1)]
+    choices[1].add_tokens([], None, 0, [], of_prompt * 50)
+    choices[1].mark_sent()
+    choices[0].add_tokens([], None, 0, [], of_prompt)
     for choice in choices:
-        choice.scores = of_answer
-        choice.prompt_scores = of_prompt
-    choices[1].is_first = False
-    choices[1].prompt_scores = of_prompt * 50
+        choice.add_tokens([7] * len(of_answer), None, 0, of_answer)
     assert sum(choice.num_scores for choice in choices) == count
 
 
