@@ -57,6 +57,7 @@ class Batch:
     context_lens_host: list[int]  # [B]
     ops: NamedTuple  # model.Ops, the table of operators that computes this step
     prepared: object = None  # what ops.prepare worked out for this step, used in every layer
+    dropout: float = 0.0  # training alone drops, see model.WholeTexts
 
 
 # --------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class OneToken(NamedTuple):
     kv_rows: Tensor  # [2, 1, Hk, C]: pool rows of the context, new token excluded
     new: list[Tensor]  # K and V of the new token, of each layer so far: [2, 1, Hk, D]
     ops: Ops
+    dropout: float = 0.0
 
 
 def store_kv(k: Tensor, v: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
