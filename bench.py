@@ -271,8 +271,8 @@ def conditions() -> dict:
 @command
 def bench_scheduler() -> dict:
     """
-    plan + update of steps in which every request decodes, S = 16, prompts of 100 to 1000 tokens,
-    prefix cache on.
+    The scheduler's time for a step, `plan` and `update`, in which every request decodes: blocks of
+    16 tokens, prompts of 100 to 1000, prefix cache on.
     """
     result = {}
     for n in (1, 32, 256):
@@ -422,10 +422,10 @@ DECODES = {  # heads -> steps of so many decodes, each with so much context
 @command
 def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
     """
-    One layer of paged attention in bf16 on a GPU, S = 16 unless said otherwise, block tables
-    permuted, each call in a CUDA graph and on another pool than the one before. Microseconds, and
-    the share of the time that reading K and V once takes. Token-major pools, [slots, Hk, D], are
-    blocks of one token.
+    One layer of paged attention in bf16 on a GPU, S = 16 tokens a block unless said otherwise,
+    block tables permuted, each call in a CUDA graph and on another pool than the one before.
+    Microseconds, and which share of them it would take to read K and V once (the floor). Blocks of
+    one token are what others call token-major pools, [slots, Hk, D].
     """
     if not torch.cuda.is_available():
         raise ValueError(

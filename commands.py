@@ -32,7 +32,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def at_least(least: int, number: type = int) -> Callable[[str], float]:
-    """The type of a flag that counts or measures something."""
+    """The type of a flag, for argparse: a number of at least so much."""
 
     def parse(text: str):
         if not number(text) >= least:  # "not", so that NaN is refused, too

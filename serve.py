@@ -16,7 +16,6 @@ answer is in serving/api.py, the flags are in serving/flags.py, the terminal, wh
 in its own process and needs no HTTP packages, is in serving/terminal.py.
 """
 
-import argparse
 import asyncio
 import gc
 import ipaddress
@@ -28,6 +27,7 @@ import socket
 import stat
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import resource_tracker
@@ -52,7 +52,7 @@ from serving.workers import (
 # The engine, here or in a process of its own
 
 
-def build_engine(args: argparse.Namespace):
+def build_engine(args: Namespace):
     """
     Load the model and build its Engine. Raises ValueError that says what to change (CheckpointError
     is one).
@@ -72,7 +72,7 @@ def build_engine(args: argparse.Namespace):
     return Engine(model, settings)
 
 
-def engine_process(args: argparse.Namespace, listener: socket.socket):
+def engine_process(args: Namespace, listener: socket.socket):
     """What the engine's process runs: its loop, until all HTTP processes are gone."""
     from serving.links import Links
 
@@ -128,7 +128,7 @@ def start_process(target: Callable, *args) -> context.Process:
 # Over HTTP
 
 
-def api_keys(args: argparse.Namespace) -> list[str]:
+def api_keys(args: Namespace) -> list[str]:
     """
     The keys of --api-key-file, one a line, without blank lines and repetitions; or the key of
     --api-key or of the environment. Raises ValueError or OSError.
@@ -162,7 +162,7 @@ def warn_of_readable_keys(path: str):
         )
 
 
-def key_in_shell(args: argparse.Namespace) -> str:
+def key_in_shell(args: Namespace) -> str:
     """How a shell command spells an API key without showing it; "" where there is none."""
     if args.api_key_file is not None:
         return f"$(grep -m 1 '[^[:space:]]' {shlex.quote(os.path.abspath(args.api_key_file))})"
@@ -170,7 +170,7 @@ def key_in_shell(args: argparse.Namespace) -> str:
     return f"${{{KEY_VARIABLE}:?set it to the key of the server}}" if api_keys(args) else ""
 
 
-def listen(args: argparse.Namespace) -> socket.socket:
+def listen(args: Namespace) -> socket.socket:
     """
     Open the listening socket before anything is loaded. Exits with one message where that fails.
     """
@@ -223,7 +223,7 @@ def end_at_once_on_sigterm(folder: str):
     signal.signal(signal.SIGTERM, end)
 
 
-def serve_http(args: argparse.Namespace) -> str | None:
+def serve_http(args: Namespace) -> str | None:
     """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
     count = num_processes(args.http_workers)
     with tempfile.TemporaryDirectory(prefix="pagedgpt-") as folder:
@@ -246,7 +246,7 @@ def serve_http(args: argparse.Namespace) -> str | None:
 
 
 def first_process(
-    args: argparse.Namespace, listener: socket.socket, sockets: list[socket.socket]
+    args: Namespace, listener: socket.socket, sockets: list[socket.socket]
 ) -> str | None:
     """
     What the first HTTP process runs: it starts the engine and the other HTTP processes, serves, and
@@ -274,9 +274,7 @@ def first_process(
         client.process.kill()
 
 
-def worker_process(
-    args: argparse.Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat
-):
+def worker_process(args: Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat):
     """What an HTTP process other than the first runs, on its own socket on the port."""
     service = (EngineClient(path), Encoder(args.model), args, keys, key_in_shell(args), seat)
     serve_port(sock, *service)

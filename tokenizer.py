@@ -283,19 +283,20 @@ def read_control_tokens(spec: dict) -> dict[str, int]:
     """
     added = spec.get("added_tokens") or []
     for token in added:
-        check_added_token(token, spec.get("normalizer") is not None)
+        check_added_token(token, spec)
     ids = {token["content"]: token["id"] for token in added}
     if len(ids) < len(added):
         raise TokenizerError("tokenizer.json has an added token twice: restore it")
     return ids
 
 
-def check_added_token(token: dict, has_normalizer: bool):
+def check_added_token(token: dict, spec: dict):
+    """Raises TokenizerError for what this code would find elsewhere in a text, or not at all."""
     name = token["content"]
     for flag in ("lstrip", "rstrip", "single_word"):
         if token.get(flag):
             raise foreign(f"has the added token {name!r} with {flag}")
-    if has_normalizer and token.get("normalized"):
+    if spec.get("normalizer") and token.get("normalized"):
         raise foreign(f"has the added token {name!r} that is found in normalized text")
     if not token.get("special"):
         raise foreign(f"has the added token {name!r} that is text (special: false)")
@@ -546,9 +547,8 @@ def check_config(tokenizer: Tokenizer, config: dict):
     Raises TokenizerError for control tokens that only tokenizer_config.json has: transformers reads
     those, too.
     """
-    has_normalizer = tokenizer.spec.get("normalizer") is not None
     for token in config.get("added_tokens_decoder", {}).values():
-        check_added_token(token, has_normalizer)
+        check_added_token(token, tokenizer.spec)
         if token["content"] not in tokenizer.control:
             raise foreign(f"lacks {token['content']!r}, which tokenizer_config.json adds")
 

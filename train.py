@@ -82,7 +82,7 @@ def build_parser() -> ArgumentParser:
     flag = partial(add_flag, parser)
     about = "a corpus with a model and a recipe sized for the device"
     flag("--preset", about, "stdlib", choices=PRESETS)
-    about = "of the preset stdlib; not given: on a CPU, the best that there is time for"
+    about = "of the model of preset stdlib; not given: on a CPU, the best that there is time for"
     flag("--size", about, choices=SIZES)
     flag("--out", "directory of the checkpoint; not given: out/PRESET")
     flag("--resume", "continue the run in --out with its own settings", False)
@@ -95,15 +95,15 @@ def build_parser() -> ArgumentParser:
     flag("--n_head", "attention heads", 2)
     flag("--n_embd", "width, a multiple of n_head", 256)
     flag("--context_length", "tokens the model sees", 256)
-    flag("--activation", "of the MLP: gelu_new, gelu, relu or relu2", "relu2")
+    flag("--activation", "function in the MLP: gelu_new, gelu, relu or relu2", "relu2")
     flag("--bias", "biases in linear layers and norms; not given: none", False, action=with_no)
-    flag("--dropout", "probability to drop, for corpora that are read many times", 0.0)
+    flag("--dropout", "probability of dropout, for corpora that are read many times", 0.0)
 
     flag = partial(add_flag, parser.add_argument_group("recipe"))
     flag("--minutes", "time of the whole run, if --steps is not given", 2.25)
-    about = "time it may take to reach --least_steps; not given: --minutes"
+    about = "the end of a run that goes on for --least_steps; not given: --minutes"
     flag("--max_minutes", about, kind=float)
-    flag("--least_steps", "steps for which a run goes on after --minutes", 1)
+    flag("--least_steps", "with fewer steps done, a run goes on after --minutes", 1)
     about = "optimizer steps, exactly; not given: as many as there is time for"
     flag("--steps", about, kind=positive)
     flag("--batch_size", "sequences a step, over all devices", 8)
@@ -111,16 +111,16 @@ def build_parser() -> ArgumentParser:
     flag("--vector_lr", "peak learning rate of AdamW, which trains embeddings and norms", 4e-3)
     flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95)
     flag("--beta2", "of AdamW: the share of its mean squared gradient that a step keeps", 0.95)
-    flag("--weight_decay", "of the matrices, as a share of the learning rate", 0.0)
+    flag("--weight_decay", "of Muon, as a share of the learning rate", 0.0)
     flag("--warmup", "steps over which the learning rate rises", 10)
-    flag("--decay", "share of the run, at its end, over which it falls to zero", 0.8)
+    flag("--decay", "last share of the run, over which the learning rate falls to zero", 0.8)
     flag("--clip", "largest norm of the gradient", 1.0)
     flag("--seed", "of initial weights, order of batches, dropout and samples", 1337, kind=int)
 
     flag = partial(add_flag, parser.add_argument_group("watching"))
     flag("--eval_every", "steps between evaluations, samples and checkpoints", 100)
-    flag("--eval_tokens", "held-out tokens of an evaluation but the last", 16384)
-    flag("--sample_tokens", "length of a sample; the last ones are twice as long", 64, kind=int)
+    flag("--eval_tokens", "held-out tokens to score each time; at the end, all of them", 16384)
+    flag("--sample_tokens", "tokens of a sample; the last ones are twice as long", 64, kind=int)
 
     flag = partial(add_flag, parser.add_argument_group("machine"))
     flag("--device", "cpu, cuda, cuda:1, ...; not given: the first GPU, else the CPU")

@@ -14,7 +14,7 @@ from pathlib import Path
 Owners = list[list[int]]  # for each block, ids of the requests whose block tables hold it
 Figures = dict[str, dict]  # name of a row -> its figures
 COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, which is grey
-SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of the pool, from below
+SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of a pool; in a bar, from below
 
 
 def new_figure():

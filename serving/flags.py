@@ -21,7 +21,7 @@ KEY_VARIABLE = "PAGEDGPT_API_KEY"
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 
 
-seconds = at_least(0, float)  # and other measures
+not_negative = at_least(0, float)
 
 
 def origin(text: str) -> str:
@@ -44,14 +44,19 @@ def origin(text: str) -> str:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """What was typed. Exits with a message about a flag that is wrong."""
-    about = "Serve a trained model over HTTP, or talk to it at the terminal."
-    parser = argparse.ArgumentParser(description=about, formatter_class=Help)
+    parser = argparse.ArgumentParser(
+        description="Serve a trained model over HTTP, or talk to it at the terminal.",
+        formatter_class=Help,
+    )
     add = partial(add_flag, parser)
-    about = "checkpoint directory, of train.py or of a GPT-2 downloaded from the hub"
-    add("--model", about, "out/stdlib")
+    add(
+        "--model",
+        "checkpoint directory, of train.py or of a GPT-2 downloaded from the hub",
+        "out/stdlib",
+    )
     add("--device", "cpu, cuda, cuda:1; not given: a GPU where there is one")
     dtypes = ["auto", "fp32", "bf16", "fp16"]
-    add("--dtype", "auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
+    add("--dtype", "of the weights; auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
     add_engine_flags(parser)
     add_http_flags(parser.add_argument_group("HTTP"))
     add_terminal_flags(parser.add_argument_group("at the terminal"))
@@ -98,14 +103,18 @@ def add_http_flags(group):
     add("--served-model-name", "the model's name in the API; not given: what --model says")
     about = "HTTP processes on the port; not given: one for every 4 cores, 1 to 8"
     add("--http-workers", about, None, positive)
-    add("--max-queue", "choices that may wait for their turn; more are a 429", 256, at_least(0))
-    add("--max-body-mib", "largest request body; a larger one is a 413", 4.0, seconds)
+    about = "answers that may wait for their turn (n in a request: n answers); for more, a 429"
+    add("--max-queue", about, 256, at_least(0))
+    about = "largest body of a request, in MiB; for a larger one, a 413"
+    add("--max-body-mib", about, 4.0, not_negative)
     about = "connections at once; for more, idle ones are closed"
     add("--max-connections", about, 512, positive)
-    add("--client-seconds", "how long a client may take to send or to read", 30.0, seconds)
+    about = "how long a client may take to send a request, or to read what was sent to it"
+    add("--client-seconds", about, 30.0, not_negative)
     about = "how long an answer may take, its waiting included"
-    add("--request-seconds", about, 600.0, seconds)
-    add("--drain-seconds", "how long SIGTERM lets running requests go on", 30.0, seconds)
+    add("--request-seconds", about, 600.0, not_negative)
+    about = "how long running requests may go on after SIGTERM"
+    add("--drain-seconds", about, 30.0, not_negative)
     add("--log-requests", "log the fields of each request, texts included", False)
     add("--no-access-log", "log no line for each request", True, dest="access_log")
 

@@ -9,12 +9,12 @@ Where the checkpoint has a chat template a prompt is a user's message; where it 
 --raw, a prompt is a text to continue. Not run by itself: the flags are in flags.py.
 """
 
-import argparse
 import contextlib
 import os
 import random
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,9 +92,7 @@ def stream_answer(
     return answer
 
 
-def answer_with_rate(
-    args: argparse.Namespace, engine, prompt: list[int], max_tokens: int, *rest
-) -> Answer:
+def answer_with_rate(args: Namespace, engine, prompt: list[int], max_tokens: int, *rest) -> Answer:
     """`stream_answer`, and a note with its speed and the seed that reproduces it."""
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
     params = SamplingParams(temperature=args.temperature, max_tokens=max_tokens, seed=seed)
@@ -111,7 +109,7 @@ def answer_with_rate(
 # One prompt
 
 
-def open_encoder(args: argparse.Namespace) -> tuple[Encoder, bool]:
+def open_encoder(args: Namespace) -> tuple[Encoder, bool]:
     """The checkpoint's encoder, and whether its chat template is used. Raises ValueError."""
     encoder = Encoder(args.model)
     with_template = encoder.has_chat and not args.raw
@@ -120,7 +118,7 @@ def open_encoder(args: argparse.Namespace) -> tuple[Encoder, bool]:
     return encoder, with_template
 
 
-def read_prompt(args: argparse.Namespace) -> str:
+def read_prompt(args: Namespace) -> str:
     """The text of --prompt, or with "-" all of standard input. Raises ValueError."""
     if args.prompt != "-":
         return args.prompt
@@ -132,7 +130,7 @@ def read_prompt(args: argparse.Namespace) -> str:
         ) from None
 
 
-def continue_prompt(args: argparse.Namespace, build_engine: Callable):
+def continue_prompt(args: Namespace, build_engine: Callable):
     """
     Answer --prompt. Raises ValueError, with what to change, and RuntimeError for a step that
     failed.
@@ -225,7 +223,8 @@ class Text:
         if self.asked > room:
             raise ValueError(f"this line has {self.asked} tokens, at most {room} fit: shorten it")
         if len(self.ids) > room:
-            # half: with less dropped, each turn would move the text and find no prefix in the cache
+            # Half is dropped: were it as little as possible, the text would begin elsewhere in each
+            # turn, and the prefix cache would never hit.
             kept = max(self.asked, room // 2)
             dropped = len(self.ids) - kept
             note(f"the context is full: the {dropped} oldest tokens of the text are forgotten")
@@ -233,7 +232,7 @@ class Text:
         return self.ids
 
 
-def converse(args: argparse.Namespace, build_engine: Callable):
+def converse(args: Namespace, build_engine: Callable):
     """
     Read lines and answer them, until /exit or the end of input. Raises ValueError if it cannot
     start.
@@ -297,9 +296,9 @@ def run_command(line: str, conversation: Chat | Text) -> bool:
 
 
 def answer_line(
-    args: argparse.Namespace, engine, conversation: Chat | Text, line: str, tokenizer: Tokenizer
+    args: Namespace, engine, conversation: Chat | Text, line: str, tokenizer: Tokenizer
 ):
-    """Answer a line. A note says why a line cannot be answered; it leaves the conversation."""
+    """Answer a line. One that cannot be answered is forgotten, and a note says why."""
     is_text = isinstance(conversation, Text)
     if not line and not (is_text and conversation.ids):
         return
@@ -324,7 +323,7 @@ def answer_line(
 # --------------------------------------------------------------------------------------------------
 
 
-def run(args: argparse.Namespace, build_engine: Callable):
+def run(args: Namespace, build_engine: Callable):
     """What serve.py does with --prompt or --chat. `build_engine(args)` loads the model."""
     # a terminal that cannot show a character shows another
     sys.stdout.reconfigure(errors="replace")

@@ -1,5 +1,6 @@
 """
-The clock of a training run whose length is given by --minutes: how much of it each step was.
+The clock of a training run whose length is given by --minutes: which part of the time that was
+left each step has taken.
 
     clock = Clock(run, started)
     part = clock.part_of_rest(step_seconds)    # after each few steps
@@ -11,7 +12,8 @@ from statistics import median
 
 from training.samples import sample_tokens_in_all
 
-# For what follows the last step and reads no tokens: the compressors, the picture, two saves.
+# Of the end of a run, apart from what the model computes: compressing the held-out text with gzip
+# and xz, drawing the loss, saving twice.
 CLOSING_SECONDS = 4
 
 
@@ -53,8 +55,8 @@ def closing_seconds(run, step_seconds: float) -> float:
     """
     args = run.args
     forward_tokens = len(run.corpus.val) + sample_tokens_in_all(args)
-    # Of the 6 operations that a weight takes part in per token, 2 are the forward pass; some more
-    # for what is no matrix.
+    # A forward pass is 2 of the 6 operations per weight and token that a training step takes, and
+    # somewhat more with attention and norms.
     forward_seconds = 0.4 * step_seconds / (args.batch_size * args.context_length)
     return forward_seconds * forward_tokens + CLOSING_SECONDS
 

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 
 from model import TORCH, Ops, WholeTexts
 
-SHORT = 512  # tokens whose T x T scores fit a CPU's cache
-ROWS = 256  # of logits that do, too
+SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
+ROWS = 256  # so many rows of logits fit, too
 
 
 def training_ops(device: torch.device | str) -> Ops:
-    # the loss that needs less memory is a CPU's: on a GPU the compiler fuses the reference's
+    """The operators to train with on a device."""
+    # the loss in chunks is for CPUs: on a GPU torch.compile fuses the reference's
     if torch.device(device).type == "cpu":
         return TORCH._replace(name="training on a CPU", attend=attend_on_cpu, loss=chunked_loss)
     return TORCH._replace(name="training on a GPU", attend=fused_attention)

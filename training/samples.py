@@ -71,13 +71,14 @@ def last_samples(run) -> str:
     lines = []
     shown = [text for text in texts if text.strip()][:SHOWN_SAMPLES]
     for i, text in enumerate(shown, 1):
-        lines.append(f"sample {i}:")
-        lines.append(textwrap.indent(text.strip("\n"), "    "))
+        lines += [f"sample {i}:", textwrap.indent(text.strip("\n"), "    ")]
     real = share_that_parses(truth)
     sampled = share_that_parses(texts)
     if sampled is not None and real is not None and real > 0.5:  # else this is no Python
-        parse = f"{sampled:.0%} of the sampled, {real:.0%} of the held-out text's"
-        lines.append(f"statements that parse: {parse}")
+        lines.append(
+            f"statements that parse: {sampled:.0%} of the sampled, {real:.0%} of the held-out "
+            "text's"
+        )
     return "\n".join(lines)
 
 
@@ -98,7 +99,7 @@ def sample_tokens_in_all(args: Namespace) -> float:
 
 
 def share_that_parses(texts: list[str]) -> float | None:
-    """Of the complete statements of all texts; None where there is no statement."""
+    """The share of all complete statements that is Python; None where there is no statement."""
     verdicts = [verdict for text in texts for verdict in judge(text)]
     return sum(verdicts) / len(verdicts) if verdicts else None
 

@@ -95,7 +95,7 @@ SIZES = {
     ),
 }
 PROBE = "small"  # the size whose step is timed
-RESERVE = 1.15  # times the least steps there must be time for, so that a quiet machine ends in time
+RESERVE = 1.15  # a size needs time for so many times its least steps, in case steps become slower
 
 
 def choose_size(step_seconds: float, seconds: float) -> str:

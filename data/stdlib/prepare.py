@@ -21,18 +21,16 @@ from tokenizer import BPETokenizer  # noqa: E402
 from training.corpus import train_bpe, write_corpus  # noqa: E402
 
 VOCAB_SIZE = 4096
-# What is left out is not language.
-INSTALLED = {"site-packages", "dist-packages"}  # packages from elsewhere
-TESTS = {"test", "tests", "idle_test"}  # and their data
-TABLES = {"encodings", "pydoc_data"}  # or generated
-GENERATED = ("_sysconfigdata", "config-")  # names that begin so
+# Folders that are left out: packages from elsewhere, tests with their data, tables.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+LEFT_OUT |= {"encodings", "pydoc_data"}
+GENERATED = ("_sysconfigdata", "config-")  # left out too: what names begin with
 HELD_OUT = 1 / 20  # of the files
 
 
 def is_language(name: Path) -> bool:
     """Whether a file of the library, by its relative name, belongs to the corpus."""
-    skipped = INSTALLED | TESTS | TABLES
-    return not any(part in skipped or part.startswith(GENERATED) for part in name.parts)
+    return not any(part in LEFT_OUT or part.startswith(GENERATED) for part in name.parts)
 
 
 def is_held_out(name: str) -> bool:
