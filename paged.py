@@ -10,13 +10,13 @@ holds the K and V themselves.
         v                                                │
     Request.block_table ──────── blocks that are full and computed are committed
 
-So attention pages its memory as an operating system does: a request's K, V lie in blocks anywhere
-in the pool, and its block table says where. Requests that begin with the same text share blocks.
+This is paging as operating systems do it: the K, V of a request lie in blocks anywhere in the pool,
+and its block table says where. So blocks can be shared by requests that begin with the same text.
 
 Read top to bottom: blocks, the requests that hold them, the scheduler that decides what each step
-computes, the pool, and the helpers of the blog post that are not needed here. Only the pool and
-these helpers import torch: all else is plain Python, so thousands of scheduling trials take a
-second. `Scheduler.check` has the invariants; `python test_paged.py` shows all of it at work.
+computes, the pool, and those helpers of the blog post that serving does without. Only `KVBlockPool`
+imports torch: policy is plain Python, so thousands of scheduling trials take a second.
+`Scheduler.check` has the invariants; `python test_paged.py` shows all of it at work.
 """
 
 from array import array
@@ -189,16 +189,14 @@ class Request:
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     params: object = None  # what the engine needs to sample for this request
     choice: int = 0  # which answer to its prompt this is; enters the noise of sampling
-    prompt_logprobs: int | None = (
-        None  # score the prompt's tokens, and so many others at each place
-    )
+    # score the prompt's tokens, and with each so many of the likeliest; None: do not
+    prompt_logprobs: int | None = None
 
     # bookkeeping of the scheduler
     row: int | None = None  # its place in the engine's device arrays while it runs
     arrival_number: int = 0  # breaks ties of arrival_time
-    admitted_time: float | None = (
-        None  # when it first was (set by the engine); None: not yet, or a fork
-    )
+    # when it was first admitted, which the engine notes; None: not yet, or it is a fork
+    admitted_time: float | None = None
     # tokens to compute before sampling: the prompt; after a preemption also what was generated
     prefill_target: int = 0
     num_hit_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
@@ -326,12 +324,12 @@ POLICIES = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key}
 class Plan:
     """
     What one step computes. The requests in `sampled` get a token, in this order: all decodes, then
-    some prefills.
+    the requests whose prefill ends with this step.
     """
 
-    step: int = 0
+    step: int = 0  # its number, for traces
     decodes: list[Request] = field(default_factory=list)  # one token each
-    chunks: list[tuple[Request, int]] = field(default_factory=list)  # n prefill tokens each
+    chunks: list[tuple[Request, int]] = field(default_factory=list)  # so many prefill tokens each
     sampled: list[Request] = field(default_factory=list)
     # copy-on-write: new block -> the block it is a copy of, made before the step writes
     copies: dict[int, int] = field(default_factory=dict)
@@ -478,9 +476,9 @@ class Scheduler:
 
     def _maybe_admit(self, step: int = 0) -> list[Request]:
         """
-        Admit from the head of the queue while prompt, watermark and rows allow. The first that does
-        not fit waits, and all behind it: smaller ones do not overtake it for ever. `step` is the
-        post's parameter.
+        Admit from the head of the queue while rows, blocks and watermark allow. The first that does
+        not fit waits, and so do all behind it, or smaller ones could overtake it for ever. `step`
+        is the post's parameter, not needed.
         """
         admitted = []
         while self.waiting:
@@ -492,10 +490,10 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """
-        Give a request a row and the blocks of all its tokens, of which those that begin with a
-        cached prefix are shared. False, and nothing is given, where they are not free.
+        Give a request a row and the blocks for all its tokens; those of a cached prefix are shared.
+        Where they are not to be had, it gets nothing, and False is returned.
         """
-        # preempted with a token to come, a request cannot be computed again before that is known
+        # a request that was preempted with a token to come cannot be computed before it is known
         if not self.free_rows or request.num_to_come:
             return False
         allocator = self.block_allocator
@@ -525,8 +523,8 @@ class Scheduler:
 
     def _find_prefix(self, request: Request) -> list[int]:
         """
-        The longest run of its leading blocks in the cache, but never all of the prompt: at least
-        one token must be computed to have logits to sample from.
+        The longest run of the request's leading blocks that are in the prefix cache; never all of
+        its tokens, since one must be computed to have logits to sample from.
         """
         hits: list[int] = []
         # to score a prompt takes the logits of all its tokens, so all are computed
@@ -573,14 +571,14 @@ class Scheduler:
             self.active = self.active[limit:] + plan.decodes
         S = self.block_size
         ref_counts = self.block_allocator.ref_counts
-        # the hot loop: for most there is nothing to do, S - 1 times out of S
+        # the hot loop: S - 1 times out of S a request has room, and there is nothing to do
         for request in list(plan.decodes):
             table = request.block_table
             if request.num_filled_slots == len(table) * S or ref_counts[table[-1]] > 1:
                 self._make_room(request, plan)
         if plan.preempted:
             plan.decodes = [r for r in plan.decodes if r.status == "active"]
-            # all whose turn it was may be gone: the others decode, so the step is not empty
+            # all whose turn it was may have been preempted: then the others decode
             if not plan.decodes and self.active and not self.ending:
                 self._plan_decodes(plan)
 
@@ -633,17 +631,16 @@ class Scheduler:
 
     def _plan_chunks(self, plan: Plan):
         """
-        Split what is left of the budget (chunked prefill): the first few prompts get even shares,
-        the others what those leave over, long ones beyond the limit last. The first of all has a
-        share however long it is, so no prompt waits for ever.
+        Split what is left of the budget among the prompts (chunked prefill): the first few get even
+        shares, the others what those leave over, and last of all come long ones beyond their limit.
+        The prompt admitted first always has a share, however long it is, so none waits for ever.
         """
         limits = self.settings
         threshold = limits.long_prefill_threshold
         long = [r for r in self.prefilling if r.prefill_target - r.num_hit_tokens > threshold]
         last = set(long[limits.max_long_partial_prefills :])
-        in_order = sorted(
-            self.prefilling, key=lambda r: r in last
-        )  # stable: those of `last` go last
+        # a sort is stable, so the others stay in the order of their admission
+        in_order = sorted(self.prefilling, key=lambda r: r in last)
         num_sharers = min(limits.max_num_partial_prefills, len(in_order) - len(last))
         left = self.token_budget - len(plan.decodes)
         for i, request in enumerate(in_order):
@@ -690,7 +687,7 @@ class Scheduler:
 
     def resolve(self, plan: Plan, tokens: list[int]) -> list[Request]:
         """
-        The step is done, its tokens are known. Only now, when their K, V exist, are full blocks
+        The step is done, and its tokens are known. Only now, when their K, V exist, are full blocks
         committed. Requests that have ended since the step was planned are passed over: where steps
         overlap, a request that a stop token ends has one more token under way.
         """
@@ -910,8 +907,9 @@ class KVBlockPool:
 
 
 # --------------------------------------------------------------------------------------------------
-# The post's helpers. The scheduler grows tables and commits by itself, and a step writes and reads
-# the pool through `slot_mapping` and `block_tables` (kernels.py)
+# The post's helpers, to be read and compared with. In serving, the scheduler grows tables and
+# commits by itself, and a step writes and reads the pool through `slot_mapping` and `block_tables`
+# (kernels.py)
 
 
 def maybe_allocate_block(request: Request, block_allocator: BlockAllocator, block_size: int):

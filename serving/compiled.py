@@ -28,9 +28,9 @@ from serving.int8 import LARGEST, int8_weights
 
 class OneRowLinear(nn.Module):
     """
-    What PackedLinear or Int8Linear compute, of one row of x, for the compiler: it makes of the sum
-    of products a loop that reads the weights as fast as memory can (GEMV), where libraries reach a
-    half.
+    As PackedLinear or Int8Linear, but for one row of x alone (GEMV), and written as a sum of
+    products: of that the compiler makes a loop that reads the weights as fast as memory can, where
+    libraries reach half of it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, quantize: str):
@@ -66,7 +66,10 @@ class OneToken(NamedTuple):
 
 
 def store_kv(k: Tensor, v: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
-    """K and V are left in batch.new: a compiled graph that wrote into the pool would copy it."""
+    """
+    As model.project_qkv with a layer's `Attention`; K and V go to batch.new, not into the pool,
+    since a compiled graph that writes into the pool copies it.
+    """
     batch.new.append(torch.stack((k, v)))
     return kv
 
@@ -99,7 +102,7 @@ def compiled_decode(model: GPT, quantize: str = "none") -> Callable:
         x = model.hidden(batch, kv)
         return ONE_TOKEN.head(x, model.lm_head), torch.stack(batch.new)
 
-    # compiled code is found by the code object, and another model's must not be found
+    # torch keeps what it compiled at the code object: a copy, so that no other model's is found
     step.__code__ = step.__code__.replace()
     no_guards = torch.compiler.skip_all_guards_unsafe  # to check all took 0.2 ms a step
     return torch.compile(step, fullgraph=True, options={"guard_filter_fn": no_guards})
@@ -124,7 +127,7 @@ def compile_decode_one(model: GPT, quantize: str, kv: Tensor) -> Callable:
     K and V in the pool. Raises ValueError if the compiler fails.
     """
     L, _, _, Hk, _, D = kv.shape
-    # two tensors: of one, the compiler would make one input of the graph
+    # two tensors: one, given twice, would become one input of the graph
     token = torch.zeros(1, dtype=torch.int64)
     position = torch.zeros(1, dtype=torch.int64)
     rows = torch.zeros(2, 1, Hk, 3, dtype=torch.int64)

@@ -20,8 +20,8 @@ from kernels import Batch
 from serving.gather import pool_rows
 
 FLEX_ROWS = 128  # queries in a tile
-NO_LIMIT = 2**40  # more tokens than any text has: the reach of a layer without a window
-NO_TILE = torch.iinfo(torch.int32).max  # sorted, it comes behind all tiles
+NO_LIMIT = 2**40  # tokens that a layer without a window sees: more than any text has
+NO_TILE = torch.iinfo(torch.int32).max  # in a list of tiles, no tile: sorted, it comes last
 
 
 class FlexCall(NamedTuple):
@@ -34,10 +34,12 @@ class FlexCall(NamedTuple):
     request: Tensor  # [t] which of the b each belongs to
     offset: Tensor  # [t] and which of its queries it is
     n: int
-    mask: BlockMask  # which tiles of the pool each request and head visits, and what counts there
+    mask: BlockMask  # which tiles of keys each request and KV head reads, which keys count in them
 
 
 class FlexPlan(NamedTuple):
+    """What `prepare_flex` leaves in batch.prepared."""
+
     store_rows: Tensor  # as in gather.GatherPlan
     calls: list[FlexCall]
 

@@ -21,12 +21,12 @@ def int8_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 class Int8Linear(nn.Module):
     """
-    A linear layer of 8-bit integers, by oneDNN: x and the result are fp32, a quarter of the bytes
-    of fp32. Weights [out, in] have one scale for each output. Rows of x are rounded as well, each
-    with a scale of its own: whatever else is in the batch, a row gets the same result, to the last
-    bit. At width 768 it takes 0.3 to 0.7 of fp32's time; the rounding costs 15 us, too much for one
-    row of 384. (torch's own product of int8 weights and bf16 rows takes a third of that there, and
-    from 64 rows on more than fp32.)
+    A linear layer of 8-bit integers, by oneDNN: a quarter of the bytes of fp32, which x and the
+    result are. Weights [out, in] have one scale for each output. Rows of x are rounded as well,
+    each with a scale of its own: whatever else is in the batch, a row gets the same result, to the
+    last bit. At width 768 it takes 0.3 to 0.7 of fp32's time. To round takes 15 us, which one row
+    of width 384 does not win back. (torch's own product, of int8 weights and bf16 rows, takes a
+    third of the time there, but from 64 rows on more than fp32.)
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
@@ -38,7 +38,7 @@ class Int8Linear(nn.Module):
         self.zero = torch.zeros_like(scale, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Tensor:
-        # (.., 1); where it is 0, the row's integers are anything, and their weight 0
+        # (.., 1); where it is 0 the row's integers mean nothing, and the result is 0 times them
         largest = x.abs().amax(-1, keepdim=True)
         # rounded to 1 .. 255, where 128 stands for 0
         steps = (x * (LARGEST / largest)).add_(128.5).to(torch.uint8)

@@ -53,7 +53,8 @@ RANGES = {
     "seed": Range(int | None, {"ge": -(2**63), "lt": 2**63}, "a whole number of 64 bits, or None"),
     "logprobs": Range(int | None, {"ge": 0, "le": 20}, "a whole number, 0 to 20, or None"),
 }
-BIAS = Range(NUMBER, {"ge": -100, "le": 100}, "a number from -100 to 100")  # of each in logit_bias
+# each number in logit_bias
+BIAS = Range(NUMBER, {"ge": -100, "le": 100}, "a number from -100 to 100")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False  # go on after the end-of-text token
     seed: int | None = None  # 64 bits; None: the engine draws one
-    presence_penalty: float = 0.0  # taken off the logit of each token that was generated,
-    frequency_penalty: float = 0.0  # once more for each time it was
+    presence_penalty: float = 0.0  # taken once off the logit of each token that was generated
+    frequency_penalty: float = 0.0  # taken off as many times as the token was generated
     # divides positive, multiplies negative logits of tokens in prompt or answer
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
@@ -109,7 +110,7 @@ class SamplingParams:
                 if not 0 <= token < V:
                     raise ValueError(f"{name} has token {token}, outside 0..{V - 1}: leave it out")
 
-    # What a row asks for, worked out once: samplers look at it in every step.
+    # What a request asks of the sampler, worked out once: it is looked at in every step.
 
     @cached_property
     def adjusts(self) -> bool:

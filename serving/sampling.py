@@ -32,8 +32,8 @@ from serving.params import GREEDY_BELOW, LOWEST_LOGPROB, NO_TOKEN, SamplingParam
 
 class Floats(NamedTuple):
     """
-    What the device knows of a row in fp32; the kernels know the order. In SamplingRows each is a
-    column, of all rows.
+    A request's parameters that the device has in fp32, in the order that the kernels rely on. In
+    SamplingRows each field is a column, with a number for each row.
     """
 
     temperature: float
@@ -45,14 +45,14 @@ class Floats(NamedTuple):
 
 
 class Ints(NamedTuple):
-    """The same of whole numbers, in int64."""
+    """Likewise those that it has in int64."""
 
     top_k: int  # 0: all tokens
     seed: int
     choice: int
     stop_from: int  # the position of the first token that may be a stop token
-    biased: bool
-    penalised: bool
+    biased: bool  # has a logit_bias or allowed_token_ids
+    penalised: bool  # has any of the three penalties
 
 
 class Row(NamedTuple):
@@ -94,12 +94,12 @@ def bias_vector(params: SamplingParams, V: int) -> Tensor:
 
 
 def token_marks(request: Row, V: int) -> Tensor:
-    """[V] int64, see SamplingRows.marks."""
+    """A request's row of SamplingRows.marks: [V] int64."""
     generated = torch.tensor(request.generated_tokens, dtype=torch.int64)
     marks = 4 * generated.bincount(minlength=V)
     stops = [token for token in set(request.stop_token_ids) if 0 <= token < V]
     marks[stops] += 2
-    marks[list(request.prompt_tokens)] += 1  # not added up where a token is there several times
+    marks[list(request.prompt_tokens)] += 1  # once, also for a token that is there several times
     return marks
 
 
@@ -195,8 +195,8 @@ def sample_torch(
 
 def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRows) -> Tensor:
     """
-    scores [R, V] fp32 after bias, ban of stop tokens and penalties; the formulas are vLLM's. What
-    is forbidden is added as -inf, so that a NaN stays one.
+    scores [R, V] fp32 after bias, ban of stop tokens and penalties; the formulas are vLLM's. A
+    forbidden token gets -inf added, not assigned: a NaN stays one, and makes its row invalid.
     """
 
     def column(values: Tensor) -> Tensor:
@@ -225,8 +225,8 @@ def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRow
 
 def threshold(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """
-    The least score [R] that the filters [R] keep, of scores [R, V]: the largest of three. Scores
-    that tie with it stay, so the best token always does.
+    The least score [R] that all filters [R] keep, of scores [R, V]: the largest of what each of the
+    three gives. Scores that tie with it stay, so the best token always does.
     """
     V = scores.shape[1]
     ranked = scores.sort(dim=1, descending=True).values
@@ -244,10 +244,10 @@ def threshold(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     needed = mass - weights < share * mass[:, -1:]  # the more likely tokens are not enough
     last = needed.sum(1, keepdim=True).clamp(min=1) - 1
     of_top_p = ranked.gather(1, last)
-    # 1 keeps all: rounded sums reach the whole before the last token
+    # a top_p of 1 keeps all: with rounding, the sum reaches the whole before the last token
     of_top_p = torch.where(share < 1, of_top_p, -torch.inf)
 
-    # min_p (Nguyen et al. 2024): this share of the best token's probability
+    # min_p (Nguyen et al. 2024): the score at this share of the best token's probability
     of_min_p = best + min_p.log()[:, None]
     highest = torch.maximum(of_top_k, of_top_p)
     return torch.maximum(highest, of_min_p)[:, 0]

@@ -4,8 +4,9 @@ Every default of serving, stated once.
     engine = Engine(model, Settings(block_size=32, max_num_seqs=8))
 
 A field made by `setting` is a flag of serve.py too, with this help text and these limits. What the
-scheduler needs of them is `SchedulerSettings` in paged.py. None stands for a value that depends on
-the machine or the model; serving/sizing.py finds it. Imports no torch.
+scheduler reads is declared in `SchedulerSettings` (paged.py), from which `Settings` inherits. None
+stands for a value that depends on the machine or the model; serving/sizing.py finds it. Imports no
+torch.
 """
 
 from dataclasses import dataclass
@@ -57,10 +58,10 @@ class Settings(SchedulerSettings):
     )
     quantize: str = setting("none", "int8: weights as integers, on a CPU", choices=("none", "int8"))
     compile: bool = setting(False, "on a CPU: compile the step of a lone request, 10 to 60 s once")
-    # its flag turns it off, and says so
+    # the flag turns it off, and its help says what is done then
     graphs: bool = setting(True, "on a GPU: no CUDA graphs, for debugging", flag="--no-graphs")
     overlap: bool | None = None  # plan a step while the one before runs; None: on a GPU
-    seed: int | None = None  # of the seeds of requests that bring none; None: the system's noise
+    seed: int | None = None  # for drawing the seeds of requests without one; None: a random one
 
     # for debugging
     trace: bool = setting(False, "print what each step does")

@@ -71,8 +71,9 @@ def bytes_per_block(model: GPT, block_size: int) -> int:
 
 def memory_of(device: torch.device) -> tuple[float, float]:
     """
-    Bytes for the pool by default, and all there are. The default is 90% of what is free on a GPU
-    (the rest is for CUDA graphs), a quarter of what is free on a CPU (other programs live there).
+    How many bytes the pool may take by default, and how many the device has. The default is 90% of
+    what is free on a GPU (the rest is for CUDA graphs), a quarter of what is free on a CPU (other
+    programs need memory there).
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -87,7 +88,7 @@ def memory_of(device: torch.device) -> tuple[float, float]:
 
 @contextmanager
 def explain_lack_of_memory(what: str):
-    """Turns torch's error into a ValueError that says what to change."""
+    """Turns torch's out-of-memory error inside of it into a ValueError that says what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
