@@ -18,8 +18,8 @@ JSON last.
 Each command is a function. Its arguments are its flags, and their defaults give the flags' types;
 its docstring is the workload and is printed first; it returns its figures, which are printed behind
 the flags' values. Seeds are fixed, warm-up is not counted, times are medians. The machine must be
-quiet: a second busy process on two cores makes 100 ms of a token of 1 ms, because threads that wait
-for each other spin.
+quiet: beside a second busy process on two cores a token takes 100 ms instead of 1, because threads
+that wait for each other spin.
 """
 
 import argparse
@@ -191,8 +191,8 @@ def median_seconds(call: Callable, repeats: int, setup: Callable = tuple) -> flo
 def graph_us(call: Callable, number: int) -> float:
     """
     Median microseconds of call(i) on the GPU. One CUDA graph holds the calls for i in
-    0 .. number - 1, so that the GPU waits for no launch; with other data for each i, none of it is
-    in the L2 cache when it is read.
+    0 .. number - 1, so that the GPU waits for no launch; each should read data of its own, so that
+    none of it is in the L2 cache.
     """
     for i in range(number):
         call(i)  # compiles
@@ -367,7 +367,7 @@ def bench_attention(repeats=5) -> dict:
     """
     One layer of store_kv + attention on a CPU: 31 decodes at context 512 and a chunk of 256 tokens,
     6 heads of 64; then 8 decodes, against transformers' attention, which appends to a contiguous
-    cache. In turn.
+    cache. The two are measured in turn.
     """
     mixed = [(1, 512)] * 31 + [(256, 512)]
     layer = Layer(mixed, (6, 6, 64))
@@ -849,11 +849,11 @@ def bench_server(
     other prompts, at random times (Poisson) at --rate requests a second (0: at 70% of what was
     managed at once). The clients are processes of their own with raw sockets, see assets/load.py.
     Output tokens per second until the last token; milliseconds from when a request was due to its
-    first token; milliseconds between arrivals of text. --slow-clients of the streams read 1 KB/s:
-    once as fast as the others, then slowly; both rows are of the others. Where the model's context
-    is too short, the workload's lengths are divided. Afterwards the same requests, all at once,
-    without a server, by Engine.generate with as many threads as the server's engine has: the share
-    of that speed that is left over HTTP.
+    first token; milliseconds between arrivals of text. With --slow-clients N there are two more
+    runs: N of the clients read at full speed, then at 1 KB/s; both rows are of the other clients.
+    Where the model's context is too short, the workload's lengths are divided. Afterwards the same
+    requests, all at once, without a server, by Engine.generate with as many threads as the server's
+    engine has: the share of that speed that is left over HTTP.
     """
     from serve import build_engine, engine_threads, parse_args
 

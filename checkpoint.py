@@ -1,6 +1,6 @@
 """
-A checkpoint: a directory in the Hugging Face layout, config.json and model.safetensors beside the
-tokenizer's files.
+A checkpoint: a directory in the layout of the Hugging Face Hub ("the hub" below), config.json and
+model.safetensors beside the tokenizer's files.
 
     save_checkpoint(model, "out/stdlib")
     model = load_checkpoint("out/stdlib", device="cuda", dtype=torch.bfloat16)
@@ -224,7 +224,10 @@ def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = to
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, under our names and in our layout."""
+    """
+    The tensors of a file, under our names and in our layout. Raises CheckpointError where it is
+    missing or damaged.
+    """
     try:
         saved = load_file(path)
     except FileNotFoundError:
@@ -245,6 +248,7 @@ def shapes(weights: dict[str, torch.Tensor]) -> dict[str, tuple]:
 
 
 def check_shapes(path: Path, found: dict[str, tuple], wanted: dict[str, tuple]):
+    """Raises CheckpointError where a tensor is missing or has another shape."""
     for name, shape in wanted.items():
         if found.get(name) != shape:
             raise CheckpointError(

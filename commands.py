@@ -32,7 +32,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def at_least(least: int, number: type = int) -> Callable[[str], float]:
-    """The type of a flag, for argparse: a number of at least so much."""
+    """The type of a flag, for argparse: numbers from `least` on, NaN is an error."""
 
     def parse(text: str):
         if not number(text) >= least:  # "not", so that NaN is refused, too
@@ -48,8 +48,8 @@ positive = at_least(1)
 
 def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = None, **options):
     """
-    One flag. `kind` makes a value of the text; not given, it is that of the default, of which whole
-    numbers are at least 1. A default of False or True makes a switch, unless `action` is given.
+    One flag. `kind` makes a value of the text; not given, it is the type of the default, for an int
+    whole numbers from 1 on. A default of False or True makes a switch, unless `action` is given.
     """
     if isinstance(default, bool):
         options.setdefault("action", "store_false" if default else "store_true")

@@ -109,8 +109,9 @@ def engine_threads() -> int:
 
 def start_process(target: Callable, *args) -> context.Process:
     """
-    Have another process run `target`. It inherits that it gets no signals: a terminal signals all
-    processes, but the first HTTP process decides when to stop. Its own signals arrive afterwards.
+    Run target(*args) in a new process, with SIGINT, SIGTERM and SIGHUP blocked there: Ctrl-C at a
+    terminal reaches all processes, but the first HTTP process decides when to stop. A process
+    inherits what is blocked, so they are blocked here, too, and held back, until it has started.
     """
     process = context.Process(target=target, args=args, daemon=True)
     # starting the resource tracker with the first process would let SIGINT and SIGTERM through
@@ -212,8 +213,8 @@ def terminate_on_hang_up():
 
 def end_at_once_on_sigterm(folder: str):
     """
-    What SIGTERM does until there is an event loop that drains. The processes started by then end,
-    too, when their links close.
+    Until an event loop drains on SIGTERM, let it remove `folder` and end this process. The
+    processes started by then end, too, when their links close.
     """
 
     def end(*_):
@@ -281,7 +282,10 @@ def worker_process(args: Namespace, keys: list[str], path: str, sock: socket.soc
 
 
 def serve_port(sock: socket.socket, *service) -> str | None:
-    """Serve one socket with api.Service(*service) until the end. Returns what went wrong."""
+    """
+    Serve one socket until the end; `service` are the arguments of api.Service. Returns what went
+    wrong, or None.
+    """
     from serving.api import Service
 
     # fewer garbage collections: a body of a million lists takes 0.2 s instead of 0.6, in which no

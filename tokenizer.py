@@ -2,7 +2,7 @@
 Text <-> token ids: characters, byte-level BPE learnt from a corpus, and GPT-2's, all with the same
 methods.
 
-    tokenizer = load_tokenizer("out/stdlib")  # what train.py saved, or GPT-2's from the hub
+    tokenizer = load_tokenizer("out/stdlib")  # saved by train.py, or from the Hugging Face Hub
     ids = tokenizer.encode("def hello():")    # list[int]
     text = tokenizer.decode(ids)              # str; decode_bytes(ids) for the bytes themselves
     piece = tokenizer.token_bytes(ids[0])     # the bytes of one token, b"" for a control token
@@ -82,7 +82,9 @@ def piece_bytes(piece: str) -> bytes:
 class Tokenizer:
     """
     What both kinds share: the parsed tokenizer.json (`spec`), the bytes of every token, and the
-    control tokens, such as end of text.
+    control tokens ("special tokens" in other libraries), such as end of text. `to_bytes(piece)`
+    gives the bytes of a piece of the vocabulary, `_encode_text` the ids of a text without control
+    tokens, `_encode_bytes` those of bytes.
 
     `vocab_size` is the largest id + 1, control tokens included. `eos_token_id` is None where there
     is no end-of-text token (characters). `has_known_pattern` is False where the directory brings
@@ -114,9 +116,10 @@ class Tokenizer:
     ) -> list[int]:
         """
         Token ids of a text, or of bytes. The name of a control token in it is text, or with
-        allow_special=True that token, as in transformers. `stand_ins`, for `str.translate`,
-        replaces characters once the names have been found: a name spelled with stand-ins stays
-        text. Raises TokenizerError.
+        allow_special=True that token, as in transformers. `stand_ins` (code point -> text, as for
+        `str.translate`): characters that stand in the text for others, which are put back after the
+        names were found. So what a user wrote, its "<" replaced, never becomes a control token (see
+        serving/chat.py). Raises TokenizerError.
         """
         if isinstance(text, bytes):
             return self._encode_bytes(text, allow_special)
@@ -192,8 +195,8 @@ class CharTokenizer(Tokenizer):
 
 class BPETokenizer(Tokenizer):
     """
-    Byte-level BPE, run by tiktoken. Every text and every sequence of bytes has an encoding, from
-    which it comes back.
+    Byte-level BPE, run by tiktoken. Every text and every sequence of bytes has an encoding; decoded
+    it is the same, unless the tokenizer normalizes (NFC) or a lone surrogate was in the text.
     """
 
     def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
@@ -271,6 +274,7 @@ FOREIGN_REGEX = re.compile(r"(?<![\[\\])\^|(?<!\\)\$|\\[1-9AGHKRXZhkz]|\}\+|\(\?
 
 
 def foreign(what: str) -> TokenizerError:
+    """The error, to be raised, for a tokenizer.json with something that is not supported here."""
     return TokenizerError(
         f"tokenizer.json {what}: not supported here, vLLM or transformers open such a directory"
     )
@@ -291,7 +295,7 @@ def read_control_tokens(spec: dict) -> dict[str, int]:
 
 
 def check_added_token(token: dict, spec: dict):
-    """Raises TokenizerError for what this code would find elsewhere in a text, or not at all."""
+    """Raises TokenizerError unless exactly the token's name, in any text, is the token."""
     name = token["content"]
     for flag in ("lstrip", "rstrip", "single_word"):
         if token.get(flag):

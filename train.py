@@ -73,8 +73,8 @@ RESUMABLE = {"out", "preset", "resume", "device", "threads", "compile"}
 
 def build_parser() -> ArgumentParser:
     about = (
-        "Train a small GPT. A preset or a size sets what it needs, and a flag overrides both: the "
-        "defaults below are of what neither sets."
+        "Train a small GPT. A preset or a size sets some of the flags; those that you give come "
+        "before both. The defaults below hold where neither sets a flag."
     )
     parser = ArgumentParser(description=about, allow_abbrev=False, formatter_class=Help)
     with_no = BooleanOptionalAction  # --bias and --no-bias
@@ -134,8 +134,8 @@ def build_parser() -> ArgumentParser:
 
 def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
     """
-    Flags over size over preset over defaults; `size` is the one chosen where no flag names it.
-    Exits with a message on unknown flags and impossible combinations.
+    Flags over size over preset over defaults. `size`: a name in SIZES, used where --size is not
+    given. Exits with a message on unknown flags and impossible combinations.
     """
     parser = build_parser()
     defaults = vars(parser.parse_args([]))
@@ -187,7 +187,7 @@ class Corpus:
 
 
 def load_corpus(name: str, process: Process) -> Corpus:
-    """The corpus in data/NAME, made first if it is not there, or in the folder NAME; or exit."""
+    """The corpus in data/NAME, made first if need be, or in the folder NAME. Exits without one."""
     folder = ROOT / "data" / name
     if not (folder / "meta.json").is_file():
         recipe = folder / "prepare.py"
@@ -274,7 +274,10 @@ def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
 
 
 def learning_rate(step: int, share: float, args: Namespace) -> float:
-    """Part of the peak: linear warmup, a plateau, linear decay to zero as `share` nears 1."""
+    """
+    Factor (0 to 1) of the peak learning rates: warmup-stable-decay (WSD), linear. `step` counts
+    from 0, `share` is how much of the run is done.
+    """
     warmup = min(1.0, (step + 1) / args.warmup)
     decay = min(1.0, (1 - share) / args.decay)
     return warmup * decay
@@ -347,7 +350,7 @@ class Run:
         return model
 
     def update(self, module, x, y) -> torch.Tensor:
-        """One step on x, y (B, T) int64. Returns loss and gradient norm (2,), on the device."""
+        """One step on x, y (B, T) int64; counts it. Returns loss, gradient norm (2,) on device."""
         args = self.args
         process = self.process
         # dropout, too, is a function of (seed, step): nothing about randomness has to be saved

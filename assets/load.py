@@ -141,8 +141,8 @@ def read_slowly(streams: list[Stream]):
 
 def load(host: str, port: int, requests: list[dict], processes: int) -> list[dict | None]:
     """
-    Spread requests over client processes; returns a row for each, in their order. Raises
-    ValueError.
+    Spread requests over client processes; returns a row for each, in their order. Raises ValueError
+    where a connection failed or an answer was not whole.
     """
     processes = min(processes, len(requests))
     shares = [requests[i::processes] for i in range(processes)]
@@ -173,7 +173,7 @@ def start_client(host: str, port: int) -> subprocess.Popen:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """In milliseconds, of seconds."""
+    """The 50th, 90th and 99th percentile of values in seconds, in milliseconds."""
     ordered = sorted(values) or [math.nan]
     found = {}
     for p in (50, 90, 99):

@@ -80,9 +80,9 @@ class Chat:
     def encode(self, messages: Messages, **options) -> list[int]:
         """
         Token ids of a conversation. Options, such as add_generation_prompt, are variables of the
-        template. Names of control tokens are tokens in the template's own text and in roles, and
-        text in the rest of a message: prompt injection, ending the turn to speak as the system, is
-        not possible. Raises TokenizerError.
+        template. Against prompt injection: the name of a control token becomes that token only in
+        the template's own text and in roles. In all else it stays text, so that a user cannot end
+        the turn and speak as the system. Raises TokenizerError.
         """
         disguised, originals = disguise(messages, self.control_names)
         text = self.render(disguised, **options)
@@ -166,7 +166,7 @@ def make_environment():
 
 
 class ControlNames:
-    """Where a text spells names of control tokens."""
+    """Finds where a text spells names of control (special) tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         names = list(tokenizer.control)

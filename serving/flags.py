@@ -26,8 +26,8 @@ not_negative = at_least(0, float)
 
 def origin(text: str) -> str:
     """
-    The type of --allowed-origins. As browsers send an origin: without a path, and without the
-    scheme's usual port.
+    The type, for argparse, of --allowed-origins. Returns the origin as browsers send it: in lower
+    case, without a path and without the scheme's usual port.
     """
     if text in ("*", "null"):
         return text
@@ -43,7 +43,7 @@ def origin(text: str) -> str:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """What was typed. Exits with a message about a flag that is wrong."""
+    """The flags, with their defaults. Exits with a message about one that is wrong."""
     parser = argparse.ArgumentParser(
         description="Serve a trained model over HTTP, or talk to it at the terminal.",
         formatter_class=Help,

@@ -177,7 +177,8 @@ class Chat:
 
     def prompt(self, room: int) -> list[int]:
         """
-        The tokens to answer, at most `room`. Raises ValueError if the last message alone has more.
+        The token ids to answer, at most `room`. Oldest messages that do not fit are forgotten, with
+        a note. Raises ValueError if the last message alone does not fit.
         """
         system = [{"role": "system", "content": self.system}] if self.system else []
         for first in range(0, len(self.turns), 2):
@@ -218,7 +219,8 @@ class Text:
 
     def prompt(self, room: int) -> list[int]:
         """
-        The tokens to continue, at most `room`. Raises ValueError if the last line alone has more.
+        The token ids to continue, at most `room`. If they do not fit, the older part is forgotten,
+        with a note. Raises ValueError if the last line alone does not fit.
         """
         if self.asked > room:
             raise ValueError(f"this line has {self.asked} tokens, at most {room} fit: shorten it")

@@ -18,7 +18,7 @@ CLOSING_SECONDS = 4
 
 
 class Clock:
-    """Of a run whose minutes count from `started`, a time.perf_counter()."""
+    """The clock of `run`, whose --minutes began at `started`, a time.perf_counter()."""
 
     def __init__(self, run, started: float):
         self.run = run
@@ -51,7 +51,8 @@ class Clock:
 
 def closing_seconds(run, step_seconds: float) -> float:
     """
-    From the last step to the end: scoring the held-out text, the last samples, and the rest.
+    Estimated seconds from the last step to the end of the program: scoring the held-out text, the
+    last samples, and the rest. `step_seconds`: of one training step.
     """
     args = run.args
     forward_tokens = len(run.corpus.val) + sample_tokens_in_all(args)

@@ -51,8 +51,8 @@ def bpe_tokenizer(
     merges: list[tuple[bytes, bytes]], byte_order: Iterable[int] = range(256)
 ) -> BPETokenizer:
     """
-    The tokenizer that merges these pairs of pieces, in this order. Ids are numbered as GPT-2's: the
-    bytes, then what each merge makes, then the end-of-text token.
+    merges: pairs of pieces, in the order in which they were learnt. byte_order: which byte each of
+    the ids 0 to 255 is. Then come, as in GPT-2, what each merge makes and the end-of-text token.
     """
     pairs = [[piece_of(first), piece_of(second)] for first, second in merges]
     pieces = [ALPHABET[byte] for byte in byte_order]

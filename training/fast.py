@@ -70,10 +70,10 @@ def chunked_loss(x, layer: torch.nn.Linear, targets) -> torch.Tensor:
 
 class ChunkedHeadLoss(torch.autograd.Function):
     """
-    Mean cross-entropy of the logits x @ head.T, a few rows at a time. Logits of 4,096 tokens by
-    4,096 words are 64 MB, and passing them through memory for softmax, loss and gradients took half
-    of a training step on a CPU. Here the gradient of a chunk, softmax - one hot, is made while its
-    logits are in the cache; backward only scales it.
+    Fused linear cross-entropy in chunks: the mean over the rows of x @ head.T, a few rows at a
+    time. Logits of 4,096 tokens by 4,096 words are 64 MB, and passing them through memory for
+    softmax, loss and gradients took half of a training step on a CPU. Here the gradient of a chunk,
+    softmax - one hot, is made while its logits are in the cache; backward only scales it.
     """
 
     @staticmethod

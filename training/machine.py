@@ -159,7 +159,7 @@ def time_step(args, process, make_run, dtype: str, threads: int, to_beat=math.in
     """
     Seconds of a training step of the size PROBE: the median of those in PROBE_SECONDS, averaged
     over the processes. The first step allocates, and does not count, unless it takes more than
-    three times as long as `to_beat`: then it may decide alone.
+    three times as long as `to_beat`, the seconds of the best way so far: then it decides alone.
     """
     torch.set_num_threads(threads)
     args = Namespace(**vars(args) | SIZES[PROBE].flags())

@@ -113,6 +113,7 @@ def report_result(run, nats: float, count: int):
 
 
 def bits_per_byte(nats: float, data: bytes) -> float:
+    """nats: the loss of all tokens together; data: the bytes that they spell."""
     return nats / math.log(2) / len(data)
 
 

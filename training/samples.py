@@ -99,7 +99,7 @@ def sample_tokens_in_all(args: Namespace) -> float:
 
 
 def share_that_parses(texts: list[str]) -> float | None:
-    """The share of all complete statements that is Python; None where there is no statement."""
+    """The share of all complete statements that parse; None where there is no statement."""
     verdicts = [verdict for text in texts for verdict in judge(text)]
     return sum(verdicts) / len(verdicts) if verdicts else None
 

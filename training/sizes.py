@@ -50,8 +50,8 @@ class Size:
 
     def expected(self, steps: float) -> float:
         """
-        Bits per byte after so many steps: linear in log(steps) between the measured points, and
-        that of the nearest one beyond them.
+        Bits per byte after so many steps: linear in log(steps) between the measured points, outside
+        them the nearest one's.
         """
         measured = np.log(list(self.results))
         bits = list(self.results.values())
@@ -100,8 +100,8 @@ RESERVE = 1.15  # a size needs time for so many times its least steps, in case s
 
 def choose_size(step_seconds: float, seconds: float) -> str:
     """
-    The name of the largest size for whose least steps there is time, or of the smallest of all; a
-    step of the probe takes `step_seconds`.
+    The name of the largest size for whose least steps `seconds` are enough, or of the smallest of
+    all; `step_seconds` is what a step of the size PROBE takes.
     """
     for name, size in reversed(SIZES.items()):
         needed = size.least_steps * size.cost * step_seconds
