@@ -157,9 +157,8 @@ class Choice:
         is new, and num_tokens, for its usage, counts all tokens up to here. An answer that is no
         stream is made of one such chunk for each choice.
         """
-        choice = {"index": self.index, "logprobs": None, "finish_reason": finish_reason}
-        if self.num_logprobs is not None:
-            choice["logprobs"] = self.logprobs(tokens)
+        logprobs = None if self.num_logprobs is None else self.logprobs(tokens)
+        choice = {"index": self.index, "logprobs": logprobs, "finish_reason": finish_reason}
         choice["stop_reason"] = self.stop_reason if finish_reason else None
         if self.body.return_token_ids:
             choice["token_ids"] = tokens

@@ -29,7 +29,6 @@ LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until all that 
 # this process is, the more tokens are joined (here, and by the engine once the link is full), and
 # what arrives is read between two rounds. A single stream never waits: its rounds are shorter than
 # timers can resolve.
-PAUSE = 1.0  # between two rounds, in times of what the round before took
 MIN_PAUSE = 0.001  # seconds: timers resolve no less
 MAX_PAUSE = 0.02  # seconds, by which a gap between tokens may grow
 
@@ -194,7 +193,7 @@ class EngineClient(asyncio.Protocol):
                     self._on_message(message)
                 continue
             steps = list(run)
-            rows = {}  # by request
+            rows = {}  # by request: what these steps brought for it
             for row in itertools.chain.from_iterable(step["out"] for step in steps):
                 earlier = rows.setdefault(row[0], row)
                 if earlier is not row:
@@ -239,7 +238,7 @@ class EngineClient(asyncio.Protocol):
         End a round that began at `started`: leave the link unread (backpressure) for as long as the
         round took.
         """
-        pause = min(MAX_PAUSE, PAUSE * (time.monotonic() - started))
+        pause = min(MAX_PAUSE, time.monotonic() - started)
         if pause >= MIN_PAUSE and transport is self.transport and not self.is_paused:
             self.is_paused = True
             transport.pause_reading()

@@ -164,9 +164,8 @@ class Encoder:
 
 def size_of(job: dict) -> int:
     """How many characters, or ids, a job has."""
-    messages = job.get("messages", ())
-    texts = job.get("texts") or [text for message in messages for text in message.values()]
-    return sum(map(len, texts)) + len(job.get("tokens", ()))
+    fields = chain.from_iterable(map(dict.values, job.get("messages", ())))
+    return sum(map(len, job.get("texts", fields))) + len(job.get("tokens", ()))
 
 
 def work(job: dict, tokenizer: Tokenizer, chat: Chat | None) -> tuple[dict, bytes]:

@@ -39,8 +39,9 @@ class Gate:
     def __init__(self, service):
         self.service = service
         self.args = service.args
-        digests = [hashlib.sha256(key.encode()).digest() for key in service.keys]
-        self.salts = {digest: f"key {i}" for i, digest in enumerate(digests)}
+        self.salts = {}  # of prefix caches, by the digest of the key
+        for number, key in enumerate(service.keys):
+            self.salts[hashlib.sha256(key.encode()).digest()] = f"key {number}"
         hosts = ["localhost", self.args.host, *self.args.allowed_hosts]
         self.hosts = set(map(str.lower, hosts))
         # CORS: pages of --allowed-origins may read answers, errors included. Their preflights

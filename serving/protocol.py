@@ -411,8 +411,7 @@ class SamplingRequest(Body):
             most = f"at most {MAX_ALLOWED} are taken: split the call"
             raise bad_field("allowed_token_ids", f"of all prompts are {listed}, {most}")
         stops = {*self.stop_token_ids, *eos_token_ids}
-        allowed = self.allowed_token_ids or range(vocab_size)
-        if self.min_tokens and all(token in stops for token in allowed):
+        if self.min_tokens and stops.issuperset(self.allowed_token_ids or range(vocab_size)):
             message = "min_tokens: all tokens that are allowed are stop tokens"
             raise ApiError(400, message, "min_tokens")
         self.check_length(max(map(len, prompts)), max_model_len)
