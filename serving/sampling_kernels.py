@@ -210,9 +210,9 @@ def threshold_kernel(
         n = compact(view, V, floor, scratch, WIDTH)
         if limited:
             floor = find_threshold(scratch, n, floor, top, k.to(tl.float32), rate, False, WIDTH)
-            mass, _, _, _, _ = weight_above(
+            mass = weight_above(
                 scratch, n, floor, floor, floor, floor, floor, top, rate, True, WIDTH
-            )
+            )[0]
         if top_p < 1:  # of what top_k left
             floor = find_threshold(scratch, n, floor, top, top_p * mass, rate, True, WIDTH)
     if min_p > 0:
@@ -291,18 +291,17 @@ def gumbel_max_kernel(
         t, zero = 4 * quad, tl.zeros([QUADS], tl.float32)
         s0, s1 = load_adjusted(view, t), load_adjusted(view, t + 1)
         s2, s3 = load_adjusted(view, t + 2), load_adjusted(view, t + 3)
-        n0, n1, n2, n3 = zero, zero, zero, zero
+        noise = zero, zero, zero, zero
         # noise is most of the work, and few tiles have a token that the filters keep
         noisy = drawn
         if floor > -INF:
             noisy = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0) >= floor
         if noisy:
             w0, w1, w2, w3 = philox_words(seed, quad, position, choice)
-            n0, n1, n2, n3 = gumbel(w0), gumbel(w1), gumbel(w2), gumbel(w3)
-        best, token = running_argmax(best, token, s0, t, n0, inverse, floor)
-        best, token = running_argmax(best, token, s1, t + 1, n1, inverse, floor)
-        best, token = running_argmax(best, token, s2, t + 2, n2, inverse, floor)
-        best, token = running_argmax(best, token, s3, t + 3, n3, inverse, floor)
+            noise = gumbel(w0), gumbel(w1), gumbel(w2), gumbel(w3)
+        scores = s0, s1, s2, s3
+        for i in tl.static_range(4):
+            best, token = running_argmax(best, token, scores[i], t + i, noise[i], inverse, floor)
     highest = tl.max(best, axis=0)
     tl.store(partial + r * SPLITS + split, highest)
     first = tl.min(tl.where(best == highest, token, V), axis=0)  # of a tie the lowest token
@@ -343,8 +342,9 @@ def sample_triton(logits, rows, positions, per_row: SamplingRows, asked=None) ->
     pdl = pdl_options(logits)
     known = per_row.packed_floats, per_row.packed_ints, per_row.bias, per_row.marks
     given = logits, rows, positions, *known, thresholds, finished
-    of_scratch = scratch, stride, scratch.stride(0)
-    threshold_kernel[(R,)](*given, *of_scratch, V, WIDTH=width, num_warps=THRESHOLD_WARPS, **pdl)
+    threshold_kernel[(R,)](
+        *given, scratch, stride, scratch.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS, **pdl
+    )
     found = partial, partial_token, tokens, per_row.last_token
     gumbel_max_kernel[(R, splits)](
         *given, *found, stride, V, SPLITS=splits, QUADS=quads, num_warps=GUMBEL_MAX_WARPS, **pdl
