@@ -163,32 +163,28 @@ def sample_torch(
     a finite maximum (NaN anywhere, all -inf). In place: the rows remember their last token (0 for
     NO_TOKEN), those that are penalised count all of theirs.
     """
-
-    def wanted(name: str) -> bool:
-        """Whether any row may ask for what this attribute of SamplingParams stands for."""
-        return asked is None or any(map(attrgetter(name), asked))
-
+    # what any row may ask for, by the attributes of SamplingParams that say so
+    names = ("adjusts", "temperature", "filters", "penalises")
+    wanted = {name for name in names if asked is None or any(map(attrgetter(name), asked))}
     floats = per_row.floats
     ints = per_row.ints
     scores = logits.float()
-    if wanted("adjusts"):
+    if "adjusts" in wanted:
         scores = adjust(scores, rows, positions, per_row)
-    if wanted("temperature"):
+    if "temperature" in wanted:
         temperature = floats.temperature[rows][:, None]  # [R, 1]
         greedy = temperature < GREEDY_BELOW
         scores = scores / torch.where(greedy, 1.0, temperature)
-        if wanted("filters"):  # top_k, top_p, min_p
-            filters = ints.top_k[rows], floats.top_p[rows], floats.min_p[rows]
-            lowest = threshold(scores, *filters)
+        if "filters" in wanted:  # top_k, top_p, min_p
+            lowest = threshold(scores, ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
             scores = scores.masked_fill(scores < lowest[:, None], -torch.inf)
         noise = gumbel_noise(ints.seed[rows], positions, ints.choice[rows], logits.shape[1])
         scores = torch.where(greedy, scores, scores + noise)
     best, tokens = scores.max(-1)
     valid = best.isfinite()
-    if wanted("penalises"):
+    if "penalises" in wanted:
         counted = valid * ints.penalised[rows]
-        at = (rows, tokens)
-        per_row.marks.index_put_(at, 4 * counted.int(), accumulate=True)
+        per_row.marks.index_put_((rows, tokens), 4 * counted.int(), accumulate=True)
     per_row.last_token[rows] = torch.where(valid, tokens, 0)
     return torch.where(valid, tokens, NO_TOKEN)
 
@@ -238,7 +234,8 @@ def threshold(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
     # top_p (nucleus sampling, Holtzman et al. 2020): the score of the last token that is needed for
     # this share of the probability of what top_k keeps
-    weights = (ranked - best).exp().masked_fill(ranked < of_top_k, 0.0)
+    weights = (ranked - best).exp()
+    weights = weights.masked_fill(ranked < of_top_k, 0.0)
     mass = weights.cumsum(1)
     share = top_p[:, None]
     needed = mass - weights < share * mass[:, -1:]  # the more likely tokens are not enough
@@ -290,9 +287,8 @@ def philox(counter: tuple, key: tuple) -> tuple:
     even = torch.stack([c0, c2])  # [2, ...]
     odd = torch.stack([c1, c3])
     round_key = torch.stack(torch.broadcast_tensors(*key))
-    pair = (2, *[1] * c0.dim())  # a shape
-    multipliers = torch.tensor(MULTIPLIERS, device=c0.device).view(pair)
-    key_steps = torch.tensor(KEY_STEPS, device=c0.device).view(pair)
+    constants = torch.tensor((MULTIPLIERS, KEY_STEPS), device=c0.device)
+    multipliers, key_steps = constants.view(2, 2, *[1] * c0.dim())  # [2, 1, ...] each
     for _ in range(ROUNDS):
         product = even * multipliers  # 64 bits; the sign bit is a bit like any other
         high = (product >> 32) & MASK32
