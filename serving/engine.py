@@ -216,11 +216,17 @@ class Engine:
         that the host works while the device does. Should a step fail, the requests that took part
         end with an error and the others go on.
         """
-        outputs, flight = self._launch()
-        if self.overlap:
-            flight, self.in_flight = self.in_flight, flight
-        if flight is not None:
-            outputs += self._resolve(flight)
+        outputs = []
+        flight = None
+        try:
+            outputs, flight = self._launch()
+        finally:
+            # After Ctrl-C, too: the next plan may admit again what this one has preempted, and a
+            # chunk of it that is under way would count as a part of the new attempt.
+            if self.overlap:
+                flight, self.in_flight = self.in_flight, flight
+            if flight is not None:
+                outputs += self._resolve(flight)
         return outputs
 
     def _launch(self) -> tuple[list[Output], InFlight | None]:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paged import PRIORITY_AGEING, Request, Scheduler, SchedulerSettings, priority_delay
+from paged import PRIORITY_AGEING, Plan, Request, Scheduler, SchedulerSettings, priority_delay
 from serve import listen_to_http
 from serving import engine as engine_module
 from serving import loop
@@ -1138,6 +1138,35 @@ def test_a_step_that_fails_under_overlap_ends_its_requests_only():
     assert reason == "error" and len(tokens) <= 3
     assert_idle(engine)
     serve(engine, [prompt(1, 7)], 5)
+
+
+def test_ctrl_c_under_overlap_takes_in_the_step_under_way():
+    """
+    The interrupted plan has preempted a prompt of which a chunk was under way. Admitted again
+    before that step was taken in, the prompt had the chunk counted twice, and blocks committed
+    before their K, V were there.
+    """
+    sizes = {"num_blocks": 12, "max_num_seqs": 2, "token_budget": 5, "watermark": 0}
+    engine = new_engine(trained_model(), overlap=True, **sizes)
+    engine.add_request("grows", prompt(0, 7), greedy(9))
+    engine.step()
+    engine.step()
+    engine.add_request("long", prompt(1, 37), greedy(9))  # its 10 blocks are the rest of the pool
+    launch = engine.runner.launch
+
+    def interrupted(plan: Plan):
+        if plan.preempted:
+            raise KeyboardInterrupt
+        return launch(plan)
+
+    engine.runner.launch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine)
+    assert engine.in_flight is None and list(engine.requests) == ["long"]
+    engine.runner.launch = launch
+    tokens, _ = finish(engine)["long"]
+    assert_equals_dense(trained_model(), prompt(1, 37), tokens, greedy(9))
+    assert_idle(engine)
 
 
 def test_a_late_step_brings_nothing_for_who_has_its_id_now():
