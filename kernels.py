@@ -350,7 +350,7 @@ class TritonPlan(NamedTuple):
     tile map of the prefill kernel.
     """
 
-    window: int
+    window: int  # sliding-window attention: so many last tokens are seen, itself included; 0: all
     splits: int
     num_stages: int  # of the decode kernel: tiles of K and V under way
     pdl: bool  # whether the decode kernel starts early, see pdl_wait
@@ -360,16 +360,17 @@ class TritonPlan(NamedTuple):
     finished: Tensor  # [B * Hk] int32 zeros, see finishes_last
     tile_request: Tensor | None  # [tiles] int32, see prefill_tiles
     tile_start: Tensor | None  # [tiles] int32
-    side: torch.cuda.Stream | None  # where chunks are attended to while decodes wait for memory
+    # beside decodes, which wait for memory, chunks compute on a stream of their own
+    side: torch.cuda.Stream | None
 
 
 def padded(n: int) -> int:
-    """Tiles of tensor cores have sides that are powers of two, at least 16."""
+    """n rounded up to the side of a tensor core's tile: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(n))
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of it that one program may take."""
+    """Bytes of shared memory that one program (thread block) may take."""
     if device.type != "cuda":
         return 2**20
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -383,8 +384,8 @@ def stages_that_fit(kv: Tensor) -> int:
 
 def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
     """
-    Allocate scratch, sort the decodes and map tiles to chunks, on the device: the host looks at no
-    tensor.
+    Allocate scratch, sort the decodes and map tiles to chunks, on the device, without waiting for
+    it.
     """
     _, _, Hk, _, D = kv.shape
     B = batch.num_decodes
@@ -458,7 +459,7 @@ def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
 
 
 def check_layout(x: Tensor, kv: Tensor, batch: Batch):
-    """What the kernels assume of x [T, heads, D] and kv [2, num_blocks + 1, Hk, S, D]."""
+    """Assert what the kernels assume of x [T, heads, D] and kv [2, num_blocks + 1, Hk, S, D]."""
     tables = batch.block_tables
     D = kv.shape[4]
     together = x.stride(2) == 1 and x.stride(1) == D

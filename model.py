@@ -47,9 +47,10 @@ class Ops(NamedTuple):
     name: str
     # (tokens, positions, wte, wpe) -> x (..., T, C)
     embed: Callable
-    # (x, delta or None, norm) -> x + delta, which may be x itself, changed; and norm(x + delta)
+    # (x, delta or None, norm) -> x + delta, which may be x itself, changed in place (use only what
+    # is returned); and norm(x + delta)
     add_norm: Callable
-    # (y, attention, kv, batch) -> q (..., T, H, D), and what `store_kv` returns
+    # (y, an `Attention`, kv, batch) -> q (..., T, H, D), and what `store_kv` returns
     project_qkv: Callable
     # (k (..., T, Hk, D), v, kv, batch) -> what `attend` reads them from: the pair of them, or the
     # pool, where they are now at batch.slot_mapping
@@ -57,7 +58,7 @@ class Ops(NamedTuple):
     # (q, what store_kv returned, batch) -> (..., T, H, D), each token's mixture of what it sees
     attend: Callable
     # (x, layer, activation=None, partial_sums=False) -> activation(layer(x)); with partial_sums it
-    # may be several matrices, for add_norm to add up (split-K)
+    # may be (P, T, out), the parts of a sum (split-K) for add_norm, whose delta it is, to add up
     linear: Callable
     # (x, layer) -> logits (..., T, V)
     head: Callable
@@ -71,7 +72,8 @@ class Ops(NamedTuple):
     decode_inputs: Callable | None = None
     sample: Callable | None = None
     pack: Callable | None = None
-    # whether the host looks at no tensor of a step, so that a CUDA graph can hold it
+    # whether the host never waits for the device and launches what the step's padded shape alone
+    # decides, so that a CUDA graph can hold it
     fixed_shapes: bool = False
 
 
@@ -135,16 +137,16 @@ def attend(q: Tensor, kv: tuple[Tensor, Tensor], batch: WholeTexts) -> Tensor:
 
 def attention(q, k, v, attn_mask: Tensor | None = None, dropout_p: float = 0.0):
     """
-    Scaled dot-product attention (Vaswani et al. 2017) spelled out: q (.., n, D), k, v (.., C, D),
-    attn_mask broadcasting to (.., n, C): 0 where a query may see a key, else -inf; None: it sees
-    all. Returns (.., n, D), computed in fp32 at least. The arguments are those of torch's
+    Scaled dot-product attention (Vaswani et al. 2017) spelled out: q (.., n, D), k and v (.., m,
+    D), attn_mask broadcasting to (.., n, m): 0 where a query may see a key, else -inf; None: it
+    sees all. Returns (.., n, D), computed in fp32 at least. The arguments are those of torch's
     F.scaled_dot_product_attention.
     """
     dtype = q.dtype
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scale = q.shape[-1] ** -0.5
-    scores = q @ k.mT * scale  # (.., n, C)
+    scores = q @ k.mT * scale  # (.., n, m)
     if attn_mask is not None:
         scores = scores + attn_mask
     weights = scores.softmax(-1)
@@ -174,7 +176,7 @@ TORCH = Ops("torch", embed, add_norm, project_qkv, store_kv, attend, linear, hea
 
 @dataclass
 class GPTConfig:
-    """The shape of the model; the defaults are gpt2-124M."""
+    """The shape of the model; the defaults are gpt2-124M. Raises ValueError for what cannot be."""
 
     vocab_size: int = 50257
     context_length: int = 1024  # positions the model has; the longest prompt plus answer
@@ -296,6 +298,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """
+    The decoder: embeddings, L blocks, a last norm, and the head, which shares the embeddings'
+    weights. `forward` takes whole texts; `hidden`, all but the head, serves too.
+    """
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -340,7 +347,7 @@ class GPT(nn.Module):
         Dense causal pass. tokens (B, T) int64, T <= context_length; targets (B, T) int64, -100
         where there is none. Returns (logits (B, T, V), None); with targets (None, the mean
         cross-entropy in nats), because training never looks at the logits and a CPU is much faster
-        when they need not exist all at once.
+        when they need not exist all at once. Raises ValueError for texts that are too long.
         """
         T = tokens.shape[1]
         limit = self.config.context_length

@@ -24,7 +24,7 @@ from serving.runner import InFlight, Runner, StepResult
 from serving.settings import Settings
 from serving.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 
-MAX_DELAYS = 10_000  # of each kind are kept until `stats` is called: other programs never call it
+MAX_DELAYS = 10_000  # of each kind are kept: `stats` empties them, but only servers call it
 
 
 class Output(NamedTuple):
@@ -36,11 +36,12 @@ class Output(NamedTuple):
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     error: str | None = None
     logprobs: list | None = None  # the score of the token
-    prompt_logprobs: list[list] | None = None  # with the first token: those of the prompt's tokens
+    # with the first token, if asked: the scores of all of the prompt's tokens but the first
+    prompt_logprobs: list[list] | None = None
 
 
 class Engine:
-    """Requests come and go, `step` by step. All methods belong to one thread."""
+    """Requests come and go, `step` by step. Not thread-safe: one thread calls all methods."""
 
     def __init__(self, model: GPT, settings: Settings | None = None):
         """Raises ValueError for settings that cannot work here, with what to change."""
@@ -97,10 +98,11 @@ class Engine:
         cache_salt: str = "",
     ) -> Request:
         """
-        Queue a request; a lower priority is served first. With n > 1, further choices with the ids
-        "id.1", "id.2", ... are forked from it once its prompt is computed; should it fail before,
-        they never are. `prompt_logprobs`: score the prompt, with so many candidates for each token.
-        Raises ValueError at once, with the numbers, for what can never be served.
+        Queue a request; a lower priority is served first. With n > 1, n - 1 further choices with
+        the ids "id.1", "id.2", ... are forked from the request once its prompt is computed; if it
+        fails before that, there are none. `prompt_logprobs`: score the prompt, with so many
+        candidates for each token. Returns the queued request. Raises ValueError at once, with the
+        numbers, for what can never be served, and for an id that is in use.
         """
         prompt_tokens = list(prompt_tokens)
         V = self.config.vocab_size
@@ -159,16 +161,17 @@ class Engine:
 
     def _fork_choices(self, first: Request):
         """
-        The other choices of a prompt that was just computed. A fork shares all its blocks and
-        computes only its last token again, which gives the logits to sample from. Where that cannot
-        be (no row is free, the first choice has ended, the last block is full and committed) a
-        choice waits like any request and finds the blocks in the cache.
+        Start the other choices of `first`, whose prompt was just computed (parallel sampling). A
+        fork shares all blocks of the prompt and computes only the prompt's last token again, which
+        gives the logits to sample from. Where nothing can be shared (no row is free, the first
+        choice has ended, the last block is full and committed) a choice waits like any request and
+        finds the blocks in the prefix cache.
         """
         scheduler = self.scheduler
         P = len(first.prompt_tokens)
         prompt_blocks = first.block_table[: scheduler.blocks_for(P)]
         can_share = first.status == "active" and first.num_committed * scheduler.block_size < P
-        n = self.num_choices.pop(first.id, 1)
+        n = self.num_choices.pop(first.id)
         for choice, id in enumerate(forks_of(first.id, n), start=1):
             if can_share and scheduler.free_rows:
                 fork = scheduler.fork(
@@ -199,7 +202,7 @@ class Engine:
     def abort(self, id: int | str):
         """
         Forget a request in whatever state, and free its blocks. One that has finished already is no
-        error.
+        error. Choices that are not forked yet never are; the others have ids of their own.
         """
         self.num_choices.pop(id, None)
         self.prompt_scores.pop(id, None)
@@ -230,12 +233,17 @@ class Engine:
         return outputs
 
     def _launch(self) -> tuple[list[Output], InFlight | None]:
+        """
+        Plan a step and start it on the device. Returns it, or None where there is nothing to
+        compute; and the outputs of the requests that have failed with it.
+        """
         plan = self.scheduler.plan(self.num_steps)
         if not plan.decodes and not plan.chunks:
             return [], None
         self.num_steps += 1
-        if plan.admitted:
-            self._note_admissions(plan.admitted)  # now: on a CPU, launching a step is computing it
+        for request in plan.admitted:  # noted now: on a CPU, launching a step is computing it
+            if not request.num_preemptions:  # the time after a preemption is work
+                request.admitted_time = self._note_delay("waited", request.arrival_time)
         try:
             if self.settings.check:
                 self.scheduler.check(plan)
@@ -249,21 +257,11 @@ class Engine:
         self.scheduler.advance(plan)
         return [], flight
 
-    def _note_admissions(self, admitted: list[Request]):
-        """A request waits until it is first admitted: the time after a preemption is work."""
+    def _note_delay(self, name: str, since: float) -> float:
+        """For `stats`. Returns the time."""
         now = time.monotonic()
-        for request in admitted:
-            if not request.num_preemptions:
-                request.admitted_time = now
-                self.delays["waited"].append(now - request.arrival_time)
-
-    def _note_first_tokens(self, prefilled: list[Request]):
-        """How long each first token took; a request resumed after a preemption has had its own."""
-        now = time.monotonic()
-        for request in prefilled:
-            known = request.num_generated - request.num_to_come
-            if known == 1 and request.admitted_time is not None:
-                self.delays["prefilled"].append(now - request.admitted_time)
+        self.delays[name].append(now - since)
+        return now
 
     def _resolve(self, flight: InFlight) -> list[Output]:
         """Wait for a step and tell the scheduler its tokens."""
@@ -280,11 +278,13 @@ class Engine:
         prefilled = [r for r in plan.sampled[len(plan.decodes) :] if r.num_to_come]
         for request in self.scheduler.resolve(plan, result.tokens):
             del self.requests[request.id]
-        if prefilled:
-            self._note_first_tokens(prefilled)
-            if self.num_choices:
-                for request in prefilled:
-                    self._fork_choices(request)
+        for request in prefilled:
+            known = request.num_generated - request.num_to_come
+            # one that is resumed after a preemption has had its first token; a fork has no time
+            if known == 1 and request.admitted_time is not None:
+                self._note_delay("prefilled", request.admitted_time)
+            if request.id in self.num_choices:
+                self._fork_choices(request)
         if self.settings.check:
             self.scheduler.check()
         if result.logprobs or result.broken or self.prompt_scores:
@@ -296,12 +296,14 @@ class Engine:
         ]
 
     def _keep_prompt_scores(self, result: StepResult):
+        """A prompt may be scored in several chunks; its scores are sent with the first token."""
         for request, (start, scores) in result.prompt_scores.items():
             if self.requests.get(request.id) is request:  # not aborted since
                 kept = self.prompt_scores.setdefault(request.id, [])
                 kept[start:] = scores  # after a preemption, from 0 again
 
     def _output(self, r: Request, token: int, result: StepResult) -> Output:
+        """What a step brought for a request. One whose logits are not numbers is aborted."""
         if r in result.broken:
             self.abort(r.id)
             error = "the model's logits are not numbers: its weights are broken"
@@ -313,8 +315,8 @@ class Engine:
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
         """
-        End the requests that took part in a step: what it wrote of their K, V and device state is
-        unknown. So it is after Ctrl-C, which is raised again.
+        Abort the requests that took part in a step that failed: what it wrote of their K, V and
+        device state is unknown. Returns their outputs; Ctrl-C (BaseException) is raised again.
         """
         took_part = dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted)
         failed = [r for r in took_part if self.requests.get(r.id) is r]  # not ended since
@@ -493,7 +495,9 @@ def interleaved_generate(
 ) -> Scheduler:
     """
     Serve all requests, greedily or by their `params`, in a pool of max_kv_tokens; the answers are
-    in their `generated_tokens`. Returns the scheduler, for its counts.
+    in their `generated_tokens`. Returns the scheduler, for its counts. Raises ValueError for a
+    request that is longer than the context, RuntimeError for one that alone is larger than the
+    pool.
     """
     for r in requests:
         if len(r.prompt_tokens) + r.max_new_tokens > model.config.context_length:

@@ -31,7 +31,7 @@ from kernels import (
     tl,
     triton,
 )
-from serving.inputs import DecodeInputs
+from serving.inputs import ModelInputs
 
 # --------------------------------------------------------------------------------------------------
 # Inputs and embeddings
@@ -59,14 +59,14 @@ def decode_inputs_kernel(
     tl.store(context_len + row, position + 1, mask=row != padding_row)
 
 
-def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:
+def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: int) -> ModelInputs:
     """As inputs.decode_inputs, in one launch instead of a dozen."""
     n = len(rows)
     M = block_tables.shape[1]
     tokens, positions, slots = rows.new_empty(3, n)
     lens = block_tables.new_empty(n)
     tables = block_tables.new_empty(n, M)
-    found = DecodeInputs(tokens, positions, slots, lens, tables)
+    found = ModelInputs(tokens, positions, slots, lens, tables)
     if n == 0:
         return found
     known = (rows, last_blocks, last_token, context_len, block_tables)
@@ -152,7 +152,7 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: torch.nn.LayerNorm):
 
 @jit
 def activate(y, ACTIVATION: tl.constexpr):
-    """As ACTIVATIONS; GELU's tanh(u) is 2 sigmoid(2 u) - 1."""
+    """As model.ACTIVATIONS; GELU's tanh(u) is 2 sigmoid(2 u) - 1."""
     if ACTIVATION == "gelu_new":
         return y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))  # 2 sqrt(2 / pi)
     if ACTIVATION == "gelu":
@@ -265,6 +265,7 @@ ONE_ROW_HEAD = Tiles(1, 4, 256, warps=1)
 
 
 def layer_tiles(R: int) -> Tiles:
+    """As tuned, for the R rows of a layer's input."""
     if R <= 64:  # all of 768 inputs are under way at once
         return Tiles(padded(R), 32, 128, warps=4, stages=6)
     if R <= 128:
@@ -273,6 +274,7 @@ def layer_tiles(R: int) -> Tiles:
 
 
 def head_tiles(R: int) -> Tiles:
+    """The same for the head, whose outputs are many more."""
     rows = min(256, padded(R))
     warps = 8 if rows >= 128 else 4
     return Tiles(rows, 128, 64, warps, stages=3)

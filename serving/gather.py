@@ -32,6 +32,8 @@ class Gather(NamedTuple):
 
 
 class GatherPlan(NamedTuple):
+    """What all layers of a step share: `batch.prepared`."""
+
     store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
     gathers: list[Gather]
 
@@ -49,8 +51,8 @@ def slots_of(block_tables: Tensor, positions: Tensor, S: int) -> Tensor:
 
 def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
     """
-    Rows of slots [..., C] in one layer's pool [2, num_blocks + 1, Hk, S, D] seen as [.., D], of K
-    and V, for each head: [2, ..., Hk, C].
+    One layer's pool kv [2, num_blocks + 1, Hk, S, D] seen as a table of rows of D numbers: which of
+    them belong to slots [..., C]. Returns [2, ..., Hk, C]: of K and of V, for each head.
     """
     _, num_blocks, Hk, S, _ = kv.shape
     blocks = slots // S
@@ -118,8 +120,9 @@ def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPl
 
 def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, window: int) -> Gather:
     """
-    Plan one call. The padding of shorter contexts repeats their last token, masked: nothing else is
-    ever read.
+    Plan one call, for these requests of the batch and these tokens on the flat axis (slices, or
+    tensors of places). A context shorter than `longest` is padded with its own last token, masked,
+    so no slot of another request is ever read.
     """
     Hk, S = kv.shape[2:4]
     lens = batch.context_lens[requests].long()[:, None]  # [b, 1]
@@ -164,7 +167,7 @@ def paged_attention_torch(
     Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables;
     scale 1 / sqrt(D). The G query heads that share a KV head become G * n queries of it, so K and V
     are gathered once and not repeated. `attention(q, k, v, attn_mask=)` is torch's, or
-    `model.attention`, which spells it out.
+    `model.attention`, which spells it out. Returns [T, H, D], zeros for padding.
     """
     _, H, D = q.shape
     pool = kv.view(-1, D)

@@ -31,7 +31,10 @@ class StepShape(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The layout of a step's inputs, in this order; int64 each. `padding` and `sizes` follow it."""
+    """
+    The inputs of a step, packed in this order into one int64 array. The lengths of the fields
+    (`sizes`) and what each is padded with (in `pack`) are such tuples, too.
+    """
 
     rows: Tensor  # [n] the rows of the requests that decode
     last_blocks: Tensor  # [n] the block that each one's token goes to, which may be new
@@ -71,7 +74,7 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int) -> array:
         offset += m
     row = padding_row
     padding = StepInputs(row, sink, row, row, offset, 0, 0, 0, row)
-    packed = array("q")  # which a tensor is made of ten times as fast as of a list
+    packed = array("q")  # it becomes a tensor ten times as fast as a list does
     for values, size, value in zip(step, sizes(shape), padding, strict=True):
         missing = size - len(values)
         packed.extend(values)
@@ -104,8 +107,11 @@ def is_completed(request, m: int) -> bool:
     return request.prefill_cursor + m == request.prefill_target
 
 
-class DecodeInputs(NamedTuple):
-    """Of n requests that decode one token each, as in kernels.Batch."""
+class ModelInputs(NamedTuple):
+    """
+    The model's inputs, as in kernels.Batch: of n decodes, as below; of chunks, T tokens of C
+    requests; or of both.
+    """
 
     tokens: Tensor  # [n] int64
     positions: Tensor  # [n] int64
@@ -124,11 +130,12 @@ class KnownRows(NamedTuple):
     S: int
 
 
-def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: int) -> DecodeInputs:
+def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: int) -> ModelInputs:
     """
-    rows and last_blocks [n] int64: the requests' rows in last_token and context_len [N + 1] int64
-    and block_tables [N + 1, M] int32, and the block of the new token. In place: the tables get
-    these blocks, context_len grows by one, but for the last row, which is padding's.
+    The inputs of n decodes. rows [n] int64: the place of each request in last_token, context_len
+    [N + 1] int64 and block_tables [N + 1, M] int32. last_blocks [n] int64: the block that its new
+    token goes to. In place: last_blocks are entered in block_tables, and context_len grows by one,
+    but for the last row, padding's, where it stays 0.
     """
     positions = context_len[rows]
     block_tables[rows, positions // S] = last_blocks.int()
@@ -136,24 +143,24 @@ def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: i
     context_len[-1:].zero_()
     slots = last_blocks * S + positions % S
     context_lens = (positions + 1).int()
-    return DecodeInputs(last_token[rows], positions, slots, context_lens, block_tables[rows])
+    return ModelInputs(last_token[rows], positions, slots, context_lens, block_tables[rows])
 
 
-def chunk_inputs(step: StepInputs, known: KnownRows) -> DecodeInputs:
-    """The same of chunks: their tokens [T], and their requests [C]."""
+def chunk_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
+    """The inputs of chunks: of their tokens [T], and of their requests [C]."""
     S = known.S
     blocks = known.block_tables[step.token_rows, step.positions // S]
     slots = blocks * S + step.positions % S
     tables = known.block_tables[step.chunk_rows]
-    return DecodeInputs(step.tokens, step.positions, slots, step.chunk_contexts.int(), tables)
+    return ModelInputs(step.tokens, step.positions, slots, step.chunk_contexts.int(), tables)
 
 
 def lay_out(
     step: StepInputs, shape: StepShape, plan: Plan | None, known: KnownRows, ops: Ops
 ) -> Batch:
     """
-    The batch of a step on one flat token axis: decodes first, then chunks. Counts its tokens in
-    `known`. Without a plan, all of it is padding.
+    The batch of a step on one flat token axis: decodes first, then chunks. Without a plan, all of
+    it is padding. In place: known.context_len and known.block_tables become those after the step.
     """
     n, C, _ = shape
     last_token, context_len, block_tables, counting, S = known
@@ -164,12 +171,12 @@ def lay_out(
     logits_index = query_start[:n]  # each decode's one token
     if C:
         of_chunks = chunk_inputs(step, known)
-        inputs = DecodeInputs(*map(torch.cat, zip(inputs, of_chunks, strict=True)))
+        inputs = ModelInputs(*map(torch.cat, zip(inputs, of_chunks, strict=True)))
         chunk_starts = (n + step.chunk_starts).int()
         query_start = torch.cat([counting[:n], chunk_starts])
         logits_index = query_start[1:] - 1  # each one's last token
         context_len[step.chunk_rows] = step.chunk_contexts
-    query_lens, context_lens = lengths_on_host(plan, shape)
+    query_lens, context_lens = lengths_on_host(plan or Plan(), shape)
     tables = inputs.block_tables
     if not ops.fixed_shapes:  # no wider than is needed
         tables = tables[:, : -(-max(context_lens) // S)]
@@ -190,8 +197,8 @@ def lay_out(
 
 def check_ranges(batch: Batch, H: int, kv: Tensor):
     """
-    What all operators assume of a step; the contents of tensors are on the device and not looked
-    at.
+    Assert what all operators assume of a step's sizes. Contents of tensors are not checked: that
+    would wait for the device.
     """
     B = len(batch.query_lens_host)
     T = len(batch.tokens)
@@ -199,24 +206,22 @@ def check_ranges(batch: Batch, H: int, kv: Tensor):
     _, _, Hk, S, _ = kv.shape
     assert H % Hk == 0, f"{H} query heads do not share {Hk} KV heads evenly"
     queries = sum(batch.query_lens_host)  # padding may follow the last token
-    assert queries <= T, f"query lengths sum to {queries}, there are {T} tokens"
-    assert len(batch.slot_mapping) == T, f"{len(batch.slot_mapping)} slots for {T} tokens"
+    slots = len(batch.slot_mapping)
+    assert queries <= T == slots, f"{queries} queries and {slots} slots for {T} tokens"
     same = len(batch.context_lens) == len(batch.block_tables) == B
     assert same, f"wanted lengths and tables of {B} requests"
     longest = max(batch.context_lens_host, default=0)
     assert longest <= M * S, f"a context of {longest} tokens does not fit into {M} blocks of {S}"
 
 
-def lengths_on_host(plan: Plan | None, shape: StepShape) -> tuple[list[int], list[int]]:
+def lengths_on_host(plan: Plan, shape: StepShape) -> tuple[list[int], list[int]]:
     """
-    Query and context lengths of decodes, padding, chunks, padding. Without a plan, all of it is
-    padding.
+    Query and context lengths of decodes, padding, chunks, padding, for operators that divide up
+    their work on the host.
     """
-    decodes = plan.decodes if plan else []
-    chunks = plan.chunks if plan else []
-    no_chunk = [0] * (shape.C - len(chunks))
-    query_lens = [1] * shape.n + [m for _, m in chunks] + no_chunk
-    context_lens = [r.num_filled_slots + 1 for r in decodes]
-    context_lens += [1] * (shape.n - len(decodes))
-    context_lens += [r.num_filled_slots + m for r, m in chunks] + no_chunk
+    no_chunk = [0] * (shape.C - len(plan.chunks))
+    query_lens = [1] * shape.n + [m for _, m in plan.chunks] + no_chunk
+    context_lens = [r.num_filled_slots + 1 for r in plan.decodes]
+    context_lens += [1] * (shape.n - len(plan.decodes))
+    context_lens += [r.num_filled_slots + m for r, m in plan.chunks] + no_chunk
     return query_lens, context_lens

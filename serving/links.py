@@ -12,8 +12,8 @@ neither side can run code in the other. Not run by itself: the engine's loop (lo
 Backpressure: a busy HTTP process must not hold up the engine, nor the streams of the other HTTP
 processes. So the sockets do not block, and a link that has not taken all of its last message gets
 no new one. Meanwhile the tokens of a request are joined to one row, which is sent when there is
-room: what waits for a link is its requests' tokens, and two numbers for each request of all links,
-for the metrics.
+room: what waits for a link is its requests' tokens, and two delays of each request of all links
+(`Engine.stats`), for the metrics.
 """
 
 import json
@@ -27,7 +27,8 @@ URGENT_STATS = ("at_work", "queries", "hits", "preemptions")  # sent at once whe
 
 encode = json.JSONEncoder(separators=(",", ":")).encode
 
-Row = list  # [id, tokens, finish_reason, cached_tokens] or that and [scores, prompt_scores]
+# id, tokens, finish_reason, cached_tokens; and with scores two more: scores, prompt_scores, or None
+Row = list
 
 
 def line(message: dict) -> bytes:
@@ -36,7 +37,7 @@ def line(message: dict) -> bytes:
 
 
 def join(row: Row, later: Row):
-    """Add what a later step brought for the same request."""
+    """Append `later`, what a later step brought for the same request, to `row`, in place."""
     row[1] += later[1]
     row[2] = later[2]
     if len(later) > len(row):
@@ -157,9 +158,9 @@ class Links:
 
     def receive(self, timeout: float | None) -> list[tuple[Link, dict]]:
         """
-        The messages that have arrived; where there are none, those that come first within `timeout`
-        seconds (None: ever). {"op": "gone"} is the last message of a link that was closed from the
-        other side.
+        The messages that have arrived, perhaps none, after waiting up to `timeout` seconds for
+        something to happen (None: for ever). {"op": "gone"} is the last message of a link that was
+        closed from the other side.
         """
         found = []
         for key, events in self.selector.select(timeout):

@@ -12,8 +12,8 @@ For a thread or a process of its own. Over each link (links.py has the wire) go
          {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, "full"
          for backpressure (more than `max_queue` choices would wait for a row), else "internal"
 
-Ids are the link's own: in the engine, its number and a colon come before them. What a link has
-added ends with it.
+Ids are the link's own: in the engine, its number and a colon come before them. When a link closes,
+its requests are aborted.
 """
 
 from array import array
@@ -24,15 +24,17 @@ from serving.params import SamplingParams
 
 
 def serve(engine: Engine, links: Links, max_queue: int | None = None):
-    """Serve until no HTTP process is left, with any number of choices waiting for None."""
-    config = engine.config
+    """
+    Serve until no HTTP process is left. With more than `max_queue` choices waiting for a row,
+    further ones are refused; None: any number may wait.
+    """
     links.set_greeting(
         {
             "op": "ready",
             "max_model_len": engine.max_model_len,
             "max_num_seqs": engine.scheduler.max_num_seqs,
-            "vocab_size": config.vocab_size,
-            "eos_token_ids": config.eos_token_ids,
+            "vocab_size": engine.config.vocab_size,
+            "eos_token_ids": engine.config.eos_token_ids,
         }
     )
     while links.is_wanted:
@@ -43,12 +45,15 @@ def serve_step(engine: Engine, links: Links, max_queue: int | None):
     """Handle the messages that have arrived, compute a step, send its tokens. Sleeps when idle."""
     for link, message in links.receive(timeout=0 if engine.has_work else None):
         handle_message(engine, link, message, max_queue)
-    for output in engine.step():
+    outputs = engine.step()
+    stats = engine.stats()
+    for output in outputs:
         send_output(links, output)
-    links.flush(engine.stats())
+    links.flush(stats)
 
 
 def handle_message(engine: Engine, link: Link, message: dict, max_queue: int | None):
+    """Do what a message says; why that cannot be done is queued on its link, not raised."""
     match message["op"]:
         case "add":
             try:
@@ -85,7 +90,10 @@ def queue_problem(engine: Engine, message: dict, max_queue: int | None) -> str:
 
 
 def add_request(engine: Engine, link: Link, message: dict):
-    """Raises ValueError or TypeError for what the engine refuses."""
+    """
+    Add a message's request to the engine. Raises ValueError or TypeError for what the engine
+    refuses.
+    """
     params = message["params"]
     bias = params.get("logit_bias")
     if bias:

@@ -1,6 +1,6 @@
 """
-Who computes: the table of operators (`Ops`) for a device, chosen once, when an engine is
-built.
+The tables of operators (`Ops`), one for each kind of device, and the choice of one, made once, when
+an engine is built.
 
     ops, reason = choose_ops("auto", "cuda")      # the table, and why this one
 
@@ -9,7 +9,7 @@ built.
     TRITON    fused kernels that read K and V where they are; CUDA graphs can hold a step
     flex      the device's own table with FlexAttention
 
-Each batch carries its table, so nothing further down asks where it is.
+Each batch carries its table, so no code further down asks which device it is on.
 """
 
 from functools import partial
@@ -56,12 +56,12 @@ NEEDS = {
 
 def tables_for(on_gpu: bool) -> dict[str, Ops]:
     """What works on such a device: the fastest first, then torch."""
-    has_triton = kernels.triton is not None
+    compiler = cpu.cpp_compiler()
     fastest = CPU
     if on_gpu:
-        fastest = TRITON if has_triton else TORCH
+        compiler = kernels.triton
+        fastest = TRITON if kernels.triton else TORCH
     tables = {fastest.name: fastest, "torch": TORCH}
-    compiler = has_triton if on_gpu else cpu.cpp_compiler()
     if compiler:
         tables["flex"] = fastest._replace(
             name="flex",
@@ -69,7 +69,7 @@ def tables_for(on_gpu: bool) -> dict[str, Ops]:
             attend=flex.paged_attention_flex,
             fixed_shapes=False,
         )
-    if has_triton and kernels.INTERPRETED:
+    if kernels.triton and kernels.INTERPRETED:
         tables["triton"] = TRITON
     return tables
 
@@ -83,12 +83,12 @@ def choose_ops(attention: str = "auto", device: str | torch.device = "cpu") -> t
     tables = tables_for(on_gpu)
     if attention in tables:
         return tables[attention], "as asked"
-    fastest = next(iter(tables))
     if attention != "auto":
         why = NEEDS.get(attention, "is unknown")
         there = ", ".join(["auto", *tables])
         raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {there}")
-    if on_gpu and fastest == "torch":
-        return TORCH, "the package triton is not installed"
-    where = "CUDA" if on_gpu else "a CPU"
-    return tables[fastest], f"the fastest on {where}"
+    fastest = next(iter(tables.values()))
+    reason = "the fastest on CUDA" if on_gpu else "the fastest on a CPU"
+    if on_gpu and fastest is TORCH:
+        reason = "the package triton is not installed"
+    return fastest, reason

@@ -5,8 +5,8 @@ The `Runner` has the model, the KV pool and what the device must know of each ru
 plan carries only what changed. inputs.py lays a plan out on the flat token axis. On a GPU a step is
 one launch, of a CUDA graph. `launch` starts a step and `wait_for` waits for it: between the two the
 engine (engine.py) plans the next one.
-Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary, N rows; of a step, n
-decodes and C chunks.
+Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary; N rows, one for each
+request that may run at once, and row N for padding; of a step, n decodes and C chunks.
 """
 
 import gc
@@ -41,7 +41,7 @@ from serving.settings import Settings
 
 def kv_dtype(model: GPT) -> torch.dtype:
     """
-    K and V are kept as the model computes; in fp32 on a CPU, where attention of one query in bf16
+    The dtype of the KV pool: the weights', but fp32 on a CPU, where attention of one query in bf16
     is slow.
     """
     weight = model.wte.weight
@@ -63,7 +63,10 @@ class InFlight:
 
 
 class StepResult(NamedTuple):
-    """What a step has brought. A score is [log-probability, the likeliest ids, theirs]."""
+    """
+    What a step has brought. A score: [log-probability of the token, ids of the likeliest tokens,
+    log-probabilities of these].
+    """
 
     tokens: list[int]  # of plan.sampled, in its order; that of a `broken` request is no token id
     broken: list[Request]  # their logits are not numbers
@@ -73,13 +76,13 @@ class StepResult(NamedTuple):
 
 FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; the next ones are twice as large
 COARSE = (8, 32, 64, 128, 256)  # decodes beside chunks: a step of many tokens bears more padding
-TOKENS_OF_A_CHUNK = 64  # room for so many chunks: tokens / this, at least 8
+TOKENS_OF_A_CHUNK = 64  # a shape of T chunk tokens has room for T / this chunks, at least 8
 
 
 def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     """
-    What steps of at most N decodes are padded to, graphs or not: shapes without chunks, and those
-    with up to `token_budget` tokens of them.
+    The shapes that steps of at most N decodes are padded to, graphs or not: without chunks, and
+    with chunks of up to `token_budget` tokens together.
     """
     decodes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N]
     decodes.append(N)
@@ -110,11 +113,13 @@ class Runner:
     """
 
     def __init__(self, model: GPT, settings: Settings):
-        """`settings` with sizes filled in; graphs hold up to `token_budget` tokens of chunks."""
+        """
+        In `settings` the sizes are numbers, not None (sizing.py). Raises ValueError for operators
+        that do not work here, and if the compiler of `settings.compile` fails.
+        """
         config = model.config
         device = model.wte.weight.device
         self.device = device
-        self.block_size = settings.block_size
         self.ops, self.reason = choose_ops(settings.attention, device)
         self.model = self.ops.pack(model, settings.quantize)
         self.pool = KVBlockPool(
@@ -129,14 +134,13 @@ class Runner:
         N = settings.max_num_seqs
         M = -(-config.context_length // settings.block_size)
         self.padding_row = N
-        # tokens in the pool
-        self.context_len = torch.zeros(N + 1, dtype=torch.int64, device=device)
-        tables = torch.full((N + 1, M), self.pool.sink, dtype=torch.int32)
-        self.block_tables = tables.to(device)
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
-        counting = torch.arange(N + 1, dtype=torch.int32, device=device)
         self.known = KnownRows(
-            self.sampling.last_token, self.context_len, self.block_tables, counting, self.block_size
+            last_token=self.sampling.last_token,
+            context_len=torch.zeros(N + 1, dtype=torch.int64, device=device),
+            block_tables=torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device),
+            counting=torch.arange(N + 1, dtype=torch.int32, device=device),
+            S=settings.block_size,
         )
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         self.is_padded = self.ops.fixed_shapes and device.type == "cuda"
@@ -159,16 +163,15 @@ class Runner:
             tokens = r.generated_tokens or r.prompt_tokens
             starts.append((r.row, tokens[-1], r.num_filled_slots))
         rows, last_token, context_len = upload(starts, self.device).unbind(1)
-        self.sampling.last_token[rows] = last_token
-        self.context_len[rows] = context_len
+        self.known.last_token[rows] = last_token
+        self.known.context_len[rows] = context_len
         M = max(len(r.block_table) for r in requests)
         tables = array("q")
         for r in requests:
-            tables.extend(r.block_table)
             missing = M - len(r.block_table)
-            tables.extend([self.pool.sink] * missing)
+            tables.extend(r.block_table + [self.pool.sink] * missing)
         tables = upload(tables, self.device).view(-1, M)
-        self.block_tables[rows, :M] = tables.int()
+        self.known.block_tables[rows, :M] = tables.int()
         self.sampling.set(*map(sampling_row, requests))
         for r in requests:
             self.scored_rows.discard(r.row)
@@ -176,16 +179,18 @@ class Runner:
                 self.scored_rows.add(r.row)
 
     def padded_shape(self, plan: Plan) -> StepShape:
-        """The smallest of the shapes that holds a plan, or its own where none does."""
+        """
+        The smallest padded shape that holds a plan. Where none does, the plan's own, its decodes
+        alone padded, if steps are padded at all.
+        """
         n = len(plan.decodes)
         C = len(plan.chunks)
         T = sum(m for _, m in plan.chunks)
         kind = [shape for shape in self.shapes if bool(shape.C) == bool(C)]
-        large = [shape for shape in kind if shape.n >= n and shape.C >= C]
-        fitting = [shape for shape in large if shape.T >= T]
-        if fitting:
-            return min(fitting, key=lambda shape: (shape.T, shape.n))
-        if n and self.is_padded:  # pad the decodes alone
+        large = [shape for shape in kind if shape.n >= n and shape.C >= C and shape.T >= T]
+        if large:
+            return min(large, key=lambda shape: (shape.T, shape.n))
+        if n and self.is_padded:
             n = min(shape.n for shape in self.shapes if shape.n >= n)
         return StepShape(n, C, T)
 
@@ -206,11 +211,10 @@ class Runner:
 
     def start(self, plan: Plan):
         """
-        Start to compute a plan: write the K, V of its tokens, and sample. What it has changed is
-        told to the device's arrays first; of new blocks, the step's inputs tell. Returns where the
-        requests of plan.sampled are, the number of decodes with padding, and what `compute` does.
+        Start to compute a plan: write the K, V of its tokens, and sample. Returns the places of
+        plan.sampled among the sampled [n + C], n, and the three results of `compute`.
         """
-        if plan.copies:  # before the step writes into them
+        if plan.copies:  # copy-on-write, before the step writes into them
             to = upload(list(plan.copies), self.device)
             source = upload(list(plan.copies.values()), self.device)
             self.pool.copy_blocks(to, source)
@@ -234,9 +238,9 @@ class Runner:
     def compute(self, packed: Tensor, shape: StepShape, plan: Plan | None = None):
         """
         A step of n decodes and C chunks of T tokens together. Returns the sampled tokens [n + C] of
-        all of them, their logits [n + C, V], and what the last layer says of each token, [n + T,
-        width], or None after a compiled step. The host looks at no tensor, and at `plan` only for
-        what spares work (None: a graph is captured).
+        all of them, their logits [n + C, V], and the hidden states of the last layer [n + T,
+        width], or None after a compiled step. With `fixed_shapes` the host does not wait for the
+        device, so a CUDA graph can hold it; `plan` (None at a capture) tells what can be skipped.
         """
         step = split(packed, shape)
         batch = lay_out(step, shape, plan, self.known, self.ops)
@@ -260,7 +264,8 @@ class Runner:
 
     def score_sampled(self, plan: Plan, wanted: list[int], tokens, logits):
         """
-        Start to score the sampled tokens of requests that want it: these requests, and tensors.
+        Start to score sampled tokens. Returns None, or the requests that want it and, for these in
+        order, the tensors of `logprobs`, under way to the host.
         """
         places = zip(plan.sampled, wanted, strict=True)
         asked = [(r, i) for r, i in places if r.row in self.scored_rows]
@@ -272,7 +277,11 @@ class Runner:
         return requests, to_host(logprobs(logits[at], tokens[at], most))
 
     def score_prompts(self, plan: Plan, first: int, x) -> list[tuple[Request, int, list]]:
-        """Start to score prompts, whose chunks begin at row `first` of x (tokens, width)."""
+        """
+        Start to score prompts, whose chunks begin at row `first` of the hidden states x [n + T,
+        width]. Returns (request, start, the scores of its prompt tokens start + 1 .., under way to
+        the host) of each.
+        """
         found = []
         for request, n in plan.chunks:
             count = num_scored(request, n)
@@ -321,7 +330,7 @@ class Runner:
     def warm_up(self):
         """
         Compute the largest step there is, of padding alone: so its kernels are compiled, and its
-        memory is taken.
+        memory is taken. Does nothing where steps are not padded.
         """
         if self.shapes:
             largest = max(self.shapes, key=lambda shape: shape.n + shape.T)
@@ -331,8 +340,9 @@ class Runner:
     @torch.inference_mode()
     def capture_all(self):
         """
-        Capture every shape, the largest first, so that the smaller find room in what the larger
-        leave. A step runs once before: that compiles its kernels.
+        Capture every shape as a CUDA graph, the largest first, so that the smaller ones reuse their
+        memory. A step runs once before: that compiles its kernels. At the end all objects of the
+        process are exempt from garbage collection.
         """
         longest = max(sum(sizes(shape)) for shape in self.shapes)
         self.static_inputs = torch.full((longest,), self.padding_row, device=self.device)
@@ -363,11 +373,12 @@ class Runner:
 
 
 def to_host(tensors) -> list[Tensor]:
-    """Start to copy tensors of the device."""
+    """Start to copy tensors to the host: they are valid once the step's event is done."""
     return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
 
 
 def rows_of(tensors: list[Tensor]) -> list[list]:
+    """Tensors [R, ..] as R lists of what each has for a row."""
     columns = [tensor.tolist() for tensor in tensors]
     return [list(row) for row in zip(*columns, strict=True)]
 
