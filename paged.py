@@ -14,9 +14,10 @@ This is paging as operating systems do it: the K, V of a request lie in blocks a
 and its block table says where. So blocks can be shared by requests that begin with the same text.
 
 Read top to bottom: blocks, the requests that hold them, the scheduler that decides what each step
-computes, the pool, and those helpers of the blog post that serving does without. Only `KVBlockPool`
-imports torch: policy is plain Python, so thousands of scheduling trials take a second.
-`Scheduler.check` has the invariants; `python test_paged.py` shows all of it at work.
+computes, the pool, and those helpers of "Adding Paged Attention to NanoGPT" (the post, below) that
+serving does without. Only `KVBlockPool` imports torch: policy is plain Python, so thousands of
+scheduling trials take a second. `Scheduler.check` has the invariants; `python test_paged.py` shows
+all of it at work.
 """
 
 from array import array
@@ -45,8 +46,8 @@ def root_key(salt: str = "") -> bytes:
 
 def block_key(parent: bytes, tokens) -> bytes:
     """
-    sha256 over the key of the block before and this block's tokens, so that a key stands for all of
-    the text up to the block's end.
+    sha256 over the key of the block before and this block's tokens: a hash chain, so a key stands
+    for all of the text up to the block's end.
     """
     return sha256(parent + array("q", tokens).tobytes()).digest()
 
@@ -70,6 +71,7 @@ class BlockCache:
             self.held[block] = content
 
     def forget(self, block: int):
+        """Take out a block that is about to be used for something else."""
         content = self.held.pop(block)
         del self.block_of[content.key]
 
@@ -79,12 +81,12 @@ class BlockAllocator:
     Hands out blocks 0..num_blocks-1 and takes them back, each in O(1). A block is in exactly one of
     three states:
 
-              allocate               the last owner gives up a committed block
+              allocate               last reference freed, block committed
         free ──────────> referenced ──────────────────────────────────────────> idle, cached
           ^               │      ^                                                 │
           └───────────────┘      └─────────────────────────────────────────────────┘
-          the last owner         prefix hit; or evicted, the longest unused first,
-          gives up another       when an allocation finds no free block
+          last reference freed,  prefix hit; or evicted, the least recently used first
+          block not committed    (LRU), when an allocation finds no free block
 
     >>> allocator = BlockAllocator(num_blocks=3)
     >>> table = allocator.allocate_n(2); table
@@ -99,7 +101,7 @@ class BlockAllocator:
         self.ref_counts = [0] * num_blocks  # how many block tables hold each block
         # in no table and not committed; a stack: the block freed last is handed out next
         self.free = list(reversed(range(num_blocks)))
-        # in no table, but committed: the longest unused first, as if a set had an order
+        # in no table, but committed; the least recently used first (a set, if it had an order)
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.block_cache = BlockCache()
         self.num_evictions = 0
@@ -129,6 +131,7 @@ class BlockAllocator:
         return blocks
 
     def _evict(self) -> int:
+        """Take the least recently used idle block out of the prefix cache, for another use."""
         block, _ = self.idle.popitem(last=False)
         self.block_cache.forget(block)
         self.num_evictions += 1
@@ -142,7 +145,11 @@ class BlockAllocator:
             self.ref_counts[block] += 1
 
     def free_blocks_for_request(self, block_table: list[int]):
-        """Give up one reference to each block, tail first: leaves are evicted before parents."""
+        """
+        Take one reference off each block; the table itself stays as it is. The tail goes first, so
+        that the end of a text is evicted before its beginning, without which no lookup reaches it.
+        Raises ValueError for a block without a reference.
+        """
         for block in reversed(block_table):
             if self.ref_counts[block] < 1:
                 raise ValueError(f"block {block} is freed twice: no block table holds it")
@@ -165,8 +172,8 @@ TO_COME = None  # in `generated_tokens`: a token whose step is under way
 @dataclass(slots=True, eq=False)
 class Request:
     """
-    One text being continued. Its K, V live in `block_table`; the last token's are not there yet, it
-    is the next input.
+    One text being continued. The K, V of all its tokens but the last are in the blocks of
+    `block_table`; the last token is the input of its next step.
 
         waiting ── admitted ──> prefilling ── prompt computed ──> active ── stop or length ──> done
            ^                        │                               │
@@ -178,13 +185,13 @@ class Request:
     id: int | str
     prompt_tokens: list[int]
     max_new_tokens: int
-    arrival_time: float = 0.0  # any unit, the same for all requests of a scheduler
+    arrival_time: float = 0.0  # in seconds; to policy fcfs the unit does not matter
     priority: int = 0  # lower is served first
     generated_tokens: list[int | None] = field(default_factory=list)
     status: str = "waiting"
     prefill_cursor: int = 0  # of the prefill target, tokens that are computed or were found cached
     block_table: list[int] = field(default_factory=list)
-    num_filled_slots: int = 0  # tokens whose K, V are in the pool
+    num_filled_slots: int = 0  # tokens whose K, V are in the pool after the steps started so far
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     params: object = None  # what the engine needs to sample for this request
@@ -195,15 +202,16 @@ class Request:
     # bookkeeping of the scheduler
     row: int | None = None  # its place in the engine's device arrays while it runs
     arrival_number: int = 0  # breaks ties of arrival_time
-    # when it was first admitted, which the engine notes; None: not yet, or it is a fork
+    # when it was first admitted, set by the engine; None: not yet, or it is a fork
     admitted_time: float | None = None
     # tokens to compute before sampling: the prompt; after a preemption also what was generated
     prefill_target: int = 0
     num_hit_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
     num_preemptions: int = 0
     num_to_come: int = 0  # tokens at the end of generated_tokens that are TO_COME
-    num_computed_slots: int = 0  # of the filled ones, those whose step is known to be done
-    num_committed: int = 0  # leading blocks that are in the prefix cache, or duplicates of such
+    num_computed_slots: int = 0  # tokens among these whose step has ended: their K, V exist
+    # leading full blocks that `commit_blocks` is done with: most are in the prefix cache
+    num_committed: int = 0
     block_keys: list[bytes] = field(default_factory=list)  # root key, then those of full blocks
     finish_reason: str | None = None  # stop, length, abort or error, once done
 
@@ -212,7 +220,7 @@ class Request:
         self.block_keys = self.block_keys or [root_key(self.cache_salt)]
 
     @property
-    def tokens_so_far(self) -> list[int]:
+    def tokens_so_far(self) -> list[int | None]:
         return self.prompt_tokens + self.generated_tokens
 
     @property
@@ -236,14 +244,17 @@ class Request:
     def is_fully_prefilled(self) -> bool:
         return self.prefill_cursor >= self.prefill_target
 
-    def tokens_between(self, start: int, end: int) -> list[int]:
-        """Tokens start..end-1 of prompt and answer, without copying the rest."""
+    def tokens_between(self, start: int, end: int) -> list[int | None]:
+        """Tokens start..end-1 of prompt and answer, TO_COME included, without copying the rest."""
         P = len(self.prompt_tokens)
         generated = self.generated_tokens[max(start - P, 0) : max(end - P, 0)]
         return self.prompt_tokens[start:end] + generated
 
     def content_of(self, index: int, block_size: int) -> CachedBlock:
-        """What its full logical block `index` holds. Keys are computed once, block after block."""
+        """
+        The content of logical block `index`, all of whose tokens must be known. Its key follows
+        from the key of the block before, so the first call for a block must come in order.
+        """
         start = index * block_size
         tokens = tuple(self.tokens_between(start, start + block_size))
         keys = self.block_keys
@@ -266,8 +277,9 @@ def commit_blocks(
 ):
     """
     Enter the full blocks among the request's first num_slots slots, whose K, V exist, into the
-    prefix cache. With `ref_counts`, skip a block with other owners: a fork may still write into it
-    (the last owner writes without copying), so its content is not final.
+    prefix cache, and count them in `num_committed`. With `ref_counts`, a block with other owners is
+    skipped for good: a fork may still write into it (the last owner writes without copying), so its
+    content is not final.
     """
     for index in range(request.num_committed, num_slots // block_size):
         block = request.block_table[index]
@@ -282,18 +294,18 @@ def commit_blocks(
 #
 # The queue is sorted by arrival time plus a delay, for low priority or great length. Whatever comes
 # long enough after a request stands behind it, so each is first eventually: no starvation. A key
-# never changes, so the queue stays sorted; preemption does not change it either, since a preempted
-# request has all of its tokens to compute again.
+# never changes, so the queue stays sorted. (Nor does preemption make a job shorter: all of its
+# tokens are computed again.)
 
-PRIORITY_AGEING = 240.0  # seconds, as arrival times: no priority delays, or hastens, by more
+PRIORITY_AGEING = 240.0  # seconds, as arrival times; no priority counts for more
 SJF_AGEING = 0.05  # seconds a token: a request 1,000 tokens longer is overtaken for 50 seconds
 
 
 def priority_delay(priority: int) -> float:
     """
-    Seconds that a priority counts against a request: 60 for 1, 96 for 2, 185 for 10, and below
-    PRIORITY_AGEING for any; negative for a negative one. So a request waits at most for those that
-    come within 2 * PRIORITY_AGEING seconds after it, whatever their priority.
+    Seconds that a priority counts against a request: 60 for 1, 96 for 2, 185 for 10, -60 for -1,
+    and less than PRIORITY_AGEING for any. So a request waits at most for those that come within 2 *
+    PRIORITY_AGEING seconds after it, whatever their priority.
     """
     return PRIORITY_AGEING * (priority / (abs(priority) + 3))
 
@@ -347,7 +359,10 @@ class Plan:
 
 
 def setting(default, help: str, **more):
-    """A field with its default and its meaning; serve.py makes a flag of each (settings.py)."""
+    """
+    A field with its default and its meaning, of which serving/flags.py makes a flag. `more` may
+    have `least`, `choices`, and `flag`, if that has another name.
+    """
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -361,10 +376,14 @@ class SchedulerSettings:
     max_num_seqs: int = setting(256, "requests running at once; each owns a row", least=1)
     watermark: float = 0.0  # share of the blocks that no admission takes: running requests grow
     prefill_share: float = setting(0.25, "share of the token budget that is kept for prompts")
-    max_num_partial_prefills: int = setting(4, "prompts computed in one step", least=1)
-    max_long_partial_prefills: int = setting(1, "long prompts among these", least=1)
+    max_num_partial_prefills: int = setting(
+        4, "prompts with even shares of a step; later ones get what is left over", least=1
+    )
+    max_long_partial_prefills: int = setting(
+        1, "long prompts among these; further long ones come last", least=1
+    )
     long_prefill_threshold: int = setting(512, "tokens above which a prompt is long", least=1)
-    # the flag turns it off, and its help says what is done then
+    # the help text is that of the flag, which turns it off
     prefix_cache: bool = setting(
         True, "compute each prompt from its first token", flag="--no-prefix-cache"
     )
@@ -453,7 +472,10 @@ class Scheduler:
     # -- requests in: queue, admit -----------------------------------------------------------------
 
     def add_request(self, request: Request):
-        """Queue a request. Raises ValueError where its prompt alone could never be admitted."""
+        """
+        Queue a request that has its arrival time. Raises ValueError for an empty prompt, and for
+        one that the whole pool cannot hold.
+        """
         if not request.prompt_tokens:
             raise ValueError(
                 f"request {request.id} has an empty prompt: give it at least one token"
@@ -476,9 +498,9 @@ class Scheduler:
 
     def _maybe_admit(self, step: int = 0) -> list[Request]:
         """
-        Admit from the head of the queue while rows, blocks and watermark allow. The first that does
-        not fit waits, and so do all behind it, or smaller ones could overtake it for ever. `step`
-        is the post's parameter, not needed.
+        Admit from the head of the queue while rows and blocks (the watermark apart) are free.
+        Returns the admitted. The first that does not fit waits, and so do all behind it, or smaller
+        ones could overtake it for ever. `step` is the post's parameter, not needed.
         """
         admitted = []
         while self.waiting:
@@ -490,8 +512,8 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """
-        Give a request a row and the blocks for all its tokens; those of a cached prefix are shared.
-        Where they are not to be had, it gets nothing, and False is returned.
+        Give a waiting request a row and the blocks for all its tokens, those of a cached prefix
+        shared; it is prefilling then. Returns False where there is no room: nothing has changed.
         """
         # a request that was preempted with a token to come cannot be computed before it is known
         if not self.free_rows or request.num_to_come:
@@ -523,8 +545,8 @@ class Scheduler:
 
     def _find_prefix(self, request: Request) -> list[int]:
         """
-        The longest run of the request's leading blocks that are in the prefix cache; never all of
-        its tokens, since one must be computed to have logits to sample from.
+        The physical blocks of the longest prefix that is cached, not referenced yet. Never all of
+        the request's tokens: one must be computed to have logits to sample from.
         """
         hits: list[int] = []
         # to score a prompt takes the logits of all its tokens, so all are computed
@@ -541,9 +563,9 @@ class Scheduler:
 
     def plan(self, step: int = 0) -> Plan:
         """
-        Decide one step: every active request decodes one token, what is left of the budget goes to
-        prefill chunks. Allocates the blocks that the step writes. A request alone in the pool that
-        cannot grow raises RuntimeError.
+        Decide one step: every active request decodes one token (they take turns if there are more
+        than the budget), what is left of the budget goes to prefill chunks. Allocates the blocks
+        that the step writes. Raises RuntimeError where a request alone in the pool cannot grow.
         """
         plan = Plan(step)
         self._plan_decodes(plan)
@@ -563,6 +585,7 @@ class Scheduler:
         return prefill, plan.decodes
 
     def _plan_decodes(self, plan: Plan):
+        """Choose the decodes and make room for their tokens; prompts keep their share of budget."""
         limit = self.token_budget
         if self.prefilling:
             limit = max(1, limit - self.prefill_tokens)
@@ -586,7 +609,8 @@ class Scheduler:
         """
         Give a decode a slot of its own for its next token: a new block where the last one is full,
         a copy where it is shared. While no block is free, preempt and look again: by then the last
-        block may be shared no more, or the request itself preempted.
+        block may be shared no more, or the request itself preempted. Where blocks of ending
+        requests are about to come back, the request leaves plan.decodes instead.
         """
         allocator = self.block_allocator
         while request.status == "active":
@@ -603,7 +627,7 @@ class Scheduler:
                     allocator.free_blocks_for_request(table[-1:])
                     table[-1] = block
                     self.num_copies += 1
-            elif self.ending:  # blocks are about to come back: sit this step out
+            elif self.ending:  # blocks are about to come back
                 plan.decodes.remove(request)
                 return
             else:
@@ -611,8 +635,9 @@ class Scheduler:
 
     def _preempt_for(self, request: Request) -> Request:
         """
-        Send the running request that is last in the queue's order back to the queue. With another
-        order the first in line could be sent away by newcomers again and again, and starve.
+        Preemption by recomputation: of the running requests the last in the queue's order, maybe
+        `request` itself, gives back its blocks and goes back to the queue. Returns it. By another
+        order the first in line could be preempted for newcomers again and again, and starve.
         """
         running = self.running
         if len(running) == 1:
@@ -631,9 +656,10 @@ class Scheduler:
 
     def _plan_chunks(self, plan: Plan):
         """
-        Split what is left of the budget among the prompts (chunked prefill): the first few get even
-        shares, the others what those leave over, and last of all come long ones beyond their limit.
-        The prompt admitted first always has a share, however long it is, so none waits for ever.
+        Split what is left of the budget among the prompts (chunked prefill): the first
+        `max_num_partial_prefills` get even shares, the others what those leave over. Long prompts
+        but the first `max_long_partial_prefills` come last. The prompt admitted first always has a
+        share, so none waits for ever.
         """
         limits = self.settings
         threshold = limits.long_prefill_threshold
@@ -659,8 +685,8 @@ class Scheduler:
     def update(self, plan: Plan, tokens: list[int]) -> list[Request]:
         """
         Take in what the step computed: `tokens[i]` was sampled for `plan.sampled[i]`. Returns the
-        requests that finished, their blocks freed. In two halves, so that an engine can plan a step
-        while the one before still runs.
+        requests that finished, their blocks freed. In two halves, `advance` and `resolve`, so that
+        an engine can plan a step while the one before still runs.
         """
         if len(tokens) != len(plan.sampled):
             raise ValueError(
@@ -671,7 +697,10 @@ class Scheduler:
         return self.resolve(plan, tokens)
 
     def advance(self, plan: Plan):
-        """The step is on its way: each request that samples gets a place for the token to come."""
+        """
+        When the step has been started: count its slots as filled, promote requests whose prompt it
+        completes, and append TO_COME for each token that it will sample.
+        """
         for request in plan.decodes:  # the hot loop
             request.num_filled_slots += 1
         for request, n in plan.chunks:
@@ -687,9 +716,10 @@ class Scheduler:
 
     def resolve(self, plan: Plan, tokens: list[int]) -> list[Request]:
         """
-        The step is done, and its tokens are known. Only now, when their K, V exist, are full blocks
-        committed. Requests that have ended since the step was planned are passed over: where steps
-        overlap, a request that a stop token ends has one more token under way.
+        When the step is done: put its tokens in their places, and end requests with their last one;
+        these are returned. Only now, when their K, V exist, are full blocks committed. Requests
+        that have ended since the step was planned are passed over: where steps overlap, a request
+        that a stop token ends has one more token under way, which is dropped.
         """
         S = self.block_size
         finished = []
@@ -727,7 +757,7 @@ class Scheduler:
         self._move(request, "active")
 
     def _move(self, request: Request, status: str):
-        """From its list to that of another status."""
+        """Move a request from the list of its status to that of another."""
         getattr(self, request.status).remove(request)
         request.status = status
         getattr(self, status).append(request)
@@ -735,7 +765,10 @@ class Scheduler:
     # -- requests out, and forks -------------------------------------------------------------------
 
     def complete(self, request: Request):
-        """End a request in whatever state, an aborted one too: free its blocks, commit nothing."""
+        """
+        End a request in whatever state, an aborted one too: free its blocks, commit nothing, drop
+        tokens to come. Its `finish_reason` is the caller's to set.
+        """
         self._leave(request)
         request.status = "done"
         num_known = len(request.generated_tokens) - request.num_to_come
@@ -753,8 +786,9 @@ class Scheduler:
     def fork(self, parent: Request, id: int | str, **changes) -> Request:
         """
         A second continuation of an active request, from where it stands: all blocks are shared, and
-        the first to write to the last, partial one copies it. Raises RuntimeError when no row is
-        free.
+        the first to write to the last, partial one copies it. `changes` are fields in which the
+        child differs. Raises ValueError for a parent that is not active or whose last token is not
+        known, RuntimeError where no row is free.
         """
         if parent.status != "active":
             raise ValueError(
@@ -833,7 +867,7 @@ class Scheduler:
         )
 
     def _check_request(self, r: Request):
-        """Committed <= computed <= filled slots <= those of its blocks; a row while it runs."""
+        """Committed <= computed <= filled slots <= slots of its blocks; a row while it runs."""
         is_waiting = r.status == "waiting"
         assert (r.row is None) == is_waiting == (not r.block_table), f"{r.id}: row without blocks"
         committed = r.num_committed * self.block_size
@@ -880,7 +914,7 @@ class KVBlockPool:
     layers, K or V, blocks, KV heads, slots of a block, head size. One head of one block is a
     contiguous slab of S * D numbers. Block `num_blocks` is the sink: never allocated, padding
     writes there. `k_pool[(layer, head)]` and `v_pool[(layer, head)]` are views [num_blocks, S, D]
-    of one head.
+    of one head. `n_head` counts KV heads; without `dtype` the numbers are torch's default, fp32.
     """
 
     def __init__(
@@ -900,8 +934,8 @@ class KVBlockPool:
 
     def copy_blocks(self, to, source):
         """
-        Copy whole blocks, of all layers. The ids are lists or tensors; all blocks are read before
-        any is written.
+        Copy block source[i] to block to[i], of all layers; lists or tensors of ids. All blocks are
+        read before any is written.
         """
         self.kv[:, :, to] = self.kv[:, :, source]
 

@@ -28,9 +28,9 @@ from serving.int8 import LARGEST, int8_weights
 
 class OneRowLinear(nn.Module):
     """
-    As PackedLinear or Int8Linear, but for one row of x alone (GEMV), and written as a sum of
-    products: of that the compiler makes a loop that reads the weights as fast as memory can, where
-    libraries reach half of it.
+    As PackedLinear or Int8Linear, but for one row (GEMV): x [1, in] -> [1, out] fp32. Written as a
+    sum of products, of which the compiler makes a loop that reads the weights as fast as memory
+    can; libraries reach half of that.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, quantize: str):
@@ -88,12 +88,13 @@ def attend(q: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
 ONE_TOKEN = TORCH._replace(name="compiled", store_kv=store_kv, attend=attend)
 
 
-def compiled_decode(model: GPT, quantize: str = "none") -> Callable:
+def compiled_decode(model: GPT, quantize: str) -> Callable:
     """
-    step(tokens [1], positions [1], kv_rows [2, 1, Hk, C], kv [L, 2, num_blocks + 1, Hk, S, D]),
-    whose kv_rows are pool rows of the context, without the new token. Returns logits [1, V] and the
-    new K, V, [L, 2, 1, Hk, D]. It compiles in the first call; after that only values and C may
-    vary: guards are off, so another shape gives wrong results silently.
+    Returns a function step(tokens [1], positions [1], kv_rows [2, 1, Hk, C], kv [L, 2, num_blocks +
+    1, Hk, S, D]) -> (logits [1, V], new K, V [L, 2, 1, Hk, D]), where kv_rows are pool rows of the
+    context, without the new token. It compiles in its first call, in which C must be marked as
+    dynamic; after that only values and C may vary: guards are off, so another shape gives wrong
+    results silently.
     """
     model = with_layers(model, partial(OneRowLinear, quantize=quantize))
 
@@ -109,7 +110,7 @@ def compiled_decode(model: GPT, quantize: str = "none") -> Callable:
 
 
 def check_can_compile(ops: Ops, device: torch.device):
-    """Raises ValueError with what to change."""
+    """Raises ValueError, with what to change, where --compile cannot work."""
     if device.type != "cpu":
         raise ValueError(f"--compile is for CPUs, here the device is {device}: leave --compile out")
     if ops.name != "cpu":

@@ -32,7 +32,7 @@ class FlexCall(NamedTuple):
 
     tokens: slice  # where their t queries are on the flat axis
     request: Tensor  # [t] which of the b each belongs to
-    offset: Tensor  # [t] and which of its queries it is
+    offset: Tensor  # [t] its number among that request's queries
     n: int
     mask: BlockMask  # which tiles of keys each request and KV head reads, which keys count in them
 
@@ -195,8 +195,8 @@ def compiled_flex() -> Callable:
 def paged_attention_flex(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     """
     As paged_attention_torch, but K and V stay where they are; only q is padded, to the longest
-    chunk. One thing less is promised: FlexAttention weighs what the mask hides in a tile by zero,
-    so there the pool must hold no NaN.
+    chunk. Unlike the others it needs a pool without NaN: masked keys in a tile that is read have
+    weight 0, and 0 * NaN is NaN.
     """
     _, H, D = q.shape
     Hk = kv.shape[2]

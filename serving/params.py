@@ -114,18 +114,22 @@ class SamplingParams:
 
     @cached_property
     def adjusts(self) -> bool:
+        """Changes logits in any of the ways of `sampling.adjust`."""
         return bool(self.biases or self.penalises or self.min_tokens)
 
     @cached_property
     def penalises(self) -> bool:
+        """Has any of the three penalties."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @cached_property
     def biases(self) -> bool:
+        """Has a logit_bias or allowed_token_ids."""
         return bool(self.logit_bias) or self.allowed_token_ids is not None
 
     @cached_property
     def filters(self) -> bool:
+        """Has top_k, top_p or min_p."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 

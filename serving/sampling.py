@@ -124,8 +124,8 @@ class SamplingRows:
 
     def set(self, *requests: Row):
         """
-        Give rows to requests: two small uploads for all of them, and one of V numbers each for the
-        bias and the marks of those that need them. The host does not wait.
+        Fill the requests' rows, in place: two small uploads for all of them, and one of V numbers
+        each for the bias and the marks of those that need them. The host does not wait.
         """
         device = self.bias.device
         V = self.bias.shape[1]
@@ -160,8 +160,8 @@ def sample_torch(
     Gumbel-max trick, Gumbel 1954). rows [R] are the requests' rows in `per_row`, positions [R] the
     places of the new tokens in their texts; `asked`, the SamplingParams of the rows, spares work
     that no row wants. Returns [R] int64: of a tie the lowest token, and NO_TOKEN for a row without
-    a finite maximum (NaN anywhere, all -inf). In place: the rows remember their last token (0 for
-    NO_TOKEN), those that are penalised count all of theirs.
+    a finite maximum (NaN anywhere, all -inf). In place: per_row.last_token gets the tokens (0 for
+    NO_TOKEN), and per_row.marks counts them in rows with penalties.
     """
     # what any row may ask for, by the attributes of SamplingParams that say so
     names = ("adjusts", "temperature", "filters", "penalises")

@@ -75,8 +75,9 @@ def weight_above(
 ):
     """
     One pass over n scores: the weight at or above each of three pivots, which is the number of
-    scores or, if WEIGHTED, their probability, the sum of 2^((score - top) * rate). Also the
-    smallest score from `low` on and the largest below `high`.
+    scores or, if WEIGHTED, their probability times a constant, the sum of 2^((score - top) * rate)
+    with rate = log2(e) / temperature. Also the smallest score from `low` on and the largest below
+    `high`.
     """
     above1 = tl.zeros([WIDTH], tl.float32)
     above2 = tl.zeros([WIDTH], tl.float32)
@@ -105,10 +106,10 @@ def find_threshold(
     scores, n, smallest, top, wanted, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr
 ):
     """
-    The largest of n scores, among `smallest` .. `top`, that has a weight of at least `wanted` at or
-    above it, see weight_above. Each pass cuts the bracket low <= answer < high into four, and also
-    finds the smallest and the largest score inside the bracket before: when these two are equal,
-    that score is the answer.
+    The largest of n scores, among `smallest` .. `top`, with a weight of at least `wanted` (k, or a
+    share of the mass) at or above it, see weight_above. Each pass cuts the bracket low <= answer <
+    high into four, and also finds the smallest and the largest score inside the bracket before:
+    when these two are equal, that score is the answer.
     """
     low, high, largest, rounds = smallest, top + INF, top, 0
     # fp32 has 2^8 binades: 300 rounds are never needed, but no row may make a kernel hang
@@ -258,8 +259,8 @@ def gumbel(word):
 @jit
 def running_argmax(best, token, score, t, noise, inverse, floor):
     """
-    The best perturbed score and its token so far, each lane its own, after tokens t. A NaN counts
-    as infinity, so it wins and makes the row invalid.
+    The best perturbed score and its token so far, each lane its own, after tokens t; `inverse` is 1
+    / temperature. A NaN counts as infinity, so it wins and makes the row invalid.
     """
     score = tl.where(score < floor, -INF, score * inverse + noise)
     score = tl.where(score == score, score, INF)
@@ -274,8 +275,9 @@ def gumbel_max_kernel(
 ):  # fmt: skip
     """
     Grid (R, SPLITS): a program searches every SPLITS-th tile of a row, QUADS Philox calls with four
-    tokens each. The last program of a row to finish compares the bests of all, and remembers and
-    counts the winner. `finished` is zero before.
+    tokens each. The last program of a row to finish compares the bests of all, stores the winner in
+    `tokens` and `last_token`, and counts it in `marks` if the row has penalties. `finished` is zero
+    before.
     """
     pdl_wait(PDL)
     r, split = tl.program_id(0), tl.program_id(1)

@@ -58,10 +58,11 @@ class Settings(SchedulerSettings):
     )
     quantize: str = setting("none", "int8: weights as integers, on a CPU", choices=("none", "int8"))
     compile: bool = setting(False, "on a CPU: compile the step of a lone request, 10 to 60 s once")
-    # the flag turns it off, and its help says what is done then
+    # the help text is that of the flag, which turns it off
     graphs: bool = setting(True, "on a GPU: no CUDA graphs, for debugging", flag="--no-graphs")
-    overlap: bool | None = None  # plan a step while the one before runs; None: on a GPU
-    seed: int | None = None  # for drawing the seeds of requests without one; None: a random one
+    # asynchronous scheduling: plan a step while the one before runs; None: on a GPU
+    overlap: bool | None = None
+    seed: int | None = None  # for drawing the seeds of requests without one; None: from the system
 
     # for debugging
     trace: bool = setting(False, "print what each step does")

@@ -15,7 +15,7 @@ from serving.settings import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Setting
 
 def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
     """
-    Fill in the most requests and tokens of a step. Raises ValueError for a token budget in which
+    Fill in max_num_seqs and token_budget. Raises ValueError for a token budget in which
     not every running request can decode.
     """
     max_num_seqs = settings.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
@@ -32,8 +32,8 @@ def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
 
 def with_pool_size(settings: Settings, model: GPT) -> Settings:
     """
-    Fill in the blocks of the pool, by default enough for max_num_seqs texts of full length, limited
-    by free memory; and the longest text. Raises ValueError for what the device cannot hold.
+    Fill in num_blocks, by default enough for max_num_seqs texts of full length, limited by free
+    memory; and max_model_len. Raises ValueError for what the device cannot hold.
     """
     S = settings.block_size
     context_length = model.config.context_length
