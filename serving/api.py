@@ -179,9 +179,8 @@ class Service:
         except TokenizerError as error:
             field = "prompt" if "texts" in job else next(iter(job))  # messages, tokens
             raise ApiError(400, str(error), field) from None
-        except EncoderBusy:
-            message = "too much text is waiting to be encoded: try again later"
-            raise ApiError(429, message, code="encoder_busy") from None
+        except EncoderBusy as error:
+            raise ApiError(429, str(error), code="encoder_busy") from None
         except RuntimeError as error:
             raise ApiError(503, f"{error}: try again", code="encoder_ended") from None
 
@@ -379,15 +378,12 @@ class Service:
         self.drainer = asyncio.create_task(self._drain())
 
     async def _drain(self):
-        while self.is_busy() and time.monotonic() < self.deadline:
+        # while something runs here, or, for the first HTTP process, in another one
+        while (self.client.choices or self.workers.processes) and time.monotonic() < self.deadline:
             await asyncio.sleep(0.02)
         self.client.refuse_all("stopping", STOPPED)
         # uvicorn closes its sockets and waits until the last answers are out
         self.server.should_exit = True
-
-    def is_busy(self) -> bool:
-        """Something runs here, or, for the first HTTP process, in another one."""
-        return bool(self.client.choices or self.workers.processes)
 
 
 def base_url(sock) -> str:

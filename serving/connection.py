@@ -60,11 +60,6 @@ def check_head(headers: list[tuple[bytes, bytes]]):
             raise ApiError(400, message)
 
 
-def announces_body(headers: list[tuple[bytes, bytes]]) -> bool:
-    values = dict(headers)
-    return b"transfer-encoding" in values or values.get(b"content-length", b"0").strip(b"0") != b""
-
-
 def request_id(given: bytes) -> str:
     """The client's own X-Request-Id if it is printable ASCII and not long, else a new one."""
     return given.decode() if re.fullmatch(b"[!-~]{1,128}", given) else uuid.uuid4().hex
@@ -76,7 +71,9 @@ def closing_early(scope, receive, send) -> tuple[Callable, Callable]:
     it is the last of its connection (mostly it is a refusal), and what the client still sends is
     dropped, for REFUSED_SECONDS at most. scope["is_last"] says so, once the answer has begun.
     """
-    unread = announces_body(scope["headers"])
+    headers = dict(scope["headers"])
+    has_length = headers.get(b"content-length", b"0").strip(b"0") != b""
+    unread = has_length or b"transfer-encoding" in headers
 
     async def receive_part():
         nonlocal unread
@@ -122,7 +119,8 @@ def make_room(connections: set, seat: Seat, most: int):
     counts = seat.counts
     excess = sum(counts.open) - most
     idle_elsewhere = sum(counts.idle) - counts.idle[seat.number]
-    if excess <= 0 or (excess <= idle_elsewhere and not counts.makes_room(seat.number)):
+    most_idle = max(range(len(counts.idle)), key=counts.idle.__getitem__)
+    if excess <= 0 or (excess <= idle_elsewhere and seat.number != most_idle):
         return
     idle = [c for c in connections if c.is_idle and not c.transport.is_closing()]
     for connection in sorted(idle, key=lambda c: c.idle_since)[:excess]:

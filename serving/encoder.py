@@ -40,7 +40,7 @@ MAX_NAMES = 2**18  # tokens that one answer names: 4 million would take a minute
 
 
 class EncoderBusy(RuntimeError):
-    """Too much is waiting to be encoded: try again later."""
+    """Too much is waiting to be encoded."""
 
 
 class Encoder:
@@ -87,7 +87,7 @@ class Encoder:
             return work(job, self.tokenizer, None)
         size = size_of(job)
         if self.waiting + size > MAX_WAITING:
-            raise EncoderBusy("too much text is waiting to be encoded")
+            raise EncoderBusy("too much text is waiting to be encoded: try again later")
         self.waiting += size
         loop = asyncio.get_running_loop()
         try:

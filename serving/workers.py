@@ -42,12 +42,6 @@ class Counts:
     open: Any
     idle: Any  # those of them whose requests all have their answers
 
-    def makes_room(self, number: int) -> bool:
-        """
-        Whether this process closes idle connections when there are too many: it has the most.
-        """
-        return number == max(range(len(self.idle)), key=self.idle.__getitem__)
-
 
 @dataclass
 class Seat:

@@ -515,6 +515,17 @@ def test_who_closes_how_many_where_there_are_several_processes(number, open, idl
     ]
 
 
+@pytest.mark.parametrize(
+    "idle, number", [([1, 1], 0), ([1, 2], 1), ([2, 2, 1], 0), ([0, 3, 9], 2), ([5], 0)]
+)
+def test_one_process_makes_room(idle, number):
+    """The one with the most idle connections, of several the first."""
+    for process in range(len(idle)):
+        held = Held(1.0)
+        connection.make_room({held}, Seat(process, Counts(idle, idle)), sum(idle) - 1)
+        assert held.is_closed == (process == number)
+
+
 @pytest.mark.parametrize("name", sorted(connection.SINGLE_HEADERS))
 def test_a_header_that_decides_is_there_once(name):
     connection.check_head([(name, b"a"), (b"cookie", b"a"), (b"cookie", b"b")])

@@ -441,16 +441,6 @@ def test_the_end_of_the_first_process_is_seen_by_the_others(office):
 
 
 @pytest.mark.parametrize(
-    "idle, number", [([0, 0], 0), ([1, 2], 1), ([2, 2, 1], 0), ([0, 3, 9], 2), ([5], 0)]
-)
-def test_one_process_makes_room(idle, number):
-    counts = Counts(idle, idle)
-    assert [counts.makes_room(i) for i in range(len(idle))] == [
-        i == number for i in range(len(idle))
-    ]
-
-
-@pytest.mark.parametrize(
     "cores, system, count",
     [
         *(
