@@ -10,6 +10,7 @@ the HTTP server and of the terminal are stated here. Imports no torch.
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import get_args
@@ -83,53 +84,95 @@ def engine_settings(args: argparse.Namespace) -> Settings:
 
 def add_http_flags(group):
     add = partial(add_flag, group)
-    about = "address to listen at; one that other machines reach wants an API key"
-    add("--host", about, "127.0.0.1")
+    add(
+        "--host",
+        "address to listen at; one that other machines reach wants an API key",
+        "127.0.0.1",
+    )
     add("--port", "port to listen at; 0: any free one", 8000, int)
     add_key = partial(add_flag, group.add_mutually_exclusive_group())
-    about = f"API keys, one a line; not given: that in ${KEY_VARIABLE}, or none"
-    add_key("--api-key-file", about, metavar="FILE")
-    about = "one API key; all users of this machine see it in `ps`, a file is safer"
-    add_key("--api-key", about, metavar="KEY")
+    add_key(
+        "--api-key-file",
+        f"API keys, one a line; not given: that in ${KEY_VARIABLE}, or none",
+        metavar="FILE",
+    )
+    add_key(
+        "--api-key",
+        "one API key; all users of this machine see it in `ps`, a file is safer",
+        metavar="KEY",
+    )
     add("--allow-remote", "let other machines in without an API key", False)
-    about = "more names that the Host header may have"
-    add("--allowed-hosts", about, [], nargs="*", metavar="NAME")
-    about = (
+    add(
+        "--allowed-hosts", "more names that the Host header may have", [], nargs="*", metavar="NAME"
+    )
+    add(
+        "--allowed-origins",
         "web pages that may call the server from a browser (CORS), by their origin, such as "
         "http://localhost:3000, tauri://localhost or null; *: any page, which without an API key "
-        "opens the model to every page you visit"
+        "opens the model to every page you visit",
+        [],
+        origin,
+        nargs="*",
+        metavar="ORIGIN",
     )
-    add("--allowed-origins", about, [], origin, nargs="*", metavar="ORIGIN")
     add("--served-model-name", "the model's name in the API; not given: what --model says")
-    about = "HTTP processes on the port; not given: one for every 4 cores, 1 to 8"
-    add("--http-workers", about, None, positive)
-    about = "answers that may wait for their turn (n in a request: n answers); for more, a 429"
-    add("--max-queue", about, 256, at_least(0))
-    about = "largest body of a request, in MiB; for a larger one, a 413"
-    add("--max-body-mib", about, 4.0, not_negative)
-    about = "connections at once; for more, idle ones are closed"
-    add("--max-connections", about, 512, positive)
-    about = "how long a client may take to send a request, or to read what was sent to it"
-    add("--client-seconds", about, 30.0, not_negative)
-    about = "how long an answer may take, its waiting included"
-    add("--request-seconds", about, 600.0, not_negative)
-    about = "how long running requests may go on after SIGTERM"
-    add("--drain-seconds", about, 30.0, not_negative)
     add("--log-requests", "log the fields of each request, texts included", False)
     add("--no-access-log", "log no line for each request", True, dest="access_log")
+    add_limits(add)
+
+
+def add_limits(add: Callable):
+    """How much of the machine, and of its time, the clients of the HTTP server may have."""
+    add(
+        "--http-workers",
+        "HTTP processes on the port; not given: one for every 4 cores, 1 to 8",
+        None,
+        positive,
+    )
+    add(
+        "--max-queue",
+        "answers that may wait for their turn (n in a request: n answers); for more, a 429",
+        256,
+        at_least(0),
+    )
+    add(
+        "--max-body-mib",
+        "largest body of a request, in MiB; for a larger one, a 413",
+        4.0,
+        not_negative,
+    )
+    add("--max-connections", "connections at once; for more, idle ones are closed", 512)
+    add(
+        "--client-seconds",
+        "how long a client may take to send a request, or to read what was sent to it",
+        30.0,
+        not_negative,
+    )
+    add(
+        "--request-seconds",
+        "how long an answer may take, its waiting included",
+        600.0,
+        not_negative,
+    )
+    add("--drain-seconds", "how long running requests may go on after SIGTERM", 30.0, not_negative)
 
 
 def add_terminal_flags(group):
     add_what = partial(add_flag, group.add_mutually_exclusive_group())
-    about = "answer TEXT here and now instead of serving HTTP; -: all of standard input"
-    add_what("--prompt", about, metavar="TEXT")
+    add_what(
+        "--prompt",
+        "answer TEXT here and now instead of serving HTTP; -: all of standard input",
+        metavar="TEXT",
+    )
     add_what("--chat", "a conversation, line by line", False)
     add = partial(add_flag, group)
     add("--raw", "continue text as it stands, though there is a chat template", False)
-    about = (
+    add(
+        "--max-tokens",
         "length of an answer; not given: with a chat template as far as the context goes, else up "
-        "to 200"
+        "to 200",
+        None,
+        positive,
     )
-    add("--max-tokens", about, None, positive)
     add("--temperature", "0: always the most likely token", 0.8, float)
     add("--seed", "same seed, same text; not given: a random one, which is shown", None, int)

@@ -28,15 +28,17 @@ def introduce(run) -> str:
     corpus = run.corpus
     c = run.model.config
     millions = sum(p.numel() for p in run.model.parameters()) / 1e6
-    shape = f"{c.n_layer} layers of width {c.n_embd}, {c.n_head} heads, {c.activation}"
-    tokens = f"{len(corpus.train):,} tokens of {c.vocab_size:,} kinds, {len(corpus.val):,} held out"
-    batch = f"{args.batch_size} x {args.context_length} tokens a step"
     lines = [f"device: {run.process}"]
     if args.size:
         lines.append(f"size:   {args.size} (--size names one of {', '.join(SIZES)})")
-    lines.append(f"model:  {millions:.2f}M parameters: {shape}")
-    lines.append(f"data:   {args.data}: {tokens}")
-    lines.append(f"run:    {describe_length(run)}, {batch} -> {run.out}")
+    lines += [
+        f"model:  {millions:.2f}M parameters: {c.n_layer} layers of width {c.n_embd}, {c.n_head} "
+        f"heads, {c.activation}",
+        f"data:   {args.data}: {len(corpus.train):,} tokens of {c.vocab_size:,} kinds, "
+        f"{len(corpus.val):,} held out",
+        f"run:    {describe_length(run)}, {args.batch_size} x {args.context_length} tokens a step "
+        f"-> {run.out}",
+    ]
     expected = getattr(args, "expected", None)
     if expected and not args.steps:
         lines.append(f"expect: about {expected:.2f} bits per byte on the held-out text")
@@ -86,8 +88,8 @@ def advance(bar, run, losses: list, tokens_per_second: float):
         return
     if run.share > 0:  # the first step of a timed run does not tell how many there will be
         bar.total = round(run.step / run.share)
-    speed = f"{tokens_per_second / 1e3:.1f}k tokens/s"
-    bar.set_postfix_str(f"loss {losses[-1][0]:.3f}, {speed}", refresh=False)
+    rate = tokens_per_second / 1e3
+    bar.set_postfix_str(f"loss {losses[-1][0]:.3f}, {rate:.1f}k tokens/s", refresh=False)
     bar.update(len(losses))
 
 
@@ -103,8 +105,10 @@ def report_result(run, nats: float, count: int):
     data = run.corpus.scored_bytes(count)
     bits = bits_per_byte(nats, data)
     run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(bits, 5))
-    held_out = f"{count:,} tokens, {len(data):,} bytes, each scored once"
-    print(f"held out: {held_out}, in windows of {run.args.context_length}")
+    print(
+        f"held out: {count:,} tokens, {len(data):,} bytes, each scored once, in windows of "
+        f"{run.args.context_length}"
+    )
     print(f"val loss: {nats / count:.4f} nats a token")
     if run.args.sample_tokens > 0:
         print(last_samples(run))
@@ -122,8 +126,10 @@ def compare_with_compressors(nats: float, data: bytes) -> str:
     model = bits_per_byte(nats, data)
     gz = 8 * len(gzip.compress(data, 9)) / len(data)
     xz = 8 * len(lzma.compress(data, preset=9)) / len(data)
-    compared = f"{abs(1 - model / gz):.0%} {'below' if model < gz else 'above'} gzip"
-    return f"bits per byte: model {model:.3f}, gzip -9 {gz:.3f}, xz -9 {xz:.3f} ({compared})"
+    return (
+        f"bits per byte: model {model:.3f}, gzip -9 {gz:.3f}, xz -9 {xz:.3f} "
+        f"({abs(1 - model / gz):.0%} {'below' if model < gz else 'above'} gzip)"
+    )
 
 
 def draw(log: list[dict], path: Path):

@@ -20,8 +20,7 @@ class Size:
     """A model, and what it takes to train it well: the values of train.py's flags."""
 
     n_layer: int
-    n_embd: int
-    n_head: int
+    n_embd: int  # heads are of 64
     least_steps: int  # with fewer, the next smaller size is better after the same time
     cost: float  # no flag: time of a training step, in steps of the size "small", on 2 cores
     results: dict  # no flag: steps, ascending -> bits per byte of held-out text, as measured
@@ -43,7 +42,7 @@ class Size:
     eval_every: int = 200
 
     def flags(self) -> dict:
-        flags = dict(vars(self))
+        flags = vars(self) | {"n_head": self.n_embd // 64}
         del flags["cost"]
         del flags["results"]
         return flags
@@ -62,7 +61,6 @@ SIZES = {
     "tiny": Size(
         n_layer=2,
         n_embd=64,
-        n_head=1,
         least_steps=400,
         cost=0.55,
         results={360: 1.77, 550: 1.69, 820: 1.62},
@@ -70,7 +68,6 @@ SIZES = {
     "small": Size(
         n_layer=2,
         n_embd=128,
-        n_head=2,
         least_steps=420,
         cost=1.0,
         results={200: 1.82, 300: 1.71, 450: 1.61, 850: 1.49, 1690: 1.38},
@@ -78,7 +75,6 @@ SIZES = {
     "medium": Size(
         n_layer=3,
         n_embd=128,
-        n_head=2,
         least_steps=1050,
         cost=1.25,
         results={720: 1.50, 1355: 1.38, 2400: 1.29},
@@ -86,7 +82,6 @@ SIZES = {
     "large": Size(
         n_layer=4,
         n_embd=256,
-        n_head=4,
         least_steps=2500,
         cost=3.3,
         context_length=256,
