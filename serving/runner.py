@@ -81,8 +81,8 @@ TOKENS_OF_A_CHUNK = 64  # a shape of T chunk tokens has room for T / this chunks
 
 def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     """
-    The shapes that steps of at most N decodes are padded to, graphs or not: without chunks, and
-    with chunks of up to `token_budget` tokens together.
+    The shapes that steps of at most N decodes are padded to, graphs or not: without chunks, then
+    with chunks of up to `token_budget` tokens together; by tokens of chunks, then by decodes.
     """
     decodes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N]
     decodes.append(N)
@@ -186,10 +186,9 @@ class Runner:
         n = len(plan.decodes)
         C = len(plan.chunks)
         T = sum(m for _, m in plan.chunks)
-        kind = [shape for shape in self.shapes if bool(shape.C) == bool(C)]
-        large = [shape for shape in kind if shape.n >= n and shape.C >= C and shape.T >= T]
-        if large:
-            return min(large, key=lambda shape: (shape.T, shape.n))
+        for shape in self.shapes:  # the smallest come first
+            if shape.n >= n and shape.C >= C and shape.T >= T:
+                return shape
         if n and self.is_padded:
             n = min(shape.n for shape in self.shapes if shape.n >= n)
         return StepShape(n, C, T)
