@@ -460,10 +460,11 @@ class Job:
             # is sent and what is forgotten.
             choices = [choice for choice in self.choices if choice.has_unsent()]
             is_long = sum(choice.num_scores for choice in choices) > SCORES_IN_PLACE
-            if is_long:
-                copies = [copy(choice) for choice in choices]  # a thread's, while tokens come
-            else:
-                events = self.events(choices, compact)
+            # of many log-probabilities a thread makes the JSON, from copies, while tokens come
+            shown = [copy(choice) for choice in choices] if is_long else choices
+            chunks = (self.chunk_head | chunk for choice in shown for chunk in choice.chunks())
+            if not is_long:
+                events = [*map(compact, chunks)]
             for choice in choices:
                 choice.mark_sent()
             is_done = self.is_done
@@ -472,7 +473,7 @@ class Job:
             self.is_silent = False
             self.changed.clear()
             if is_long:
-                events = await asyncio.to_thread(self.events, copies, long_json)
+                events = await asyncio.to_thread(list, map(long_json, chunks))
             data = "".join(f"data: {event}\n\n" for event in events + end).encode() or idle
             if not data:
                 continue
@@ -480,10 +481,6 @@ class Job:
                 is_started = True
                 await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
             await send({"type": "http.response.body", "body": data, "more_body": not is_done})
-
-    def events(self, choices, encode) -> list[str]:
-        """All that is new of these choices, as JSON."""
-        return [encode(self.chunk_head | chunk) for choice in choices for chunk in choice.chunks()]
 
     def last_events(self) -> list[str]:
         """After the last tokens the usage, if asked for, and the end."""
