@@ -52,7 +52,6 @@ from assets import draw, load
 from checkpoint import DTYPES, load_checkpoint, load_config, save_checkpoint, serving_dtype
 from model import GPT, GPTConfig, Ops
 from paged import Request, Scheduler, SchedulerSettings
-from serving import gather
 from serving.cpu import packed_for_cpu
 from serving.engine import Engine
 from serving.ops import choose_ops
@@ -318,11 +317,11 @@ def made_up_batch(requests: Step, S: int, ops: Ops, device: str) -> kernels.Batc
         query_start = torch.tensor([0, *accumulate(query_lens)])
         context_lens = torch.tensor(lens)
         owner = torch.arange(B).repeat_interleave(query_start.diff())  # [T] whose token each is
-    slots = gather.slots_of(tables[owner], positions[:, None], S)  # [T, 1]
+    blocks = tables[owner, positions // S]  # [T]
     return kernels.Batch(
         tokens=positions,  # attention looks at no token ids
         positions=positions,
-        slot_mapping=slots.flatten(),
+        slot_mapping=blocks * S + positions % S,
         query_start=query_start.int(),
         context_lens=context_lens.int(),
         block_tables=tables.int(),

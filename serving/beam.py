@@ -34,11 +34,11 @@ def beam_search(
         while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
             plan = engine.scheduler.plan(engine.num_steps)
             engine.num_steps += 1
-            wanted, _, _, logits, _ = engine.runner.start(plan)
+            flight = engine.runner.launch(plan)
             if not plan.sampled:  # a long prompt takes several steps
                 engine.scheduler.update(plan, [])
                 continue
-            logprobs = logits[wanted].float().log_softmax(-1)
+            logprobs = flight.logits[flight.wanted].float().log_softmax(-1)
             beams, ended = extend_beams(engine, plan, beams, logprobs, width)
             answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
     finally:

@@ -38,17 +38,6 @@ class GatherPlan(NamedTuple):
     gathers: list[Gather]
 
 
-def slots_of(block_tables: Tensor, positions: Tensor, S: int) -> Tensor:
-    """
-    Slots of positions [b, n], int64, through block_tables [b, M]: block * S + offset.
-
-    >>> slots_of(torch.tensor([[7, 2]]), torch.tensor([[0, 5]]), S=4)
-    tensor([[28,  9]])
-    """
-    blocks = block_tables.long().gather(1, positions // S)
-    return blocks * S + positions % S
-
-
 def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
     """
     One layer's pool kv [2, num_blocks + 1, Hk, S, D] seen as a table of rows of D numbers: which of
@@ -134,8 +123,8 @@ def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, win
         first_seen = positions[:, :1] - window + 1  # [b, 1] by any query
         keys = first_seen.clamp(min=0) + keys[:, : window + n - 1]
     real_keys = torch.minimum(keys, lens - 1)  # [b, C]
-    slots = slots_of(batch.block_tables[requests], real_keys, S)
-    rows = pool_rows(slots, kv)
+    blocks = batch.block_tables[requests].long().gather(1, real_keys // S)
+    rows = pool_rows(blocks * S + real_keys % S, kv)
     if positions.numel() == 1:  # one token, which sees all
         return Gather(tokens, rows, None)
     seen = may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]

@@ -175,7 +175,14 @@ def lay_out(
         query_start = torch.cat([counting[:n], chunk_starts])
         logits_index = query_start[1:] - 1  # each one's last token
         context_len[step.chunk_rows] = step.chunk_contexts
-    query_lens, context_lens = lengths_on_host(plan or Plan(), shape)
+    # On the host, too, for operators that divide up their work there: of decodes, padding, chunks,
+    # padding.
+    plan = plan or Plan()
+    no_chunk = [0] * (C - len(plan.chunks))
+    query_lens = [1] * n + [m for _, m in plan.chunks] + no_chunk
+    context_lens = [r.num_filled_slots + 1 for r in plan.decodes]
+    context_lens += [1] * (n - len(plan.decodes))
+    context_lens += [r.num_filled_slots + m for r, m in plan.chunks] + no_chunk
     tables = inputs.block_tables
     if not ops.fixed_shapes:  # no wider than is needed
         tables = tables[:, : -(-max(context_lens) // S)]
@@ -211,16 +218,3 @@ def check_ranges(batch: Batch, H: int, kv: Tensor):
     assert same, f"wanted lengths and tables of {B} requests"
     longest = max(batch.context_lens_host, default=0)
     assert longest <= M * S, f"a context of {longest} tokens does not fit into {M} blocks of {S}"
-
-
-def lengths_on_host(plan: Plan, shape: StepShape) -> tuple[list[int], list[int]]:
-    """
-    Query and context lengths of decodes, padding, chunks, padding, for operators that divide up
-    their work on the host.
-    """
-    no_chunk = [0] * (shape.C - len(plan.chunks))
-    query_lens = [1] * shape.n + [m for _, m in plan.chunks] + no_chunk
-    context_lens = [r.num_filled_slots + 1 for r in plan.decodes]
-    context_lens += [1] * (shape.n - len(plan.decodes))
-    context_lens += [r.num_filled_slots + m for r, m in plan.chunks] + no_chunk
-    return query_lens, context_lens

@@ -103,17 +103,6 @@ class Link:
         if waiting is not row:
             join(waiting, row)
 
-    def compose(self, stats: dict):
-        """Put one message with all rows, then all other messages, into `unsent`."""
-        step = {"op": "step", "out": list(self.rows.values()), "stats": stats | self.delays}
-        messages = [step, *self.messages]  # an error comes after the tokens before it
-        self.unsent += b"".join(map(line, messages))
-        self.rows = {}
-        self.messages = []
-        self.delays = {}
-        self.sent_stats = stats
-        self.sent_at = time.monotonic()
-
 
 class Links:
     """The HTTP processes: they connect to `listener` whenever they start."""
@@ -153,8 +142,7 @@ class Links:
 
     def _send_greeting(self, link: Link):
         if self.greeting:
-            link.unsent += line(self.greeting)
-            self._send(link)
+            self._send(link, self.greeting)
 
     def receive(self, timeout: float | None) -> list[tuple[Link, dict]]:
         """
@@ -192,11 +180,20 @@ class Links:
             for name in URGENT_STATS:
                 is_due = is_due or link.sent_stats.get(name) != stats.get(name)
             if is_due and not link.unsent:
-                link.compose(stats)
-                self._send(link)
+                step = {"op": "step", "out": list(link.rows.values()), "stats": stats | link.delays}
+                self._send(link, step, *link.messages)  # errors come after the tokens before them
+                link.rows = {}
+                link.messages = []
+                link.delays = {}
+                link.sent_stats = stats
+                link.sent_at = now
 
-    def _send(self, link: Link):
-        """Send as much of `unsent` as there is room for; the selector watches for more room."""
+    def _send(self, link: Link, *messages: dict):
+        """
+        Send these messages after what is `unsent`, as far as there is room; the selector watches
+        for more room.
+        """
+        link.unsent += b"".join(map(line, messages))
         try:
             sent = link.sock.send(link.unsent)
             del link.unsent[:sent]

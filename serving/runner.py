@@ -13,7 +13,7 @@ import gc
 import sys
 import time
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -53,12 +53,13 @@ class InFlight:
     """A step under way: its plan, and where its results arrive, in tensors on the host."""
 
     plan: Plan
-    wanted: list[int]  # where the tokens of plan.sampled are in `tokens`
-    tokens: Tensor  # of the decodes, padding, and the chunks
+    wanted: list[int]  # where plan.sampled are among the n decodes, with padding, and C chunks
+    logits: Tensor  # [n + C, V], on the device until the next step: for beam search
+    tokens: Tensor  # [n + C]
     # requests that want their token scored, and what `logprobs` gives for these tokens
-    sampled_scores: tuple[list[Request], list[torch.Tensor]] | None
+    sampled_scores: tuple[list[Request], list[Tensor]] | None = None
     # request, start, and what `logprobs` gives for its prompt's tokens start + 1 ..
-    prompt_scores: list[tuple[Request, int, list[torch.Tensor]]]
+    prompt_scores: list[tuple[Request, int, list[Tensor]]] = field(default_factory=list)
     done: torch.cuda.Event | None = None
 
 
@@ -197,21 +198,9 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> InFlight:
-        """Start to compute a plan, and to bring its results to the host."""
-        wanted, n, tokens, logits, x = self.start(plan)
-        scores = self.score_sampled(plan, wanted, tokens, logits) if self.scored_rows else None
-        prompt_scores = self.score_prompts(plan, n, x) if plan.chunks else []
-        there = tokens.to("cpu", non_blocking=True)
-        flight = InFlight(plan, wanted, there, scores, prompt_scores)
-        if tokens.is_cuda:
-            flight.done = torch.cuda.Event()
-            flight.done.record()
-        return flight
-
-    def start(self, plan: Plan):
         """
-        Start to compute a plan: write the K, V of its tokens, and sample. Returns the places of
-        plan.sampled among the sampled [n + C], n, and the three results of `compute`.
+        Start to compute a plan: write the K, V of its tokens, sample, and bring the results to the
+        host.
         """
         if plan.copies:  # copy-on-write, before the step writes into them
             to = upload(list(plan.copies), self.device)
@@ -225,14 +214,24 @@ class Runner:
             if is_completed(request, m):
                 wanted.append(shape.n + i)
         packed = pack(plan, shape, self.padding_row, self.pool.sink)
-        if shape not in self.graphs:
-            return wanted, shape.n, *self.compute(upload(packed, self.device), shape, plan)
-        graph, *outputs = self.graphs[shape]
-        if packed != self.last_inputs:  # else the same requests decode on in their blocks
-            upload(packed, self.device, to=self.static_inputs)
-            self.last_inputs = packed
-        graph.replay()
-        return wanted, shape.n, *outputs
+        if shape in self.graphs:
+            graph, *outputs = self.graphs[shape]
+            if packed != self.last_inputs:  # else the same requests decode on in their blocks
+                upload(packed, self.device, to=self.static_inputs)
+                self.last_inputs = packed
+            graph.replay()
+        else:
+            outputs = self.compute(upload(packed, self.device), shape, plan)
+        tokens, logits, x = outputs
+        flight = InFlight(plan, wanted, logits, tokens.to("cpu", non_blocking=True))
+        if self.scored_rows:
+            flight.sampled_scores = self.score_sampled(plan, wanted, tokens, logits)
+        if plan.chunks:
+            flight.prompt_scores = self.score_prompts(plan, shape.n, x)
+        if tokens.is_cuda:
+            flight.done = torch.cuda.Event()
+            flight.done.record()
+        return flight
 
     def compute(self, packed: Tensor, shape: StepShape, plan: Plan | None = None):
         """

@@ -151,7 +151,13 @@ class PretendRunner:
         prompt_scores = {
             r: self.score_prompt(r, num_scored(r, n)) for r, n in plan.chunks if num_scored(r, n)
         }
-        return SimpleNamespace(plan=plan, tokens=tokens, scores=scores, prompt_scores=prompt_scores)
+        flight = SimpleNamespace(
+            plan=plan, tokens=tokens, scores=scores, prompt_scores=prompt_scores
+        )
+        # for beam search: where the requests of plan.sampled are, and their logits
+        flight.wanted = list(range(len(tokens)))
+        flight.logits = torch.tensor([logprobs_after(c) for c in contexts])
+        return flight
 
     def score_prompt(self, r: Request, count: int) -> tuple[int, list]:
         start = r.prefill_cursor
@@ -167,11 +173,6 @@ class PretendRunner:
 
     def execute(self, plan: Plan) -> list[int]:
         return self.wait_for(self.launch(plan)).tokens
-
-    def start(self, plan: Plan):
-        """For beam search: where the requests of plan.sampled are, and their logits."""
-        logits = torch.tensor([logprobs_after(c) for c in self.compute(plan)])
-        return list(range(len(plan.sampled))), len(plan.decodes), None, logits, None
 
 
 def pretend_model(eos: tuple = (), context_length: int = 64) -> SimpleNamespace:

@@ -110,7 +110,9 @@ class Faulty:
     world: "World"
 
     def launch(self, plan: Plan):
-        fault = self.world.armed.pop("launch", None)
+        fault = None
+        if not self.world.has_beams:  # a fault waits until their search is over
+            fault = self.world.armed.pop("launch", None)
         if fault:
             self.world.must_fail(plan)
         if fault == "before":

@@ -27,12 +27,12 @@ CODE = [
 # The limits, @jit kernels apart. A change that comes nearer to a goal lowers the limit.
 MEAN_TOKENS = 10.5  # of a statement, in all of the code
 MODULE_TOKENS = 11.5  # of a statement, in one module
-DENSER = {"serving/ops.py": 12.0}  # tables
+DENSER = {"serving/ops.py": 11.8}  # tables
 WIDE = 0.03  # share of statements with more than 30 tokens
 PACKS = 0.015  # `a, b = x, y`, and tuples and conditionals as statements, a statement
 FUNCTION_LINES = 60  # of the longest, docstring apart, outside main()
 MEDIAN_LINES = 12  # of half of the functions
-WALK = (79, 41)  # functions, changes of file on the way of a decoded token; goal 60, 25
+WALK = (60, 25)  # functions, changes of file on the way of a decoded token
 ARGUMENTS = 8  # the most, without self
 
 # Each may import only those before it, also inside its functions.

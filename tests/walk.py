@@ -8,7 +8,7 @@ answers one streamed request.
 A server and a real engine with a tiny model run in threads of one process, on the CPU. The way of a
 request has three parts: the request through the HTTP process, its steps in the engine, its tokens
 back through the HTTP process. The way of a decoded token begins where the engine plans its step,
-and leaves the engine's process before the loop asks for another round. Each function counts once,
+and each process is done with it where it turns to the next round. Each function counts once,
 at its first call, properties too; lambdas and comprehensions belong to the function that they are
 in. Of coroutines that wait for one another the innermost counts: to resume it, Python calls all of
 them. What also runs without a request does not count. On a GPU the operators of serving/ops.py
@@ -40,7 +40,7 @@ TOKENS = 8  # of the answer: one comes with the prompt, the others are decoded
 PACE = 0.02  # seconds from step to step
 # where a round begins, where the next one does, and where its token goes
 ENGINE_ROUND = ("Engine.step", "Links.is_wanted", "serving/links.py")
-CLIENT_ROUND = ("EngineClient.data_received", "EngineClient.data_received", "serving/connection.py")
+CLIENT_ROUND = ("EngineClient.data_received", "EngineClient._pause", "serving/connection.py")
 OF_TESTS = str(ROOT / "tests")
 OF_PACKAGES = str(ROOT / ".venv")
 
