@@ -132,26 +132,26 @@ def body_refusal(found: ValidationError) -> ApiError:
     """
     error = found.errors(include_url=False)[0]
     kind = error["type"]
+    context = error.get("ctx", {})
     path = [str(part)[:200] for part in error["loc"]]  # a name may be as long as the body
-    if kind in REFUSALS:
-        path.append(error["ctx"]["field"])
+    if "field" in context:
+        path.append(context["field"])
     name = ".".join(path)  # stop.1
-    if kind == "json_invalid":
-        message = f"the body is not JSON: {error['ctx']['error']}"
-    elif kind in REFUSALS:
-        message = REFUSALS[kind].format(name=name, remedy=error["ctx"]["remedy"])
+    if kind in MESSAGES:
+        message = MESSAGES[kind].format(name=name, **context)
     elif not path:
         message = "the body must be a JSON object"
-    elif kind == "missing":
-        message = f"{name} is missing"
     else:
         message = f"{name}: {error['msg'].lower()}, got {reprlib.repr(error['input'])}"
     return ApiError(400, message, path[0] if path else None)
 
 
-# Refusals by our own validators inside of lists and objects, where only pydantic knows the way to
-# the field: "messages", 0. `body_refusal` puts it before the field's name.
-REFUSALS = {
+# What a refusal says, by the type of pydantic's finding. The last two are findings of our own
+# validators, inside of lists and objects, where only pydantic knows the way to the field, such as
+# ("messages", 0): `body_refusal` puts it before the field's name.
+MESSAGES = {
+    "json_invalid": "the body is not JSON: {error}",
+    "missing": "{name} is missing",
     "unknown": "there is no field {name!r}{remedy}",
     "not_served": "{name} is not served here: {remedy}",
 }
@@ -159,8 +159,8 @@ REFUSALS = {
 
 def refusal(kind, field, remedy) -> PydanticCustomError:
     """
-    An error of one of the REFUSALS, about a field of the object that is being validated:
-    tool_calls, 1.image_url.
+    A finding of the kind "unknown" or "not_served", about a field of the object that is being
+    validated: tool_calls, 1.image_url.
     """
     return PydanticCustomError(kind, "refused", {"field": field[:200], "remedy": remedy})
 
