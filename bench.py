@@ -785,6 +785,7 @@ KINDS = {  # parts of a kernel's name -> its work
 
 
 def kind_of(kernel: str) -> str:
+    """Which of the KINDS a kernel is by its name, or "rest"."""
     for kind, parts in KINDS.items():
         if any(part in kernel for part in parts):
             return kind

@@ -74,10 +74,10 @@ def save_checkpoint(model: GPT, directory: str | Path):
 def hub_weights(model: GPT) -> dict[str, torch.Tensor]:
     """The weights under the names and in the layout of transformers' GPT-2."""
     weights = {}
-    for name, weight in model.state_dict().items():
-        if name == TIED:
-            continue
-        weight = weight.detach().cpu()
+    ours = model.state_dict()
+    del ours[TIED]
+    for name, weight in ours.items():
+        weight = weight.cpu()
         if is_transposed(name):
             weight = weight.t()
         weights[f"transformer.{name}"] = weight.contiguous()

@@ -258,8 +258,7 @@ def first_process(
     counts = shared_counts(len(sockets))
     encoder = Encoder(args.model)
     client = EngineClient(path, partial(start_process, engine_process, args, listener))
-    start_worker = partial(start_process, worker_process, args, keys, path)
-    workers = Workers(start_worker, sockets[1:], counts)
+    workers = Workers(partial(start_process, worker_process, args, keys, path), sockets[1:], counts)
     service = (client, encoder, args, keys, key_in_shell(args), Seat(0, counts), workers)
     try:
         encoder.check()  # while the model loads
@@ -270,8 +269,8 @@ def first_process(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         workers.kill()
         encoder.close()
-        seconds = 5 if client.state == "ready" else 0  # while it loads a model it does not notice
-        client.process.join(seconds)
+        # while the engine loads a model, it does not notice that links close
+        client.process.join(5 if client.state == "ready" else 0)
         client.process.kill()
 
 

@@ -381,6 +381,7 @@ def read_pattern(spec: dict) -> str:
 
 
 def read_split(split: dict) -> str:
+    """The regular expression of a pre-tokenizer "Split", for tiktoken. Raises TokenizerError."""
     pattern = split["pattern"].get("Regex")
     behavior = str(split.get("behavior"))
     if pattern is None or behavior.lower() != "isolated" or split.get("invert"):
@@ -397,6 +398,7 @@ def read_split(split: dict) -> str:
 
 
 def read_normalizer(spec: dict) -> Callable[[str], str]:
+    """What is done to a text before it is cut. Raises TokenizerError for all but none and NFC."""
     kind = (spec.get("normalizer") or {}).get("type")
     if kind is None:
         return str  # the text as it is

@@ -48,8 +48,8 @@ from training.sizes import SIZES
 ROOT = Path(__file__).resolve().parent
 
 # --------------------------------------------------------------------------------------------------
-# Knobs. The line of a flag holds its default; a preset lists only what it changes, for CPUs and for
-# GPUs. The default run on a CPU is one of the sizes in training/sizes.py.
+# Knobs. A flag's default stands in its own line; a preset lists only what it changes, for CPUs and
+# for GPUs. The default run on a CPU is one of the sizes in training/sizes.py.
 
 # 11M parameters, the size that nanoGPT trains on Shakespeare
 MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
@@ -174,9 +174,11 @@ def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
 
 @dataclass
 class Corpus:
+    """What a run trains on, and what it is measured with."""
+
     tokenizer: Tokenizer
     train: np.ndarray  # memory-mapped tokens
-    val: np.ndarray
+    val: np.ndarray  # held out
 
     def scored_bytes(self, count: int) -> bytes:
         """
@@ -236,7 +238,7 @@ class Batches:
 
     def __call__(self, step: int, process: Process):
         """Tokens and targets (B / world, T) int64: this process's share of the batch."""
-        # windows are numbered through the run: B for each step, dealt out to the processes in turn
+        # Windows are numbered from the start of the run, B a step; processes take them in turn.
         first = step * self.B
         mine = range(first + process.rank, first + self.B, process.world)
         starts = [self.start(i) for i in mine]
@@ -302,7 +304,7 @@ def evaluate(model: GPT, corpus: Corpus, process: Process, limit: int | None = N
     if limit is not None:
         count = min(len(windows), max(process.world, limit // T))
         windows = windows[torch.linspace(0, len(windows) - 1, count).long()]
-    # in float64, so that the order in which losses are added does not show
+    # in float64: the order in which losses are added then hardly matters
     total = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
     for rows in windows[process.rank :: process.world].split(32):

@@ -53,6 +53,7 @@ class Stream:
         self.tail = b""  # the end of what has arrived
 
     def connect(self):
+        """Open the connection and send the request."""
         self.sock = socket.socket()
         if self.speed:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)

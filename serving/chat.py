@@ -169,7 +169,7 @@ class ControlNames:
     """Finds where a text spells names of control (special) tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
-        names = list(tokenizer.control)
+        names = tokenizer.control
         # with a look-ahead matches may overlap: in <<< the name << begins twice
         self.pattern = re.compile(f"(?={tokenizer.control_names.pattern})")
         # a name may begin in one message and end in the next, or in the template's own text

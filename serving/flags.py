@@ -65,6 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser):
+    """A flag for each field of `Settings` that says what it means."""
     for field in ENGINE_FLAGS:
         about = field.metadata
         flag = about.get("flag", "--" + field.name.replace("_", "-"))

@@ -45,11 +45,14 @@ def note(text: str):
 
 @dataclass
 class Answer:
+    """What the model has said to one prompt, so far."""
+
     text: str
     tokens: list[int]  # without the token that ended the text
     finish_reason: str  # stop, length or interrupted
 
     def add(self, text: str):
+        """Show more of the text."""
         self.text += text
         show(text)
 

@@ -88,6 +88,7 @@ def not_found(method: str, path: str, routes: list[tuple[str, str]]) -> str:
 
 
 def hint_for(path: str, routes: list[tuple[str, str]]) -> str:
+    """What to call instead of a path that is not served, by what it resembles; "" if nothing."""
     if path in EMBEDDINGS:
         return "embeddings are not served, vLLM serves them; "
     for prefix, call in INSTEAD.items():

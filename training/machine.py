@@ -72,6 +72,7 @@ class Process:
             bar.write(text)
 
     def __str__(self) -> str:
+        """As train.py says it: "CPU, 2 threads, bfloat16"."""
         if self.device.type == "cpu":
             threads = torch.get_num_threads()
             name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"

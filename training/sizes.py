@@ -42,6 +42,7 @@ class Size:
     eval_every: int = 200
 
     def flags(self) -> dict:
+        """The flags of train.py that make a run of this size, by name."""
         flags = vars(self) | {"n_head": self.n_embd // 64}
         del flags["cost"]
         del flags["results"]

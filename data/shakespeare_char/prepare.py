@@ -50,8 +50,10 @@ def prepare(out: Path = HERE, source: Path | None = None):
     tokenizer = char_tokenizer(text)
     cut = int(len(text) * 0.9)  # nanoGPT's split: the last tenth of the text is held out
     write_corpus(out, tokenizer, tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:]))
-    tokens = f"{cut:,} training tokens, {len(text) - cut:,} held out"
-    print(f"shakespeare_char: {tokens}, {tokenizer.vocab_size} characters")
+    print(
+        f"shakespeare_char: {cut:,} training tokens, {len(text) - cut:,} held out, "
+        f"{tokenizer.vocab_size} characters"
+    )
 
 
 if __name__ == "__main__":

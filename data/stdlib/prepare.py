@@ -83,11 +83,10 @@ def prepare(out: Path = HERE, root: Path | None = None, tokenizer: BPETokenizer 
     train_ids = tokenize(tokenizer, train)
     val_ids = tokenize(tokenizer, val)
     write_corpus(out, tokenizer, train_ids, val_ids)
-    train_size = f"{len(train)} files, {sum(map(len, train)) / 1e6:.1f} MB"
-    val_size = f"{len(val)} files, {sum(map(len, val)) / 1e6:.2f} MB"
     print(
-        f"stdlib: {train_size}, {len(train_ids):,} training tokens; "
-        f"{val_size}, {len(val_ids):,} tokens held out"
+        f"stdlib: {len(train)} files, {sum(map(len, train)) / 1e6:.1f} MB, {len(train_ids):,} "
+        f"training tokens; {len(val)} files, {sum(map(len, val)) / 1e6:.2f} MB, {len(val_ids):,} "
+        "tokens held out"
     )
 
 
