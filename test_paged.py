@@ -76,9 +76,8 @@ def echo_text(count: int, length: int, noise: float, generator: torch.Generator)
     Texts of random letters that repeat after PERIOD letters: the next letter is known only from far
     back.
     """
-    texts = torch.randint(VOCABULARY, (count, PERIOD), generator=generator)[
-        :, torch.arange(length) % PERIOD
-    ]
+    letters = torch.randint(VOCABULARY, (count, PERIOD), generator=generator)
+    texts = letters[:, torch.arange(length) % PERIOD]
     other = torch.randint(VOCABULARY, texts.shape, generator=generator)
     return torch.where(torch.rand(texts.shape, generator=generator) < noise, other, texts)
 
@@ -86,9 +85,8 @@ def echo_text(count: int, length: int, noise: float, generator: torch.Generator)
 def untrained_model(num_kv_heads: int) -> GPT:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return GPT(
-            GPTConfig(VOCABULARY, CONTEXT, n_layer=2, n_head=4, n_embd=64, n_kv_head=num_kv_heads)
-        )
+        heads = {"n_head": 4, "n_kv_head": num_kv_heads}
+        return GPT(GPTConfig(VOCABULARY, CONTEXT, n_layer=2, n_embd=64, **heads))
 
 
 @cache
@@ -149,12 +147,9 @@ def scores(params: SamplingParams, logits: torch.Tensor, position: int) -> torch
     """
     if params.temperature == 0:
         return logits
-    filters = (
-        torch.tensor([params.top_k]),
-        torch.tensor([params.top_p]),
-        torch.tensor([params.min_p]),
-    )
-    noise = gumbel_noise(*(torch.tensor([x]) for x in (params.seed, position, 0)), logits.shape[-1])
+    filters = [torch.tensor([x]) for x in (params.top_k, params.top_p, params.min_p)]
+    counter = [torch.tensor([x]) for x in (params.seed, position, 0)]
+    noise = gumbel_noise(*counter, logits.shape[-1])
     scores = logits / params.temperature
     return scores.masked_fill(scores < threshold(scores, *filters), -torch.inf) + noise
 
@@ -201,14 +196,8 @@ def poison(runner: Runner, scheduler: Scheduler):
 
 
 def new_engine(model: GPT, **settings) -> Engine:
-    defaults = {
-        "block_size": 4,
-        "num_blocks": 64,
-        "max_num_seqs": 8,
-        "token_budget": 64,
-        "check": True,
-    }
-    engine = Engine(model, Settings(**(defaults | settings)))
+    sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 64}
+    engine = Engine(model, Settings(**({"check": True} | sizes | settings)))
     engine.reference = model  # what its answers are compared with
     poison(engine.runner, engine.scheduler)
     return engine
@@ -221,13 +210,10 @@ def assert_idle(engine: Engine):
     scheduler, allocator = engine.scheduler, engine.scheduler.block_allocator
     scheduler.check()
     assert not engine.requests and scheduler.is_done(), f"{list(engine.requests)} are left"
-    assert not engine.prompt_scores and not engine.num_choices, (
-        "scores or choices of nobody are left"
-    )
+    assert not engine.prompt_scores and not engine.num_choices, "scores or choices are left"
     assert sorted(scheduler.free_rows) == list(range(scheduler.max_num_seqs)), "a row was lost"
-    assert sum(allocator.ref_counts) == 0 and allocator.num_free == allocator.num_blocks, (
-        "blocks leaked"
-    )
+    assert sum(allocator.ref_counts) == 0, "references leaked"
+    assert allocator.num_free == allocator.num_blocks, "blocks leaked"
 
 
 def serve(
@@ -260,9 +246,7 @@ def test_blocks_are_handed_out_taken_back_and_run_out():
     allocator.free_blocks_for_request([1])
     assert allocator.allocate_one() == 1, "the block freed last is the next one handed out"
     allocator.free_blocks_for_request([0, 1, 2])
-    assert allocator.allocate_n(2) == [0, 1], (
-        "the tail is freed first, so the head comes back first"
-    )
+    assert allocator.allocate_n(2) == [0, 1], "the tail is freed first: the head comes back first"
     with raises(RuntimeError, "wanted 3", "available 2 of 4"):
         allocator.allocate_n(3)
     assert allocator.num_free == 2, "a refusal takes nothing"
@@ -282,10 +266,8 @@ def test_life_of_a_shared_prefix():
     """
     scheduler = Scheduler(max_kv_tokens=24)  # six blocks
     allocator = scheduler.block_allocator
-    a, b = (
-        Request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], 3),
-        Request("b", [1, 2, 3, 4, 5, 6, 7, 8, 50], 3),
-    )
+    a = Request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    b = Request("b", [1, 2, 3, 4, 5, 6, 7, 8, 50], 3)
     scheduler.add_request(a)
     step(scheduler)
     assert a.block_table == [0, 1, 2] and a.generated_tokens == [1009]
@@ -296,26 +278,23 @@ def test_life_of_a_shared_prefix():
     assert plan.decodes == [a] and plan.chunks == [(b, 1)], "of nine tokens, eight were found"
 
     step(scheduler)
-    assert a.status == "done" and allocator.ref_counts == [1, 1, 0, 1, 0, 0], (
-        "b still reads blocks 0 and 1"
-    )
+    assert a.status == "done"
+    assert allocator.ref_counts == [1, 1, 0, 1, 0, 0], "b still reads blocks 0 and 1"
     step(scheduler)
     assert b.status == "done" and allocator.ref_counts == [0] * 6 and allocator.num_free == 6
     assert list(allocator.idle) == [1, 0], "full blocks stay findable, the leaf is the first to go"
 
-    assert allocator.allocate_n(4) == [3, 2, 4, 5] and allocator.num_evictions == 0, (
-        "free blocks first"
-    )
-    assert allocator.allocate_n(2) == [1, 0] and allocator.num_evictions == 2, (
-        "then idle ones, least recently used"
-    )
+    assert allocator.allocate_n(4) == [3, 2, 4, 5], "free blocks first"
+    assert allocator.num_evictions == 0
+    assert allocator.allocate_n(2) == [1, 0], "then idle ones, the least recently used first"
+    assert allocator.num_evictions == 2
     assert not scheduler.block_cache.held and not scheduler.block_cache.block_of
 
 
 def test_least_recently_used_block_is_evicted_first():
     """
-    Would catch: a hit that does not count as a use, so that the prefix everybody shares is the one
-    thrown away.
+    Would catch: a hit that does not count as a use, so that the prefix that all requests share is
+    the one thrown away.
     """
     scheduler = Scheduler(max_kv_tokens=12)  # three blocks
     allocator = scheduler.block_allocator
@@ -357,15 +336,10 @@ def test_a_block_is_found_only_after_the_same_prefix():
     content itself.
     """
     scheduler = Scheduler(max_kv_tokens=64)
-    one, two = (
-        [1, 2, 3, 4, 5, 6, 7, 8, 9],
-        [11, 12, 13, 14, 5, 6, 7, 8, 9],
-    )  # the second block is the same
+    one = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    two = [11, 12, 13, 14, 5, 6, 7, 8, 9]  # the second block is the same
     for expected in (0, 8):
-        found = [
-            serve_alone(scheduler, name, tokens).num_hit_tokens
-            for name, tokens in (("one", one), ("two", two))
-        ]
+        found = [serve_alone(scheduler, "again", tokens).num_hit_tokens for tokens in (one, two)]
         assert found == [expected, expected], f"found {found} of the first eight tokens"
     assert len(scheduler.block_cache.held) == 4, "two different blocks of the tokens 5, 6, 7, 8"
     assert serve_alone(scheduler, "other user", one, cache_salt="secret").num_hit_tokens == 0
@@ -374,9 +348,8 @@ def test_a_block_is_found_only_after_the_same_prefix():
 
     found = scheduler.block_cache.held[0]
     assert scheduler.block_cache.lookup(found) == 0
-    assert scheduler.block_cache.lookup(found._replace(tokens=(1, 2, 3, 5))) is None, (
-        "a collision of hashes"
-    )
+    forged = found._replace(tokens=(1, 2, 3, 5))
+    assert scheduler.block_cache.lookup(forged) is None, "a collision of hashes"
     assert scheduler.block_cache.lookup(found._replace(parent=bytes(32))) is None
 
 
@@ -408,33 +381,23 @@ def test_forks_share_blocks_and_copy_the_last_on_write():
     step(scheduler)
     child = scheduler.fork(parent, "child")
     child.generated_tokens[-1] = 77
-    assert parent.block_table == child.block_table == [0, 1] and allocator.ref_counts == [
-        2,
-        2,
-        0,
-        0,
-        0,
-        0,
-    ]
+    assert parent.block_table == child.block_table == [0, 1]
+    assert allocator.ref_counts == [2, 2, 0, 0, 0, 0]
 
     plan = step(scheduler)
-    assert plan.copies == {2: 1}, "who writes first copies block 1"
+    assert plan.copies == {2: 1}, "the first to write copies block 1"
     assert parent.block_table == [0, 2] and child.block_table == [0, 1]
     assert allocator.ref_counts == [2, 1, 1, 0, 0, 0]
     step(scheduler)
-    grandchild = scheduler.fork(
-        child, "grandchild"
-    )  # eight slots are filled: the next token starts a block
+    # eight slots are filled: the next token starts a block
+    grandchild = scheduler.fork(child, "grandchild")
     plan = step(scheduler)
     assert plan.copies == {} and scheduler.num_copies == 1
     assert [r.block_table for r in (parent, child, grandchild)] == [[0, 2, 3], [0, 1, 4], [0, 1, 5]]
     while not scheduler.is_done():
         step(scheduler)
-    assert (
-        parent.generated_tokens[0] == 1006
-        and child.generated_tokens[0] == 77
-        and allocator.num_free == 6
-    )
+    assert parent.generated_tokens[0] == 1006 and child.generated_tokens[0] == 77
+    assert allocator.num_free == 6
 
     full = Scheduler(max_kv_tokens=24, settings=SchedulerSettings(max_num_seqs=1))
     only = Request("only", [1, 2, 3], 4)
@@ -462,11 +425,8 @@ def test_admission_at_the_edge_of_the_pool():
     scheduler.add_request(third)
     step(scheduler)
     assert second.block_table == [0, 1, 3], "three blocks, of which two are shared: it fits exactly"
-    assert (
-        third.status == "waiting"
-        and allocator.num_free == 0
-        and allocator.ref_counts == [2, 2, 1, 1]
-    )
+    assert third.status == "waiting" and allocator.num_free == 0
+    assert allocator.ref_counts == [2, 2, 1, 1]
     while not scheduler.is_done():
         step(scheduler)
     assert third.num_generated == 4 and allocator.num_free == 4
@@ -475,9 +435,8 @@ def test_admission_at_the_edge_of_the_pool():
     serve_alone(scheduler, "first", [*prefix, 9])  # blocks 0 and 1 are cached and idle
     scheduler.add_request(Request("small", [100, 101], 2))
     step(scheduler)
-    large = Request(
-        "large", [*prefix, *range(10, 18)], 1
-    )  # finds two blocks and needs two, only one is left
+    # it finds two blocks and needs two, but only one is left
+    large = Request("large", [*prefix, *range(10, 18)], 1)
     scheduler.add_request(large)
     assert scheduler.plan().admitted == [] and large.status == "waiting"
 
@@ -493,15 +452,13 @@ def test_who_does_not_fit_waits_and_keeps_its_place():
     a lone request; rows handed out beyond max_num_seqs.
     """
     scheduler = Scheduler(max_kv_tokens=16)
-    requests = [
-        Request(i, [10 * i + j for j in range(n)], 2) for i, n in enumerate([9, 6, 2])
-    ]  # 3, 2, 1 blocks
+    lengths = (9, 6, 2)  # 3, 2, 1 blocks
+    requests = [Request(i, [10 * i + j for j in range(n)], 2) for i, n in enumerate(lengths)]
     for request in requests:
         scheduler.add_request(request)
     step(scheduler)
-    assert [r.status for r in requests] == ["active", "waiting", "waiting"], (
-        "the last would fit, but it is not its turn"
-    )
+    # the last would fit, but it is not its turn
+    assert [r.status for r in requests] == ["active", "waiting", "waiting"]
     step(scheduler)
     assert requests[0].status == "done", "and now its blocks are free:"
     assert scheduler.plan().admitted == requests[1:]
@@ -511,9 +468,8 @@ def test_who_does_not_fit_waits_and_keeps_its_place():
         serve_alone(scheduler, "alone, the watermark does not matter", list(range(16)))
         scheduler.add_request(Request("running", [1, 2], 4))
         step(scheduler)
-        scheduler.add_request(
-            Request("new", [21, 22, 23, 24, 25], 2)
-        )  # two of the three blocks that are left
+        # two of the three blocks that are left
+        scheduler.add_request(Request("new", [21, 22, 23, 24, 25], 2))
         assert bool(scheduler.plan().admitted) == admitted
 
     scheduler = Scheduler(settings=SchedulerSettings(max_num_seqs=2))
@@ -547,7 +503,8 @@ def test_preemption_block_by_block():
     """
     scheduler = Scheduler(max_kv_tokens=16)  # four blocks for two requests that need three each
     allocator = scheduler.block_allocator
-    a, b = Request("a", [1, 2, 3, 4, 5, 6, 7], 5), Request("b", [11, 12, 13, 14, 15, 16, 17], 5)
+    a = Request("a", [1, 2, 3, 4, 5, 6, 7], 5)
+    b = Request("b", [11, 12, 13, 14, 15, 16, 17], 5)
     scheduler.add_request(a)
     scheduler.add_request(b)
     step(scheduler)
@@ -555,32 +512,23 @@ def test_preemption_block_by_block():
     assert a.block_table == [0, 1] and b.block_table == [2, 3] and allocator.num_free == 0
     plan = step(scheduler)
     assert plan.preempted == [b] and plan.decodes == [a] and plan.admitted == []
-    assert a.block_table == [0, 1, 3], (
-        "b's last block, committed and idle, was evicted for a; its first is still cached"
-    )
-    assert (
-        b.status == "waiting"
-        and b.block_table == []
-        and b.generated_tokens == [1007, 1008]
-        and b.row is None
-    )
+    # b's last block, committed and idle, was evicted for a; its first is still cached
+    assert a.block_table == [0, 1, 3]
+    assert b.status == "waiting" and b.block_table == [] and b.row is None
+    assert b.generated_tokens == [1007, 1008]
     step(scheduler)
     assert b.status == "waiting", "three blocks needed, one of them found, one free"
     step(scheduler)
     assert a.status == "done" and a.generated_tokens == [1007, 1008, 1009, 1010, 1011]
     plan = step(scheduler)
     assert b.block_table == [2, 3, 1], "found again, freed last, evicted"
-    assert plan.chunks == [(b, 5)] and b.prefill_target == 9, (
-        "seven prompt tokens and two of its own, less four found"
-    )
+    assert b.prefill_target == 9, "seven prompt tokens and two of its own"
+    assert plan.chunks == [(b, 5)], "less the four that were found"
     assert b.generated_tokens == [1007, 1008, 1009]
     while not scheduler.is_done():
         step(scheduler)
-    assert (
-        b.generated_tokens == [1007, 1008, 1009, 1010, 1011]
-        and b.num_preemptions == 1
-        and allocator.num_free == 4
-    )
+    assert b.generated_tokens == [1007, 1008, 1009, 1010, 1011]
+    assert b.num_preemptions == 1 and allocator.num_free == 4
 
 
 def test_a_request_alone_that_cannot_grow():
@@ -588,17 +536,12 @@ def test_a_request_alone_that_cannot_grow():
     Would catch: an endless loop of preempting oneself; a limit that is off by one block or one
     token.
     """
-    fits = Scheduler(max_kv_tokens=12)
-    assert serve_alone(fits, "fits", [1, 2, 3, 4, 5, 6, 7, 8], 5).num_generated == 5, (
-        "the last token needs no slot"
-    )
     scheduler = Scheduler(max_kv_tokens=12)
-    with raises(
-        RuntimeError,
-        "request large cannot grow",
-        "holds 3 of 3 blocks for 12 tokens",
-        "wanted 1 more",
-    ):
+    fits = serve_alone(scheduler, "fits", [1, 2, 3, 4, 5, 6, 7, 8], 5)
+    assert fits.num_generated == 5, "the last token needs no slot"
+    scheduler = Scheduler(max_kv_tokens=12)
+    numbers = ("holds 3 of 3 blocks for 12 tokens", "wanted 1 more")
+    with raises(RuntimeError, "request large cannot grow", *numbers):
         serve_alone(scheduler, "large", [1, 2, 3, 4, 5, 6, 7, 8], 6)
     scheduler.check()
     scheduler.complete(scheduler.active[0])
@@ -617,16 +560,14 @@ def test_a_step_shares_its_budget():
     or the other way round, a token budget that is exceeded or not used up.
     """
     scheduler = Scheduler(token_budget=8)
-    long, short = Request("long", list(range(20)), 8), Request("short", [31, 32, 33], 8)
+    long = Request("long", list(range(20)), 8)
+    short = Request("short", [31, 32, 33], 8)
     scheduler.add_request(long)
     scheduler.add_request(short)
-    assert step(scheduler).chunks == [(long, 4), (short, 3)], (
-        "even shares; the rest is left over: nobody wants it"
-    )
+    assert step(scheduler).chunks == [(long, 4), (short, 3)], "even shares; one token is left over"
     plan = step(scheduler)
-    assert plan.decodes == [short] and plan.chunks == [(long, 7)], (
-        "who runs decodes first, the prompt takes the rest"
-    )
+    assert plan.decodes == [short], "decodes come first"
+    assert plan.chunks == [(long, 7)], "the prompt takes the rest"
 
     scheduler = Scheduler(token_budget=4, settings=SchedulerSettings(prefill_share=0.5))
     running = [Request(i, [40 + i], 20) for i in range(4)]
@@ -634,15 +575,12 @@ def test_a_step_shares_its_budget():
         scheduler.add_request(request)
     step(scheduler)
     scheduler.add_request(Request("late", [1, 2, 3, 4, 5, 6], 1))
-    assert step(scheduler).decodes == running, (
-        "admitted, but every token of this step is a decode's"
-    )
+    assert step(scheduler).decodes == running, "all tokens of this step are of decodes"
     plan = step(scheduler)
-    assert len(plan.decodes) == 2 and plan.num_tokens == 4, (
-        "half of the budget is the prompt's while it waits"
-    )
+    # half of the budget is the prompt's while it waits
+    assert len(plan.decodes) == 2 and plan.num_tokens == 4
     decoded = plan.decodes + step(scheduler).decodes
-    assert sorted(r.id for r in decoded) == [0, 1, 2, 3], "and those who run take turns"
+    assert sorted(r.id for r in decoded) == [0, 1, 2, 3], "and the decodes take turns"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -657,23 +595,21 @@ def test_the_reference_is_worth_comparing_with():
     for model in (trained_model(2), trained_model(4)):
         prompts = torch.tensor([prompt(seed, 20) for seed in range(20)])
         answers = model.generate(prompts, 20)[:, 20:]
-        assert len({tuple(answer) for answer in answers.tolist()}) == 20, (
-            "every prompt has its own answer"
-        )
-        assert min(len(set(answer)) for answer in answers.tolist()) >= 6, "of many letters"
-        other = prompts.clone()
-        other[:, 9] = (
-            other[:, 9] + 1
-        ) % VOCABULARY  # eleven letters before the end, three blocks back
+        different = {tuple(answer) for answer in answers.tolist()}
+        assert len(different) == 20, "every prompt has its own answer"
+        assert min(len(set(answer)) for answer in different) >= 6, "of many letters"
+        other = prompts.clone()  # with another letter, eleven before the end
+        other[:, 9] = (other[:, 9] + 1) % VOCABULARY
         changed = (model.generate(other, 20)[:, 20:] != answers).any(dim=1)
         assert changed.float().mean() > 0.9, "and depends on what stands three blocks back"
-    sampled = [
-        model.generate(
-            prompts[:1], 20, lambda logits, at, p=p: scores(p, logits, at).argmax(-1)
-        ).tolist()
-        for p in (replace(GREEDY, temperature=1.0, seed=seed) for seed in range(10))
-    ]
-    assert len({tuple(s[0]) for s in sampled}) == 10, "and each seed has its own"
+    sampled = set()
+    for seed in range(10):
+        params = SamplingParams(seed=seed)
+        answer = model.generate(
+            prompts[:1], 20, lambda logits, at, p=params: scores(p, logits, at).argmax(-1)
+        )
+        sampled.add(tuple(answer[0].tolist()))
+    assert len(sampled) == 10, "and each seed has its own"
 
 
 def test_alone():
@@ -723,16 +659,14 @@ def test_any_number_of_kv_heads():
     Would catch: a query head that reads another's KV head. (In the other tests four query heads
     share two.)
     """
-    serve(
-        new_engine(trained_model(num_kv_heads=4), token_budget=16),
-        [prompt(i, 8 + 7 * i) for i in range(5)],
-        12,
-    )
+    engine = new_engine(trained_model(num_kv_heads=4), token_budget=16)
+    serve(engine, [prompt(i, 8 + 7 * i) for i in range(5)], 12)
 
 
 def count_computed(engine: Engine) -> list[int]:
     """A list that grows by the number of tokens that the model really computes in each step."""
-    computed, forward = [], engine.runner.model.hidden
+    computed = []
+    forward = engine.runner.model.hidden
 
     class Counting:
         config = engine.runner.model.config
@@ -778,14 +712,12 @@ def test_prefix_hits_of_prompts_and_answers():
     """
     engine = new_engine(trained_model(), token_budget=8)
     shared = prompt(9, 22)
-    answers = serve(
-        engine, [shared + prompt(30 + i, 2 * i) for i in range(4)], 14
-    )  # together: none has computed it yet
-    texts = [shared + prompt(30 + i, 2 * i) + answer for i, answer in enumerate(answers)]
+    prompts = [shared + prompt(30 + i, 2 * i) for i in range(4)]
+    answers = serve(engine, prompts, 14)  # together: none has computed the shared part yet
+    texts = [tokens + answer for tokens, answer in zip(prompts, answers, strict=True)]
     before = engine.scheduler.num_hit_tokens
-    serve(
-        engine, [text[: 28 + i] for i, text in enumerate(texts)], 14
-    )  # into the answers: a conversation
+    # into the answers: a conversation goes on
+    serve(engine, [text[: 28 + i] for i, text in enumerate(texts)], 14)
     assert engine.scheduler.num_hit_tokens - before == 24 + 28 + 28 + 28
 
 
@@ -806,9 +738,8 @@ def test_preempted_and_resumed():
     noise.
     """
     for prefix_cache in (True, False):
-        engine = new_engine(
-            trained_model(), num_blocks=15, token_budget=12, watermark=0, prefix_cache=prefix_cache
-        )
+        settings = {"num_blocks": 15, "token_budget": 12, "watermark": 0}
+        engine = new_engine(trained_model(), prefix_cache=prefix_cache, **settings)
         serve(engine, [prompt(i, 10 + i) for i in range(8)], 30)
         assert engine.scheduler.num_preemptions >= 5
         assert engine.scheduler.peak_blocks == 15, "the pool was full"
@@ -831,14 +762,11 @@ def test_forked():
             plan = scheduler.plan()
             scheduler.check(plan)
             scheduler.update(plan, runner.execute(plan))
-            if parent.num_generated in (
-                steps,
-                steps + 1,
-            ):  # two forks, the second also of what the first shares
+            # two forks, the second also of what the first shares
+            if parent.num_generated in (steps, steps + 1):
                 child = scheduler.fork(parent, f"child {len(family)}")
-                child.generated_tokens[-1] = (
-                    child.generated_tokens[-1] + len(family)
-                ) % VOCABULARY  # its own way
+                other = child.generated_tokens[-1] + len(family)  # it goes on with another token
+                child.generated_tokens[-1] = other % VOCABULARY
                 runner.place(child)
                 family.append(child)
                 forked_at[child.id] = child.num_generated
@@ -867,7 +795,7 @@ def test_the_same_call_twice_on_one_engine():
     assert serve(engine, prompts, 10) == first
 
 
-def test_a_full_pool_serves_everybody():
+def test_a_full_pool_serves_every_request():
     """
     Would catch: a deadlock or a wrong answer when many wait for a pool that holds two or three.
     """
@@ -904,9 +832,8 @@ def dense_beam_search(
     """
     beams, answers = [([], 0.0)], []
     for _ in range(max_tokens):
-        logprobs = model(torch.tensor([start + tokens for tokens, _ in beams]))[0][
-            :, -1
-        ].log_softmax(-1)
+        logits, _ = model(torch.tensor([start + tokens for tokens, _ in beams]))
+        logprobs = logits[:, -1].log_softmax(-1)
         candidates = [
             ([*tokens, token], score + logprobs[i, token].item())
             for i, (tokens, score) in enumerate(beams)
@@ -925,9 +852,8 @@ def test_beam_search():
     """
     for seed, eos_at in ((12, None), (12, 6), (13, 4), (14, 9), (15, 5)):
         start = prompt(seed, 17)
-        eos = (
-            None if eos_at is None else start[eos_at]
-        )  # a letter that the model expects soon: some beams end there
+        # a letter that the model expects soon: some beams end there
+        eos = None if eos_at is None else start[eos_at]
         model = trained_model(eos_token_id=eos)
         engine = new_engine(model, num_blocks=40, token_budget=8)  # the prompt comes in chunks
         for width, max_tokens in ((1, 10), (3, 12), (5, 9)):
@@ -935,9 +861,8 @@ def test_beam_search():
             wanted = dense_beam_search(model, start, width, max_tokens)
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
             assert max(abs(a[1] - b[1]) for a, b in zip(found, wanted, strict=True)) < 1e-3
-            assert eos is None or any(
-                tokens[-1] == eos and len(tokens) < max_tokens for tokens, _ in found
-            )
+            early = [tokens for tokens, _ in found if len(tokens) < max_tokens]
+            assert eos is None or any(tokens[-1] == eos for tokens in early)
             assert_idle(engine)
         assert engine.scheduler.num_copies > 0 and engine.scheduler.num_forks > 0
     # with the second best first token as the end of text, an answer is there at once, and a better
@@ -962,10 +887,8 @@ def main():
             print(f"FAIL {name}: {type(error).__name__}: {error}")
         else:
             print(f"ok   {name}  {time.perf_counter() - started:.2f} s", flush=True)
-    print(
-        f"{len(tests) - len(failed)} of {len(tests)} passed; {compared['tokens']:,} tokens "
-        f"equal the dense model's,"
-    )
+    passed = f"{len(tests) - len(failed)} of {len(tests)} passed"
+    print(f"{passed}; {compared['tokens']:,} tokens equal the dense model's,")
     print(f"{compared['ties']} of them were ties within 1e-4, where rounding may choose either")
     sys.exit(bool(failed))
 

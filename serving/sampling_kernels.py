@@ -329,8 +329,6 @@ def sample_triton(logits, rows, positions, per_row: SamplingRows, asked=None) ->
     contiguous = rows.is_contiguous() and positions.is_contiguous()
     assert contiguous, "rows and positions must be contiguous"
     tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
-    if R == 0:
-        return tokens
     quads = min(QUADS, triton.next_power_of_2(triton.cdiv(V, 4)))
     tiles = triton.cdiv(V, 4 * quads)
     splits = triton.next_power_of_2(max(1, min(GUMBEL_MAX_PROGRAMS // R, tiles)))
