@@ -211,12 +211,15 @@ class GPTConfig:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 wanted = f"a token id, 0 to {self.vocab_size - 1}, or none"
                 raise ValueError(f"eos_token_id is {token!r}: {wanted} is wanted")
-        for of, by in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
-            size, divisor = getattr(self, of), getattr(self, by)
-            if size % divisor:
-                raise ValueError(
-                    f"{of} {size} is not a multiple of {by} {divisor}: change one of them"
-                )
+        change = "change one of them"
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: {change}"
+            )
+        if self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}: {change}"
+            )
         if self.activation not in ACTIVATIONS:
             there = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation {self.activation!r} is unknown; there is {there}")

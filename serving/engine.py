@@ -253,7 +253,7 @@ class Engine:
         if self.settings.trace:
             print(describe(plan, self.scheduler))
         self.num_decode_tokens += len(plan.decodes)
-        self.num_prefill_tokens += sum(n for _, n in plan.chunks)
+        self.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
         self.scheduler.advance(plan)
         return [], flight
 
@@ -462,7 +462,7 @@ def describe(plan: Plan, scheduler: Scheduler) -> str:
     for request, length in lengths.items():
         for start, block in zip(range(0, length, S), request.block_table, strict=False):
             filled[block] = min(S, length - start)
-    used = sum(count > 0 for count in allocator.ref_counts)
+    used = allocator.num_blocks - allocator.num_free
     decodes = " ".join(str(r.id) for r in plan.decodes)
     chunks = [f"{r.id}[{r.prefill_cursor}:{r.prefill_cursor + n}]" for r, n in plan.chunks]
     prefills = " ".join(chunks)

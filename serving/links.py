@@ -132,17 +132,14 @@ class Links:
             self.num_accepted += 1
             self.links[link.number] = link
             self.selector.register(sock, selectors.EVENT_READ, link)
-            self._send_greeting(link)
+            if self.greeting:
+                self._send(link, self.greeting)
 
     def set_greeting(self, message: dict):
         """The first message to each HTTP process: those that are linked get it now."""
         self.greeting = message
         for link in list(self.links.values()):
-            self._send_greeting(link)
-
-    def _send_greeting(self, link: Link):
-        if self.greeting:
-            self._send(link, self.greeting)
+            self._send(link, message)
 
     def receive(self, timeout: float | None) -> list[tuple[Link, dict]]:
         """

@@ -393,7 +393,7 @@ def num_scored(request: Request, n: int) -> int:
     How many of a request's next n prefill tokens predict a token of its prompt that is to be
     scored.
     """
-    computed_again = bool(request.generated_tokens)  # after a preemption
-    if request.prompt_logprobs is None or computed_again:
+    # after a preemption, with tokens generated before it, the prompt was scored already
+    if request.prompt_logprobs is None or request.generated_tokens:
         return 0
     return min(n, len(request.prompt_tokens) - 1 - request.prefill_cursor)
