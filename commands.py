@@ -31,19 +31,30 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def at_least(least: int, number: type = int) -> Callable[[str], float]:
-    """The type of a flag, for argparse: numbers from `least` on, NaN is an error."""
+def at_least(
+    least: float, number: type = int, below: float | None = None
+) -> Callable[[str], float]:
+    """
+    The type of a flag, for argparse: numbers from `least` on and less than `below`, which for whole
+    numbers is 2**31 unless given: more fits into no tensor's size. NaN is an error.
+    """
+    if below is None and number is int:
+        below = 2**31
 
     def parse(text: str):
-        if not number(text) >= least:  # "not", so that NaN is refused, too
+        value = number(text)
+        if not value >= least:  # "not", so that NaN is refused, too
             raise argparse.ArgumentTypeError(f"{text} is too small, wanted at least {least}")
-        return number(text)
+        if below is not None and value >= below:
+            raise argparse.ArgumentTypeError(f"{text} is too large, wanted less than {below}")
+        return value
 
     parse.__name__ = number.__name__  # argparse: "invalid int value"
     return parse
 
 
 positive = at_least(1)
+not_negative = at_least(0, float)
 
 
 def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = None, **options):

@@ -25,6 +25,7 @@ from bisect import insort
 from collections import OrderedDict
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
+from numbers import Integral
 from typing import NamedTuple
 
 # --------------------------------------------------------------------------------------------------
@@ -392,8 +393,12 @@ class SchedulerSettings:
         for f in fields(self):
             least = f.metadata.get("least")
             value = getattr(self, f.name)
-            if least is not None and value is not None and value < least:
-                raise ValueError(f"{f.name} is {value}, wanted at least {least}")
+            if least is None or (value is None and f.default is None):
+                continue
+            if not (isinstance(value, Integral) and least <= value < 2**31):
+                raise ValueError(
+                    f"{f.name} is {value!r}, wanted at least {least}, a whole number below 2**31"
+                )
         if not 0 <= self.prefill_share < 1:
             raise ValueError(
                 f"prefill_share is {self.prefill_share}, wanted a share of the token budget: 0 or "

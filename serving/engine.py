@@ -112,6 +112,8 @@ class Engine:
         is_count = type(prompt_logprobs) is int and 0 <= prompt_logprobs <= V
         if not is_count and prompt_logprobs is not None:
             raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}: wanted 0 to {V}, or None")
+        if not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt is {cache_salt!r}: wanted a string")
         self._check_ids(id, n)
         self._check_prompt(prompt_tokens, params.max_tokens)
         if params.seed is None:

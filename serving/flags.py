@@ -15,14 +15,11 @@ from dataclasses import fields
 from functools import partial
 from typing import get_args
 
-from commands import Help, add_flag, at_least, positive
+from commands import Help, add_flag, at_least, not_negative, positive
 from serving.settings import Settings
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
-
-
-not_negative = at_least(0, float)
 
 
 def origin(text: str) -> str:
@@ -32,7 +29,7 @@ def origin(text: str) -> str:
     """
     if text in ("*", "null"):
         return text
-    parts = re.fullmatch(r"(.+?)://([^/?#@*\s]+)", text.lower())
+    parts = re.fullmatch(r"([^:/\s]+)://([^/?#@*\s]+)", text.lower())
     if parts is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no origin, wanted SCHEME://HOST or SCHEME://HOST:PORT without a path, "

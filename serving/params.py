@@ -42,10 +42,10 @@ class Range(NamedTuple):
 NUMBER = int | float
 RANGES = {
     "temperature": Range(NUMBER, {"ge": 0, "le": 2}, "a number from 0 (greedy) to 2"),
-    "top_k": Range(int, {"ge": 0, "lt": 2**31}, "a whole number, 0 for all tokens"),
+    "top_k": Range(int, {"ge": 0, "lt": 2**31}, "a whole number, 0 for all tokens, below 2**31"),
     "top_p": Range(NUMBER, {"gt": 0, "le": 1}, "a number above 0, up to 1"),
     "min_p": Range(NUMBER, {"ge": 0, "le": 1}, "a number from 0 to 1"),
-    "max_tokens": Range(int, {"ge": 1, "lt": 2**31}, "a whole number, at least 1"),
+    "max_tokens": Range(int, {"ge": 1, "lt": 2**31}, "a whole number, at least 1, below 2**31"),
     "min_tokens": Range(int, {"ge": 0, "lt": 2**31}, "a whole number, 0 to max_tokens"),
     "presence_penalty": Range(NUMBER, {"ge": -2, "le": 2}, "a number from -2 to 2"),
     "frequency_penalty": Range(NUMBER, {"ge": -2, "le": 2}, "a number from -2 to 2"),

@@ -95,6 +95,8 @@ def test_what_can_never_be_served_is_refused_with_its_numbers():
     for bad in ([VOCABULARY], [-1], [True], [1.0], ["a"], torch.tensor([1]).numpy()):
         with raises(ValueError, f"token {bad[0]!r}, outside 0..{VOCABULARY - 1}", "tokenizer"):
             engine.add_request("bad", [1, 2, *bad], greedy(1))
+    with raises(ValueError, "cache_salt is None: wanted a string"):
+        engine.add_request("a", [1], greedy(1), cache_salt=None)
     with raises(ValueError, "prompt is empty"):
         engine.add_request("empty", [], greedy(1))
     with raises(

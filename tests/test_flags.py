@@ -111,7 +111,12 @@ def test_every_flag_is_in_the_table():
     "flag", ["--max-tokens", "--max-connections", "--http-workers", "--long-prefill-threshold"]
 )
 @pytest.mark.parametrize(
-    ("text", "why"), [("0", "0 is too small, wanted at least 1"), ("x", "invalid int value: 'x'")]
+    ("text", "why"),
+    [
+        ("0", "0 is too small, wanted at least 1"),
+        ("2147483648", "2147483648 is too large, wanted less than 2147483648"),
+        ("x", "invalid int value: 'x'"),
+    ],
 )
 def test_counts_are_at_least_one(flag, text, why, capsys):
     assert serve.parse_args([flag, "1"])

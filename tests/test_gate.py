@@ -262,7 +262,15 @@ def test_origins_are_taken_as_browsers_send_them(given, taken):
 
 
 @pytest.mark.parametrize(
-    "text", ["localhost:3000", "http://localhost:3000/", "http://", "https://*.example", ""]
+    "text",
+    [
+        "localhost:3000",
+        "http://localhost:3000/",
+        "http://",
+        "https://*.example",
+        "http://a://b",
+        "",
+    ],
 )
 def test_what_is_no_origin_is_refused(text, capsys):
     """

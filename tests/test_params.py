@@ -70,7 +70,7 @@ REFUSED = [
         for x in (-0.1, 2.1, NAN, INF, -INF, True, "1", None, [1])
     ),
     *(
-        ("top_k", x, "a whole number, 0 for all tokens")
+        ("top_k", x, "a whole number, 0 for all tokens, below 2**31")
         for x in (-1, 2**31, 1.0, NAN, True, "5", None)
     ),
     *(
@@ -79,7 +79,7 @@ REFUSED = [
     ),
     *(("min_p", x, "a number from 0 to 1") for x in (-0.01, 1.01, NAN, INF, False, "0", None)),
     *(
-        ("max_tokens", x, "a whole number, at least 1")
+        ("max_tokens", x, "a whole number, at least 1, below 2**31")
         for x in (0, -1, 2**31, 1.5, NAN, INF, True, "16", None)
     ),
     *(

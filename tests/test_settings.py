@@ -33,6 +33,15 @@ def test_one_is_enough_and_none_is_not(name):
             Settings(**{name: wrong})
 
 
+@pytest.mark.parametrize("wrong", [2**31, 10**30, 1.5, float("nan"), "1", []])
+def test_a_count_is_a_whole_number(wrong):
+    """NaN passed, 10**30 ended in an OverflowError, and others in a TypeError without the name."""
+    with raises(ValueError, f"max_num_seqs is {wrong!r}, wanted at least 1, a whole number"):
+        Settings(max_num_seqs=wrong)
+    with raises(ValueError, "block_size is None"):  # not a value that is found from the machine
+        Settings(block_size=None)
+
+
 def test_a_scheduler_refuses_what_the_engine_refuses():
     with raises(ValueError, "max_num_seqs is 0"):
         SchedulerSettings(max_num_seqs=0)
