@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from commands import SPINS_TRAINING, Help, add_flag, positive
+from commands import SPINS_TRAINING, Help, add_flag, at_least, not_negative, positive
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_TRAINING)  # before torch is loaded
 
@@ -99,28 +99,12 @@ def build_parser() -> ArgumentParser:
     flag("--bias", "biases in linear layers and norms; not given: none", False, action=with_no)
     flag("--dropout", "probability of dropout, for corpora that are read many times", 0.0)
 
-    flag = partial(add_flag, parser.add_argument_group("recipe"))
-    flag("--minutes", "time of the whole run, if --steps is not given", 2.25)
-    about = "the end of a run that goes on for --least_steps; not given: --minutes"
-    flag("--max_minutes", about, kind=float)
-    flag("--least_steps", "with fewer steps done, a run goes on after --minutes", 1)
-    about = "optimizer steps, exactly; not given: as many as there is time for"
-    flag("--steps", about, kind=positive)
-    flag("--batch_size", "sequences a step, over all devices", 8)
-    flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
-    flag("--vector_lr", "peak learning rate of AdamW, which trains embeddings and norms", 4e-3)
-    flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95)
-    flag("--beta2", "of AdamW: the share of its mean squared gradient that a step keeps", 0.95)
-    flag("--weight_decay", "of Muon, as a share of the learning rate", 0.0)
-    flag("--warmup", "steps over which the learning rate rises", 10)
-    flag("--decay", "last share of the run, over which the learning rate falls to zero", 0.8)
-    flag("--clip", "largest norm of the gradient", 1.0)
-    flag("--seed", "of initial weights, order of batches, dropout and samples", 1337, kind=int)
+    add_recipe_flags(parser.add_argument_group("recipe"))
 
     flag = partial(add_flag, parser.add_argument_group("watching"))
     flag("--eval_every", "steps between evaluations, samples and checkpoints", 100)
     flag("--eval_tokens", "held-out tokens to score each time; at the end, all of them", 16384)
-    flag("--sample_tokens", "tokens of a sample; the last ones are twice as long", 64, kind=int)
+    flag("--sample_tokens", "tokens of a sample; the last ones are twice as long", 64, at_least(0))
 
     flag = partial(add_flag, parser.add_argument_group("machine"))
     flag("--device", "cpu, cuda, cuda:1, ...; not given: the first GPU, else the CPU")
@@ -130,6 +114,44 @@ def build_parser() -> ArgumentParser:
     flag("--dtype", about, choices=("float32", "bfloat16"))
     flag("--compile", "torch.compile the model; not given: on GPUs only", action=with_no)
     return parser
+
+
+def add_recipe_flags(group):
+    flag = partial(add_flag, group)
+    share = at_least(0, float, below=1)
+    flag("--minutes", "time of the whole run, if --steps is not given", 2.25, not_negative)
+    about = "the end of a run that goes on for --least_steps; not given: --minutes"
+    flag("--max_minutes", about, kind=not_negative)
+    flag("--least_steps", "with fewer steps done, a run goes on after --minutes", 1)
+    about = "optimizer steps, exactly; not given: as many as there is time for"
+    flag("--steps", about, kind=positive)
+    flag("--batch_size", "sequences a step, over all devices", 8)
+    flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02, not_negative)
+    flag(
+        "--vector_lr",
+        "peak learning rate of AdamW, which trains embeddings and norms",
+        4e-3,
+        not_negative,
+    )
+    flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95, share)
+    flag(
+        "--beta2", "of AdamW: the share of its mean squared gradient that a step keeps", 0.95, share
+    )
+    flag("--weight_decay", "of Muon, as a share of the learning rate", 0.0, not_negative)
+    flag("--warmup", "steps over which the learning rate rises", 10)
+    flag(
+        "--decay",
+        "last share of the run, over which the learning rate falls to zero",
+        0.8,
+        at_least(0.001, float),
+    )
+    flag("--clip", "largest norm of the gradient", 1.0, not_negative)
+    flag(
+        "--seed",
+        "of initial weights, order of batches, dropout and samples",
+        1337,
+        at_least(0, below=2**62),
+    )
 
 
 def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
@@ -389,19 +411,23 @@ class Run:
         rate = round(tokens_per_second)
         for i, (loss, norm) in enumerate(losses, self.step - len(losses) + 1):
             if not math.isfinite(loss + norm):
-                kept = "nothing is saved yet"
-                if self.saved:
-                    kept = f"the checkpoint of step {self.saved} is in {self.out}"
-                sys.exit(
-                    f"step {i}: loss {loss}, gradient norm {norm}: stopped, {kept}. Start again "
-                    f"with a lower --matrix_lr (now {self.args.matrix_lr}) or --vector_lr (now "
-                    f"{self.args.vector_lr})"
-                )
+                self.exit_diverged(f"step {i}: loss {loss}, gradient norm {norm}")
             self.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=rate)
+
+    def exit_diverged(self, found: str):
+        kept = "nothing is saved yet"
+        if self.saved:
+            kept = f"the checkpoint of step {self.saved} is in {self.out}"
+        sys.exit(
+            f"{found}: stopped, {kept}. Start again with a lower --matrix_lr (now "
+            f"{self.args.matrix_lr}) or --vector_lr (now {self.args.vector_lr})"
+        )
 
     def evaluate_and_sample(self) -> str:
         """Evaluate on a part of the held-out text, and sample; what to print about it."""
         nats, count = evaluate(self.model, self.corpus, self.process, self.args.eval_tokens)
+        if not math.isfinite(nats):  # a model that cannot be sampled, and is not to be saved
+            self.exit_diverged(f"step {self.step}: held-out loss {nats}")
         self.record(step=self.step, val_loss=round(nats / count, 5))
         eos = self.corpus.tokenizer.eos_token_id
         prompt = self.corpus.val[:1].tolist() if eos is None else [eos]
@@ -582,6 +608,8 @@ def main(argv: list[str] | None = None):
     if train(run, batches, caught, begun):
         # every held-out token once, after the last checkpoint was written
         nats, count = evaluate(run.model, corpus, process)
+        if not math.isfinite(nats):
+            run.exit_diverged(f"held-out loss {nats}")
         if process.leads:
             report_result(run, nats, count)
     else:

@@ -97,12 +97,15 @@ def test_torchrun_says_which_process_this_is(monkeypatch, joined):
 
 
 def test_each_process_of_a_host_takes_a_gpu_of_its_own(monkeypatch):
+    """`--device cuda` has no index, which torch.cuda.set_device refuses."""
     assert train.pick_device("cuda:3") == torch.device("cuda:3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert train.pick_device("cuda") == torch.device("cuda:0")
     monkeypatch.setenv("RANK", "13")
     assert train.pick_device(None) == torch.device("cuda:0")
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert train.pick_device(None) == torch.device("cuda:5")
+    assert train.pick_device("cuda") == torch.device("cuda:5")
     assert train.pick_device("cpu") == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert train.pick_device(None) == CPU
@@ -111,6 +114,7 @@ def test_each_process_of_a_host_takes_a_gpu_of_its_own(monkeypatch):
 @pytest.mark.parametrize(("bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(monkeypatch, joined, bf16, dtype):
     chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 or including_emulation

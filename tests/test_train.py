@@ -197,6 +197,28 @@ def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tiny, tmp_
     assert assert_loads(tmp_path / "out")["step"] == 5
 
 
+def test_a_model_that_a_step_broke_stops_before_it_is_sampled_or_saved(tiny, tmp_path, monkeypatch):
+    """
+    The loss of a step is known before its update breaks the weights. Sampling from them raised an
+    error of torch, with a traceback.
+    """
+    update = train.Run.update
+
+    def breaking(self, *batch):
+        result = update(self, *batch)
+        if self.step == 10:
+            with torch.no_grad():
+                self.model.wte.weight.fill_(math.nan)
+        return result
+
+    monkeypatch.setattr(train.Run, "update", breaking)
+    with pytest.raises(SystemExit, match=r"^step 10: held-out loss nan.*checkpoint of step 5 is"):
+        train.main([*tiny, "--steps", "20"])
+    assert assert_loads(tmp_path / "out")["step"] == 5
+    with pytest.raises(SystemExit, match=r"^held-out loss nan.*lower --matrix_lr"):
+        train.main([*tiny, "--overwrite", "--steps", "10"])
+
+
 def test_a_gradient_that_is_no_number_stops_too(tiny, corpus):
     """
     The loss of its step is still one. Of several steps that are looked at together, the first bad
@@ -335,6 +357,16 @@ def test_runs_without_the_optional_packages(tiny, tmp_path, monkeypatch, capsys)
         (["--preset", "gpt5"], "invalid choice: 'gpt5'"),
         (["--resume", "--steps", "9", "--seed=1"], "leave out --seed, --steps"),
         (["--eval_every", "0"], "argument --eval_every: 0 is too small, wanted at least 1"),
+        (["--seed", "-1"], "argument --seed: -1 is too small, wanted at least 0"),
+        (["--seed", str(2**70)], "argument --seed: 1180591620717411303424 is too large"),
+        (["--threads", "9" * 20], "argument --threads: 99999999999999999999 is too large"),
+        (["--decay", "0"], "argument --decay: 0 is too small"),
+        (["--momentum", "1"], "argument --momentum: 1 is too large, wanted less than 1"),
+        (["--matrix_lr", "nan"], "argument --matrix_lr: nan is too small"),
+        (["--clip", "-1"], "argument --clip: -1 is too small, wanted at least 0"),
+        (["--device", "x"], "--device x: no such device, there is cpu"),
+        (["--device", "meta"], "--device meta: no such device, there is cpu"),
+        (["--device", "cuda"], "--device cuda:0: the number of GPUs here is 0"),
         (["--data", "nowhere"], "there is shakespeare_char, stdlib"),
         (["--size", "huge"], "argument --size: invalid choice: 'huge' (choose from "),
         (["--preset", "gpt2-124M"], "--size is for the preset stdlib, gpt2-124M has one size"),
@@ -342,7 +374,8 @@ def test_runs_without_the_optional_packages(tiny, tmp_path, monkeypatch, capsys)
         (["--context_length", "1000000"], "too few for windows of 1000000"),
     ],
 )
-def test_mistakes_get_a_message(tiny, flags, message, capsys):
+def test_mistakes_get_a_message(tiny, flags, message, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     flags = flags if "--resume" in flags else [*tiny, "--steps", "2", *flags]
     with pytest.raises(SystemExit) as error:
         train.main(flags)

@@ -11,6 +11,7 @@ environment again.
 
 import math
 import os
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -84,20 +85,36 @@ class Process:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name; for None this process's GPU, or the CPU where there is no GPU."""
-    if name is None:
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    """
+    The device of that name; for None or "cuda" this process's GPU, for None the CPU where there is
+    no GPU. Exits with a message for a name that is no CPU's or GPU's.
+    """
+    if name == "cuda" or (name is None and torch.cuda.is_available()):
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        device = torch.device("cpu" if name is None else name)
+    except RuntimeError:  # not a name that torch knows
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        sys.exit(f"--device {name}: no such device, there is cpu and, with a GPU, cuda")
+    return device
 
 
 def init_process(args: Namespace) -> Process:
-    """Join the other processes of torchrun; take the device and what the flags say about it."""
+    """
+    Join the other processes of torchrun; take the device and what the flags say about it. Exits
+    with a message where there is no such GPU.
+    """
     device = pick_device(args.device)
     if device.type == "cpu":
         has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
         torch.set_num_threads(args.threads or min(torch.get_num_threads(), cores))
     else:
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            leave_out = "leave out the flag, or torchrun, to train on what there is"
+            sys.exit(f"--device {device}: the number of GPUs here is {count}; {leave_out}")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 where products are in float32
         if args.dtype is None:
