@@ -39,55 +39,26 @@ def test_signatures_are_the_posts():
     pool = [(name, None) for name in ("num_blocks", "block_size", "n_layer", "n_head", "head_size")]
     assert positional(KVBlockPool)[:5] == pool and positional(KVBlockPool)[5][0] == "device"
     assert positional(BlockAllocator) == [("num_blocks", None), ("block_size", 4)]
-    assert positional(Request)[:3] == [
-        ("id", None),
-        ("prompt_tokens", None),
-        ("max_new_tokens", None),
-    ]
-    assert positional(Scheduler) == [
-        ("policy", "fcfs"),
-        ("token_budget", 16),
-        ("max_kv_tokens", 256),
-        ("block_size", 4),
-    ]
-    assert positional(interleaved_generate) == [
-        *(("model", None), ("requests", None)),
-        *(("policy", "fcfs"), ("token_budget", 16), ("max_kv_tokens", 256)),
-    ]
+    request = [("id", None), ("prompt_tokens", None), ("max_new_tokens", None)]
+    assert positional(Request)[:3] == request
+    sizes = [("policy", "fcfs"), ("token_budget", 16), ("max_kv_tokens", 256)]
+    assert positional(Scheduler) == [*sizes, ("block_size", 4)]
+    assert positional(interleaved_generate) == [("model", None), ("requests", None), *sizes]
     names = {
-        write_kv_to_pool: [
-            "pool",
-            "block_table",
-            "block_size",
-            "start_pos",
-            "k_new",
-            "v_new",
-            "layer",
-            "head",
-        ],
-        gather_kv_from_pool: [
-            "pool",
-            "block_table",
-            "block_size",
-            "num_filled_slots",
-            "layer",
-            "head",
-        ],
-        maybe_allocate_block: ["request", "block_allocator", "block_size"],
-        commit_completed_blocks: ["request", "block_cache", "block_size", "pool"],
+        write_kv_to_pool: "pool block_table block_size start_pos k_new v_new layer head",
+        gather_kv_from_pool: "pool block_table block_size num_filled_slots layer head",
+        maybe_allocate_block: "request block_allocator block_size",
+        commit_completed_blocks: "request block_cache block_size pool",
     }
     for function, expected in names.items():
-        assert [name for name, _ in positional(function)] == expected
+        assert [name for name, _ in positional(function)] == expected.split()
 
 
 def test_pool_hands_out_views_of_each_head():
     """Would catch: a view of another layer, of V for K, with the sink block in it, or a copy."""
     pool = KVBlockPool(5, 4, 3, 2, 8, "cpu")
-    assert (
-        set(pool.k_pool)
-        == set(pool.v_pool)
-        == {(layer, head) for layer in range(3) for head in range(2)}
-    )
+    keys = {(layer, head) for layer in range(3) for head in range(2)}
+    assert set(pool.k_pool) == set(pool.v_pool) == keys
     numbers = torch.arange(pool.kv.numel(), dtype=torch.float32)
     pool.kv.copy_(numbers.view(pool.kv.shape))
     for (layer, head), k in pool.k_pool.items():
@@ -97,9 +68,8 @@ def test_pool_hands_out_views_of_each_head():
             assert torch.equal(k[block], pool.kv[layer, 0, block, head])
             assert torch.equal(v[block], pool.kv[layer, 1, block, head])
     pool.k_pool[(1, 0)][2, 3] = -1
-    assert (pool.kv == -1).sum() == 8 and (pool.kv[1, 0, 2, 0, 3] == -1).all(), (
-        "writing to the view writes the pool"
-    )
+    assert (pool.kv[1, 0, 2, 0, 3] == -1).all(), "writing to the view writes the pool"
+    assert (pool.kv == -1).sum() == 8, "and nothing but this slot"
 
 
 def test_write_and_gather_through_a_permuted_table():
@@ -121,9 +91,8 @@ def test_write_and_gather_through_a_permuted_table():
         for filled in (1, 4, 5, 14):
             got_k, got_v = gather_kv_from_pool(pool, table, 4, filled, *key)
             assert torch.equal(got_k, k[:, :filled]) and torch.equal(got_v, v[:, :filled])
-        assert torch.equal(pool.k_pool[key][5, 2], k[0, 10]), (
-            "position 10: third block, which is 5, offset 2"
-        )
+        # position 10: third block, which is 5, offset 2
+        assert torch.equal(pool.k_pool[key][5, 2], k[0, 10])
     touched = sorted(set(pool.kv.isfinite().nonzero()[:, 2].tolist()))
     assert touched == [0, 2, 5, 7], "no other block was written, nor the sink"
     assert pool.kv[:, :, 0, :, 2:].isnan().all(), "nor the two slots behind the end"
@@ -136,11 +105,8 @@ def test_allocator_counts_and_complains():
     """
     allocator = BlockAllocator(3)
     assert (allocator.num_blocks, allocator.block_size, allocator.num_free) == (3, 4, 3)
-    assert (
-        allocator.allocate_one() == 0
-        and allocator.allocate_n(2) == [1, 2]
-        and allocator.num_free == 0
-    )
+    assert allocator.allocate_one() == 0
+    assert allocator.allocate_n(2) == [1, 2] and allocator.num_free == 0
     with raises(RuntimeError, "wanted 1", "available 0"):
         allocator.allocate_one()
     allocator.free_blocks_for_request([1])
@@ -154,14 +120,10 @@ def test_allocator_counts_and_complains():
     assert scheduler.block_cache is allocator.block_cache
     commit_completed_blocks(request, scheduler.block_cache, 4, pool=None)
     request.clear_cache(allocator)
-    assert (
-        request.block_table == []
-        and request.num_filled_slots == 0
-        and request.tokens_so_far == [1, 2, 3, 4, 5]
-    )
-    assert allocator.num_free == 2 and allocator.free == [1] and list(allocator.idle) == [0], (
-        "free, and cached and idle"
-    )
+    assert request.block_table == [] and request.num_filled_slots == 0
+    assert request.tokens_so_far == [1, 2, 3, 4, 5]
+    assert allocator.num_free == 2, "free, and cached and idle"
+    assert allocator.free == [1] and list(allocator.idle) == [0]
     assert allocator.allocate_n(2) == [1, 0], "the committed block goes last"
 
 
@@ -170,27 +132,20 @@ def test_request_fields():
     Would catch: a field of the post that is missing, means something else, or cannot be assigned.
     """
     request = Request("r", [5, 6, 7], 2)
-    assert (
-        request.status == "waiting" and request.generated_tokens == [] and request.block_table == []
-    )
-    assert (
-        request.prefill_cursor == 0 and request.num_filled_slots == 0 and request.arrival_time == 0
-    )
-    assert (
-        type(request.block_table) is list and not request.is_fully_prefilled and not request.is_done
-    )
+    assert request.status == "waiting" and request.generated_tokens == []
+    assert request.block_table == [] and type(request.block_table) is list
+    assert request.prefill_cursor == request.num_filled_slots == request.arrival_time == 0
+    assert not request.is_fully_prefilled and not request.is_done
     request.num_filled_slots = 3
     request.prefill_cursor = 3
     request.arrival_time = 1.5
     assert request.num_tokens_in_cache == 3 and request.is_fully_prefilled
     request.generated_tokens.append(8)
-    assert (
-        request.tokens_so_far == [5, 6, 7, 8] and request.num_generated == 1 and not request.is_done
-    )
+    assert request.tokens_so_far == [5, 6, 7, 8]
+    assert request.num_generated == 1 and not request.is_done
     request.generated_tokens.append(9)
-    assert request.is_done and request.status == "waiting", (
-        "done means enough tokens, or the status"
-    )
+    assert request.is_done, "done means enough tokens, or the status"
+    assert request.status == "waiting"
     assert replace(request, generated_tokens=[], status="done").is_done
 
 
@@ -215,9 +170,8 @@ def test_commit_completed_blocks():
     another's tokens.
     """
     scheduler = Scheduler()
-    request = Request(
-        "r", [1, 2, 3, 4, 5, 6], 9, generated_tokens=[7, 8, 9], block_table=[30, 10, 20]
-    )
+    request = Request("r", [1, 2, 3, 4, 5, 6], 9, generated_tokens=[7, 8, 9])
+    request.block_table = [30, 10, 20]
     for filled, held in (
         (3, {}),
         (4, {30: (1, 2, 3, 4)}),
@@ -226,13 +180,12 @@ def test_commit_completed_blocks():
     ):
         request.num_filled_slots = filled
         commit_completed_blocks(request, scheduler.block_cache, 4, pool=None)
-        assert {
-            block: content.tokens for block, content in scheduler.block_cache.held.items()
-        } == held
+        found = {block: content.tokens for block, content in scheduler.block_cache.held.items()}
+        assert found == held
     assert scheduler.block_cache.held[30].parent == root_key()
-    salted = Request(
-        "s", [1, 2, 3, 4], 9, block_table=[40], num_filled_slots=4, cache_salt="pepper"
-    )
+    salted = Request("s", [1, 2, 3, 4], 9, cache_salt="pepper")
+    salted.block_table = [40]
+    salted.num_filled_slots = 4
     commit_completed_blocks(salted, scheduler.block_cache, 4)
     assert scheduler.block_cache.held[40].parent == root_key(salt="pepper"), "salts share nothing"
 
@@ -257,7 +210,8 @@ def test_admission_keeps_what_does_not_fit_waiting():
     Would catch: a request refused, dropped or half admitted because the pool is full at the moment.
     """
     scheduler = Scheduler(max_kv_tokens=12)
-    large, small = Request("large", [1, 2, 3, 4, 5], 1), Request("small", [11, 12, 13, 14, 15], 1)
+    large = Request("large", [1, 2, 3, 4, 5], 1)
+    small = Request("small", [11, 12, 13, 14, 15], 1)
     scheduler.add_request(large)
     scheduler.add_request(small)
     scheduler._maybe_admit(0)
@@ -265,9 +219,8 @@ def test_admission_keeps_what_does_not_fit_waiting():
     assert small.block_table == [] and scheduler.block_allocator.num_free == 1
     scheduler.complete(large)
     scheduler._maybe_admit(1)
-    assert small.status == "prefilling" and small.block_table == [0, 1], (
-        "freed, uncommitted: handed out again at once"
-    )
+    assert small.status == "prefilling"
+    assert small.block_table == [0, 1], "freed, uncommitted: handed out again at once"
 
 
 def test_schedule_is_a_view_of_the_plan():
@@ -304,17 +257,16 @@ def test_promote_and_complete():
     prefill, _ = scheduler.schedule(0)
     prefill.prefill_cursor = prefill.num_filled_slots = 8  # the post's loop computes and assigns
     scheduler.promote(prefill)
-    assert (
-        request.status == "active" and scheduler.active == [request] and scheduler.prefilling == []
-    )
+    assert request.status == "active"
+    assert scheduler.active == [request] and scheduler.prefilling == []
     request.generated_tokens.append(8)
     scheduler.complete(request)
     assert request.status == "done" and request.is_done and scheduler.is_done()
-    assert scheduler.block_allocator.num_free == 64 and not scheduler.block_cache.held, (
-        "freed, and nothing committed"
-    )
+    assert scheduler.block_allocator.num_free == 64, "freed"
+    assert not scheduler.block_cache.held, "and nothing committed"
 
-    prefilling, waiting = Request("p", list(range(30)), 5), Request("w", [1, 2], 5)
+    prefilling = Request("p", list(range(30)), 5)
+    waiting = Request("w", [1, 2], 5)
     scheduler.add_request(prefilling)
     scheduler.schedule(1)
     prefilling.num_filled_slots = prefilling.prefill_cursor = 16
@@ -324,11 +276,8 @@ def test_promote_and_complete():
         assert request.status == status
         scheduler.complete(request)
         assert request.status == "done" and request.block_table == []
-    assert (
-        scheduler.is_done()
-        and scheduler.block_allocator.num_free == 64
-        and not scheduler.block_cache.held
-    )
+    assert scheduler.is_done()
+    assert scheduler.block_allocator.num_free == 64 and not scheduler.block_cache.held
     scheduler.check()
 
 
@@ -337,31 +286,20 @@ def test_interleaved_generate_returns_the_scheduler():
     requests = [Request(i, prompt(i, 6 + i), 4) for i in range(3)]
     scheduler = interleaved_generate(trained_model(), requests)
     assert isinstance(scheduler, Scheduler) and scheduler.is_done()
-    assert (
-        scheduler.block_allocator.num_blocks == 64
-        and scheduler.block_size == 4
-        and scheduler.token_budget == 16
-    )
-    assert [r.num_generated for r in requests] == [
-        4,
-        4,
-        4,
-    ] and scheduler.block_allocator.num_free == 64
+    assert scheduler.block_allocator.num_blocks == 64
+    assert scheduler.block_size == 4 and scheduler.token_budget == 16
+    assert [r.num_generated for r in requests] == [4, 4, 4]
+    assert scheduler.block_allocator.num_free == 64
     assert isinstance(interleaved_generate(trained_model(), []), Scheduler)
-    with raises(
-        ValueError,
-        "request long",
-        f"{CONTEXT - 4} prompt tokens + 5",
-        f"context length of {CONTEXT}",
-    ):
+    numbers = (f"{CONTEXT - 4} prompt tokens + 5", f"context length of {CONTEXT}")
+    with raises(ValueError, "request long", *numbers):
         interleaved_generate(trained_model(), [Request("long", prompt(0, CONTEXT - 4), 5)])
     exact = Request("exact", prompt(0, CONTEXT - 4), 4)
     interleaved_generate(trained_model(), [exact])
     assert exact.num_generated == 4
     with raises(RuntimeError, "cannot grow", "holds 3 of 3 blocks for 12 tokens"):
-        interleaved_generate(
-            trained_model(), [Request("alone", prompt(0, 10), 4)], max_kv_tokens=12
-        )
+        alone = Request("alone", prompt(0, 10), 4)
+        interleaved_generate(trained_model(), [alone], max_kv_tokens=12)
     fits = Request("alone", prompt(0, 10), 3)
     interleaved_generate(trained_model(), [fits], max_kv_tokens=12)
     assert fits.num_generated == 3
