@@ -22,7 +22,7 @@ all of it at work.
 
 from array import array
 from bisect import insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from numbers import Integral
@@ -838,17 +838,12 @@ class Scheduler:
     def _check_blocks(self):
         """Each block is free, referenced or idle, and referenced by as many tables as it counts."""
         allocator = self.block_allocator
-        held = [0] * allocator.num_blocks
-        for request in self.running:
-            for block in request.block_table:
-                held[block] += 1
-        assert held == allocator.ref_counts, (
-            f"block tables hold {held}, reference counts say {allocator.ref_counts}"
-        )
-        referenced = [block for block, count in enumerate(held) if count]
-        everything = sorted(referenced + allocator.free + list(allocator.idle))
+        held = Counter(block for request in self.running for block in request.block_table)
+        counted = {block: n for block, n in enumerate(allocator.ref_counts) if n != 0}
+        assert held == counted, f"block tables hold {held}, reference counts say {counted}"
+        everything = sorted([*held, *allocator.free, *allocator.idle])
         assert everything == list(range(allocator.num_blocks)), (
-            f"{len(referenced)} referenced + {len(allocator.free)} free + {len(allocator.idle)} "
+            f"{len(held)} referenced + {len(allocator.free)} free + {len(allocator.idle)} "
             f"cached and idle blocks are not the {allocator.num_blocks} of the pool, each once"
         )
 
