@@ -194,10 +194,11 @@ class EngineClient(asyncio.Protocol):
                 continue
             steps = list(run)
             rows = {}  # by request: what these steps brought for it
-            for row in itertools.chain.from_iterable(step["out"] for step in steps):
-                earlier = rows.setdefault(row[0], row)
-                if earlier is not row:
-                    join(earlier, row)
+            for step in steps:
+                for row in step["out"]:
+                    earlier = rows.setdefault(row[0], row)
+                    if earlier is not row:
+                        join(earlier, row)
             for id, tokens, finish_reason, *more in rows.values():
                 choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
                 if not choice:
