@@ -187,12 +187,14 @@ class Request:
     prompt_tokens: list[int]
     max_new_tokens: int
     arrival_time: float = 0.0  # in seconds; to policy fcfs the unit does not matter
-    priority: int = 0  # lower is served first
     generated_tokens: list[int | None] = field(default_factory=list)
     status: str = "waiting"
     prefill_cursor: int = 0  # of the prefill target, tokens that are computed or were found cached
     block_table: list[int] = field(default_factory=list)
     num_filled_slots: int = 0  # tokens whose K, V are in the pool after the steps started so far
+
+    # what else may be asked for
+    priority: int = 0  # lower is served first
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     params: object = None  # what the engine needs to sample for this request
@@ -210,7 +212,7 @@ class Request:
     num_hit_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
     num_preemptions: int = 0
     num_to_come: int = 0  # tokens at the end of generated_tokens that are TO_COME
-    num_computed_slots: int = 0  # tokens among these whose step has ended: their K, V exist
+    num_computed_slots: int = 0  # of the filled slots, those whose step has ended: K, V exist
     # leading full blocks that `commit_blocks` is done with: most are in the prefix cache
     num_committed: int = 0
     block_keys: list[bytes] = field(default_factory=list)  # root key, then those of full blocks
