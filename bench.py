@@ -568,7 +568,8 @@ def bench_quality(model="out/stdlib", data="stdlib") -> dict:
     Held-out text, each token scored once as at the end of training, with the weights in each format
     that a CPU serves.
     """
-    from train import Process, evaluate, load_corpus
+    from train import Process, evaluate
+    from training.corpus import load_corpus
     from training.report import bits_per_byte
 
     process = Process(torch.device("cpu"), torch.float32, compile=False)

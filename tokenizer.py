@@ -370,9 +370,10 @@ def read_pattern(spec: dict) -> str:
     if any(step.get("add_prefix_space") for step in steps):
         raise foreign("puts a prefix space before every text")
     match steps:
-        case [{"type": "Split"} as split]:
-            return read_split(split)
-        case [{"type": "Split"} as split, {"type": "ByteLevel", "use_regex": False}]:
+        case [{"type": "Split"} as split] | [
+            {"type": "Split"} as split,
+            {"type": "ByteLevel", "use_regex": False},
+        ]:
             return read_split(split)
         case [{"type": "ByteLevel"} as level] if level.get("use_regex", True):
             return GPT2_PATTERN

@@ -15,7 +15,6 @@ recipe, the run and its loop; `main` sums up. Letters: B sequences a step, T tok
 import json
 import math
 import os
-import runpy
 import signal
 import sys
 import textwrap
@@ -31,21 +30,18 @@ os.environ.setdefault("GOMP_SPINCOUNT", SPINS_TRAINING)  # before torch is loade
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from checkpoint import TIED, save_checkpoint
 from model import GPT, GPTConfig
-from tokenizer import Tokenizer, load_tokenizer, write_atomically
+from tokenizer import write_atomically
 from training.clock import Clock
-from training.corpus import read_corpus
+from training.corpus import Corpus, load_corpus
 from training.machine import Process, fit_to_machine, init_process, pick_device
 from training.muon import Muon
 from training.report import advance, introduce, progress_bar, report_result
 from training.samples import generate_texts
 from training.sizes import SIZES
-
-ROOT = Path(__file__).resolve().parent
 
 # --------------------------------------------------------------------------------------------------
 # Knobs. A flag's default stands in its own line; a preset lists only what it changes, for CPUs and
@@ -195,39 +191,6 @@ def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
 
 
 @dataclass
-class Corpus:
-    """What a run trains on, and what it is measured with."""
-
-    tokenizer: Tokenizer
-    train: np.ndarray  # memory-mapped tokens
-    val: np.ndarray  # held out
-
-    def scored_bytes(self, count: int) -> bytes:
-        """
-        The text of the `count` held-out tokens that `evaluate` scored. Where no end-of-text token
-        could stand before it, the first token has no score, and its bytes are not in the text.
-        """
-        return self.tokenizer.decode_bytes(self.val[-count:].tolist())
-
-
-def load_corpus(name: str, process: Process) -> Corpus:
-    """The corpus in data/NAME, made first if need be, or in the folder NAME. Exits without one."""
-    folder = ROOT / "data" / name
-    if not (folder / "meta.json").is_file():
-        recipe = folder / "prepare.py"
-        if not recipe.is_file():
-            there = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
-            sys.exit(
-                f"--data {name}: {folder} has neither meta.json nor prepare.py; there is "
-                f"{', '.join(there)}"
-            )
-        if process.leads:
-            runpy.run_path(str(recipe))["prepare"]()
-    if process.world > 1:
-        dist.barrier()  # the others wait until the first process has prepared it
-    return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))
-
-
 class Batches:
     """
     The training batch of a step as a function of (seed, step). An epoch cuts the corpus into
@@ -235,19 +198,20 @@ class Batches:
     once an epoch.
     """
 
-    def __init__(self, tokens: np.ndarray, batch_size: int, context_length: int, seed: int):
-        self.tokens = tokens
-        self.B = batch_size
-        self.T = context_length
-        self.seed = seed
-        self.windows = (len(tokens) - 1) // self.T - 1  # one less than fit: room for any offset
+    tokens: np.ndarray
+    B: int  # sequences a step, over all processes
+    T: int  # tokens of each
+    seed: int
+    epoch: int | None = None  # the one that `starts` is of
+    starts: np.ndarray | None = None  # where its windows begin, in their order
+
+    def __post_init__(self):
+        self.windows = (len(self.tokens) - 1) // self.T - 1  # one less than fit: for any offset
         if self.windows < 1:
             sys.exit(
-                f"{len(tokens)} training tokens are too few for windows of {self.T}: lower "
+                f"{len(self.tokens)} training tokens are too few for windows of {self.T}: lower "
                 "context_length"
             )
-        self.epoch = None  # the one that `starts` is of
-        self.starts = None
 
     def start(self, i: int) -> int:
         """Where the i-th window of the run begins."""
@@ -618,9 +582,7 @@ def main(argv: list[str] | None = None):
             "continues"
         )
     process.print(f"{time.perf_counter() - started:.0f} s in all; checkpoint in {run.out}")
-    if process.world > 1:
-        dist.barrier()  # a process that leaves while another still talks to it may be aborted
-        dist.destroy_process_group()
+    process.leave()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def test_two_processes_take_the_steps_of_one(corpus, tmp_path):  # noqa: F811
 def joined(monkeypatch) -> list[str]:
     """Which backends would have been joined: nothing is."""
     backends = []
-    monkeypatch.setattr(train.dist, "init_process_group", backends.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", backends.append)
     return backends
 
 
@@ -164,9 +164,11 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
     (tmp_path / "data" / "letters").mkdir(parents=True)
     (tmp_path / "data" / "letters" / "prepare.py").write_text(recipe)
     meta = tmp_path / "data" / "letters" / "meta.json"
-    monkeypatch.setattr(train, "ROOT", tmp_path)
+    monkeypatch.setattr("training.corpus.ROOT", tmp_path)
     prepared_at_barrier = []
-    monkeypatch.setattr(train.dist, "barrier", lambda: prepared_at_barrier.append(meta.exists()))
+    monkeypatch.setattr(
+        torch.distributed, "barrier", lambda: prepared_at_barrier.append(meta.exists())
+    )
     with pytest.raises(TokenizerError):
         train.load_corpus("letters", place(1, 2))  # the other has not prepared it
     assert prepared_at_barrier == [False]
@@ -199,7 +201,7 @@ def test_evaluation_is_divided_among_processes(corpus, monkeypatch):  # noqa: F8
 
 def test_a_batch_that_does_not_divide_is_refused(corpus, monkeypatch, tmp_path):  # noqa: F811
     monkeypatch.setattr(train, "init_process", lambda args: place(0, 3))
-    monkeypatch.setattr(train.dist, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     with pytest.raises(
         SystemExit, match="--batch_size 4 does not divide among 3 processes: take a multiple"
     ):

@@ -468,7 +468,8 @@ def test_what_a_resumed_run_may_change(capsys):
         if action.dest not in train.RESUMABLE
     }
     for flag in sorted(set(actions) - {"-h", "--help", "--size"}):
-        value = [] if actions[flag].nargs == 0 else ["1"]
+        number = "0.5" if flag in ("--momentum", "--beta2") else "1"  # these are below 1
+        value = [] if actions[flag].nargs == 0 else [number]
         with pytest.raises(SystemExit):
             train.parse_args(["--resume", flag, *value])
         assert "leave out" in capsys.readouterr().err or actions[flag].choices
@@ -1251,7 +1252,7 @@ MACHINE = train.Process(torch.device("cpu"), torch.float32, compile=False)
 
 def test_an_epoch_is_every_window_once_in_another_order():
     tokens = np.arange(1005, dtype=np.uint16)
-    batches = train.Batches(tokens, batch_size=9, context_length=10, seed=3)
+    batches = train.Batches(tokens, 9, 10, seed=3)
     assert batches.windows == 99
     epochs = [[batches.start(i) for i in range(e * 99, (e + 1) * 99)] for e in range(2)]
     for starts in epochs:

@@ -1,16 +1,22 @@
 """
-What a corpus in data/ is made of: a tokenizer that fits its text, and files of token ids.
+A corpus: a tokenizer that fits its text, and files of token ids. Recipes, data/*/prepare.py, make
+it:
 
     tokenizer = train_bpe(texts, vocab_size=4096)      # or char_tokenizer(text), gpt2_tokenizer()
     write_corpus(folder, tokenizer, train_ids, val_ids)
-    val = read_corpus(folder, "val")                   # a numpy array, memory-mapped
 
-The recipes, data/*/prepare.py, make and write; train.py reads. `train_bpe` alone needs the
-`tokenizers` library.
+train.py reads it, and calls the recipe where that is still to be done:
+
+    corpus = load_corpus("stdlib", process)
+
+`train_bpe` alone needs the `tokenizers` library.
 """
 
 import json
+import runpy
+import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,11 +31,14 @@ from tokenizer import (
     CharTokenizer,
     Tokenizer,
     TokenizerError,
+    load_tokenizer,
     piece_bytes,
     piece_of,
     write_atomically,
     write_json,
 )
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # --------------------------------------------------------------------------------------------------
 # Tokenizers
@@ -163,3 +172,39 @@ def read_corpus(directory: Path, split: str) -> np.ndarray:
     """The tokens of "train" or "val", memory-mapped and read-only."""
     meta = json.loads((directory / "meta.json").read_text())
     return np.memmap(directory / f"{split}.bin", dtype=meta["dtype"], mode="r")
+
+
+@dataclass
+class Corpus:
+    """What a run trains on, and what it is measured with."""
+
+    tokenizer: Tokenizer
+    train: np.ndarray  # memory-mapped tokens
+    val: np.ndarray  # held out
+
+    def scored_bytes(self, count: int) -> bytes:
+        """
+        The text of the `count` held-out tokens that `evaluate` scored. Where no end-of-text token
+        could stand before it, the first token has no score, and its bytes are not in the text.
+        """
+        return self.tokenizer.decode_bytes(self.val[-count:].tolist())
+
+
+def load_corpus(name: str, process) -> Corpus:
+    """
+    The corpus in data/NAME, which the first of the processes makes if need be, or in the folder
+    NAME. Exits without one. `process`: see training/machine.py.
+    """
+    folder = ROOT / "data" / name
+    if not (folder / "meta.json").is_file():
+        recipe = folder / "prepare.py"
+        if not recipe.is_file():
+            there = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
+            sys.exit(
+                f"--data {name}: {folder} has neither meta.json nor prepare.py; there is "
+                f"{', '.join(there)}"
+            )
+        if process.leads:
+            runpy.run_path(str(recipe))["prepare"]()
+    process.wait()  # until the first process has prepared it
+    return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))

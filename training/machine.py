@@ -63,6 +63,17 @@ class Process:
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
         return self.mean(x).tolist()
 
+    def wait(self):
+        """Wait until all processes are here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def leave(self):
+        """The end: a process that left while another still talks to it might be aborted."""
+        self.wait()
+        if self.world > 1:
+            dist.destroy_process_group()
+
     def print(self, text: str, bar=None):
         """Print from one process, above tqdm's bar if there is one."""
         if not self.leads:
