@@ -110,7 +110,7 @@ def test_joined_tokens_say_the_same(fields):
     """
 
     def events(per_step):
-        engine = FakeEngine(per_step=per_step)
+        engine = FakeEngine(per_step=per_step, pace=0.02)  # a busy machine joins faster steps
         with Server(engine=engine) as server:
             found = server.stream(
                 "say h\u20acllo world", stream_options={"include_usage": True}, **fields
