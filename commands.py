@@ -59,12 +59,13 @@ not_negative = at_least(0, float)
 
 def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = None, **options):
     """
-    One flag. `kind` makes a value of the text; not given, it is the type of the default, for an int
-    whole numbers from 1 on. A default of False or True makes a switch, unless `action` is given.
+    One flag. `kind` makes a value of the text; not given, it is the type of the default, of ints
+    those from 1 on, of floats those from 0 on. A default of False or True makes a switch, unless
+    `action` is given.
     """
     if isinstance(default, bool):
         options.setdefault("action", "store_false" if default else "store_true")
     elif "action" not in options:
-        kinds = {int: positive, float: float}
+        kinds = {int: positive, float: not_negative}
         options["type"] = kind or kinds.get(type(default), str)
     group.add_argument(flag, default=default, help=help, **options)

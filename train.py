@@ -115,25 +115,20 @@ def build_parser() -> ArgumentParser:
 def add_recipe_flags(group):
     flag = partial(add_flag, group)
     share = at_least(0, float, below=1)
-    flag("--minutes", "time of the whole run, if --steps is not given", 2.25, not_negative)
+    flag("--minutes", "time of the whole run, if --steps is not given", 2.25)
     about = "the end of a run that goes on for --least_steps; not given: --minutes"
     flag("--max_minutes", about, kind=not_negative)
     flag("--least_steps", "with fewer steps done, a run goes on after --minutes", 1)
     about = "optimizer steps, exactly; not given: as many as there is time for"
     flag("--steps", about, kind=positive)
     flag("--batch_size", "sequences a step, over all devices", 8)
-    flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02, not_negative)
-    flag(
-        "--vector_lr",
-        "peak learning rate of AdamW, which trains embeddings and norms",
-        4e-3,
-        not_negative,
-    )
+    flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
+    flag("--vector_lr", "peak learning rate of AdamW, which trains embeddings and norms", 4e-3)
     flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95, share)
     flag(
         "--beta2", "of AdamW: the share of its mean squared gradient that a step keeps", 0.95, share
     )
-    flag("--weight_decay", "of Muon, as a share of the learning rate", 0.0, not_negative)
+    flag("--weight_decay", "of Muon, as a share of the learning rate", 0.0)
     flag("--warmup", "steps over which the learning rate rises", 10)
     flag(
         "--decay",
@@ -141,7 +136,7 @@ def add_recipe_flags(group):
         0.8,
         at_least(0.001, float),
     )
-    flag("--clip", "largest norm of the gradient", 1.0, not_negative)
+    flag("--clip", "largest norm of the gradient", 1.0)
     flag(
         "--seed",
         "of initial weights, order of batches, dropout and samples",

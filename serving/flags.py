@@ -15,7 +15,7 @@ from dataclasses import fields
 from functools import partial
 from typing import get_args
 
-from commands import Help, add_flag, at_least, not_negative, positive
+from commands import Help, add_flag, at_least, positive
 from serving.settings import Settings
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
@@ -133,26 +133,15 @@ def add_limits(add: Callable):
         256,
         at_least(0),
     )
-    add(
-        "--max-body-mib",
-        "largest body of a request, in MiB; for a larger one, a 413",
-        4.0,
-        not_negative,
-    )
+    add("--max-body-mib", "largest body of a request, in MiB; for a larger one, a 413", 4.0)
     add("--max-connections", "connections at once; for more, idle ones are closed", 512)
     add(
         "--client-seconds",
         "how long a client may take to send a request, or to read what was sent to it",
         30.0,
-        not_negative,
     )
-    add(
-        "--request-seconds",
-        "how long an answer may take, its waiting included",
-        600.0,
-        not_negative,
-    )
-    add("--drain-seconds", "how long running requests may go on after SIGTERM", 30.0, not_negative)
+    add("--request-seconds", "how long an answer may take, its waiting included", 600.0)
+    add("--drain-seconds", "how long running requests may go on after SIGTERM", 30.0)
 
 
 def add_terminal_flags(group):
