@@ -462,13 +462,12 @@ def check_layout(x: Tensor, kv: Tensor, batch: Batch):
     """Assert what the kernels assume of x [T, heads, D] and kv [2, num_blocks + 1, Hk, S, D]."""
     tables = batch.block_tables
     D = kv.shape[4]
-    together = x.stride(2) == 1 and x.stride(1) == D
     floats = x.is_floating_point() and kv.is_floating_point()
     assert x.device == kv.device == tables.device, f"tensors on {x.device} and {kv.device}"
     assert x.shape[2] == D, f"heads of {x.shape[2]} for a pool of heads of {D}"
     assert floats, f"wanted floating point, got {x.dtype} and {kv.dtype}"
     assert kv.element_size() <= 4, f"the kernels compute in float32, the pool is {kv.dtype}"
-    assert together, f"strides {x.stride()}: wanted the heads of a token together"
+    assert x.stride()[1:] == (D, 1), f"strides {x.stride()}: wanted the heads of a token together"
     assert kv.is_contiguous(), "the pool of a layer must be contiguous"
     assert tables.dtype == torch.int32, f"block tables are {tables.dtype}, wanted int32"
     assert tables.stride(1) == 1, "block tables must be contiguous along blocks"

@@ -183,16 +183,12 @@ def lay_out(
     context_lens = [r.num_filled_slots + 1 for r in plan.decodes]
     context_lens += [1] * (n - len(plan.decodes))
     context_lens += [r.num_filled_slots + m for r, m in plan.chunks] + no_chunk
-    tables = inputs.block_tables
-    if not ops.fixed_shapes:  # no wider than is needed
-        tables = tables[:, : -(-max(context_lens) // S)]
+    if not ops.fixed_shapes:  # tables no wider than is needed
+        M = -(-max(context_lens) // S)
+        inputs = inputs._replace(block_tables=inputs.block_tables[:, :M])
     return Batch(
-        tokens=inputs.tokens,
-        positions=inputs.positions,
-        slot_mapping=inputs.slot_mapping,
+        **inputs._asdict(),
         query_start=query_start,
-        context_lens=inputs.context_lens,
-        block_tables=tables,
         logits_index=logits_index,
         num_decodes=n,
         query_lens_host=query_lens,

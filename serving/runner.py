@@ -144,15 +144,16 @@ class Runner:
             S=settings.block_size,
         )
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
-        self.is_padded = self.ops.fixed_shapes and device.type == "cuda"
-        self.shapes = padded_shapes(N, settings.token_budget) if self.is_padded else []
+        self.shapes = []  # to which steps are padded, if they are
+        if self.ops.fixed_shapes and device.type == "cuda":
+            self.shapes = padded_shapes(N, settings.token_budget)
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
         self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
         self.decode_one = None  # or a compiled step of one request
         if settings.compile:
             check_can_compile(self.ops, device)
             self.decode_one = compile_decode_one(model, settings.quantize, self.pool.kv)
-        if settings.graphs and self.is_padded:
+        if settings.graphs and self.shapes:
             self.capture_all()
 
     # -- host to device ----------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class Runner:
         for shape in self.shapes:  # the smallest come first
             if shape.n >= n and shape.C >= C and shape.T >= T:
                 return shape
-        if n and self.is_padded:
+        if n and self.shapes:
             n = min(shape.n for shape in self.shapes if shape.n >= n)
         return StepShape(n, C, T)
 

@@ -165,7 +165,6 @@ class SimulatedRunner(Runner):
         most_blocks = -(-model.config.context_length // settings.block_size)
         self.block_tables = [[self.pool.sink] * most_blocks for _ in range(N + 1)]
         self.scored_rows: set[int] = set()
-        self.is_padded = padded
         decodes = sorted({1, 2, 4, N}) if padded else []
         self.shapes = [StepShape(n, 0, 0) for n in decodes]
         self.shapes += [

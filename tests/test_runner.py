@@ -63,7 +63,6 @@ class Replay:
 def pad(engine: Engine):
     """Let the engine pad its steps as on a GPU."""
     runner, scheduler = engine.runner, engine.scheduler
-    runner.is_padded = True
     runner.ops = runner.ops._replace(fixed_shapes=True)
     runner.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
 
@@ -485,7 +484,6 @@ def test_a_step_takes_the_smallest_size_that_holds_it():
     engine = new_engine(trained_model(), num_blocks=8)
     runner = engine.runner
     assert runner.padded_shape(planned(3, 5)) == (3, 1, 5), "on a CPU nothing is padded"
-    runner.is_padded = True
     # decodes: 1, 2, 4, 8, 16, 24, 32, 40, with chunks 8, 32, 40
     runner.shapes = padded_shapes(40, 1000)
     for plan, wanted in (
