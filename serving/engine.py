@@ -255,7 +255,7 @@ class Engine:
         if self.settings.trace:
             print(describe(plan, self.scheduler))
         self.num_decode_tokens += len(plan.decodes)
-        self.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
+        self.num_prefill_tokens += sum(n for _, n in plan.chunks)
         self.scheduler.advance(plan)
         return [], flight
 
@@ -320,7 +320,7 @@ class Engine:
         Abort the requests that took part in a step that failed: what it wrote of their K, V and
         device state is unknown. Returns their outputs; Ctrl-C (BaseException) is raised again.
         """
-        took_part = dict.fromkeys(plan.decodes + [r for r, _ in plan.chunks] + plan.admitted)
+        took_part = dict.fromkeys([r for r, _ in plan.work] + plan.admitted)
         failed = [r for r in took_part if self.requests.get(r.id) is r]  # not ended since
         for request in failed:
             self.abort(request.id)

@@ -26,7 +26,6 @@ from serving.inputs import (
     KnownRows,
     StepShape,
     check_ranges,
-    is_completed,
     lay_out,
     pack,
     sizes,
@@ -211,9 +210,8 @@ class Runner:
             self.place(*plan.admitted)
         shape = self.padded_shape(plan)
         wanted = list(range(len(plan.decodes)))
-        for i, (request, m) in enumerate(plan.chunks):
-            if is_completed(request, m):
-                wanted.append(shape.n + i)
+        ends = plan.sampled[len(plan.decodes) :]  # whose chunk is the last one of its prompt
+        wanted += [shape.n + i for i, (request, _) in enumerate(plan.chunks) if request in ends]
         packed = pack(plan, shape, self.padding_row, self.pool.sink)
         if shape in self.graphs:
             graph, *outputs = self.graphs[shape]

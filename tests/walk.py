@@ -66,8 +66,7 @@ class Walk:
         if event != "call" or not is_ours(file):
             return
         is_resumed = frame.f_lasti > self.starts.setdefault(code, frame.f_lasti)
-        name = name.partition(".<locals>.<")[0]  # a comprehension's is its function's
-        if not self.is_on or name.startswith("<"):
+        if not self.is_on or name.endswith(">"):  # of a module, a lambda or a comprehension
             return
         caller = frame.f_back
         while caller and not is_ours(caller.f_code.co_filename):
