@@ -239,7 +239,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     weights = {}
     for name, weight in saved.items():
         name = name.removeprefix("transformer.")  # which the hub's own GPT-2 does not have
-        weights[name] = weight.t() if is_transposed(name) else weight
+        weights[name] = weight.mT if is_transposed(name) and weight.ndim > 1 else weight
     return weights
 
 

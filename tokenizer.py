@@ -206,8 +206,9 @@ class BPETokenizer(Tokenizer):
         check_around(spec, decoder="ByteLevel")
         check_model(spec["model"])
         super().__init__(spec, piece_bytes, eos_token)
-        # a merge is "a b" or ["a", "b"]: no piece has a blank; two merges may make the same piece
-        merged = ["".join(merge).replace(" ", "") for merge in spec["model"]["merges"]]
+        # a merge is "a b" or ["a", "b"]; two merges may make the same piece
+        pairs = (m.split(" ") if isinstance(m, str) else m for m in spec["model"]["merges"])
+        merged = [first + second for first, second in pairs]
         merged_ids = list(dict.fromkeys(self.vocab[piece] for piece in merged))
         if merged_ids != sorted(merged_ids):  # tiktoken merges the pair of the lowest id first
             raise foreign("numbers its tokens in another order than its merges")

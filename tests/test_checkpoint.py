@@ -358,6 +358,15 @@ def test_weights_of_another_shape_are_refused(tmp_path, shape):
         load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (1, 1), (1, 32, 96)])
+def test_matrices_of_another_shape_are_refused(tmp_path, shape):
+    """They are transposed first, which torch refuses for three dimensions."""
+    save_checkpoint(random_model(), tmp_path)
+    change_weights(tmp_path, **{"transformer.h.1.attn.c_attn.weight": torch.ones(shape)})
+    with pytest.raises(CheckpointError, match=r"h\.1\.attn\.c_attn\.weight is .*, wanted"):
+        load_checkpoint(tmp_path)
+
+
 def test_what_training_left_is_no_other_models_file(tmp_path):
     """train_state.pt stands beside what was never saved whole: that is still told to train."""
     (tmp_path / "train_state.pt").write_bytes(b"")

@@ -607,6 +607,13 @@ def test_ids_in_another_order_than_the_merges_are_refused(bpe, tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("merges", [["a"], [["a"]], [["a", "", ""]], {"a": -1}, "a", [7], None])
+def test_a_merge_is_of_two_pieces(bpe, tmp_path, merges):
+    write_changed(bpe, tmp_path, model={"merges": merges})
+    with pytest.raises(TokenizerError, match="not a tokenizer this code reads"):
+        load_tokenizer(tmp_path)
+
+
 def test_tokens_that_no_merge_makes_are_refused_where_they_count(bpe, tmp_path):
     """
     With ignore_merges a piece that is a token as a whole is that token, however it came into the
