@@ -153,7 +153,8 @@ def combine_splits(
 ):  # fmt: skip
     """
     Second half of split-KV: add up the first `used` of SPLITS partial results of AT_ONCE query
-    heads, each weighted by its share of the softmax, which its log-sum-exp gives.
+    heads, each weighted by its share of the softmax, which its log-sum-exp gives. Of these heads,
+    the first at `out`, `heads` are there; the others are padding.
     """
     h, s, d = tl.arange(0, AT_ONCE), tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     real = (h < heads)[:, None] & (s < used)[None, :]
@@ -200,7 +201,8 @@ def decode_kernel(
     the context uses, so the host needs no length to launch it. Requests are ordered longest first:
     a long one that started last would run alone at the end. The last split of a request and KV head
     to finish combines all of them, without a second launch. `finished` [B, Hk] counts them, from
-    zero, and is zero again afterwards.
+    zero, and is zero again afterwards. q and out are [T, H, D], their strides numbers from token to
+    token; kv is one layer's pool, V `k_to_v` numbers after K; for WINDOW see TritonPlan.
     """
     head, split, request = tl.program_id(0), tl.program_id(1), tl.load(order + tl.program_id(2))
     G: tl.constexpr = H // Hk
@@ -269,7 +271,8 @@ def prefill_kernel(
     Grid (H, tiles): a program attends from ROWS consecutive tokens of one prefill chunk, one query
     head, to all keys they may see. `tile_request` is the request of each tile, or NO_REQUEST,
     `tile_start` where in its chunk the tile begins. The last tiles, which see most keys, come
-    first, all heads of them: a long one that started last would run alone at the end.
+    first, all heads of them: a long one that started last would run alone at the end. Otherwise as
+    decode_kernel.
     """
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head, request = tl.program_id(0), tl.load(tile_request + tile)

@@ -8,11 +8,11 @@ answers one streamed request.
 A server and a real engine with a tiny model run in threads of one process, on the CPU. The way of a
 request has three parts: the request through the HTTP process, its steps in the engine, its tokens
 back through the HTTP process. The way of a decoded token begins where the engine plans its step,
-and each process is done with it where it turns to the next round. Each function counts once,
-at its first call, properties too; lambdas and comprehensions belong to the function that they are
-in. Of coroutines that wait for one another the innermost counts: to resume it, Python calls all of
-them. What also runs without a request does not count. On a GPU the operators of serving/ops.py
-launch kernels, which a profile of Python does not show.
+and each process is done with it where it turns to the next round. Each function counts once, at its
+first call, properties too; lambdas and comprehensions belong to the function that they are in. Of
+coroutines that wait for one another the innermost counts: to resume it, Python calls all of them.
+What also runs without a request does not count. On a GPU the operators of serving/ops.py launch
+kernels, which a profile of Python does not show.
 """
 
 import sys
