@@ -584,10 +584,14 @@ def write_atomically(path: Path, write: Callable[[Path], None]):
     the old file or the new one, never half of one, whenever the process dies.
     """
     temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    with open(temporary, "rb") as f:
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        with open(temporary, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # on a full disk it takes the rest of the room
+        raise
 
 
 def write_json(path: Path, content: dict):

@@ -39,7 +39,7 @@ from training.clock import Clock
 from training.corpus import Corpus, load_corpus
 from training.machine import Process, fit_to_machine, init_process, pick_device
 from training.muon import Muon
-from training.report import advance, introduce, progress_bar, report_result
+from training.report import advance, exit_if_unwritable, introduce, progress_bar, report_result
 from training.samples import generate_texts
 from training.sizes import SIZES
 
@@ -359,7 +359,7 @@ class Run:
         """One line of log.jsonl."""
         self.log.append(line)
         if self.process.leads:
-            with open(self.out / "log.jsonl", "a") as f:
+            with exit_if_unwritable(self.out), open(self.out / "log.jsonl", "a") as f:
                 print(json.dumps(line), file=f)
 
     def record_steps(self, losses: list, tokens_per_second: float):
@@ -411,8 +411,9 @@ class Run:
                 "model": self.model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             }
-            write_atomically(self.out / "train_state.pt", partial(torch.save, state))
-            save_checkpoint(self.model, self.out)
+            with exit_if_unwritable(self.out):
+                write_atomically(self.out / "train_state.pt", partial(torch.save, state))
+                save_checkpoint(self.model, self.out)
         self.saved = self.step
 
     def load(self, state: dict):
@@ -428,8 +429,9 @@ class Run:
         if self.process.leads:
             # after a kill, log.jsonl may be ahead of train_state.pt, and the checkpoint behind it
             lines = "".join(json.dumps(line) + "\n" for line in self.log)
-            write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
-            save_checkpoint(self.model, self.out)
+            with exit_if_unwritable(self.out):
+                write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
+                save_checkpoint(self.model, self.out)
 
 
 def open_out(args: Namespace) -> dict | None:
@@ -556,8 +558,9 @@ def main(argv: list[str] | None = None):
     if state is not None:
         run.load(state)
     elif process.leads:
-        delete_checkpoint(run.out)
-        corpus.tokenizer.save(run.out)
+        with exit_if_unwritable(run.out):
+            delete_checkpoint(run.out)
+            corpus.tokenizer.save(run.out)
     process.print(introduce(run))
 
     # loop

@@ -593,8 +593,8 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert happened == ["file.tmp", "fsync", "replace"]
     assert path.read_text() == "new" and [*tmp_path.iterdir()] == [path]
     with pytest.raises(ZeroDivisionError):
-        module.write_atomically(path, lambda temporary: 1 / 0)
-    assert path.read_text() == "new"
+        module.write_atomically(path, lambda temporary: temporary.write_text("half") / 0)
+    assert path.read_text() == "new" and [*tmp_path.iterdir()] == [path]
 
 
 def test_ids_in_another_order_than_the_merges_are_refused(bpe, tmp_path):

@@ -219,6 +219,31 @@ def test_a_model_that_a_step_broke_stops_before_it_is_sampled_or_saved(tiny, tmp
         train.main([*tiny, "--overwrite", "--steps", "10"])
 
 
+def test_a_full_disk_ends_the_run_with_a_message_and_keeps_what_was_saved(
+    tiny, tmp_path, monkeypatch
+):
+    """It was a traceback, of torch's about an unexpected position, and half a file stayed."""
+    save = torch.save
+    saved = []
+
+    def full(state, path):
+        save(state, path)
+        saved.append(state["step"])
+        if len(saved) == 2:
+            raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit, match=r"out cannot be written .* MiB are free there: make room"):
+        train.main([*tiny, "--steps", "20"])
+    assert assert_loads(out)["step"] == 5
+    assert not [*out.glob("*.tmp")]
+    (out / "log.jsonl").unlink()
+    (out / "log.jsonl").mkdir()
+    with pytest.raises(SystemExit, match=r"out cannot be written .*directory"):
+        train.main(["--resume", "--out", str(out)])
+
+
 def test_a_gradient_that_is_no_number_stops_too(tiny, corpus):
     """
     The loss of its step is still one. Of several steps that are looked at together, the first bad

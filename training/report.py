@@ -10,9 +10,13 @@ What a training run shows: what it chose, how far it is, and at the end how good
 import gzip
 import lzma
 import math
+import shutil
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from tokenizer import write_atomically
 from training.samples import last_samples
@@ -149,3 +153,20 @@ def draw(log: list[dict], path: Path):
     axes.legend()
     save = partial(figure.savefig, format="png", dpi=120, bbox_inches="tight")
     write_atomically(path, save)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where it cannot go on
+
+
+@contextmanager
+def exit_if_unwritable(out: Path):
+    """Exits with a message where a file cannot be written, as on a full disk."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
+        free = shutil.disk_usage(out).free / 2**20
+        sys.exit(
+            f"{out} cannot be written ({error}), {free:,.1f} MiB are free there: make room or name "
+            "another --out; a checkpoint that was saved before is whole, --resume continues it"
+        )
