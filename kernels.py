@@ -375,7 +375,7 @@ def padded(n: int) -> int:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program (thread block) may take."""
     if device.type != "cuda":
-        return 2**20
+        return 2**20  # for the interpreter, which has no limit
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
@@ -395,7 +395,7 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     device = kv.device
     on_gpu = device.type == "cuda"
     assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
-    processors = 8
+    processors = 8  # for the interpreter: any number will do
     if on_gpu:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     at_once = processors * programs_at_once(D)

@@ -102,7 +102,7 @@ class BlockAllocator:
         self.ref_counts = [0] * num_blocks  # how many block tables hold each block
         # in no table and not committed; a stack: the block freed last is handed out next
         self.free = list(reversed(range(num_blocks)))
-        # in no table, but committed; the least recently used first (a set, if it had an order)
+        # in no table, but committed: an ordered set, the least recently used first
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.block_cache = BlockCache()
         self.num_evictions = 0
@@ -377,7 +377,7 @@ class SchedulerSettings:
     """
 
     max_num_seqs: int = setting(256, "requests running at once; each owns a row", least=1)
-    watermark: float = 0.0  # share of the blocks that no admission takes: running requests grow
+    watermark: float = 0.0  # share of the blocks that admissions leave to running requests
     prefill_share: float = setting(0.25, "share of the token budget that is kept for prompts")
     max_num_partial_prefills: int = setting(
         4, "prompts with even shares of a step; later ones get what is left over", least=1
@@ -532,6 +532,7 @@ class Scheduler:
         needed = self.blocks_for(num_tokens) - len(hits)
         # an idle hit counts as free, but is about to be referenced
         spare = allocator.num_free - len(allocator.idle.keys() & hits)
+        # with no other request to grow, one may take the whole pool
         reserve = self.watermark if self.active or self.prefilling else 0
         if needed + reserve > spare:
             return False

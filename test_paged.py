@@ -8,8 +8,8 @@ Three parts, each standing on the one before: who owns which block (no model nee
 computed when (no model needed either), and then the whole engine against the dense model, which has
 no cache and computes every text from its beginning for each token. Block size is 4 throughout,
 pools have a handful of blocks, so that block ids can be written down. Wherever a model runs, the
-pool starts full of NaN and its free blocks are shuffled: reading a slot that nobody wrote, or a
-block of somebody else, cannot go unnoticed.
+pool starts full of NaN and its free blocks are shuffled: to read a slot that was never written, or
+a block of another request, cannot go unnoticed.
 """
 
 import random

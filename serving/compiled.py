@@ -67,8 +67,8 @@ class OneToken(NamedTuple):
 
 def store_kv(k: Tensor, v: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
     """
-    As model.project_qkv with a layer's `Attention`; K and V go to batch.new, not into the pool,
-    since a compiled graph that writes into the pool copies it.
+    As model.store_kv, but k and v [1, Hk, D] are kept in batch.new: a compiled graph that wrote
+    them into the layer's pool kv, which is returned, would copy the pool.
     """
     batch.new.append(torch.stack((k, v)))
     return kv
@@ -88,7 +88,7 @@ def attend(q: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
 ONE_TOKEN = TORCH._replace(name="compiled", store_kv=store_kv, attend=attend)
 
 
-def compiled_decode(model: GPT, quantize: str) -> Callable:
+def compiled_step(model: GPT, quantize: str) -> Callable:
     """
     Returns a function step(tokens [1], positions [1], kv_rows [2, 1, Hk, C], kv [L, 2, num_blocks +
     1, Hk, S, D]) -> (logits [1, V], new K, V [L, 2, 1, Hk, D]), where kv_rows are pool rows of the
@@ -136,7 +136,7 @@ def compile_decode_one(model: GPT, quantize: str, kv: Tensor) -> Callable:
     started = time.perf_counter()
     print("compiling ..", end="", file=sys.stderr, flush=True)
     try:
-        step = compiled_decode(model, quantize)
+        step = compiled_step(model, quantize)
         step(token, position, rows, kv)
     except Exception as error:  # of the compiler, its cache on disk, or torch
         print(file=sys.stderr)

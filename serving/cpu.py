@@ -22,9 +22,8 @@ from torch import Tensor
 from model import GPT
 from serving.int8 import Int8Linear
 
-PACKED_FOR_ROWS = (
-    64  # oneDNN chooses the layout for so many rows; measured, other numbers differ little
-)
+# rows of x for which oneDNN chooses the layout; measured, other numbers differ little
+PACKED_FOR_ROWS = 64
 MUCH_FASTER = 0.85  # of the packed time: plain weights are kept, too, if they take less
 
 
@@ -40,8 +39,8 @@ class PackedLinear(nn.Module):
     fp32 or bf16; x and the result are fp32. No compiler needed, and no gradients. On an AMD EPYC
     with AVX-512, from 1 to 256 rows, packed fp32 is 2 to 3 times as fast as `F.linear` at width 768
     (equally fast at one row of width 384), and packed bf16 1.1 to 1.9 times as fast as packed fp32.
-    Up to `plain_rows` rows are
-    multiplied with `plain`, the same weights [in, out], by `F.linear`: see `rows_of_plain`.
+    Up to `plain_rows` rows are multiplied with `plain`, the same weights [in, out], by `F.linear`:
+    see `rows_of_plain`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, plain=None, plain_rows=0):

@@ -79,9 +79,9 @@ def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask
     block * Hk + head, and each (request, KV head) a batch entry of its own. The mask turns a place
     in that sequence back into a position: [request, physical block] -> logical block.
     """
-    _, num_blocks, Hk, S, _ = kv.shape
-    num_keys = num_blocks * Hk * S
-    logical = logical_blocks(tables, lens, num_blocks, S)
+    _, all_blocks, Hk, S, _ = kv.shape  # the sink included
+    num_keys = all_blocks * Hk * S
+    logical = logical_blocks(tables, lens, all_blocks, S)
     # the compiler would take numbers for sizes that change, so these are tensors
     heads, block_size, reach = torch.tensor([Hk, S, window or NO_LIMIT], device=tables.device)
 
@@ -119,16 +119,16 @@ def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask
     )
 
 
-def logical_blocks(tables: Tensor, lens: Tensor, num_blocks: int, S: int) -> Tensor:
+def logical_blocks(tables: Tensor, lens: Tensor, all_blocks: int, S: int) -> Tensor:
     """
-    [request, physical block] -> logical block, -1 for the blocks of others: int32 [b, num_blocks +
+    [request, physical block] -> logical block, -1 for the blocks of others: int32 [b, all_blocks +
     1]. The last column means nothing: what a table has behind the end of its context goes there.
     """
     b, M = tables.shape
     numbers = torch.arange(M, dtype=torch.int32, device=tables.device)
     used = numbers * S < lens[:, None]  # [b, M]
-    columns = torch.where(used, tables, num_blocks)
-    logical = numbers.new_full((b, num_blocks + 1), -1)
+    columns = torch.where(used, tables, all_blocks)
+    logical = numbers.new_full((b, all_blocks + 1), -1)
     return logical.scatter_(1, columns, numbers.expand(b, M))
 
 

@@ -21,12 +21,12 @@ def int8_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 class Int8Linear(nn.Module):
     """
-    A linear layer of 8-bit integers, by oneDNN (W8A8, dynamic quantization): a quarter of the bytes
-    of fp32, which x and the result are. Weights [out, in] have one scale for each output. Rows of x
+    A linear layer of 8-bit integers, by oneDNN (W8A8, dynamic quantization). Weights [out, in] take
+    a quarter of fp32's bytes and have one scale for each output. Rows of x, fp32 as the result is,
     are rounded as well, each with a scale of its own: whatever else is in the batch, a row gets the
-    same result, to the last bit. At width 768 it takes 0.3 to 0.7 of fp32's time. To round takes 15
-    us, which one row of width 384 does not win back. (torch's own product, of int8 weights and bf16
-    rows, takes a third of the time there, but from 64 rows on more than fp32.)
+    same result, to the last bit. At width 768 the layer takes 0.3 to 0.7 of fp32's time. Rounding
+    takes 15 us, more than one row of width 384 saves. (torch's own product, of int8 weights and
+    bf16 rows, takes a third of fp32's time there, but from 64 rows on more than all of it.)
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):

@@ -103,7 +103,10 @@ class SamplingParams:
             raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
 
     def check_vocabulary(self, V: int):
-        """Raises ValueError for a token id outside 0..V-1 among those that must exist."""
+        """
+        Raises ValueError for a token id outside 0..V-1 in logit_bias or allowed_token_ids. (A stop
+        token that the vocabulary lacks is no error: it never comes.)
+        """
         for name in "logit_bias", "allowed_token_ids":
             tokens = getattr(self, name) or (0,)
             for token in (min(tokens), max(tokens)):

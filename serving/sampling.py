@@ -257,11 +257,12 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
     the least, also where a row has NaN or its token is NO_TOKEN.
     """
 
+    total = logits.float().logsumexp(1, keepdim=True)  # [R, 1]
+
     def relative(x: Tensor) -> Tensor:
         difference = (x.float() - total).nan_to_num(LOWEST_LOGPROB)
         return difference.clamp(LOWEST_LOGPROB, 0.0)
 
-    total = logits.float().logsumexp(1, keepdim=True)
     best, best_ids = logits.topk(min(n, logits.shape[1]))
     chosen = logits.gather(1, tokens.clamp(min=0)[:, None])
     return relative(chosen)[:, 0], best_ids, relative(best)

@@ -15,8 +15,8 @@ from serving.settings import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Setting
 
 def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
     """
-    Fill in max_num_seqs and token_budget. Raises ValueError for a token budget in which
-    not every running request can decode.
+    Fill in max_num_seqs and token_budget. Raises ValueError for a token budget in which not every
+    running request can decode.
     """
     max_num_seqs = settings.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
     tokens = GPU_TOKENS if on_gpu else CPU_TOKENS
@@ -88,7 +88,7 @@ def memory_of(device: torch.device) -> tuple[float, float]:
 
 @contextmanager
 def explain_lack_of_memory(what: str):
-    """Turns torch's out-of-memory error inside of it into a ValueError that says what to change."""
+    """Turn torch's out-of-memory error in the body into a ValueError that says what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:

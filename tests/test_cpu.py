@@ -272,7 +272,7 @@ def test_refusals_of_compile(monkeypatch):
             "backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand: g++ .."
         )
 
-    monkeypatch.setattr(compiled, "compiled_decode", lambda *_: broken)
+    monkeypatch.setattr(compiled, "compiled_step", lambda *_: broken)
     with raises(
         ValueError, "--compile", "CppCompileError: C++ compile error)", "TORCHINDUCTOR_CACHE_DIR"
     ):
