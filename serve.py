@@ -191,7 +191,23 @@ def listen(args: Namespace) -> socket.socket:
     return sock
 
 
-def run_on_loop(main):
+def listen_for_links(folder: str) -> socket.socket:
+    """
+    The Unix socket at which HTTP processes find the engine, in a folder that only this user can
+    read. It outlives the engine's process: connections made meanwhile wait for the next one.
+    """
+    try:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.path.join(folder, "engine"))
+        listener.listen()
+    except OSError as error:
+        raise OSError(
+            f"no socket can be had in {folder} ({error}): set TMPDIR to another folder"
+        ) from error
+    return listener
+
+
+def run_on_loop(coroutine):
     """
     asyncio.run, on uvloop where it is installed: a quarter more tokens a second at 32 streams on 2
     cores.
@@ -199,51 +215,26 @@ def run_on_loop(main):
     import uvicorn
 
     with asyncio.Runner(loop_factory=uvicorn.Config(None).get_loop_factory()) as runner:
-        return runner.run(main)
+        return runner.run(coroutine)
 
 
-def terminate_on_hang_up():
+def serve_port(sock: socket.socket, *service) -> str | None:
     """
-    SIGHUP, sent when the terminal is closed, ends the server with a drain, as SIGTERM does. Under
-    nohup it stays ignored.
+    Serve one socket until the end; `service` are the arguments of api.Service. Returns what went
+    wrong, or None.
     """
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    from serving.api import Service
+
+    # fewer garbage collections: a body of a million lists takes 0.2 s instead of 0.6, in which no
+    # other client is served
+    gc.set_threshold(50_000)
+    return run_on_loop(Service(*service).run(sock))
 
 
-def end_at_once_on_sigterm(folder: str):
-    """
-    Until an event loop drains on SIGTERM, let it remove `folder` and end this process. The
-    processes started by then end, too, when their links close.
-    """
-
-    def end(*_):
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
-
-
-def serve_http(args: Namespace) -> str | None:
-    """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
-    count = num_processes(args.http_workers)
-    with tempfile.TemporaryDirectory(prefix="pagedgpt-") as folder:
-        end_at_once_on_sigterm(folder)
-        terminate_on_hang_up()
-        if count > 1:  # prometheus_client reads it when it is imported
-            os.environ[METRICS_FOLDER] = folder
-        try:  # a missing package is found now, not after the model is loaded
-            from serving import api  # noqa: F401
-        except ImportError as error:
-            return (
-                f"{error.name} is missing: `pip install starlette pydantic uvicorn httptools "
-                "prometheus-client jinja2` to serve HTTP, or use --prompt without it"
-            )
-        sockets = share_port(listen(args), count)
-        if args.api_key_file is not None:
-            warn_of_readable_keys(args.api_key_file)
-        with listen_to_http(folder) as listener:
-            return first_process(args, listener, sockets)
+def worker_process(args: Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat):
+    """What an HTTP process other than the first runs, on its own socket on the port."""
+    service = (EngineClient(path), Encoder(args.model), args, keys, key_in_shell(args), seat)
+    serve_port(sock, *service)
 
 
 def first_process(
@@ -274,39 +265,48 @@ def first_process(
         client.process.kill()
 
 
-def worker_process(args: Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat):
-    """What an HTTP process other than the first runs, on its own socket on the port."""
-    service = (EngineClient(path), Encoder(args.model), args, keys, key_in_shell(args), seat)
-    serve_port(sock, *service)
-
-
-def serve_port(sock: socket.socket, *service) -> str | None:
+def terminate_on_hang_up():
     """
-    Serve one socket until the end; `service` are the arguments of api.Service. Returns what went
-    wrong, or None.
+    SIGHUP, sent when the terminal is closed, ends the server with a drain, as SIGTERM does. Under
+    nohup it stays ignored.
     """
-    from serving.api import Service
-
-    # fewer garbage collections: a body of a million lists takes 0.2 s instead of 0.6, in which no
-    # other client is served
-    gc.set_threshold(50_000)
-    return run_on_loop(Service(*service).run(sock))
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
-def listen_to_http(folder: str) -> socket.socket:
+def end_at_once_on_sigterm(folder: str):
     """
-    The socket at which HTTP processes find the engine, in a folder that only this user can read. It
-    outlives the engine's process: connections made meanwhile wait for the next one.
+    Have SIGTERM remove `folder` and end this process, until there is an event loop that drains on
+    it. The processes started by then end, too, when their links close.
     """
-    try:
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(os.path.join(folder, "engine"))
-        listener.listen()
-    except OSError as error:
-        raise OSError(
-            f"no socket can be had in {folder} ({error}): set TMPDIR to another folder"
-        ) from error
-    return listener
+
+    def end(*_):
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def serve_http(args: Namespace) -> str | None:
+    """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
+    count = num_processes(args.http_workers)
+    with tempfile.TemporaryDirectory(prefix="pagedgpt-") as folder:
+        end_at_once_on_sigterm(folder)
+        terminate_on_hang_up()
+        if count > 1:  # prometheus_client reads it when it is imported
+            os.environ[METRICS_FOLDER] = folder
+        try:  # a missing package is found now, not after the model is loaded
+            from serving import api  # noqa: F401
+        except ImportError as error:
+            return (
+                f"{error.name} is missing: `pip install starlette pydantic uvicorn httptools "
+                "prometheus-client jinja2` to serve HTTP, or use --prompt without it"
+            )
+        sockets = share_port(listen(args), count)
+        if args.api_key_file is not None:
+            warn_of_readable_keys(args.api_key_file)
+        with listen_for_links(folder) as listener:
+            return first_process(args, listener, sockets)
 
 
 def main(argv: list[str] | None = None):

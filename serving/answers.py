@@ -19,7 +19,7 @@ import secrets
 import time
 from copy import copy
 
-from serving.links import encode as compact
+from serving.links import compact_json
 from serving.params import LOWEST_LOGPROB
 from serving.protocol import ApiError, ChatRequest, ClientGone, CompletionRequest, error_body
 from tokenizer import TextStream, token_name
@@ -65,14 +65,14 @@ class Choice:
         self.prompt_scores = []
         self.finish_reason = None  # "stop" or "length", once it has ended
         self.stop_reason = None  # of a "stop": the stop string or id; None: the end of text
-        self.first_step = self.last_step = 0.0  # when the first and the last tokens came
+        self.first_step = self.last_step = 0.0  # when tokens came; metrics.py keeps these
         self.spell = tokenizer.spelled_bytes  # of control tokens too: "<|endoftext|>"
         self.stream = TextStream(self.spell, [], body.include_stop_str_in_output)
         self.mark_sent()
         self.is_first = True  # nothing was sent yet
         if body.echo:
             self._echo()
-        if body.skip_special_tokens:
+        if body.skip_special_tokens:  # in the answer; an echo has their names
             self.stream.token_bytes = tokenizer.token_bytes
 
     def _echo(self):
@@ -132,7 +132,7 @@ class Choice:
     def has_unsent(self) -> bool:
         """Whether there is something to send: text, the end, or tokens if they were asked for."""
         if self.finish_reason:
-            return not self.is_over
+            return not self.is_end_sent
         if self.tokens and (self.body.return_token_ids or self.num_logprobs is not None):
             return True
         # an echo waits for its prompt's scores, which come with the first token
@@ -147,7 +147,7 @@ class Choice:
         self.num_scores = 0
         self.offsets = []
         self.is_first = False
-        self.is_over = self.finish_reason is not None
+        self.is_end_sent = self.finish_reason is not None
 
     # what an answer says of it, as plain dictionaries; `chunks` is of each path's own class
 
@@ -416,7 +416,7 @@ class Job:
             if is_long:
                 data = await asyncio.to_thread(self.whole, long_json)
             else:
-                data = self.whole(compact)
+                data = self.whole(compact_json)
             await send_json(send, data)
 
     def whole(self, encode) -> bytes:
@@ -464,7 +464,7 @@ class Job:
             shown = [copy(choice) for choice in choices] if is_long else choices
             chunks = (self.chunk_head | chunk for choice in shown for chunk in choice.chunks())
             if not is_long:
-                events = [*map(compact, chunks)]
+                events = [*map(compact_json, chunks)]
             for choice in choices:
                 choice.mark_sent()
             is_done = self.is_done
@@ -487,7 +487,7 @@ class Job:
         if self.error:
             return [error_body(self.error).decode()]
         if self.body.stream_options.include_usage:
-            return [compact(self.head | {"choices": [], "usage": self.usage()}), "[DONE]"]
+            return [compact_json(self.head | {"choices": [], "usage": self.usage()}), "[DONE]"]
         return ["[DONE]"]
 
 
@@ -497,22 +497,23 @@ class Job:
 
 def json_parts(value):
     """
-    compact(value) in pieces. Python's encoder of JSON holds the interpreter lock (GIL) for a whole
-    call, with a large value up to a second; between two pieces the event loop's thread has a turn.
+    compact_json(value) in pieces. Python's encoder of JSON holds the interpreter lock (GIL) for a
+    whole call, with a large value up to a second; between two pieces the event loop's thread has a
+    turn.
     """
     if isinstance(value, dict):
         yield "{"
         for number, (name, item) in enumerate(value.items()):
-            yield f"{',' if number else ''}{compact(name)}:"
+            yield f"{',' if number else ''}{compact_json(name)}:"
             yield from json_parts(item)
         yield "}"
     elif isinstance(value, list) and len(value) > PIECE:
         yield "["
         for start in range(0, len(value), PIECE):
-            yield ("," if start else "") + compact(value[start : start + PIECE])[1:-1]
+            yield ("," if start else "") + compact_json(value[start : start + PIECE])[1:-1]
         yield "]"
     else:
-        yield compact(value)
+        yield compact_json(value)
 
 
 def long_json(value) -> str:

@@ -177,7 +177,8 @@ class Service:
         try:
             return await self.encoder.ask(job)
         except TokenizerError as error:
-            field = "prompt" if "texts" in job else next(iter(job))  # messages, tokens
+            # the first name in a job says what it is of: texts, messages or tokens
+            field = "prompt" if "texts" in job else next(iter(job))
             raise ApiError(400, str(error), field) from None
         except EncoderBusy as error:
             raise ApiError(429, str(error), code="encoder_busy") from None
@@ -329,8 +330,8 @@ class Service:
 
     def on_order(self):
         """
-        Stop, as the first HTTP process orders: it sends a byte for each of its own stops, and the
-        end of the file, here a stop at once, when it is gone.
+        Stop, as the first HTTP process orders: a byte comes for each of its own stops. At the end
+        of the file that process is gone: stop at once.
         """
         orders = self.seat.orders.fileno()
         if not os.read(orders, 1):

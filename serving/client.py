@@ -15,7 +15,7 @@ import socket
 import time
 from operator import itemgetter
 
-from serving.links import Messages, join, line
+from serving.links import Messages, join_rows, to_line
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until all that it said was read
@@ -72,14 +72,14 @@ class EngineClient(asyncio.Protocol):
         self.at_work = 0
         self.choices = {}  # the request's id -> the answers.Choice that waits for its tokens
         self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
-        self.heard = time.monotonic()
+        self.heard = time.monotonic()  # the last word of the engine, or the first request since
         self.is_paused = False  # between two rounds
         self.on_state = self.on_stats = lambda news: None
         self._connect()
 
     def _connect(self):
         self.incoming = Messages()
-        # messages that the link has no room for, by what they say of which request: "abort 5.1"
+        # messages that the link has no room for, by operation and request: "abort 5.1"
         self.unsent = {}
         self.is_full = False
         self.last_words = ""
@@ -159,9 +159,9 @@ class EngineClient(asyncio.Protocol):
         if not self.transport:
             return  # the engine is gone, and forgets by itself what it did
         if self.is_full:
-            self.unsent[f"{message['op']} {message.get('id')}"] = line(message)
+            self.unsent[f"{message['op']} {message.get('id')}"] = to_line(message)
         else:
-            self.transport.write(line(message))
+            self.transport.write(to_line(message))
 
     # what asyncio calls
 
@@ -198,7 +198,7 @@ class EngineClient(asyncio.Protocol):
                 for row in step["out"]:
                     earlier = rows.setdefault(row[0], row)
                     if earlier is not row:
-                        join(earlier, row)
+                        join_rows(earlier, row)
             for id, tokens, finish_reason, *more in rows.values():
                 choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
                 if not choice:

@@ -1,12 +1,12 @@
 """
 A client's connection, and what it may cost: uvicorn's HTTP protocol with limits.
 
-    uvicorn.Config(gate, http=Connection)      # gate: api.Gate, the ASGI application
+    uvicorn.Config(Gate(service), http=Connection)      # the ASGI application of gate.py
 
-Not run by itself: api.py puts it in front of its `Gate`. Here no client has shown an API key yet,
-so everything is bounded (against Slowloris and its kin): the bytes and number of headers, the time
-of a request, the requests that wait in a connection, the number of connections. It assumes how TCP
-behaves on Linux and macOS, and nothing about what requests mean.
+Not run by itself: `Service.run` (api.py) puts it in front of the Gate. Here no client has shown an
+API key yet, so everything is bounded (against Slowloris and its kin): the bytes and number of
+headers, the time of a request, the requests that wait in a connection, the number of connections.
+It assumes how TCP behaves on Linux and macOS, and nothing about what requests mean.
 """
 
 import asyncio

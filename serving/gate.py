@@ -46,7 +46,7 @@ class Gate:
         self.hosts = set(map(str.lower, hosts))
         # CORS: pages of --allowed-origins may read answers, errors included. Their preflights
         # (OPTIONS, to ask whether they may) carry no key: they are answered before it is checked.
-        self.shared = CORSMiddleware(
+        self.cors = CORSMiddleware(
             self.respond,
             allow_origins=self.args.allowed_origins,
             allow_methods=("GET", "HEAD", "POST"),
@@ -58,7 +58,7 @@ class Gate:
     async def __call__(self, scope, receive, send):
         receive, send = closing_early(scope, receive, send)
         origin = dict(scope["headers"]).get(b"origin")
-        respond = self.shared if self.is_allowed(origin) else self.respond
+        respond = self.cors if self.is_allowed(origin) else self.respond
         await respond(scope, receive, send)
 
     async def respond(self, scope, receive, send):
@@ -102,7 +102,7 @@ class Gate:
         Whether --allowed-origins has the origin of the page that calls. "null", that of files and
         of sandboxed frames, is one like any other; None, of programs that are no browser, is not.
         """
-        return origin is not None and self.shared.is_allowed_origin(origin.decode("latin-1"))
+        return origin is not None and self.cors.is_allowed_origin(origin.decode("latin-1"))
 
     def admit(self, scope) -> str:
         """

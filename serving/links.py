@@ -25,18 +25,18 @@ READ_SIZE = 2**18  # bytes received from a link at a time
 STATS_SECONDS = 0.1  # a link whose requests get no tokens is sent the stats at least this often
 URGENT_STATS = ("at_work", "queries", "hits", "preemptions")  # sent at once when they change
 
-encode = json.JSONEncoder(separators=(",", ":")).encode
+compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 # id, tokens, finish_reason, cached_tokens; and with scores two more: scores, prompt_scores, or None
 Row = list
 
 
-def line(message: dict) -> bytes:
+def to_line(message: dict) -> bytes:
     """A message as it goes over a link."""
-    return encode(message).encode() + b"\n"
+    return compact_json(message).encode() + b"\n"
 
 
-def join(row: Row, later: Row):
+def join_rows(row: Row, later: Row):
     """Append `later`, what a later step brought for the same request, to `row`, in place."""
     row[1] += later[1]
     row[2] = later[2]
@@ -101,7 +101,7 @@ class Link:
         """Have a step's row sent at the next flush, joined to those that still wait."""
         waiting = self.rows.setdefault(row[0], row)
         if waiting is not row:
-            join(waiting, row)
+            join_rows(waiting, row)
 
 
 class Links:
@@ -190,7 +190,7 @@ class Links:
         Send these messages after what is `unsent`, as far as there is room; the selector watches
         for more room.
         """
-        link.unsent += b"".join(map(line, messages))
+        link.unsent += b"".join(map(to_line, messages))
         try:
             sent = link.sock.send(link.unsent)
             del link.unsent[:sent]

@@ -97,6 +97,7 @@ def hint_for(path: str, routes: list[tuple[str, str]]) -> str:
     known = [other for _, other in routes]
     if f"/v1{path}" in known:
         return f"call /v1{path}, a base URL ends in /v1; "
+    # a base URL with /v1 where none belongs, as in /v1/tokenize, or /v1 alone
     meant = [path.removeprefix("/v1") or "/v1/models"]
     meant += difflib.get_close_matches(path, known, 1, cutoff=0.85)
     for wanted in meant:

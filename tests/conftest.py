@@ -139,5 +139,5 @@ def listener(tmp_path):
     """The socket at which an engine waits for links."""
     import serve
 
-    with serve.listen_to_http(str(tmp_path)) as listener:
+    with serve.listen_for_links(str(tmp_path)) as listener:
         yield listener

@@ -218,7 +218,7 @@ class Server:
         self.address = self.sock.getsockname()
         self.engines = iter([self.engine, self.engine.successor])
         self.folder = tempfile.TemporaryDirectory()
-        self.listener = serve.listen_to_http(self.folder.name)
+        self.listener = serve.listen_for_links(self.folder.name)
         client = EngineClient(self.listener.getsockname(), self.start_engine)
         encoder = Encoder(directory or bytes_directory(), tokenizer or ByteTokenizer())
         self.service = api.Service(client, encoder, args, serve.api_keys(args))

@@ -431,7 +431,7 @@ def test_what_is_news(fields, is_news):
     choice.add_tokens([END], "stop", 0, [score(2, END)])
     assert choice.has_unsent() and choice.finish_reason == "stop"
     choice.mark_sent()
-    assert not choice.has_unsent() and choice.is_over
+    assert not choice.has_unsent() and choice.is_end_sent
 
 
 @pytest.mark.parametrize(

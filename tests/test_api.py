@@ -714,7 +714,7 @@ JSON = st.recursive(
 def test_json_in_pieces_is_the_same(value):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "PIECE", 2)
-        assert answers.long_json(value) == answers.compact(value)
+        assert answers.long_json(value) == answers.compact_json(value)
 
 
 @pytest.mark.parametrize("size", [0, 1, answers.SLICE, answers.SLICE + 1, 3 * answers.SLICE])

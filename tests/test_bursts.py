@@ -10,7 +10,7 @@ import serve
 from assets import load
 from serving import client as client_module
 from serving.client import EngineClient
-from serving.links import Links, line
+from serving.links import Links, to_line
 from serving.protocol import CompletionRequest
 
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
@@ -53,7 +53,7 @@ def test_after_a_round_the_engine_is_not_listened_to_for_as_long(
         )
         choice.job = SimpleNamespace(on_tokens=take)
         client.data_received(
-            line({"op": "step", "out": [["a", [1], None, 0]], "stats": {"at_work": 1}})
+            to_line({"op": "step", "out": [["a", [1], None, 0]], "stats": {"at_work": 1}})
         )
         assert (
             client.transport.is_read
@@ -80,12 +80,12 @@ def test_what_several_steps_brought_is_told_at_once(listener):
     client.choices = {id: SimpleNamespace(job=job, finish_reason=None) for id in "ab"}
 
     def step(*rows):
-        return line({"op": "step", "out": rows, "stats": {"at_work": 2}})
+        return to_line({"op": "step", "out": rows, "stats": {"at_work": 2}})
 
     data = step(["a", [1], None, 5, [["s"]], ["p"]], ["b", [7], None, 0]) + step(
         ["a", [2], None, 5, [["t"]], None]
     )
-    error = line({"op": "error", "id": "b", "message": "broken", "kind": "internal"})
+    error = to_line({"op": "error", "id": "b", "message": "broken", "kind": "internal"})
     data += error + step(["a", [3], "length", 5, [["u"]], None])
 
     async def receive():
@@ -223,7 +223,7 @@ def test_late_tokens_of_an_aborted_request_are_dropped(listener):
     }
 
     async def receive():
-        client.data_received(line(message))
+        client.data_received(to_line(message))
 
     asyncio.run(receive())
     assert client.choices == {}

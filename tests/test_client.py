@@ -9,7 +9,7 @@ import pytest
 from wires import House
 
 from serving import client as client_module
-from serving.links import line
+from serving.links import to_line
 
 
 @pytest.fixture
@@ -153,7 +153,9 @@ def test_an_engine_that_does_not_read_need_not_hear_of_who_has_gone(house, clien
 
 
 def step_of(house, id: str, data: bytes, finish: str | None = None) -> bytes:
-    return line({"op": "step", "out": [[id, list(data), finish, 0]], "stats": house.engine.stats})
+    return to_line(
+        {"op": "step", "out": [[id, list(data), finish, 0]], "stats": house.engine.stats}
+    )
 
 
 def receive(house, data: bytes, takes: float):

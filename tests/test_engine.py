@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from paged import PRIORITY_AGEING, Plan, Request, Scheduler, SchedulerSettings, priority_delay
-from serve import listen_to_http
+from serve import listen_for_links
 from serving import engine as engine_module
 from serving import loop
 from serving.beam import beam_search
@@ -811,7 +811,7 @@ class Loop:
     def __init__(self, max_queue=None, **settings):
         self.engine = new_engine(trained_model(), **settings)
         self.folder = tempfile.TemporaryDirectory()
-        self.listener = listen_to_http(self.folder.name)
+        self.listener = listen_for_links(self.folder.name)
         self.links = [self.connect()]
         arguments = (self.engine, Links(self.listener), max_queue)
         self.thread = threading.Thread(target=loop.serve, args=arguments, daemon=True)
@@ -997,7 +997,7 @@ def test_the_queue_has_one_limit_for_all_links():
 
 def test_a_server_that_is_gone_before_the_engine_is_ready(tmp_path):
     """A server killed while its model loaded left a traceback at the terminal, seconds later."""
-    with listen_to_http(str(tmp_path)) as listener:
+    with listen_for_links(str(tmp_path)) as listener:
         connect(listener.getsockname()).close()
         assert loop.serve(new_engine(trained_model()), Links(listener)) is None
 

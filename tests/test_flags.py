@@ -218,7 +218,10 @@ def engine_process(monkeypatch, tmp_path, capfd):
         monkeypatch.setattr(torch, "set_num_threads", threads.append)
         monkeypatch.setattr(serve, "build_engine", build)
         monkeypatch.setattr(loop, "serve", lambda *args: ran.append(args))
-        with serve.listen_to_http(str(folder)) as listener, socket.socket(socket.AF_UNIX) as client:
+        with (
+            serve.listen_for_links(str(folder)) as listener,
+            socket.socket(socket.AF_UNIX) as client,
+        ):
             client.connect(listener.getsockname())
             serve.engine_process(serve.parse_args([*flags]), listener)
             client.settimeout(60)

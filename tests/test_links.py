@@ -9,10 +9,10 @@ import socket
 
 import pytest
 
-from serve import listen_to_http
+from serve import listen_for_links
 from serving import links as links_module
 from serving.client import connect
-from serving.links import Links, join
+from serving.links import Links, join_rows
 
 STATS = {"at_work": 0, "waited": []}
 
@@ -20,7 +20,7 @@ STATS = {"at_work": 0, "waited": []}
 @pytest.fixture
 def links(tmp_path):
     """Made before the sockets that a test connects, and closed after them."""
-    with listen_to_http(str(tmp_path)) as listener:
+    with listen_for_links(str(tmp_path)) as listener:
         links = Links(listener)
         yield links
         links.close()
@@ -83,11 +83,11 @@ def test_rows_are_joined_with_their_scores_and_their_end():
     A prompt's scores come with the first token, its own score with each, the reason with the last.
     """
     row = ["a", [1], None, 4, [["s1"]], ["prompt"]]
-    join(row, ["a", [2], None, 4, [["s2"]], None])
-    join(row, ["a", [3], "length", 4, [["s3"]], None])
+    join_rows(row, ["a", [2], None, 4, [["s2"]], None])
+    join_rows(row, ["a", [3], "length", 4, [["s3"]], None])
     assert row == ["a", [1, 2, 3], "length", 4, [["s1"], ["s2"], ["s3"]], ["prompt"]]
     plain = ["b", [1], None, 0]
-    join(plain, ["b", [2], "stop", 0])
+    join_rows(plain, ["b", [2], "stop", 0])
     assert plain == ["b", [1, 2], "stop", 0]
 
 

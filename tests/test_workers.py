@@ -49,7 +49,7 @@ class Crew:
             *flags,
         ]
         self.args = serve.parse_args(flags)
-        self.listener = serve.listen_to_http(str(folder))
+        self.listener = serve.listen_for_links(str(folder))
         self.engine.links = Links(self.listener)
         self.counts = shared_counts(count + 1)
         sockets = share_port(serve.listen(self.args), count)

@@ -32,7 +32,7 @@ from serving import client as client_module
 from serving.client import EngineClient
 from serving.connection import Connection
 from serving.encoder import Encoder
-from serving.links import line
+from serving.links import to_line
 from serving.workers import Seat
 
 MAX_TURNS = 10_000  # of the event loop, without any time passing
@@ -241,7 +241,9 @@ class Engine:
 
     def say(self, *messages: dict):
         """In one round."""
-        self.house.clock.call_soon(self.wire.protocol.data_received, b"".join(map(line, messages)))
+        self.house.clock.call_soon(
+            self.wire.protocol.data_received, b"".join(map(to_line, messages))
+        )
         self.house.clock.settle()
 
     def ready(self, max_model_len: int = 1000):
