@@ -337,15 +337,13 @@ POLICIES = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key}
 
 @dataclass(slots=True)
 class Plan:
-    """
-    What one step computes. The requests in `sampled` get a token, in this order: all decodes, then
-    the requests whose prefill ends with this step.
-    """
+    """What one step computes, for which requests."""
 
     step: int = 0  # its number, for traces
     decodes: list[Request] = field(default_factory=list)  # one token each
     chunks: list[tuple[Request, int]] = field(default_factory=list)  # so many prefill tokens each
-    sampled: list[Request] = field(default_factory=list)
+    completed: list[Request] = field(default_factory=list)  # whose prefill a chunk completes
+    sampled: list[Request] = field(default_factory=list)  # get a token: decodes, then completed
     # copy-on-write: new block -> the block it is a copy of, made before the step writes
     copies: dict[int, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)  # got a row and a block table
@@ -579,9 +577,9 @@ class Scheduler:
         self._plan_decodes(plan)
         if self.waiting and not plan.preempted:  # a victim does not come back in the same step
             plan.admitted = self._maybe_admit(step)
-        plan.sampled = list(plan.decodes)
         if self.prefilling:
             self._plan_chunks(plan)
+        plan.sampled = plan.decodes + plan.completed
         allocator = self.block_allocator
         self.peak_blocks = max(self.peak_blocks, allocator.num_blocks - allocator.num_free)
         return plan
@@ -685,7 +683,7 @@ class Scheduler:
             n = min(share, missing)
             plan.chunks.append((request, n))
             if n == missing:
-                plan.sampled.append(request)
+                plan.completed.append(request)
             left -= n
 
     # -- after a step: take in what it computed ----------------------------------------------------

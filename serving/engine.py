@@ -277,7 +277,7 @@ class Engine:
         # a request that was aborted since the launch has no token to come; `resolve` ends others
         pairs = zip(plan.sampled, result.tokens, strict=True)
         new = [(r, token) for r, token in pairs if r.num_to_come]
-        prefilled = [r for r in plan.sampled[len(plan.decodes) :] if r.num_to_come]
+        prefilled = [r for r in plan.completed if r.num_to_come]
         for request in self.scheduler.resolve(plan, result.tokens):
             del self.requests[request.id]
         for request in prefilled:

@@ -59,13 +59,12 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int) -> array:
     step = StepInputs(*([] for _ in StepInputs._fields))
     step.rows.extend([r.row for r in plan.decodes])
     step.last_blocks.extend([r.block_table[-1] for r in plan.decodes])
-    ends = plan.sampled[len(plan.decodes) :]
     offset = 0
     for request, m in plan.chunks:
         start = request.prefill_cursor
         end = start + m
         step.chunk_rows.append(request.row)
-        step.sampling_rows.append(request.row if request in ends else padding_row)
+        step.sampling_rows.append(request.row if request in plan.completed else padding_row)
         step.chunk_starts.append(offset)
         step.chunk_contexts.append(end)
         step.tokens.extend(request.tokens_between(start, end))

@@ -210,8 +210,7 @@ class Runner:
             self.place(*plan.admitted)
         shape = self.padded_shape(plan)
         wanted = list(range(len(plan.decodes)))
-        ends = plan.sampled[len(plan.decodes) :]  # whose chunk is the last one of its prompt
-        wanted += [shape.n + i for i, (request, _) in enumerate(plan.chunks) if request in ends]
+        wanted += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
         packed = pack(plan, shape, self.padding_row, self.pool.sink)
         if shape in self.graphs:
             graph, *outputs = self.graphs[shape]

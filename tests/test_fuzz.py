@@ -325,7 +325,6 @@ class Trial:
             self.end_all(r for r in took_part(plan) if r.status != "done")
             self.counts["failed after launch"] += 1
             return
-        completed_prefills = plan.sampled[len(plan.decodes) :]
         finished = scheduler.resolve(plan, tokens)
         scheduler.check()
         self.check_finished(finished)
@@ -334,7 +333,7 @@ class Trial:
             assert None not in self.kv[block], (
                 f"block {block} was committed before its K, V existed"
             )
-        for request in completed_prefills:
+        for request in plan.completed:
             if (
                 request.num_generated - request.num_to_come == 1
                 and self.rng.random() < 3 * self.p_fork
