@@ -71,7 +71,7 @@ class Ops(NamedTuple):
     # see `inputs.decode_inputs`, `sampling.sample_torch`, `cpu.packed_for_cpu`
     decode_inputs: Callable | None = None
     sample: Callable | None = None
-    pack: Callable | None = None
+    pack_weights: Callable | None = None
     # whether the host never waits for the device and launches what the step's padded shape alone
     # decides, so that a CUDA graph can hold it
     fixed_shapes: bool = False
@@ -248,12 +248,12 @@ class Attention(nn.Module):
         self.D = config.head_size
         heads = self.H + 2 * self.Hk
         self.c_attn = nn.Linear(C, heads * self.D, bias=config.bias)
-        self.c_proj = nn.Linear(C, C, bias=config.bias)
+        self.c_proj = nn.Linear(self.H * self.D, C, bias=config.bias)
 
     def forward(self, y: Tensor, kv, batch) -> Tensor:
         q, kv = batch.ops.project_qkv(y, self, kv, batch)
         mixed = batch.ops.attend(q, kv, batch)  # (..., T, H, D)
-        mixed = mixed.flatten(-2)  # (..., T, C)
+        mixed = mixed.flatten(-2)  # (..., T, H D)
         return batch.ops.linear(mixed, self.c_proj, partial_sums=True)
 
 

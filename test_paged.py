@@ -24,8 +24,9 @@ import torch
 from model import GPT, GPTConfig
 from paged import BlockAllocator, Plan, Request, Scheduler, SchedulerSettings, root_key
 from serving.beam import beam_search
-from serving.engine import Engine, Runner, interleaved_generate
+from serving.engine import Engine, interleaved_generate
 from serving.params import GREEDY, SamplingParams
+from serving.runner import Runner
 from serving.sampling import gumbel_noise, threshold
 from serving.settings import Settings
 
@@ -68,7 +69,9 @@ def serve_alone(
     return request
 
 
-VOCABULARY, PERIOD, CONTEXT = 32, 13, 64
+VOCABULARY = 32
+PERIOD = 13
+CONTEXT = 64
 
 
 def echo_text(count: int, length: int, noise: float, generator: torch.Generator) -> torch.Tensor:
@@ -93,7 +96,8 @@ def untrained_model(num_kv_heads: int) -> GPT:
 def train(num_kv_heads: int) -> GPT:
     """A small GPT that has learned, in two seconds, to look PERIOD tokens back."""
     model = untrained_model(num_kv_heads)
-    steps, generator = 110, torch.Generator().manual_seed(0)
+    steps = 110
+    generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for i in range(steps):
         optimizer.param_groups[0]["lr"] = 4e-3 * min(1, (i + 1) / 40, 3 * (steps - i) / steps)
@@ -113,10 +117,11 @@ def trained_model(num_kv_heads: int = 2, eos_token_id: int | None = None) -> GPT
     texts there.
     """
     model = train(num_kv_heads)
-    if eos_token_id is not None:
-        trained, model = model, GPT(replace(model.config, eos_token_id=eos_token_id)).eval()
-        model.load_state_dict(trained.state_dict())
-    return model
+    if eos_token_id is None:
+        return model
+    ending = GPT(replace(model.config, eos_token_id=eos_token_id)).eval()
+    ending.load_state_dict(model.state_dict())
+    return ending
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -165,7 +170,8 @@ def assert_equals_dense(
     other, rounding may choose either: such ties are counted, and the comparison goes on from the
     engine's choice.
     """
-    text, full = list(prompt_tokens), list(prompt_tokens) + answer
+    text = list(prompt_tokens)
+    full = text + answer
     while len(text) < len(full):
         reference = model.generate(
             torch.tensor([text]),
@@ -178,7 +184,8 @@ def assert_equals_dense(
         with torch.no_grad():
             choice = scores(params, model(torch.tensor([full[:at]]))[0][:, -1], at)[0]
         gap = (choice[reference[at]] - choice[full[at]]).item()
-        expected, got = reference[len(prompt_tokens) :], full[len(prompt_tokens) :]
+        expected = reference[len(prompt_tokens) :]
+        got = full[len(prompt_tokens) :]
         assert gap <= 1e-4, (
             f"token {at} of the text differs (scores by {gap:.4f}): dense {expected}, paged {got}"
         )
@@ -207,7 +214,8 @@ def assert_idle(engine: Engine):
     """
     Nothing leaked: no request, no row, no reference is left, and the whole pool can be allocated.
     """
-    scheduler, allocator = engine.scheduler, engine.scheduler.block_allocator
+    scheduler = engine.scheduler
+    allocator = scheduler.block_allocator
     scheduler.check()
     assert not engine.requests and scheduler.is_done(), f"{list(engine.requests)} are left"
     assert not engine.prompt_scores and not engine.num_choices, "scores or choices are left"
@@ -417,7 +425,8 @@ def test_admission_at_the_edge_of_the_pool():
     counted as still free (it is about to be in use); a refused admission that keeps blocks.
     """
     scheduler = Scheduler(max_kv_tokens=16)  # four blocks
-    allocator, prefix = scheduler.block_allocator, [1, 2, 3, 4, 5, 6, 7, 8]
+    allocator = scheduler.block_allocator
+    prefix = [1, 2, 3, 4, 5, 6, 7, 8]
     first, second, third = (Request(i, [*prefix, 50 + i], 4) for i in range(3))
     scheduler.add_request(first)
     step(scheduler)
@@ -686,11 +695,13 @@ def test_a_prefix_hit_computes_the_remainder_and_nothing_else():
     Would catch: hits that are recomputed all the same, or that leave one needed token out; wrong K,
     V in a hit.
     """
-    model, prefix = trained_model(), prompt(5, 21)
+    model = trained_model()
+    prefix = prompt(5, 21)
     for extra, hits in (([], 20), ([3], 20), ([3, 1, 4], 20), (prompt(6, 7), 20)):
         engine = new_engine(model)
         serve(engine, [prefix], 1)
-        computed, params = count_computed(engine), mixed_params(10, 3)[1]
+        computed = count_computed(engine)
+        params = mixed_params(10, 3)[1]
         request = engine.add_request("hit", prefix + extra, params)
         outputs = engine.step()
         assert computed == [len(prefix) + len(extra) - hits] and outputs[0].cached_tokens == hits
@@ -750,14 +761,16 @@ def test_forked():
     Would catch: a fork that writes into its sibling's block, or whose copy is of the wrong block or
     incomplete.
     """
-    model, text = trained_model(), prompt(11, 13)
+    model = trained_model()
+    text = prompt(11, 13)
     for steps in range(1, 6):  # the fork happens at every offset within a block
         scheduler = Scheduler(max_kv_tokens=256, token_budget=32)
         runner = Runner(model, Settings(num_blocks=64, block_size=4, max_num_seqs=256))
         poison(runner, scheduler)
         parent = Request("parent", text, 16)
         scheduler.add_request(parent)
-        family, forked_at = [parent], {"parent": 0}
+        family = [parent]
+        forked_at = {"parent": 0}
         while not scheduler.is_done():
             plan = scheduler.plan()
             scheduler.check(plan)
@@ -773,7 +786,8 @@ def test_forked():
         assert len(family) == 3 and scheduler.num_copies >= 1
         for request in family:
             own = forked_at[request.id]
-            start, answer = text + request.generated_tokens[:own], request.generated_tokens[own:]
+            start = text + request.generated_tokens[:own]
+            answer = request.generated_tokens[own:]
             assert len(answer) == 16 - own
             assert_equals_dense(model, start, answer, GREEDY)
         assert scheduler.block_allocator.num_free == 64
@@ -830,7 +844,8 @@ def dense_beam_search(
     Beam search as in a textbook: every beam's whole text again for each token, no cache, no early
     end.
     """
-    beams, answers = [([], 0.0)], []
+    beams = [([], 0.0)]
+    answers = []
     for _ in range(max_tokens):
         logits, _ = model(torch.tensor([start + tokens for tokens, _ in beams]))
         logprobs = logits[:, -1].log_softmax(-1)

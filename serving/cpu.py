@@ -121,7 +121,7 @@ def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
 
 
 def pack_if_quantized(model: GPT, quantize: str = "none") -> GPT:
-    """`Ops.pack` of all but CPUs: the model itself, unless 8-bit integers are asked for."""
+    """`Ops.pack_weights` of all but CPUs: the model itself, unless 8-bit integers are asked for."""
     return model if quantize == "none" else packed_for_cpu(model, quantize)
 
 

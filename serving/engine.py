@@ -244,7 +244,7 @@ class Engine:
             return [], None
         self.num_steps += 1
         for request in plan.admitted:  # noted now: on a CPU, launching a step is computing it
-            if not request.num_preemptions:  # the time after a preemption is work
+            if not request.num_preemptions:  # waiting again after that is not counted
                 request.admitted_time = self._note_delay("waited", request.arrival_time)
         try:
             if self.settings.check:

@@ -43,13 +43,13 @@ def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
     One layer's pool kv [2, num_blocks + 1, Hk, S, D] seen as a table of rows of D numbers: which of
     them belong to slots [..., C]. Returns [2, ..., Hk, C]: of K and of V, for each head.
     """
-    _, num_blocks, Hk, S, _ = kv.shape
+    _, all_blocks, Hk, S, _ = kv.shape  # the sink included
     blocks = slots // S
     of_other_heads = (Hk - 1) * S
     first = slots + blocks * of_other_heads  # the row of head 0: block * Hk * S + offset
     heads = torch.arange(0, Hk * S, S, device=slots.device)
     k_rows = first[..., None, :] + heads[:, None]
-    v_rows = k_rows + num_blocks * Hk * S
+    v_rows = k_rows + all_blocks * Hk * S
     return torch.stack((k_rows, v_rows))
 
 

@@ -27,12 +27,12 @@ TORCH = model.TORCH._replace(
     prepare=gather.prepare_torch,
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
-    pack=cpu.pack_if_quantized,
+    pack_weights=cpu.pack_if_quantized,
 )
 CPU = TORCH._replace(
     name="cpu",
     attend=gather.paged_attention_torch,
-    pack=cpu.packed_for_cpu,
+    pack_weights=cpu.packed_for_cpu,
 )
 TRITON = TORCH._replace(
     name="triton",

@@ -121,7 +121,7 @@ class Runner:
         device = model.wte.weight.device
         self.device = device
         self.ops, self.reason = choose_ops(settings.attention, device)
-        self.model = self.ops.pack(model, settings.quantize)
+        self.model = self.ops.pack_weights(model, settings.quantize)
         self.pool = KVBlockPool(
             settings.num_blocks,
             settings.block_size,
@@ -306,8 +306,8 @@ class Runner:
             requests, tensors = flight.sampled_scores
             for request, score in zip(requests, rows_of(tensors), strict=True):
                 # as many candidates were found as any of the requests wants
-                n = request.params.logprobs
-                result.logprobs[request] = [score[0], score[1][:n], score[2][:n]]
+                most = request.params.logprobs
+                result.logprobs[request] = [score[0], score[1][:most], score[2][:most]]
         for request, start, tensors in flight.prompt_scores:
             result.prompt_scores[request] = start, rows_of(tensors)
         return result
