@@ -871,7 +871,7 @@ def bench_server(
 
         def measure(work: Work, rate=0.0, num_slow=0, skip=0) -> dict:
             requests = completions(work, rate, num_slow)
-            rows = load.load(host, port, requests, client_processes)
+            rows = load.run_clients(host, port, requests, client_processes)
             return load.summary(rows[skip:])
 
         measure(offline_workload(8, 8, V))  # warm-up

@@ -121,6 +121,34 @@ def serving_dtype(name: str, device: str | torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = torch.float32) -> GPT:
+    """
+    Build the model of a checkpoint directory, in evaluation mode. Raises CheckpointError with what
+    to change.
+    """
+    config = load_config(directory)
+    path = Path(directory) / "model.safetensors"
+    saved = read_weights(path)
+    found = shapes(saved)
+    # First the sizes themselves: to build a model of a billion layers takes for ever, even without
+    # weights.
+    C = config.n_embd
+    sizes = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.context_length, C)}
+    sizes[f"h.{config.n_layer - 1}.ln_1.weight"] = (C,)
+    check_shapes(path, found, sizes)
+    with torch.device("meta"):
+        model = GPT(config)
+    wanted = shapes(model.state_dict())
+    del wanted[TIED]
+    check_shapes(path, found, wanted)
+    check_rest(path, saved, wanted)
+    weights = {name: saved[name].to(device, dtype).contiguous() for name in wanted}
+    weights[TIED] = weights["wte.weight"]
+    model.load_state_dict(weights, assign=True)
+    model.lm_head.weight = model.wte.weight  # one parameter again
+    return model.eval()
+
+
 def load_config(directory: str | Path) -> GPTConfig:
     """
     Read config.json, and what generation_config.json adds to it: tokens that end a text. Raises
@@ -176,53 +204,6 @@ def read_eos(path: Path, saved: dict) -> list[int]:
     return ids
 
 
-def no_model(missing: Path) -> str:
-    """The message for a directory that lacks a file which is read here: how it can be had."""
-    folder = missing.parent
-    names = sorted(path.name for path in folder.glob("*") if path.name != "train_state.pt")
-    weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
-    if not weights:
-        return (
-            f"no model in {folder}, {missing.name} is missing: run `python train.py --out "
-            f"{folder}`, or name another directory"
-        )
-    if missing.name == "config.json":
-        return f"{missing} is missing beside {weights[0]}: download it, too"
-    return (
-        f"{missing} is missing, the weights are in {', '.join(weights[:3])}: they are read from "
-        "one safetensors file. Let transformers write it: GPT2LMHeadModel.from_pretrained(DIR)"
-        ".save_pretrained(NEW, max_shard_size='100GB')"
-    )
-
-
-def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = torch.float32) -> GPT:
-    """
-    Build the model of a checkpoint directory, in evaluation mode. Raises CheckpointError with what
-    to change.
-    """
-    config = load_config(directory)
-    path = Path(directory) / "model.safetensors"
-    saved = read_weights(path)
-    found = shapes(saved)
-    # First the sizes themselves: to build a model of a billion layers takes for ever, even without
-    # weights.
-    C = config.n_embd
-    sizes = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.context_length, C)}
-    sizes[f"h.{config.n_layer - 1}.ln_1.weight"] = (C,)
-    check_shapes(path, found, sizes)
-    with torch.device("meta"):
-        model = GPT(config)
-    wanted = shapes(model.state_dict())
-    del wanted[TIED]
-    check_shapes(path, found, wanted)
-    check_rest(path, saved, wanted)
-    weights = {name: saved[name].to(device, dtype).contiguous() for name in wanted}
-    weights[TIED] = weights["wte.weight"]
-    model.load_state_dict(weights, assign=True)
-    model.lm_head.weight = model.wte.weight  # one parameter again
-    return model.eval()
-
-
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """
     The tensors of a file, under our names and in our layout. Raises CheckpointError where it is
@@ -241,6 +222,25 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         name = name.removeprefix("transformer.")  # which the hub's own GPT-2 does not have
         weights[name] = weight.mT if is_transposed(name) and weight.ndim > 1 else weight
     return weights
+
+
+def no_model(missing: Path) -> str:
+    """The message for a directory that lacks a file which is read here: how it can be had."""
+    folder = missing.parent
+    names = sorted(path.name for path in folder.glob("*") if path.name != "train_state.pt")
+    weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
+    if not weights:
+        return (
+            f"no model in {folder}, {missing.name} is missing: run `python train.py --out "
+            f"{folder}`, or name another directory"
+        )
+    if missing.name == "config.json":
+        return f"{missing} is missing beside {weights[0]}: download it, too"
+    return (
+        f"{missing} is missing, the weights are in {', '.join(weights[:3])}: they are read from "
+        "one safetensors file. Let transformers write it: GPT2LMHeadModel.from_pretrained(DIR)"
+        ".save_pretrained(NEW, max_shard_size='100GB')"
+    )
 
 
 def shapes(weights: dict[str, torch.Tensor]) -> dict[str, tuple]:

@@ -35,8 +35,8 @@ def at_least(
     least: float, number: type = int, below: float | None = None
 ) -> Callable[[str], float]:
     """
-    The type of a flag, for argparse: numbers from `least` on and less than `below`, which for whole
-    numbers is 2**31 unless given: more fits into no tensor's size. NaN is an error.
+    The type of a flag, for argparse: numbers from `least` on and less than `below`. Without `below`
+    whole numbers are less than 2**31, as no tensor is larger. NaN is an error.
     """
     if below is None and number is int:
         below = 2**31
@@ -59,9 +59,9 @@ not_negative = at_least(0, float)
 
 def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = None, **options):
     """
-    One flag. `kind` makes a value of the text; not given, it is the type of the default, of ints
-    those from 1 on, of floats those from 0 on. A default of False or True makes a switch, unless
-    `action` is given.
+    One flag. `kind` makes a value of the text; not given, it is the default's type: for an int
+    whole numbers from 1 on, for a float numbers from 0 on. A default of False or True makes a
+    switch, unless `action` is given.
     """
     if isinstance(default, bool):
         options.setdefault("action", "store_false" if default else "store_true")

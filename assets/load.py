@@ -2,7 +2,7 @@
 Load for a server that speaks OpenAI's completions, from independent client processes with raw
 sockets; for `bench.py server` and the tests.
 
-    rows = load(host, port, [completion(prompt, 100) for prompt in prompts], processes=12)
+    rows = run_clients(host, port, [completion(prompt, 100) for prompt in prompts], processes=12)
 
     python -m assets.load 127.0.0.1 8000 < share.json   # what each client process runs
 
@@ -140,7 +140,7 @@ def read_slowly(streams: list[Stream]):
             pass
 
 
-def load(host: str, port: int, requests: list[dict], processes: int) -> list[dict | None]:
+def run_clients(host: str, port: int, requests: list[dict], processes: int) -> list[dict | None]:
     """
     Spread requests over client processes; returns a row for each, in their order. Raises ValueError
     where a connection failed or an answer was not whole.

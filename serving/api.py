@@ -49,6 +49,7 @@ class Route(NamedTuple):
     text: str = ""  # the media type of an answer that is no JSON
 
 
+# what routes answer: fields of JSON, and the media type of a stream
 COMPLETION = "id object created model choices usage"
 MODEL = "id object created owned_by max_model_len"
 TOKENS = "count max_model_len tokens"
@@ -171,7 +172,7 @@ class Service:
 
     async def ask_encoder(self, job):
         """
-        What `encoder.work` makes of a job. Raises ApiError: 400 about the field that the job came
+        What `encoder.do_job` makes of a job. Raises ApiError: 400 about the field that the job came
         from, 429 where too much waits, 503 where the encoder's process has ended.
         """
         try:
@@ -318,7 +319,7 @@ class Service:
         await self.client.attach()
         await self.server.serve(sockets=[sock])
         self.workers.stop()
-        await self.workers.ended(LINGER_SECONDS + 1)
+        await self.workers.end_within(LINGER_SECONDS + 1)
         self.client.close()
         self.encoder.close()
         return self.client.reason if self.client.state == "dead" else None

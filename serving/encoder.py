@@ -3,7 +3,7 @@ Texts and conversations -> token ids, and back, without blocking the event loop.
 
     encoder = Encoder("out/stdlib")
     ids = encoder.encode("def ")                   # blocks; `await encoder.ask(..)` does not
-    ids = encoder.chat([{"role": "user", "content": "hello"}])
+    ids = encoder.encode_chat([{"role": "user", "content": "hello"}])
 
 Short texts are encoded in place. Long ones and all chat templates go to a process of their own,
 because both hold Python's interpreter lock (GIL). It starts with the first job that needs it,
@@ -70,7 +70,7 @@ class Encoder:
         """
         return read_ids(*asyncio.run(self.ask({"texts": [text]})))[0]
 
-    def chat(self, messages: list[dict], **options) -> list[int]:
+    def encode_chat(self, messages: list[dict], **options) -> list[int]:
         """
         Token ids of a conversation: [{"role", "content"}, ..], and variables of the template.
         """
@@ -79,12 +79,12 @@ class Encoder:
 
     async def ask(self, job: dict) -> tuple[dict, bytes]:
         """
-        What `work` makes of a job. Raises TokenizerError for what the client can change, a job that
-        takes too much time or memory included, EncoderBusy if too much waits already, and
+        What `do_job` makes of a job. Raises TokenizerError for what the client can change, a job
+        that takes too much time or memory included, EncoderBusy if too much waits already, and
         RuntimeError if the process dies.
         """
         if self.is_short(job):
-            return work(job, self.tokenizer, None)
+            return do_job(job, self.tokenizer, None)
         size = size_of(job)
         if self.waiting + size > MAX_WAITING:
             raise EncoderBusy("too much text is waiting to be encoded: try again later")
@@ -169,7 +169,7 @@ def size_of(job: dict) -> int:
     return sum(map(len, job.get("texts", fields))) + len(job.get("tokens", ()))
 
 
-def work(job: dict, tokenizer: Tokenizer, chat: Chat | None) -> tuple[dict, bytes]:
+def do_job(job: dict, tokenizer: Tokenizer, chat: Chat | None) -> tuple[dict, bytes]:
     """
     Do one job. Returns a small dictionary and bulk data. Raises TokenizerError.
 
@@ -197,7 +197,7 @@ def work(job: dict, tokenizer: Tokenizer, chat: Chat | None) -> tuple[dict, byte
 
 
 def read_ids(head: dict, data: bytes) -> list[list[int]]:
-    """The ids of each text, from what `work` returned."""
+    """The ids of each text, from what `do_job` returned."""
     ids = iter(array("I", data).tolist())
     return [list(islice(ids, count)) for count in head["counts"]]
 
@@ -269,7 +269,7 @@ def main(directory: str, descriptor: int):
             link.send_bytes(json.dumps(head).encode())
             link.send_bytes(data)
             job = json.loads(link.recv_bytes())
-            done, problem = attempt(work, job, *loaded)
+            done, problem = attempt(do_job, job, *loaded)
 
 
 if __name__ == "__main__":

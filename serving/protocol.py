@@ -157,7 +157,7 @@ MESSAGES = {
 }
 
 
-def refusal(kind, field, remedy) -> PydanticCustomError:
+def finding(kind, field, remedy) -> PydanticCustomError:
     """
     A finding of the kind "unknown" or "not_served", about a field of the object that is being
     validated: tool_calls, 1.image_url.
@@ -220,7 +220,7 @@ def content_text(value):
             continue
         # a part is named like what it has: {"type": "image_url", "image_url": ..}
         field = kind if isinstance(kind, str) and kind in part else "type"
-        raise refusal("not_served", f"{number}.{field}", NO_IMAGES)
+        raise finding("not_served", f"{number}.{field}", NO_IMAGES)
     return "".join(texts)
 
 
@@ -304,7 +304,7 @@ class Body(BaseModel):
             elif name in cls.neutral:
                 cls.check_neutral(name, value)
             elif cls.model_config["extra"] == "forbid":
-                raise refusal("unknown", name, cls.hint(name))
+                raise finding("unknown", name, cls.hint(name))
         return given
 
     @classmethod
@@ -313,7 +313,7 @@ class Body(BaseModel):
         same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # to Python True is 1
         if value != neutral or not same_kind:
             remedy = f"leave it out or send {json.dumps(neutral)}"
-            raise refusal("not_served", name, REMEDIES.get(name, remedy))
+            raise finding("not_served", name, REMEDIES.get(name, remedy))
 
     @classmethod
     def hint(cls, name: str) -> str:

@@ -143,7 +143,9 @@ def continue_prompt(args: Namespace, build_engine: Callable):
     with contextlib.closing(encoder):
         if with_template:
             opening = ""
-            prompt = encoder.chat([{"role": "user", "content": text}], add_generation_prompt=True)
+            prompt = encoder.encode_chat(
+                [{"role": "user", "content": text}], add_generation_prompt=True
+            )
         else:
             prompt = encoder.encode(text)
     engine = build_engine(args)
@@ -158,7 +160,7 @@ def continue_prompt(args: Namespace, build_engine: Callable):
 # has no room for all.
 
 
-class Chat:
+class Dialogue:
     """Messages, for a chat template."""
 
     def __init__(self, encoder: Encoder):
@@ -185,7 +187,7 @@ class Chat:
         """
         system = [{"role": "system", "content": self.system}] if self.system else []
         for first in range(0, len(self.turns), 2):
-            ids = self.encoder.chat(system + self.turns[first:], add_generation_prompt=True)
+            ids = self.encoder.encode_chat(system + self.turns[first:], add_generation_prompt=True)
             if len(ids) <= room:
                 if first:
                     note(f"the context is full: the {first} oldest messages are forgotten")
@@ -248,7 +250,7 @@ def converse(args: Namespace, build_engine: Callable):
     encoder, with_template = open_encoder(args)
     with contextlib.closing(encoder):
         engine = build_engine(args)
-        conversation = Chat(encoder) if with_template else Text(encoder)
+        conversation = Dialogue(encoder) if with_template else Text(encoder)
         note(f"{args.model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
         if not with_template:
             why = "--raw" if encoder.has_chat else "no chat template"
@@ -282,7 +284,7 @@ def read_line() -> str | None:
         text = text[:-1] + "\n"
 
 
-def run_command(line: str, conversation: Chat | Text) -> bool:
+def run_command(line: str, conversation: Dialogue | Text) -> bool:
     """Do what a line with a slash says. Returns whether the conversation goes on."""
     command, _, text = line.partition(" ")
     if command == "/help":
@@ -301,7 +303,7 @@ def run_command(line: str, conversation: Chat | Text) -> bool:
 
 
 def answer_line(
-    args: Namespace, engine, conversation: Chat | Text, line: str, tokenizer: Tokenizer
+    args: Namespace, engine, conversation: Dialogue | Text, line: str, tokenizer: Tokenizer
 ):
     """Answer a line. One that cannot be answered is forgotten, and a note says why."""
     is_text = isinstance(conversation, Text)

@@ -169,7 +169,7 @@ class Workers:
             with contextlib.suppress(BrokenPipeError):  # it has just ended
                 os.write(orders.fileno(), b".")
 
-    async def ended(self, seconds: float):
+    async def end_within(self, seconds: float):
         """Wait until all workers have ended; kill those that take longer than so many seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds

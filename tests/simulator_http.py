@@ -87,7 +87,7 @@ class InlineEncoder(encoder.Encoder):
         if self.world.encoder_fault:
             self.world.encoder_fault = False
             raise RuntimeError("the encoding process ended (exit code -9)")
-        return encoder.work(job, self.tokenizer, FakeChat())
+        return encoder.do_job(job, self.tokenizer, FakeChat())
 
 
 class WatchedClient(client.EngineClient):

@@ -156,7 +156,7 @@ def test_the_load_generator_measures_what_it_says():
     with Server(engine=FakeEngine(pace=0.02)) as server:
         requests = [load.completion(list(b"loop"), 5 + i, at=0.1 * (i == 4)) for i in range(5)]
         requests.insert(1, load.completion(list(b"loop"), 4000, speed=100))
-        rows = load.load(*map(str, server.address), requests, processes=2)
+        rows = load.run_clients(*map(str, server.address), requests, processes=2)
         assert [row and row["tokens"] for row in rows] == [5, None, 6, 7, 8, 9]
         for row in filter(None, rows):
             waited = row["first"] + sum(row["gaps"])
@@ -164,7 +164,7 @@ def test_the_load_generator_measures_what_it_says():
             assert row["end"] == pytest.approx(waited + 0.1 * (row["tokens"] == 9))
         wait_until(lambda: not server.service.client.choices)
         with pytest.raises(ValueError, match="wanted 3 tokens, the answer ends with HTTP"):
-            load.load(*map(str, server.address), [load.completion([300], 3)], processes=1)
+            load.run_clients(*map(str, server.address), [load.completion([300], 3)], processes=1)
 
 
 def test_percentiles_are_of_all_rows():

@@ -81,7 +81,7 @@ def test_where_a_job_is_done(folder, monkeypatch, job, is_short):
     Here what takes 2 ms at most, in the process all else, whether somebody waits for it or not.
     """
     encoder = Encoder(folder)
-    monkeypatch.setattr(module, "work", lambda *_: "here")
+    monkeypatch.setattr(module, "do_job", lambda *_: "here")
     monkeypatch.setattr(encoder, "_exchange", lambda _: "there")
     where = "here" if is_short else "there"
     assert asyncio.run(encoder.ask(job)) == where
@@ -136,16 +136,16 @@ def test_what_work_makes_of_each_job():
     have no text.
     """
     tokenizer = bpe_tokenizer([])
-    assert module.work({"tokens": [*b"a", 256, 0xC3, 98, 300]}, tokenizer, None) == (
+    assert module.do_job({"tokens": [*b"a", 256, 0xC3, 98, 300]}, tokenizer, None) == (
         {}, f'{{"prompt": "a{END}\ufffdb"}}'.encode()
     )  # fmt: skip
-    head, data = module.work({"texts": [f"a{END}", "", "bcd"]}, tokenizer, None)
+    head, data = module.do_job({"texts": [f"a{END}", "", "bcd"]}, tokenizer, None)
     assert head == {"counts": [2, 0, 3]} and read_ids(head, data) == [[97, 256], [], [98, 99, 100]]
     for limit, fits in ((3, True), (2, False)):  # of the longest, whichever it is
         for texts in (["a", "bcd"], ["bcd", "a"], ["abc"] * 5):
-            _, data = module.work({"texts": texts, "limit": limit}, tokenizer, None)
+            _, data = module.do_job({"texts": texts, "limit": limit}, tokenizer, None)
             assert bool(data) == fits
-    _, data = module.work(
+    _, data = module.do_job(
         {"texts": ["ab"], "answer": {"names": True, "max_model_len": 7}}, tokenizer, None
     )
     assert json.loads(data) == {
@@ -166,9 +166,11 @@ def test_texts_come_back_in_order_and_too_long_ones_without_ids(encoder):
 
 
 def test_templates_are_always_rendered_there(encoder):
-    assert encoder.chat(HELLO) == [*b"user: hello", 258]
-    assert encoder.chat([{"role": "user", "content": END}]) == [*b"user: ", *END.encode(), 258]
-    assert encoder.chat(HELLO, add_generation_prompt=True) == [*b"user: hello", 258, *b"bot: "]
+    assert encoder.encode_chat(HELLO) == [*b"user: hello", 258]
+    message = {"role": "user", "content": END}
+    assert encoder.encode_chat([message]) == [*b"user: ", *END.encode(), 258]
+    ids = encoder.encode_chat(HELLO, add_generation_prompt=True)
+    assert ids == [*b"user: hello", 258, *b"bot: "]
 
 
 def test_the_answer_of_tokenize_is_json(encoder):
@@ -226,8 +228,8 @@ def test_templates_without_end_have_one(folder, monkeypatch, tmp_path):
         TokenizerError,
         match=r"this takes more than 20 s of CPU time to encode or render: shorten it",
     ):
-        encoder.chat([{"role": "user", "content": "for ever"}])
-    assert encoder.chat(HELLO) == [*b"user: hello", 258]
+        encoder.encode_chat([{"role": "user", "content": "for ever"}])
+    assert encoder.encode_chat(HELLO) == [*b"user: hello", 258]
     encoder.close()
 
 
@@ -235,12 +237,12 @@ def test_templates_that_fill_the_memory_are_stopped(encoder):
     with pytest.raises(
         TokenizerError, match="the chat template makes more than 16777216 characters"
     ):
-        encoder.chat([{"role": "user", "content": "large"}])
+        encoder.encode_chat([{"role": "user", "content": "large"}])
     if sys.platform == "linux":
         with pytest.raises(TokenizerError, match="takes more than 1024 MiB to encode or render"):
-            encoder.chat([{"role": "user", "content": "larger"}])
+            encoder.encode_chat([{"role": "user", "content": "larger"}])
     process = encoder.process
-    assert encoder.chat(HELLO) == [*b"user: hello", 258] and encoder.process is process
+    assert encoder.encode_chat(HELLO) == [*b"user: hello", 258] and encoder.process is process
 
 
 def test_broken_templates_are_told_at_start(folder, tmp_path):
@@ -288,13 +290,13 @@ def test_a_terminals_signals_do_not_reach_the_process_and_close_ends_it(folder):
 @pytest.mark.parametrize("has_ended", [True, False])
 def test_a_process_that_dies_is_replaced(encoder, has_ended):
     """Whether it is found dead, or dies at work."""
-    encoder.chat(HELLO)
+    encoder.encode_chat(HELLO)
     encoder.process.kill()
     if has_ended:
         os.waitid(os.P_PID, encoder.process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(RuntimeError, match=r"the encoding process ended \(exit code -9\)"):
-        encoder.chat(HELLO)
-    assert encoder.chat(HELLO) == [*b"user: hello", 258]
+        encoder.encode_chat(HELLO)
+    assert encoder.encode_chat(HELLO) == [*b"user: hello", 258]
 
 
 def test_what_the_tokenizer_refuses_is_said(tmp_path):

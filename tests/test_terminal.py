@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 from serving import terminal
 from serving.encoder import Encoder
 from serving.params import SamplingParams
-from serving.terminal import Answer, Chat, Text, stream_answer
+from serving.terminal import Answer, Dialogue, Text, stream_answer
 from test_paged import assert_idle, new_engine, prompt, trained_model
 from tokenizer import load_tokenizer
 from training.corpus import train_bpe
@@ -259,7 +259,7 @@ def test_a_message_that_fits_no_context_is_said_and_forgotten(run, expected):
 @pytest.fixture
 def chat(checkpoint):
     encoder = Encoder(checkpoint)
-    yield Chat(encoder)
+    yield Dialogue(encoder)
     encoder.close()
 
 
@@ -414,7 +414,7 @@ def test_how_long_an_answer_may_be(
     that does.
     """
     args = SimpleNamespace(max_tokens=max_tokens, temperature=0, seed=None)
-    for conversation, length in ((bytes_text(), length_of_text), (Chat(None), length_of_chat)):
+    for conversation, length in ((bytes_text(), length_of_text), (Dialogue(None), length_of_chat)):
         engine, rooms = Fake(max_model_len=limit), []
         conversation.prompt = lambda room, rooms=rooms: rooms.append(room) or [1] * 10
         terminal.answer_line(args, engine, conversation, "line", BYTES)
@@ -436,7 +436,10 @@ def test_how_long_the_answer_to_a_prompt_may_be(
 ):
     ids = [1] * length
     made = SimpleNamespace(
-        chat=lambda *_, **__: ids, encode=lambda text: ids, close=lambda: None, tokenizer=BYTES
+        encode_chat=lambda *_, **__: ids,
+        encode=lambda text: ids,
+        close=lambda: None,
+        tokenizer=BYTES,
     )
     monkeypatch.setattr(terminal, "open_encoder", lambda args: (made, template))
     engine = Fake()

@@ -417,7 +417,7 @@ def test_workers_that_were_told_to_stop_are_not_started_again(office):
 
 
 def test_workers_that_do_not_end_in_time_are_killed(office):
-    task = office.clock.create_task(office.workers.ended(3))
+    task = office.clock.create_task(office.workers.end_within(3))
     office.clock.run(1)
     office.end(1)
     office.clock.run(1.9)
@@ -427,7 +427,7 @@ def test_workers_that_do_not_end_in_time_are_killed(office):
 
 
 def test_workers_that_have_ended_are_not_waited_for(office):
-    task = office.clock.create_task(office.workers.ended(3))
+    task = office.clock.create_task(office.workers.end_within(3))
     for number in (1, 2):
         office.end(number)
     office.clock.run(0.05)

@@ -24,11 +24,11 @@ VOCAB_SIZE = 4096
 # Folders that are left out: packages from elsewhere, tests with their data, tables.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 LEFT_OUT |= {"encodings", "pydoc_data"}
-GENERATED = ("_sysconfigdata", "config-")  # left out too: what names begin with
+GENERATED = ("_sysconfigdata", "config-")  # names that begin so are left out, too
 HELD_OUT = 1 / 20  # of the files
 
 
-def is_language(name: Path) -> bool:
+def is_included(name: Path) -> bool:
     """Whether a file of the library, by its relative name, belongs to the corpus."""
     return not any(part in LEFT_OUT or part.startswith(GENERATED) for part in name.parts)
 
@@ -50,7 +50,7 @@ def read_library(root: Path) -> tuple[list[bytes], list[bytes]]:
     train: list[bytes] = []
     val: list[bytes] = []
     for name in sorted(path.relative_to(root) for path in root.rglob("*.py")):
-        if is_language(name):
+        if is_included(name):
             side = val if is_held_out(name.as_posix()) else train
             side.append((root / name).read_bytes())
     if not train or not val:
