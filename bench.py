@@ -41,7 +41,7 @@ from statistics import mean, median
 from time import perf_counter
 from types import SimpleNamespace
 
-from commands import SPINS_SERVING, add_flag
+from commands import SPINS_SERVING, add_flag, at_least, not_negative
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
 
@@ -90,6 +90,7 @@ FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--out": "where to write the picture; those of the README are in assets/",
 }
 CHOICES = {"--dtype": ["auto", "fp32", "bf16"], "--quantize": ["none", "int8"]}
+CHOICES["--device"] = ["cpu", "cuda"] if DEVICE == "cuda" else ["cpu"]
 
 
 def command(bench: Callable) -> Callable:
@@ -1149,10 +1150,14 @@ def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
     options = {}
     if flag in CHOICES:
         options["choices"] = CHOICES[flag]
-    kind = type(default)
-    if kind is tuple:
+    values = default if isinstance(default, tuple) else (default,)
+    if values is default:
         options["nargs"] = "+"
-        kind = type(default[0])
+    kind = type(values[0])
+    if kind is int:  # 0 is for what may be 0 by default
+        kind = at_least(min(1, *values))
+    elif kind is float:
+        kind = not_negative
     add_flag(parser, flag, FLAGS[flag], default, kind, **options)
 
 

@@ -235,3 +235,23 @@ def test_without_a_gpu_the_kernels_have_no_figures(monkeypatch, capsys):
         SystemExit, match=r"there is none: on a CPU run `python bench.py attention`"
     ):
         run_bench(monkeypatch, capsys, "kernels")
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("generate --repeats 0", "0 is too small, wanted at least 1"),
+        ("server --streams 1 0", "0 is too small, wanted at least 1"),
+        ("server --rate nan", "nan is too small, wanted at least 0"),
+        ("engine --seeds -1", "-1 is too small, wanted at least 0"),
+        ("batching --device tpu", "invalid choice: 'tpu'"),
+    ],
+)
+def test_flags_out_of_range_are_refused_before_anything_is_measured(
+    monkeypatch, capsys, command, why
+):
+    """--repeats 0 measured, and ended in "no median for empty data"."""
+    monkeypatch.setattr(sys, "argv", ["bench.py", *command.split()])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert why in capsys.readouterr().err
