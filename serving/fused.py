@@ -333,12 +333,13 @@ def launch_linear(
     assert x.is_contiguous() and layer.weight.is_contiguous(), "rows and weights must be contiguous"
     assert not (partial_sums and activation), "the activation is of the sum, not of its parts"
     assert kv is None or kv.is_contiguous(), "the pool of a layer must be contiguous"
+    # D is 0 without a pool: no columns are of k and v
     shape = {"N": N, "K": K, "ACTIVATION": activation, "Hk": 1, "S": 1, "D": 0}
     k_to_v = None  # from K to V in the pool
     if kv is not None:
         shape["Hk"], shape["S"], shape["D"] = kv.shape[2:]
         k_to_v = kv.stride(0)
-    width = N - 2 * shape["Hk"] * shape["D"]
+    width = N - 2 * shape["Hk"] * shape["D"]  # columns of the result
     given = (x, layer.weight, layer.bias)
     pool = (kv, slot_mapping, k_to_v)
     options = shape | pdl_options(x)

@@ -91,8 +91,7 @@ def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     while token_budget > T:
         tokens.append(T)
         T *= 2
-    if token_budget > 0:
-        tokens.append(token_budget)
+    tokens.append(token_budget)
     shapes = [StepShape(n, 0, 0) for n in decodes]
     for T in tokens:
         for n in decodes:
@@ -105,7 +104,7 @@ class Runner:
     """
     The model, the KV pool, and what the device must know of each running request, in arrays indexed
     by its row. A plan carries only what changed; the last token, its position and the block table
-    are already here. Nothing here waits for the device but `wait_for`. The last row belongs to
+    are already here. Nothing in a step waits for the device but `wait_for`. The last row belongs to
     padding, and its block table is all sink.
 
     Where the operators allow it (`Ops.fixed_shapes`), steps are padded to a few shapes, each

@@ -457,7 +457,6 @@ def test_the_sizes_that_steps_are_padded_to():
         (8, 8, 300),
         (20, 8, 300),
     ]
-    assert padded_shapes(8, 0) == [(1, 0, 0), (2, 0, 0), (4, 0, 0), (8, 0, 0)]
     assert padded_shapes(1, 128) == [(1, 0, 0), (1, 8, 128)]
     shapes = padded_shapes(256, 8192)
     decodes = [1, 2, 4, *range(8, 257, 8)]
