@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from files import read_json, write_atomically, write_json
 from model import GPT, GPTConfig
-from tokenizer import read_json, write_atomically, write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

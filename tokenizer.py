@@ -9,14 +9,11 @@ methods.
 
 Every tokenizer is one file, tokenizer.json in the format of the `tokenizers` library:
 `transformers.AutoTokenizer` reads what is saved here and gives the same ids. A BPE is run by
-tiktoken; training/corpus.py makes new tokenizers, of a text or by learning a BPE. The last section
-writes files so that they are never half there, checkpoints too.
+tiktoken; training/corpus.py makes new tokenizers, of a text or by learning a BPE.
 """
 
 import bisect
 import codecs
-import json
-import os
 import re
 import unicodedata
 from collections import Counter
@@ -26,6 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import tiktoken
+
+from files import read_json, write_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Pre-tokenization of GPT-2: a text is cut into pieces, and bytes are merged only within a piece.
@@ -159,8 +158,10 @@ class Tokenizer:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         # without this class name transformers takes the tokenizer for GPT-2's own, by config.json
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        config["clean_up_tokenization_spaces"] = False
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
         if self.eos_token_id is not None:
             name = self.names[self.eos_token_id]
             config |= {"bos_token": name, "eos_token": name}
@@ -540,11 +541,6 @@ def no_tokenizer(missing: Path) -> str:
     return f"no tokenizer in {folder}: run `python train.py --out {folder}`, or copy it there"
 
 
-def read_json(path: Path) -> dict:
-    """The content of a file, {} where there is none. Raises ValueError or RecursionError."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
 def token_text(token: str | dict | None) -> str | None:
     """The hub writes a control token as a text or as a dictionary."""
     return token["content"] if isinstance(token, dict) else token
@@ -572,28 +568,3 @@ def check_fits_model(tokenizer: Tokenizer, directory: Path):
             f"it has {tokenizer.vocab_size} tokens, but config.json beside it says that the model "
             f"has {rows}: they do not belong together, copy the model's own tokenizer there"
         )
-
-
-# --------------------------------------------------------------------------------------------------
-# Files
-
-
-def write_atomically(path: Path, write: Callable[[Path], None]):
-    """
-    Let `write` fill a temporary file beside `path`, flush it to disk, then rename it: a reader sees
-    the old file or the new one, never half of one, whenever the process dies.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write(temporary)
-        with open(temporary, "rb") as f:
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)  # on a full disk it takes the rest of the room
-        raise
-
-
-def write_json(path: Path, content: dict):
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import TIED, save_checkpoint
+from files import write_atomically
 from model import GPT, GPTConfig
-from tokenizer import write_atomically
 from training.clock import Clock
 from training.corpus import Corpus, load_corpus
 from training.machine import Process, fit_to_machine, init_process, pick_device

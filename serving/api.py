@@ -246,9 +246,14 @@ class Service:
     def describe_model(self) -> dict:
         """The model, as OpenAI's API describes one. Raises ApiError (503)."""
         self.check_ready()
-        model = {"id": self.name, "object": "model", "created": self.created}
         limit = self.client.info["max_model_len"]
-        return model | {"max_model_len": limit, "owned_by": "pagedgpt"}
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "max_model_len": limit,
+            "owned_by": "pagedgpt",
+        }
 
     async def show_welcome(self, http):
         """The page for a browser, which asked for it under some name of ours."""

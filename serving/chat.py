@@ -15,7 +15,8 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from tokenizer import Tokenizer, TokenizerError, read_json, token_text
+from files import read_json
+from tokenizer import Tokenizer, TokenizerError, token_text
 
 # Characters that a template may make of a conversation: four times the largest body.
 MAX_RENDERED = 2**24

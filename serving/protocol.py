@@ -186,11 +186,14 @@ def list_of_prompts(value) -> list:
         raise bad_field("prompt", f"has {len(prompts)} prompts, {most}")
     of_ids = is_list_of(list, prompts) and all(is_list_of(int, prompt) for prompt in prompts)
     if not (of_ids or is_list_of(str, prompts)):
-        forms = "a string, a list of strings, a list of token ids, or a list of such lists"
-        raise bad_field("prompt", f"must be {forms}")
+        raise bad_field(
+            "prompt",
+            "must be a string, a list of strings, a list of token ids, or a list of such lists",
+        )
     if not all(prompts):
-        remedy = "give at least one character or token id for each answer"
-        raise bad_field("prompt", f"is empty: {remedy}")
+        raise bad_field(
+            "prompt", "is empty: give at least one character or token id for each answer"
+        )
     return prompts
 
 
@@ -408,8 +411,10 @@ class SamplingRequest(Body):
             check_vocabulary("prompt", prompt, vocab_size)
         listed = len(self.allowed_token_ids or ()) * len(prompts)
         if listed > MAX_ALLOWED:
-            most = f"at most {MAX_ALLOWED} are taken: split the call"
-            raise bad_field("allowed_token_ids", f"of all prompts are {listed}, {most}")
+            raise bad_field(
+                "allowed_token_ids",
+                f"of all prompts are {listed}, at most {MAX_ALLOWED} are taken: split the call",
+            )
         stops = {*self.stop_token_ids, *eos_token_ids}
         if self.min_tokens and stops.issuperset(self.allowed_token_ids or range(vocab_size)):
             message = "min_tokens: all tokens that are allowed are stop tokens"

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenizer import load_tokenizer, write_atomically
+from files import write_atomically
+from tokenizer import load_tokenizer
 from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -37,8 +37,8 @@ ARGUMENTS = 8  # the most, without self
 
 # Each may import only those before it, also inside its functions.
 ORDER = [
-    "commands", "paged", "tokenizer", "training.corpus", "model", "checkpoint", "kernels",
-    "serving.gather",
+    "commands", "files", "paged", "tokenizer", "training.corpus", "model", "checkpoint",
+    "kernels", "serving.gather",
     "training.fast", "training.sizes", "training.samples", "training.clock", "training.machine",
     "training.muon", "training.report", "serving.welcome", "train",
     "serving.settings", "serving.flags", "serving.params", "serving.inputs",

@@ -14,6 +14,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import files
 import tokenizer as module
 from tokenizer import BPETokenizer, TextStream, TokenizerError, load_tokenizer
 from training.corpus import bpe_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
@@ -584,16 +585,16 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     for name in ("fsync", "replace"):
         do = getattr(os, name)
         monkeypatch.setattr(
-            module.os, name, lambda *args, name=name, do=do: happened.append(name) or do(*args)
+            files.os, name, lambda *args, name=name, do=do: happened.append(name) or do(*args)
         )
     path = tmp_path / "file"
-    module.write_atomically(
+    files.write_atomically(
         path, lambda temporary: happened.append(temporary.name) or temporary.write_text("new")
     )
     assert happened == ["file.tmp", "fsync", "replace"]
     assert path.read_text() == "new" and [*tmp_path.iterdir()] == [path]
     with pytest.raises(ZeroDivisionError):
-        module.write_atomically(path, lambda temporary: temporary.write_text("half") / 0)
+        files.write_atomically(path, lambda temporary: temporary.write_text("half") / 0)
     assert path.read_text() == "new" and [*tmp_path.iterdir()] == [path]
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from files import write_atomically, write_json
 from tokenizer import (
     ALPHABET,
     END_OF_TEXT,
@@ -34,8 +35,6 @@ from tokenizer import (
     load_tokenizer,
     piece_bytes,
     piece_of,
-    write_atomically,
-    write_json,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,13 +83,13 @@ def numbered(pieces: Iterable[str]) -> dict[str, int]:
 
 def make_spec(model: dict, pre_tokenizer: dict, decoder: dict, added_tokens: list[dict]) -> dict:
     """The content of tokenizer.json."""
-    spec = {"version": "1.0", "added_tokens": added_tokens}
-    spec["normalizer"] = None
-    spec["pre_tokenizer"] = pre_tokenizer
-    spec["post_processor"] = None
-    spec["decoder"] = decoder
-    spec["model"] = model
-    return spec
+    steps = {
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+    }
+    return {"version": "1.0", "added_tokens": added_tokens} | steps | {"model": model}
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from tokenizer import write_atomically
+from files import write_atomically
 from training.samples import last_samples
 from training.sizes import SIZES
 

@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from tokenizer import write_atomically  # noqa: E402
+from files import write_atomically  # noqa: E402
 from training.corpus import char_tokenizer, write_corpus  # noqa: E402
 
 ADDRESS = (
