@@ -591,7 +591,7 @@ class Scheduler:
         return prefill, plan.decodes
 
     def _plan_decodes(self, plan: Plan):
-        """Choose the decodes and make room for their tokens; prompts keep their share of budget."""
+        """Choose the decodes and make room for their tokens; prompts keep their share."""
         limit = self.token_budget
         if self.prefilling:
             limit = max(1, limit - self.prefill_tokens)

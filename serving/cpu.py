@@ -81,6 +81,7 @@ def rows_of_plain(weight: Tensor) -> int:
 
 
 def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN is here and packs weights of this dtype."""
     if not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:

@@ -226,8 +226,8 @@ class Engine:
         try:
             outputs, flight = self._launch()
         finally:
-            # After Ctrl-C, too: the next plan may admit again what this one has preempted, and a
-            # chunk of it that is under way would count as a part of the new attempt.
+            # Also if Ctrl-C ended the launch: the next plan may admit a request again that this plan
+            # has preempted, and its chunk under way would then count for the new attempt.
             if self.overlap:
                 flight, self.in_flight = self.in_flight, flight
             if flight is not None:

@@ -169,8 +169,8 @@ def lay_out(
         query_start = torch.cat([counting[:n], chunk_starts])
         logits_index = query_start[1:] - 1  # each one's last token
         context_len[step.chunk_rows] = step.chunk_contexts
-    # On the host, too, for operators that divide up their work there: of decodes, padding, chunks,
-    # padding.
+    # The lengths on the host, too, for operators that divide up their work there; in this order:
+    # decodes, padding, chunks, padding.
     plan = plan or Plan()
     no_chunk = [0] * (C - len(plan.chunks))
     query_lens = [1] * n + [m for _, m in plan.chunks] + no_chunk

@@ -4,7 +4,7 @@ an engine is built.
 
     ops, reason = choose_ops("auto", "cuda")      # the table, and why this one
 
-    TORCH     torch for everything, attention spelled out: the reference, on any device
+    TORCH     model.TORCH, and torch for what serving adds: the reference, on any device
     CPU       packed weights, scaled dot-product attention of gathered K and V
     TRITON    fused kernels that read K and V where they are; CUDA graphs can hold a step
     flex      the device's own table with FlexAttention
