@@ -226,7 +226,7 @@ class Engine:
         try:
             outputs, flight = self._launch()
         finally:
-            # Also if Ctrl-C ended the launch: the next plan may admit a request again that this plan
+            # Also if Ctrl-C ended the launch: the next plan may admit a request again that this one
             # has preempted, and its chunk under way would then count for the new attempt.
             if self.overlap:
                 flight, self.in_flight = self.in_flight, flight

@@ -25,7 +25,7 @@ from serving import loop
 from serving.beam import beam_search
 from serving.client import connect
 from serving.engine import Engine
-from serving.links import Links, line
+from serving.links import Links, to_line
 from serving.params import GREEDY, SamplingParams
 from serving.settings import Settings
 from test_paged import (
@@ -823,7 +823,7 @@ class Loop:
         return link.makefile("rwb", 0)
 
     def send(self, op: str, link: int = 0, **message):
-        self.links[link].write(line({"op": op, **message}))
+        self.links[link].write(to_line({"op": op, **message}))
 
     def receive(self, link: int = 0) -> dict:
         return json.loads(self.links[link].readline())
