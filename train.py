@@ -39,7 +39,7 @@ from training.clock import Clock
 from training.corpus import Corpus, load_corpus
 from training.machine import Process, fit_to_machine, init_process, pick_device
 from training.muon import Muon
-from training.report import advance, exit_if_unwritable, introduce, progress_bar, report_result
+from training.report import exit_if_unwritable, introduce, move_bar, progress_bar, report_result
 from training.samples import generate_texts
 from training.sizes import SIZES
 
@@ -520,7 +520,7 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
         stop, part = process.mean_of(bool(caught), part)  # all processes must stop alike
         if not args.steps:  # with --steps, `update` knows the share
             run.share = 1.0 if part == 1 else run.share + (1 - run.share) * part
-        advance(bar, run, losses, tokens_per_second)
+        move_bar(bar, run, losses, tokens_per_second)
         ends = run.share == 1 or stop
         if is_evaluated and not ends:
             process.print(run.evaluate_and_sample(), bar)

@@ -17,6 +17,7 @@ from typing import get_args
 
 from commands import Help, add_flag, at_least, positive
 from serving.settings import Settings
+from serving.workers import CORES_EACH, MAX_BY_DEFAULT
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
@@ -123,7 +124,8 @@ def add_limits(add: Callable):
     """How much of the machine, and of its time, the clients of the HTTP server may have."""
     add(
         "--http-workers",
-        "HTTP processes on the port; not given: one for every 4 cores, 1 to 8",
+        f"HTTP processes on the port; not given: one for every {CORES_EACH} cores, 1 to "
+        f"{MAX_BY_DEFAULT}",
         None,
         positive,
     )

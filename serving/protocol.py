@@ -182,8 +182,9 @@ def list_of_prompts(value) -> list:
     is_one = isinstance(value, str) or is_list_of(int, value)
     prompts = [value] if is_one else value
     if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:  # before each is looked at
-        most = f"at most {MAX_PROMPTS} are taken: split it"
-        raise bad_field("prompt", f"has {len(prompts)} prompts, {most}")
+        raise bad_field(
+            "prompt", f"has {len(prompts)} prompts, at most {MAX_PROMPTS} are taken: split it"
+        )
     of_ids = is_list_of(list, prompts) and all(is_list_of(int, prompt) for prompt in prompts)
     if not (of_ids or is_list_of(str, prompts)):
         raise bad_field(

@@ -66,11 +66,15 @@ def num_processes(wanted: int | None) -> int:
         most = MAX_BY_DEFAULT if can_share_port() else 1
         return max(1, min(most, (os.cpu_count() or 1) // CORES_EACH))
     if wanted > 1 and not can_share_port():
-        why = "this system does not spread connections over processes, leave the flag out"
-        raise ValueError(f"--http-workers {wanted}: {why}")
+        raise ValueError(
+            f"--http-workers {wanted}: this system does not spread connections over processes, "
+            "leave the flag out"
+        )
     if wanted > MAX_WORKERS:
-        why = f"at most {MAX_WORKERS} are started, each takes 60 MB and a core"
-        raise ValueError(f"--http-workers {wanted}: {why}")
+        raise ValueError(
+            f"--http-workers {wanted}: at most {MAX_WORKERS} are started, each takes 60 MB and a "
+            "core"
+        )
     return wanted
 
 

@@ -3,7 +3,7 @@ What a training run shows: what it chose, how far it is, and at the end how good
 
     print(introduce(run))
     bar = progress_bar(run)
-    advance(bar, run, losses, tokens_per_second)    # after some steps
+    move_bar(bar, run, losses, tokens_per_second)    # after some steps
     report_result(run, nats, count)
 """
 
@@ -86,7 +86,7 @@ def progress_bar(run):
     return tqdm(total=run.args.steps, initial=run.step, unit="step", dynamic_ncols=True)
 
 
-def advance(bar, run, losses: list, tokens_per_second: float):
+def move_bar(bar, run, losses: list, tokens_per_second: float):
     """Move the bar by as many steps as there are losses."""
     if bar is None:
         return
