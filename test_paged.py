@@ -780,7 +780,7 @@ def test_forked():
                 child = scheduler.fork(parent, f"child {len(family)}")
                 other = child.generated_tokens[-1] + len(family)  # it goes on with another token
                 child.generated_tokens[-1] = other % VOCABULARY
-                runner.place(child)
+                runner.fill_rows(child)
                 family.append(child)
                 forked_at[child.id] = child.num_generated
         assert len(family) == 3 and scheduler.num_copies >= 1

@@ -106,6 +106,6 @@ def extend_beams(
             beam = engine.scheduler.fork(beam, f"beam-{engine.scheduler.num_forks}")
             beam.generated_tokens[-1] = token
             engine.requests[beam.id] = beam
-        engine.runner.place(beam)
+        engine.runner.fill_rows(beam)
         extended[beam] = score
     return extended, answers

@@ -185,7 +185,7 @@ class Engine:
                     num_filled_slots=P - 1,
                     block_table=list(prompt_blocks),
                 )
-                self.runner.place(fork)
+                self.runner.fill_rows(fork)
             else:
                 fork = Request(
                     id,

@@ -156,7 +156,7 @@ class Runner:
 
     # -- host to device ----------------------------------------------------------------------------
 
-    def place(self, *requests: Request):
+    def fill_rows(self, *requests: Request):
         """Fill the rows of requests that start to run, start again, or were forked."""
         starts = []
         for r in requests:
@@ -172,7 +172,7 @@ class Runner:
             tables.extend(r.block_table + [self.pool.sink] * missing)
         tables = upload(tables, self.device).view(-1, M)
         self.known.block_tables[rows, :M] = tables.int()
-        self.sampling.set(*map(sampling_row, requests))
+        self.sampling.fill(*map(sampling_row, requests))
         for r in requests:
             self.scored_rows.discard(r.row)
             if r.params is not None and r.params.logprobs is not None:
@@ -206,7 +206,7 @@ class Runner:
             source = upload(list(plan.copies.values()), self.device)
             self.pool.copy_blocks(to, source)
         if plan.admitted:
-            self.place(*plan.admitted)
+            self.fill_rows(*plan.admitted)
         shape = self.padded_shape(plan)
         wanted = list(range(len(plan.decodes)))
         wanted += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]

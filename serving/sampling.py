@@ -7,7 +7,7 @@ seed gives the same tokens, alone or in a crowd, preempted or not. Letters: R ro
 vocabulary.
 
     rows = SamplingRows(num_rows=4, vocab_size=V, device="cpu")
-    rows.set(Row(2, SamplingParams(top_p=0.9), seed=7))
+    rows.fill(Row(2, SamplingParams(top_p=0.9), seed=7))
     tokens = sample_torch(logits, torch.tensor([2]), positions, rows)     # [1, V], [1] -> [1]
 
 `sample_torch` is the reference and runs anywhere. On a GPU its twin in sampling_kernels.py does the
@@ -122,7 +122,7 @@ class SamplingRows:
         self.marks = zeros(num_rows, vocab_size, dtype=torch.int32)
         self.last_token = zeros(num_rows, dtype=torch.int64)  # the next input of a decode
 
-    def set(self, *requests: Row):
+    def fill(self, *requests: Row):
         """
         Fill the requests' rows, in place: two small uploads for all of them, and one of V numbers
         each for the bias and the marks of those that need them. The host does not wait.

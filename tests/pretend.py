@@ -99,7 +99,7 @@ class PretendRunner:
         self.last_token = [0] * max_num_seqs
         self.context_len = [0] * max_num_seqs
 
-    def place(self, *requests: Request):
+    def fill_rows(self, *requests: Request):
         for r in requests:
             self.tables[r.row][: len(r.block_table)] = r.block_table
             self.last_token[r.row] = (r.generated_tokens or r.prompt_tokens)[-1]
@@ -121,7 +121,7 @@ class PretendRunner:
         copied = {to: list(self.kv[source]) for to, source in plan.copies.items()}
         for to, slots in copied.items():
             self.kv[to] = slots
-        self.place(*plan.admitted)
+        self.fill_rows(*plan.admitted)
         for r in plan.decodes:
             self.tables[r.row][len(r.block_table) - 1] = r.block_table[-1]
         for r in plan.decodes:

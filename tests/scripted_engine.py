@@ -108,7 +108,7 @@ class Runner:
         self.fault = ""
         self.world.failed |= {call_of(request.prompt_tokens) for request in requests}
 
-    def place(self, *requests):
+    def fill_rows(self, *requests):
         pass
 
 

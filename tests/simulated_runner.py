@@ -182,7 +182,7 @@ class SimulatedRunner(Runner):
             for block in request.block_table[request.num_filled_slots // S :]:
                 blocks[block][:] = self.pool.poison
 
-    def place(self, *requests: Request):
+    def fill_rows(self, *requests: Request):
         for r in requests:
             row, _, seed, choice, *_ = sampling_row(r)
             self.last_token[row] = (r.generated_tokens or r.prompt_tokens)[-1]

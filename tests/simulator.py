@@ -451,7 +451,7 @@ class World:
             engine.requests[parent.id], f"{parent.id}/{event['id']}", choice=event["choice"]
         )
         engine.requests[child.id] = child
-        engine.runner.place(child)
+        engine.runner.fill_rows(child)
         so_far = parent.tokens[: parent.told]
         key = noise_key(child.params.seed, event["choice"])
         left = parent.max_tokens - parent.told

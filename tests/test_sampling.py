@@ -179,7 +179,7 @@ LOGITS = tensor([2.0, 1.5, 1.5, 1.0, 0.7, 0.3, 0.0, -0.4, -0.5, -1.0, -1.0, -2.0
 def rows_of(params: list[SamplingParams], choice: int = 0, vocab_size: int = V) -> SamplingRows:
     rows = SamplingRows(len(params), vocab_size, DEVICE)
     for row, p in enumerate(params):
-        rows.set(Row(row, p, p.seed or 0, choice))
+        rows.fill(Row(row, p, p.seed or 0, choice))
     return rows
 
 
@@ -556,7 +556,7 @@ def test_a_penalty_beyond_single_precision_leaves_a_token(pick, penalty, wanted)
     In fp32 it is 0 or infinite: a logit over it is no number, and the request ended with an error.
     """
     params, rows = replace(GREEDY, repetition_penalty=penalty), SamplingRows(1, 4, DEVICE)
-    rows.set(Row(0, params, 0, prompt_tokens=[1, 3], generated_tokens=[0]))
+    rows.fill(Row(0, params, 0, prompt_tokens=[1, 3], generated_tokens=[0]))
     logits = tensor([[0.0, 5.0, 3.0, -2.0]])
     assert pick(logits, tensor([0]), tensor([3]), rows, [params]).tolist() == [wanted]
 
@@ -680,7 +680,7 @@ def test_penalties_bias_and_bans_follow_a_text_token_by_token(pick):
             places = torch.arange(len(asked), device=DEVICE)
             places = places if step == 0 else places.flip(0)
             for row, p, text in zip(places.tolist(), asked, texts, strict=True):
-                rows.set(Row(row, p, 0, 0, PROMPT, text, STOPS))
+                rows.fill(Row(row, p, 0, 0, PROMPT, text, STOPS))
         at = torch.full_like(places, len(PROMPT) + step)
         tokens = pick(logits[step].expand(len(asked), -1), places, at, rows, asked)
         for p, text, token in zip(asked, texts, tokens.tolist(), strict=True):
@@ -709,7 +709,7 @@ def test_what_is_forbidden_is_never_chosen_however_likely(pick):
     A ban that only takes 100 off a logit, as a bias may, holds until a model is sure of the token.
     """
     rows = SamplingRows(1, V, DEVICE)
-    rows.set(
+    rows.fill(
         Row(0, SamplingParams(allowed_token_ids=(3, 4, 6), min_tokens=12), 4, stop_token_ids=(4,))
     )
     logits, positions = LOGITS.clone(), tensor([0, 5, 11, 12])
@@ -739,7 +739,7 @@ def test_the_torch_path_skips_only_what_no_row_asks_for():
         found = []
         for asked in [p, ALL], None:
             rows = SamplingRows(2, V, DEVICE)
-            rows.set(Row(0, p, 0, 0, PROMPT, [0], (0, 1)), Row(1, ALL, 0))
+            rows.fill(Row(0, p, 0, 0, PROMPT, [0], (0, 1)), Row(1, ALL, 0))
             logits, at = LOGITS.expand(2, -1), tensor([5, 5])
             found.append(
                 (sampling.sample_torch(logits, tensor([0, 1]), at, rows, asked), rows.marks)
@@ -761,11 +761,11 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
 
     monkeypatch.setattr(sampling, "upload", count)
     rows = SamplingRows(4, 1000, DEVICE)
-    rows.set(
+    rows.fill(
         *(Row(i, SamplingParams(top_p=0.5, top_k=3 + i), 5, 0, [1, 2], [3], [4]) for i in (1, 3, 2))
     )
     assert sizes == [7 * 3, 6 * 3] and rows.ints.top_k.tolist() == [0, 4, 5, 6]
-    rows.set(Row(1, SamplingParams(logit_bias={3: 1}, min_tokens=1), 5, 0, [1, 2], [3], [4]))
+    rows.fill(Row(1, SamplingParams(logit_bias={3: 1}, min_tokens=1), 5, 0, [1, 2], [3], [4]))
     assert sizes[2:] == [1000, 1000, 7, 6]
 
 
@@ -877,7 +877,7 @@ class Twins:
             )
             self.requests.append((request, choose.choice(TEMPERATURES)))
         for rows in self.rows:
-            rows.set(*(request for request, _ in self.requests))
+            rows.fill(*(request for request, _ in self.requests))
             rows.floats.temperature[:] = tensor([temperature for _, temperature in self.requests])
         self.places = choose.sample(range(R), R)
         self.logits = logits[self.places]
@@ -1046,7 +1046,7 @@ def test_a_cuda_graph_serves_whatever_is_asked_later():
     rows, places = SamplingRows(len(asked), V, DEVICE), torch.arange(len(asked), device=DEVICE)
     logits, positions = randn(len(asked), V, seed=7).bfloat16(), places + 9
     for row in places.tolist():
-        rows.set(Row(row, GREEDY, 0, 0))
+        rows.fill(Row(row, GREEDY, 0, 0))
     sampling_kernels.sample_triton(logits, places, positions, rows)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -1059,7 +1059,7 @@ def test_a_cuda_graph_serves_whatever_is_asked_later():
         try:
             for each in rows, other:
                 for row, p in enumerate(asked):
-                    each.set(Row(row, replace(p, **drawn), row, i, [1, 2, 3], [4] * i, STOPS))
+                    each.fill(Row(row, replace(p, **drawn), row, i, [1, 2, 3], [4] * i, STOPS))
             graph.replay()
         finally:
             torch.cuda.set_sync_debug_mode("default")
