@@ -1150,8 +1150,9 @@ def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
     options = {}
     if flag in CHOICES:
         options["choices"] = CHOICES[flag]
-    values = default if isinstance(default, tuple) else (default,)
-    if values is default:
+    takes_many = isinstance(default, tuple)
+    values = default if takes_many else (default,)
+    if takes_many:
         options["nargs"] = "+"
     kind = type(values[0])
     if kind is int:  # 0 is for what may be 0 by default

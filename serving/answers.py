@@ -24,7 +24,7 @@ from serving.params import LOWEST_LOGPROB
 from serving.protocol import ApiError, ChatRequest, ClientGone, CompletionRequest, error_body
 from tokenizer import TextStream, token_name
 
-PING_SECONDS = 10  # a silent stream sends a comment so often, or proxies take it for dead
+PING_SECONDS = 10  # how often a silent stream sends a comment, or proxies would take it for dead
 PING = b": ping\n\n"
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 SEED_BITS = 48  # of drawn seeds: readers of JSON that take numbers for doubles keep 53 exactly
@@ -287,7 +287,7 @@ class ChatChoice(Choice):
 
 CHOICES = {CompletionRequest: CompletionChoice, ChatRequest: ChatChoice}
 
-# status and code of what the engine, or its client, refuses; all else is a 500
+# HTTP status and code for each kind of refusal by the engine or its client; all others are a 500
 REFUSALS = {"invalid": (400, None), "full": (429, "queue_full")}
 REFUSALS |= {"engine_dead": (500, "engine_dead"), "stopping": (503, "stopping")}
 

@@ -56,6 +56,7 @@ class Gate:
         )
 
     async def __call__(self, scope, receive, send):
+        """Answer a call; where it comes from a page of an allowed origin, with CORS headers."""
         receive, send = closing_early(scope, receive, send)
         origin = dict(scope["headers"]).get(b"origin")
         respond = self.cors if self.is_allowed(origin) else self.respond

@@ -118,7 +118,7 @@ class Links:
 
     @property
     def is_wanted(self) -> bool:
-        """An HTTP process is connected, or none has been yet."""
+        """Whether an HTTP process is connected, or none has been yet."""
         return bool(self.links) or not self.num_accepted
 
     def accept(self):

@@ -64,7 +64,7 @@ class Metrics:
             "waited": timing("request_queue_time_seconds", "From the request to its first step."),
             "prefilled": timing("request_prefill_time_seconds", "From there to the first token."),
         }
-        # as the tokens come
+        # counted in `count_tokens`, as tokens come
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens computed or found.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         histogram = partial(metric, Histogram)

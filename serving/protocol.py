@@ -76,7 +76,7 @@ MAX_CHOICES = 128  # of a prompt: `n`
 MAX_PROMPTS = 4096
 MAX_MESSAGES = 4096
 MAX_PRIORITY = 1000
-INT32 = 2**31  # counts are below, or their sums could be too long to print: JSON has no limit
+INT32 = 2**31  # counts are below: numbers in JSON have no limit, and sums of them must be printed
 
 
 # --------------------------------------------------------------------------------------------------

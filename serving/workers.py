@@ -23,7 +23,7 @@ from typing import Any
 
 RESTART_SECONDS = 1.0  # before a restart: a process that cannot start must not keep a core busy
 CORES_EACH = 4  # cores for each HTTP process where no number is given
-MAX_BY_DEFAULT = 8
+MAX_BY_DEFAULT = 8  # HTTP processes, however many cores there are
 MAX_WORKERS = 64  # where a number is given: each has sockets and files of counts in the first one
 METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's variable: where processes count
 

@@ -1,5 +1,6 @@
 """
-What a training run shows: what it chose, how far it is, and at the end how good its model is.
+What a training run shows: what it chose, how far it is, and at the end how good its model is, or
+why it cannot go on.
 
     print(introduce(run))
     bar = progress_bar(run)
