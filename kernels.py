@@ -517,11 +517,11 @@ def paged_attention_triton(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
             )  # fmt: skip
     if B := batch.num_decodes:
         group = triton.next_power_of_2(H // Hk)
-        at_once = max(1, min(group, COMBINED_AT_ONCE // (plan.splits * width)))
+        heads_at_once = max(1, min(group, COMBINED_AT_ONCE // (plan.splits * width)))
         scratch = plan.partial_out, plan.partial_lse, plan.finished
         decode_kernel[(Hk, plan.splits, B)](
             queries, kv, out, *scratch, *lengths, plan.order, scale, *strides,
-            **shape, **cut, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=at_once,
+            **shape, **cut, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=heads_at_once,
             num_warps=DECODE_WARPS, num_stages=plan.num_stages, **pdl_options(q, plan.pdl),
         )  # fmt: skip
     if plan.side:

@@ -123,13 +123,14 @@ class KnownRows(NamedTuple):
     S: int
 
 
-def decode_inputs(rows, last_blocks, last_token, context_len, block_tables, S: int) -> ModelInputs:
+def decode_inputs(rows: Tensor, last_blocks: Tensor, known: KnownRows) -> ModelInputs:
     """
-    The inputs of n decodes. rows [n] int64: the place of each request in last_token, context_len
-    [N + 1] int64 and block_tables [N + 1, M] int32. last_blocks [n] int64: the block that its new
-    token goes to. In place: last_blocks are entered in block_tables, and context_len grows by one,
-    but for the last row, padding's, where it stays 0.
+    The inputs of n decodes. rows [n] int64: the place of each request in `known`. last_blocks [n]
+    int64: the block that its new token goes to. In place: last_blocks are entered in
+    known.block_tables, and known.context_len grows by one, but for the last row, padding's, where
+    it stays 0.
     """
+    last_token, context_len, block_tables, _, S = known
     positions = context_len[rows]
     block_tables[rows, positions // S] = last_blocks.int()
     context_len[rows] = positions + 1
@@ -156,19 +157,16 @@ def lay_out(
     it is padding. In place: known.context_len and known.block_tables become those after the step.
     """
     n, C, _ = shape
-    last_token, context_len, block_tables, counting, S = known
-    inputs = ops.decode_inputs(
-        step.rows, step.last_blocks, last_token, context_len, block_tables, S
-    )
-    query_start = counting[: n + 1]
+    inputs = ops.decode_inputs(step.rows, step.last_blocks, known)
+    query_start = known.counting[: n + 1]
     logits_index = query_start[:n]  # each decode's one token
     if C:
         of_chunks = chunk_inputs(step, known)
         inputs = ModelInputs(*map(torch.cat, zip(inputs, of_chunks, strict=True)))
         chunk_starts = (n + step.chunk_starts).int()
-        query_start = torch.cat([counting[:n], chunk_starts])
+        query_start = torch.cat([known.counting[:n], chunk_starts])
         logits_index = query_start[1:] - 1  # each one's last token
-        context_len[step.chunk_rows] = step.chunk_contexts
+        known.context_len[step.chunk_rows] = step.chunk_contexts
     # The lengths on the host, too, for operators that divide up their work there; in this order:
     # decodes, padding, chunks, padding.
     plan = plan or Plan()
@@ -178,7 +176,7 @@ def lay_out(
     context_lens += [1] * (n - len(plan.decodes))
     context_lens += [r.num_filled_slots + m for r, m in plan.chunks] + no_chunk
     if not ops.fixed_shapes:  # tables no wider than is needed
-        M = -(-max(context_lens) // S)
+        M = -(-max(context_lens) // known.S)
         inputs = inputs._replace(block_tables=inputs.block_tables[:, :M])
     return Batch(
         **inputs._asdict(),
