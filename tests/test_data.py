@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from files import write_atomically
 from tokenizer import load_tokenizer
 from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 
@@ -217,23 +216,6 @@ def test_a_corpus_is_there_when_all_of_it_is(tmp_path, monkeypatch):
     with pytest.raises(OverflowError):
         write_corpus(tmp_path, tokenizer, [0, 1], [-1])
     assert not (tmp_path / "meta.json").exists()
-
-
-def test_an_interrupted_write_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-
-    def half(temporary):
-        temporary.write_text("ne")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(path, half)
-    assert path.read_text() == "old"
-    write_atomically(path, lambda temporary: temporary.write_text("new"))
-    assert path.read_text() == "new" and [
-        p.name for p in tmp_path.iterdir() if p.suffix != ".tmp"
-    ] == ["file"]
 
 
 def test_held_out_bytes_are_the_same_whatever_the_vocabulary(library, tmp_path):

@@ -14,7 +14,6 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import files
 import tokenizer as module
 from tokenizer import BPETokenizer, TextStream, TokenizerError, load_tokenizer
 from training.corpus import bpe_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
@@ -577,25 +576,6 @@ def test_what_is_saved(bpe, tmp_path):
         assert json.loads((folder / "tokenizer_config.json").read_text()) == config | more
         assert json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) == tokenizer.spec
     assert "é" in (folder / "tokenizer.json").read_text(encoding="utf-8")  # to be read by people
-
-
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Or a machine that stops leaves an empty file where there was a whole one."""
-    happened = []
-    for name in ("fsync", "replace"):
-        do = getattr(os, name)
-        monkeypatch.setattr(
-            files.os, name, lambda *args, name=name, do=do: happened.append(name) or do(*args)
-        )
-    path = tmp_path / "file"
-    files.write_atomically(
-        path, lambda temporary: happened.append(temporary.name) or temporary.write_text("new")
-    )
-    assert happened == ["file.tmp", "fsync", "replace"]
-    assert path.read_text() == "new" and [*tmp_path.iterdir()] == [path]
-    with pytest.raises(ZeroDivisionError):
-        files.write_atomically(path, lambda temporary: temporary.write_text("half") / 0)
-    assert path.read_text() == "new" and [*tmp_path.iterdir()] == [path]
 
 
 def test_ids_in_another_order_than_the_merges_are_refused(bpe, tmp_path):
