@@ -598,8 +598,8 @@ def test_a_step_shares_its_budget():
 
 def test_the_reference_is_worth_comparing_with():
     """
-    Would catch: equivalence tests that cannot fail, because the model says the same whatever is in
-    its cache.
+    Would catch: equivalence tests that cannot fail, because the answers do not depend on what is in
+    the cache.
     """
     for model in (trained_model(2), trained_model(4)):
         prompts = torch.tensor([prompt(seed, 20) for seed in range(20)])

@@ -266,7 +266,7 @@ class Engine:
         return now
 
     def _resolve(self, flight: InFlight) -> list[Output]:
-        """Wait for a step and tell the scheduler its tokens."""
+        """Wait for a step, update the scheduler, fork choices; the outputs of its requests."""
         plan = flight.plan
         try:
             result = self.runner.wait_for(flight)
@@ -379,7 +379,7 @@ class Engine:
         if progress:
             print("\n" + self.summary(before, time.perf_counter() - started), file=sys.stderr)
 
-    # -- what it says of itself --------------------------------------------------------------------
+    # -- for logs and metrics ----------------------------------------------------------------------
 
     def statement(self) -> str:
         """What was built: memory, room, attention and graphs, to be said once before it serves."""

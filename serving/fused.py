@@ -242,7 +242,7 @@ def matrix_kernel(
 
 
 # Tuned on an H200, 2026-11-21, within decode steps of GPT-2's sizes (768 to 50,257 outputs):
-# `python bench.py overhead` tells the time of all linear layers.
+# `python bench.py overhead` measures the time of all linear layers.
 LINEAR_ROWS = 256  # up to here these kernels; beyond, the products fill the chip and are cuBLAS's
 TILES_MEMORY = 150_000  # bytes of shared memory that the tiles under way may take
 SPLIT_K = 768  # inputs of a part, at least

@@ -17,7 +17,7 @@ from serving import params
 from serving.sampling import SamplingRows
 
 # Tuned on an H200, 2026-11-21, for GPT-2's vocabulary and 1 to 256 rows; `python bench.py overhead`
-# there tells the time of both kernels in a decode step ("sampling").
+# there measures the time of both kernels in a decode step ("sampling").
 THRESHOLD_WIDTH = 2048  # tokens that a program takes at a time
 THRESHOLD_WARPS = 16
 QUADS = 256  # Philox calls that a program takes at a time, four tokens each
@@ -26,7 +26,7 @@ GUMBEL_MAX_PROGRAMS = 4096  # four times what the chip runs at a time
 
 GREEDY_BELOW = tl.constexpr(params.GREEDY_BELOW)
 NO_TOKEN = tl.constexpr(params.NO_TOKEN)
-# Columns, in the order of sampling.Floats and sampling.Ints
+# The six columns each of sampling.Floats and sampling.Ints, in their order
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = map(tl.constexpr, range(6))
 TOP_K, SEED, CHOICE, STOP_FROM, BIASED, PENALISED = map(tl.constexpr, range(6))
 
