@@ -642,7 +642,7 @@ class Scheduler:
     def _preempt_for(self, request: Request) -> Request:
         """
         Preemption by recomputation: of the running requests the last in the queue's order, maybe
-        `request` itself, gives back its blocks and goes back to the queue. Returns it. By another
+        `request` itself, gives back its blocks and goes back to the queue. Returns it. In any other
         order the first in line could be preempted for newcomers again and again, and starve.
         """
         running = self.running

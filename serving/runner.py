@@ -253,6 +253,7 @@ class Runner:
         rows = step.rows
         if shape.C:
             rows = torch.cat([rows, step.sampling_rows])
+        # a request without params is greedy, which asks for nothing
         asked = [r.params for r in plan.sampled if r.params] if plan else None
         sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
         return sampled, logits, x
