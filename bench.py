@@ -84,7 +84,7 @@ FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--streams": "numbers of requests at once",
     "--client-processes": "processes that the clients are spread over",
     "--slow-clients": "how many clients read 1 KB/s",
-    "--rate": "requests a second of the run at random times; 0: 70% of what was managed at once",
+    "--rate": "requests a second at random times; 0: 70 percent of what was managed at once",
     "--flags": "flags of serve.py, as in --flags='--dtype bf16'",
     "--device": "cpu (in fp32) or cuda (in bf16)",
     "--out": "where to write the picture; those of the README are in assets/",

@@ -5,10 +5,17 @@ that the engine, its kernels and the HTTP processes share.
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64)
     RANGES["top_p"].bounds                      # {"gt": 0, "le": 1}, in pydantic's words
 
-Imports neither torch nor numpy, so that HTTP processes stay small. To add a parameter: here, a
-field of SamplingParams and a line of RANGES; in sampling.py, a column in `Floats` or `Ints`, which
-`Row` fills, and its use in `sample_torch`; its twin in sampling_kernels.py; in protocol.py, a field
-of `SamplingRequest`; in tests/test_params.py, its default and its edges.
+Imports neither torch nor numpy, so that HTTP processes stay small. To add a parameter:
+
+    here                  a field of SamplingParams, a line of RANGES; and the property that says
+                          whether a request asks for it (filters, penalises, adjusts): without,
+                          the sampler passes it over
+    sampling.py           a column in `Floats` or `Ints`, which `Row` fills; its use in `threshold`
+                          or `adjust`
+    sampling_kernels.py   the column's name, and the same in `threshold_kernel` or `load_adjusted`
+    protocol.py           a field of `SamplingRequest`
+    tests                 its default and edges in test_params.py and test_protocol.py, what it
+                          allows in oracle.py, batches that mix it in test_sampling.py
 """
 
 import operator

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels import INF, INTERPRETED, finishes_last, jit, pdl_options, pdl_wait, tl, triton
 from serving import params
-from serving.sampling import SamplingRows
+from serving.sampling import Floats, Ints, SamplingRows
 
 # Tuned on an H200, 2026-11-21, for GPT-2's vocabulary and 1 to 256 rows; `python bench.py overhead`
 # there measures the time of both kernels in a decode step ("sampling").
@@ -26,9 +26,13 @@ GUMBEL_MAX_PROGRAMS = 4096  # four times what the chip runs at a time
 
 GREEDY_BELOW = tl.constexpr(params.GREEDY_BELOW)
 NO_TOKEN = tl.constexpr(params.NO_TOKEN)
-# The six columns each of sampling.Floats and sampling.Ints, in their order
-TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = map(tl.constexpr, range(6))
-TOP_K, SEED, CHOICE, STOP_FROM, BIASED, PENALISED = map(tl.constexpr, range(6))
+# Columns: the fields of sampling.Floats and sampling.Ints, in their order
+FLOATS = range(len(Floats._fields))
+TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = map(tl.constexpr, FLOATS)
+INTS = range(len(Ints._fields))
+TOP_K, SEED, CHOICE, STOP_FROM, BIASED, PENALISED = map(tl.constexpr, INTS)
+NUM_FLOATS = tl.constexpr(len(FLOATS))
+NUM_INTS = tl.constexpr(len(INTS))
 
 
 @jit
@@ -38,7 +42,8 @@ def row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
     own numbers, and whether the row is biased, may not stop yet, and is penalised.
     """
     row = tl.load(rows + r)
-    floats, ints, logits = floats + row * 6, ints + row * 6, logits + r.to(tl.int64) * stride
+    floats, ints = floats + row * NUM_FLOATS, ints + row * NUM_INTS
+    logits += r.to(tl.int64) * stride
     banned = tl.load(positions + r) < tl.load(ints + STOP_FROM)
     biased, penalised = tl.load(ints + BIASED) != 0, tl.load(ints + PENALISED) != 0
     return logits, floats, ints, bias + row * V, marks + row * V, V, biased, banned, penalised

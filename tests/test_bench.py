@@ -210,6 +210,15 @@ def test_no_command_is_left_out():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", bench.COMMANDS)
+def test_every_command_has_help(command, capsys):
+    """A bare % in a flag's help is a format to argparse: --help of `server` was a TypeError."""
+    with pytest.raises(SystemExit) as end:
+        bench.build_parser().parse_args([command, "--help"])
+    assert end.value.code == 0
+    assert "usage: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", COMMANDS_AND_FIGURES)
 def test_a_command_runs(command, toy, monkeypatch, capsys):
     """
