@@ -209,7 +209,6 @@ def test_no_command_is_left_out():
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", bench.COMMANDS)
 def test_every_command_has_help(command, capsys):
     """A bare % in a flag's help is a format to argparse: --help of `server` was a TypeError."""
@@ -219,6 +218,7 @@ def test_every_command_has_help(command, capsys):
     assert "usage: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS_AND_FIGURES)
 def test_a_command_runs(command, toy, monkeypatch, capsys):
     """
