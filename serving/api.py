@@ -164,8 +164,12 @@ class Service:
         if not body.messages:
             return {"texts": [body.prompt] if isinstance(body.prompt, str) else body.prompt}
         if not self.encoder.has_chat:
-            remedy = "use /v1/completions or put one into the checkpoint"
-            raise ApiError(400, f"{self.name} has no chat template: {remedy}", "messages")
+            raise ApiError(
+                400,
+                f"{self.name} has no chat template: use /v1/completions or put one into the "
+                "checkpoint",
+                "messages",
+            )
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt}
         return {"messages": messages, "options": options}

@@ -143,8 +143,11 @@ class Gate:
         if origin is None or origin.lower() == ours.lower() or self.is_allowed(origin):
             return
         name = origin.decode("latin-1")[:200]
-        remedy = f"--allowed-origins {name} would let them in"
-        raise ApiError(403, f"pages of another origin, {name!r}, are not served here: {remedy}")
+        raise ApiError(
+            403,
+            f"pages of another origin, {name!r}, are not served here: --allowed-origins {name} "
+            "would let them in",
+        )
 
 
 def refusal_of(problem, scope) -> ApiError:

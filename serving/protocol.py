@@ -377,8 +377,9 @@ class SamplingRequest(Body):
         if self.max_tokens == 0 and not self.echo:
             raise bad_field("max_tokens", "is 0, wanted at least 1; 0 is only for echo")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            above = f"is {self.min_tokens}, above max_tokens, {self.max_tokens}"
-            raise bad_field("min_tokens", above)
+            raise bad_field(
+                "min_tokens", f"is {self.min_tokens}, above max_tokens, {self.max_tokens}"
+            )
         return self
 
     @property
