@@ -40,8 +40,8 @@ ACTIVATIONS = {
 
 class Ops(NamedTuple):
     """
-    What the decoder is computed with: a table for each kind of machine. A `layer` is linear, with
-    weight and bias; `kv` is, to serve, one layer's part of the paged pool, else None.
+    What the decoder is computed with: a table for each kind of machine. A `layer` has a weight
+    and a bias; `kv` is one layer's part of the paged pool when serving, else None.
     """
 
     name: str
