@@ -41,7 +41,7 @@ from statistics import mean, median
 from time import perf_counter
 from types import SimpleNamespace
 
-from commands import SPINS_SERVING, add_flag, at_least, not_negative
+from commands import SPINS_SERVING, add_flag, at_least
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
 
@@ -1150,15 +1150,13 @@ def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
     options = {}
     if flag in CHOICES:
         options["choices"] = CHOICES[flag]
-    takes_many = isinstance(default, tuple)
-    values = default if takes_many else (default,)
-    if takes_many:
+    values = (default,)
+    if isinstance(default, tuple):
+        values = default
         options["nargs"] = "+"
-    kind = type(values[0])
-    if kind is int:  # 0 is for what may be 0 by default
+    kind = None
+    if type(values[0]) is int:  # 0 is for what may be 0 by default
         kind = at_least(min(1, *values))
-    elif kind is float:
-        kind = not_negative
     add_flag(parser, flag, FLAGS[flag], default, kind, **options)
 
 
