@@ -41,7 +41,7 @@ from statistics import mean, median
 from time import perf_counter
 from types import SimpleNamespace
 
-from commands import SPINS_SERVING, add_flag, at_least
+from commands import SPINS_SERVING, add_flag, at_least, not_negative
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
 
@@ -89,14 +89,16 @@ FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--device": "cpu (in fp32) or cuda (in bf16)",
     "--out": "where to write the picture; those of the README are in assets/",
 }
-CHOICES = {"--dtype": ["auto", "fp32", "bf16"], "--quantize": ["none", "int8"]}
-CHOICES["--device"] = ["cpu", "cuda"] if DEVICE == "cuda" else ["cpu"]
+CHOICES = {
+    "--dtype": ["auto", "fp32", "bf16"],
+    "--quantize": ["none", "int8"],
+    "--device": sorted({"cpu", DEVICE}),
+}
 
 
 def command(bench: Callable) -> Callable:
     """Make `bench_NAME` the command NAME."""
-    name = bench.__name__.removeprefix("bench_")
-    COMMANDS[name] = bench
+    COMMANDS[bench.__name__.removeprefix("bench_")] = bench
     return bench
 
 
@@ -141,9 +143,7 @@ def scale_for(config: GPTConfig) -> int:
 
 def num_tokens(work: Work) -> tuple[int, int]:
     """Tokens in and tokens out."""
-    tokens_in = sum(len(prompt) for prompt, _ in work)
-    tokens_out = sum(answer for _, answer in work)
-    return tokens_in, tokens_out
+    return sum(len(prompt) for prompt, _ in work), sum(answer for _, answer in work)
 
 
 def num_equal(ours: Iterable, theirs: Iterable) -> int:
@@ -1154,9 +1154,11 @@ def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
     if isinstance(default, tuple):
         values = default
         options["nargs"] = "+"
-    kind = None
-    if type(values[0]) is int:  # 0 is for what may be 0 by default
+    kind = type(values[0])
+    if kind is int:  # 0 is for what may be 0 by default
         kind = at_least(min(1, *values))
+    elif kind is float:
+        kind = not_negative
     add_flag(parser, flag, FLAGS[flag], default, kind, **options)
 
 
