@@ -164,8 +164,9 @@ def loss(x: Tensor, layer: nn.Module, targets: Tensor) -> Tensor:
     Mean cross-entropy in nats of the logits layer(x): x (B, T, C), targets (B, T) int64, -100 where
     there is none.
     """
-    logits = layer(x).float()  # (B, T, V)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    # flat before the head: with views between head and loss, a compiled step took a GPU 3% longer
+    logits = layer(x.flatten(0, 1)).float()  # (B T, V)
+    return F.cross_entropy(logits, targets.flatten())
 
 
 TORCH = Ops("torch", embed, add_norm, project_qkv, store_kv, attend, linear, head=linear, loss=loss)
