@@ -164,7 +164,8 @@ def loss(x: Tensor, layer: nn.Module, targets: Tensor) -> Tensor:
     Mean cross-entropy in nats of the logits layer(x): x (B, T, C), targets (B, T) int64, -100 where
     there is none.
     """
-    # flat before the head: with views between head and loss, a compiled step took a GPU 3% longer
+    # Flat before the head, so that torch.compile sees no views between head and loss: with them a
+    # training step took a GPU 3% longer.
     logits = layer(x.flatten(0, 1)).float()  # (B T, V)
     return F.cross_entropy(logits, targets.flatten())
 
