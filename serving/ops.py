@@ -88,7 +88,10 @@ def choose_ops(attention: str = "auto", device: str | torch.device = "cpu") -> t
         there = ", ".join(["auto", *tables])
         raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {there}")
     fastest = next(iter(tables.values()))
-    reason = "the fastest on CUDA" if on_gpu else "the fastest on a CPU"
-    if on_gpu and fastest is TORCH:
+    if not on_gpu:
+        reason = "the fastest on a CPU"
+    elif fastest is TORCH:
         reason = "the package triton is not installed"
+    else:
+        reason = "the fastest on CUDA"
     return fastest, reason
