@@ -137,7 +137,7 @@ def read_slowly(streams: list[Stream]):
             if not stream.receive():
                 streams.remove(stream)
         except BlockingIOError:
-            pass
+            pass  # nothing has arrived: it reads next time
 
 
 def run_clients(host: str, port: int, requests: list[dict], processes: int) -> list[dict | None]:

@@ -195,7 +195,7 @@ class Links:
             sent = link.sock.send(link.unsent)
             del link.unsent[:sent]
         except BlockingIOError:
-            pass
+            pass  # no room: all of it stays in `unsent`
         except ConnectionError:
             link.is_open = False
         if bool(link.unsent) != link.awaits_room:
