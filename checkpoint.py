@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from files import read_json, write_atomically, write_json
+from files import how_to_download, read_json, write_atomically, write_json
 from model import GPT, GPTConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -230,7 +230,7 @@ def no_model(missing: Path) -> str:
     names = sorted(path.name for path in folder.glob("*") if path.name != "train_state.pt")
     weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
     if not weights:
-        return (
+        return how_to_download(folder) or (
             f"no model in {folder}, {missing.name} is missing: run `python train.py --out "
             f"{folder}`, or name another directory"
         )

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import tiktoken
 
-from files import read_json, write_json
+from files import how_to_download, read_json, write_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Pre-tokenization of GPT-2: a text is cut into pieces, and bytes are merged only within a piece.
@@ -538,7 +538,8 @@ def no_tokenizer(missing: Path) -> str:
             )
     if (folder / "config.json").is_file():
         return f"{missing} is missing: copy it there, from where the model is"
-    return f"no tokenizer in {folder}: run `python train.py --out {folder}`, or copy it there"
+    here = f"no tokenizer in {folder}: run `python train.py --out {folder}`"
+    return how_to_download(folder) or f"{here}, or copy it there"
 
 
 def token_text(token: str | dict | None) -> str | None:
