@@ -233,8 +233,8 @@ def serve_port(sock: socket.socket, *service) -> str | None:
 
 def worker_process(args: Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat):
     """What an HTTP process other than the first runs, on its own socket on the port."""
-    service = (EngineClient(path), Encoder(args.model), args, keys, key_in_shell(args), seat)
-    serve_port(sock, *service)
+    encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
+    serve_port(sock, EngineClient(path), encoder, args, keys, key_in_shell(args), seat)
 
 
 def first_process(
@@ -247,7 +247,7 @@ def first_process(
     path = listener.getsockname()
     keys = api_keys(args)
     counts = shared_counts(len(sockets))
-    encoder = Encoder(args.model)
+    encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
     client = EngineClient(path, partial(start_process, engine_process, args, listener))
     workers = Workers(partial(start_process, worker_process, args, keys, path), sockets[1:], counts)
     service = (client, encoder, args, keys, key_in_shell(args), Seat(0, counts), workers)
@@ -316,6 +316,8 @@ def main(argv: list[str] | None = None):
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
     args = parse_args(argv)
+    if args.sampling_note:  # defaults that nobody told would be a riddle
+        print(args.sampling_note, file=sys.stderr)
     try:
         if args.chat or args.prompt is not None:
             problem = terminal.run(args, build_engine)

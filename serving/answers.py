@@ -55,9 +55,9 @@ class Choice:
         self.prompt = prompt
         self.num_logprobs = body.num_logprobs
         self.num_prompt_logprobs = body.num_prompt_logprobs
-        # To vLLM the end of text, the first if there are several, is a stop without a reason; with
-        # ignore_eos it is a token like any other.
-        self.eos = None if body.ignore_eos or not eos else eos[0]
+        # An end of text, whichever of several, is a stop without a reason; with ignore_eos it is a
+        # token like any other.
+        self.eos = () if body.ignore_eos else eos
         self.siblings = [self]  # all choices of the prompt
         self.engine_id = None  # what the engine calls it
         self.num_tokens = 0  # of the answer; tokens after a stop string do not count
@@ -126,7 +126,7 @@ class Choice:
         if finish_reason:
             self.text += self.stream.flush()
             self.finish_reason = finish_reason
-            if finish_reason == "stop" and tokens[-1] != self.eos:  # else the end of text
+            if finish_reason == "stop" and tokens[-1] not in self.eos:
                 self.stop_reason = tokens[-1]
 
     def has_unsent(self) -> bool:

@@ -146,7 +146,7 @@ class Service:
             if len(data) > limit:
                 raise too_long
         try:
-            body = kind.model_validate_json(data)
+            body = kind.model_validate_json(data, context=self.args.sampling)
         except ValidationError as found:
             raise protocol.body_refusal(found) from None
         self.check_ready()
@@ -172,7 +172,7 @@ class Service:
             )
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt}
-        return {"messages": messages, "options": options}
+        return self.encoder.chat_job(messages, **body.chat_template_kwargs | options)
 
     async def ask_encoder(self, job):
         """
@@ -212,7 +212,8 @@ class Service:
         job = Job(self, body, prompts, salt, http.scope["request_id"])
         http.scope["logged"]["seed"] = job.seed  # sent with it, a call gets this answer again
         if self.args.log_requests:
-            fields = body.model_dump(exclude_defaults=True, exclude={"cache_salt"})  # a secret
+            # with the model's own defaults; without the salt, a secret
+            fields = body.model_dump(exclude_unset=True, exclude={"cache_salt"})
             log("request", id=job.id, **fields | {"seed": job.seed})
         return job
 
@@ -279,7 +280,7 @@ class Service:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def show_openapi(self, http):
-        return JSONResponse(openapi(self.routes))
+        return JSONResponse(openapi(self.routes, self.args.sampling))
 
     routes: ClassVar = {
         "POST /v1/completions": Route(complete, COMPLETION, protocol.CompletionRequest, STREAM),
@@ -405,13 +406,16 @@ def base_url(sock) -> str:
 REFUSED = ("400", "401", "403", "404", "405", "408", "413", "429", "503")  # statuses of refusals
 
 
-def openapi(routes) -> dict:
+def openapi(routes, sampling: dict) -> dict:
     """
-    The OpenAPI document: what each path takes, by protocol.py's models, and the fields of what it
-    answers.
+    The OpenAPI document: what each path takes, by protocol.py's models, with the `sampling`
+    defaults of this server's model, and the fields of what it answers.
     """
     bodies = [(route.body, "validation") for route in routes.values() if route.body]
     refs, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+    for schema in schemas["$defs"].values():
+        for name in schema["properties"].keys() & sampling.keys() - {"max_tokens"}:
+            schema["properties"][name]["default"] = sampling[name]
     refused = response("what was wrong, and what to change", "error")
     paths = {}
     for call, route in routes.items():

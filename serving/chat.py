@@ -23,6 +23,11 @@ MAX_RENDERED = 2**24
 # Globals of jinja2 that generate text and that chat templates do not use.
 UNUSED_GLOBALS = ("lipsum", "cycler", "joiner")
 PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters without a meaning, 131,070 of them
+# Variables that are not a caller's: the conversation, what has a field of its own or is not served,
+# and the template's functions. (The names of control tokens, bos_token, are not, either.)
+OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
+OWN_VARIABLES |= {"continue_final_message", "tokenize", "raise_exception", "strftime_now"}
+MAX_VARIABLES = 2**14  # characters of a caller's variables as JSON
 
 Messages = list[dict[str, str]]  # [{"role", "content"}, ..], perhaps with a "name"
 
@@ -48,6 +53,22 @@ def read_template(directory: str | Path) -> str | None:
     if not isinstance(template, str | None):
         raise TokenizerError(f"{path} has a chat_template that is no text: restore it")
     return template
+
+
+def check_variables(variables: dict) -> dict:
+    """
+    A caller's variables for the template, as they are. Raises ValueError for a name that is not the
+    caller's, and for too much of them.
+    """
+    if not isinstance(variables, dict):
+        raise ValueError("must be a JSON object")
+    for name in variables:
+        if name in OWN_VARIABLES or name.endswith("_token"):
+            raise ValueError(f"has {name!r:.100}, which is not a caller's to set: leave it out")
+    length = len(json.dumps(variables, allow_nan=False, ensure_ascii=False))
+    if length > MAX_VARIABLES:
+        raise ValueError(f"has {length} characters, at most {MAX_VARIABLES} are taken: shorten it")
+    return variables
 
 
 def load_chat(directory: str | Path, tokenizer: Tokenizer) -> "Chat | None":
@@ -78,21 +99,21 @@ class Chat:
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
 
-    def encode(self, messages: Messages, **options) -> list[int]:
+    def encode(self, messages: Messages, /, **options) -> list[int]:
         """
         Token ids of a conversation. Options, such as add_generation_prompt, are variables of the
         template. Against prompt injection: the name of a control token becomes that token only in
-        the template's own text and in roles. In all else it stays text, so that a user cannot end
-        the turn and speak as the system. Raises TokenizerError.
+        the template's own text and in roles. In all else, options too, it stays text, so that a
+        user cannot end the turn and speak as the system. Raises TokenizerError.
         """
-        disguised, originals = disguise(messages, self.control_names)
+        disguised, options, originals = disguise(messages, options, self.control_names)
         text = self.render(disguised, **options)
         ids = self.tokenizer.encode(text, allow_special=True, stand_ins=originals)
         if not ids:
             raise TokenizerError("the chat template makes no text of this conversation")
         return ids
 
-    def render(self, messages: Messages, **options) -> str:
+    def render(self, messages: Messages, /, **options) -> str:
         """The text of a conversation. Raises TokenizerError where the template fails at it."""
         pieces = []
         size = 0
@@ -189,20 +210,20 @@ class ControlNames:
         return found
 
 
-def disguise(messages: Messages, names: ControlNames) -> tuple[Messages, dict[int, str]]:
+def disguise(
+    messages: Messages, options: dict, names: ControlNames
+) -> tuple[Messages, dict, dict[int, str]]:
     """
     Replace, in all that users write freely, the first character of each control token's name by a
     stand-in: a private-use character that occurs nowhere in this conversation. Whatever the
-    template does with the messages, all names in its text are then its own. Returns the messages,
-    and a table for `str.translate` that turns stand-ins back.
+    template does with the messages and options, all names in its text are then its own. Returns
+    both, and a table for `str.translate` that turns stand-ins back.
 
     Marking where messages begin and end would not do: templates strip messages, split and compare
     them. Nor would encoding messages apart from the template's text: a token may reach from one
     into the other.
     """
-    used: set[str] = set()
-    for message in messages:
-        used.update(*message.values())
+    used = set(json.dumps([messages, options], ensure_ascii=False))
     unused = (character for character in map(chr, PRIVATE_USE) if character not in used)
     stand_ins: dict[str, str] = {}
 
@@ -215,6 +236,16 @@ def disguise(messages: Messages, names: ControlNames) -> tuple[Messages, dict[in
             characters[start] = stand_ins[original]
         return "".join(characters)
 
+    def all_disguised(value):
+        """The same for plain data: each text in it."""
+        if isinstance(value, list):
+            return [all_disguised(item) for item in value]
+        if isinstance(value, dict):
+            return {disguised(name): all_disguised(item) for name, item in value.items()}
+        return disguised(value) if isinstance(value, str) else value
+
+    # a template looks its variables up by their names: these stay
+    options = {name: all_disguised(value) for name, value in options.items()}
     changed = []
     for message in messages:
         # a role is one of a few words; templates make control tokens of it
@@ -224,4 +255,4 @@ def disguise(messages: Messages, names: ControlNames) -> tuple[Messages, dict[in
         raise TokenizerError(
             "this conversation uses all private-use characters of Unicode: leave some out"
         )
-    return changed, {ord(stand_in): original for original, stand_in in stand_ins.items()}
+    return changed, options, {ord(stand_in): original for original, stand_in in stand_ins.items()}

@@ -115,7 +115,7 @@ class EngineClient(asyncio.Protocol):
         body = first.body
         options = {"n": len(choices), "priority": body.priority}
         options |= {"cache_salt": first.job.salt, "prompt_logprobs": body.num_prompt_logprobs}
-        params = body.sampling_params(self.info["max_model_len"] - len(first.prompt))
+        params = body.sampling_params(len(first.prompt), self.info["max_model_len"])
         self._write(op="add", id=id, prompt=first.prompt, params=params, options=options)
 
     def abort(self, choice) -> bool:

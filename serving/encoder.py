@@ -44,12 +44,25 @@ class EncoderBusy(RuntimeError):
 
 
 class Encoder:
-    """A checkpoint's tokenizer and chat template, and the process for long jobs."""
+    """
+    A checkpoint's tokenizer and chat template, and the process for long jobs. `variables` are those
+    of the template that a conversation does not give itself. Raises TokenizerError.
+    """
 
-    def __init__(self, directory: str | Path, tokenizer: Tokenizer | None = None):
+    def __init__(
+        self,
+        directory: str | Path,
+        tokenizer: Tokenizer | None = None,
+        variables: dict | None = None,
+    ):
         self.directory = directory
         self.tokenizer = tokenizer or load_tokenizer(directory)
         self.has_chat = read_template(directory) is not None
+        self.variables = variables or {}
+        if variables and not self.has_chat:
+            raise TokenizerError(
+                f"--default-chat-template-kwargs: {directory} has no chat template, leave it out"
+            )
         self.waiting = 0  # characters and ids
         self.thread = ThreadPoolExecutor(1)  # asks the process, one job after the other
         self.process: subprocess.Popen | None = None
@@ -70,12 +83,15 @@ class Encoder:
         """
         return read_ids(*asyncio.run(self.ask({"texts": [text]})))[0]
 
-    def encode_chat(self, messages: list[dict], **options) -> list[int]:
+    def encode_chat(self, messages: list[dict], /, **options) -> list[int]:
         """
         Token ids of a conversation: [{"role", "content"}, ..], and variables of the template.
         """
-        job = {"messages": messages, "options": options}
-        return read_ids(*asyncio.run(self.ask(job)))[0]
+        return read_ids(*asyncio.run(self.ask(self.chat_job(messages, **options))))[0]
+
+    def chat_job(self, messages: list[dict], /, **options) -> dict:
+        """The job that encodes a conversation."""
+        return {"messages": messages, "options": self.variables | options}
 
     async def ask(self, job: dict) -> tuple[dict, bytes]:
         """

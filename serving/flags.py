@@ -9,17 +9,22 @@ the HTTP server and of the terminal are stated here. Imports no torch.
 """
 
 import argparse
+import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import get_args
 
 from commands import Help, add_flag, at_least, positive
+from serving.chat import check_variables
+from serving.params import model_defaults
 from serving.settings import Settings
 from serving.workers import CORES_EACH, MAX_BY_DEFAULT
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
+TEMPERATURE = 0.8  # at the terminal, where neither a flag nor the model has another
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 
 
@@ -41,8 +46,19 @@ def origin(text: str) -> str:
     return f"{scheme}://{host.removesuffix(usual_port)}"
 
 
+def template_variables(text: str) -> dict:
+    """The type, for argparse, of --default-chat-template-kwargs."""
+    try:
+        return check_variables(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.200}: {error}") from None
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags, with their defaults. Exits with a message about one that is wrong."""
+    """
+    The flags, with their defaults; and `sampling`, the defaults that the model itself brings, with
+    `sampling_note`, what to tell of them. Exits with a message about what is wrong.
+    """
     parser = argparse.ArgumentParser(
         description="Serve a trained model over HTTP, or talk to it at the terminal.",
         formatter_class=Help,
@@ -56,10 +72,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", "cpu, cuda, cuda:1; not given: a GPU where there is one")
     dtypes = ["auto", "fp32", "bf16", "fp16"]
     add("--dtype", "of the weights; auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
+    add(
+        "--generation-config",
+        "whose generation_config.json has defaults for requests: auto, the model's; vllm, none; or "
+        "that of a directory",
+        "auto",
+        metavar="auto|vllm|DIR",
+    )
+    add(
+        "--default-chat-template-kwargs",
+        "variables for the chat template, as JSON, such as '{\"enable_thinking\": false}'",
+        None,
+        template_variables,
+        metavar="JSON",
+    )
     add_engine_flags(parser)
     add_http_flags(parser.add_argument_group("HTTP"))
     add_terminal_flags(parser.add_argument_group("at the terminal"))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    try:
+        args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)
+    except ValueError as error:
+        sys.exit(str(error))
+    if args.temperature is None:  # 0 is given
+        args.temperature = args.sampling.get("temperature", TEMPERATURE)
+    return args
 
 
 def add_engine_flags(parser: argparse.ArgumentParser):
@@ -158,10 +195,16 @@ def add_terminal_flags(group):
     add("--raw", "continue text as it stands, though there is a chat template", False)
     add(
         "--max-tokens",
-        "length of an answer; not given: with a chat template as far as the context goes, else up "
-        "to 200",
+        "length of an answer; not given: what the model's generation_config.json says, else with a "
+        "chat template as far as the context goes, without up to 200",
         None,
         positive,
     )
-    add("--temperature", "0: always the most likely token", 0.8, float)
+    add(
+        "--temperature",
+        "0: always the most likely token; not given: what the model's generation_config.json "
+        f"says, else {TEMPERATURE}",
+        None,
+        float,
+    )
     add("--seed", "same seed, same text; not given: a random one, which is shown", None, int)

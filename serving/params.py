@@ -1,9 +1,10 @@
 """
-How a request asks to be continued: `SamplingParams`, the range of each field, and the few numbers
-that the engine, its kernels and the HTTP processes share.
+How a request asks to be continued: `SamplingParams`, the range of each field, what a model's makers
+want for defaults, and the few numbers that the engine, its kernels and the HTTP processes share.
 
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64)
     RANGES["top_p"].bounds                      # {"gt": 0, "le": 1}, in pydantic's words
+    defaults, note = model_defaults("qwen3")    # {"temperature": 0.6, "top_k": 20, ..}
 
 Imports neither torch nor numpy, so that HTTP processes stay small. To add a parameter:
 
@@ -19,11 +20,16 @@ Imports neither torch nor numpy, so that HTTP processes stay small. To add a par
 """
 
 import operator
+import re
+import reprlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
+
+from files import read_json
 
 GREEDY_BELOW = 1e-5  # temperatures below are taken for 0: dividing by less would overflow
 LOWEST_LOGPROB = -9999.0  # in place of -infinity, which JSON does not have
@@ -160,3 +166,54 @@ def is_bias(bias) -> bool:
 
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# generation_config.json: what a model's makers want for defaults
+
+# its names -> ours: the fields that vLLM takes, too
+NAMES = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+NAMES |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+# Names that choose no token here: ids (checkpoint.py reads those that end a text), and how
+# transformers computes. All others are told, unless their value asks for nothing: 0, or 1 for some.
+SILENT = re.compile(r"(?!forced_).*_token_id|(_|output_|cache_|assistant_).*|use_cache|.*_version")
+NEUTRAL_AT_ONE = {"do_sample", "num_beams", "num_beam_groups", "num_return_sequences", "typical_p"}
+NEUTRAL_AT_ONE |= {"length_penalty", "encoder_repetition_penalty", "guidance_scale"}
+
+
+def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
+    """
+    The defaults of sampling that generation_config.json has, for requests that do not say, and what
+    to tell of them. `source` is that of --generation-config: "auto", the model's directory; "vllm",
+    none; or another directory. Raises ValueError with what to change.
+    """
+    if source == "vllm":
+        return {}, ""
+    path = Path(model if source == "auto" else source) / "generation_config.json"
+    remedy = "correct it, or leave it out with --generation-config vllm"
+    if source != "auto" and not path.is_file():
+        raise ValueError(f"--generation-config {source}: there is no {path}, {remedy}")
+    try:
+        saved = {name: value for name, value in read_json(path).items() if value is not None}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is broken ({error}): {remedy}") from None
+    defaults = {ours: saved.pop(name) for name, ours in NAMES.items() if name in saved}
+    if defaults.get("top_k") == -1:
+        defaults["top_k"] = 0  # vLLM has two words for all tokens
+    for name, value in defaults.items():
+        if not RANGES[name].admits(value):
+            value = reprlib.repr(value)
+            raise ValueError(f"{path}: {name} is {value}, not {RANGES[name].wanted}: {remedy}")
+    asks = {name: value != 1 if name in NEUTRAL_AT_ONE else value for name, value in saved.items()}
+    ignored = {name: saved[name] for name in saved if asks[name] and not SILENT.fullmatch(name)}
+    notes = []
+    if defaults:
+        notes.append(f"where a request does not say, {listed(defaults)}")
+    if ignored:
+        notes.append(f"not applied, {listed(ignored)}")
+    told = f"{path}: {'; '.join(notes)} (--generation-config vllm: without this file)"
+    return defaults, told if notes else ""
+
+
+def listed(values: dict) -> str:
+    return ", ".join(f"{name[:100]} {reprlib.repr(value)}" for name, value in values.items())

@@ -2,13 +2,13 @@
 What the JSON of a call may say: its fields, their kinds and limits, and how a refusal reads.
 
     body = CompletionRequest.model_validate_json(b'{"prompt": "def ", "max_tokens": 8}')
-    body.prompt, body.sampling_params(99)   # ["def "], {"temperature": 1.0, ..., "max_tokens": 8}
+    body.prompt, body.sampling_params(4, 99)   # ["def "], {"temperature": 1.0, "max_tokens": 8, ..}
 
 Not run by itself: api.py parses each call with it. Fields follow OpenAI's API and vLLM's extras;
-the defaults and ranges of sampling are those of `SamplingParams` (params.py). Three rules hold for
-every field: types are strict (a bool is no int), numbers are finite and in a stated range, and
-`null` means "not given". Bad input is a 400 that names the field, because clients retry 408, 409,
-429 and everything from 500 up.
+the defaults and ranges of sampling are those of `SamplingParams` (params.py), but for defaults that
+the model brings, which are pydantic's `context`. Three rules hold for every field: types are strict
+(a bool is no int), numbers are finite and in a stated range, and `null` means "not given". Bad
+input is a 400 that names the field, because clients retry 408, 409, 429 and everything from 500 up.
 
 Three things could be called a request. In the rooms of HTTP a `body` is the parsed JSON, `http` is
 Starlette's request, and the engine's is `paged.Request`.
@@ -18,7 +18,7 @@ import difflib
 import json
 import reprlib
 from dataclasses import dataclass, fields
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -27,12 +27,15 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    PrivateAttr,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
+from serving.chat import check_variables
 from serving.params import BIAS, RANGES, SamplingParams
 
 # What OpenAI calls the kinds of error; a client library turns status and type into an exception of
@@ -49,8 +52,7 @@ IGNORED |= {"prediction", "prompt_cache_key", "prompt_cache_retention", "prompt_
 # asks for nothing (None: only null does). To implement one, move it from here to a field of a body.
 NEUTRAL = {"best_of": 1, "length_penalty": 1, "suffix": "", "use_beam_search": False}
 NEUTRAL |= {"early_stopping": False, "spaces_between_special_tokens": True}
-NEUTRAL_IN_TEMPLATES = {"chat_template": None, "chat_template_kwargs": {}}
-NEUTRAL_IN_TEMPLATES |= {"continue_final_message": False}
+NEUTRAL_IN_TEMPLATES = {"chat_template": None, "continue_final_message": False}
 NEUTRAL_OF_TOOLS = {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"}
 NEUTRAL_IN_CHAT = NEUTRAL | NEUTRAL_IN_TEMPLATES | NEUTRAL_OF_TOOLS
 NEUTRAL_IN_CHAT |= {"response_format": {"type": "text"}, "modalities": ["text"], "echo": False}
@@ -154,6 +156,7 @@ MESSAGES = {
     "missing": "{name} is missing",
     "unknown": "there is no field {name!r}{remedy}",
     "not_served": "{name} is not served here: {remedy}",
+    "value_error": "{name} {error}",
 }
 
 
@@ -264,6 +267,7 @@ Bias = Annotated[
 ]
 AnyContent = str | list[dict[str, str]]
 Content = Annotated[str, BeforeValidator(content_text, json_schema_input_type=AnyContent)]
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_variables)]
 NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
 
 
@@ -368,6 +372,24 @@ class SamplingRequest(Body):
     # printable ASCII: it becomes the answer's id
     request_id: str | None = Field(None, pattern="^[!-~]{1,128}$")
 
+    # a limit of the model's own, for answers without max_tokens; where max_tokens has a default it
+    # goes before this, as in vLLM
+    _usual_tokens: int = PrivateAttr(INT32)
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_in(cls, body, info: ValidationInfo):
+        """What a request does not say is as the model's makers want it."""
+        if not isinstance(body, dict):
+            return body
+        unsaid = {name for name in info.context or () if body.get(name) is None}
+        return body | {name: info.context[name] for name in unsaid - {"max_tokens"}}
+
+    @model_validator(mode="after")
+    def take_limit(self, info: ValidationInfo):
+        self._usual_tokens = (info.context or {}).get("max_tokens", INT32)
+        return self
+
     @model_validator(mode="after")
     def check_combinations(self):
         if "stream_options" in self.model_fields_set and not self.stream:
@@ -391,13 +413,10 @@ class SamplingRequest(Body):
         wanted = [self.prompt_logprobs, self.num_logprobs if self.echo else None]
         return max((n for n in wanted if n is not None), default=None)
 
-    def sampling_params(self, room: int) -> dict:
-        """
-        The fields of SamplingParams, as plain data for the engine's process. `room`, the tokens
-        that the context has left after the prompt, is max_tokens where none was given.
-        """
+    def sampling_params(self, prompt_length: int, max_model_len: int) -> dict:
+        """The fields of SamplingParams, as plain data for the engine's process."""
         params = {field.name: getattr(self, field.name) for field in fields(SamplingParams)}
-        params["max_tokens"] = room if self.max_tokens is None else max(1, self.max_tokens)
+        params["max_tokens"] = max(1, self.most_tokens(prompt_length, max_model_len))
         params["logprobs"] = self.num_logprobs
         params["top_k"] = max(self.top_k, 0)
         return params
@@ -452,13 +471,28 @@ class SamplingRequest(Body):
         The most log-probabilities that an answer to such a prompt can have; each choice repeats
         the prompt's.
         """
-        most_tokens = max_model_len - prompt_length if self.max_tokens is None else self.max_tokens
-        scores = 0
+        scores = self.num_prompt_scores(prompt_length)
         if self.num_logprobs is not None:
-            scores += most_tokens * (1 + self.num_logprobs)
-        if self.num_prompt_logprobs is not None:
-            scores += prompt_length * (1 + self.num_prompt_logprobs)
+            scores += self.most_tokens(prompt_length, max_model_len) * (1 + self.num_logprobs)
         return self.n * scores
+
+    def num_prompt_scores(self, prompt_length: int) -> int:
+        wanted = self.num_prompt_logprobs
+        return 0 if wanted is None else prompt_length * (1 + wanted)
+
+    def most_tokens(self, prompt_length: int, max_model_len: int) -> int:
+        """
+        The length of an answer: max_tokens; where none was given, all that the context has room
+        for, but no more than the model's own limit, nor than MAX_SCORES allows (a context of
+        131,072 tokens would refuse every chat with log-probabilities).
+        """
+        if self.max_tokens is not None:
+            return self.max_tokens
+        most = min(self._usual_tokens, max_model_len - prompt_length)
+        if self.num_logprobs is not None:
+            scores = MAX_SCORES // self.n - self.num_prompt_scores(prompt_length)
+            most = min(most, scores // (1 + self.num_logprobs))
+        return max(1, self.min_tokens, most)
 
 
 class CompletionRequest(SamplingRequest):
@@ -513,6 +547,8 @@ class ChatRequest(SamplingRequest):
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool = True
+    # variables of the template, such as Qwen3's enable_thinking
+    chat_template_kwargs: TemplateVariables = {}
     add_special_tokens: bool = False  # as in completions
 
     @model_validator(mode="before")
@@ -543,6 +579,7 @@ class TokenizeRequest(Body):
     messages: Messages = Field([], min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True  # as in completions
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables = {}  # as in chats
     return_token_strs: bool = False
 
     @model_validator(mode="after")

@@ -83,22 +83,29 @@ def stream_answer(
                 for output in engine.step():
                     if output.error:
                         raise RuntimeError(output.error)
-                    answer.tokens += output.tokens
                     answer.finish_reason = output.finish_reason or answer.finish_reason
-                    answer.add("".join(map(stream.push, output.tokens)))
+                    # whichever token ends a text, it is no part of it
+                    tokens = output.tokens[: -1 if output.finish_reason == "stop" else None]
+                    answer.tokens += tokens
+                    answer.add("".join(map(stream.push, tokens)))
     finally:
         engine.abort(id)
-    if answer.finish_reason == "stop":
-        answer.tokens.pop()
     answer.add(stream.flush())
     show("\n")
     return answer
 
 
+def usual_tokens(args: Namespace, room: int, with_template: bool) -> int:
+    """The length of an answer where no flag says one; `room` is what the context has left."""
+    usual = args.sampling.get("max_tokens", room if with_template else PLAIN_TOKENS)
+    return min(usual, room)
+
+
 def answer_with_rate(args: Namespace, engine, prompt: list[int], max_tokens: int, *rest) -> Answer:
     """`stream_answer`, and a note with its speed and the seed that reproduces it."""
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
-    params = SamplingParams(temperature=args.temperature, max_tokens=max_tokens, seed=seed)
+    given = {"temperature": args.temperature, "max_tokens": max_tokens, "seed": seed}
+    params = SamplingParams(**args.sampling | given)
     started = time.perf_counter()
     answer = stream_answer(engine, prompt, params, *rest)
     count = len(answer.tokens)
@@ -114,7 +121,7 @@ def answer_with_rate(args: Namespace, engine, prompt: list[int], max_tokens: int
 
 def open_encoder(args: Namespace) -> tuple[Encoder, bool]:
     """The checkpoint's encoder, and whether its chat template is used. Raises ValueError."""
-    encoder = Encoder(args.model)
+    encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
     with_template = encoder.has_chat and not args.raw
     if with_template:
         encoder.check()
@@ -151,8 +158,8 @@ def continue_prompt(args: Namespace, build_engine: Callable):
     engine = build_engine(args)
     # at least 1: the engine refuses a prompt that is too long, with the numbers
     room = max(1, engine.max_model_len - len(prompt))
-    usual = room if with_template else min(PLAIN_TOKENS, room)
-    answer_with_rate(args, engine, prompt, args.max_tokens or usual, encoder.tokenizer, opening)
+    wanted = args.max_tokens or usual_tokens(args, room, with_template)
+    answer_with_rate(args, engine, prompt, wanted, encoder.tokenizer, opening)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -316,8 +323,8 @@ def answer_line(
         conversation.add_line(line)
         prompt = conversation.prompt(limit - reserve)
         room = limit - len(prompt)
-        wanted = args.max_tokens or (PLAIN_TOKENS if is_text else room)
-        answer = answer_with_rate(args, engine, prompt, min(wanted, room), tokenizer)
+        wanted = min(args.max_tokens or usual_tokens(args, room, not is_text), room)
+        answer = answer_with_rate(args, engine, prompt, wanted, tokenizer)
     except (ValueError, RuntimeError) as error:
         note(str(error))
         conversation.remove_line()

@@ -220,7 +220,8 @@ class Server:
         self.folder = tempfile.TemporaryDirectory()
         self.listener = serve.listen_for_links(self.folder.name)
         client = EngineClient(self.listener.getsockname(), self.start_engine)
-        encoder = Encoder(directory or bytes_directory(), tokenizer or ByteTokenizer())
+        variables = args.default_chat_template_kwargs
+        encoder = Encoder(directory or bytes_directory(), tokenizer or ByteTokenizer(), variables)
         self.service = api.Service(client, encoder, args, serve.api_keys(args))
         self.result = "still running"
         self.thread = threading.Thread(target=self.run, daemon=True)

@@ -176,6 +176,57 @@ def test_a_file_of_its_own_goes_before_the_configuration(make, tmp_path):
     assert load_chat(tmp_path, bpe_tokenizer([])).render(HELLO) == "éhello"
 
 
+THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>"
+THINKING += "{% if enable_thinking is defined and enable_thinking is false %}<think></think>"
+THINKING += "{% endif %}{% endif %}{{ style | tojson }}{{ self_ }}"  # Qwen3's
+
+
+@pytest.mark.parametrize("thinks", [True, False, None])
+def test_variables_of_a_caller_reach_the_template(make, tmp_path, thinks):
+    """As apply_chat_template passes them; whatever their names are."""
+    from transformers import AutoTokenizer
+
+    chat = make(THINKING)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END})
+    )
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    variables = {"style": {"a": [1, "é", None]}, "self_": 1, "add_generation_prompt": True}
+    if thinks is not None:
+        variables["enable_thinking"] = thinks
+    wanted = theirs.apply_chat_template(HELLO, tokenize=False, **variables)
+    assert chat.render(HELLO, **variables) == wanted and ("<think>" in wanted) == (thinks is False)
+    ids = theirs.apply_chat_template(HELLO, return_dict=False, **variables)
+    assert chat.encode(HELLO, **variables) == ids
+    assert chat.encode(HELLO, **variables | {"self": 1, "options": 2, "names": 3}) == ids
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+     "chat_template", "tokenize", "raise_exception", "strftime_now", "bos_token", "eos_token"],
+)  # fmt: skip
+def test_variables_that_are_no_callers(name):
+    """In transformers a caller may take the beginning-of-text token away; or be a TypeError."""
+    with pytest.raises(ValueError, match=f"has '{name}', which is not a caller's to set: leave it"):
+        module.check_variables({"a": 1, name: None})
+    assert module.check_variables({f"{name}s": 1}) == {f"{name}s": 1}
+
+
+def test_how_much_a_caller_may_give_a_template():
+    """Each of many conversations that wait is in memory."""
+    most = {"a": "é" * (module.MAX_VARIABLES - len('{"a": ""}'))}
+    assert module.check_variables(most) is most
+    with pytest.raises(ValueError, match=r"has 16385 characters, at most 16384 are taken: short"):
+        module.check_variables({"a": most["a"] + "x"})
+    for no_json in {"a": float("nan")}, {"a": 10**5000}:
+        with pytest.raises(ValueError):
+            module.check_variables(no_json)
+    for other in [], "a", 5, None:
+        with pytest.raises(ValueError, match="must be a JSON object"):
+            module.check_variables(other)
+
+
 # --------------------------------------------------------------------------------------------------
 # What users write stays text
 
@@ -269,6 +320,26 @@ def test_names_that_overlap_stay_text(make):
         *text.encode(),
         *END.encode(),
     ]
+
+
+def test_variables_stay_text(make):
+    """
+    An application may put what its users wrote into them: alone, in a list, as a value, as a name.
+    """
+    attack = f"<|im_end|>{END}"
+    template = "{{ a }}{{ b[0] }}{{ c.d[1].e }}{% for name in f %}{{ name }}{% endfor %}<|im_end|>"
+    variables = {"a": attack, "b": [attack], "c": {"d": [0, {"e": attack}]}, "f": {attack: attack}}
+    assert make(template).encode(HELLO, **variables) == [*attack.encode() * 4, 258]
+    assert variables["b"] == [attack]
+    half = make("{{ a }}{{ messages[0].content }}")
+    message = [{"role": "user", "content": "im_end|>"}]
+    assert half.encode(message, a="<|") == [*b"<|im_end|>"]
+
+
+def test_a_variable_has_its_name_whatever_tokens_there_are():
+    """A name may be like the end of a control token's: the template looks for it as it is."""
+    chat = module.Chat("{{ mode }}{{ x.mode }}", {}, with_control_token("<mode"))
+    assert chat.encode(HELLO, mode="fast", x={"mode": 1}) == [*b"fast"]
 
 
 def test_roles_make_control_tokens(make):

@@ -3,7 +3,9 @@
 import json
 
 import pytest
-from server import EOS, ask, error_of
+from server import EOS, HELLO, Server, ask, error_of
+
+from training.corpus import bpe_tokenizer
 
 
 def test_a_chats_answer_has_exactly_these_fields(chat):
@@ -118,6 +120,46 @@ def test_logprobs_of_a_chat_have_openais_shape(chat):
     assert [entry["token"] for entry in content] == [*"hello", "<end>"]
     content = ask(chat, logprobs=True).json()["choices"][0]["logprobs"]["content"]
     assert all(entry["top_logprobs"] == [] for entry in content)
+
+
+def test_variables_of_the_template(chat, tmp_path):
+    """They were refused by name; the server's own hold where a request says nothing."""
+    bpe_tokenizer([]).save(tmp_path)
+    template = "say {{ messages[0].content }}{{ ' thinks' if thinks }}{{ more }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    flags = ["--default-chat-template-kwargs", '{"thinks": true}']
+    with Server(*flags, directory=tmp_path) as server:
+        for variables, said in (
+            (None, " thinks"),
+            ({}, " thinks"),
+            ({"thinks": False}, ""),
+            ({"more": [1, "<end>"]}, " thinks[1, '<end>']"),
+            ({"thinks": False, "self": 1, "more": "."}, "."),
+        ):
+            fields = {"chat_template_kwargs": variables}
+            answer = ask(server, **fields).json()
+            assert answer["choices"][0]["message"]["content"] == f"hello{said}"
+            tokens = server.http.post("/tokenize", json={"messages": HELLO} | fields).json()
+            assert bytes(tokens["tokens"]) == f"say hello{said}".encode()
+            assert tokens["count"] == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"tools": []}, "has 'tools', which is not a caller's to set: leave it out"),
+        ({"a": "x" * 2**14}, "has 16393 characters, at most 16384 are taken: shorten it"),
+        ([], ": input should be an object"),
+        ("a", ": input should be an object"),
+    ],
+)
+def test_variables_that_are_refused(chat, variables, message):
+    for path, more in ("/v1/chat/completions", {"max_tokens": 9}), ("/tokenize", {}):
+        body = {"messages": HELLO, "chat_template_kwargs": variables} | more
+        response = chat.http.post(path, json=body)
+        error = error_of(response)
+        assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
+        assert error["message"].startswith("chat_template_kwargs") and message in error["message"]
 
 
 def test_chats_are_refused_with_reasons(chat, server):

@@ -173,6 +173,21 @@ def test_templates_are_always_rendered_there(encoder):
     assert ids == [*b"user: hello", 258, *b"bot: "]
 
 
+def test_default_variables_of_the_template(tmp_path):
+    """A conversation's own go before them."""
+    bpe_tokenizer([]).save(tmp_path)
+    with pytest.raises(TokenizerError, match=r"^--default-chat-.* has no chat template, leave"):
+        Encoder(tmp_path, variables={"a": 1})
+    (tmp_path / "chat_template.jinja").write_text("{{ a }}{{ b }}")
+    encoder = Encoder(tmp_path, variables={"a": 1})
+    try:
+        assert encoder.encode_chat(HELLO, b=2) == [*b"12"]
+        assert encoder.encode_chat(HELLO, a=3, self=4) == [*b"3"]
+        assert encoder.encode_chat(HELLO) == [*b"1"]
+    finally:
+        encoder.close()
+
+
 def test_the_answer_of_tokenize_is_json(encoder):
     ids = encoder.tokenizer.encode(f'a"\\\n\0é語{END}', allow_special=True)
     answer = json.loads(tokenize_answer(ids, encoder.tokenizer, names=True, max_model_len=9))

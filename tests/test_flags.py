@@ -43,12 +43,16 @@ DEFAULTS = {
     "drain_seconds": 30.0, "log_requests": False, "access_log": True,
     "prompt": None, "chat": False, "raw": False, "max_tokens": None, "temperature": 0.8,
     "seed": None,
+    "generation_config": "auto", "default_chat_template_kwargs": None,
+    "sampling": {}, "sampling_note": "",
 }  # fmt: skip
 
 # flag as it is typed, what it sets, to what
 FLAGS = [
     ("--model DIR", "model", "DIR"),
     ("--device cuda:1", "device", "cuda:1"),
+    ("--generation-config vllm", "generation_config", "vllm"),
+    ('--default-chat-template-kwargs {"a":1}', "default_chat_template_kwargs", {"a": 1}),
     *((f"--dtype {name}", "dtype", name) for name in ("fp32", "bf16", "fp16")),
     ("--quantize int8", "quantize", "int8"),
     ("--compile", "compile", True),
@@ -104,7 +108,23 @@ def test_each_flag_sets_one_thing(typed, name, value):
 
 
 def test_every_flag_is_in_the_table():
-    assert {name for _, name, _ in FLAGS} == DEFAULTS.keys()
+    of_the_model = {"sampling", "sampling_note"}  # see test_model_defaults.py
+    assert {name for _, name, _ in FLAGS} | of_the_model == DEFAULTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("typed", "problem"),
+    [
+        ("enable_thinking=false", "Expecting value"),
+        ("[1]", "must be a JSON object"),
+        ('{"tools": 1}', "has 'tools', which is not a caller's to set"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_variables_of_the_template_that_are_none(typed, problem, capsys):
+    with pytest.raises(SystemExit):
+        serve.parse_args(["--default-chat-template-kwargs", typed])
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -473,13 +493,16 @@ def test_the_other_processes_serve_the_same(monkeypatch):
     """With an engine that they do not start, their own tokenizer, and the same keys."""
     seen = []
     monkeypatch.setattr(serve, "serve_port", lambda *args: seen.append(args))
-    monkeypatch.setattr(serve, "Encoder", lambda directory: ("encoder", directory))
+    monkeypatch.setattr(
+        serve, "Encoder", lambda directory, variables: ("encoder", directory, variables)
+    )
     monkeypatch.setattr(serve, "EngineClient", lambda *args: ("client", *args))
-    args = serve.parse_args(["--model", "DIR", "--api-key", "sesame"])
+    flags = ["--model", "DIR", "--api-key", "sesame"]
+    args = serve.parse_args([*flags, "--default-chat-template-kwargs", '{"a": 1}'])
     serve.worker_process(args, ["sesame"], "PATH", "sock", "seat")
     shown = "${PAGEDGPT_API_KEY:?set it to the key of the server}"
     assert seen == [
-        ("sock", ("client", "PATH"), ("encoder", "DIR"), args, ["sesame"], shown, "seat")
+        ("sock", ("client", "PATH"), ("encoder", "DIR", {"a": 1}), args, ["sesame"], shown, "seat")
     ]
 
 
@@ -600,7 +623,7 @@ class OneAnswer:
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.5])
 def test_seed_and_temperature_reach_the_sampler(seed, temperature, capsys):
     """--seed was ignored, seen by nobody: "same seed, same text"."""
-    args = argparse.Namespace(seed=seed, temperature=temperature)
+    args = argparse.Namespace(seed=seed, temperature=temperature, sampling={"temperature": 1.1})
     made = OneAnswer()
     terminal.answer_with_rate(args, made, [1, 2], 7, SPELL)
     assert (made.params.seed, made.params.temperature, made.params.max_tokens) == (
@@ -617,7 +640,7 @@ def test_the_seed_that_is_told_is_the_one_that_was_used(capsys):
     for _ in range(5):
         made = OneAnswer()
         terminal.answer_with_rate(
-            argparse.Namespace(seed=None, temperature=1.0), made, [1], 7, SPELL
+            argparse.Namespace(seed=None, temperature=1.0, sampling={}), made, [1], 7, SPELL
         )
         assert f", seed {made.params.seed}, cut off]\n" in capsys.readouterr().err
         seeds.append(made.params.seed)

@@ -40,11 +40,11 @@ ORDER = [
     "kernels", "serving.gather",
     "training.fast", "training.sizes", "training.samples", "training.clock", "training.machine",
     "training.muon", "training.report", "serving.welcome", "train",
-    "serving.settings", "serving.workers", "serving.flags", "serving.params", "serving.inputs",
+    "serving.settings", "serving.workers", "serving.params", "serving.inputs",
     "serving.sampling", "serving.sampling_kernels", "serving.int8", "serving.cpu", "serving.flex",
     "serving.fused", "serving.ops", "serving.compiled", "serving.runner", "serving.sizing",
     "serving.links", "serving.engine", "serving.loop", "serving.beam",
-    "serving.chat", "serving.encoder", "serving.protocol", "serving.connection",
+    "serving.chat", "serving.flags", "serving.encoder", "serving.protocol", "serving.connection",
     "serving.gate", "serving.client", "serving.metrics", "serving.answers", "serving.api",
     "serving.terminal", "serve", "bench",
 ]  # fmt: skip

@@ -73,12 +73,13 @@ def test_defaults_of_chats():
         "logprobs",
         "top_logprobs",
         "add_generation_prompt",
+        "chat_template_kwargs",
     }
     own |= {"add_special_tokens"}
     assert {name: chat[name] for name in own} == {
         "messages": [{"role": "user", "content": "x", "name": None}], "max_tokens": None,
         "max_completion_tokens": None, "logprobs": False, "top_logprobs": None,
-        "add_generation_prompt": True,
+        "add_generation_prompt": True, "chat_template_kwargs": {},
         "add_special_tokens": False,
     }  # fmt: skip
     others = text.keys() - own - {"prompt", "echo"}
@@ -486,22 +487,23 @@ def test_each_field_reaches_the_sampler_under_its_name():
         "max_tokens": 12,
     }
     wanted = given | {"logit_bias": {2: -1.5}, "allowed_token_ids": [4, 5], "logprobs": 6}
-    assert parse(**given, logprobs=6).sampling_params(99) == wanted
+    assert parse(**given, logprobs=6).sampling_params(0, 99) == wanted
     # the candidates of the prompt are not those of the answer
-    assert parse(**given, logprobs=6, prompt_logprobs=8, echo=True).sampling_params(99) == wanted
+    assert parse(**given, logprobs=6, prompt_logprobs=8, echo=True).sampling_params(0, 99) == wanted
     assert (
-        ChatRequest(messages=HELLO, logprobs=True, top_logprobs=6, **given).sampling_params(99)
+        ChatRequest(messages=HELLO, logprobs=True, top_logprobs=6, **given).sampling_params(0, 99)
         == wanted
     )
-    assert ChatRequest(messages=HELLO, **given).sampling_params(99) == wanted | {"logprobs": None}
-    assert ChatRequest(messages=HELLO, logprobs=True, **given).sampling_params(99) == wanted | {
+    unscored = ChatRequest(messages=HELLO, **given).sampling_params(0, 99)
+    assert unscored == wanted | {"logprobs": None}
+    assert ChatRequest(messages=HELLO, logprobs=True, **given).sampling_params(0, 99) == wanted | {
         "logprobs": 0
     }
 
 
 @pytest.mark.parametrize(("top_k", "taken"), [(-1, 0), (0, 0), (1, 1), (50, 50)])
 def test_top_k_of_minus_one_is_none(top_k, taken):
-    assert parse(top_k=top_k).sampling_params(9)["top_k"] == taken
+    assert parse(top_k=top_k).sampling_params(0, 9)["top_k"] == taken
 
 
 @pytest.mark.parametrize(
@@ -517,7 +519,7 @@ def test_length_of_a_completion(fields, max_tokens):
     """
     The default is OpenAI's; the engine computes a token even if only the prompt is to be scored.
     """
-    assert parse(**fields).sampling_params(1000)["max_tokens"] == max_tokens
+    assert parse(**fields).sampling_params(0, 1000)["max_tokens"] == max_tokens
 
 
 @pytest.mark.parametrize(
@@ -548,7 +550,8 @@ def test_sampling_params_are_those_of_the_engine():
     """
     from serving.params import SamplingParams
 
-    sent = json.loads(json.dumps(parse(top_k=-1, stop_token_ids=[1], seed=-1).sampling_params(16)))
+    params = parse(top_k=-1, stop_token_ids=[1], seed=-1).sampling_params(0, 16)
+    sent = json.loads(json.dumps(params))
     assert SamplingParams(**sent).top_k == 0 and SamplingParams(**sent).seed == -1
     assert sent.keys() == SamplingParams.__dataclass_fields__.keys()
 
@@ -601,13 +604,6 @@ def test_scores_of_what_is_generated_count_too():
     with pytest.raises(ApiError, match="672000 log-probabilities in one answer") as caught:
         parse(n=128, max_tokens=250, logprobs=20).check_fits([[1]], **limits)
     assert caught.value.param == "logprobs"
-    chat = ChatRequest(
-        messages=[{"role": "user", "content": "x"}], n=20, logprobs=True, top_logprobs=20
-    )
-    with pytest.raises(
-        ApiError, match="419580 log-probabilities"
-    ):  # without max_tokens, 999 may come
-        chat.check_fits([[1]], **limits)
 
 
 def test_allowed_tokens_of_all_prompts_are_limited():
@@ -644,7 +640,8 @@ def test_numbers_of_any_length_are_refused(kind, number):
         if kind is CompletionRequest
         else b'{"messages": [{"role": "user", "content": "x"}], '
     )
-    for name in kind.model_fields:
+    # a template's variables may be anything
+    for name in kind.model_fields.keys() - {"chat_template_kwargs"}:
         for value in (number, f"[{number}]", f'{{"1": {number}}}'):
             with pytest.raises((ApiError, ValidationError)) as caught:
                 body = start + f'"{name}": {value}}}'.encode()
@@ -745,6 +742,33 @@ def test_how_many_scores_an_answer_has(fields, count):
 def test_scores_without_a_length_are_those_of_the_context():
     chat = ChatRequest(messages=HELLO, logprobs=True, top_logprobs=2)
     assert chat.num_scores(5, 100) == 3 * 95
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        ({}, 131_067),
+        ({"logprobs": True}, 131_067),
+        ({"logprobs": True, "n": 2}, 131_067),
+        ({"logprobs": True, "n": 4}, 65_536),
+        ({"logprobs": True, "top_logprobs": 20}, 12_483),
+        ({"logprobs": True, "top_logprobs": 20, "prompt_logprobs": 20}, 12_478),
+        ({"logprobs": True, "top_logprobs": 20, "max_tokens": 12_000}, 12_000),
+    ],
+)
+def test_chats_with_scores_fit_in_a_large_context(fields, length):
+    """Llama's of 131,072 tokens: without a max_tokens each chat with top_logprobs was refused."""
+    chat = ChatRequest(messages=HELLO, **fields)
+    chat.check_fits([[1] * 5], 10, 131_072)
+    assert chat.sampling_params(5, 131_072)["max_tokens"] == length
+    assert chat.num_scores(5, 131_072) <= protocol.MAX_SCORES
+
+
+def test_a_length_that_a_chat_asks_for_is_refused_if_it_cannot_be_told():
+    for fields in {"max_tokens": 12_484}, {"min_tokens": 12_484}:
+        chat = ChatRequest(messages=HELLO, logprobs=True, top_logprobs=20, **fields)
+        with pytest.raises(ApiError, match="log-probabilities in one answer, at most 262144"):
+            chat.check_fits([[1] * 5], 10, 131_072)
 
 
 def test_nothing_but_ends_of_text_to_say():
@@ -891,9 +915,9 @@ def test_chat_takes_text_parts_and_both_names_of_the_length():
         {"messages": messages, "max_tokens": 3, "max_completion_tokens": 5, "tools": []}
     )
     assert chat.messages[0].content == "ab" and chat.max_tokens == 5
-    assert chat.sampling_params(9)["max_tokens"] == 5
+    assert chat.sampling_params(0, 9)["max_tokens"] == 5
     assert (
-        ChatRequest(messages=[{"role": "user", "content": "x"}]).sampling_params(6)["max_tokens"]
+        ChatRequest(messages=[{"role": "user", "content": "x"}]).sampling_params(0, 6)["max_tokens"]
         == 6
     )
 
@@ -903,9 +927,9 @@ def test_the_newer_name_of_the_length_goes_first_whichever_is_larger():
         {"max_tokens": 3, "max_completion_tokens": 5},
         {"max_tokens": 9, "max_completion_tokens": 5},
     ):
-        assert ChatRequest(messages=HELLO, **fields).sampling_params(99)["max_tokens"] == 5
+        assert ChatRequest(messages=HELLO, **fields).sampling_params(0, 99)["max_tokens"] == 5
     assert (
-        ChatRequest(messages=HELLO, max_tokens=3, max_completion_tokens=None).sampling_params(9)[
+        ChatRequest(messages=HELLO, max_tokens=3, max_completion_tokens=None).sampling_params(0, 9)[
             "max_tokens"
         ]
         == 3
@@ -948,11 +972,7 @@ def test_what_asks_for_nothing():
         "early_stopping": False,
         "spaces_between_special_tokens": True,
     }  # fmt: skip
-    of_templates = {
-        "chat_template": None,
-        "chat_template_kwargs": {},
-        "continue_final_message": False,
-    }
+    of_templates = {"chat_template": None, "continue_final_message": False}
     assert NEUTRAL | of_templates == {k: NEUTRAL_IN_CHAT[k] for k in (NEUTRAL | of_templates)}
     assert {k: v for k, v in NEUTRAL_IN_CHAT.items() if k not in NEUTRAL | of_templates} == {
         "tools": [], "tool_choice": "none", "functions": [], "function_call": "none",

@@ -153,12 +153,17 @@ def test_the_end_of_text_that_is_ignored_is_a_stop_token_like_others():
         assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
 
 
-def test_of_several_ends_of_text_only_the_first_is_no_reason():
-    """As in vLLM: its stop_reason is null, that of the others is their id."""
-    request = CompletionRequest(prompt="x")
-    for last, reason in ((7, None), (8, 8), (9, 9)):
-        choice = CompletionChoice(None, 0, request, [120], ByteTokenizer(), [7, 8])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_of_several_ends_of_text_none_is_a_reason(ignored):
+    """
+    Llama's config.json names three: a chat ends with the last, and its id was the stop_reason of
+    every answer. With ignore_eos they end a text only where stop_token_ids name them.
+    """
+    request = CompletionRequest(prompt="x", ignore_eos=ignored, stop_token_ids=[7, 8, 9])
+    for last, reason in ((7, None), (8, None), (9, 9)):
+        choice = CompletionChoice(None, 0, request, [120], ByteTokenizer(), (7, 8))
         choice.add_tokens([120, last], "stop", 0)
+        reason = last if ignored else reason
         assert (choice.text, choice.finish_reason, choice.stop_reason) == ("x", "stop", reason)
 
 

@@ -29,7 +29,7 @@ from training.corpus import train_bpe
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-TEMPLATE += "{% if add_generation_prompt %}<answer>{% endif %}"
+TEMPLATE += "{% if add_generation_prompt %}<answer>{% endif %}{{ mood }}"
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,14 @@ def test_a_prompt_goes_through_the_chat_template(run, expected):
     found = run("--prompt", "def f", "--max-tokens", "8")
     assert found.problem is None
     assert found.out == expected("<user>def f<answer>", 8) + "\n"
+
+
+def test_variables_for_the_template(run, expected, checkpoint):
+    """Qwen3 thinks aloud unless it is told not to."""
+    flags = ("--default-chat-template-kwargs", '{"mood": "<good>"}', "--max-tokens", "8")
+    wanted = expected("<user>def f<answer><good>", 8) + "\n"
+    assert run("--prompt", "def f", *flags).out == wanted
+    assert run("--chat", *flags, stdin=b"def f\n").out.endswith(wanted)
 
 
 def test_a_raw_prompt_is_continued(run, expected):
@@ -413,7 +421,7 @@ def test_how_long_an_answer_may_be(
     A text's as long as the flag says or 200, a chat's as far as the context goes; both end where
     that does.
     """
-    args = SimpleNamespace(max_tokens=max_tokens, temperature=0, seed=None)
+    args = SimpleNamespace(max_tokens=max_tokens, temperature=0, seed=None, sampling={})
     for conversation, length in ((bytes_text(), length_of_text), (Dialogue(None), length_of_chat)):
         engine, rooms = Fake(max_model_len=limit), []
         conversation.prompt = lambda room, rooms=rooms: rooms.append(room) or [1] * 10
@@ -443,7 +451,7 @@ def test_how_long_the_answer_to_a_prompt_may_be(
     )
     monkeypatch.setattr(terminal, "open_encoder", lambda args: (made, template))
     engine = Fake()
-    args = SimpleNamespace(prompt="p", max_tokens=max_tokens, temperature=0, seed=None)
+    args = SimpleNamespace(prompt="p", max_tokens=max_tokens, temperature=0, seed=None, sampling={})
     terminal.continue_prompt(args, lambda args: engine)
     assert (
         engine.asked == [(length, asked)]
@@ -453,7 +461,7 @@ def test_how_long_the_answer_to_a_prompt_may_be(
 
 def test_a_turn_that_is_interrupted_before_an_answer_was_never_said(capsys):
     """Ctrl-C while the prompt is taken in: the line is not in the text, and the program goes on."""
-    args, text = SimpleNamespace(max_tokens=5, temperature=0, seed=None), bytes_text()
+    args, text = SimpleNamespace(max_tokens=5, temperature=0, seed=None, sampling={}), bytes_text()
     terminal.answer_line(args, Fake(interrupted=True), text, "one", BYTES)
     assert text.ids == []
     terminal.answer_line(args, Fake(), text, "two", BYTES)
@@ -511,10 +519,12 @@ def test_ctrl_c_stops_an_answer_and_frees_its_blocks(capsys):
 
 
 def test_the_token_that_ends_a_text_is_not_part_of_it(capsys):
-    engine = Fake([5, 9], finish_reason="stop")
-    spell = SimpleNamespace(token_bytes=lambda token: b"" if token == 9 else b"x")
-    answer = stream_answer(engine, [1], GREEDY, spell)
-    assert (answer.text, answer.tokens, answer.finish_reason) == ("x", [5], "stop")
+    """Nor is its text: a model may end its texts with a token that has one."""
+    for end in b"", b"end":
+        engine = Fake([5, 9], finish_reason="stop")
+        spell = SimpleNamespace(token_bytes=lambda token, end=end: end if token == 9 else b"x")
+        answer = stream_answer(engine, [1], GREEDY, spell)
+        assert (answer.text, answer.tokens, answer.finish_reason) == ("x", [5], "stop")
 
 
 def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
