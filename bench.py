@@ -348,14 +348,15 @@ class Layer:
         self.q = randn(T, H, D)
         self.k, self.v = randn(2, T, Hk, D)
         self.kv = randn(2, num_blocks + 1, Hk, S, D)
-        batch.prepared = ops.prepare(batch, H, self.kv)
+        batch.prepared = {0: ops.prepare(batch, H, self.kv)}
         self.batch = batch
+        self.attn = SimpleNamespace(window=0, scale=D**-0.5, softcap=0.0)
 
     def store(self):
         self.batch.ops.store_kv(self.k, self.v, self.kv, self.batch)
 
     def attend(self, kv: torch.Tensor):
-        self.batch.ops.attend(self.q, kv, self.batch)
+        self.batch.ops.attend(self.q, kv, self.attn, self.batch)
 
     def run(self):
         self.store()

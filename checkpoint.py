@@ -1,58 +1,46 @@
 """
 A checkpoint: a directory in the layout of the Hugging Face Hub ("the hub" below), config.json and
-model.safetensors beside the tokenizer's files.
+safetensors files beside the tokenizer's files.
 
     save_checkpoint(model, "out/stdlib")
-    model = load_checkpoint("out/stdlib", device="cuda", dtype=torch.bfloat16)
+    model = load_checkpoint("smollm2", device="cuda", dtype=torch.bfloat16)
 
-`GPT2LMHeadModel.from_pretrained` opens what is saved here, and what it saves opens here. Nothing is
-unpickled.
+What others trained opens here, if it is of one of the families (families.py), and what is saved
+here opens in transformers and vLLM. Nothing is unpickled.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from families import (
+    FAMILIES,
+    CheckpointError,
+    Family,
+    family_named,
+    family_of,
+    hub_config,
+    hub_names,
+    read_fields,
+)
 from files import how_to_download, read_json, write_atomically, write_json
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, RMSNorm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# where a directory's weights have another prefix: saved without the head, or as part of a larger
+# model
+PREFIXES = ("transformer.", "model.language_model.", "language_model.model.", "model.")
+PREFIXES += ("language_model.",)
 
-# our name -> GPT-2's name in config.json
-CONFIG_NAMES = {
-    "context_length": "n_positions",
-    "activation": "activation_function",
-    "dropout": "resid_pdrop",
-}
-# GPT-2 options that would change the computation, with the only value that this code computes
-FIXED_OPTIONS = {
-    "model_type": "gpt2",
-    "n_inner": None,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-}
-# transformers' other names for the tanh approximation
-ACTIVATION_NAMES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
-# what transformers writes as the end of text where none was named, whatever the vocabulary
-DEFAULT_EOS = 50256
 # files that hold weights, in directories from elsewhere
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".gguf", ".h5", ".msgpack")
 WEIGHT_SUFFIXES += (".bin", ".pt", ".pth")
-# the head's weights are those of wte: no file holds them
-TIED = "lm_head.weight"
-
-
-class CheckpointError(ValueError):
-    """A directory that holds no model we can load; the message says what to run."""
-
-
-def is_transposed(name: str) -> bool:
-    """GPT-2 keeps the matrices of its linear layers as [in, out], torch as [out, in]."""
-    return name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+# the head's weights: of a tied model no file holds them
+HEAD = "lm_head.weight"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,46 +50,56 @@ def is_transposed(name: str) -> bool:
 def save_checkpoint(model: GPT, directory: str | Path):
     """
     Write model.safetensors and config.json, each atomically. The tokenizer writes its own files
-    beside them, before: config.json comes last, a directory without it holds no model.
+    beside them, before: config.json comes last, a directory without it holds no model. Raises
+    CheckpointError for a model that is of no family.
     """
     directory = Path(directory)
+    family = family_of(model.config)
     directory.mkdir(parents=True, exist_ok=True)
-    save = partial(save_file, hub_weights(model), metadata={"format": "pt"})
+    save = partial(save_file, hub_weights(model, FAMILIES[family]), metadata={"format": "pt"})
     write_atomically(directory / "model.safetensors", save)
-    write_json(directory / "config.json", hub_config(model.config, model.wte.weight.dtype))
+    saved = hub_config(model.config, family, model.wte.weight.dtype)
+    write_json(directory / "config.json", saved)
 
 
-def hub_weights(model: GPT) -> dict[str, torch.Tensor]:
-    """The weights under the names and in the layout of transformers' GPT-2."""
-    weights = {}
+def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
+    """The weights under the names and in the layout of the family."""
+    config = model.config
     ours = model.state_dict()
-    del ours[TIED]
+    if config.tied:
+        del ours[HEAD]
+    D = config.head_size
+    parts = {"c_attn": [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]}
+    parts["c_fc"] = [config.n_inner, config.n_inner]
+    weights = {}
     for name, weight in ours.items():
-        weight = weight.cpu()
-        if is_transposed(name):
-            weight = weight.t()
-        weights[f"transformer.{name}"] = weight.contiguous()
-        is_embedding = name.startswith(("wte.", "wpe."))
-        if not model.config.bias and not is_embedding:
-            # transformers' GPT-2 always has biases: zeros compute the same
-            bias = name.removesuffix("weight") + "bias"
-            weights[f"transformer.{bias}"] = weight.new_zeros(weight.shape[-1])
+        weight = changed(model, name, weight.cpu(), family, -family.norm_offset)
+        theirs = hub_names(name, family)
+        module = name.split(".")[-2]
+        split = weight.split(parts[module]) if len(theirs) > 1 else [weight]
+        for hub_name, part in zip(theirs, split, strict=True):
+            prefix = "" if hub_name == HEAD else family.prefix
+            weights[prefix + hub_name] = part.contiguous()
+            is_embedding = name.startswith(("wte.", "wpe.", "lm_head."))
+            if family.architecture == "GPT2LMHeadModel" and not config.bias and not is_embedding:
+                # transformers' GPT-2 always has biases: zeros compute the same
+                bias = prefix + hub_name.removesuffix("weight") + "bias"
+                weights[bias] = part.new_zeros(part.shape[-1])
     return weights
 
 
-def hub_config(config: GPTConfig, dtype: torch.dtype) -> dict:
-    """What config.json says."""
-    saved = {CONFIG_NAMES.get(name, name): value for name, value in vars(config).items()}
-    del saved["more_eos_token_ids"]
-    if config.more_eos_token_ids:
-        saved["eos_token_id"] = list(config.eos_token_ids)
-    saved |= FIXED_OPTIONS
-    saved["architectures"] = ["GPT2LMHeadModel"]
-    saved["bos_token_id"] = config.eos_token_id
-    saved["embd_pdrop"] = config.dropout
-    saved["attn_pdrop"] = config.dropout
-    saved["dtype"] = str(dtype).removeprefix("torch.")
-    return saved
+def changed(model: GPT, name: str, weight: torch.Tensor, family: Family, offset: float):
+    """
+    A weight as the family keeps it, or back. GPT-2 keeps the matrices of its linear layers as [in,
+    out], torch as [out, in]; Gemma the weights of norms less 1.
+    """
+    module = model.get_submodule(name.rsplit(".", 1)[0])
+    is_layer = isinstance(module, torch.nn.Linear) and name != HEAD
+    if is_layer and weight.ndim > 1 and family.architecture == "GPT2LMHeadModel":
+        return weight.mT
+    if isinstance(module, RMSNorm) and offset:
+        return weight.float() + offset
+    return weight
 
 
 # --------------------------------------------------------------------------------------------------
@@ -121,34 +119,6 @@ def serving_dtype(name: str, device: str | torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = torch.float32) -> GPT:
-    """
-    Build the model of a checkpoint directory, in evaluation mode. Raises CheckpointError with what
-    to change.
-    """
-    config = load_config(directory)
-    path = Path(directory) / "model.safetensors"
-    saved = read_weights(path)
-    found = shapes(saved)
-    # First the sizes themselves: to build a model of a billion layers takes for ever, even without
-    # weights.
-    C = config.n_embd
-    sizes = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.context_length, C)}
-    sizes[f"h.{config.n_layer - 1}.ln_1.weight"] = (C,)
-    check_shapes(path, found, sizes)
-    with torch.device("meta"):
-        model = GPT(config)
-    wanted = shapes(model.state_dict())
-    del wanted[TIED]
-    check_shapes(path, found, wanted)
-    check_rest(path, saved, wanted)
-    weights = {name: saved[name].to(device, dtype).contiguous() for name in wanted}
-    weights[TIED] = weights["wte.weight"]
-    model.load_state_dict(weights, assign=True)
-    model.lm_head.weight = model.wte.weight  # one parameter again
-    return model.eval()
-
-
 def load_config(directory: str | Path) -> GPTConfig:
     """
     Read config.json, and what generation_config.json adds to it: tokens that end a text. Raises
@@ -158,70 +128,142 @@ def load_config(directory: str | Path) -> GPTConfig:
     if not path.is_file():
         raise CheckpointError(no_model(path))
     try:
-        saved = read_json(path)
-        check_options(path, saved)
-        ours = {}
-        for field in GPTConfig.__dataclass_fields__:
-            value = saved.get(CONFIG_NAMES.get(field, field))
-            if value is not None:
-                ours[field] = value
-        if ours.get("activation") in ACTIVATION_NAMES:
-            ours["activation"] = ACTIVATION_NAMES[ours["activation"]]
-        first, *more = read_eos(path, saved) or [None]
-        return GPTConfig(**ours | {"eos_token_id": first, "more_eos_token_ids": tuple(more)})
-    except CheckpointError:
-        raise
+        generation = read_json(path.with_name("generation_config.json"))
+        return read_fields(read_json(path), generation)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a model configuration ({error}): train again or restore the file"
         ) from error
 
 
-def check_options(path: Path, saved: dict):
-    """Raises CheckpointError for options that change the computation."""
-    for name, wanted in FIXED_OPTIONS.items():
-        value = saved.get(name, wanted)
-        if value == wanted or (value is None and wanted is False):
-            continue
-        if name == "n_inner" and value == 4 * saved["n_embd"]:
-            continue
-        raise CheckpointError(
-            f"{path}: {name} is {value!r}, this code computes only {wanted!r}: vLLM serves such a "
-            "directory"
-        )
-
-
-def read_eos(path: Path, saved: dict) -> list[int]:
-    """The tokens that end a text, config.json's first; each file has one, a list, or none."""
-    ids = []
-    for config in (saved, read_json(path.with_name("generation_config.json"))):
-        value = config.get("eos_token_id")
-        if value is not None:
-            ids += value if isinstance(value, list) else [value]
-    ids = list(dict.fromkeys(ids))
-    if DEFAULT_EOS in ids and saved.get("vocab_size", DEFAULT_EOS + 1) <= DEFAULT_EOS:
-        ids.remove(DEFAULT_EOS)
-    return ids
-
-
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
+def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = torch.float32) -> GPT:
     """
-    The tensors of a file, under our names and in our layout. Raises CheckpointError where it is
-    missing or damaged.
+    Build the model of a checkpoint directory, in evaluation mode; tensor by tensor, so that no
+    second copy of all weights is in memory. Raises CheckpointError with what to change.
     """
-    try:
-        saved = load_file(path)
-    except FileNotFoundError:
-        raise CheckpointError(no_model(path)) from None
-    except Exception as error:  # safetensors raises its own types for truncated or foreign files
-        raise CheckpointError(
-            f"{path} cannot be read ({error}): train again or restore the file"
-        ) from error
+    directory = Path(directory)
+    config = load_config(directory)
+    family = family_named(read_json(directory / "config.json"))
+    saved = SavedWeights(directory)
+    config.tied = config.tied and not saved.has_own_head(family)
+    # First the sizes themselves: to build a model of a billion layers takes for ever, even without
+    # weights.
+    saved.check("wte.weight", (config.vocab_size, config.n_embd), family)
+    saved.check(f"h.{config.n_layer - 1}.ln_1.weight", (config.n_embd,), family)
+    with torch.device("meta"):
+        model = GPT(config)
+    wanted = model.state_dict()
+    if config.tied:
+        del wanted[HEAD]
+    for name, weight in wanted.items():
+        saved.check(name, tuple(changed(model, name, weight, family, 0).shape), family)
+    saved.check_rest(wanted, family)
     weights = {}
-    for name, weight in saved.items():
-        name = name.removeprefix("transformer.")  # which the hub's own GPT-2 does not have
-        weights[name] = weight.mT if is_transposed(name) and weight.ndim > 1 else weight
-    return weights
+    for name in wanted:
+        parts = [saved.read(theirs) for theirs in hub_names(name, family)]
+        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+        weight = changed(model, name, weight, family, family.norm_offset)
+        is_norm = isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm)
+        weights[name] = weight.to(device, torch.float32 if is_norm else dtype).contiguous()
+    if config.tied:
+        weights[HEAD] = weights["wte.weight"]
+    model.load_state_dict(weights, assign=True)
+    if config.tied:
+        model.lm_head.weight = model.wte.weight  # one parameter again
+    return model.to(device).eval()
+
+
+class SavedWeights:
+    """
+    The tensors in a directory's safetensors files, under the family's names without the prefix.
+    Opened, not read: `read` reads one. Raises CheckpointError where a file is missing or damaged.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.files = {}  # name -> (open file, name there)
+        for path in weight_files(directory):
+            try:
+                opened = safe_open(path, "pt")
+                names = opened.keys()
+            except FileNotFoundError:
+                raise CheckpointError(no_model(path)) from None
+            except Exception as error:  # safetensors raises its own types
+                raise CheckpointError(
+                    f"{path} cannot be read ({error}): train again or restore the file"
+                ) from error
+            for name in names:
+                self.files[without_prefix(name)] = opened, name
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        if name not in self.files:
+            return None
+        opened, there = self.files[name]
+        return tuple(opened.get_slice(there).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        opened, there = self.files[name]
+        return opened.get_tensor(there)
+
+    def check(self, name: str, wanted: tuple[int, ...], family: Family):
+        """Raises CheckpointError where our weight `name` is missing or has another shape."""
+        theirs = hub_names(name, family)
+        shapes = [self.shape(part) for part in theirs]
+        found = shapes[0]
+        if len(shapes) > 1 and None not in shapes:  # stacked
+            found = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        if found != wanted:
+            pairs = zip(theirs, shapes, strict=True)
+            names = ", ".join(f"{part} is {shape}" for part, shape in pairs)
+            raise CheckpointError(
+                f"{self.directory}: the weights do not match config.json: {names}, wanted {wanted}"
+            )
+
+    def has_own_head(self, family: Family) -> bool:
+        """Whether there is a head that is not the embedding: then the two are not tied."""
+        embedding = family.weights["wte"][0] + ".weight"
+        if HEAD not in self.files or embedding not in self.files:
+            return False
+        return not torch.equal(self.read(HEAD), self.read(embedding))
+
+    def check_rest(self, wanted: dict, family: Family):
+        """
+        Raises CheckpointError for weights that the model does not have, unless it computes the same
+        without them.
+        """
+        ours = {theirs for name in wanted for theirs in hub_names(name, family)}
+        for name in self.files.keys() - ours - {HEAD}:
+            # the hub's causal masks, and frequencies that are computed here
+            is_known = name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
+            # of a model saved without biases
+            is_zero = name.endswith(".bias") and not self.read(name).any()
+            if not (is_known or is_zero):
+                raise CheckpointError(
+                    f"{self.directory}: the weights do not match config.json: {name} is no part of "
+                    "this model"
+                )
+
+
+def without_prefix(name: str) -> str:
+    for prefix in PREFIXES:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """model.safetensors or, where there is an index instead, the files that it names."""
+    index = directory / "model.safetensors.index.json"
+    whole = directory / "model.safetensors"
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is broken ({error}): restore the file") from error
+    return [directory / Path(name).name for name in names]
 
 
 def no_model(missing: Path) -> str:
@@ -241,37 +283,3 @@ def no_model(missing: Path) -> str:
         "one safetensors file. Let transformers write it: GPT2LMHeadModel.from_pretrained(DIR)"
         ".save_pretrained(NEW, max_shard_size='100GB')"
     )
-
-
-def shapes(weights: dict[str, torch.Tensor]) -> dict[str, tuple]:
-    return {name: tuple(weight.shape) for name, weight in weights.items()}
-
-
-def check_shapes(path: Path, found: dict[str, tuple], wanted: dict[str, tuple]):
-    """Raises CheckpointError where a tensor is missing or has another shape."""
-    for name, shape in wanted.items():
-        if found.get(name) != shape:
-            raise CheckpointError(
-                f"{path} does not match config.json: {name} is {found.get(name)}, wanted {shape}"
-            )
-
-
-def check_rest(path: Path, saved: dict[str, torch.Tensor], wanted: dict):
-    """
-    Raises CheckpointError for weights that the model does not have, unless it computes the same
-    without them.
-    """
-    for name, weight in saved.items():
-        is_mask = name.endswith((".attn.bias", ".attn.masked_bias"))  # the hub's causal masks
-        is_zero = name.endswith(".bias") and not weight.any()  # of a model saved without biases
-        if name in wanted or is_mask or is_zero:
-            continue
-        if name != TIED:
-            raise CheckpointError(
-                f"{path} does not match config.json: {name} is no part of this model"
-            )
-        if not torch.equal(weight, saved["wte.weight"]):
-            raise CheckpointError(
-                f"{path}: the head, {TIED}, is not the embedding: untied heads are not computed "
-                "here, vLLM serves such a directory"
-            )

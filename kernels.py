@@ -56,7 +56,9 @@ class Batch:
     query_lens_host: list[int]  # [B]
     context_lens_host: list[int]  # [B]
     ops: NamedTuple  # model.Ops, the table of operators that computes this step
-    prepared: object = None  # what ops.prepare worked out for this step, used in every layer
+    # window -> what ops.prepare worked out for this step and the layers with that window
+    prepared: dict | None = None
+    rotations: dict | None = None  # window -> rotary positions, see model.GPT.hidden
     dropout: float = 0.0  # training alone drops, see model.WholeTexts
 
 
@@ -487,19 +489,19 @@ def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     return kv
 
 
-def paged_attention_triton(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+def paged_attention_triton(q: Tensor, kv: Tensor, attn, batch: Batch) -> Tensor:
     """
     As gather.paged_attention_torch, in at most two launches: one for all decodes, one for all
     chunks.
     """
     check_layout(q, kv, batch)
-    plan = batch.prepared
+    plan = batch.prepared[attn.window]
     T, H, D = q.shape
     _, _, Hk, S, _ = kv.shape
     width = padded(D)
     queries = q.to(kv.dtype)
     out = queries.new_empty(T, H, D)
-    scale = D**-0.5 * math.log2(math.e)  # the kernels work in powers of two
+    scale = attn.scale * math.log2(math.e)  # the kernels work in powers of two
     tables = batch.block_tables
     lengths = tables, batch.context_lens
     strides = queries.stride(0), out.stride(0), kv.stride(0), tables.stride(0)

@@ -1,11 +1,12 @@
 """
-The decoder: GPT-2's architecture, written once. Training, the uncached reference and serving run
-the same forward.
+The decoder of GPT-2, Llama, Mistral, Qwen and Gemma, written once. Training, the uncached reference
+and serving run the same forward.
 
     logits, loss = model(tokens, targets)     # whole texts (B, T): training, evaluation, generate
     x = model.hidden(batch, pool.kv)          # a serving step (T, C): K and V in the paged pool
-    logits = batch.ops.head(x[batch.logits_index], model.lm_head)
+    logits = model.logits(x[batch.logits_index], batch.ops)
 
+What differs between families is a field of `GPTConfig` (checkpoint.py reads it from config.json).
 What differs between machines is the table of operators, `Ops`, that each batch carries. `TORCH`, in
 this file, is the reference: plain, differentiable, attention spelled out. The other tables
 (serving/ops.py, training/fast.py) compute the same, faster. Read from the bottom, `GPT`, or from
@@ -18,7 +19,7 @@ the flat token axis of a serving step.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    "silu": F.silu,
 }
 
 
@@ -45,28 +47,31 @@ class Ops(NamedTuple):
     """
 
     name: str
-    # (tokens, positions, wte, wpe) -> x (..., T, C)
+    # (tokens, positions, wte, wpe or None, scale) -> x (..., T, C)
     embed: Callable
     # (x, delta or None, norm) -> x + delta, which may be x itself, changed in place (use only what
     # is returned); and norm(x + delta)
     add_norm: Callable
-    # (y, an `Attention`, kv, batch) -> q (..., T, H, D), and what `store_kv` returns
+    # (y, an `Attention`, kv, batch) -> q (..., T, H, D), normalised and rotated where the model
+    # does so, and what `store_kv` returns
     project_qkv: Callable
     # (k (..., T, Hk, D), v, kv, batch) -> what `attend` reads them from: the pair of them, or the
     # pool, where they are now at batch.slot_mapping
     store_kv: Callable
-    # (q, what store_kv returned, batch) -> (..., T, H, D), each token's mixture of what it sees
+    # (q, what store_kv returned, an `Attention`, batch) -> (..., T, H, D), each token's mixture of
+    # what it sees
     attend: Callable
-    # (x, layer, activation=None, partial_sums=False) -> activation(layer(x)); with partial_sums it
-    # may be (P, T, out), the parts of a sum (split-K) for add_norm, whose delta it is, to add up
+    # (x, layer, activation=None, gated=False, partial_sums=False) -> activation(layer(x)); gated:
+    # activation(gate) * up of the two halves of layer(x); with partial_sums it may be (P, T, out),
+    # the parts of a sum (split-K) for add_norm, whose delta it is, to add up
     linear: Callable
     # (x, layer) -> logits (..., T, V)
     head: Callable
-    # (x, layer, targets) -> mean cross-entropy in nats
+    # (x, layer, targets, softcap of the logits) -> mean cross-entropy in nats
     loss: Callable
 
     # To serve:
-    # (batch, H, kv of any layer, window=0) -> batch.prepared, once for all layers
+    # (batch, H, kv of any layer, window=0) -> batch.prepared[window], once for all layers with it
     prepare: Callable | None = None
     # see `inputs.decode_inputs`, `sampling.sample_torch`, `cpu.packed_for_cpu`
     decode_inputs: Callable | None = None
@@ -77,13 +82,15 @@ class Ops(NamedTuple):
     fixed_shapes: bool = False
 
 
-class WholeTexts(NamedTuple):
+@dataclass
+class WholeTexts:
     """A batch for training and for the reference: whole texts side by side, without a KV cache."""
 
     tokens: Tensor  # (B, T) int64
     positions: Tensor  # (T,) int64
     ops: Ops
     dropout: float = 0.0  # the share that `drop` leaves out: in training alone
+    rotations: dict | None = None  # window -> what `rotate` turns its layers' heads by
 
 
 def drop(x: Tensor, share: float) -> Tensor:
@@ -91,8 +98,13 @@ def drop(x: Tensor, share: float) -> Tensor:
     return F.dropout(x, share) if share else x
 
 
-def embed(tokens: Tensor, positions: Tensor, wte: nn.Embedding, wpe: nn.Embedding) -> Tensor:
-    return wte(tokens) + wpe(positions)
+def embed(
+    tokens: Tensor, positions: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None, scale: float
+) -> Tensor:
+    x = wte(tokens)
+    if scale != 1:
+        x = x * scale
+    return x if wpe is None else x + wpe(positions)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -104,16 +116,40 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, 
     return x, norm(x)
 
 
-def project_qkv(y: Tensor, attention: "Attention", kv: Tensor | None, batch):
+def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
     """
     Queries (..., T, H, D) of y (..., T, C), and what `store_kv` makes of keys and values: all three
     are one product.
     """
-    sizes = (attention.H, attention.Hk, attention.Hk)
-    qkv = batch.ops.linear(y, attention.c_attn)  # (..., T, (H + 2 Hk) D)
-    heads = qkv.view(*qkv.shape[:-1], sum(sizes), attention.D)  # (..., T, H + 2 Hk, D)
+    sizes = (attn.H, attn.Hk, attn.Hk)
+    qkv = batch.ops.linear(y, attn.c_attn)  # (..., T, (H + 2 Hk) D)
+    heads = qkv.view(*qkv.shape[:-1], sum(sizes), attn.D)  # (..., T, H + 2 Hk, D)
     q, k, v = heads.split_with_sizes(sizes, -2)
+    if attn.q_norm is not None:
+        q = attn.q_norm(q)
+        k = attn.k_norm(k)
+    if batch.rotations:
+        q = rotate(q, batch.rotations[attn.window])
+        k = rotate(k, batch.rotations[attn.window])
     return q, batch.ops.store_kv(k, v, kv, batch)
+
+
+def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, 1, D / 2), fp32, of positions (T,) times frequencies (D / 2,)."""
+    angles = positions[:, None, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """
+    Rotary position embedding (RoPE, Su et al. 2021): numbers i and i + D / 2 of each head of x
+    (..., T, heads, D) are turned by the position times frequency i, as transformers pairs them.
+    What q and k then have in common depends on how far apart they are.
+    """
+    cos, sin = rotation
+    first, second = x.chunk(2, -1)  # (..., T, heads, D / 2) each
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return turned.to(x.dtype)
 
 
 def store_kv(k: Tensor, v: Tensor, kv: None, batch: WholeTexts) -> tuple[Tensor, Tensor]:
@@ -121,7 +157,18 @@ def store_kv(k: Tensor, v: Tensor, kv: None, batch: WholeTexts) -> tuple[Tensor,
     return k, v
 
 
-def attend(q: Tensor, kv: tuple[Tensor, Tensor], batch: WholeTexts) -> Tensor:
+def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
+    """
+    Causality: a token sees itself and what came before; with a window, so many tokens in all.
+    Broadcasts to bool.
+    """
+    seen = key_positions <= query_positions
+    if window:
+        seen &= key_positions > query_positions - window
+    return seen
+
+
+def attend(q: Tensor, kv: tuple[Tensor, Tensor], attn: "Attention", batch: WholeTexts) -> Tensor:
     """Causal attention of each token to itself and what came before it in its text."""
     _, T, H, _ = q.shape
     k, v = kv  # (B, T, Hk, D)
@@ -129,24 +176,25 @@ def attend(q: Tensor, kv: tuple[Tensor, Tensor], batch: WholeTexts) -> Tensor:
     q = q.transpose(1, 2)  # (B, H, T, D)
     k = k.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H, T, D)
     v = v.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H, T, D)
-    # causal mask: -inf where the key is later than the query
-    future = torch.full((T, T), -torch.inf, device=q.device).triu(1)
-    mixed = attention(q, k, v, future, batch.dropout)  # (B, H, T, D)
+    seen = may_see(batch.positions[:, None], batch.positions, attn.window)  # (T, T)
+    mask = torch.zeros(T, T, device=q.device).masked_fill(~seen, -torch.inf)
+    mixed = attention(q, k, v, mask, batch.dropout, attn.scale, attn.softcap)  # (B, H, T, D)
     return mixed.transpose(1, 2)
 
 
-def attention(q, k, v, attn_mask: Tensor | None = None, dropout_p: float = 0.0):
+def attention(q, k, v, attn_mask: Tensor | None, dropout_p=0.0, scale=1.0, softcap=0.0):
     """
     Scaled dot-product attention (Vaswani et al. 2017) spelled out: q (.., n, D), k and v (.., m,
     D), attn_mask broadcasting to (.., n, m): 0 where a query may see a key, else -inf; None: it
     sees all. Returns (.., n, D), computed in fp32 at least. The arguments are those of torch's
-    F.scaled_dot_product_attention.
+    F.scaled_dot_product_attention, but for `softcap` (Gemma 2): scores stay between -softcap and
+    softcap; 0: as they are.
     """
     dtype = q.dtype
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    scale = q.shape[-1] ** -0.5
     scores = q @ k.mT * scale  # (.., n, m)
+    scores = soft_cap(scores, softcap)
     if attn_mask is not None:
         scores = scores + attn_mask
     weights = scores.softmax(-1)
@@ -154,26 +202,65 @@ def attention(q, k, v, attn_mask: Tensor | None = None, dropout_p: float = 0.0):
     return (weights @ v).to(dtype)
 
 
-def linear(x: Tensor, layer: nn.Module, activation: str | None = None, partial_sums=False):
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """x squeezed smoothly into -cap .. cap; 0: x itself."""
+    return cap * (x / cap).tanh() if cap else x
+
+
+def linear(x: Tensor, layer: nn.Module, activation=None, gated=False, partial_sums=False):
     y = layer(x)
-    return ACTIVATIONS[activation](y) if activation else y
+    if activation is None:
+        return y
+    activate = ACTIVATIONS[activation]
+    if gated:
+        gate, up = y.chunk(2, -1)
+        return activate(gate) * up
+    return activate(y)
 
 
-def loss(x: Tensor, layer: nn.Module, targets: Tensor) -> Tensor:
+def loss(x: Tensor, layer: nn.Module, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """
     Mean cross-entropy in nats of the logits layer(x): x (B, T, C), targets (B, T) int64, -100 where
-    there is none.
+    there is none; for softcap see `soft_cap`.
     """
     # Flat before the head, so that torch.compile sees no views between head and loss: with them a
     # training step took a GPU 3% longer.
     logits = layer(x.flatten(0, 1)).float()  # (B T, V)
-    return F.cross_entropy(logits, targets.flatten())
+    return F.cross_entropy(soft_cap(logits, softcap), targets.flatten())
 
 
 TORCH = Ops("torch", embed, add_norm, project_qkv, store_kv, attend, linear, head=linear, loss=loss)
 
 # --------------------------------------------------------------------------------------------------
 # The architecture
+
+
+class Rope(NamedTuple):
+    """
+    Rotary positions: `theta` is the base of the frequencies, `factor` stretches positions, so that
+    longer texts fit. For `llama3` see `frequencies`.
+    """
+
+    theta: float
+    factor: float = 1.0
+    # (low_freq_factor, high_freq_factor, original context length)
+    llama3: tuple[float, float, float] | None = None
+
+    def frequencies(self, D: int) -> Tensor:
+        """
+        (D / 2,) fp32: radians a position, for each pair of numbers of a head. Llama 3.1's scaling
+        divides by `factor` only the frequencies that turn less than low_freq_factor times in the
+        original context length, not those that turn more than high_freq_factor times; those
+        between in part.
+        """
+        pairs = torch.arange(0, D, 2, device="cpu").float() / D
+        frequencies = 1.0 / self.theta**pairs
+        if self.llama3 is None:
+            return frequencies / self.factor
+        low, high, length = self.llama3
+        turns = length * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
 
 
 @dataclass
@@ -187,53 +274,129 @@ class GPTConfig:
     n_embd: int = 768
     # grouped-query attention: fewer heads of K and V; None: as many as n_head
     n_kv_head: int | None = None
-    activation: str = "gelu_new"
+    head_size: int | None = None  # None: n_embd // n_head
+    n_inner: int | None = None  # width inside the MLP; None: 4 * n_embd
+    norm: str = "layer"  # or "rms"
+    norm_epsilon: float = 1e-5
+    post_norm: bool = False  # Gemma: what attention and MLP add is normalised, too
+    qk_norm: bool = False  # Qwen 3, Gemma 3: each head of q and k is normalised
     bias: bool = True  # in linear layers and layer norms
+    # in these linear layers: None: as `bias`
+    qkv_bias: bool | None = None
+    proj_bias: bool | None = None  # of attention
+    mlp_bias: bool | None = None
+    activation: str = "gelu_new"
+    gated: bool = False  # SwiGLU, GeGLU: activation(gate) * up
+    # sliding-window attention, for each layer: so many last tokens it sees, itself included; 0: all
+    windows: tuple[int, ...] = ()  # (): all layers see all
+    # window -> the rotary positions of its layers; {}: learned positions
+    rope: dict[int, Rope] = field(default_factory=dict)
+    attention_scale: float | None = None  # None: head_size ** -0.5
+    attention_softcap: float = 0.0  # Gemma 2, see `attention`; 0: none
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    tied: bool = True  # the head has the weights of the embedding
     dropout: float = 0.0
-    layer_norm_epsilon: float = 1e-5
-    eos_token_id: int | None = None  # the token that ends a text; None where the tokenizer has none
-    more_eos_token_ids: tuple[int, ...] = ()  # others that end one, too
+    eos_token_ids: tuple[int, ...] = ()  # the tokens that end a text
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first of the tokens that end a text."""
+        return next(iter(self.eos_token_ids), None)
 
     def __post_init__(self):
+        sizes = ["vocab_size", "context_length", "n_layer", "n_head", "n_embd"]
+        for name in sizes:
+            check_size(name, getattr(self, name))
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
-        for name in ("vocab_size", "context_length", "n_layer", "n_head", "n_embd", "n_kv_head"):
-            size = getattr(self, name)
-            # not isinstance, to which True is an int
-            if type(size) is not int or not 0 < size < 2**31:
-                wanted = "a whole number of at least 1, and below 2**31,"
-                raise ValueError(f"{name} is {size!r}: {wanted} is wanted")
-        for name in ("dropout", "layer_norm_epsilon"):
+        if self.head_size is None:
+            self.head_size = self.n_embd // self.n_head
+            check_multiple(self, "n_embd", "n_head")
+        if self.n_inner is None:
+            self.n_inner = 4 * self.n_embd
+        for name in ("n_kv_head", "head_size", "n_inner"):
+            check_size(name, getattr(self, name))
+        check_multiple(self, "n_head", "n_kv_head")
+        self.windows = tuple(self.windows) or (0,) * self.n_layer
+        if self.attention_scale is None:
+            self.attention_scale = self.head_size**-0.5
+        for name in ("qkv_bias", "proj_bias", "mlp_bias"):
+            if getattr(self, name) is None:
+                setattr(self, name, self.bias)
+        self.check_values()
+
+    def check_values(self):
+        for name in ("dropout", "norm_epsilon"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < 1:
                 raise ValueError(f"{name} is {value!r}: a number from 0 to below 1 is wanted")
-        if type(self.bias) is not bool:
-            raise ValueError(f"bias is {self.bias!r}: true or false is wanted")
+        for name in ("attention_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}: a number of 0 or more is wanted")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type in (bool, bool | None) and type(value) is not bool:
+                raise ValueError(f"{f.name} is {value!r}: true or false is wanted")
         for token in self.eos_token_ids:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 wanted = f"a token id, 0 to {self.vocab_size - 1}, or none"
                 raise ValueError(f"eos_token_id is {token!r}: {wanted} is wanted")
-        change = "change one of them"
-        if self.n_embd % self.n_head:
-            raise ValueError(
-                f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: {change}"
-            )
-        if self.n_head % self.n_kv_head:
-            raise ValueError(
-                f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}: {change}"
-            )
-        if self.activation not in ACTIVATIONS:
-            there = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation {self.activation!r} is unknown; there is {there}")
+        if len(self.windows) != self.n_layer:
+            raise ValueError(f"{len(self.windows)} windows for {self.n_layer} layers: one for each")
+        for window in self.windows:
+            if window != 0:
+                check_size("sliding_window", window)
+        if self.rope and not self.rope.keys() >= set(self.windows):
+            raise ValueError(f"rope has windows {list(self.rope)}, layers have {self.windows}")
+        if self.rope and self.head_size % 2:
+            raise ValueError(f"head_size {self.head_size} is odd: rotary positions turn pairs")
+        for name, there in (("activation", ACTIVATIONS), ("norm", NORMS)):
+            value = getattr(self, name)
+            if value not in there:
+                raise ValueError(f"{name} {value!r} is unknown; there is {', '.join(there)}")
 
-    @property
-    def head_size(self) -> int:
-        return self.n_embd // self.n_head
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end a text."""
-        return () if self.eos_token_id is None else (self.eos_token_id, *self.more_eos_token_ids)
+def check_size(name: str, size):
+    # not isinstance, to which True is an int
+    if type(size) is not int or not 0 < size < 2**31:
+        wanted = "a whole number of at least 1, and below 2**31,"
+        raise ValueError(f"{name} is {size!r}: {wanted} is wanted")
+
+
+def check_multiple(config: GPTConfig, large: str, small: str):
+    n, m = getattr(config, large), getattr(config, small)
+    if n % m:
+        raise ValueError(f"{large} {n} is not a multiple of {small} {m}: change one of them")
+
+
+class RMSNorm(nn.Module):
+    """
+    Root mean square norm (Zhang and Sennrich 2019), computed in fp32 whatever the dtype of x (...,
+    n). The weights are fp32, too: Gemma's 1 + w would lose its last digits in 16 bits.
+    """
+
+    bias = None
+
+    def __init__(self, n: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+NORMS = {
+    "layer": lambda config, n: nn.LayerNorm(n, eps=config.norm_epsilon, bias=config.bias),
+    "rms": lambda config, n: RMSNorm(n, config.norm_epsilon),
+}
+
+
+def norm(config: GPTConfig, n: int | None = None) -> nn.Module:
+    """A norm of n numbers, n_embd where not given."""
+    return NORMS[config.norm](config, n or config.n_embd)
 
 
 class Attention(nn.Module):
@@ -242,42 +405,57 @@ class Attention(nn.Module):
     (..., T, C).
     """
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, window: int):
         super().__init__()
-        C = config.n_embd
         self.H = config.n_head
         self.Hk = config.n_kv_head
         self.D = config.head_size
+        self.window = window
+        self.scale = config.attention_scale
+        self.softcap = config.attention_softcap
         heads = self.H + 2 * self.Hk
-        self.c_attn = nn.Linear(C, heads * self.D, bias=config.bias)
-        self.c_proj = nn.Linear(self.H * self.D, C, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, heads * self.D, bias=config.qkv_bias)
+        self.c_proj = nn.Linear(self.H * self.D, config.n_embd, bias=config.proj_bias)
+        self.q_norm = norm(config, self.D) if config.qk_norm else None
+        self.k_norm = norm(config, self.D) if config.qk_norm else None
+        self.post_norm = norm(config) if config.post_norm else None
 
     def forward(self, y: Tensor, kv, batch) -> Tensor:
         q, kv = batch.ops.project_qkv(y, self, kv, batch)
-        mixed = batch.ops.attend(q, kv, batch)  # (..., T, H, D)
+        mixed = batch.ops.attend(q, kv, self, batch)  # (..., T, H, D)
         mixed = mixed.flatten(-2)  # (..., T, H D)
-        return batch.ops.linear(mixed, self.c_proj, partial_sums=True)
+        return project_back(mixed, self, batch.ops)
 
 
 class MLP(nn.Module):
     """
-    Each token by itself: four times as wide, the activation, and back: (..., T, C) -> (..., T, C).
+    Each token by itself: wider, the activation, and back: (..., T, C) -> (..., T, C).
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         C = config.n_embd
         self.activation = config.activation
-        self.c_fc = nn.Linear(C, 4 * C, bias=config.bias)
-        self.c_proj = nn.Linear(4 * C, C, bias=config.bias)
+        self.gated = config.gated
+        halves = 2 if config.gated else 1  # gate and up are one product
+        self.c_fc = nn.Linear(C, halves * config.n_inner, bias=config.mlp_bias)
+        self.c_proj = nn.Linear(config.n_inner, C, bias=config.mlp_bias)
+        self.post_norm = norm(config) if config.post_norm else None
 
     def forward(self, y: Tensor, ops: Ops) -> Tensor:
-        wide = ops.linear(y, self.c_fc, activation=self.activation)  # (..., T, 4 C)
-        return ops.linear(wide, self.c_proj, partial_sums=True)
+        wide = ops.linear(y, self.c_fc, self.activation, self.gated)  # (..., T, n_inner)
+        return project_back(wide, self, ops)
 
 
-def layer_norm(config: GPTConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
+def project_back(y: Tensor, half: Attention | MLP, ops: Ops) -> Tensor:
+    """
+    What a half of a block adds to x: y projected to the width of x, and normalised where the family
+    does so.
+    """
+    if half.post_norm is None:
+        return ops.linear(y, half.c_proj, partial_sums=True)
+    _, delta = ops.add_norm(ops.linear(y, half.c_proj), None, half.post_norm)
+    return delta
 
 
 class Block(nn.Module):
@@ -287,11 +465,11 @@ class Block(nn.Module):
     MLP adds.
     """
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, window: int):
         super().__init__()
-        self.ln_1 = layer_norm(config)
-        self.attn = Attention(config)
-        self.ln_2 = layer_norm(config)
+        self.ln_1 = norm(config)
+        self.attn = Attention(config, window)
+        self.ln_2 = norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, delta: Tensor | None, kv, batch):
@@ -304,21 +482,27 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """
-    The decoder: embeddings, L blocks, a last norm, and the head, which shares the embeddings'
+    The decoder: embeddings, L blocks, a last norm, and the head, which may share the embeddings'
     weights. `forward` takes whole texts; `hidden`, all but the head, serves too.
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.context_length, config.n_embd)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = layer_norm(config)
-        self.apply(self._init_weights)
+        C = config.n_embd
+        self.wte = nn.Embedding(config.vocab_size, C)
+        self.wpe = None if config.rope else nn.Embedding(config.context_length, C)
+        for window, rope in config.rope.items():
+            frequencies = rope.frequencies(config.head_size)
+            self.register_buffer(f"frequencies_{window}", frequencies, persistent=False)
+        self.h = nn.ModuleList(Block(config, window) for window in config.windows)
+        self.ln_f = norm(config)
         # tied weights: the head compares with the embeddings, and has no weights of its own
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = self.wte.weight
+        device = "meta" if config.tied else None
+        self.lm_head = nn.Linear(C, config.vocab_size, bias=False, device=device)
+        self.apply(self._init_weights)
+        if config.tied:
+            self.lm_head.weight = self.wte.weight
 
     def _init_weights(self, module: nn.Module):
         """
@@ -339,13 +523,24 @@ class GPT(nn.Module):
         a `kernels.Batch`; `kv` has something for each layer: None, or its part of the pool, in
         which the new K and V are stored.
         """
-        x = batch.ops.embed(batch.tokens, batch.positions, self.wte, self.wpe)
+        batch.rotations = {
+            window: rotation(batch.positions, getattr(self, f"frequencies_{window}"))
+            for window in self.config.rope
+        }
+        scale = self.config.embedding_scale
+        if scale != 1:  # rounded as Gemma's reference rounds it
+            scale = torch.tensor(scale, dtype=self.wte.weight.dtype).item()
+        x = batch.ops.embed(batch.tokens, batch.positions, self.wte, self.wpe, scale)
         x = drop(x, batch.dropout)  # (..., T, C)
         delta = None
         for block, kv_of_layer in zip(self.h, kv, strict=True):
             x, delta = block(x, delta, kv_of_layer, batch)
         _, y = batch.ops.add_norm(x, delta, self.ln_f)
         return y
+
+    def logits(self, x: Tensor, ops: Ops) -> Tensor:
+        """Logits (..., V) of hidden states x (..., C)."""
+        return soft_cap(ops.head(x, self.lm_head), self.config.logit_softcap)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, ops: Ops = TORCH):
         """
@@ -363,8 +558,8 @@ class GPT(nn.Module):
         batch = WholeTexts(tokens, positions, ops, dropout)
         x = self.hidden(batch, [None] * self.config.n_layer)
         if targets is None:
-            return ops.head(x, self.lm_head), None
-        return None, ops.loss(x, self.lm_head, targets)
+            return self.logits(x, ops), None
+        return None, ops.loss(x, self.lm_head, targets, self.config.logit_softcap)
 
     @torch.no_grad()
     def generate(

@@ -119,7 +119,7 @@ def trained_model(num_kv_heads: int = 2, eos_token_id: int | None = None) -> GPT
     model = train(num_kv_heads)
     if eos_token_id is None:
         return model
-    ending = GPT(replace(model.config, eos_token_id=eos_token_id)).eval()
+    ending = GPT(replace(model.config, eos_token_ids=(eos_token_id,))).eval()
     ending.load_state_dict(model.state_dict())
     return ending
 
@@ -684,7 +684,7 @@ def count_computed(engine: Engine) -> list[int]:
             computed.append(len(batch.tokens))
             return forward(batch, kv)
 
-        lm_head = engine.runner.model.lm_head
+        logits = engine.runner.model.logits
 
     engine.runner.model = Counting()
     return computed

@@ -315,7 +315,9 @@ class Run:
         fields = GPTConfig.__dataclass_fields__
         shape = {name: value for name, value in vars(args).items() if name in fields}
         tokenizer = corpus.tokenizer
-        config = GPTConfig(tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **shape)
+        eos = tokenizer.eos_token_id
+        ends = () if eos is None else (eos,)
+        config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **shape)
         torch.manual_seed(args.seed)
         # weights are drawn on the CPU, so that a seed means the same model on every device
         self.model = GPT(config).to(process.device)

@@ -12,8 +12,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import Batch
-from model import GPT, TORCH, Ops
+from model import GPT, TORCH, Attention, Ops, attention
 from serving.cpu import cpp_compiler, with_layers
 from serving.int8 import LARGEST, int8_weights
 
@@ -54,15 +54,18 @@ class OneRowLinear(nn.Module):
         return y[None]
 
 
-class OneToken(NamedTuple):
+@dataclass
+class OneToken:
     """The batch of the compiled step."""
 
     tokens: Tensor  # [1]
     positions: Tensor  # [1]
-    kv_rows: Tensor  # [2, 1, Hk, C]: pool rows of the context, new token excluded
+    # window -> [2, 1, Hk, C]: pool rows of what its layers see, new token excluded
+    kv_rows: dict[int, Tensor]
     new: list[Tensor]  # K and V of the new token, of each layer so far: [2, 1, Hk, D]
     ops: Ops
     dropout: float = 0.0
+    rotations: dict | None = None  # as in model.WholeTexts
 
 
 def store_kv(k: Tensor, v: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
@@ -74,15 +77,19 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
     return kv
 
 
-def attend(q: Tensor, kv: Tensor, batch: OneToken) -> Tensor:
+def attend(q: Tensor, kv: Tensor, attn: Attention, batch: OneToken) -> Tensor:
     """q [1, H, D] attends to the context in one layer's pool kv and to the new token."""
     _, H, D = q.shape
-    context = F.embedding(batch.kv_rows, kv.view(-1, D))  # [2, 1, Hk, C, D]
+    context = F.embedding(batch.kv_rows[attn.window], kv.view(-1, D))  # [2, 1, Hk, C, D]
     new = batch.new[-1][:, :, :, None]  # [2, 1, Hk, 1, D]
     k, v = torch.cat([context, new], dim=3)
-    grouped = k.shape[1] != H
-    mixed = F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=grouped)  # [1, H, 1, D]
-    return mixed[:, :, 0]
+    Hk = k.shape[1]
+    queries = q.view(1, Hk, H // Hk, D)
+    if attn.softcap:
+        mixed = attention(queries, k, v, None, scale=attn.scale, softcap=attn.softcap)
+    else:
+        mixed = F.scaled_dot_product_attention(queries, k, v, scale=attn.scale)
+    return mixed.reshape(1, H, D)
 
 
 ONE_TOKEN = TORCH._replace(name="compiled", store_kv=store_kv, attend=attend)
@@ -90,18 +97,18 @@ ONE_TOKEN = TORCH._replace(name="compiled", store_kv=store_kv, attend=attend)
 
 def compiled_step(model: GPT, quantize: str) -> Callable:
     """
-    Returns a function step(tokens [1], positions [1], kv_rows [2, 1, Hk, C], kv [L, 2, num_blocks +
-    1, Hk, S, D]) -> (logits [1, V], new K, V [L, 2, 1, Hk, D]), where kv_rows are pool rows of the
-    context, without the new token. It compiles in its first call, in which C must be marked as
-    dynamic; after that only values and C may vary: guards are off, so another shape gives wrong
-    results silently.
+    Returns a function step(tokens [1], positions [1], kv_rows {window: [2, 1, Hk, C]}, kv [L, 2,
+    num_blocks + 1, Hk, S, D]) -> (logits [1, V], new K, V [L, 2, 1, Hk, D]), where kv_rows are pool
+    rows of the context, without the new token. It compiles in its first call, in which each C must
+    be marked as dynamic; after that only values and C may vary: guards are off, so another shape
+    gives wrong results silently.
     """
     model = with_layers(model, partial(OneRowLinear, quantize=quantize))
 
     def step(tokens, positions, kv_rows, kv):
         batch = OneToken(tokens, positions, kv_rows, [], ONE_TOKEN)
         x = model.hidden(batch, kv)
-        return ONE_TOKEN.head(x, model.lm_head), torch.stack(batch.new)
+        return model.logits(x, ONE_TOKEN), torch.stack(batch.new)
 
     # torch keeps what it compiled at the code object: a copy, so that no other model's is found
     step.__code__ = step.__code__.replace()
@@ -131,8 +138,10 @@ def compile_decode_one(model: GPT, quantize: str, kv: Tensor) -> Callable:
     # two tensors: one, given twice, would become one input of the graph
     token = torch.zeros(1, dtype=torch.int64)
     position = torch.zeros(1, dtype=torch.int64)
-    rows = torch.zeros(2, 1, Hk, 3, dtype=torch.int64)
-    torch._dynamo.mark_dynamic(rows, 3)  # the context length
+    rows = {}
+    for C, window in enumerate(set(model.config.windows), 3):  # of equal C one size would be made
+        rows[window] = torch.zeros(2, 1, Hk, C, dtype=torch.int64)
+        torch._dynamo.mark_dynamic(rows[window], 3)  # the context length
     started = time.perf_counter()
     print("compiling ..", end="", file=sys.stderr, flush=True)
     try:
@@ -149,10 +158,12 @@ def compile_decode_one(model: GPT, quantize: str, kv: Tensor) -> Callable:
     print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
 
     def decode_one(batch: Batch) -> Tensor:
-        (context,) = batch.prepared.gathers
-        kv_rows = context.kv_rows[..., :-1].contiguous()
-        logits, new = step(batch.tokens, batch.positions, kv_rows, kv)
-        kv.view(L, -1, D).index_copy_(1, batch.prepared.store_rows, new.view(L, -1, D))
+        rows = {}
+        for window, plan in batch.prepared.items():
+            (context,) = plan.gathers
+            rows[window] = context.kv_rows[..., :-1].contiguous()
+        logits, new = step(batch.tokens, batch.positions, rows, kv)
+        kv.view(L, -1, D).index_copy_(1, plan.store_rows, new.view(L, -1, D))
         return logits
 
     return decode_one

@@ -135,7 +135,8 @@ def with_layers(model: GPT, layer: Callable, head: Callable | None = None) -> GP
     for block in model.h:
         for parent in (block.attn, block.mlp):
             for name, child in list(parent.named_children()):
-                setattr(parent, name, layer(child.weight, child.bias))
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, layer(child.weight, child.bias))
     model.lm_head = (head or layer)(model.lm_head.weight, None)
     # packed weights are no parameters, and stay what they are
     return model.float().requires_grad_(False)

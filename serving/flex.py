@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+import model
 from kernels import Batch
 from serving.gather import pool_rows
 
@@ -38,7 +39,7 @@ class FlexCall(NamedTuple):
 
 
 class FlexPlan(NamedTuple):
-    """What `prepare_flex` leaves in batch.prepared."""
+    """What `prepare_flex` leaves in batch.prepared, for a window."""
 
     store_rows: Tensor  # as in gather.GatherPlan
     calls: list[FlexCall]
@@ -192,7 +193,15 @@ def compiled_flex() -> Callable:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-def paged_attention_flex(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+@cache
+def capped(softcap: float) -> Callable | None:
+    """FlexAttention's score_mod that caps scores; None: they stay as they are."""
+    if not softcap:
+        return None
+    return lambda score, *_: model.soft_cap(score, softcap)
+
+
+def paged_attention_flex(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor:
     """
     As paged_attention_torch, but K and V stay where they are; only q is padded, to the longest
     chunk. Unlike the others it needs a pool without NaN: masked keys in a tile that is read have
@@ -205,7 +214,7 @@ def paged_attention_flex(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     torch._dynamo.mark_static(k)
     torch._dynamo.mark_static(v)
     out = torch.zeros_like(q)
-    for tokens, request, offset, n, mask in batch.prepared.calls:
+    for tokens, request, offset, n, mask in batch.prepared[attn.window].calls:
         b = mask.kv_indices.shape[0] // Hk
         queries = grouped.new_zeros(b, n, *grouped.shape[1:])  # [b, n, Hk, G, D]
         queries[request, offset] = grouped[tokens]
@@ -216,7 +225,14 @@ def paged_attention_flex(q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         if q.is_cuda:
             options = {"BLOCK_N": min(64, mask.BLOCK_SIZE[1])}  # keys at a time: of one tile
         mixed = compiled_flex()(
-            queries, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
+            queries,
+            k,
+            v,
+            score_mod=capped(attn.softcap),
+            block_mask=mask,
+            scale=attn.scale,
+            enable_gqa=True,
+            kernel_options=options,
         )
         mixed = mixed.unflatten(0, (b, Hk))  # [b, Hk, G, n, D]
         mixed = mixed.permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]

@@ -81,8 +81,9 @@ def decode_inputs(rows: Tensor, last_blocks: Tensor, known: KnownRows) -> ModelI
 
 @jit
 def embed_kernel(
-    tokens, positions, wte, wpe, out, C: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
-):
+    tokens, positions, wte, wpe, out, scale,
+    C: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """
     Grid (T,): a program does what embed does for one token. Does not let its successor start early,
     unlike pdl_wait: later kernels read the step's inputs without waiting, which is safe only if
@@ -91,32 +92,34 @@ def embed_kernel(
     if PDL:
         gdc_wait()
     t, c = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    token = tl.load(wte + tl.load(tokens + t) * C + c, mask=c < C).to(tl.float32)
-    position = tl.load(wpe + tl.load(positions + t) * C + c, mask=c < C).to(tl.float32)
-    tl.store(out + t * C + c, (token + position).to(out.dtype.element_ty), mask=c < C)
+    x = tl.load(wte + tl.load(tokens + t) * C + c, mask=c < C).to(tl.float32) * scale
+    if wpe is not None:
+        x += tl.load(wpe + tl.load(positions + t) * C + c, mask=c < C).to(tl.float32)
+    tl.store(out + t * C + c, x.to(out.dtype.element_ty), mask=c < C)
 
 
-def embed(tokens: Tensor, positions: Tensor, wte, wpe) -> Tensor:
-    """wte(tokens) + wpe(positions): tokens and positions [T] int64 -> [T, C]."""
-    contiguous = wte.weight.is_contiguous() and wpe.weight.is_contiguous()
+def embed(tokens: Tensor, positions: Tensor, wte, wpe, scale: float) -> Tensor:
+    """scale * wte(tokens) + wpe(positions), if there is one: [T] int64 each -> [T, C]."""
+    wpe_weight = None if wpe is None else wpe.weight
+    contiguous = wte.weight.is_contiguous() and (wpe is None or wpe_weight.is_contiguous())
     assert contiguous, "embeddings must be contiguous"
     T = len(tokens)
     C = wte.weight.shape[1]
     out = wte.weight.new_empty(T, C)
-    given = (tokens, positions, wte.weight, wpe.weight)
+    given = (tokens, positions, wte.weight, wpe_weight)
     width = triton.next_power_of_2(C)
-    embed_kernel[(T,)](*given, out, C=C, WIDTH=width, **pdl_options(out))
+    embed_kernel[(T,)](*given, out, scale, C=C, WIDTH=width, **pdl_options(out))
     return out
 
 
 @jit
 def add_norm_kernel(
     x, delta, weight, bias, out, eps, R,
-    P: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, K: tl.constexpr, RMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (R,): a program adds P rows, those of delta [P, R, K], to its row of x [R, K], and
-    normalises that to `out` as nn.LayerNorm does; bias may be None.
+    normalises that to `out` as nn.LayerNorm does, or model.RMSNorm; bias may be None.
     """
     pdl_wait(PDL)
     k = tl.arange(0, WIDTH)
@@ -126,7 +129,8 @@ def add_norm_kernel(
         value += tl.load(delta + part * R * K + at, mask=k < K, other=0.0).to(tl.float32)
     if P:
         tl.store(x + at, value.to(x.dtype.element_ty), mask=k < K)
-    value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
+    if not RMS:
+        value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
     value *= tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
     if bias is not None:
@@ -134,7 +138,7 @@ def add_norm_kernel(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=k < K)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, norm: torch.nn.LayerNorm):
+def add_norm(x: Tensor, delta: Tensor | None, norm: torch.nn.LayerNorm | model.RMSNorm):
     """Add delta [R, K], [P, R, K] or None to x [R, K], in place. Returns x and norm(x)."""
     contiguous = x.is_contiguous() and (delta is None or delta.is_contiguous())
     assert contiguous, "x and delta must be contiguous"
@@ -143,7 +147,8 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: torch.nn.LayerNorm):
     y = torch.empty_like(x)
     given = (x, delta, norm.weight, norm.bias)
     width = triton.next_power_of_2(K)
-    add_norm_kernel[(R,)](*given, y, norm.eps, R, P=P, K=K, WIDTH=width, **pdl_options(x))
+    shape = {"P": P, "K": K, "RMS": isinstance(norm, model.RMSNorm), "WIDTH": width}
+    add_norm_kernel[(R,)](*given, y, norm.eps, R, **shape, **pdl_options(x))
     return x, y
 
 
@@ -158,6 +163,8 @@ def activate(y, ACTIVATION: tl.constexpr):
         return y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))  # 2 sqrt(2 / pi)
     if ACTIVATION == "gelu":
         return 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    if ACTIVATION == "silu":
+        return y * tl.sigmoid(y)
     y = tl.maximum(y, 0.0)
     return y * y if ACTIVATION == "relu2" else y
 
@@ -290,11 +297,13 @@ def num_parts(R: int, K: int, programs: int) -> int:
     return P
 
 
-def linear(x: Tensor, layer, activation: str | None = None, partial_sums=False) -> Tensor:
+def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
     """
     activation(layer(x)): x [R, K], a layer with weight [N, K] and bias [N] or None -> [R, N]. With
     `partial_sums` the result may also be several fp32 matrices [P, R, N], for `add_norm` to add up.
     """
+    if gated:
+        return model.linear(x, layer, activation, gated)
     if len(x) <= LINEAR_ROWS:
         return launch_linear(x, layer, activation, partial_sums)
     if activation == "gelu_new" and layer.bias is not None:  # cuBLAS has an epilogue for it
@@ -312,15 +321,15 @@ def head(x: Tensor, layer) -> Tensor:
     return layer(x)
 
 
-def project_qkv(y: Tensor, attention: model.Attention, kv: Tensor, batch: Batch):
+def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
     """
     Queries [T, H, D] of y [T, C]; keys and values go to their slots in one layer's pool kv [2,
     num_blocks + 1, Hk, S, D], which is returned, too.
     """
-    if len(y) > LINEAR_ROWS:
-        return model.project_qkv(y, attention, kv, batch)
-    q = launch_linear(y, attention.c_attn, kv=kv, slot_mapping=batch.slot_mapping)
-    return q.view(len(y), attention.H, attention.D), kv
+    if len(y) > LINEAR_ROWS or batch.rotations or attn.q_norm is not None:
+        return model.project_qkv(y, attn, kv, batch)
+    q = launch_linear(y, attn.c_attn, kv=kv, slot_mapping=batch.slot_mapping)
+    return q.view(len(y), attn.H, attn.D), kv
 
 
 def launch_linear(

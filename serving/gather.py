@@ -14,12 +14,14 @@ size, b requests of a call with n queries each, C context length (padded).
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import model
 from kernels import Batch
 
 
@@ -51,17 +53,6 @@ def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
     k_rows = first[..., None, :] + heads[:, None]
     v_rows = k_rows + all_blocks * Hk * S
     return torch.stack((k_rows, v_rows))
-
-
-def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
-    """
-    Causality: a token sees itself and what came before; with a window, that many tokens. Broadcasts
-    to bool.
-    """
-    seen = key_positions <= query_positions
-    if window:
-        seen &= key_positions > query_positions - window
-    return seen
 
 
 def length_classes(lens: list[int]) -> list[list[int]]:
@@ -127,7 +118,7 @@ def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, win
     rows = pool_rows(blocks * S + real_keys % S, kv)
     if positions.numel() == 1:  # one token, which sees all
         return Gather(tokens, rows, None)
-    seen = may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]
+    seen = model.may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]
     mask = torch.zeros_like(seen, dtype=kv.dtype)
     mask.masked_fill_(~seen, -torch.inf)
     mask = mask.repeat(1, H // Hk, 1)  # [b, G * n, C]
@@ -142,33 +133,37 @@ def store_kv_torch(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     D = k.shape[-1]
     pool = kv.view(-1, D)
     new = torch.stack((k, v)).to(kv.dtype)
-    pool.index_copy_(0, batch.prepared.store_rows, new.view(-1, D))
+    plan = next(iter(batch.prepared.values()))  # the rows to write are those of any window
+    pool.index_copy_(0, plan.store_rows, new.view(-1, D))
     return kv
 
 
 def paged_attention_torch(
     q: Tensor,
     kv: Tensor,
+    attn: model.Attention,
     batch: Batch,
     attention: Callable = F.scaled_dot_product_attention,
 ) -> Tensor:
     """
-    Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables;
-    scale 1 / sqrt(D). The G query heads that share a KV head become G * n queries of it, so K and V
-    are gathered once and not repeated. `attention(q, k, v, attn_mask=)` is torch's, or
-    `model.attention`, which spells it out. Returns [T, H, D], zeros for padding.
+    Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables.
+    The G query heads that share a KV head become G * n queries of it, so K and V are gathered once
+    and not repeated. `attention(q, k, v, attn_mask=, scale=)` is torch's, or `model.attention`,
+    which spells it out, and alone caps scores. Returns [T, H, D], zeros for padding.
     """
     _, H, D = q.shape
+    if attn.softcap:
+        attention = partial(model.attention, softcap=attn.softcap)
     pool = kv.view(-1, D)
     out = None
-    for tokens, kv_rows, mask in batch.prepared.gathers:
+    for tokens, kv_rows, mask in batch.prepared[attn.window].gathers:
         _, b, Hk, _ = kv_rows.shape
         G = H // Hk
         k, v = F.embedding(kv_rows, pool).unbind()  # [b, Hk, C, D] each
         queries = q[tokens].reshape(b, -1, Hk, G, D)  # [b, n, Hk, G, D]
         queries = queries.permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
         grouped = queries.flatten(2, 3).to(k.dtype)  # [b, Hk, G * n, D]
-        mixed = attention(grouped, k, v, attn_mask=mask)
+        mixed = attention(grouped, k, v, attn_mask=mask, scale=attn.scale)
         mixed = mixed.view(queries.shape)  # [b, Hk, G, n, D]
         mixed = mixed.permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
         mixed = mixed.reshape(-1, H, D).to(q.dtype)

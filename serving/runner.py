@@ -130,6 +130,7 @@ class Runner:
             device,
             kv_dtype(model),
         )
+        self.windows = set(config.windows)
         N = settings.max_num_seqs
         M = -(-config.context_length // settings.block_size)
         self.padding_row = N
@@ -242,14 +243,14 @@ class Runner:
         H = self.model.config.n_head
         kv = self.pool.kv[0]
         check_ranges(batch, H, kv)
-        batch.prepared = self.ops.prepare(batch, H, kv)
+        batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
         if self.decode_one and shape.n == 1 and not shape.C:
             x = None
             logits = self.decode_one(batch)
         else:
             x = self.model.hidden(batch, self.pool.kv)
             wanted = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
-            logits = self.ops.head(wanted, self.model.lm_head)
+            logits = self.model.logits(wanted, self.ops)
         rows = step.rows
         if shape.C:
             rows = torch.cat([rows, step.sampling_rows])
@@ -284,7 +285,7 @@ class Runner:
             if count:
                 start = request.prefill_cursor
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
-                logits = self.ops.head(x[first : first + count], self.model.lm_head)
+                logits = self.model.logits(x[first : first + count], self.ops)
                 scores = logprobs(logits, upload(targets, self.device), request.prompt_logprobs)
                 found.append((request, start, to_host(scores)))
             first += n

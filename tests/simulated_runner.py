@@ -303,7 +303,10 @@ class NoModel:
     """What `Engine` asks a model for, besides what only a runner does."""
 
     def __init__(self, V: int, context_length: int, eos: int | None = None):
-        self.config = GPTConfig(V, context_length, n_layer=1, n_head=1, n_embd=1, eos_token_id=eos)
+        ends = () if eos is None else (eos,)
+        self.config = GPTConfig(
+            V, context_length, n_layer=1, n_head=1, n_embd=1, eos_token_ids=ends
+        )
         self.wte = torch.nn.Embedding(1, 1)
 
     def parameters(self):

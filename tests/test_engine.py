@@ -61,9 +61,8 @@ class Faulty:
             raise self.error
         return self.model.hidden(batch, kv)
 
-    @property
-    def lm_head(self):
-        return self.model.lm_head
+    def logits(self, x, ops):
+        return self.model.logits(x, ops)
 
 
 def finish(engine: Engine) -> dict:
@@ -241,7 +240,7 @@ def test_several_ends_of_text():
     assert full.index(first) < full.index(second) < 11
     for ends in ((first, second), (second, first)):
         model = trained_model(eos_token_id=ends[0])
-        model.config.more_eos_token_ids = ends[1:]
+        model.config.eos_token_ids = ends
         engine = new_engine(model)
         engine.add_request("either", text, greedy(12))
         engine.add_request("ignored", text, replace(GREEDY, max_tokens=12, ignore_eos=True))
@@ -668,7 +667,7 @@ def test_logits_that_are_not_numbers_end_their_request_with_an_error():
     model = engine.runner.model
     broken = {
         "hidden": lambda self, *a: model.hidden(*a) * torch.nan,
-        "lm_head": model.lm_head,
+        "logits": model.logits,
     }
     engine.runner.model = type("Broken", (), broken | {"config": model.config})()
     (output,) = engine.step()

@@ -127,9 +127,12 @@ class Step:
             setattr(
                 self.batch, name, value.to(DEVICE) if isinstance(value, torch.Tensor) else value
             )
-        self.batch.prepared = self.batch.ops.prepare(
-            self.batch, shape.H, self.kv.to(DEVICE), shape.window
-        )
+        self.attn = SimpleNamespace(window=shape.window, scale=D**-0.5, softcap=0.0)
+        self.prepare(self.kv.to(DEVICE))
+
+    def prepare(self, kv: torch.Tensor):
+        prepared = self.batch.ops.prepare(self.batch, self.shape.H, kv, self.shape.window)
+        self.batch.prepared = {self.shape.window: prepared}
 
     def store(self):
         kv = self.kv.to(DEVICE)
@@ -137,7 +140,8 @@ class Step:
         self.kv = kv.cpu()
 
     def attend(self) -> torch.Tensor:
-        return self.batch.ops.attend(self.q.to(DEVICE), self.kv.to(DEVICE), self.batch).cpu()
+        q, kv = self.q.to(DEVICE), self.kv.to(DEVICE)
+        return self.batch.ops.attend(q, kv, self.attn, self.batch).cpu()
 
     def run(self) -> torch.Tensor:
         self.store()
@@ -306,7 +310,7 @@ def test_a_pool_of_another_dtype_than_the_model(backend):
     step = Step(Shape(MIXED.requests, 4), backend)
     exact = step.run()
     step.kv = step.kv.half()
-    step.batch.prepared = step.batch.ops.prepare(step.batch, 4, step.kv.to(DEVICE))
+    step.prepare(step.kv.to(DEVICE))
     out = step.run()
     assert out.dtype == torch.float32
     assert 0 < (out - exact).abs().max() < 0.005
@@ -337,7 +341,7 @@ def test_attention_only_reads_the_pool(backend):
     step = Step(Shape(MIXED.requests, 4), backend)
     step.run()
     before, kv = step.kv, step.kv.to(DEVICE, copy=True)
-    step.batch.ops.attend(step.q.to(DEVICE), kv, step.batch)
+    step.batch.ops.attend(step.q.to(DEVICE), kv, step.attn, step.batch)
     assert torch.equal(kv.cpu().view(torch.int32), before.view(torch.int32))
 
 
@@ -354,7 +358,7 @@ def test_padded_rows_get_zeros_and_leave_the_others_alone(backend):
     batch.context_lens[padding], batch.block_tables[padding] = 0, sink
     batch.slot_mapping[padding] = sink * step.shape.S
     batch.context_lens_host = batch.context_lens.tolist()
-    batch.prepared = batch.ops.prepare(batch, step.shape.H, step.kv.to(DEVICE))
+    step.prepare(step.kv.to(DEVICE))
     out = step.run()
     assert (out[[0, 2]] - wanted[[0, 2]]).abs().max() < 1e-6
     assert torch.equal(out[padding], torch.zeros_like(out[padding]))
@@ -414,9 +418,10 @@ def attend_beyond_2_to_the_31(backend: str):
     kv[:, far : far + moved.kv.shape[1]] = moved.kv.to(DEVICE)
     moved.batch.block_tables += far
     moved.batch.slot_mapping += far * 16
-    moved.batch.prepared = moved.batch.ops.prepare(moved.batch, shape.H, kv)
+    moved.prepare(kv)
     moved.batch.ops.store_kv(moved.k.to(DEVICE), moved.v.to(DEVICE), kv, moved.batch)
-    assert torch.equal(moved.batch.ops.attend(moved.q.to(DEVICE), kv, moved.batch).cpu(), wanted)
+    out = moved.batch.ops.attend(moved.q.to(DEVICE), kv, moved.attn, moved.batch)
+    assert torch.equal(out.cpu(), wanted)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -454,7 +459,8 @@ def test_the_launchers_check_what_their_kernels_assume(change, message):
     """As above, for what only Triton assumes."""
     step = Step(Shape(MIXED.requests, 4), "triton")
     with pytest.raises(AssertionError, match=message):
-        step.batch.ops.attend(*change(step.q.to(DEVICE), step.kv.to(DEVICE), step.batch))
+        q, kv, batch = change(step.q.to(DEVICE), step.kv.to(DEVICE), step.batch)
+        batch.ops.attend(q, kv, step.attn, batch)
 
 
 def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
@@ -524,7 +530,7 @@ def test_what_flex_attention_is_to_see(shape):
     """
     batch, S = (step := Step(shape, "flex")).batch, shape.S
     owners = [i for i, (n, _) in enumerate(shape.requests) for _ in range(n)]
-    for call in batch.prepared.calls:
+    for call in batch.prepared[shape.window].calls:
         mask, (rows, tile), num_keys = call.mask, call.mask.BLOCK_SIZE, call.mask.seq_lengths[1]
         keys = torch.arange(num_keys, device=DEVICE)
         for t, b, query in zip(
@@ -558,13 +564,13 @@ def test_flex_attention_compiles_once_and_copies_no_keys():
         step.kv = F.pad(
             step.kv, (0, 0, 0, 0, 0, 0, 0, 600 - step.kv.shape[1])
         )  # a pool keeps its size
-        step.batch.prepared = step.batch.ops.prepare(step.batch, 8, step.kv.to(DEVICE))
+        step.prepare(step.kv.to(DEVICE))
         step.run()
         if seed == 1:
             compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
     kv, q = step.kv.to(DEVICE), step.q.to(DEVICE)
-    assert peak_memory(lambda: step.batch.ops.attend(q, kv, step.batch)) < kv.nbytes / 4
+    assert peak_memory(lambda: step.batch.ops.attend(q, kv, step.attn, step.batch)) < kv.nbytes / 4
 
 
 @pytest.mark.parametrize(("backend", "copies"), [("torch", True), ("triton", False)])
@@ -575,7 +581,7 @@ def test_the_memory_that_attention_takes(backend, copies):
     step = Step(Shape([(1, 3000), (1, 3001)], 2, H=8, Hk=8, D=64), backend)
     step.store()
     kv, q = step.kv.to(DEVICE), step.q.to(DEVICE)
-    peak = peak_memory(lambda: step.batch.ops.attend(q, kv, step.batch))
+    peak = peak_memory(lambda: step.batch.ops.attend(q, kv, step.attn, step.batch))
     assert (peak > kv.nbytes / 4) == copies
 
 
@@ -753,7 +759,8 @@ def test_embeddings_of_tokens_and_positions():
     wte, wpe = (torch.nn.Embedding(n, 24).requires_grad_(False) for n in (50, 9))
     tokens, positions = torch.tensor([49, 0, 7, 7, 3]), torch.tensor([8, 2, 1, 0, 5])
     there = (t.to(DEVICE) for t in (tokens, positions, deepcopy(wte), deepcopy(wpe)))
-    assert torch.equal(fused.embed(*there).cpu(), model_module.embed(tokens, positions, wte, wpe))
+    wanted = model_module.embed(tokens, positions, wte, wpe, 1.0)
+    assert torch.equal(fused.embed(*there, 1.0).cpu(), wanted)
 
 
 @needs_triton
@@ -766,12 +773,14 @@ def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
     """
     torch.manual_seed(R)
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
-    attention, x = Attention(config).requires_grad_(False), torch.randn(R, H * D)
+    attention, x = Attention(config, 0).requires_grad_(False), torch.randn(R, H * D)
     slots, found = torch.randperm(20 * 8)[:R], []
     for device, project in ("cpu", model_module.project_qkv), (DEVICE, fused.project_qkv):
         kv = torch.full((2, 21, Hk, 8, D), 7.0, device=device)
         batch = SimpleNamespace(slot_mapping=slots.to(device), ops=choose_ops("torch")[0])
-        batch.prepared = SimpleNamespace(store_rows=gather.pool_rows(slots[:, None], kv).flatten())
+        batch.rotations = {}
+        store_rows = gather.pool_rows(slots[:, None], kv).flatten()
+        batch.prepared = {0: SimpleNamespace(store_rows=store_rows)}
         q, _ = project(x.to(device), deepcopy(attention).to(device), kv, batch)
         found.append((q.view(R, H, D).cpu(), kv.cpu()))
     for wanted, triton in zip(*found, strict=True):
@@ -801,7 +810,7 @@ def crash():
 
 def store_beyond_2_to_the_31(R: int):
     attention, far = (
-        Attention(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=16)),
+        Attention(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=16), 0),
         2**31 // 256,
     )
     attention, x = (
@@ -812,7 +821,8 @@ def store_beyond_2_to_the_31(R: int):
     found = []
     for first in far, 0:
         kv = torch.empty(2, far + 3 if first else 3, 1, 16, 16, dtype=torch.float16, device=DEVICE)
-        batch = SimpleNamespace(slot_mapping=(slots - 16 * (far - first)).to(DEVICE))
+        slot_mapping = (slots - 16 * (far - first)).to(DEVICE)
+        batch = SimpleNamespace(slot_mapping=slot_mapping, rotations={})
         fused.project_qkv(x.to(DEVICE), attention, kv, batch)
         found.append(kv[:, first : first + R, :, 5].cpu())
     assert torch.equal(*found) and found[0].abs().sum() > 0
@@ -977,7 +987,7 @@ def test_length_classes_at_most_double_the_memory(lens):
 def test_one_long_context_among_short_ones_gathers_hardly_more_than_there_is():
     """The same, counted in what a step really gathers: rows of K and of V."""
     shape = Shape([(1, 4096)] + [(1, 10)] * 31 + [(64, 200)], num_decodes=32, H=2, Hk=2, D=16)
-    gathers = Step(shape, "torch").batch.prepared.gathers
+    gathers = Step(shape, "torch").batch.prepared[0].gathers
     rows = sum(call.kv_rows.numel() for call in gathers)
     assert rows == 2 * shape.Hk * sum(context for _, context in shape.requests)
     assert len(gathers) == 3  # the long decode, the short ones together, the chunk
@@ -986,7 +996,7 @@ def test_one_long_context_among_short_ones_gathers_hardly_more_than_there_is():
 def test_equal_decodes_are_one_gather():
     """One SDPA for each decode would cost more than the attention itself."""
     step = Step(Shape([(1, 500 + i) for i in range(32)], num_decodes=32, D=16), "torch")
-    assert len(step.batch.prepared.gathers) == 1
+    assert len(step.batch.prepared[0].gathers) == 1
 
 
 def test_block_ids_of_a_pool_beyond_2_to_the_31():
@@ -1081,8 +1091,9 @@ def paged_logits(model, kv, tables, texts, computed, new, S, backend) -> torch.T
         context_lens_host=context_lens,
         ops=choose_ops(backend)[0],
     )
-    batch.prepared = batch.ops.prepare(batch, config.n_head, kv[0])
-    logits = batch.ops.head(model.hidden(batch, kv), model.lm_head)
+    windows = set(config.windows)
+    batch.prepared = {w: batch.ops.prepare(batch, config.n_head, kv[0], w) for w in windows}
+    logits = model.logits(model.hidden(batch, kv), batch.ops)
     return {i: logits[[j for j, (owner, _) in enumerate(at) if owner == i]] for i in who}
 
 

@@ -361,7 +361,7 @@ def test_a_few_steps_of_kernels_alone_are_the_dense_models():
     catch: a kernel that is right alone, but not with what its neighbours hand it.
     """
     config = GPTConfig(
-        VOCABULARY, CONTEXT, n_layer=1, n_head=2, n_embd=32, n_kv_head=1, layer_norm_epsilon=0.01
+        VOCABULARY, CONTEXT, n_layer=1, n_head=2, n_embd=32, n_kv_head=1, norm_epsilon=0.01
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -13,6 +13,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -1435,8 +1436,9 @@ def test_the_attentions_that_train_are_the_references(dropout):
     for ops, dtype in ways:
         q, k, v = leaves = [x.to(dtype).requires_grad_() for x in qkv]
         torch.manual_seed(1)
-        batch = WholeTexts(None, None, ops, dropout)
-        y = ops.attend(q, (k, v), batch)
+        batch = WholeTexts(None, torch.arange(50), ops, dropout)
+        attn = SimpleNamespace(window=0, scale=0.25, softcap=0.0)
+        y = ops.attend(q, (k, v), attn, batch)
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):

@@ -9,7 +9,7 @@ Letters as in model.py; N = B T rows.
 import torch
 import torch.nn.functional as F
 
-from model import TORCH, Ops, WholeTexts
+from model import TORCH, Attention, Ops, WholeTexts, attend, loss
 
 SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
 ROWS = 256  # so many rows of logits fit, too
@@ -23,26 +23,29 @@ def training_ops(device: torch.device | str) -> Ops:
     return TORCH._replace(name="training on a GPU", attend=fused_attention)
 
 
-def attend_on_cpu(q, kv, batch: WholeTexts) -> torch.Tensor:
+def attend_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> torch.Tensor:
     """As `fused_attention`, by the faster of two ways."""
     _, T, H, _ = q.shape
     k, _ = kv
-    if q.dtype == torch.bfloat16 and T <= SHORT and k.shape[2] == H:
-        return attention_by_products(q, kv, batch)
-    return fused_attention(q, kv, batch)
+    is_plain = k.shape[2] == H and not (attn.window or attn.softcap)
+    if q.dtype == torch.bfloat16 and T <= SHORT and is_plain:
+        return attention_by_products(q, kv, attn, batch)
+    return fused_attention(q, kv, attn, batch)
 
 
-def fused_attention(q, kv, batch: WholeTexts) -> torch.Tensor:
+def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> torch.Tensor:
     """torch's flash attention, causal: q (B, T, H, D), k and v (B, T, Hk, D) -> as q."""
+    if attn.window or attn.softcap:
+        return attend(q, kv, attn, batch)
     q, k, v = (x.transpose(1, 2) for x in (q, *kv))  # (B, heads, T, D)
     grouped = q.shape[1] != k.shape[1]
     mixed = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, dropout_p=batch.dropout, enable_gqa=grouped
+        q, k, v, is_causal=True, dropout_p=batch.dropout, enable_gqa=grouped, scale=attn.scale
     )
     return mixed.transpose(1, 2)
 
 
-def attention_by_products(q, kv, batch: WholeTexts) -> torch.Tensor:
+def attention_by_products(q, kv, attn: Attention, batch: WholeTexts) -> torch.Tensor:
     """
     Two batched matrix products, with H = Hk. In bfloat16 on a CPU, forward and backward take half
     the time of flash attention (26 against 59 ms at B=32, H=4, T=256, D=64; 14 against 66 at H=2).
@@ -51,17 +54,19 @@ def attention_by_products(q, kv, batch: WholeTexts) -> torch.Tensor:
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, *kv))  # (B H, T, D)
     future = torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1)
     mask = future.expand(B * H, T, T)
-    scores = torch.baddbmm(mask, q, k.mT, alpha=D**-0.5)  # (B H, T, T), scaled and masked
+    scores = torch.baddbmm(mask, q, k.mT, alpha=attn.scale)  # (B H, T, T), scaled and masked
     weights = F.dropout(scores.softmax(-1), batch.dropout)
     mixed = (weights @ v).view(B, H, T, D)
     return mixed.transpose(1, 2)
 
 
-def chunked_loss(x, layer: torch.nn.Linear, targets) -> torch.Tensor:
+def chunked_loss(x, layer: torch.nn.Linear, targets, softcap: float) -> torch.Tensor:
     """
     As `model.loss`: x (B, T, C), a layer with weight (V, C), targets (B, T) int64, -100 where there
     is none.
     """
+    if softcap:
+        return loss(x, layer, targets, softcap)
     dtype = x.dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
