@@ -1,6 +1,7 @@
 # make run        train the default model if there is none, then serve it at http://127.0.0.1:8000
 # make test       lint and all tests but the large volumes, about 3 minutes
-# make test-all   the large volumes too: a million steps, planted bugs, many kills, real clients (in .venv-clients)
+# make test-all   the large volumes too: a million steps, planted bugs, many kills, real clients (in .venv-clients),
+#                 real models (in ~/.cache/pagedgpt)
 #
 # PIP_OPTIONS goes to pip as it is, for example to choose the CPU-only wheels of torch:
 #   make run PIP_OPTIONS="--extra-index-url <the index of the CPU wheels>"

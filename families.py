@@ -277,11 +277,9 @@ NOTES = [
     "attention_dropout",
     "attn_pdrop",
     "auto_map",
-    "bos_token_id",
     "bos_id",
     "cache_implementation",
     "chunk_size_feed_forward",
-    "decoder_start_token_id",
     "dtype",
     "embd_pdrop",
     "eos_id",
@@ -292,16 +290,15 @@ NOTES = [
     "is_llama_config",
     "label2id",
     "max_length",
+    "mm_tokens_per_image",
     "model_type",
     "n_ctx",
     "output_attentions",
     "output_hidden_states",
-    "pad_token_id",
     "pretraining_tp",
     "problem_type",
     "reorder_and_upcast_attn",
     "return_dict",
-    "sep_token_id",
     "task_specific_params",
     "tokenizer_class",
     "torch_dtype",
@@ -312,6 +309,7 @@ NOTES = [
     "use_cache",
 ]
 NOTE_PREFIXES = ("_", "summary_")
+NOTE_SUFFIXES = ("_token_id", "_token_index")
 # keys that are understood in every family
 ALWAYS_READ = {"rope_theta", "rope_scaling", "rope_parameters", "eos_token_id", "text_config"}
 # what transformers writes as the end of text where none was named, whatever the vocabulary
@@ -377,7 +375,7 @@ def hub_config(config: GPTConfig, name: str, dtype: torch.dtype) -> dict:
             saved[key] = saved[key] or None
     rope = config.rope.get(0) or next(iter(config.rope.values()), Rope(0.0))
     saved["rope_theta"] = rope.theta
-    if windows and 0 in config.rope:
+    if windows and "rope_local_base_freq" in family.defaults:
         saved["rope_local_base_freq"] = config.rope[max(windows)].theta
     if rope.llama3:
         low, high, length = rope.llama3
@@ -401,7 +399,7 @@ def unknown(key: str, value, wanted: str = "nothing of that name") -> Checkpoint
 
 
 def family_named(saved: dict) -> Family:
-    name = saved.get("model_type", "gpt2")
+    name = (saved.get("text_config") or saved).get("model_type", "gpt2")
     if name not in FAMILIES:
         raise unknown("model_type", name, ", ".join(FAMILIES))
     return FAMILIES[name]
@@ -436,18 +434,19 @@ def check_keys(saved: dict, family: Family):
     """Raises CheckpointError for a key or value that would change the computation."""
     understood = ALWAYS_READ.union(NOTES) | set(family.names.values()) | family.defaults.keys()
     for key, value in saved.items():
-        if key in understood or key.startswith(NOTE_PREFIXES) or value in (None, False, [], {}):
+        if key in understood or key.startswith(NOTE_PREFIXES) or key.endswith(NOTE_SUFFIXES):
             continue
         wanted = FIXED_OPTIONS.get(key)
-        if wanted is None or value != wanted:
+        is_off = not value and not wanted  # false, null, 0, an empty list
+        if value != wanted and not is_off:
             raise unknown(key, value, repr(wanted) if key in FIXED_OPTIONS else "without it")
 
 
 def read_windows(saved: dict, family: Family, n_layer: int) -> tuple[int, ...]:
     """The window of each layer, 0 for those that see all."""
-    window = saved.get("sliding_window")
-    if not window or saved.get("use_sliding_window") is False:
-        return (0,) * n_layer
+    window = saved.get("sliding_window") or 0
+    if saved.get("use_sliding_window") is False:
+        window = 0
     kinds = saved.get("layer_types")
     if kinds is None:
         return tuple(window if family.slides(saved, i) else 0 for i in range(n_layer))

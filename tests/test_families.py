@@ -1,0 +1,425 @@
+"""
+Every family beside transformers: the same directory, the same text, the same log-probabilities.
+
+Equal tokens would prove little: they stay the same with the wrong epsilon, without Gemma's last
+soft cap, with the other GELU. So all is judged by log-probabilities to 1e-4, in fp32. The models
+are tiny and random, see tiny_models.py; that their features are felt in what they say is the first
+test here.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers")
+
+import tiny_models
+import transformers
+from judging import TOLERANCE, Judge, dense, distance, log_probabilities, report
+from tiny_models import (
+    FAMILIES,
+    VOCABULARY,
+    WITHOUT,
+    edit,
+    make,
+    spell_as_4,
+    text,
+)
+
+from checkpoint import CheckpointError, load_checkpoint, load_config, save_checkpoint
+from model import TORCH
+from serving import cpu, ops
+from serving.engine import Engine
+from serving.params import SamplingParams
+from serving.settings import Settings
+
+TEXT = text(1, 75)
+ENGINE = {"block_size": 4, "num_blocks": 48, "max_num_seqs": 6, "token_budget": 24}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ties_are_few():
+    yield
+    report()
+
+
+def save(theirs, directory: Path) -> Path:
+    theirs.save_pretrained(directory)
+    return directory
+
+
+@cache
+def pair(family: str, **changes):
+    """transformers' model and ours, from what it saved."""
+    theirs = make(family, **changes)
+    with TemporaryDirectory() as directory:
+        return theirs, load_checkpoint(save(theirs, Path(directory)))
+
+
+def assert_same(ours, theirs, tokens=TEXT):
+    """The model without a cache says what transformers' says."""
+    assert distance(dense(ours, tokens), log_probabilities(theirs, tokens)) <= TOLERANCE
+
+
+def opened(directory: Path, dtype=torch.float32, **how):
+    """transformers' model of a directory."""
+    how |= {"attn_implementation": "eager", "dtype": dtype}
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, **how)
+
+
+# --------------------------------------------------------------------------------------------------
+# Whole texts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_feature_is_felt(family):
+    """Would catch: tests below that pass whatever a feature does."""
+    theirs = make(family)
+    said = log_probabilities(theirs, TEXT)
+    for changes in WITHOUT[family]:
+        other = log_probabilities(tiny_models.changed(theirs, family, **changes), TEXT)
+        assert distance(other, said) > 10 * TOLERANCE, changes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_directory_opens_in_both_spellings(family, tmp_path):
+    """transformers 4's and 5's; and what it saves in shards, with an index."""
+    theirs = make(family)
+    ours = load_checkpoint(save(theirs, tmp_path))
+    assert_same(ours, theirs)
+    spell_as_4(tmp_path)
+    assert load_config(tmp_path) == ours.config
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert_same(load_checkpoint(tmp_path / "shards"), theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_we_save_opens_everywhere(family, tmp_path):
+    """
+    transformers opens what we have saved of what it has saved, with no weight missing or left, and
+    so do we.
+    """
+    _, ours = pair(family)
+    save_checkpoint(ours, tmp_path)
+    theirs, info = opened(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_same(ours, theirs)
+    again = load_checkpoint(tmp_path)
+    assert again.config == ours.config
+    for name, weight in ours.state_dict().items():
+        assert torch.allclose(weight, again.state_dict()[name], rtol=0, atol=1e-6), name
+
+
+SIZES = ("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size")
+SIZES += ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES += ("n_layer", "n_head", "n_embd")
+CLASSES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_what_config_json_leaves_unsaid(family, tmp_path):
+    """A family's class knows the rest, and so must we: windows, soft caps, bases, ties, epsilon."""
+    layers = {} if family == "gpt2" else {"num_hidden_layers": 7}  # Gemma 3's sixth sees all
+    said = tiny_models.config_of(family, **layers).to_dict()
+    sizes = {name: said[name] for name in SIZES if name in said and name != "architectures"}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = tiny_models.filled(tiny_models.build(config))
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert_same(load_checkpoint(tmp_path), theirs, TEXT)
+
+
+# --------------------------------------------------------------------------------------------------
+# Directories
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3"])
+def test_directories_in_16_bits(family, dtype, tmp_path):
+    """Computed in fp32 they say the same; Gemma's 1 + w must not be rounded to 16 bits."""
+    save(make(family).to(dtype), tmp_path)
+    assert_same(load_checkpoint(tmp_path), opened(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_computed_in_bf16(family, tmp_path):
+    """
+    At most twice transformers' own error; norms keep their digits, and Gemma's embeddings are
+    scaled by a factor that is rounded first, as they were in training.
+    """
+    save(make(family).to(torch.bfloat16), tmp_path)
+    theirs = opened(tmp_path, torch.bfloat16)
+    ours = load_checkpoint(tmp_path, dtype=torch.bfloat16)
+    tokens = torch.tensor([TEXT])
+    scale = ours.config.embedding_scale
+    embedded = TORCH.embed(tokens, torch.arange(75), ours.wte, None, scale)
+    assert distance(embedded, theirs.model.embed_tokens(tokens)) == 0
+    exact = log_probabilities(opened(tmp_path), TEXT)
+    error = (dense(ours, TEXT) - exact).norm()
+    assert error <= 2 * (log_probabilities(theirs, TEXT) - exact).norm()
+
+
+def test_a_head_of_its_own(tmp_path):
+    """
+    Some files hold the head of a tied model too, some config.json says tied of a head that is not;
+    as transformers, we believe the file.
+    """
+    theirs, _ = pair("qwen2-windows")  # tied
+    weights = load_file(save(theirs, tmp_path) / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    embedding = weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    ours = load_checkpoint(tmp_path)
+    assert ours.config.tied and ours.lm_head.weight is ours.wte.weight
+    assert_same(ours, theirs)
+    save_file(weights | {"lm_head.weight": embedding.flip(0)}, tmp_path / "model.safetensors")
+    ours = load_checkpoint(tmp_path)
+    assert not ours.config.tied
+    assert_same(ours, opened(tmp_path))
+    save_file(weights, tmp_path / "model.safetensors")
+    edit(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load_checkpoint(tmp_path)
+    edit(tmp_path, "tie_word_embeddings")  # absent: Qwen's class says untied
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_tokens_that_end_a_text(family, tmp_path):
+    """One, several, or none, in either file."""
+    save(make(family), tmp_path)
+    path = tmp_path / "generation_config.json"
+    for said, generation, ends in (
+        (5, None, (5,)), ([5, 9], None, (5, 9)), (5, [9, 5, 11], (5, 9, 11)), (None, 3, (3,)),
+        (None, None, ()),
+    ):  # fmt: skip
+        edit(tmp_path, eos_token_id=said)
+        path.unlink(missing_ok=True)
+        if generation:
+            path.write_text(json.dumps({"eos_token_id": generation}))
+        assert load_config(tmp_path).eos_token_ids == ends
+
+
+def test_a_text_part(tmp_path):
+    """Gemma 3's larger models nest the language model's configuration."""
+    theirs, _ = pair("gemma3")
+    save(theirs, tmp_path)
+    nested = json.loads((tmp_path / "config.json").read_text())
+    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    whole["text_config"] = nested
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert_same(load_checkpoint(tmp_path), theirs)
+    edit(tmp_path, vision_config={"hidden_size": 32})
+    with pytest.raises(CheckpointError, match="vision_config"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "activation", [name for name in transformers.activations.ACT2FN if "elu" in name]
+)
+def test_activations_of_gpt2(activation, tmp_path):
+    """Computed, or refused by name: never another one in its place."""
+    same = {"gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"}
+    theirs = make("gpt2", activation_function=activation)
+    save(theirs, tmp_path)
+    try:
+        ours = load_checkpoint(tmp_path)
+    except CheckpointError as error:
+        assert activation not in same and repr(activation) in str(error)
+    else:
+        assert_same(ours, theirs)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is refused
+
+OFF = "chunked_attention"
+HALF = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}
+YARN = LINEAR | {"rope_type": "yarn"}
+REFUSED = [  # family, what stands in config.json, what the refusal says
+    ("llama", {"model_type": "mixtral"}, "model_type is 'mixtral', .* gpt2, llama,.* qwen3"),
+    ("llama", {"model_type": "llama4_text"}, "model_type is 'llama4_text'"),
+    ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
+    ("qwen3", {"num_experts": 8}, "num_experts is 8"),
+    ("gemma3", {"vision_config": {"depth": 2}}, "vision_config is"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is"),
+    ("llama", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
+    ("gemma2", {"hidden_activation": "mish"}, "hidden_activation is 'mish'"),
+    ("qwen3", {"layer_types": ["full_attention", OFF, OFF]}, "layer_types is 'chunked_attention'"),
+    ("gemma2", {"layer_types": ["full_attention", OFF, OFF]}, "layer_types is 'chunked_attention'"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "layer_types|windows for 3 layers"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("llama", {"rope_parameters": HALF}, "partial_rotary_factor is 0.5"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved is True"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    ("llama", {"attention_sinks": 4}, "attention_sinks is 4"),
+    ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    ("mistral", {"attention_bias": True}, "attention_bias is True"),
+    ("llama", {"use_qk_norm": True}, "use_qk_norm is True"),
+    ("llama", {"logits_scaling": 8.0}, "logits_scaling is 8.0"),
+    ("llama", {"rope_parameters": LINEAR | {"mscale": 2.0}}, "mscale .*is 2.0"),
+    ("gemma3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": LINEAR}}, "yarn"),
+]
+for kind in ("yarn", "dynamic", "longrope", "proportional"):
+    new = {"rope_parameters": LINEAR | {"rope_type": kind}}
+    old = {"rope_parameters": None, "rope_scaling": {"type": kind, "factor": 4.0}}
+    REFUSED += [("llama", new, f"rope_type is '{kind}'"), ("qwen2", old, f"rope_type is '{kind}'")]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED)
+def test_what_would_change_the_computation_is_refused(family, changes, message, tmp_path):
+    """By its name, and never passed over."""
+    tiny_models.config_of(family).save_pretrained(tmp_path)
+    load_config(tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        load_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(refusal.value)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_what_changes_nothing_is_passed_over(family, tmp_path):
+    """Notes of all kinds, and options that are off."""
+    tiny_models.config_of(family).save_pretrained(tmp_path)
+    before = load_config(tmp_path)
+    notes = {"_name_or_path": "x", "transformers_version": "4.48.0", "use_cache": False}
+    notes |= {"torch_dtype": "bfloat16", "attention_dropout": 0.1, "quantization_config": None}
+    notes |= {"num_local_experts": None, "attention_sinks": None, "initializer_range": 0.01}
+    edit(tmp_path, **notes)
+    assert load_config(tmp_path) == before
+
+
+# --------------------------------------------------------------------------------------------------
+# The engine
+
+
+def soon(*families: str) -> list:
+    """All families, these in `make test`, the others in `make test-all`."""
+    return [f if f in families else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+
+
+def serve_all_ways(judge: Judge):
+    """
+    Chunks beside decodes, prefixes that are found, forks, a pool too small for all: most texts are
+    longer than a window.
+    """
+    whole = text(2, 60)
+    for i in range(3):
+        judge.ask(whole[: 26 + i] + text(i, 5 + 9 * i), 14)
+    judge.ask(text(9, 50), 6, prompt_logprobs=VOCABULARY)  # all of it is compared
+    judge.ask(text(10, 33), 9, n=2, temperature=1.0)
+    judge.finish()
+    judge.ask(whole[:41], 3)  # finds what the others have left
+    judge.ask([7], 26)
+    judge.finish()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_served(family):
+    """As the machine does it by default."""
+    judge = Judge(*pair(family), **ENGINE)
+    serve_all_ways(judge)
+    counts = judge.engine.counts()
+    assert counts["hit tokens"] > 0
+    assert counts["preemptions"] > 0 or all(pair(family)[1].config.windows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["torch", "flex"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_served_by_another_backend(family, attention):
+    if attention not in ops.tables_for(on_gpu=False):
+        pytest.skip("needs a C++ compiler")
+    serve_all_ways(Judge(*pair(family), **ENGINE, attention=attention))
+
+
+@pytest.mark.parametrize("family", soon("gemma3"))
+def test_served_by_triton(family):
+    """In its interpreter: two layers, one of each kind, and a text just longer than a window."""
+    models = pair(family, **tiny_models.two_layers(family, window=6))
+    judge = Judge(*models, **ENGINE, attention="triton")
+    judge.ask(text(2, 10), 2, prompt_logprobs=5)
+    judge.finish()
+    judge.ask(text(2, 11), 1)
+    judge.finish()
+    assert judge.engine.counts()["hit tokens"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not cpu.cpp_compiler(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled(family):
+    """Alone, so that the compiled step takes it, and beside others."""
+    judge = Judge(*pair(family), **ENGINE, compile=True)
+    calls, decode_one = [], judge.engine.runner.decode_one
+    judge.engine.runner.decode_one = lambda batch: calls.append(1) or decode_one(batch)
+    judge.ask(TEXT[:40], 12)
+    judge.finish()
+    assert len(calls) == 11
+    serve_all_ways(judge)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with VNNI")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int8(family):
+    """The same as the quantized model run densely: nearly, since a row's scale is its own."""
+    _, ours = pair(family)
+    reference = cpu.packed_for_cpu(ours, "int8")
+    engine = Engine(ours, Settings(**ENGINE | {"quantize": "int8"}))
+    prompt = TEXT[:40]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    [answer] = engine.generate([prompt], params, progress=False)
+    said = dense(reference, prompt + answer)[len(prompt) - 1 : -1]
+    behind = said.amax(-1) - said.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    assert behind.max() < 0.1
+    # and not far from the model itself
+    exact = dense(ours, prompt + answer)[len(prompt) - 1 : -1]
+    assert (said - exact).abs().mean() < 0.3
+
+
+# --------------------------------------------------------------------------------------------------
+# Long texts
+
+LONG = {"block_size": 16, "num_blocks": 2 * 127, "token_budget": 512}
+
+
+@pytest.mark.parametrize("family", soon("llama-llama3", "gemma3"))
+def test_prompts_of_2000_tokens(family):
+    """
+    Where windows are left far behind and positions are stretched: in chunks, and then from the
+    prefix cache.
+    """
+    judge = Judge(*pair(family), **LONG)
+    prompt = text(11, 2000)
+    judge.ask(prompt, 16)
+    judge.finish()
+    judge.ask(prompt[:1990] + text(12, 21), 5)
+    judge.finish()
+    assert judge.engine.counts()["hit tokens"] >= 1900
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["torch", "flex"])
+@pytest.mark.parametrize("window", [300, 1024])
+@pytest.mark.parametrize("family", ["mistral", "qwen2-windows", "gemma2", "gemma3"])
+def test_wide_windows(family, window, attention):
+    """Windows of many blocks, of which a long prompt leaves most behind."""
+    if attention not in ops.tables_for(on_gpu=False):
+        pytest.skip("needs a C++ compiler")
+    judge = Judge(*pair(family, sliding_window=window), **LONG, attention=attention)
+    judge.ask(text(11, 2000), 16)
+    judge.ask(text(12, 2011), 9)
+    judge.finish()
