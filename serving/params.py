@@ -171,9 +171,8 @@ GREEDY = SamplingParams(temperature=0.0)
 # --------------------------------------------------------------------------------------------------
 # generation_config.json: what a model's makers want for defaults
 
-# its names -> ours: the fields that vLLM takes, too
-NAMES = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-NAMES |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+# what is taken of it, as by vLLM
+TAKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 # Names that choose no token here: ids (checkpoint.py reads those that end a text), and how
 # transformers computes. All others are told, unless their value asks for nothing: 0, or 1 for some.
 SILENT = re.compile(r"(?!forced_).*_token_id|(_|output_|cache_|assistant_).*|use_cache|.*_version")
@@ -197,7 +196,7 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
         saved = {name: value for name, value in read_json(path).items() if value is not None}
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is broken ({error}): {remedy}") from None
-    defaults = {ours: saved.pop(name) for name, ours in NAMES.items() if name in saved}
+    defaults = {name.replace("_new", ""): saved.pop(name) for name in TAKEN if name in saved}
     if defaults.get("top_k") == -1:
         defaults["top_k"] = 0  # vLLM has two words for all tokens
     for name, value in defaults.items():

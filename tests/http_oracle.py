@@ -404,12 +404,13 @@ class Judge:
         return False
 
     def is_unfinished(self) -> bool:
-        """The engine has not done all of it, or it is long to tell."""
+        """The engine has not done all of it, or it is long to tell, or read slowly."""
         jobs = [job for job in self.process.jobs if job.http_id == f"r{self.call['id']}"]
         choices = [choice for job in jobs for choice in job.choices]
         return (
             any(not choice.finish_reason for choice in choices)
             or self.settings["scores_in_place"] < 100
+            or "sip" in self.caller.event
         )
 
     def may_be_full(self, message: str) -> bool:

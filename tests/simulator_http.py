@@ -456,6 +456,9 @@ class World:
         before = len(self.callers)
         self.encoder_fault = False
         self.engines[-1].engine.runner.fault = ""
+        # what full links hold is read first, a piece in a few turns
+        pieces = self.settings["link_room"] / self.settings["link_piece"]
+        self.rest(4 * pieces * self.settings["turn_seconds"])
         for number in range(self.settings["workers"]):
             self.ask(number, 10_000 + number)
             self.wait(5.0, self.is_quiet, "the server serves nobody any more")
@@ -527,8 +530,11 @@ class World:
         self.stop()
         if self.settings["drain_seconds"]:
             self.rest(0.5)
+            # one more than --max-connections would be closed, without an answer
+            room = self.settings["max_connections"] - len(asked)
             newcomers = [
-                self.ask(number, 13_000 + number) for number in range(self.settings["workers"])
+                self.ask(number, 13_000 + number)
+                for number in range(min(room, self.settings["workers"]))
             ]
             self.rest(0.4)
             for caller in newcomers:

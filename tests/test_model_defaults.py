@@ -61,7 +61,7 @@ def test_without_a_file_and_with_one_of_ids_alone_there_is_nothing_to_tell(folde
 
 
 def test_null_is_not_given(folder):
-    assert model_defaults(folder(dict.fromkeys(params.NAMES) | {"num_beams": None})) == ({}, "")
+    assert model_defaults(folder(dict.fromkeys(params.TAKEN) | {"num_beams": None})) == ({}, "")
 
 
 def test_what_is_taken_is_told_with_the_flag_against_it(folder):
@@ -100,9 +100,9 @@ def test_what_is_not_understood_is_told(folder, saved, told):
     assert "does not say, top_k 5" in note and (told is None or f"; not applied, {told} (" in note)
 
 
-@pytest.mark.parametrize("name", params.NAMES)
+@pytest.mark.parametrize("name", params.TAKEN)
 def test_values_out_of_range_are_refused(folder, name):
-    ours = params.NAMES[name]
+    ours = "max_tokens" if name == "max_new_tokens" else name
     for value in (99 if name == "temperature" else -2, "1", True, [1], float("nan")):
         with pytest.raises(ValueError) as raised:
             model_defaults(folder({name: value}))
