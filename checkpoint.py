@@ -263,7 +263,12 @@ def weight_files(directory: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{index} is broken ({error}): restore the file") from error
-    return [directory / Path(name).name for name in names]
+    for name in names:
+        if not (directory / name).is_file():
+            raise CheckpointError(
+                f"{directory / name} is missing, {index.name} names it: download it, too"
+            )
+    return [directory / name for name in names]
 
 
 def no_model(missing: Path) -> str:

@@ -262,14 +262,11 @@ ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
 }
-# keys of config.json that are understood, with the only value that this code computes
+# keys of config.json with the only value that this code computes, which is not "no" or "none"
 FIXED_OPTIONS = {
     "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "rope_interleaved": False,
+    "is_causal": True,
     "partial_rotary_factor": 1.0,
-    "use_bidirectional_attention": False,
 }
 # keys that change nothing in what is computed when serving; _names are notes, too
 NOTES = [
@@ -311,7 +308,8 @@ NOTES = [
 NOTE_PREFIXES = ("_", "summary_")
 NOTE_SUFFIXES = ("_token_id", "_token_index")
 # keys that are understood in every family
-ALWAYS_READ = {"rope_theta", "rope_scaling", "rope_parameters", "eos_token_id", "text_config"}
+ALWAYS_READ = {"eos_token_id", "text_config"}
+ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
 # what transformers writes as the end of text where none was named, whatever the vocabulary
 DEFAULT_EOS = 50256
 
@@ -410,13 +408,15 @@ def read_fields(saved: dict, generation: dict | None = None) -> GPTConfig:
     saved = saved | (saved.get("text_config") or {})  # of a larger model's text part
     family = family_named(saved)
     check_keys(saved, family)
+    if saved.get("tie_word_embeddings", False) is None:
+        del saved["tie_word_embeddings"]
     saved = family.defaults | saved
     ours = {field: saved[key] for field, key in family.names.items() if key in saved}
     if family.architecture != "GPT2LMHeadModel":
         for field in ("vocab_size", "n_layer", "n_head", "n_embd", "n_inner"):
             if field not in ours:
                 raise CheckpointError(f"{family.names[field]} is missing: restore it")
-        check_size("num_hidden_layers", ours["n_layer"])
+        check_size("num_hidden_layers", ours["n_layer"], 2**16)
         ours["windows"] = read_windows(saved, family, ours["n_layer"])
         ours["rope"] = read_ropes(saved, ours["windows"])
     for field in ("attention_softcap", "logit_softcap"):
@@ -433,6 +433,8 @@ def read_fields(saved: dict, generation: dict | None = None) -> GPTConfig:
 def check_keys(saved: dict, family: Family):
     """Raises CheckpointError for a key or value that would change the computation."""
     understood = ALWAYS_READ.union(NOTES) | set(family.names.values()) | family.defaults.keys()
+    if family.fields:
+        understood |= ROPE_KEYS
     for key, value in saved.items():
         if key in understood or key.startswith(NOTE_PREFIXES) or key.endswith(NOTE_SUFFIXES):
             continue

@@ -310,6 +310,7 @@ class GPTConfig:
         sizes = ["vocab_size", "context_length", "n_layer", "n_head", "n_embd"]
         for name in sizes:
             check_size(name, getattr(self, name))
+        check_size("n_layer", self.n_layer, 2**16)  # a window for each is a list that long
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.head_size is None:
@@ -360,10 +361,10 @@ class GPTConfig:
                 raise ValueError(f"{name} {value!r} is unknown; there is {', '.join(there)}")
 
 
-def check_size(name: str, size):
+def check_size(name: str, size, limit: int = 2**31):
     # not isinstance, to which True is an int
-    if type(size) is not int or not 0 < size < 2**31:
-        wanted = "a whole number of at least 1, and below 2**31,"
+    if type(size) is not int or not 0 < size < limit:
+        wanted = f"a whole number of at least 1, and below {limit:,},"
         raise ValueError(f"{name} is {size!r}: {wanted} is wanted")
 
 

@@ -35,7 +35,7 @@ TOKENS = torch.randint(97, (2, 33), generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu", "relu", "relu2"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_transformers_opens_what_we_save(tmp_path, activation, bias):
-    ours = random_model(activation=activation, bias=bias, eos_token_id=5)
+    ours = random_model(activation=activation, bias=bias, eos_token_ids=(5,))
     save_checkpoint(ours, tmp_path)
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -68,7 +68,14 @@ def test_we_open_what_transformers_saves(tmp_path, activation):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"bias": False}, {"n_kv_head": 2}, {"eos_token_id": 3, "dropout": 0.1}]
+    "changes",
+    [
+        {},
+        {"bias": False},
+        {"n_kv_head": 2},
+        {"eos_token_ids": (3,), "dropout": 0.1},
+        {"n_inner": 48, "tied": False},
+    ],
 )
 def test_what_we_save_comes_back_to_the_bit(tmp_path, changes):
     ours = random_model(**changes)
@@ -144,12 +151,12 @@ def test_a_directory_without_config_holds_no_model(tmp_path):
     [
         "", "{", "[]", "null", "[" * 100_000,
         '{"n_layer": "three"}', '{"n_layer": true}', '{"n_layer": 2.0}',
-        '{"n_embd": 1' + "0" * 30 + "}", '{"activation_function": "swish"}', '{"resid_pdrop": "x"}',
+        '{"n_embd": 1' + "0" * 30 + "}", '{"n_inner": 0}', '{"resid_pdrop": "x"}',
         '{"resid_pdrop": 1}', '{"layer_norm_epsilon": "1e-5"}', '{"layer_norm_epsilon": NaN}',
         '{"bias": "no"}', '{"eos_token_id": [1, "2"]}', '{"eos_token_id": -1}',
         '{"eos_token_id": 1000000000}', '{"eos_token_id": true}',
         '{"n_kv_head": 0}', '{"n_head": 0}', '{"n_head": 7}', '{"n_head": 1000000000}',
-        '{"n_layer": -1}',
+        '{"n_layer": -1}', '{"n_layer": 1000000000}',
     ],
 )  # fmt: skip
 def test_broken_configurations(tmp_path, content):
@@ -162,16 +169,19 @@ def test_broken_configurations(tmp_path, content):
         load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["n_layer", "n_embd", "n_positions", "vocab_size"])
-def test_sizes_are_compared_with_the_file_first(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("n_layer", 2**16 - 1), ("n_embd", 2**30), ("n_positions", 2**30), ("vocab_size", 2**30)],
+)
+def test_sizes_are_compared_with_the_file_first(tmp_path, name, size):
     """
     With "n_layer": 1000000000 loading never ended; of others torch said that a storage size
     overflowed.
     """
     save_checkpoint(random_model(), tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: 2**30}))
-    with pytest.raises(CheckpointError, match=r"does not match config\.json"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: size}))
+    with pytest.raises(CheckpointError, match=r"weights do not match config\.json"):
         load_checkpoint(tmp_path)
 
 
@@ -179,13 +189,12 @@ def test_sizes_are_compared_with_the_file_first(tmp_path, name):
     ("option", "value"),
     [
         ("scale_attn_by_inverse_layer_idx", True),
-        ("model_type", "llama"),
-        ("n_inner", 48),
-        ("n_inner", 127),
+        ("model_type", "mixtral"),
+        ("activation_function", "quick_gelu"),
         ("scale_attn_weights", False),
         ("scale_attn_weights", None),
         ("add_cross_attention", True),
-        ("tie_word_embeddings", False),
+        ("rope_theta", 10000.0),
     ],
 )
 def test_options_that_we_do_not_compute_are_refused(tmp_path, option, value):
@@ -221,8 +230,9 @@ def test_what_a_configuration_does_not_say_is_as_in_transformers(tmp_path):
         ("activation", "activation_function"),
     ):
         assert getattr(ours, name) == getattr(theirs, their_name)
-    for name in ("vocab_size", "n_layer", "n_head", "n_embd", "layer_norm_epsilon"):
+    for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
         assert getattr(ours, name) == getattr(theirs, name)
+    assert (ours.norm_epsilon, ours.tied) == (theirs.layer_norm_epsilon, theirs.tie_word_embeddings)
     assert (ours.bias, ours.dropout, ours.n_kv_head, ours.eos_token_ids) == (True, 0.0, 12, ())
     assert ours == GPTConfig()
 
@@ -238,19 +248,18 @@ KEYS = [
     ("activation_function", "relu", "activation", "relu"),
     ("bias", False, "bias", False),
     ("resid_pdrop", 0.25, "dropout", 0.25),
-    ("layer_norm_epsilon", 0.001, "layer_norm_epsilon", 0.001),
-    ("layer_norm_epsilon", 0, "layer_norm_epsilon", 0),
-    ("eos_token_id", 0, "eos_token_id", 0),
-    ("eos_token_id", 50256, "eos_token_id", 50256),
+    ("layer_norm_epsilon", 0.001, "norm_epsilon", 0.001),
+    ("layer_norm_epsilon", 0, "norm_epsilon", 0),
+    ("n_inner", 100, "n_inner", 100),
+    ("tie_word_embeddings", False, "tied", False),
+    ("eos_token_id", 0, "eos_token_ids", (0,)),
+    ("eos_token_id", 50256, "eos_token_ids", (50256,)),
 ]
 
 
 @pytest.mark.parametrize(("key", "value", "field", "meant"), KEYS)
 def test_each_key_of_a_configuration_sets_one_field(tmp_path, key, value, field, meant):
-    wanted = vars(GPTConfig()) | {field: meant}
-    if field == "n_head":
-        wanted["n_kv_head"] = meant  # as many, where it is not said
-    assert vars(written_config(tmp_path, **{key: value})) == wanted
+    assert written_config(tmp_path, **{key: value}) == GPTConfig(**{field: meant})
 
 
 @pytest.mark.parametrize(("vocab_size", "ids"), [(50256, ()), (50257, (50256,)), (50304, (50256,))])
@@ -271,12 +280,15 @@ def test_gpt2s_end_of_text_counts_where_there_is_such_a_token(tmp_path, vocab_si
         ),
         ({"dropout": 1}, "dropout is 1: a number from 0 to below 1 is wanted"),
         ({"dropout": -0.1}, "dropout is -0.1: a number from 0 to below 1 is wanted"),
-        ({"layer_norm_epsilon": -1e-9}, "layer_norm_epsilon is -1e-09: a number from 0"),
-        ({"layer_norm_epsilon": 1.0}, "layer_norm_epsilon is 1.0: a number from 0"),
+        ({"norm_epsilon": -1e-9}, "norm_epsilon is -1e-09: a number from 0"),
+        ({"norm_epsilon": 1.0}, "norm_epsilon is 1.0: a number from 0"),
         ({"bias": 1}, "bias is 1: true or false is wanted"),
-        ({"vocab_size": 5, "eos_token_id": 5}, "eos_token_id is 5: a token id, 0 to 4, or none"),
         (
-            {"vocab_size": 5, "eos_token_id": 4, "more_eos_token_ids": (5,)},
+            {"vocab_size": 5, "eos_token_ids": (5,)},
+            "eos_token_id is 5: a token id, 0 to 4, or none",
+        ),
+        (
+            {"vocab_size": 5, "eos_token_ids": (4, 5)},
             "eos_token_id is 5: a token id, 0 to 4",
         ),
         ({"activation": "swish"}, "activation 'swish' is unknown; there is gelu_new"),
@@ -287,7 +299,7 @@ def test_shapes_that_cannot_be(fields, message):
         GPTConfig(**fields)
     assert str(caught.value).startswith(message)
     assert GPTConfig(
-        vocab_size=5, eos_token_id=4, n_embd=32, n_head=4, n_kv_head=2, dropout=0
+        vocab_size=5, eos_token_ids=(4,), n_embd=32, n_head=4, n_kv_head=2, dropout=0
     )  # at the edges
 
 
@@ -296,15 +308,14 @@ def test_the_configuration_that_is_written(tmp_path, dtype):
     """All that other programs read of it, as they spell it."""
     folder = tmp_path / "a" / "b"  # which need not be there
     save_checkpoint(
-        random_model(eos_token_id=5, more_eos_token_ids=(7,), dropout=0.1, n_kv_head=2).to(dtype),
+        random_model(eos_token_ids=(5, 7), dropout=0.1, n_kv_head=2).to(dtype),
         folder,
     )
     assert json.loads((folder / "config.json").read_text()) == {
         "vocab_size": 97, "n_positions": 33, "n_layer": 3, "n_head": 4, "n_embd": 32,
         "n_kv_head": 2, "activation_function": "gelu_new", "bias": True, "resid_pdrop": 0.1,
         "embd_pdrop": 0.1, "attn_pdrop": 0.1, "layer_norm_epsilon": 1e-5, "eos_token_id": [5, 7],
-        "bos_token_id": 5, "model_type": "gpt2", "n_inner": None, "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
+        "bos_token_id": 5, "model_type": "gpt2", "n_inner": 128,
         "tie_word_embeddings": True, "architectures": ["GPT2LMHeadModel"],
         "dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
@@ -467,7 +478,7 @@ def test_all_tokens_that_end_a_text_are_read(tmp_path, own, generation, ids):
 
 
 def test_several_ends_of_text_come_back(tmp_path):
-    ours = random_model(eos_token_id=5, more_eos_token_ids=(7, 9))
+    ours = random_model(eos_token_ids=(5, 7, 9))
     save_checkpoint(ours, tmp_path)
     assert load_config(tmp_path) == ours.config
     assert transformers.GPT2Config.from_pretrained(tmp_path).eos_token_id == [5, 7, 9]
@@ -487,22 +498,26 @@ def test_an_end_of_text_outside_the_vocabulary_is_refused(tmp_path):
             load_config(tmp_path)
 
 
-def test_an_untied_head_is_refused(tmp_path):
+def test_a_head_of_its_own_opens(tmp_path):
     """
-    A head that is not the embedding was ignored: another model than the file's, without a word.
+    A head that is not the embedding was ignored, then refused: whatever config.json says, it is the
+    head that the file has.
     """
     save_checkpoint(random_model(), tmp_path)
     embedding = load_file(tmp_path / "model.safetensors")["transformer.wte.weight"]
     change_weights(tmp_path, **{"lm_head.weight": embedding.clone()})
-    assert (
-        load_checkpoint(tmp_path).config == random_model().config
-    )  # a copy of the embedding is no other head
-    for other in (embedding + 1, embedding[:96].clone()):
-        change_weights(tmp_path, **{"lm_head.weight": other})
-        with pytest.raises(
-            CheckpointError, match=r"lm_head\.weight, is not the embedding: .* vLLM serves"
-        ):
-            load_checkpoint(tmp_path)
+    # a copy of the embedding is no other head
+    assert load_checkpoint(tmp_path).config == random_model().config
+    other = embedding + 1
+    change_weights(tmp_path, **{"lm_head.weight": other})
+    for said in (True, False, None):
+        change_config(tmp_path, tie_word_embeddings=said)
+        again = load_checkpoint(tmp_path)
+        assert torch.equal(again.lm_head.weight, other)
+        assert torch.equal(again.wte.weight, embedding) and not again.config.tied
+    change_weights(tmp_path, **{"lm_head.weight": embedding[:96].clone()})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is \(96, 32\), wanted \(97, 32\)"):
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -513,7 +528,7 @@ def test_weights_that_the_model_lacks_are_refused(tmp_path, name):
     save_checkpoint(random_model(), tmp_path)
     change_weights(tmp_path, **{f"transformer.{name}": torch.ones(32)})
     with pytest.raises(
-        CheckpointError, match=f"does not match config.json: {name} is no part of this model"
+        CheckpointError, match=f"weights do not match config.json: {name} is no part of this model"
     ):
         load_checkpoint(tmp_path)
 
@@ -530,11 +545,7 @@ def test_biases_beside_a_config_without_are_refused(tmp_path):
     "files",
     [
         ["pytorch_model.bin"],
-        [
-            "model-00001-of-00002.safetensors",
-            "model-00002-of-00002.safetensors",
-            "model.safetensors.index.json",
-        ],
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
         ["tf_model.h5", "flax_model.msgpack"],
     ],
 )
