@@ -98,6 +98,7 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int, block_size: int = 4):
         self.num_blocks = num_blocks
+        self.sink = num_blocks  # in block tables: a block that was given back and is not seen again
         self.block_size = block_size
         self.ref_counts = [0] * num_blocks  # how many block tables hold each block
         # in no table and not committed; a stack: the block freed last is handed out next
@@ -141,6 +142,8 @@ class BlockAllocator:
     def share(self, blocks: list[int]):
         """One more block table holds these blocks: a fork of a running request, or a prefix hit."""
         for block in blocks:
+            if block == self.sink:
+                continue
             if self.ref_counts[block] == 0:
                 del self.idle[block]
             self.ref_counts[block] += 1
@@ -152,6 +155,8 @@ class BlockAllocator:
         Raises ValueError for a block without a reference.
         """
         for block in reversed(block_table):
+            if block == self.sink:
+                break  # and so are all before it
             if self.ref_counts[block] < 1:
                 raise ValueError(f"block {block} is freed twice: no block table holds it")
             self.ref_counts[block] -= 1
@@ -282,12 +287,12 @@ def commit_blocks(
     Enter the full blocks among the request's first num_slots slots, whose K, V exist, into the
     prefix cache, and count them in `num_committed`. With `ref_counts`, a block with other owners is
     skipped for good: a fork may still write into it (the last owner writes without copying), so its
-    content is not final.
+    content is not final; the sink is skipped, too.
     """
     for index in range(request.num_committed, num_slots // block_size):
         block = request.block_table[index]
         content = request.content_of(index, block_size)
-        if ref_counts is None or ref_counts[block] == 1:
+        if ref_counts is None or (block < len(ref_counts) and ref_counts[block] == 1):
             block_cache.insert(block, content)
         request.num_committed = index + 1
 
@@ -389,6 +394,10 @@ class SchedulerSettings:
         True, "compute each prompt from its first token", flag="--no-prefix-cache"
     )
 
+    # where every layer of the model slides, the largest window: a token sees itself and window - 1
+    # tokens before it, and blocks behind that are given back; 0: some layer sees all
+    window: int = 0
+
     def __post_init__(self):
         for f in fields(self):
             least = f.metadata.get("least")
@@ -404,6 +413,16 @@ class SchedulerSettings:
                 f"prefill_share is {self.prefill_share}, wanted a share of the token budget: 0 or "
                 "more, below 1"
             )
+
+
+def blocks_held(num_tokens: int, block_size: int, window: int = 0) -> int:
+    """
+    The blocks that a text of so many tokens must hold at once. A window may begin with the last
+    slot of a block.
+    """
+    if window:
+        num_tokens = min(num_tokens, block_size - 1 + window)
+    return -(-num_tokens // block_size)
 
 
 class Scheduler:
@@ -474,6 +493,11 @@ class Scheduler:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def first_block(self, position: int) -> int:
+        """The first logical block that the token at this position sees."""
+        window = self.settings.window
+        return max(0, position - window + 1) // self.block_size if window else 0
+
     # -- requests in: queue, admit -----------------------------------------------------------------
 
     def add_request(self, request: Request):
@@ -485,7 +509,8 @@ class Scheduler:
             raise ValueError(
                 f"request {request.id} has an empty prompt: give it at least one token"
             )
-        needed = self.blocks_for(request.num_tokens)
+        window = self.settings.window
+        needed = blocks_held(request.num_tokens, self.block_size, window)
         available = self.block_allocator.num_blocks
         if needed > available:
             raise ValueError(
@@ -518,7 +543,9 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """
         Give a waiting request a row and the blocks for all its tokens, those of a cached prefix
-        shared; it is prefilling then. Returns False where there is no room: nothing has changed.
+        shared; it is prefilling then. With a window, a long text gets as many as it must hold at
+        once, and goes on in what it leaves behind and what is free (`_extend`). Returns False where
+        there is no room: nothing has changed.
         """
         # a request that was preempted with a token to come cannot be computed before it is known
         if not self.free_rows or request.num_to_come:
@@ -527,7 +554,9 @@ class Scheduler:
         num_tokens = request.num_tokens
         hits = self._find_prefix(request)
         num_hit_tokens = len(hits) * self.block_size
-        needed = self.blocks_for(num_tokens) - len(hits)
+        left = self.first_block(num_hit_tokens)  # of the hits, blocks that are seen no more
+        S = self.block_size
+        needed = blocks_held(num_tokens - left * S, S, self.settings.window) - (len(hits) - left)
         # an idle hit counts as free, but is about to be referenced
         spare = allocator.num_free - len(allocator.idle.keys() & hits)
         # with no other request to grow, one may take the whole pool
@@ -551,19 +580,27 @@ class Scheduler:
 
     def _find_prefix(self, request: Request) -> list[int]:
         """
-        The physical blocks of the longest prefix that is cached, not referenced yet. Never all of
-        the request's tokens: one must be computed to have logits to sample from.
+        The physical blocks of the longest prefix that is cached, not referenced yet. With a window,
+        only those that the first token to compute sees must be there; before them is the sink.
+        Never all of the request's tokens: one must be computed to have logits to sample from.
         """
-        hits: list[int] = []
+        found: list[int] = []
         # to score a prompt takes the logits of all its tokens, so all are computed
         if not self.settings.prefix_cache or request.prompt_logprobs is not None:
-            return hits
+            return found
+        longest = 0  # blocks
+        missing = -1  # the last one that is not cached
         for index in range((request.num_tokens - 1) // self.block_size):
             block = self.block_cache.lookup(request.content_of(index, self.block_size))
             if block is None:
-                break
-            hits.append(block)
-        return hits
+                if not self.settings.window:
+                    break
+                missing = index
+            found.append(block)
+            if missing < self.first_block((index + 1) * self.block_size):
+                longest = index + 1
+        left = self.first_block(longest * self.block_size)
+        return [self.block_allocator.sink] * left + found[left:longest]
 
     # -- before a step: plan it --------------------------------------------------------------------
 
@@ -600,8 +637,9 @@ class Scheduler:
             self.active = self.active[limit:] + plan.decodes
         S = self.block_size
         ref_counts = self.block_allocator.ref_counts
-        # the hot loop: S - 1 times out of S a request has room, and there is nothing to do
-        for request in list(plan.decodes):
+        # the hot loop: S - 1 times out of S a request has room, and there is nothing to do; prompts
+        # have room from their admission on, but for long ones with a window
+        for request in plan.decodes + self.prefilling:
             table = request.block_table
             if request.num_filled_slots == len(table) * S or ref_counts[table[-1]] > 1:
                 self._make_room(request, plan)
@@ -613,13 +651,13 @@ class Scheduler:
 
     def _make_room(self, request: Request, plan: Plan):
         """
-        Give a decode a slot of its own for its next token: a new block where the last one is full,
+        Give a request a slot of its own for its next token: a new block where the last one is full,
         a copy where it is shared. While no block is free, preempt and look again: by then the last
         block may be shared no more, or the request itself preempted. Where blocks of ending
-        requests are about to come back, the request leaves plan.decodes instead.
+        requests are about to come back, a decode leaves plan.decodes instead.
         """
         allocator = self.block_allocator
-        while request.status == "active":
+        while request.row is not None:
             table = request.block_table
             is_full = request.num_filled_slots == len(table) * self.block_size
             if not is_full and allocator.ref_counts[table[-1]] == 1:
@@ -633,8 +671,11 @@ class Scheduler:
                     allocator.free_blocks_for_request(table[-1:])
                     table[-1] = block
                     self.num_copies += 1
+            elif self._slide(request, request.num_filled_slots):
+                continue  # with overlap: those of the step under way are lost for the prefix cache
             elif self.ending:  # blocks are about to come back
-                plan.decodes.remove(request)
+                if request in plan.decodes:
+                    plan.decodes.remove(request)
                 return
             else:
                 plan.preempted.append(self._preempt_for(request))
@@ -647,9 +688,10 @@ class Scheduler:
         """
         running = self.running
         if len(running) == 1:
+            num_blocks = self.block_allocator.num_blocks
             raise RuntimeError(
                 f"request {request.id} cannot grow: it is alone in the pool and holds "
-                f"{len(request.block_table)} of {self.block_allocator.num_blocks} blocks for "
+                f"{num_blocks} of {num_blocks} blocks for "
                 f"{request.num_filled_slots} tokens, wanted 1 more; make the pool larger "
                 "(max_kv_tokens, --kv-blocks) or max_new_tokens smaller"
             )
@@ -680,11 +722,25 @@ class Scheduler:
                 break
             share = -(-left // max(1, num_sharers - i))
             missing = request.prefill_target - request.prefill_cursor
-            n = min(share, missing)
+            n = self._extend(request, min(share, missing))
+            if n == 0:  # it waits for blocks that are about to come back
+                continue
             plan.chunks.append((request, n))
             if n == missing:
                 plan.completed.append(request)
             left -= n
+
+    def _extend(self, request: Request, n: int) -> int:
+        """
+        Lengthen a prompt's block table for its next n tokens, as far as blocks are free (the
+        watermark apart). Returns how many it has room for. Without a window it has its blocks.
+        """
+        allocator = self.block_allocator
+        table = request.block_table
+        start = request.num_filled_slots
+        wanted = self.blocks_for(start + n) - len(table)
+        table += allocator.allocate_n(max(0, min(wanted, allocator.num_free - self.watermark)))
+        return min(n, len(table) * self.block_size - start)
 
     # -- after a step: take in what it computed ----------------------------------------------------
 
@@ -753,10 +809,28 @@ class Scheduler:
         return finished
 
     def _commit(self, request: Request):
+        """Commit its full blocks, and only then leave some behind: so they can still be hit."""
         if self.settings.prefix_cache:
             computed = request.num_computed_slots
             ref_counts = self.block_allocator.ref_counts
             commit_blocks(request, self.block_cache, self.block_size, computed, ref_counts)
+        if self.settings.window:
+            self._slide(request, request.num_computed_slots)
+
+    def _slide(self, request: Request, position: int) -> bool:
+        """
+        Give back the blocks that the request's token at `position` does not see, nor any after it:
+        the sink takes their places. A step under way may read them, if its tokens come before; what
+        writes there next is launched after it, on the same stream. Returns whether there were any.
+        """
+        allocator = self.block_allocator
+        table = request.block_table
+        end = start = self.first_block(position)
+        while start and table[start - 1] != allocator.sink:
+            start -= 1
+        allocator.free_blocks_for_request(table[start:end])
+        table[start:end] = [allocator.sink] * (end - start)
+        return start < end
 
     def promote(self, request: Request):
         """Its prompt is computed: from now on it decodes."""
@@ -840,6 +914,7 @@ class Scheduler:
         """Each block is free, referenced or idle, and referenced by as many tables as it counts."""
         allocator = self.block_allocator
         held = Counter(block for request in self.running for block in request.block_table)
+        del held[allocator.sink]
         counted = {block: n for block, n in enumerate(allocator.ref_counts) if n != 0}
         assert held == counted, f"block tables hold {held}, reference counts say {counted}"
         everything = sorted([*held, *allocator.free, *allocator.idle])
@@ -879,6 +954,8 @@ class Scheduler:
         )
         if r.status == "active":
             assert r.num_filled_slots == r.num_tokens - 1, f"{r.id}: an input is missing"
+        seen = r.block_table[self.first_block(r.num_filled_slots) :]
+        assert self.block_allocator.sink not in seen, f"{r.id}: its next token sees a freed block"
 
     def check_plan(self, plan: Plan):
         """

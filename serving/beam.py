@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from paged import Plan, Request
+from paged import Plan, Request, blocks_held
 from serving.engine import Engine
 from serving.params import GREEDY
 
@@ -63,6 +63,8 @@ def check_beams_fit(engine: Engine, P: int, width: int, max_tokens: int):
         )
     shared = P // scheduler.block_size  # full blocks of the prompt
     needed = shared + width * (scheduler.blocks_for(P + max_tokens) - shared)
+    window = scheduler.settings.window
+    needed = min(needed, width * blocks_held(P + max_tokens, scheduler.block_size, window))
     if needed > engine.num_blocks:
         raise ValueError(
             f"{width} beams need {needed} blocks, the pool has {engine.num_blocks}: change width "

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from model import GPT
-from paged import Plan, Request, Scheduler
+from paged import Plan, Request, Scheduler, blocks_held
 from serving.params import SamplingParams
 from serving.runner import InFlight, Runner, StepResult
 from serving.settings import Settings
@@ -47,6 +47,9 @@ class Engine:
         """Raises ValueError for settings that cannot work here, with what to change."""
         on_gpu = model.wte.weight.is_cuda
         settings = with_step_size(settings or Settings(), on_gpu)
+        windows = getattr(model.config, "windows", ())
+        # where one layer sees all, blocks are kept
+        settings = replace(settings, window=max(windows) if windows and all(windows) else 0)
         if on_gpu and settings.num_blocks is None:  # what a step takes is not free for the pool
             with explain_lack_of_memory("the weights and a step"):
                 Runner(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
@@ -173,6 +176,9 @@ class Engine:
         P = len(first.prompt_tokens)
         prompt_blocks = first.block_table[: scheduler.blocks_for(P)]
         can_share = first.status == "active" and first.num_committed * scheduler.block_size < P
+        if can_share:  # with a window, `first` may have left a block that a fork still sees
+            seen = prompt_blocks[scheduler.first_block(P - 1)]
+            can_share = seen != scheduler.block_allocator.sink
         n = self.num_choices.pop(first.id)
         for choice, id in enumerate(forks_of(first.id, n), start=1):
             if can_share and scheduler.free_rows:
@@ -387,7 +393,8 @@ class Engine:
         S = self.scheduler.block_size
         tokens = self.num_blocks * S
         size = runner.pool.kv.nbytes / 2**20
-        texts = f"{tokens // self.max_model_len} texts of {self.max_model_len:,}"
+        num_texts = self.num_blocks // blocks_held(self.max_model_len, S, self.settings.window)
+        texts = f"{num_texts} texts of {self.max_model_len:,}"
         blocks = f"{self.num_blocks:,} blocks of {S}"
         parts = [
             self.weights,
@@ -464,6 +471,7 @@ def describe(plan: Plan, scheduler: Scheduler) -> str:
     for request, length in lengths.items():
         for start, block in zip(range(0, length, S), request.block_table, strict=False):
             filled[block] = min(S, length - start)
+    filled.pop(allocator.sink, None)
     used = allocator.num_blocks - allocator.num_free
     decodes = " ".join(str(r.id) for r in plan.decodes)
     chunks = [f"{r.id}[{r.prefill_cursor}:{r.prefill_cursor + n}]" for r, n in plan.chunks]

@@ -13,6 +13,7 @@ import gc
 import sys
 import time
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -142,6 +143,7 @@ class Runner:
             counting=torch.arange(N + 1, dtype=torch.int32, device=device),
             S=settings.block_size,
         )
+        self.window = settings.window
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         self.shapes = []  # to which steps are padded, if they are
         if self.ops.fixed_shapes and device.type == "cuda":
@@ -166,18 +168,22 @@ class Runner:
         rows, last_token, context_len = upload(starts, self.device).unbind(1)
         self.known.last_token[rows] = last_token
         self.known.context_len[rows] = context_len
-        M = max(len(r.block_table) for r in requests)
-        tables = array("q")
-        for r in requests:
-            missing = M - len(r.block_table)
-            tables.extend(r.block_table + [self.pool.sink] * missing)
-        tables = upload(tables, self.device).view(-1, M)
-        self.known.block_tables[rows, :M] = tables.int()
+        self.fill_tables(requests)
         self.sampling.fill(*map(sampling_row, requests))
         for r in requests:
             self.scored_rows.discard(r.row)
             if r.params is not None and r.params.logprobs is not None:
                 self.scored_rows.add(r.row)
+
+    def fill_tables(self, requests: Iterable[Request]):
+        """Fill the block tables of requests, up to the longest: behind the others goes the sink."""
+        M = max(len(r.block_table) for r in requests)
+        tables = array("q")
+        for r in requests:
+            missing = M - len(r.block_table)
+            tables.extend([r.row, *r.block_table] + [self.pool.sink] * missing)
+        tables = upload(tables, self.device).view(-1, 1 + M)
+        self.known.block_tables[tables[:, 0], :M] = tables[:, 1:].int()
 
     def padded_shape(self, plan: Plan) -> StepShape:
         """
@@ -208,6 +214,8 @@ class Runner:
             self.pool.copy_blocks(to, source)
         if plan.admitted:
             self.fill_rows(*plan.admitted)
+        if self.window and plan.chunks:  # a long prompt gets its blocks chunk by chunk
+            self.fill_tables([r for r, _ in plan.chunks])
         shape = self.padded_shape(plan)
         wanted = list(range(len(plan.decodes)))
         wanted += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from model import GPT
+from paged import blocks_held
 from serving.runner import kv_dtype
 from serving.settings import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
 
@@ -51,7 +52,9 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
             f"a KV pool of {num_blocks} blocks of {S} tokens takes {wanted / 2**30:,.1f} GiB, "
             f"{device} has {total / 2**30:,.1f}: lower --kv-blocks or --block-size"
         )
-    longest = min(context_length, num_blocks * S)
+    longest = context_length
+    if blocks_held(context_length, S, settings.window) > num_blocks:
+        longest = num_blocks * S
     max_model_len = settings.max_model_len or longest
     if max_model_len > longest:
         raise ValueError(

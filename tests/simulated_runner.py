@@ -3,11 +3,12 @@ A `Runner` without a model, for the simulators: a step takes microseconds, and t
 known beforehand.
 
 The pool holds token ids instead of K and V. A step writes each of its tokens at its slot, and the
-next token of a text is a hash of that text *as it is read back through the block table*. So a wrong
-table, slot, copy, commit, hit or stale row changes an answer, as it would change what a real model
-says. What the real runner does on the host (the layout of a step's inputs, padding, which tokens
-are wanted) is the real runner's; what it does on the device is done here, to the same arrays, in
-plain Python. Not run by itself.
+next token of a text is a hash of that text *as it is read back through the block table*, or of its
+window, where every layer slides: nothing before that is read. So a wrong table, slot, copy, commit,
+hit or stale row changes an answer, as it would change what a real model says. What the real runner
+does on the host (the layout of a step's inputs, padding, which tokens are wanted) is the real
+runner's; what it does on the device is done here, to the same arrays, in plain Python. Not run by
+itself.
 
 There are two smaller ones: pretend.py, for tests of single rules of the engine, uses none of the
 real runner, and has log-probabilities that add up; scripted_engine.py, which is about what becomes
@@ -32,7 +33,7 @@ POISON = 255  # what a slot holds that its owner has not written; vocabularies e
 
 # --------------------------------------------------------------------------------------------------
 # What the model would say: pure functions of the text, (tokens as bytes), and of the noise's seed
-# and choice
+# and choice. With a window, of the text's end
 
 
 def noise_key(seed: int, choice: int) -> int:
@@ -48,10 +49,15 @@ def score(text: bytes, token: int, n: int, V: int) -> list:
     return [-float(crc), [(crc + i) % V for i in range(n)], [-float(i) for i in range(n)]]
 
 
-def scores_of(prompt: list[int], n: int, V: int) -> list[list]:
+def scores_of(prompt: list[int], n: int, V: int, window: int = 0) -> list[list]:
     """A score of each token but the first."""
     text = bytes(prompt)
-    return [score(text[:i], prompt[i], n, V) for i in range(1, len(prompt))]
+    return [score(seen(text[:i], window), prompt[i], n, V) for i in range(1, len(prompt))]
+
+
+def seen(text: bytes, window: int) -> bytes:
+    """What its last token sees of it."""
+    return text[-window:] if window else text
 
 
 def logits_after(text: bytes, V: int) -> torch.Tensor:
@@ -61,23 +67,24 @@ def logits_after(text: bytes, V: int) -> torch.Tensor:
 
 
 def answer(
-    prompt: list[int], max_tokens: int, stops: set[int], key: int, V: int
+    prompt: list[int], max_tokens: int, stops: set[int], key: int, V: int, window: int = 0
 ) -> tuple[list[int], str]:
     """The right answer: its tokens, and how it ends."""
     tokens = []
-    crc = crc32(bytes(prompt), key)
+    crc = crc32(seen(bytes(prompt), window), key)
     while len(tokens) < max_tokens:
         tokens.append(crc % V)
         if tokens[-1] in stops:
             return tokens, "stop"
-        crc = crc32(
-            bytes(tokens[-1:]), crc
-        )  # the CRC of a longer text goes on from that of the shorter one
+        if window:
+            crc = crc32(seen(bytes(prompt + tokens), window), key)
+        else:  # the CRC of a longer text goes on from that of the shorter one
+            crc = crc32(bytes(tokens[-1:]), crc)
     return tokens, "length"
 
 
 def beams(
-    prompt: list[int], width: int, max_tokens: int, eos: int | None, V: int
+    prompt: list[int], width: int, max_tokens: int, eos: int | None, V: int, window: int = 0
 ) -> list[tuple[list[int], float]]:
     """The right result of a beam search, straight from its definition: no blocks, no forks."""
     going = [([], 0.0)]
@@ -85,7 +92,8 @@ def beams(
     while going and (len(answers) < width or going[0][1] > answers[-1][1]):
         found = []
         for tokens, total in going:
-            scores = logits_after(bytes(prompt + tokens), V).log_softmax(-1) + torch.tensor(total)
+            logits = logits_after(seen(bytes(prompt + tokens), window), V)
+            scores = logits.log_softmax(-1) + torch.tensor(total)
             found += [([*tokens, token], score) for token, score in enumerate(scores.tolist())]
         best = sorted(found, key=lambda one: -one[1])[: 2 * width]
         ended = [one for one in best if one[0][-1] == eos or len(one[0]) == max_tokens]
@@ -155,6 +163,7 @@ class SimulatedRunner(Runner):
         self.device = "simulated"
         self.V = model.config.vocab_size
         self.block_size = settings.block_size
+        self.window = settings.window
         self.pool = Pool(settings.num_blocks, settings.block_size)
         self.graphs = {}
         self.decode_one = None
@@ -181,18 +190,26 @@ class SimulatedRunner(Runner):
         for request in plan.admitted:
             for block in request.block_table[request.num_filled_slots // S :]:
                 blocks[block][:] = self.pool.poison
+        if self.window:  # tables grow from chunk to chunk
+            for request, _ in plan.chunks:
+                for block in request.block_table[-(-request.num_filled_slots // S) :]:
+                    blocks[block][:] = self.pool.poison
 
     def fill_rows(self, *requests: Request):
         for r in requests:
             row, _, seed, choice, *_ = sampling_row(r)
             self.last_token[row] = (r.generated_tokens or r.prompt_tokens)[-1]
             self.context_len[row] = r.num_filled_slots
-            self.block_tables[row][: len(r.block_table)] = r.block_table
+            self.fill_tables([r])
             self.key[row] = noise_key(seed, choice)
             scored = r.params is not None and r.params.logprobs is not None
             self.scored_rows.discard(row)
             if scored:
                 self.scored_rows.add(row)
+
+    def fill_tables(self, requests):
+        for r in requests:
+            self.block_tables[r.row][: len(r.block_table)] = r.block_table
 
     def compute(self, packed, shape: StepShape, plan: Plan):
         """
@@ -237,10 +254,13 @@ class SimulatedRunner(Runner):
             self.context_len[row] = end
 
     def read(self, row: int, end: int) -> bytes:
-        """The first `end` tokens of a row's text, through its block table."""
+        """What the last of the first `end` tokens of a row sees, through its block table."""
         blocks = self.pool.blocks
-        table = self.block_tables[row][: -(-end // self.block_size)]
-        return b"".join([blocks[block] for block in table])[:end]
+        S = self.block_size
+        start = max(0, end - self.window) if self.window else 0
+        table = self.block_tables[row][start // S : -(-end // S)]
+        first = start // S * S
+        return b"".join([blocks[block] for block in table])[start - first : end - first]
 
     def break_logits(self, plan: Plan, n: int, tokens: list[int]):
         """After n decodes, padding included, come the chunks."""
@@ -272,9 +292,8 @@ class SimulatedRunner(Runner):
         for request, m in plan.chunks:
             if count := num_scored(request, m):
                 start = request.prefill_cursor
-                text = self.read(request.row, start + count)
                 scored = [
-                    (text[: i + 1], request.prompt_tokens[i + 1])
+                    (self.read(request.row, i + 1), request.prompt_tokens[i + 1])
                     for i in range(start, start + count)
                 ]
                 found.append((request, start, self.in_columns(scored, request.prompt_logprobs)))
@@ -302,11 +321,10 @@ def split_array(packed, shape: StepShape) -> StepInputs:
 class NoModel:
     """What `Engine` asks a model for, besides what only a runner does."""
 
-    def __init__(self, V: int, context_length: int, eos: int | None = None):
+    def __init__(self, V: int, context_length: int, eos: int | None = None, window: int = 0):
         ends = () if eos is None else (eos,)
-        self.config = GPTConfig(
-            V, context_length, n_layer=1, n_head=1, n_embd=1, eos_token_ids=ends
-        )
+        sizes = {"n_layer": 1, "n_head": 1, "n_embd": 1, "windows": (window,)}
+        self.config = GPTConfig(V, context_length, eos_token_ids=ends, **sizes)
         self.wte = torch.nn.Embedding(1, 1)
 
     def parameters(self):

@@ -49,9 +49,18 @@ from tests.simulated_runner import (
     noise_key,
     score,
     scores_of,
+    seen,
     simulated,
 )
-from tests.swarm import FAULTS, FEATURES, a_life, a_steady_life, simpler
+from tests.swarm import (
+    FAULTS,
+    FEATURES,
+    a_life,
+    a_steady_life,
+    blocks_of_window,
+    longest_text,
+    simpler,
+)
 
 # --------------------------------------------------------------------------------------------------
 # What is true of a text that somebody waits for
@@ -171,6 +180,7 @@ class World:
         self.V = settings["V"]
         self.S = settings["engine"]["block_size"]
         self.overlap = settings["engine"]["overlap"]
+        self.window = settings.get("window", 0)  # older traces have none
         self.urgency = URGENCY[settings["engine"]["policy"]]
         self.next_event = 0
         self.countdown = 0  # steps until the next event
@@ -204,7 +214,7 @@ class World:
             while not self.is_over:
                 self.renew()
                 self.engine = engine_module.Engine(self.model(), Settings(**settings["engine"]))
-                self.longest = min(settings["context"], settings["engine"]["num_blocks"] * self.S)
+                self.longest = longest_text(settings)
                 self.watch_plans()
                 loop.serve(self.engine, self, settings["max_queue"])
         self.counts["steps"] = self.steps
@@ -212,7 +222,7 @@ class World:
         return self.counts
 
     def model(self):
-        return NoModel(self.V, self.settings["context"], self.settings["eos"])
+        return NoModel(self.V, self.settings["context"], self.settings["eos"], self.window)
 
     def watch_plans(self):
         scheduler = self.engine.scheduler
@@ -338,9 +348,8 @@ class World:
         }
         texts = []
         for choice, id in enumerate(ids):
-            right = answer(
-                prompt, params["max_tokens"], stops, noise_key(params["seed"], choice), self.V
-            )
+            key = noise_key(params["seed"], choice)
+            right = answer(prompt, params["max_tokens"], stops, key, self.V, self.window)
             texts.append(Text(id, *right, choice, **shared))
         first, *others = texts
         first.prompt_logprobs = options.get("prompt_logprobs")
@@ -455,7 +464,8 @@ class World:
         so_far = parent.tokens[: parent.told]
         key = noise_key(child.params.seed, event["choice"])
         left = parent.max_tokens - parent.told
-        tokens, reason = answer(parent.prompt + so_far, left, parent.stops, key, self.V)
+        text = parent.prompt + so_far
+        tokens, reason = answer(text, left, parent.stops, key, self.V, self.window)
         own = {"id": child.id, "tokens": so_far + tokens, "reason": reason, "prompt_logprobs": None}
         self.comes_alive(replace(parent, admitted=None, others=[], broken_at=None, **own))
         self.counts["forks"] += 1
@@ -472,7 +482,7 @@ class World:
             assert not possible, f"beam search was refused: {error}"
         else:
             assert possible, f"beam search of {arguments} was not refused"
-            right = beams(*arguments, self.settings["eos"], self.V)
+            right = beams(*arguments, self.settings["eos"], self.V, self.window)
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in right], (
                 f"beams {found}, right: {right}"
             )
@@ -481,12 +491,18 @@ class World:
         return ()
 
     def has_room_for_beams(self, prompt: list[int], width: int, max_tokens: int) -> bool:
-        """Beams share the full blocks of their prompt, and each has its own from there on."""
+        """
+        Beams share the full blocks of their prompt, and each has its own from there on; but no more
+        than its window touches.
+        """
         end = len(prompt) + max_tokens
         shared = len(prompt) // self.S
         own = -(-end // self.S) - shared
         sizes = self.settings["engine"]
-        has_room = shared + width * own <= sizes["num_blocks"] and width <= sizes["max_num_seqs"]
+        needed = shared + width * own
+        if self.window:
+            needed = min(needed, width * min(shared + own, blocks_of_window(self.settings)))
+        has_room = needed <= sizes["num_blocks"] and width <= sizes["max_num_seqs"]
         return has_room and end <= self.longest
 
     # -- what the engine says ----------------------------------------------------------------------
@@ -521,11 +537,11 @@ class World:
         right = None
         if text.logprobs is not None:
             so_far = bytes(text.prompt + text.tokens[: text.told])
-            right = [score(so_far, token, text.logprobs, self.V)]
+            right = [score(seen(so_far, self.window), token, text.logprobs, self.V)]
         assert logprobs == right, f"{text.id}: log-probabilities {logprobs}, right: {right}"
         right = None
         if text.prompt_logprobs is not None and text.told == 0 and len(text.prompt) > 1:
-            right = scores_of(text.prompt, text.prompt_logprobs, self.V)
+            right = scores_of(text.prompt, text.prompt_logprobs, self.V, self.window)
         assert prompt_logprobs == right, (
             f"{text.id}: scores of the prompt {prompt_logprobs}, right: {right}"
         )
@@ -606,6 +622,9 @@ class World:
             self.check_queue(plan)
         for request in plan.decodes:
             self.salt_of[request.block_table[-1]] = self.live[request.id].salt
+        for request, _ in plan.chunks:
+            written = request.block_table[request.num_filled_slots // self.S :]
+            self.salt_of |= dict.fromkeys(written, self.live[request.id].salt)
 
     def check_preempted(self, plan: Plan):
         """Whoever was sent away is behind all who stay."""
@@ -636,7 +655,11 @@ class World:
         assert found <= most and found % S == 0, (
             f"{text.id}: {found} tokens found in the cache, at most {most}"
         )
-        for index, block in enumerate(request.block_table):
+        first = max(0, found - self.window + 1) // S if self.window else 0
+        assert request.block_table[:first] == [self.engine.num_blocks] * first, (
+            f"{text.id} holds what it does not see: {request.block_table}, found {found} tokens"
+        )
+        for index, block in enumerate(request.block_table[first:], first):
             if index < found // S:
                 assert self.salt_of[block] == text.salt, (
                     f"{text.id} of salt {text.salt!r} finds {self.salt_of[block]!r}"
@@ -674,6 +697,8 @@ class World:
         engine = self.engine
         running = sum(text.runs for text in self.live.values())
         held = {block for r in engine.requests.values() for block in r.block_table}
+        self.counts["windows"] += engine.num_blocks in held
+        held.discard(engine.num_blocks)  # the sink
         right = {
             "running": running,
             "waiting": len(self.live) - running,

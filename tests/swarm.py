@@ -20,7 +20,7 @@ FEATURES = [
         "forks",
         "beams",
     ),
-    *("overlap", "padding", "prefix cache", "several links"),
+    *("overlap", "padding", "prefix cache", "several links", "windows"),
 ]
 FAULTS = [
     *(
@@ -123,14 +123,29 @@ def settings_of(rng: random.Random, has: dict) -> dict:
         "max_queue": rng.choice([0, 1, 4]) if has["full queue"] else None,
         "links": rng.randint(2, 3) if has["several links"] else 1,
         "tick": rng.choice([0.0, 0.01, 1.0, 30.0]),  # seconds that a step takes
+        "window": rng.choice([0] * 7 + [1, 2, 3, 5, 8, 13, 21]) if has["windows"] else 0,
         "engine": engine,
     }
 
 
+def blocks_of_window(settings: dict) -> int | None:
+    """How many blocks a window touches at most, wherever it begins."""
+    S = settings["engine"]["block_size"]
+    window = settings.get("window", 0)  # older traces have none
+    return max(len({p // S for p in range(i, i + window)}) for i in range(S)) if window else None
+
+
+def longest_text(settings: dict) -> int:
+    """A text whose windows fit into the pool may be longer than it."""
+    engine = settings["engine"]
+    num_blocks = engine["num_blocks"]
+    slides = settings.get("window", 0) and blocks_of_window(settings) <= num_blocks
+    pool = settings["context"] if slides else num_blocks * engine["block_size"]
+    return min(settings["context"], pool)
+
+
 def request(rng: random.Random, has: dict, settings: dict, number: int) -> dict:
-    longest = min(
-        settings["context"], settings["engine"]["num_blocks"] * settings["engine"]["block_size"]
-    )
+    longest = longest_text(settings)
     length = rng.choice([rng.randint(1, longest - 1), rng.randint(1, min(longest - 1, 9))])
     most = longest - length
     params = {"max_tokens": rng.choice([most, rng.randint(1, most)]), "seed": rng.randrange(2**32)}
@@ -249,9 +264,7 @@ def fork(rng, has, settings, number) -> dict:
 
 
 def beam(rng, has, settings, number) -> dict:
-    longest = min(
-        settings["context"], settings["engine"]["num_blocks"] * settings["engine"]["block_size"]
-    )
+    longest = longest_text(settings)
     length = rng.randint(1, min(longest - 1, 12))
     prompt = a_prompt(rng, has, settings["V"], length)
     event = {

@@ -1033,3 +1033,195 @@ def test_a_block_that_a_fork_still_writes_is_not_committed():
         if step == 0:
             scheduler.add_request(Request("long", [5] * 60, 9))
     assert fork and first.status == "done"
+
+
+# --------------------------------------------------------------------------------------------------
+# Windows: every layer slides
+
+
+def windowed(window: int, num_blocks: int, token_budget: int = 16, **settings) -> Scheduler:
+    """With blocks of 4."""
+    settings = SchedulerSettings(window=window, **settings)
+    return Scheduler(
+        token_budget=token_budget, max_kv_tokens=4 * num_blocks, block_size=4, settings=settings
+    )
+
+
+def test_a_block_that_no_token_sees_any_more_is_given_back_and_the_sink_takes_its_place():
+    """
+    Would catch: a window of 5 or 7 for 6, which gives a block back a token too early or keeps one
+    too many.
+    """
+    scheduler = windowed(6, num_blocks=8)
+    r = Request("r", [*range(9)], 10)
+    scheduler.add_request(r)
+    tables = {}
+    while r.status != "done":
+        plan = scheduler.plan()
+        scheduler.check(plan)
+        tables[r.num_filled_slots] = list(r.block_table)
+        scheduler.update(plan, [0] * len(plan.sampled))
+        scheduler.check()
+    sink = scheduler.block_allocator.num_blocks
+    assert tables[0] == [0, 1, 2]  # the token at 9 sees 4..9, so block 0 is left after the prompt
+    assert [tables[p] for p in range(9, 12)] == 3 * [[sink, 1, 2]]
+    # 12 sees 7..12, so block 1 stays; 16 sees 11..16
+    assert [tables[p] for p in range(12, 16)] == 4 * [[sink, 1, 2, 3]]
+    assert [tables[p] for p in range(16, 18)] == 2 * [[sink, sink, 2, 3, 4]]
+    allocator = scheduler.block_allocator
+    assert list(allocator.idle) == [0, 1, 3, 2] and allocator.num_free == 8
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("window", "blocks"), [(1, 1), (2, 2), (5, 2), (6, 3), (9, 3), (10, 4)])
+def test_a_text_of_any_length_fits_into_the_blocks_that_its_window_touches(window, blocks, overlap):
+    """
+    Prompt and answer ten times as long as the pool. In one block less it is refused at once, with
+    the numbers; a text as short as that pool is not.
+    """
+    scheduler = windowed(window, num_blocks=blocks)
+    r = Request("r", [i % 7 for i in range(40 * blocks)], 40 * blocks)
+    scheduler.add_request(r)
+    under_way = None
+    for step in range(1000):
+        plan = scheduler.plan(step)
+        scheduler.check(plan)
+        scheduler.advance(plan)
+        if overlap:
+            plan, under_way = under_way, plan
+        if plan:
+            scheduler.resolve(plan, [0] * len(plan.sampled))
+        scheduler.check()
+        if r.status == "done":
+            break
+    assert r.num_generated == 40 * blocks and not r.num_preemptions
+    assert scheduler.peak_blocks == blocks
+    if blocks > 1:
+        scheduler = windowed(window, num_blocks=blocks - 1)
+        with pytest.raises(ValueError, match=f"needs {blocks} blocks .* the pool has {blocks - 1}"):
+            scheduler.add_request(Request("r", [0] * 4 * blocks, 1))
+        serve(scheduler, Request("short", [0] * 4 * (blocks - 1), 1))
+
+
+def test_with_room_a_stream_holds_its_window_and_a_chunk():
+    """Would catch: blocks that pile up until none is free."""
+    scheduler = windowed(8, num_blocks=100, token_budget=12)
+    r = Request("r", [i % 7 for i in range(80)], 80)
+    scheduler.add_request(r)
+    held = []
+    while r.status != "done":
+        step(scheduler)
+        held.append(len(set(r.block_table)))
+    # 7 tokens before a chunk of 12 touch 6 blocks at most; an answer's 7 and its token 3; the sink
+    assert max(held[:7]) <= 7 and max(held[7:]) <= 4
+    assert scheduler.peak_blocks <= 6
+
+
+def test_a_hit_needs_the_blocks_that_are_still_seen_and_no_others():
+    """
+    Would catch: a hit that wants its beginning, too; one that does without a block that is seen;
+    one of all tokens.
+    """
+    text = [*range(20)]
+    scheduler = windowed(6, num_blocks=8)
+    serve(scheduler, Request("first", text, 1))
+    allocator = scheduler.block_allocator
+    sink = allocator.num_blocks
+    blocks = {content.tokens[0]: block for block, content in scheduler.block_cache.held.items()}
+    assert blocks.keys() == {0, 4, 8, 12, 16}
+
+    def hits(prompt: list[int]) -> list[int]:
+        return scheduler._find_prefix(Request("r", prompt, 1))
+
+    def evict(*starts: int):
+        for start in starts:
+            del allocator.idle[blocks[start]]
+            scheduler.block_cache.forget(blocks[start])
+            allocator.free.append(blocks[start])
+
+    # 16 sees 11..16, 20 sees 15..20
+    assert hits(text) == [sink, sink, blocks[8], blocks[12]]
+    assert hits([*text, 20]) == [sink, sink, sink, blocks[12], blocks[16]]
+    evict(0, 4)
+    assert hits(text) == [sink, sink, blocks[8], blocks[12]]
+    assert hits([0, 9, *text[2:]]) == [], "another text ends alike"
+    evict(12)
+    assert hits(text) == hits([*text, 20]) == []
+    request = serve(scheduler, Request("again", text, 1))
+    assert request.num_hit_tokens == 0
+    assert hits(text[:17]) == [sink, sink, *scheduler_blocks(scheduler, 8, 12)]
+    request = running(scheduler, Request("third", text, 5))
+    assert request.num_hit_tokens == 16
+    scheduler.check()
+
+
+def scheduler_blocks(scheduler: Scheduler, *starts: int) -> list[int]:
+    """The cached blocks that begin with these tokens."""
+    held = scheduler.block_cache.held.items()
+    return [next(b for b, content in held if content.tokens[0] == start) for start in starts]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_what_a_chunk_leaves_behind_is_committed_first(prefix_cache):
+    """
+    With overlap a chunk is planned while the one before is computed, and its blocks are not
+    committed. Would catch: blocks given back before that, which no other prompt could find.
+    """
+    scheduler = windowed(4, num_blocks=12, token_budget=16, prefix_cache=prefix_cache)
+    r = Request("r", [*range(40)], 1)
+    scheduler.add_request(r)
+    plans = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        scheduler.check(plan)
+        scheduler.advance(plan)
+        plans.append(plan)
+        if len(plans) > 1:
+            scheduler.resolve(plans.pop(0), [])
+            scheduler.check()
+    assert r.num_filled_slots == 40 and r.num_computed_slots == 32
+    starts = {content.tokens[0] for content in scheduler.block_cache.held.values()}
+    assert starts == ({*range(0, 32, 4)} if prefix_cache else set())
+    assert len(set(r.block_table)) == 4  # the sink and what 29..39 touch
+
+
+def test_a_fork_a_preemption_and_an_abort_give_back_what_is_left():
+    """Would catch: the sink shared or freed as if it were a block."""
+    scheduler = windowed(6, num_blocks=8)
+    sink = scheduler.block_allocator.sink
+    parent = running(scheduler, Request("parent", [*range(13)], 30))
+    assert parent.block_table == [sink, sink, 2, 3]
+    child = scheduler.fork(parent, "child", priority=1)
+    scheduler.check()
+    assert child.block_table == parent.block_table
+    step(scheduler)
+    for _ in range(10):
+        step(scheduler)
+    assert parent.block_table[:4] == child.block_table[:4] == 4 * [sink]
+    assert not set(parent.block_table[4:]) & set(child.block_table[4:])
+    assert scheduler._preempt_for(parent) is child and child.block_table == []
+    scheduler.check()
+    scheduler.complete(parent)
+    scheduler.check()
+    while child.status != "done":
+        step(scheduler)
+    assert scheduler.block_allocator.num_free == 8
+
+
+def test_two_long_prompts_in_a_pool_for_one_and_a_half_are_both_served():
+    """
+    Their blocks are taken chunk by chunk, so one may need a block that the other has: the less
+    urgent gives way, and neither starves.
+    """
+    scheduler = windowed(16, num_blocks=8, token_budget=8, max_num_partial_prefills=2)
+    short = [Request(name, [i % 5 for i in range(12)], 60) for name in "ab"]
+    for r in short:
+        scheduler.add_request(r)
+    first_done = None
+    for _ in range(400):
+        step(scheduler)
+        first_done = first_done or next((r.id for r in short if r.status == "done"), None)
+        if scheduler.is_done():
+            break
+    assert scheduler.is_done() and first_done == "a"
+    assert short[0].num_preemptions == 0 < short[1].num_preemptions

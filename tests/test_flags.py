@@ -180,7 +180,7 @@ def built(monkeypatch):
 
 def test_what_the_engine_is_built_with(built):
     wanted = {name: DEFAULTS[name] for name in OF_THE_ENGINE if name not in NOT_THE_ENGINES}
-    wanted |= {"watermark": 0.01, "overlap": None, "seed": None}  # these have no flag
+    wanted |= {"watermark": 0.01, "overlap": None, "seed": None, "window": 0}  # without a flag
     assert built() == wanted | {
         "directory": "out/stdlib",
         "device": "cuda",

@@ -9,7 +9,8 @@ The fake store remembers for each slot *which text up to and including that toke
 running hash. So whatever goes wrong between a request and its K, V (a wrong share, a missed
 copy-on-write, a stale block, a commit before K, V exist, a hit on another prefix or another salt)
 shows up as a context that is not the request's own. Tokens are a function of what a request reads
-there, so a wrong context also gives wrong answers.
+there, so a wrong context also gives wrong answers. In a third of the trials every layer slides:
+then a request reads its window alone, and texts may be longer than the pool.
 
 Half of the trials overlap: as the engine does, they plan and compute a step before they take in the
 tokens of the one before, and fork a prompt when its first token is known, with the parent's next
@@ -54,6 +55,14 @@ MUST_HAPPEN = [
         "choice forked",
         "late stop",
     ),
+    *(
+        "slid",
+        "longer than the pool",
+        "hit without its beginning",
+        "prompt had to grow",
+        "slid in need",
+        "choice has no block",
+    ),
 ]
 
 
@@ -87,10 +96,14 @@ class Trial:
         S = rng.randint(1, 8)
         num_blocks = rng.randint(1, 12) if rng.random() < 0.9 else rng.randint(13, 40)
         self.room = num_blocks * S
+        self.window = rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 40)] + 8 * [0])
+        # any text fits into the blocks that a window can touch
+        if self.window and -(-(self.window - 1) // S) + 1 <= num_blocks:
+            self.room *= 3
         self.scheduler = Scheduler(
             rng.choice(["fcfs", "priority", "sjf"]),
             token_budget=rng.choice([1, 2, 3, rng.randint(1, 8), rng.randint(4, 40)]),
-            max_kv_tokens=self.room,
+            max_kv_tokens=num_blocks * S,
             block_size=S,
             settings=SchedulerSettings(
                 max_num_seqs=rng.randint(1, 8),
@@ -100,6 +113,7 @@ class Trial:
                 max_long_partial_prefills=rng.choice([1, 1, 2, 3]),
                 long_prefill_threshold=rng.choice([1, 2, 4, 8, 40]),
                 prefix_cache=rng.random() < 0.8,
+                window=self.window,
             ),
         )
         self.scheduler.block_allocator = self.allocator = Allocator(num_blocks, S)
@@ -107,7 +121,7 @@ class Trial:
             [None] * S for _ in range(num_blocks)
         ]  # what wrote each slot; None: poison
         self.tables = [
-            [0] * num_blocks for _ in range(self.scheduler.max_num_seqs)
+            [0] * (self.room // S) for _ in range(self.scheduler.max_num_seqs)
         ]  # the engine's, indexed by row
         self.texts: dict[int, list[int]] = {}  # request id -> running hash at each of its tokens
         self.expected: dict[
@@ -165,7 +179,10 @@ class Trial:
 
     def submit(self):
         rng, room = self.rng, self.room
-        if rng.random() < 0.1:
+        if (
+            rng.random() < 0.1
+            and self.room == self.allocator.num_blocks * self.allocator.block_size
+        ):
             self.refused(rng.choice([0, room + 1, room + rng.randint(2, 9)]))
         length = rng.choice(
             [
@@ -272,6 +289,9 @@ class Trial:
         ):
             return
         table = parent.block_table[: -(-P // S)]
+        if self.allocator.num_blocks in table[self.first_seen(P - 1) // S :]:
+            self.counts["choice has no block"] += 1
+            return
         own = {
             "generated_tokens": [],
             "num_filled_slots": P - 1,
@@ -297,8 +317,14 @@ class Trial:
         queue, prefilling, ending = (
             list(x) for x in (scheduler.waiting, scheduler.prefilling, scheduler.ending)
         )
+        before = {r: (len(r.block_table), self.num_left(r)) for r in scheduler.running}
         plan = scheduler.plan(self.step_number)
         scheduler.check(plan)
+        for request, (length, left) in before.items():
+            if request.row is not None:
+                grows = request.status == "prefilling" and len(request.block_table) > length
+                self.counts["prompt had to grow"] += grows
+                self.counts["slid in need"] += self.num_left(request) > left
         self.check_order(plan, queue, prefilling, ending)
         self.count(plan)
         launched = None
@@ -325,8 +351,12 @@ class Trial:
             self.end_all(r for r in took_part(plan) if r.status != "done")
             self.counts["failed after launch"] += 1
             return
+        full = self.full_blocks(plan)
         finished = scheduler.resolve(plan, tokens)
         scheduler.check()
+        self.check_windows()
+        cached = {self.kv[block][-1] for block in scheduler.block_cache.held}
+        assert full <= cached, "a block was filled, and is not in the cache"
         self.check_finished(finished)
         self.check_conservation()
         for block in scheduler.block_cache.held:
@@ -339,6 +369,48 @@ class Trial:
                 and self.rng.random() < 3 * self.p_fork
             ):
                 self.fork_choice(request)
+
+    def full_blocks(self, plan: Plan) -> set[int]:
+        """The texts of blocks that this step has filled, whose owner has them alone."""
+        if not self.scheduler.settings.prefix_cache:
+            return set()
+        S = self.scheduler.block_size
+        texts = set()
+        for request, n in work_of(plan):
+            if request.row is None:
+                continue
+            for index in range(request.num_committed, (request.num_computed_slots + n) // S):
+                block = request.block_table[index]
+                if block != self.allocator.num_blocks and self.allocator.ref_counts[block] == 1:
+                    texts.add(self.texts[request.id][(index + 1) * S - 1])
+        return texts
+
+    def first_seen(self, position: int) -> int:
+        return max(0, position - self.window + 1) if self.window else 0
+
+    def num_left(self, request: Request) -> int:
+        """Blocks of its table that are given back."""
+        return request.block_table.count(self.allocator.num_blocks)
+
+    def check_windows(self):
+        """
+        What no token sees any more was given back at the end of its last block, and nothing else
+        was.
+        """
+        S = self.scheduler.block_size
+        for request in self.scheduler.running:
+            left = self.num_left(request)
+            ended = request.num_computed_slots // S * S
+            seen = self.first_seen(request.num_filled_slots)
+            assert self.first_seen(ended) // S <= left <= seen // S, (
+                f"{request.id} at {request.num_filled_slots} has given back {left} blocks"
+            )
+            sinks = [self.allocator.num_blocks] * left
+            assert request.block_table[:left] == sinks
+            self.counts["slid"] += left > 0
+            self.counts["longer than the pool"] += (
+                len(request.block_table) > self.allocator.num_blocks
+            )
 
     def count(self, plan: Plan):
         """What the scheduler's own counts must come to, from what can be seen of its plans."""
@@ -357,19 +429,28 @@ class Trial:
             self.num_queried += request.num_tokens
             self.num_hits += hits
             self.counts["hit"] += hits > 0
+            cached = {self.kv[block][-1] for block in self.scheduler.block_cache.held}
+            first = self.texts[request.id][self.scheduler.block_size - 1 :][:1]
+            self.counts["hit without its beginning"] += hits > 0 and not cached.issuperset(first)
             self.counts["hit after preemption"] += hits > 0 and request.num_preemptions > 0
 
     def longest_hit(self, request: Request) -> int:
         """
         How many of its tokens the cache holds, in whole blocks, less the last one: that is always
-        computed.
+        computed. With a window it needs to hold what the first of the others sees.
         """
         if not self.scheduler.settings.prefix_cache or request.prompt_logprobs is not None:
             return 0
         S, texts = self.scheduler.block_size, self.texts[request.id]
         cached = {self.kv[block][-1] for block in self.scheduler.block_cache.held}
         ends = range(S, request.num_tokens, S)
-        return next((end - S for end in ends if texts[end - 1] not in cached), len(ends) * S)
+        if not self.window:
+            return next((end - S for end in ends if texts[end - 1] not in cached), len(ends) * S)
+        for hits in reversed(ends):
+            seen = range(self.first_seen(hits) // S * S + S, hits + 1, S)  # ends of blocks
+            if all(texts[end - 1] in cached for end in seen):
+                return hits
+        return 0
 
     def check_counts(self):
         counted = {
@@ -406,7 +487,8 @@ class Trial:
         )
         assert most_urgent not in plan.preempted, "the first in line was preempted"
         prefilling = [r for r in prefilling if r.status == "prefilling"]
-        if prefilling and scheduler.token_budget > 1:
+        waits = self.window and ending  # for their blocks
+        if prefilling and scheduler.token_budget > 1 and not waits:
             assert plan.chunks and plan.chunks[0][0] is prefilling[0], (
                 "the first prompt got no token"
             )
@@ -450,7 +532,7 @@ class Trial:
         self.allocator.handed_out.clear()
         for to, slots in copied.items():
             kv[to] = slots
-        for request in plan.admitted:
+        for request in plan.admitted + [r for r, _ in plan.chunks]:
             self.tables[request.row][: len(request.block_table)] = request.block_table
         for request in plan.decodes:
             self.tables[request.row][len(request.block_table) - 1] = request.block_table[-1]
@@ -465,13 +547,11 @@ class Trial:
                 kv[table[position // S]][position % S] = texts[position]
         for request, n in work:  # all K, V of a layer are written before anybody attends
             table, end = self.tables[request.row], request.num_filled_slots + n
-            context = [text for block in table[: -(-end // S)] for text in kv[block]][:end]
-            assert context == self.texts[request.id][:end], (
-                f"request {request.id} ({request.status}) attends to what is not its own: of "
-                f"{end} tokens, position "
-                f"{next(p for p in range(end) if context[p] != self.texts[request.id][p])} is "
-                f"the first wrong one"
-            )
+            for p in range(self.first_seen(request.num_filled_slots), end):
+                assert kv[table[p // S]][p % S] == self.texts[request.id][p], (
+                    f"request {request.id} ({request.status}) attends to what is not its own: of "
+                    f"{end} tokens, position {p} is the first wrong one"
+                )
         return [self.sampled_token(r, n) for r, n in work if r in plan.sampled]
 
     def sampled_token(self, request: Request, n: int) -> int:
