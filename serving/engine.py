@@ -47,9 +47,8 @@ class Engine:
         """Raises ValueError for settings that cannot work here, with what to change."""
         on_gpu = model.wte.weight.is_cuda
         settings = with_step_size(settings or Settings(), on_gpu)
-        windows = getattr(model.config, "windows", ())
-        # where one layer sees all, blocks are kept
-        settings = replace(settings, window=max(windows) if windows and all(windows) else 0)
+        windows = model.config.windows
+        settings = replace(settings, window=0 if 0 in windows else max(windows))
         if on_gpu and settings.num_blocks is None:  # what a step takes is not free for the pool
             with explain_lack_of_memory("the weights and a step"):
                 Runner(model, replace(settings, num_blocks=1, graphs=False)).warm_up()

@@ -82,7 +82,8 @@ def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask
     """
     _, all_blocks, Hk, S, _ = kv.shape  # the sink included
     num_keys = all_blocks * Hk * S
-    logical = logical_blocks(tables, lens, all_blocks, S)
+    seen, whole = blocks_seen(tables, lens, begin, n, S, window)
+    logical = logical_blocks(tables, seen.any(1), all_blocks)
     # the compiler would take numbers for sizes that change, so these are tensors
     heads, block_size, reach = torch.tensor([Hk, S, window or NO_LIMIT], device=tables.device)
 
@@ -99,7 +100,6 @@ def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask
     # a tile of keys is a block where FlexAttention's kernels can do that
     is_tile = S >= 16 and S.bit_count() == 1
     size = S if is_tile else FLEX_ROWS
-    seen, whole = blocks_seen(tables, lens, begin, n, S, window)
     if not is_tile:  # then tiles also have keys of other blocks: every key is to be asked for
         whole = torch.zeros_like(whole)
     head = torch.arange(Hk, device=tables.device)
@@ -120,14 +120,14 @@ def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask
     )
 
 
-def logical_blocks(tables: Tensor, lens: Tensor, all_blocks: int, S: int) -> Tensor:
+def logical_blocks(tables: Tensor, used: Tensor, all_blocks: int) -> Tensor:
     """
     [request, physical block] -> logical block, -1 for the blocks of others: int32 [b, all_blocks +
-    1]. The last column means nothing: what a table has behind the end of its context goes there.
+    1]. The last column means nothing: what a table has where it is not `used`, bool [b, M], goes
+    there. Before its windows and behind its end a table may name a block that it has elsewhere.
     """
     b, M = tables.shape
     numbers = torch.arange(M, dtype=torch.int32, device=tables.device)
-    used = numbers * S < lens[:, None]  # [b, M]
     columns = torch.where(used, tables, all_blocks)
     logical = numbers.new_full((b, all_blocks + 1), -1)
     return logical.scatter_(1, columns, numbers.expand(b, M))

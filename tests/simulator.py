@@ -656,8 +656,10 @@ class World:
             f"{text.id}: {found} tokens found in the cache, at most {most}"
         )
         first = max(0, found - self.window + 1) // S if self.window else 0
-        assert request.block_table[:first] == [self.engine.num_blocks] * first, (
-            f"{text.id} holds what it does not see: {request.block_table}, found {found} tokens"
+        sink = self.engine.num_blocks
+        given_back = [index for index, block in enumerate(request.block_table) if block == sink]
+        assert given_back == [*range(first)], (
+            f"{text.id} is without blocks {given_back}, and does not see the first {first}"
         )
         for index, block in enumerate(request.block_table[first:], first):
             if index < found // S:

@@ -61,7 +61,6 @@ MUST_HAPPEN = [
         "hit without its beginning",
         "prompt had to grow",
         "slid in need",
-        "choice has no block",
     ),
 ]
 
@@ -139,6 +138,7 @@ class Trial:
         self.p_abort, self.p_fork = rng.choice([0.0, 0.03]), rng.choice([0.0, 0.08])
         self.p_fail = rng.choice([0.0, 0.0, 0.05])
         self.overlap = rng.random() < 0.5
+        self.slid_in_need: set[Request] = set()
         self.under_way: tuple[Plan, list[int]] | None = (
             None  # with overlap: the step before, and its tokens
         )
@@ -324,7 +324,9 @@ class Trial:
             if request.row is not None:
                 grows = request.status == "prefilling" and len(request.block_table) > length
                 self.counts["prompt had to grow"] += grows
-                self.counts["slid in need"] += self.num_left(request) > left
+                if self.num_left(request) > left:
+                    self.counts["slid in need"] += 1
+                    self.slid_in_need.add(request)
         self.check_order(plan, queue, prefilling, ending)
         self.count(plan)
         launched = None
@@ -371,7 +373,10 @@ class Trial:
                 self.fork_choice(request)
 
     def full_blocks(self, plan: Plan) -> set[int]:
-        """The texts of blocks that this step has filled, whose owner has them alone."""
+        """
+        The texts of blocks that this step has filled, unless others hold them, too, or no block was
+        free when they were left behind.
+        """
         if not self.scheduler.settings.prefix_cache:
             return set()
         S = self.scheduler.block_size
@@ -381,7 +386,11 @@ class Trial:
                 continue
             for index in range(request.num_committed, (request.num_computed_slots + n) // S):
                 block = request.block_table[index]
-                if block != self.allocator.num_blocks and self.allocator.ref_counts[block] == 1:
+                if block == self.allocator.num_blocks:
+                    is_lost = request in self.slid_in_need
+                else:
+                    is_lost = self.allocator.ref_counts[block] > 1
+                if not is_lost:
                     texts.add(self.texts[request.id][(index + 1) * S - 1])
         return texts
 
