@@ -180,6 +180,7 @@ def pretend_model(eos: tuple = (), context_length: int = 64) -> SimpleNamespace:
         vocab_size=VOCABULARY, context_length=context_length, eos_token_ids=eos
     )
     config.n_layer = config.n_kv_head = config.head_size = 1
+    config.windows = (0,)
     return SimpleNamespace(
         config=config, wte=SimpleNamespace(weight=torch.zeros(1)), parameters=list
     )

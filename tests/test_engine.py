@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from model import GPT
 from paged import PRIORITY_AGEING, Plan, Request, Scheduler, SchedulerSettings, priority_delay
 from serve import listen_for_links
 from serving import engine as engine_module
@@ -1317,3 +1318,73 @@ def test_the_statement_before_serving():
         "attention: cpu, the fastest on a CPU",
     ):
         assert part in text
+
+
+# --------------------------------------------------------------------------------------------------
+# Windows: every layer slides
+
+
+def windowed_model(*windows: int) -> GPT:
+    """The model of the tests, whose layers see so much alone; it looks 13 tokens back."""
+    whole = trained_model()
+    model = GPT(replace(whole.config, windows=windows)).eval()
+    model.load_state_dict(whole.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_texts_longer_than_the_pool_are_the_dense_models(attention, overlap):
+    """
+    A window of 16 touches 5 blocks of 4, and the pool has 7: so blocks are left, found and taken by
+    others all the time. Every token is the dense model's, which computes whole texts.
+    """
+    model = windowed_model(8, 16)
+    sizes = {"num_blocks": 7, "max_num_seqs": 3, "token_budget": 12, "watermark": 0}
+    engine = new_engine(model, attention=attention, overlap=overlap, **sizes)
+    assert engine.max_model_len == CONTEXT and "1 texts of 64" in engine.statement()
+    prompts = [prompt(seed, length) for seed, length in enumerate([40, 6, 8, 30, 7])]
+    serve(engine, prompts, 24)
+    assert engine.scheduler.num_preemptions and not engine.scheduler.num_hit_tokens
+    serve(engine, prompts[:1], 1)
+    serve(engine, [prompts[0] + prompt(9, 4)], 20)  # it begins alike, and its beginning is gone
+    assert engine.scheduler.num_hit_tokens == 40
+    assert_idle(engine)
+    with raises(ValueError, "max_model_len is 60, possible is 1 to 16"):
+        new_engine(model, num_blocks=4, max_model_len=60)
+
+
+def test_a_layer_that_sees_all_keeps_all():
+    """Would catch: blocks given back for the layers that slide, though another one reads them."""
+    engine = new_engine(windowed_model(8, 0), num_blocks=16)
+    assert engine.settings.window == 0
+    request = engine.add_request("a", prompt(0, 40), greedy(24))
+    (answer,) = [tokens for tokens, _ in finish(engine).values()]
+    assert_equals_dense(engine.reference, request.prompt_tokens, answer, greedy(24))
+    assert engine.scheduler.peak_blocks == 16
+    with raises(ValueError, "possible is 1 to 32"):
+        new_engine(windowed_model(8, 0), num_blocks=8, max_model_len=64)
+
+
+@pytest.mark.parametrize("P", [20, 21, 23, 24])
+def test_choices_and_beams_of_a_model_that_slides(P):
+    """
+    In a pool that is as small as they allow, as in a large one. With P = 23 the first choice has
+    left a block that the prompt's last token sees: the others wait, and find it in the cache.
+    """
+    params = SamplingParams(max_tokens=20, seed=5, temperature=1.5)
+    found = []
+    for sizes in {"num_blocks": 64, "prefix_cache": False}, {"num_blocks": 15, "watermark": 0}:
+        engine = new_engine(windowed_model(8, 16), max_num_seqs=3, token_budget=16, **sizes)
+        engine.add_request("a", prompt(0, P), params, n=3, prompt_logprobs=1)
+        answers = finish(engine)
+        assert_idle(engine)
+        found.append((answers, beam_search(engine, prompt(0, P), width=3, max_tokens=30)))
+        assert_idle(engine)
+    (answers, beams), (few, few_beams) = found
+    assert few == answers and len({tuple(tokens) for tokens, _ in answers.values()}) == 3
+    assert [tokens for tokens, _ in few_beams] == [tokens for tokens, _ in beams]
+    assert engine.scheduler.num_forks >= (0 if P in (23, 24) else 2)
+    with raises(ValueError, "3 beams need 15 blocks, the pool has 14"):
+        engine = new_engine(windowed_model(8, 16), max_num_seqs=3, num_blocks=14)
+        beam_search(engine, prompt(0, P), width=3, max_tokens=30)
