@@ -415,14 +415,12 @@ class SchedulerSettings:
             )
 
 
-def blocks_held(num_tokens: int, block_size: int, window: int = 0) -> int:
+def blocks_held(num_tokens: int, block_size: int, window: int) -> int:
     """
-    The blocks that a text of so many tokens must hold at once. A window may begin with the last
-    slot of a block.
+    The blocks that a text of so many tokens must hold at once. A window (0: none) may begin with
+    the last slot of a block.
     """
-    if window:
-        num_tokens = min(num_tokens, block_size - 1 + window)
-    return -(-num_tokens // block_size)
+    return -(-min(num_tokens, block_size - 1 + (window or num_tokens)) // block_size)
 
 
 class Scheduler:
@@ -456,6 +454,7 @@ class Scheduler:
                 f"max_kv_tokens is {max_kv_tokens}, wanted at least 1 block of {block_size}"
             )
         self.settings = settings
+        self.window = settings.window
         self.queue_key = POLICIES[policy]  # the smallest is served first
         self.token_budget = token_budget
         self.block_size = block_size
@@ -495,8 +494,7 @@ class Scheduler:
 
     def first_block(self, position: int) -> int:
         """The first logical block that the token at this position sees."""
-        window = self.settings.window
-        return max(0, position - window + 1) // self.block_size if window else 0
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     # -- requests in: queue, admit -----------------------------------------------------------------
 
@@ -509,8 +507,7 @@ class Scheduler:
             raise ValueError(
                 f"request {request.id} has an empty prompt: give it at least one token"
             )
-        window = self.settings.window
-        needed = blocks_held(request.num_tokens, self.block_size, window)
+        needed = blocks_held(request.num_tokens, self.block_size, self.window)
         available = self.block_allocator.num_blocks
         if needed > available:
             raise ValueError(
@@ -556,7 +553,7 @@ class Scheduler:
         num_hit_tokens = len(hits) * self.block_size
         left = self.first_block(num_hit_tokens)  # of the hits, blocks that are seen no more
         S = self.block_size
-        needed = blocks_held(num_tokens - left * S, S, self.settings.window) - (len(hits) - left)
+        needed = blocks_held(num_tokens - left * S, S, self.window) + left - len(hits)
         # an idle hit counts as free, but is about to be referenced
         spare = allocator.num_free - len(allocator.idle.keys() & hits)
         # with no other request to grow, one may take the whole pool
@@ -593,7 +590,7 @@ class Scheduler:
         for index in range((request.num_tokens - 1) // self.block_size):
             block = self.block_cache.lookup(request.content_of(index, self.block_size))
             if block is None:
-                if not self.settings.window:
+                if not self.window:
                     break
                 missing = index
             found.append(block)
@@ -814,7 +811,7 @@ class Scheduler:
             computed = request.num_computed_slots
             ref_counts = self.block_allocator.ref_counts
             commit_blocks(request, self.block_cache, self.block_size, computed, ref_counts)
-        if self.settings.window:
+        if self.window:
             self._slide(request, request.num_computed_slots)
 
     def _slide(self, request: Request, position: int) -> bool:

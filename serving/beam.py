@@ -63,8 +63,8 @@ def check_beams_fit(engine: Engine, P: int, width: int, max_tokens: int):
         )
     shared = P // scheduler.block_size  # full blocks of the prompt
     needed = shared + width * (scheduler.blocks_for(P + max_tokens) - shared)
-    window = scheduler.settings.window
-    needed = min(needed, width * blocks_held(P + max_tokens, scheduler.block_size, window))
+    held = blocks_held(P + max_tokens, scheduler.block_size, scheduler.window)
+    needed = min(needed, width * held)
     if needed > engine.num_blocks:
         raise ValueError(
             f"{width} beams need {needed} blocks, the pool has {engine.num_blocks}: change width "
