@@ -1332,16 +1332,26 @@ def windowed_model(*windows: int) -> GPT:
     return model
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ON_A_GPU = [
+    pytest.param("cuda", options, marks=needs_gpu)
+    for options in ({}, {"graphs": False}, {"attention": "torch"})
+]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("attention", ["auto", "torch"])
-def test_texts_longer_than_the_pool_are_the_dense_models(attention, overlap):
+@pytest.mark.parametrize(
+    ("device", "options"), [("cpu", {}), ("cpu", {"attention": "torch"}), *ON_A_GPU]
+)
+def test_texts_longer_than_the_pool_are_the_dense_models(device, options, overlap):
     """
     A window of 16 touches 5 blocks of 4, and the pool has 7: so blocks are left, found and taken by
     others all the time. Every token is the dense model's, which computes whole texts.
     """
     model = windowed_model(8, 16)
     sizes = {"num_blocks": 7, "max_num_seqs": 3, "token_budget": 12, "watermark": 0}
-    engine = new_engine(model, attention=attention, overlap=overlap, **sizes)
+    engine = new_engine(deepcopy(model).to(device), overlap=overlap, **sizes, **options)
+    engine.reference = model
     assert engine.max_model_len == CONTEXT and "1 texts of 64" in engine.statement()
     prompts = [prompt(seed, length) for seed, length in enumerate([40, 6, 8, 30, 7])]
     serve(engine, prompts, 24)
