@@ -111,7 +111,7 @@ def engine_on_a_gpu(monkeypatch, free: float, total: float, **settings) -> tuple
         is_cuda=True, device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16
     )
     config = SimpleNamespace(
-        vocab_size=9, context_length=64, n_layer=3, n_head=7, n_kv_head=2, head_size=5
+        vocab_size=9, context_length=64, n_layer=3, n_head=7, n_kv_head=2, head_size=5, windows=(0,)
     )
     model = SimpleNamespace(config=config, wte=SimpleNamespace(weight=weight), parameters=list)
     monkeypatch.setattr(engine_module, "Runner", Noted)
