@@ -379,7 +379,10 @@ class Judge:
                     and ended <= world.drained_at + 1.5 + world.pause
                 )
             case 503, "draining" | "stopping":
-                return stopped or "dead" in states or self.was_killed or world.leader_died
+                # the first process stops all, perhaps before a slow link tells them why
+                first = [state for at, state in world.by_number[0].states if at <= ended]
+                is_over = "dead" in states or "dead" in first
+                return stopped or is_over or self.was_killed or world.leader_died
             case 503, "timeout":
                 return (
                     ended - began > self.settings["request_seconds"] - 1e-6 and self.is_unfinished()
