@@ -84,6 +84,10 @@ class Step:
         ids = torch.randperm(num_blocks, generator=g).tolist()
         tables = [[ids.pop() for _ in range(n)] for n in blocks_of]  # three blocks are in no table
         self.tables = tables
+        known = []  # what the device has; blocks that were left are the sink, or in use again
+        for (n, context), table in zip(shape.requests, tables, strict=True):
+            left = shape.first_seen(context - n) // S
+            known.append(([num_blocks, table[-1]] * left)[:left] + table[left:])
         T = sum(n for n, _ in shape.requests)
         heads = torch.randn(T, shape.H + 2 * shape.Hk, D, generator=g).to(shape.dtype)
         self.q, self.k, self.v = heads.split(
@@ -115,7 +119,7 @@ class Step:
             ),
             context_lens=torch.tensor(context_lens, dtype=torch.int32),
             block_tables=torch.tensor(
-                [t + ids[:1] * (M - len(t)) for t in tables], dtype=torch.int32
+                [t + ids[:1] * (M - len(t)) for t in known], dtype=torch.int32
             ),
             logits_index=torch.zeros(0, dtype=torch.int64),
             num_decodes=shape.num_decodes,
