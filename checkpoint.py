@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from families import (
     FAMILIES,
+    GPT2,
     CheckpointError,
     Family,
     family_named,
@@ -81,7 +82,7 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
             prefix = "" if hub_name == HEAD else family.prefix
             weights[prefix + hub_name] = part.contiguous()
             is_embedding = name.startswith(("wte.", "wpe.", "lm_head."))
-            if family.architecture == "GPT2LMHeadModel" and not config.bias and not is_embedding:
+            if family is GPT2 and not config.bias and not is_embedding:
                 # transformers' GPT-2 always has biases: zeros compute the same
                 bias = prefix + hub_name.removesuffix("weight") + "bias"
                 weights[bias] = part.new_zeros(part.shape[-1])
@@ -95,7 +96,7 @@ def changed(model: GPT, name: str, weight: torch.Tensor, family: Family, offset:
     """
     module = model.get_submodule(name.rsplit(".", 1)[0])
     is_layer = isinstance(module, torch.nn.Linear) and name != HEAD
-    if is_layer and weight.ndim > 1 and family.architecture == "GPT2LMHeadModel":
+    if is_layer and weight.ndim > 1 and family is GPT2:
         return weight.mT
     if isinstance(module, RMSNorm) and offset:
         return weight.float() + offset
@@ -132,7 +133,14 @@ def load_config(directory: str | Path) -> GPTConfig:
         return read_fields(read_json(path), generation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(
             f"{path} is not a model configuration ({error}): train again or restore the file"
         ) from error
@@ -223,7 +231,7 @@ class SavedWeights:
 
     def has_own_head(self, family: Family) -> bool:
         """Whether there is a head that is not the embedding: then the two are not tied."""
-        embedding = family.weights["wte"][0] + ".weight"
+        [embedding] = hub_names("wte.weight", family)
         if HEAD not in self.files or embedding not in self.files:
             return False
         return not torch.equal(self.read(HEAD), self.read(embedding))

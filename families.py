@@ -9,130 +9,123 @@ GPTConfig, what it leaves unsaid because the family's class knows it, and the na
 Whatever would change the computation and is not understood is refused by its name.
 """
 
+import json
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from model import GPTConfig, Rope, check_size
+from model import ACTIVATIONS, GPTConfig, Rope, check_size
 
 
 class CheckpointError(ValueError):
     """A directory that holds no model we can load; the message says what to run."""
 
 
+# what transformers writes as the end of text where none was named, whatever the vocabulary
+DEFAULT_EOS = 50256
+
 # --------------------------------------------------------------------------------------------------
 # Families
 
-# our module -> the hub's; where it has several, they are stacked in this order
-GPT2_WEIGHTS = {
-    "wte": ["wte"],
-    "wpe": ["wpe"],
-    "h.{}.ln_1": ["h.{}.ln_1"],
-    "h.{}.attn.c_attn": ["h.{}.attn.c_attn"],
-    "h.{}.attn.c_proj": ["h.{}.attn.c_proj"],
-    "h.{}.ln_2": ["h.{}.ln_2"],
-    "h.{}.mlp.c_fc": ["h.{}.mlp.c_fc"],
-    "h.{}.mlp.c_proj": ["h.{}.mlp.c_proj"],
-    "ln_f": ["ln_f"],
-    "lm_head": ["lm_head"],
-}
-LAYER = "layers.{}."
-LLAMA_WEIGHTS = {
-    "wte": ["embed_tokens"],
-    "h.{}.ln_1": [LAYER + "input_layernorm"],
-    "h.{}.attn.c_attn": [LAYER + f"self_attn.{x}_proj" for x in "qkv"],
-    "h.{}.attn.c_proj": [LAYER + "self_attn.o_proj"],
-    "h.{}.ln_2": [LAYER + "post_attention_layernorm"],
-    "h.{}.mlp.c_fc": [LAYER + "mlp.gate_proj", LAYER + "mlp.up_proj"],
-    "h.{}.mlp.c_proj": [LAYER + "mlp.down_proj"],
-    "ln_f": ["norm"],
-    "lm_head": ["lm_head"],
-}
-QK_NORMS = {f"h.{{}}.attn.{x}_norm": [LAYER + f"self_attn.{x}_norm"] for x in "qk"}
+
+def columns(table: str, read: Callable) -> dict[str, dict]:
+    """
+    The columns of a table by the names in its first line: row -> what is read of the cell, without
+    those that are "-".
+    """
+    names, *rows = map(str.split, table.strip().splitlines())
+    found = {name: {} for name in names}
+    for row, *cells in rows:
+        for name, cell in zip(names, cells, strict=True):
+            if cell != "-":
+                found[name][row] = read(cell)
+    return found
+
+
+# A module of ours -> the hub's; where it has several, they are stacked in this order. What is not
+# here has the same name there: all of GPT-2.
+table = """
+wte                 embed_tokens
+h.{}.ln_1           layers.{}.input_layernorm
+h.{}.attn.c_attn    layers.{}.self_attn.q_proj layers.{}.self_attn.k_proj layers.{}.self_attn.v_proj
+h.{}.attn.q_norm    layers.{}.self_attn.q_norm
+h.{}.attn.k_norm    layers.{}.self_attn.k_norm
+h.{}.attn.c_proj    layers.{}.self_attn.o_proj
+h.{}.ln_2           layers.{}.post_attention_layernorm
+h.{}.mlp.c_fc       layers.{}.mlp.gate_proj layers.{}.mlp.up_proj
+h.{}.mlp.c_proj     layers.{}.mlp.down_proj
+ln_f                norm
+"""
+LLAMA_WEIGHTS = {ours: theirs for ours, *theirs in map(str.split, table.strip().splitlines())}
 GEMMA_WEIGHTS = LLAMA_WEIGHTS | {
     # not Llama's norm of that name, which stands before the MLP
-    "h.{}.attn.post_norm": [LAYER + "post_attention_layernorm"],
-    "h.{}.ln_2": [LAYER + "pre_feedforward_layernorm"],
-    "h.{}.mlp.post_norm": [LAYER + "post_feedforward_layernorm"],
+    "h.{}.attn.post_norm": ["layers.{}.post_attention_layernorm"],
+    "h.{}.ln_2": ["layers.{}.pre_feedforward_layernorm"],
+    "h.{}.mlp.post_norm": ["layers.{}.post_feedforward_layernorm"],
 }
 
 # our field -> its name in config.json
-GPT2_NAMES = {
-    "vocab_size": "vocab_size",
-    "context_length": "n_positions",
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-    "n_inner": "n_inner",
-    "norm_epsilon": "layer_norm_epsilon",
-    "activation": "activation_function",
-    "dropout": "resid_pdrop",
-    "tied": "tie_word_embeddings",
-    "n_kv_head": "n_kv_head",  # these two are ours: transformers' GPT-2 has neither
-    "bias": "bias",
-}
-LLAMA_NAMES = {
-    "vocab_size": "vocab_size",
-    "context_length": "max_position_embeddings",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_embd": "hidden_size",
-    "n_kv_head": "num_key_value_heads",
-    "head_size": "head_dim",
-    "n_inner": "intermediate_size",
-    "norm_epsilon": "rms_norm_eps",
-    "activation": "hidden_act",
-    "tied": "tie_word_embeddings",
-}
-BIASED = {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
-GEMMA_NAMES = LLAMA_NAMES | {
+table = """
+                    gpt2                  llama
+vocab_size          vocab_size            vocab_size
+context_length      n_positions           max_position_embeddings
+n_layer             n_layer               num_hidden_layers
+n_head              n_head                num_attention_heads
+n_kv_head           n_kv_head             num_key_value_heads
+head_size           -                     head_dim
+n_embd              n_embd                hidden_size
+n_inner             n_inner               intermediate_size
+norm_epsilon        layer_norm_epsilon    rms_norm_eps
+activation          activation_function   hidden_act
+bias                bias                  -
+dropout             resid_pdrop           -
+tied                tie_word_embeddings   tie_word_embeddings
+"""
+NAMES = columns(table, str)  # gpt2's n_kv_head and bias are ours: transformers has neither
+BIASED = NAMES["llama"] | {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
+GEMMA_NAMES = BIASED | {
     "activation": "hidden_activation",
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
 }
 
-# fields that config.json never says
-ROPED = {"norm": "rms", "bias": False, "gated": True}
-GEMMA = ROPED | {"post_norm": True}
 
-# what config.json need not say: the defaults of transformers' classes
-LLAMA_DEFAULTS = {
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-}
-QWEN_DEFAULTS = LLAMA_DEFAULTS | {
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-GEMMA_DEFAULTS = {
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "layer_types": None,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "hidden_act": None,  # older files have it, too; not read
-    "use_sliding_window": True,  # not read
-}
-
-
-def no_layer(saved: dict, i: int) -> bool:
-    return False
+# what config.json need not say: the defaults of transformers' classes; "-": it has no such key
+table = """
+                          llama  mistral   qwen2   qwen3  gemma2  gemma3_text
+vocab_size                32000    32000  151936  151936  256000       262208
+hidden_size                4096     4096    4096    4096    2304         2304
+intermediate_size         11008    14336   22016   22016    9216         9216
+num_hidden_layers            32       32      32      32      26           26
+num_attention_heads          32       32      32      32       8            8
+num_key_value_heads           -        8      32      32       4            4
+head_dim                      -        -       -     128     256          256
+max_position_embeddings    2048   131072   32768   32768    8192       131072
+rms_norm_eps               1e-6     1e-6    1e-6    1e-6    1e-6         1e-6
+tie_word_embeddings       false    false   false   false    true         true
+eos_token_id                  2        2    null    null       1            1
+rope_theta                10000    10000   10000   10000   10000      1000000
+rope_local_base_freq          -        -       -       -       -        10000
+rope_scaling               null     null    null    null    null         null
+rope_parameters            null     null    null    null    null         null
+sliding_window                -     4096    4096    4096    4096         4096
+layer_types                   -        -    null    null    null         null
+use_sliding_window            -        -   false   false       -            -
+max_window_layers             -        -      28      28       -            -
+sliding_window_pattern        -        -       -       -       -            6
+query_pre_attn_scalar         -        -       -       -     256          256
+attn_logit_softcapping        -        -       -       -    50.0         null
+final_logit_softcapping       -        -       -       -    30.0         null
+hidden_act               "silu"   "silu"  "silu"  "silu"    null         null
+hidden_activation             -        -       -       -    "gelu_pytorch_tanh"  "gelu_pytorch_tanh"
+"""
+DEFAULTS = columns(table, json.loads)
 
 
 def every_layer(saved: dict, i: int) -> bool:
+    """Mistral's, if it has a window."""
     return True
 
 
@@ -141,21 +134,15 @@ def upper_layers(saved: dict, i: int) -> bool:
     return saved["use_sliding_window"] and i >= saved["max_window_layers"]
 
 
+def every_other_layer(saved: dict, i: int) -> bool:
+    """Gemma 2's: the first slides."""
+    return i % 2 == 0
+
+
 def most_layers(saved: dict, i: int) -> bool:
-    """Gemma's: of so many layers the last one sees all."""
-    n = saved.get("_sliding_window_pattern") or saved["sliding_window_pattern"]
+    """Gemma 3's: of so many layers the last one sees all."""
+    n = saved.get("_sliding_window_pattern", saved["sliding_window_pattern"])
     return (i + 1) % n != 0
-
-
-def no_scales(saved: dict) -> dict:
-    return {}
-
-
-def gemma_scales(saved: dict) -> dict:
-    return {
-        "attention_scale": saved["query_pre_attn_scalar"] ** -0.5,
-        "embedding_scale": saved["hidden_size"] ** 0.5,
-    }
 
 
 class Family(NamedTuple):
@@ -167,151 +154,104 @@ class Family(NamedTuple):
     names: dict[str, str]  # our field -> its name in config.json
     fields: dict  # our fields that config.json never says
     defaults: dict  # what it need not say
-    slides: Callable[[dict, int], bool]  # (config.json, i) -> whether layer i has a window
-    scales: Callable[[dict], dict] = no_scales  # config.json -> fields that are computed
+    slides: Callable[[dict, int], bool] = every_layer  # (config.json, i): has layer i the window?
     norm_offset: float = 0.0  # Gemma keeps the weights of norms less 1
 
 
-FAMILIES = {
-    "gpt2": Family(
-        "GPT2LMHeadModel",
-        "transformer.",
-        GPT2_WEIGHTS,
-        GPT2_NAMES,
-        {},
-        {"tie_word_embeddings": True},
-        no_layer,
-    ),
-    "llama": Family(
-        "LlamaForCausalLM",
-        "model.",
-        LLAMA_WEIGHTS,
-        LLAMA_NAMES | BIASED | {"mlp_bias": "mlp_bias"},
-        ROPED,
-        LLAMA_DEFAULTS | {"eos_token_id": 2},
-        no_layer,
-    ),
-    "mistral": Family(
-        "MistralForCausalLM",
-        "model.",
-        LLAMA_WEIGHTS,
-        LLAMA_NAMES,
-        ROPED,
-        LLAMA_DEFAULTS
-        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
-        | {"eos_token_id": 2},
-        every_layer,
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        "model.",
-        LLAMA_WEIGHTS,
-        LLAMA_NAMES,
-        ROPED | {"qkv_bias": True},
-        QWEN_DEFAULTS,
-        upper_layers,
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        "model.",
-        LLAMA_WEIGHTS | QK_NORMS,
-        LLAMA_NAMES | BIASED,
-        ROPED | {"qk_norm": True},
-        QWEN_DEFAULTS | {"head_dim": 128},
-        upper_layers,
-    ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        "model.",
-        GEMMA_WEIGHTS,
-        GEMMA_NAMES | BIASED,
-        GEMMA,
-        GEMMA_DEFAULTS
-        | {"max_position_embeddings": 8192, "rope_theta": 10000.0}
-        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-        | {"sliding_window_pattern": 2},
-        most_layers,
-        gemma_scales,
-        norm_offset=1.0,
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        "model.",
-        GEMMA_WEIGHTS | QK_NORMS,
-        GEMMA_NAMES | BIASED,
-        GEMMA | {"qk_norm": True},
-        GEMMA_DEFAULTS
-        | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
-        | {"sliding_window_pattern": 6},
-        most_layers,
-        gemma_scales,
-        norm_offset=1.0,
-    ),
+GPT2_DEFAULTS = {"tie_word_embeddings": True, "eos_token_id": DEFAULT_EOS}
+GPT2 = Family("GPT2LMHeadModel", "transformer.", {}, NAMES["gpt2"], {}, GPT2_DEFAULTS)
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    prefix="model.",
+    weights=LLAMA_WEIGHTS,
+    names=BIASED | {"mlp_bias": "mlp_bias"},
+    fields={"norm": "rms", "bias": False, "gated": True},
+    defaults=DEFAULTS["llama"],
+)
+MISTRAL = LLAMA._replace(
+    architecture="MistralForCausalLM",
+    names=NAMES["llama"],
+    defaults=DEFAULTS["mistral"],
+)
+QWEN2 = LLAMA._replace(
+    architecture="Qwen2ForCausalLM",
+    names=NAMES["llama"],
+    fields=LLAMA.fields | {"qkv_bias": True},
+    defaults=DEFAULTS["qwen2"],
+    slides=upper_layers,
+)
+QWEN3 = LLAMA._replace(
+    architecture="Qwen3ForCausalLM",
+    names=BIASED,
+    fields=LLAMA.fields | {"qk_norm": True},
+    defaults=DEFAULTS["qwen3"],
+    slides=upper_layers,
+)
+GEMMA2 = LLAMA._replace(
+    architecture="Gemma2ForCausalLM",
+    weights=GEMMA_WEIGHTS,
+    names=GEMMA_NAMES,
+    fields=LLAMA.fields | {"post_norm": True},
+    defaults=DEFAULTS["gemma2"],
+    slides=every_other_layer,
+    norm_offset=1.0,
+)
+GEMMA3 = GEMMA2._replace(
+    architecture="Gemma3ForCausalLM",
+    fields=GEMMA2.fields | {"qk_norm": True},
+    defaults=DEFAULTS["gemma3_text"],
+    slides=most_layers,
+)
+FAMILIES = {  # config.json's model_type -> its family
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
 }
-# the hub's names of activations -> ours
+# other names of activations
 ACTIVATION_NAMES = {
-    "gelu_new": "gelu_new",
     "gelu_pytorch_tanh": "gelu_new",
     "gelu_python_tanh": "gelu_new",
     "gelu_fast": "gelu_new",
     "gelu_accurate": "gelu_new",
-    "gelu": "gelu",
     "gelu_python": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-    "silu": "silu",
     "swish": "silu",
 }
-# keys of config.json with the only value that this code computes, which is not "no" or "none"
-FIXED_OPTIONS = {
-    "scale_attn_weights": True,
-    "is_causal": True,
-    "partial_rotary_factor": 1.0,
-}
-# keys that change nothing in what is computed when serving; _names are notes, too
+
+# Keys of config.json that change nothing in what is computed here. A key that is neither among them
+# nor read is an error if it says something: not if it is false, null, 0 or empty.
 NOTES = [
     "architectures",
     "attention_dropout",
-    "attn_pdrop",
     "auto_map",
-    "bos_id",
     "cache_implementation",
-    "chunk_size_feed_forward",
     "dtype",
-    "embd_pdrop",
-    "eos_id",
-    "gradient_checkpointing",
     "id2label",
     "initializer_range",
-    "is_decoder",
     "is_llama_config",
     "label2id",
     "max_length",
     "mm_tokens_per_image",
     "model_type",
     "n_ctx",
-    "output_attentions",
-    "output_hidden_states",
     "pretraining_tp",
-    "problem_type",
     "reorder_and_upcast_attn",
     "return_dict",
     "task_specific_params",
+    "text_config",
     "tokenizer_class",
     "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
     "use_cache",
 ]
-NOTE_PREFIXES = ("_", "summary_")
-NOTE_SUFFIXES = ("_token_id", "_token_index")
-# keys that are understood in every family
-ALWAYS_READ = {"eos_token_id", "text_config"}
-ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
-# what transformers writes as the end of text where none was named, whatever the vocabulary
-DEFAULT_EOS = 50256
+NOTE_PREFIXES = ("_", "output_", "summary_", "transformers", "unsloth_")
+NOTE_SUFFIXES = ("_id", "_pdrop", "_token_index")
+# the hub's word for a layer that has no window, and for one that has
+LAYER_KINDS = {False: "full_attention", True: "sliding_attention"}
+# keys whose "no" would change the computation, and the only value that is computed
+FIXED_OPTIONS = {"scale_attn_weights": True, "is_causal": True, "partial_rotary_factor": 1.0}
 
 
 def hub_names(name: str, family: Family) -> list[str]:
@@ -321,7 +261,8 @@ def hub_names(name: str, family: Family) -> list[str]:
     if module.startswith("h."):
         _, layer, rest = module.split(".", 2)
         module = "h.{}." + rest
-    return [f"{theirs.format(layer)}.{kind}" for theirs in family.weights[module]]
+    theirs = family.weights.get(module, [module])
+    return [f"{their.format(layer)}.{kind}" for their in theirs]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -351,30 +292,30 @@ def hub_config(config: GPTConfig, name: str, dtype: torch.dtype) -> dict:
     saved["model_type"] = name
     saved["architectures"] = [family.architecture]
     ends = list(config.eos_token_ids)
-    saved["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
-    saved["bos_token_id"] = next(iter(ends), None)
+    saved["eos_token_id"] = ends if len(ends) > 1 else config.eos_token_id
+    saved["bos_token_id"] = config.eos_token_id
     saved["dtype"] = str(dtype).removeprefix("torch.")
-    if name == "gpt2":
+    if family is GPT2:
         saved["embd_pdrop"] = config.dropout
         saved["attn_pdrop"] = config.dropout
         return saved
     if config.activation == "gelu_new":
         saved[family.names["activation"]] = "gelu_pytorch_tanh"
-    windows = set(config.windows) - {0}
-    saved["sliding_window"] = max(windows, default=None)
-    if name.startswith(("gemma", "qwen")):
-        kinds = {0: "full_attention"}
-        saved["layer_types"] = [kinds.get(w, "sliding_attention") for w in config.windows]
-        saved["use_sliding_window"] = bool(windows)
-    if "attn_logit_softcapping" in saved:
-        scalar = round(config.attention_scale**-2, 6)
-        saved["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
+    window = max(config.windows)
+    if "sliding_window" in family.defaults:
+        saved["sliding_window"] = window or None
+    if "layer_types" in family.defaults:
+        saved["layer_types"] = [LAYER_KINDS[size > 0] for size in config.windows]
+    if "use_sliding_window" in family.defaults:
+        saved["use_sliding_window"] = window > 0
+    if "query_pre_attn_scalar" in family.defaults:
+        saved["query_pre_attn_scalar"] = round(config.attention_scale**-2)
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             saved[key] = saved[key] or None
     rope = config.rope.get(0) or next(iter(config.rope.values()), Rope(0.0))
     saved["rope_theta"] = rope.theta
-    if windows and "rope_local_base_freq" in family.defaults:
-        saved["rope_local_base_freq"] = config.rope[max(windows)].theta
+    if window and "rope_local_base_freq" in family.defaults:
+        saved["rope_local_base_freq"] = config.rope[window].theta
     if rope.llama3:
         low, high, length = rope.llama3
         saved["rope_scaling"] = {"rope_type": "llama3", "factor": rope.factor}
@@ -397,7 +338,7 @@ def unknown(key: str, value, wanted: str = "nothing of that name") -> Checkpoint
 
 
 def family_named(saved: dict) -> Family:
-    name = (saved.get("text_config") or saved).get("model_type", "gpt2")
+    name = (saved | (saved.get("text_config") or {})).get("model_type", "gpt2")
     if name not in FAMILIES:
         raise unknown("model_type", name, ", ".join(FAMILIES))
     return FAMILIES[name]
@@ -412,47 +353,46 @@ def read_fields(saved: dict, generation: dict | None = None) -> GPTConfig:
         del saved["tie_word_embeddings"]
     saved = family.defaults | saved
     ours = {field: saved[key] for field, key in family.names.items() if key in saved}
-    if family.architecture != "GPT2LMHeadModel":
-        for field in ("vocab_size", "n_layer", "n_head", "n_embd", "n_inner"):
-            if field not in ours:
-                raise CheckpointError(f"{family.names[field]} is missing: restore it")
-        check_size("num_hidden_layers", ours["n_layer"], 2**16)
-        ours["windows"] = read_windows(saved, family, ours["n_layer"])
-        ours["rope"] = read_ropes(saved, ours["windows"])
-    for field in ("attention_softcap", "logit_softcap"):
-        ours[field] = ours.get(field) or 0.0
-    if "activation" in ours:
-        activation = ours["activation"]
-        if activation not in ACTIVATION_NAMES:
-            raise unknown(family.names["activation"], activation, ", ".join(ACTIVATION_NAMES))
-        ours["activation"] = ACTIVATION_NAMES[activation]
     ours["eos_token_ids"] = read_eos(saved, generation or {})
-    return GPTConfig(**ours | family.fields | family.scales(saved))
+    if "activation" in ours:
+        name = ours["activation"]
+        ours["activation"] = ACTIVATION_NAMES.get(name, name)
+        if ours["activation"] not in ACTIVATIONS:
+            raise unknown(family.names["activation"], name, ", ".join(ACTIVATIONS))
+    if family is GPT2:
+        return GPTConfig(**ours)
+    check_size("num_hidden_layers", ours["n_layer"], 2**16)
+    ours["windows"] = read_windows(saved, family, ours["n_layer"])
+    ours["rope"] = read_ropes(saved, ours["windows"])
+    if "query_pre_attn_scalar" in family.defaults:  # Gemma
+        ours["attention_scale"] = saved["query_pre_attn_scalar"] ** -0.5
+        ours["embedding_scale"] = ours["n_embd"] ** 0.5
+        for field in ("attention_softcap", "logit_softcap"):
+            ours[field] = ours[field] or 0.0
+    return GPTConfig(**ours | family.fields)
 
 
 def check_keys(saved: dict, family: Family):
     """Raises CheckpointError for a key or value that would change the computation."""
-    understood = ALWAYS_READ.union(NOTES) | set(family.names.values()) | family.defaults.keys()
-    if family.fields:
-        understood |= ROPE_KEYS
+    understood = {*NOTES, *family.names.values(), *family.defaults}
     for key, value in saved.items():
         if key in understood or key.startswith(NOTE_PREFIXES) or key.endswith(NOTE_SUFFIXES):
             continue
         wanted = FIXED_OPTIONS.get(key)
         is_off = not value and not wanted  # false, null, 0, an empty list
         if value != wanted and not is_off:
-            raise unknown(key, value, repr(wanted) if key in FIXED_OPTIONS else "without it")
+            raise unknown(key, value, repr(wanted) if wanted else "models without it")
 
 
 def read_windows(saved: dict, family: Family, n_layer: int) -> tuple[int, ...]:
     """The window of each layer, 0 for those that see all."""
     window = saved.get("sliding_window") or 0
-    if saved.get("use_sliding_window") is False:
+    if "use_sliding_window" in family.defaults and not saved["use_sliding_window"]:
         window = 0
     kinds = saved.get("layer_types")
     if kinds is None:
         return tuple(window if family.slides(saved, i) else 0 for i in range(n_layer))
-    sizes = {"full_attention": 0, "sliding_attention": window}
+    sizes = {LAYER_KINDS[False]: 0, LAYER_KINDS[True]: window}
     for kind in kinds:
         if kind not in sizes:
             raise unknown("layer_types", kind, ", ".join(sizes))
@@ -465,53 +405,44 @@ def read_ropes(saved: dict, windows: tuple[int, ...]) -> dict[int, Rope]:
     layers or for each of their types; version 4 has `rope_theta`, `rope_scaling` and, for the
     layers that slide, `rope_local_base_freq`.
     """
-    parameters = saved.get("rope_parameters")
-    base = {"rope_theta": saved.get("rope_theta")}
-    if parameters is None:
-        everywhere = base | (saved.get("rope_scaling") or {})
-        local = saved.get("rope_local_base_freq")
-        sliding = {"rope_theta": local} if local else everywhere
-        by_type = {"full_attention": everywhere, "sliding_attention": sliding}
-    elif "full_attention" in parameters or "sliding_attention" in parameters:
-        by_type = parameters
-    else:
-        everywhere = base | parameters
-        by_type = {"full_attention": everywhere, "sliding_attention": everywhere}
-    return {
-        window: read_rope(by_type["sliding_attention" if window else "full_attention"])
-        for window in dict.fromkeys(windows)
-    }
+    given = saved["rope_scaling"] or saved["rope_parameters"] or {}
+    ropes = {}
+    for window in dict.fromkeys(windows):
+        unsaid = {"rope_theta": saved["rope_theta"]}
+        unsaid["original_max_position_embeddings"] = saved["max_position_embeddings"]
+        parameters = given
+        if window and "rope_local_base_freq" in saved:  # what is given for all is not for these
+            unsaid["rope_theta"] = saved["rope_local_base_freq"]
+            parameters = {}
+        if not given.keys().isdisjoint(LAYER_KINDS.values()):
+            parameters = given[LAYER_KINDS[window > 0]]
+        ropes[window] = read_rope(unsaid | parameters)
+    return ropes
 
 
-ROPE_TYPES = {
-    "default": [],
-    "linear": ["factor"],
-    "llama3": [
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ],
-}
+# the numbers that make up each kind of rotary positions
+ROPE_TYPES = {"default": ["rope_theta"], "linear": ["rope_theta", "factor"]}
+ROPE_TYPES["llama3"] = [*ROPE_TYPES["linear"], "low_freq_factor", "high_freq_factor"]
+ROPE_TYPES["llama3"] += ["original_max_position_embeddings"]
 
 
 def read_rope(parameters: dict) -> Rope:
     """One kind of rotary positions. Raises CheckpointError for scalings that are not computed."""
-    left = dict(parameters)
-    old_name = left.pop("type", "default")
-    kind = left.pop("rope_type", old_name)
+    old_name = parameters.get("type", "default")
+    kind = parameters.get("rope_type", old_name)
     if kind not in ROPE_TYPES:
         raise unknown("rope_type", kind, ", ".join(ROPE_TYPES))
-    numbers = [left.pop(name) for name in ["rope_theta", *ROPE_TYPES[kind]]]
-    if left.pop("partial_rotary_factor", 1.0) != 1:
-        raise unknown("partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
-    for key, value in left.items():
-        if value is not None:
-            raise unknown(f"{key} of rope_type {kind}", value, "without it")
-    for number in numbers:
+    names = ROPE_TYPES[kind]
+    understood = {*names, "type", "rope_type", "original_max_position_embeddings"}
+    for key, value in parameters.items():
+        # a factor of 1, such as partial_rotary_factor, changes nothing
+        if key not in understood and value not in (None, 1):
+            raise unknown(key, value, f"rope_type {kind} without it")
+    for name in names:
+        number = parameters[name]
         if type(number) not in (int, float) or not 0 < number < math.inf:
-            raise CheckpointError(f"rotary positions of {parameters}: positive numbers are wanted")
-    theta, *scaling = map(float, numbers)
+            raise ValueError(f"{name} is {number!r}: a positive number is wanted")
+    theta, *scaling = (float(parameters[name]) for name in names)
     if kind == "llama3":
         return Rope(theta, scaling[0], tuple(scaling[1:]))
     return Rope(theta, *scaling)

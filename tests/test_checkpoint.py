@@ -233,8 +233,13 @@ def test_what_a_configuration_does_not_say_is_as_in_transformers(tmp_path):
     for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
         assert getattr(ours, name) == getattr(theirs, name)
     assert (ours.norm_epsilon, ours.tied) == (theirs.layer_norm_epsilon, theirs.tie_word_embeddings)
-    assert (ours.bias, ours.dropout, ours.n_kv_head, ours.eos_token_ids) == (True, 0.0, 12, ())
-    assert ours == GPTConfig()
+    assert (ours.bias, ours.dropout, ours.n_kv_head, ours.eos_token_ids) == (
+        True,
+        0.0,
+        12,
+        (50256,),
+    )
+    assert ours == GPTConfig(eos_token_ids=(50256,))
 
 
 # a key of config.json, its value there, the field, its value
@@ -259,7 +264,8 @@ KEYS = [
 
 @pytest.mark.parametrize(("key", "value", "field", "meant"), KEYS)
 def test_each_key_of_a_configuration_sets_one_field(tmp_path, key, value, field, meant):
-    assert written_config(tmp_path, **{key: value}) == GPTConfig(**{field: meant})
+    wanted = {"eos_token_ids": (50256,) if key != "vocab_size" else ()} | {field: meant}
+    assert written_config(tmp_path, **{key: value}) == GPTConfig(**wanted)
 
 
 @pytest.mark.parametrize(("vocab_size", "ids"), [(50256, ()), (50257, (50256,)), (50304, (50256,))])
