@@ -103,8 +103,7 @@ def embed(
 ) -> Tensor:
     x = wte(tokens)
     if scale != 1:
-        # rounded first, as Gemma was trained: a factor 0.15% off would be felt
-        x = x * torch.tensor(scale, dtype=x.dtype)
+        x = x * scale
     return x if wpe is None else x + wpe(positions)
 
 

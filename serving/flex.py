@@ -194,11 +194,12 @@ def compiled_flex() -> Callable:
 
 
 @cache
-def capped(softcap: float) -> Callable | None:
-    """FlexAttention's score_mod that caps scores; None: they stay as they are."""
+def capped(softcap: float, device: torch.device) -> Callable | None:
+    """FlexAttention's score_mod for model.soft_cap; None: scores stay as they are."""
     if not softcap:
         return None
-    return lambda score, *_: model.soft_cap(score, softcap)
+    cap = torch.tensor(softcap, device=device)  # the compiler cannot read a number here
+    return lambda score, *_: cap * (score / cap).tanh()
 
 
 def paged_attention_flex(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor:
@@ -228,7 +229,7 @@ def paged_attention_flex(q: Tensor, kv: Tensor, attn: model.Attention, batch: Ba
             queries,
             k,
             v,
-            score_mod=capped(attn.softcap),
+            score_mod=capped(attn.softcap, q.device),
             block_mask=mask,
             scale=attn.scale,
             enable_gqa=True,

@@ -108,7 +108,6 @@ def embed(tokens: Tensor, positions: Tensor, wte, wpe, scale: float) -> Tensor:
     out = wte.weight.new_empty(T, C)
     given = (tokens, positions, wte.weight, wpe_weight)
     width = triton.next_power_of_2(C)
-    scale = torch.tensor(scale, dtype=out.dtype).item()  # rounded first, as in model.embed
     embed_kernel[(T,)](*given, out, scale, C=C, WIDTH=width, **pdl_options(out))
     return out
 
