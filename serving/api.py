@@ -161,10 +161,8 @@ class Service:
 
     def encoder_job(self, body):
         """The encoder's job for a body's texts or messages. Raises ApiError."""
-        add = not body.messages if body.add_special_tokens is None else body.add_special_tokens
         if not body.messages:
-            texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-            return {"texts": texts, "add_special_tokens": add}
+            return {"texts": [body.prompt] if isinstance(body.prompt, str) else body.prompt}
         if not self.encoder.has_chat:
             raise ApiError(
                 400,
@@ -174,8 +172,7 @@ class Service:
             )
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt}
-        job = self.encoder.chat_job(messages, **body.chat_template_kwargs | options)
-        return job | {"add_special_tokens": add}
+        return self.encoder.chat_job(messages, **body.chat_template_kwargs | options)
 
     async def ask_encoder(self, job):
         """

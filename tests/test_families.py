@@ -135,7 +135,13 @@ def test_what_config_json_leaves_unsaid(family, tmp_path):
     theirs = tiny_models.filled(tiny_models.build(config))
     theirs.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    assert_same(load_checkpoint(tmp_path), theirs, TEXT)
+    ours = load_checkpoint(tmp_path)
+    assert_same(ours, theirs, TEXT)
+    # and what no text of this length shows
+    assert ours.config.context_length == config.max_position_embeddings
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    assert ours.config.windows == tuple(window * kind.startswith("sliding") for kind in kinds)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -168,6 +174,8 @@ def test_computed_in_bf16(family, tmp_path):
 
     ours(tokens, ops=TORCH._replace(embed=embed))
     assert distance(embedded[0], theirs.model.embed_tokens(tokens)) == 0
+    if family.startswith("gemma"):
+        assert distance(ours.ln_f.weight, theirs.model.norm.weight.float() + 1) == 0
     exact = log_probabilities(opened(tmp_path), TEXT)
     error = (dense(ours, TEXT) - exact).norm()
     assert error <= 2 * (log_probabilities(theirs, TEXT) - exact).norm()
@@ -386,7 +394,7 @@ def test_served_by_triton(family):
 
 # "eager" runs the graph that was captured as it is; C++ is written for the families that have most
 COMPILED = [(family, "eager") for family in FAMILIES]
-COMPILED += [(family, "inductor") for family in ("qwen3-biases", "gemma2", "gemma3")]
+COMPILED += [(family, "inductor") for family in ("qwen3-windows", "gemma2", "gemma3")]
 
 
 @pytest.mark.slow

@@ -50,6 +50,9 @@ LLAMA3 = rope(
     original_max_position_embeddings=40,
 )
 LINEAR = {"rope_type": "linear", "factor": 4.0}
+# windows in an order that is no family's pattern
+BY_NAME = {"use_sliding_window": True, "sliding_window": WINDOW}
+BY_NAME |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 # a head size that is neither the width's share of a head nor what the scale is made of
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": WINDOW}
 GEMMA |= {"hidden_size": 96}  # whose square root is rounded in bf16
@@ -80,7 +83,7 @@ FAMILIES = {
         | {"tie_word_embeddings": True},
     ),
     "qwen3": ("Qwen3", rope(9000.0) | {"head_dim": 32}),
-    "qwen3-biases": ("Qwen3", rope(9000.0) | {"head_dim": 32, "attention_bias": True}),
+    "qwen3-windows": ("Qwen3", rope(9000.0) | {"head_dim": 32, "attention_bias": True} | BY_NAME),
     "gemma2": ("Gemma2", GEMMA2),
     "gemma3": ("Gemma3", GEMMA3),
 }
@@ -110,7 +113,7 @@ WITHOUT = {
         {"layer_types": ["sliding_attention"] * 3},
     ],
     "qwen3": [EPSILON, rope(1e6)],
-    "qwen3-biases": [EPSILON],
+    "qwen3-windows": [EPSILON, ONE_MORE, {"layer_types": None}],
     "gemma2": [
         EPSILON,
         ONE_MORE,
@@ -143,7 +146,7 @@ def config_of(family: str, **changes):
     config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     fields = {"tie_word_embeddings": name in ("GPT2", "Gemma2", "Gemma3")} | fields | changes
     if "layer_types" in fields:
-        fields["layer_types"] = list(fields["layer_types"])
+        fields["layer_types"] = fields["layer_types"] and list(fields["layer_types"])
     return config(**sizes | fields)
 
 
@@ -250,7 +253,8 @@ def spell_as_4(directory: Path):
             config["rope_scaling"] = {"type": spelled.pop("rope_type")} | spelled
         elif spelled["rope_type"] != "default":
             config["rope_scaling"] = spelled
-    config.pop("layer_types", None)
+    if config.get("layer_types") != BY_NAME["layer_types"] or kind == "gemma2":
+        config.pop("layer_types", None)
     if config["tie_word_embeddings"] == (kind in ("gpt2", "gemma2", "gemma3_text")):
         del config["tie_word_embeddings"]
     if config.get("head_dim") == config.get("hidden_size", 0) // config.get(
