@@ -520,11 +520,11 @@ def bench_generate(model="10M", repeats=5, dtype="auto", quantize="none", compil
 
 def hugging_face(model: GPT) -> Callable[[Work], Answers]:
     """The same weights in transformers: greedy answers to prompts of equal length."""
-    from transformers import GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as directory:
         save_checkpoint(model, directory)
-        theirs = GPT2LMHeadModel.from_pretrained(directory).eval()
+        theirs = AutoModelForCausalLM.from_pretrained(directory).eval()
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
     @torch.inference_mode()

@@ -129,8 +129,9 @@ def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
         q = attn.q_norm(q)
         k = attn.k_norm(k)
     if batch.rotations:
-        q = rotate(q, batch.rotations[attn.window])
-        k = rotate(k, batch.rotations[attn.window])
+        # both at once: on a CPU a decode step takes as long as its many small operations
+        both = rotate(torch.cat((q, k), -2), batch.rotations[attn.window])
+        q, k = both.split_with_sizes(sizes[:2], -2)
     return q, batch.ops.store_kv(k, v, kv, batch)
 
 

@@ -1,7 +1,7 @@
 """
 The proof: paged attention changes where K and V live, and no token of any answer.
 
-    python test_paged.py        # a line for each test; needs torch, numpy, safetensors, tiktoken
+    python test_paged.py        # a line for each test; needs torch, numpy, safetensors, tokenizers
     pytest test_paged.py        # the same tests
 
 Three parts, each standing on the one before: who owns which block (no model needed), who is

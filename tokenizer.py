@@ -1,49 +1,32 @@
 """
-Text <-> token ids: characters, byte-level BPE learnt from a corpus, and GPT-2's, all with the same
-methods.
+Text <-> token ids, by any tokenizer.json: what train.py makes (characters, byte-level BPE), and
+what the Hugging Face Hub has.
 
-    tokenizer = load_tokenizer("out/stdlib")  # saved by train.py, or from the Hugging Face Hub
+    tokenizer = load_tokenizer("out/stdlib")  # saved by train.py, or downloaded
     ids = tokenizer.encode("def hello():")    # list[int]
-    text = tokenizer.decode(ids)              # str; decode_bytes(ids) for the bytes themselves
-    piece = tokenizer.token_bytes(ids[0])     # the bytes of one token, b"" for a control token
+    text = tokenizer.decode(ids)              # str
+    stream = tokenizer.stream(ids)            # tokens -> text as they come, behind these ids
 
-Every tokenizer is one file, tokenizer.json in the format of the `tokenizers` library:
-`transformers.AutoTokenizer` reads what is saved here and gives the same ids. A BPE is run by
-tiktoken; training/corpus.py makes new tokenizers, of a text or by learning a BPE.
+The `tokenizers` library runs all steps that the file names, so ids and texts are those of
+`transformers.AutoTokenizer`; single characters alone have a faster way here. training/corpus.py
+makes new tokenizers, of a text or by learning a BPE.
 """
 
 import bisect
 import codecs
+import json
 import re
-import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
-import tiktoken
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from files import how_to_download, read_json, write_json
+from files import how_to_download, read_json, write_atomically, write_json
 
 END_OF_TEXT = "<|endoftext|>"
-# Pre-tokenization of GPT-2: a text is cut into pieces, and bytes are merged only within a piece.
-# Pieces are contractions; words, numbers and punctuation, each with at most one space before it;
-# and runs of white space, except that a last space belongs to the word after it.
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-# tiktoken's regular expressions give up on a run of a million blanks, so runs longer than this are
-# cut before. Only there may ids differ from those of transformers: no merge crosses a cut.
-MAX_BLANKS = 500_000
-# The look-behind keeps this linear: without it a run just below the limit is tried from each blank.
-ENDLESS_BLANKS = re.compile(rf"(?<!\s)(?:\s{{{MAX_BLANKS}}})+")
-
-# Limit of the ids, which are rows of tables: a single id of 10**9 would cost gigabytes. The largest
-# vocabularies in use have 262,144 tokens.
-MAX_VOCABULARY = 2**20
 # Where other tokenizers are stored, and GPT-2's before there was tokenizer.json.
 FOREIGN_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
-MAX_NAME = 256  # characters of a control token's name; real ones have up to 40
 
 
 class TokenizerError(ValueError):
@@ -52,9 +35,9 @@ class TokenizerError(ValueError):
 
 def byte_alphabet() -> list[str]:
     """
-    The character that stands for each of the 256 bytes in tokenizer.json. GPT-2's convention: a
-    visible Latin-1 character stands for itself, and U+0100, U+0101, .. for the other bytes in
-    order. So a space is "Ġ" and a newline "Ċ".
+    The character that stands for each of the 256 bytes in a byte-level vocabulary. GPT-2's
+    convention: a visible Latin-1 character stands for itself, and U+0100, U+0101, .. for the other
+    bytes in order. So a space is "Ġ" and a newline "Ċ".
     """
     substitutes = map(chr, range(0x100, 0x200))
     alphabet = []
@@ -74,84 +57,193 @@ def piece_of(data: bytes) -> str:
 
 
 def piece_bytes(piece: str) -> bytes:
-    """The bytes that such a piece spells: "Ġa" is b" a"."""
-    return bytes(BYTE_OF[character] for character in piece)
+    """The bytes that such a piece spells: "Ġa" is b" a". An added token's name may be no such."""
+    if BYTE_OF.keys() >= set(piece):
+        return bytes(BYTE_OF[character] for character in piece)
+    return piece.encode()
 
 
 class Tokenizer:
     """
-    What both kinds share: the parsed tokenizer.json (`spec`), the bytes of every token, and the
-    control tokens ("special tokens" in other libraries), such as end of text. `to_bytes(piece)`
-    gives the bytes of a piece of the vocabulary, `_encode_text` the ids of a text without control
-    tokens, `_encode_bytes` those of bytes.
+    A tokenizer of the `tokenizers` library (`backend`), and the bytes of its tokens.
 
-    `vocab_size` is the largest id + 1, control tokens included. `eos_token_id` is None where there
-    is no end-of-text token (characters). `has_known_pattern` is False where the directory brings
-    its own regular expression, which may take more than linear time.
+    Added tokens are found in a text by their names. Those that the file calls special are control
+    tokens (`control`, name -> id), such as end of text: they have no text. `vocab_size` is the
+    largest id + 1. `eos_token_id` is None where there is no end-of-text token (characters). `bos`
+    has the token that is put before raw prompts, or is empty.
+    `has_known_pattern` is False where the file brings a regular expression, which may take more
+    than linear time.
     """
 
-    has_known_pattern = True
-
-    def __init__(self, spec: dict, to_bytes: Callable[[str], bytes], eos_token: str = END_OF_TEXT):
-        self.spec = spec
-        self.vocab: dict[str, int] = spec["model"]["vocab"]
-        self.control = read_control_tokens(spec)
-        self.names = {i: name for name, i in self.control.items()}
-        check_ids(self.vocab, self.control)
-        self.vocab_size = max([*self.vocab.values(), *self.names]) + 1
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
+        self.backend = backend
+        backend.no_truncation()  # as in transformers, whatever the file says
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        self.control = {token.content: i for i, token in added.items() if token.special}
+        # one whose name normalizing changes is no longer known as special, and so has a text
+        known = self.control.items()
+        self.names = {i: name for name, i in known if backend.id_to_token(i) == name}
+        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.eos_token_id: int | None = self.control.get(eos_token)
-        text_pieces = self.vocab.keys() - self.control.keys()
-        self._bytes = {self.vocab[piece]: to_bytes(piece) for piece in text_pieces}
-        # of two names that begin alike transformers takes the longer; (?!) matches nothing
+        # of two names that begin alike the longer one counts; (?!) matches nothing
         longest_first = sorted(self.control, key=len, reverse=True)
         any_name = "|".join(map(re.escape, longest_first)) or "(?!)"
         self.control_names = re.compile(f"({any_name})")
+        self.has_known_pattern = "Regex" not in str(
+            [state(backend.normalizer), state(backend.pre_tokenizer)]
+        )
+        empty = backend.encode("")  # to which a beginning-of-text token is added, or none
+        added = zip(empty.ids, empty.special_tokens_mask, strict=True)
+        self.bos = [i for i, was_added in added if was_added][:1]
+        kinds = decoding_steps(backend)
+        self.is_byte_level = "ByteLevel" in kinds
+        self.falls_back = "ByteFallback" in kinds
+        self._bytes: dict[int, bytes] = {}  # of the tokens that were asked for so far
+
+    # Text -> ids
 
     def encode(
         self,
         text: str | bytes,
         allow_special: bool = False,
+        add_special_tokens: bool = False,
         stand_ins: dict[int, str] | None = None,
     ) -> list[int]:
         """
-        Token ids of a text, or of bytes. The name of a control token in it is text, or with
-        allow_special=True that token, as in transformers. `stand_ins` (code point -> text, as for
-        `str.translate`): characters that stand in the text for others, which are put back after the
-        names were found. So what a user wrote, its "<" replaced, never becomes a control token (see
-        serving/chat.py). Raises TokenizerError.
+        Token ids of a text, or of bytes. Raises TokenizerError.
+
+        allow_special: the name of a control token in it is that token, as in transformers;
+        otherwise it is text.
+        add_special_tokens: with the tokens that the file's post-processor puts around a text: a
+        beginning-of-text token (BOS), or none. For raw prompts; a chat template writes its own.
+        stand_ins (code point -> text, as for `str.translate`): characters that stand in the text
+        for others, which are put back after the names were found. So what a user wrote, its "<"
+        replaced, never becomes a control token (see serving/chat.py).
         """
         if isinstance(text, bytes):
             return self._encode_bytes(text, allow_special)
-        pieces = self.control_names.split(text) if allow_special else [text]
-        ids = []
-        for number, piece in enumerate(pieces):
-            if number % 2:  # `split` returns text and names by turns
-                ids.append(self.control[piece])
-                continue
-            if stand_ins:
-                piece = piece.translate(stand_ins)
-            ids += self._encode_text(piece)
+        self.backend.encode_special_tokens = not allow_special
+        if stand_ins:
+            return self._encode_disguised(text, stand_ins)
+        return self._encode_text(text, add_special_tokens)
+
+    def _encode_text(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """A lone surrogate, which UTF-8 cannot hold, is read as U+FFFD."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        try:  # a batch of one: `encode` takes twice as long, to say where each token was
+            [encoding] = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except Exception as error:  # a plain one, of the library's Rust
+            raise TokenizerError(f"the tokenizer cannot encode this text: {error}") from None
+        return encoding.ids
+
+    def _encode_disguised(self, text: str, stand_ins: dict[int, str]) -> list[int]:
+        """
+        Names are found before a text is normalized, so normalizing is when stand-ins are put back.
+        Only names that the file wants found in normalized text, or has in its vocabulary (both are
+        rare), are found again after that.
+        """
+        wanted = self._encode_text(text)
+        normalizer = self.backend.normalizer
+        steps = [normalizers.Replace(chr(code), original) for code, original in stand_ins.items()]
+        if normalizer:
+            steps.append(normalizer)
+        self.backend.normalizer = normalizers.Sequence(steps)
+        try:
+            ids = self._encode_text(text)
+        finally:
+            self.backend.normalizer = normalizer
+        spelled = text.translate(stand_ins)
+        for name, i in self.control.items():
+            if name in spelled and ids.count(i) != wanted.count(i):
+                raise TokenizerError(
+                    f"this conversation spells {name!r}, and this tokenizer cannot encode that "
+                    "control token's name as text: leave it out"
+                )
         return ids
+
+    def _encode_bytes(self, data: bytes, allow_special: bool) -> list[int]:
+        """What is not UTF-8 is encoded byte by byte, so that it comes back."""
+        text = data.decode("utf-8", "surrogateescape")  # such a byte becomes U+DC80..U+DCFF
+        ids = []
+        for number, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
+            if number % 2:  # `split` returns text and runs of such bytes by turns
+                ids += [self._byte_token(ord(character) - 0xDC00) for character in piece]
+            elif piece:
+                ids += self.encode(piece, allow_special)
+        return ids
+
+    def _byte_token(self, byte: int) -> int:
+        piece = ALPHABET[byte] if self.is_byte_level else f"<0x{byte:02X}>"
+        token = self.backend.token_to_id(piece)
+        if token is None:
+            raise TokenizerError(
+                f"the vocabulary has no token for the byte 0x{byte:02X}: send text"
+            )
+        return token
+
+    # Ids -> text
 
     def token_bytes(self, token: int) -> bytes:
         """
-        The bytes of one token, possibly part of a UTF-8 character. b"" for a control token and for
-        an id without a token: a model may have more rows than tokens, to be a multiple of 64.
+        The bytes of one token within a text, possibly part of a UTF-8 character. b"" for a control
+        token and for an id without a token: a model may have more rows than tokens, to be a
+        multiple of 64.
         """
-        return self._bytes.get(token, b"")
+        return b"" if token in self.names else self.spelled_bytes(token)
 
     def spelled_bytes(self, token: int) -> bytes:
         """`token_bytes`, except that a control token has the bytes of its name."""
-        if token in self.names:
-            return self.names[token].encode()
-        return self.token_bytes(token)
+        data = self._bytes.get(token)
+        if data is None:
+            piece = self.backend.id_to_token(token)
+            data = self._bytes[token] = b"" if piece is None else self._spell(piece)
+        return data
+
+    def opening_bytes(self, token: int) -> bytes:
+        """The bytes of a token that begins a text: some decoders drop its blank."""
+        data = self.spelled_bytes(token)
+        if self.is_byte_level or (len(data) == 1 and not data.isascii()):
+            return data
+        return self._join([self.backend.id_to_token(token)]).encode()
+
+    def _spell(self, piece: str) -> bytes:
+        """The bytes of a piece of the vocabulary, within a text."""
+        if self.is_byte_level:
+            return piece_bytes(piece)
+        if self.falls_back and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)):
+            return bytes([int(byte[1], 16)])
+        return self._join(["a", piece])[1:].encode()
+
+    def _join(self, pieces: list[str]) -> str:
+        decoder = self.backend.decoder
+        return decoder.decode(pieces) if decoder else " ".join(pieces)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(map(self.token_bytes, ids))
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(
+        self,
+        context: Iterable[int] = (),
+        skip_special_tokens: bool = True,
+        stop: list[str] = (),
+        include_stop: bool = False,
+    ) -> "TextStream":
+        """The text of tokens that come behind those of `context`; see TextStream."""
+        token_bytes = self.token_bytes if skip_special_tokens else self.spelled_bytes
+        errors = "each_byte" if self.falls_back else "replace"
+        stream = TextStream(token_bytes, stop, include_stop, self.opening_bytes, errors)
+        stream.follow(context)
+        return stream
 
     def save(self, directory: str | Path):
         """Write tokenizer.json and tokenizer_config.json, each atomically."""
@@ -165,24 +257,41 @@ class Tokenizer:
         if self.eos_token_id is not None:
             name = self.names[self.eos_token_id]
             config |= {"bos_token": name, "eos_token": name}
-        write_json(directory / "tokenizer.json", self.spec)
+        write_atomically(directory / "tokenizer.json", lambda path: self.backend.save(str(path)))
         write_json(directory / "tokenizer_config.json", config)
 
 
 class CharTokenizer(Tokenizer):
-    """One token a character, as in nanoGPT's shakespeare_char. An unknown character is an error."""
+    """
+    One token a character, as in nanoGPT's shakespeare_char. An unknown character is an error.
+    Through `tokenizers` the same takes 20 times as long.
+    """
 
-    def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
-        if read_pattern(spec) != EVERY_CHARACTER or spec.get("normalizer"):
-            raise foreign("is a WordLevel of other pieces than single characters")
-        check_around(spec, decoder="Fuse")
-        super().__init__(spec, str.encode, eos_token)
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
+        super().__init__(backend, eos_token)
+        self.has_known_pattern = True
+        self.vocab = backend.get_vocab(with_added_tokens=False)
 
-    def _encode_bytes(self, data: bytes, allow_special: bool) -> list[int]:
-        return self.encode(data.decode(), allow_special)
-
-    def _encode_text(self, text: str) -> list[int]:
+    def encode(
+        self,
+        text: str | bytes,
+        allow_special: bool = False,
+        add_special_tokens: bool = False,
+        stand_ins: dict[int, str] | None = None,
+    ) -> list[int]:
         """Raises TokenizerError that names the first unknown character."""
+        if isinstance(text, bytes):
+            text = text.decode()
+        pieces = self.control_names.split(text) if allow_special else [text]
+        ids = []
+        for number, piece in enumerate(pieces):
+            if number % 2:  # `split` returns text and names by turns
+                ids.append(self.control[piece])
+            else:
+                ids += self._encode_characters(piece.translate(stand_ins or {}))
+        return ids
+
+    def _encode_characters(self, text: str) -> list[int]:
         try:
             return [self.vocab[character] for character in text]
         except KeyError as error:
@@ -192,66 +301,6 @@ class CharTokenizer(Tokenizer):
                 f"{text.index(character)}) is not among the {self.vocab_size} this tokenizer "
                 "knows: remove it, or train with a BPE, which knows every byte"
             ) from None
-
-
-class BPETokenizer(Tokenizer):
-    """
-    Byte-level BPE, run by tiktoken. Every text and every sequence of bytes has an encoding; decoded
-    it is the same, unless the tokenizer normalizes (NFC) or a lone surrogate was in the text.
-    """
-
-    def __init__(self, spec: dict, eos_token: str = END_OF_TEXT):
-        self.normalize = read_normalizer(spec)
-        pattern = read_pattern(spec)
-        self.has_known_pattern = pattern == GPT2_PATTERN
-        check_around(spec, decoder="ByteLevel")
-        check_model(spec["model"])
-        super().__init__(spec, piece_bytes, eos_token)
-        # a merge is "a b" or ["a", "b"]; two merges may make the same piece
-        pairs = (m.split(" ") if isinstance(m, str) else m for m in spec["model"]["merges"])
-        merged = [first + second for first, second in pairs]
-        merged_ids = list(dict.fromkeys(self.vocab[piece] for piece in merged))
-        if merged_ids != sorted(merged_ids):  # tiktoken merges the pair of the lowest id first
-            raise foreign("numbers its tokens in another order than its merges")
-        self.byte_ids = [self.vocab[character] for character in ALPHABET]
-        ranks = {self._bytes[i]: i for i in [*self.byte_ids, *merged_ids]}
-        if spec["model"].get("ignore_merges") and len(ranks) < len(self._bytes):
-            raise foreign("has tokens that no merge makes (ignore_merges)")
-        self.bpe = tiktoken.Encoding(
-            "tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
-        )
-
-    def _encode_text(self, text: str) -> list[int]:
-        """A lone surrogate, which UTF-8 cannot hold, is read as U+FFFD."""
-        ids = []
-        try:
-            for part in cut_blanks(self.normalize(text)):
-                ids += self.bpe.encode_ordinary(part)
-        except ValueError as error:  # of tiktoken's regular expressions
-            raise TokenizerError(
-                f"the tokenizer's pattern gives up on this text: shorten it ({error})"
-            ) from None
-        return ids
-
-    def _encode_bytes(self, data: bytes, allow_special: bool) -> list[int]:
-        """What is not UTF-8 is encoded byte by byte, so that it comes back."""
-        text = data.decode("utf-8", "surrogateescape")  # such a byte becomes U+DC80..U+DCFF
-        ids = []
-        for number, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
-            if number % 2:  # `split` returns text and runs of such bytes by turns
-                ids += [self.byte_ids[ord(character) - 0xDC00] for character in piece]
-            else:
-                ids += self.encode(piece, allow_special)
-        return ids
-
-
-def cut_blanks(text: str) -> list[str]:
-    """The text, cut inside runs of more than MAX_BLANKS blanks. Linear in its length."""
-    edges = [0]
-    for run in ENDLESS_BLANKS.finditer(text):
-        edges += range(run.start() + MAX_BLANKS, run.end() + 1, MAX_BLANKS)
-    edges.append(len(text))
-    return [text[start:end] for start, end in pairwise(edges)]
 
 
 def token_name(data: bytes) -> str:
@@ -266,177 +315,79 @@ def token_name(data: bytes) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a tokenizer.json may say: whatever is not understood is refused by its name
-
-EVERY_CHARACTER = r"[\s\S]"
-# What the regular expressions of `tokenizers` (Oniguruma's) understand differently from tiktoken's,
-# or what makes a match depend on the text before it: anchors, back references, and a few escapes
-# and quantifiers.
-FOREIGN_REGEX = re.compile(r"(?<![\[\\])\^|(?<!\\)\$|\\[1-9AGHKRXZhkz]|\}\+|\(\?[<P]?[#&0-9R]")
-
-
-def foreign(what: str) -> TokenizerError:
-    """The error, to be raised, for a tokenizer.json with something that is not supported here."""
-    return TokenizerError(
-        f"tokenizer.json {what}: not supported here, vLLM or transformers open such a directory"
-    )
-
-
-def read_control_tokens(spec: dict) -> dict[str, int]:
-    """
-    {name: id} of the added tokens. Raises TokenizerError for an added token that is more than a
-    name for an id.
-    """
-    added = spec.get("added_tokens") or []
-    for token in added:
-        check_added_token(token, spec)
-    ids = {token["content"]: token["id"] for token in added}
-    if len(ids) < len(added):
-        raise TokenizerError("tokenizer.json has an added token twice: restore it")
-    return ids
-
-
-def check_added_token(token: dict, spec: dict):
-    """Raises TokenizerError unless exactly the token's name, in any text, is the token."""
-    name = token["content"]
-    for flag in ("lstrip", "rstrip", "single_word"):
-        if token.get(flag):
-            raise foreign(f"has the added token {name!r} with {flag}")
-    if spec.get("normalizer") and token.get("normalized"):
-        raise foreign(f"has the added token {name!r} that is found in normalized text")
-    if not token.get("special"):
-        raise foreign(f"has the added token {name!r} that is text (special: false)")
-    if not 0 < len(name) <= MAX_NAME:
-        raise TokenizerError(
-            f"tokenizer.json has an added token of {len(name)} characters: restore it"
-        )
-
-
-def check_ids(vocab: dict[str, int], control: dict[str, int]):
-    """
-    Raises TokenizerError unless each token has an id of its own, a whole number below
-    MAX_VOCABULARY.
-    """
-    ids = vocab | control
-    for name, i in ids.items():
-        if type(i) is not int or not 0 <= i < MAX_VOCABULARY:
-            raise TokenizerError(
-                f"token {name!r:.100} has the id {i!r:.30}, wanted 0 to {MAX_VOCABULARY - 1}: "
-                "restore it"
-            )
-        if vocab.get(name, i) != i:
-            raise TokenizerError(
-                f"token {name!r:.100} has two ids, {vocab[name]} and {i}: restore it"
-            )
-    [(shared, count)] = Counter(ids.values()).most_common(1)
-    if count > 1:
-        raise TokenizerError(f"{count} tokens share the id {shared}: restore it")
-
-
-def check_around(spec: dict, decoder: str):
-    """
-    Raises TokenizerError for a post-processor that adds tokens, and for another decoder than the
-    one named.
-    """
-    post = spec.get("post_processor") or {"type": "ByteLevel"}
-    for part in post.get("processors", [post]):
-        kind = part["type"]
-        adds_nothing = kind == "TemplateProcessing" and not part.get("special_tokens")
-        if kind != "ByteLevel" and not adds_nothing:
-            raise foreign(f"adds tokens to every text (post-processor {kind})")
-    found = (spec.get("decoder") or {}).get("type")
-    if found != decoder:
-        raise foreign(f"makes text of tokens by {found}")
-
-
-def check_model(model: dict):
-    """
-    Raises TokenizerError for options of a BPE that change how bytes are merged, and for a
-    vocabulary that lacks some of the 256 bytes.
-    """
-    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(option):
-            raise foreign(f"is a BPE with {option}")
-    missing = BYTE_OF.keys() - model["vocab"].keys()
-    if missing:
-        raise foreign(f"lacks {len(missing)} of the 256 bytes")
-
-
-def read_pattern(spec: dict) -> str:
-    """
-    The regular expression that cuts a text into pieces. Raises TokenizerError for what tiktoken
-    cannot do.
-    """
-    steps = spec.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
-    if any(step.get("add_prefix_space") for step in steps):
-        raise foreign("puts a prefix space before every text")
-    match steps:
-        case [{"type": "Split"} as split] | [
-            {"type": "Split"} as split,
-            {"type": "ByteLevel", "use_regex": False},
-        ]:
-            return read_split(split)
-        case [{"type": "ByteLevel"} as level] if level.get("use_regex", True):
-            return GPT2_PATTERN
-    kinds = " and ".join(str(step.get("type")) for step in steps)
-    raise foreign(f"cuts text by {kinds}, supported are ByteLevel or one Split")
-
-
-def read_split(split: dict) -> str:
-    """The regular expression of a pre-tokenizer "Split", for tiktoken. Raises TokenizerError."""
-    pattern = split["pattern"].get("Regex")
-    behavior = str(split.get("behavior"))
-    if pattern is None or behavior.lower() != "isolated" or split.get("invert"):
-        raise foreign(
-            f"cuts text by a Split (behaviour {behavior}) other than of isolated regular "
-            "expressions"
-        )
-    if FOREIGN_REGEX.search(pattern):
-        raise foreign(f"cuts text by the regular expression {pattern!r:.200}")
-    if pattern == EVERY_CHARACTER:
-        return pattern
-    # tiktoken drops text that the pattern does not match; for `tokenizers` it is a piece of its own
-    return rf"{pattern}|(?:(?!{pattern}){EVERY_CHARACTER})+"
-
-
-def read_normalizer(spec: dict) -> Callable[[str], str]:
-    """What is done to a text before it is cut. Raises TokenizerError for all but none and NFC."""
-    kind = (spec.get("normalizer") or {}).get("type")
-    if kind is None:
-        return str  # the text as it is
-    if kind != "NFC":
-        raise foreign(f"normalizes text by {kind}, supported are none and NFC")
-    return partial(unicodedata.normalize, "NFC")
-
-
-# --------------------------------------------------------------------------------------------------
 # Streaming: tokens to text, as they come
+
+
+# Where byte tokens are not UTF-8, `tokenizers` makes a U+FFFD of each, not of each half character.
+codecs.register_error("each_byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))
 
 
 class TextStream:
     """
     The text of one answer, released as soon as it is certain: whole UTF-8 characters, and nothing
-    that may become part of a stop string.
+    that may become part of a stop string. Each token costs the same, however long the text is.
 
-    `token_bytes(id)` gives the bytes of a token. The text ends at the first place where a stop
-    string is complete, so it does not matter how the text is cut into tokens. `matched` is then
-    that string; the text ends before it, or behind it with include_stop.
+    `token_bytes(id)` gives the bytes of a token within a text, `opening_bytes(id)` those of one
+    that begins it, if they differ; `errors` is the codec's for bytes that are not UTF-8. The text
+    ends at the first place where a stop string is complete, so it does not matter how the text is
+    cut into tokens. `matched` is then that string; the text ends before it, or behind it with
+    include_stop.
 
-        stream = TextStream(tokenizer.token_bytes, stop=["\\n\\n"])
+        stream = tokenizer.stream(prompt, stop=["\\n\\n"])
         text = "".join(stream.push(token) for token in tokens) + stream.flush()
+
+    That is transformers' decode(prompt + tokens) without its decode(prompt): so an answer behind a
+    text keeps its leading blank, and completes a character that the prompt has begun. Only where
+    tokens of single bytes (byte fallback) make no UTF-8 does transformers, which sees all of them
+    first, replace whole characters before the broken one, too.
     """
 
     def __init__(
-        self, token_bytes: Callable[[int], bytes], stop: list[str] = (), include_stop: bool = False
+        self,
+        token_bytes: Callable[[int], bytes],
+        stop: list[str] = (),
+        include_stop: bool = False,
+        opening_bytes: Callable[[int], bytes] | None = None,
+        errors: str = "replace",
     ):
         self.token_bytes = token_bytes
+        self.opening_bytes = opening_bytes
         self.include_stop = include_stop
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds half characters
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors)  # holds half characters
+        self.num_broken = 0  # U+FFFD that the context ends with, unless a character is completed
         self.num_characters = 0  # decoded so far
         self.held = ""  # the longest end of the text that a stop string begins with
         self.matched: str | None = None
         self.stop_at(stop)
+
+    def follow(self, context: list[int]):
+        """The text is behind these tokens, which are no part of it."""
+        end = b""
+        for token in reversed(context):
+            end = self.token_bytes(token) + end
+            if len(end) > 3:  # enough for half a character
+                break
+        if end:
+            self.opening_bytes = None
+        self.decoder.decode(end)
+        half = self.decoder.getstate()[0]
+        self.num_broken = len(half) if self.decoder.errors == "each_byte" else len(half[:1])
+
+    def _next_bytes(self, token: int) -> bytes:
+        data = self.token_bytes(token)
+        if data and self.opening_bytes:
+            data = self.opening_bytes(token)
+            self.opening_bytes = None
+        return data
+
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        text = self.decoder.decode(data, final)
+        if text and self.num_broken:
+            if text.startswith("\ufffd"):
+                text = text[self.num_broken :]
+            self.num_broken = 0
+        self.num_characters += len(text)
+        return text
 
     def stop_at(self, stop: list[str]):
         """From here on end the text at these strings."""
@@ -445,22 +396,18 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that this token makes certain, often but not always the token's own."""
-        text = self.decoder.decode(self.token_bytes(token))
-        self.num_characters += len(text)
+        text = self._decode(self._next_bytes(token))
         if not self.held and self.first_characters.isdisjoint(text):
             return text  # most tokens: no stop string has begun before, and none begins here
         return self._release(text)
 
     def push_all(self, tokens: list[int]) -> str:
         """The text of many tokens, in a fraction of the time, without a search for stop strings."""
-        text = self.decoder.decode(b"".join(map(self.token_bytes, tokens)))
-        self.num_characters += len(text)
-        return text
+        return self._decode(b"".join(map(self._next_bytes, tokens)))
 
     def flush(self) -> str:
         """The rest, when no token follows: U+FFFD for half a character, and what was held back."""
-        text = self.decoder.decode(b"", final=True)
-        self.num_characters += len(text)
+        text = self._decode(b"", final=True)
         text = self._release(text) + self.held
         self.held = ""
         return text
@@ -493,29 +440,26 @@ class TextStream:
 # --------------------------------------------------------------------------------------------------
 # Reading a tokenizer
 
-
-KINDS = {"WordLevel": CharTokenizer, "BPE": BPETokenizer}  # by the model that tokenizer.json names
+# All steps that the library knows, by their names in tokenizer.json.
+STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models), *dir(processors), *dir(decoders)}
+EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
+EVERY_CHARACTER |= {"invert": False}
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """
-    Read tokenizer.json: ours, or a byte-level BPE from the hub. Raises TokenizerError with what to
-    change.
+    Read tokenizer.json, and the tokens that tokenizer_config.json adds. Raises TokenizerError with
+    what to change.
     """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(no_tokenizer(path))
     try:
-        spec = read_json(path)
-        config = read_json(path.with_name("tokenizer_config.json"))
-        eos_token = token_text(config.get("eos_token")) or END_OF_TEXT
-        kind = spec["model"]["type"]
-        if kind not in KINDS:
-            raise foreign(
-                f"is of the kind {kind}, supported are byte-level BPE and single characters"
-            )
-        tokenizer = KINDS[kind](spec, eos_token)
-        check_config(tokenizer, config)
+        backend = open_backend(path)
+        config = read_config(path.parent)
+        add_tokens(backend, config)
+        kind = CharTokenizer if is_of_characters(backend) else Tokenizer
+        tokenizer = kind(backend, token_text(config.get("eos_token")) or END_OF_TEXT)
         check_fits_model(tokenizer, path.parent)
         return tokenizer
     except TokenizerError as error:
@@ -542,30 +486,136 @@ def no_tokenizer(missing: Path) -> str:
     return how_to_download(folder) or f"{here}, or copy it there"
 
 
+def foreign(what: str) -> TokenizerError:
+    """The error, to be raised, for a tokenizer.json with something that is not supported here."""
+    return TokenizerError(
+        f"tokenizer.json {what}: not supported here, vLLM or transformers open such a directory"
+    )
+
+
+def open_backend(path: Path) -> tokenizers.Tokenizer:
+    """Raises TokenizerError for a step that the library does not know, by its name."""
+    text = path.read_bytes()
+    for kind in set(re.findall(rb'"type":\s*"([^"\\]*)"', text)):
+        if kind.decode() not in STEPS:
+            raise foreign(f"has a step of the type {kind.decode()!r:.100}")
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(text)
+    except Exception as error:  # a plain one, of the library's Rust
+        raise ValueError(error) from None
+    if getattr(backend.model, "dropout", None):
+        raise foreign("is a BPE with dropout: a text has other ids each time")
+    return backend
+
+
+def state(step) -> dict:
+    """What tokenizer.json says of a step; of no step: {}."""
+    return {} if step is None else json.loads(step.__getstate__())
+
+
+def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
+    """Whether each token is a character, and an unknown one has no token, as in ours."""
+    if not isinstance(backend.model, models.WordLevel):
+        return False
+    plain = [{}, EVERY_CHARACTER, {}, {"type": "Fuse"}]
+    steps = backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder
+    return [*map(state, steps)] == plain and backend.token_to_id(backend.model.unk_token) is None
+
+
+def decoding_steps(backend: tokenizers.Tokenizer) -> set[str]:
+    """
+    The kinds of the steps that make text of tokens. Raises TokenizerError for those that a stream,
+    which gets token by token, cannot follow.
+    """
+    whole = state(backend.decoder)
+    kinds = set()
+    for step in whole.get("decoders", [whole] if whole else []):
+        if not can_stream(step, is_alone=step is whole, is_fused="Fuse" in kinds):
+            raise foreign(f"makes text of tokens by {json.dumps(step)[:100]}")
+        kinds.add(step["type"])
+    return kinds
+
+
+def can_stream(step: dict, is_alone: bool, is_fused: bool) -> bool:
+    """
+    Whether what a decoding step does to a token depends on nothing but whether it is the first.
+    is_fused: it gets the whole text as one token.
+    """
+    match step["type"]:
+        case "ByteLevel":
+            return is_alone
+        case "Strip":
+            return step["stop"] == 0 and (step["start"] <= 1 or not is_fused)
+        case "Replace" if is_fused:
+            return len(step["pattern"].get("String", "")) == 1
+        case "ByteFallback" | "Metaspace" | "WordPiece" | "Replace":
+            return not is_fused
+        case kind:
+            return kind == "Fuse"
+
+
+def read_config(directory: Path) -> dict:
+    """tokenizer_config.json; for an older one, with the names that stand beside it."""
+    config = read_json(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= read_json(directory / "special_tokens_map.json")
+    return config
+
+
 def token_text(token: str | dict | None) -> str | None:
     """The hub writes a control token as a text or as a dictionary."""
     return token["content"] if isinstance(token, dict) else token
 
 
-def check_config(tokenizer: Tokenizer, config: dict):
+# The names that transformers knows, in the order in which it adds their tokens.
+NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+FLAGS = {"single_word", "lstrip", "rstrip", "normalized"}
+
+
+def named_tokens(config: dict) -> dict[str, str | dict]:
+    """{"eos_token": token, ..}, those that the model's own files name among them."""
+    named = {key: config.get(key) for key in NAMED}
+    named |= {key: value for key, value in config.items() if key.endswith("_token")}
+    if isinstance(extra := config.get("extra_special_tokens"), dict):
+        named |= extra
+    return {key: value for key, value in named.items() if isinstance(value, str | dict)}
+
+
+def add_tokens(backend: tokenizers.Tokenizer, config: dict):
     """
-    Raises TokenizerError for control tokens that only tokenizer_config.json has: transformers reads
-    those, too.
+    Add the tokens that tokenizer_config.json alone has, or describes otherwise, as transformers
+    does.
     """
-    for token in config.get("added_tokens_decoder", {}).values():
-        check_added_token(token, tokenizer.spec)
-        if token["content"] not in tokenizer.control:
-            raise foreign(f"lacks {token['content']!r}, which tokenizer_config.json adds")
+    there = [*backend.get_added_tokens_decoder().values()]
+    known = {repr(token) for token in there}
+    listed = config.get("added_tokens_decoder", {})
+    described = [AddedToken(**listed[i]) for i in sorted(listed, key=int)]
+    new = [token for token in described if repr(token) not in known]
+    names = {token.content for token in there + described}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    for token in [*named_tokens(config).values(), *extra * isinstance(extra, list)]:
+        name = token_text(token)
+        if name not in names:
+            names.add(name)
+            flags = {} if token is name else {key: token[key] for key in FLAGS & token.keys()}
+            new.append(AddedToken(name, special=True, **flags))
+    backend.add_tokens(new)
 
 
 def check_fits_model(tokenizer: Tokenizer, directory: Path):
-    """Raises TokenizerError where the model beside the tokenizer lacks rows for some tokens."""
+    """
+    Raises TokenizerError where the model beside the tokenizer lacks rows for its vocabulary or its
+    end of text. Other added tokens (of images) may have none: a prompt with one is refused.
+    """
     try:
         rows = read_json(directory / "config.json").get("vocab_size")
     except (ValueError, AttributeError, RecursionError):
         return  # a broken model is reported when the model is loaded
     if type(rows) is int and rows < tokenizer.vocab_size:
-        raise TokenizerError(
-            f"it has {tokenizer.vocab_size} tokens, but config.json beside it says that the model "
-            f"has {rows}: they do not belong together, copy the model's own tokenizer there"
-        )
+        ids = tokenizer.backend.get_vocab(with_added_tokens=False).values()
+        needed = max([*ids, tokenizer.eos_token_id or 0]) + 1
+        if rows < needed:
+            raise TokenizerError(
+                f"it has {needed} tokens, but config.json beside it says that the model has "
+                f"{rows}: they do not belong together, copy the model's own tokenizer there"
+            )

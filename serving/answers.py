@@ -22,7 +22,7 @@ from copy import copy
 from serving.links import compact_json
 from serving.params import LOWEST_LOGPROB
 from serving.protocol import ApiError, ChatRequest, ClientGone, CompletionRequest, error_body
-from tokenizer import TextStream, token_name
+from tokenizer import token_name
 
 PING_SECONDS = 10  # how often a silent stream sends a comment, or proxies would take it for dead
 PING = b": ping\n\n"
@@ -67,27 +67,34 @@ class Choice:
         self.stop_reason = None  # of a "stop": the stop string or id; None: the end of text
         self.first_step = self.last_step = 0.0  # when tokens came; metrics.py keeps these
         self.spell = tokenizer.spelled_bytes  # of control tokens too: "<|endoftext|>"
-        self.stream = TextStream(self.spell, [], body.include_stop_str_in_output)
+        self.stream = tokenizer.stream(
+            () if body.echo else prompt,
+            body.skip_special_tokens and not body.echo,
+            include_stop=body.include_stop_str_in_output,
+        )
         self.mark_sent()
         self.is_first = True  # nothing was sent yet
         if body.echo:
-            self._echo()
-        if body.skip_special_tokens:  # in the answer; an echo has their names
-            self.stream.token_bytes = tokenizer.token_bytes
+            self._echo(tokenizer)
 
-    def _echo(self):
+    def _echo(self, tokenizer):
         """
-        Begin with the prompt as it was sent, with the names of control tokens. It is not searched
-        for stop strings, but a character may begin in it and end in the answer. Where
-        log-probabilities are asked for it goes token by token, because each has an offset: their
-        number is limited, other prompts may be long.
+        Begin with the prompt as it was sent: with the names of control tokens, but without a BOS
+        that encoding has added. It is not searched for stop strings, but a character may begin in
+        it and end in the answer. Where log-probabilities are asked for it goes token by token,
+        because each has an offset: their number is limited, other prompts may be long.
         """
+        was_text = isinstance(self.body.prompt[0], str) and self.body.add_special_tokens
+        was_added = was_text and self.prompt[:1] == tokenizer.bos != []
         if self.num_logprobs is None:
-            self.text = self.stream.push_all(self.prompt)
-            return
-        for token in self.prompt:
-            self.offsets.append(self.stream.num_characters)
-            self.text += self.stream.push(token)
+            self.text = self.stream.push_all(self.prompt[was_added:])
+        else:
+            for number, token in enumerate(self.prompt):
+                self.offsets.append(self.stream.num_characters)
+                if number or not was_added:
+                    self.text += self.stream.push(token)
+        if self.body.skip_special_tokens:  # in the answer; the echo has their names
+            self.stream.token_bytes = tokenizer.token_bytes
 
     def add_tokens(self, tokens, finish_reason, cached_tokens, scores=None, prompt_scores=None):
         """

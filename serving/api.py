@@ -161,8 +161,10 @@ class Service:
 
     def encoder_job(self, body):
         """The encoder's job for a body's texts or messages. Raises ApiError."""
+        add = not body.messages if body.add_special_tokens is None else body.add_special_tokens
         if not body.messages:
-            return {"texts": [body.prompt] if isinstance(body.prompt, str) else body.prompt}
+            texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+            return {"texts": texts, "add_special_tokens": add}
         if not self.encoder.has_chat:
             raise ApiError(
                 400,
@@ -172,7 +174,8 @@ class Service:
             )
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt}
-        return self.encoder.chat_job(messages, **body.chat_template_kwargs | options)
+        job = self.encoder.chat_job(messages, **body.chat_template_kwargs | options)
+        return job | {"add_special_tokens": add}
 
     async def ask_encoder(self, job):
         """

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from files import read_json
-from tokenizer import Tokenizer, TokenizerError, token_text
+from tokenizer import Tokenizer, TokenizerError, named_tokens, read_config, token_text
 
 # Characters that a template may make of a conversation: four times the largest body.
 MAX_RENDERED = 2**24
@@ -34,25 +34,30 @@ Messages = list[dict[str, str]]  # [{"role", "content"}, ..], perhaps with a "na
 
 def read_template(directory: str | Path) -> str | None:
     """
-    The template's source: chat_template.jinja, else what tokenizer_config.json has, else None.
+    The template's source, None where there is none: a file of its own, else what the tokenizer's
+    configuration has, or the older file beside it; of several templates the one named "default".
     Raises TokenizerError for a template that is no text.
     """
-    own_path = Path(directory) / "chat_template.jinja"
-    if own_path.is_file():
-        return own_path.read_text(encoding="utf-8")
-    path = Path(directory) / "tokenizer_config.json"
-    try:
-        template = read_json(path).get("chat_template")
-        if isinstance(template, list):  # several, each with a name
-            named = {t["name"]: t["template"] for t in template}
-            template = named.get("default")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise TokenizerError(
-            f"{path} is broken ({type(error).__name__}: {error}): restore it"
-        ) from None
-    if not isinstance(template, str | None):
-        raise TokenizerError(f"{path} has a chat_template that is no text: restore it")
-    return template
+    for name in ("additional_chat_templates/default.jinja", "chat_template.jinja"):
+        if (path := Path(directory) / name).is_file():
+            return path.read_text(encoding="utf-8")
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        path = Path(directory) / name
+        try:
+            template = read_json(path).get("chat_template")
+            if isinstance(template, list):  # several, each with a name
+                template = {t["name"]: t["template"] for t in template}
+            if isinstance(template, dict):
+                template = template.get("default")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise TokenizerError(
+                f"{path} is broken ({type(error).__name__}: {error}): restore it"
+            ) from None
+        if not isinstance(template, str | None):
+            raise TokenizerError(f"{path} has a chat_template that is no text: restore it")
+        if template is not None:
+            return template
+    return None
 
 
 def check_variables(variables: dict) -> dict:
@@ -76,11 +81,9 @@ def load_chat(directory: str | Path, tokenizer: Tokenizer) -> "Chat | None":
     source = read_template(directory)
     if source is None:
         return None
-    tokens = read_json(Path(directory) / "tokenizer_config.json")
     names = {"bos_token": "", "eos_token": ""}
-    for name, value in tokens.items():
-        if name.endswith("_token") and isinstance(value, str | dict):
-            names[name] = token_text(value)
+    for name, value in named_tokens(read_config(Path(directory))).items():
+        names[name] = token_text(value)
     return Chat(source, names, tokenizer)
 
 
@@ -99,16 +102,21 @@ class Chat:
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
 
-    def encode(self, messages: Messages, /, **options) -> list[int]:
+    def encode(
+        self, messages: Messages, add_special_tokens: bool = False, /, **options
+    ) -> list[int]:
         """
         Token ids of a conversation. Options, such as add_generation_prompt, are variables of the
-        template. Against prompt injection: the name of a control token becomes that token only in
-        the template's own text and in roles. In all else, options too, it stays text, so that a
-        user cannot end the turn and speak as the system. Raises TokenizerError.
+        template. What it makes has all control tokens that it wants, a BOS too; only with
+        add_special_tokens does it get a second one. Raises TokenizerError.
+
+        Against prompt injection: the name of a control token becomes that token only in the
+        template's own text and in roles. In all else, options too, it stays text, so that a user
+        cannot end the turn and speak as the system.
         """
         disguised, options, originals = disguise(messages, options, self.control_names)
         text = self.render(disguised, **options)
-        ids = self.tokenizer.encode(text, allow_special=True, stand_ins=originals)
+        ids = self.tokenizer.encode(text, True, add_special_tokens, originals)
         if not ids:
             raise TokenizerError("the chat template makes no text of this conversation")
         return ids

@@ -31,10 +31,11 @@ from serving.chat import Chat, load_chat, read_template
 from tokenizer import Tokenizer, TokenizerError, load_tokenizer, token_name
 
 ROOT = Path(__file__).parents[1]
-# Encoding takes 20 to 500 ns a byte, whatever the text: 4,096 characters or ids take at most 2 ms.
-SHORT = 4096
-JOB_SECONDS = 20  # of CPU time for one job: 4 MiB, the largest body, take 1 to 5
-JOB_MEMORY = 2**30  # bytes that a job may take: 4 MiB take 0.4 GiB
+# Encoding takes 0.1 to 2 us a character, whatever the text: for 1,024 or so many ids at most 2 ms.
+SHORT = 1024
+JOB_SECONDS = 20  # of CPU time for one job: 4 MiB, the largest body, take 1 to 10
+JOB_MEMORY = 2**31  # bytes that a job may take: 4 MiB take 0.3 to 1.2 GiB
+TOO_LARGE = f"takes more than {JOB_MEMORY >> 20} MiB to encode or render: shorten it"
 MAX_WAITING = 2**26  # characters and ids of all jobs not yet done: they are held in memory here
 MAX_NAMES = 2**18  # tokens that one answer names: 4 million would take a minute
 
@@ -76,12 +77,13 @@ class Encoder:
         if self.has_chat:
             self.thread.submit(self._start).result()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """
-        Token ids of a text; the name of a control token in it becomes that token. Blocks. Raises
-        TokenizerError.
+        Token ids of a raw prompt, by default with the BOS of a tokenizer that has one; the name of
+        a control token in it becomes that token. Blocks. Raises TokenizerError.
         """
-        return read_ids(*asyncio.run(self.ask({"texts": [text]})))[0]
+        job = {"texts": [text], "add_special_tokens": add_special_tokens}
+        return read_ids(*asyncio.run(self.ask(job)))[0]
 
     def encode_chat(self, messages: list[dict], /, **options) -> list[int]:
         """
@@ -172,6 +174,8 @@ class Encoder:
         if code == -signal.SIGPROF:
             limit = f"{JOB_SECONDS} s of CPU time"
             return TokenizerError(f"{what} takes more than {limit} to encode or render: shorten it")
+        if code == -signal.SIGABRT:  # how the `tokenizers` library ends where memory does
+            return TokenizerError(f"{what} {TOO_LARGE}")
         return RuntimeError(f"the encoding process ended (exit code {code})")
 
 
@@ -192,17 +196,19 @@ def do_job(job: dict, tokenizer: Tokenizer, chat: Chat | None) -> tuple[dict, by
         {"texts": [..]} or {"messages": [..], "options": {..}}
                                 -> {"counts": tokens of each text}, all their ids as uint32;
                                    no ids if a text has more tokens than "limit"
+        the same and "add_special_tokens": whether to add the BOS of a tokenizer that has one
         the same and "answer": fields, with "names": whether to name the tokens
                                 -> {}, the JSON of /tokenize
         {"tokens": [..]}        -> {}, the JSON of /detokenize
     """
     if "tokens" in job:
-        text = b"".join(map(tokenizer.spelled_bytes, job["tokens"])).decode("utf-8", "replace")
+        text = tokenizer.decode(job["tokens"], skip_special_tokens=False)
         return {}, json.dumps({"prompt": text}, ensure_ascii=False).encode()
+    add = job.get("add_special_tokens", False)
     if "messages" in job:
-        ids = [chat.encode(job["messages"], **job["options"])]
+        ids = [chat.encode(job["messages"], add, **job["options"])]
     else:
-        ids = [tokenizer.encode(text, allow_special=True) for text in job["texts"]]
+        ids = [tokenizer.encode(text, True, add_special_tokens=add) for text in job["texts"]]
     if "answer" in job:
         return {}, tokenize_answer(ids[0], tokenizer, **job["answer"])
     counts = list(map(len, ids))
@@ -262,8 +268,7 @@ def attempt(do: Callable, *args) -> tuple:
     except TokenizerError as error:
         return None, str(error)
     except MemoryError:
-        limit = f"{JOB_MEMORY >> 20} MiB"
-        return None, f"this takes more than {limit} to encode or render: shorten it"
+        return None, f"this {TOO_LARGE}"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

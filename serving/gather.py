@@ -79,9 +79,10 @@ def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPl
     gathers = []
     num_decodes = batch.num_decodes
     decodes = [i for i in range(num_decodes) if lens[i]]  # the others are padding
-    for group in length_classes([lens[i] for i in decodes]):
+    seen = [min(lens[i], window or lens[i]) for i in decodes]
+    for group in length_classes(seen):
         requests = [decodes[i] for i in group]
-        longest = max(lens[i] for i in requests)
+        longest = max(seen[i] for i in group)
         # a decode has one token, so its place on the token axis is its number
         places = slice(0, len(requests))
         if len(requests) < num_decodes:

@@ -505,8 +505,7 @@ class CompletionRequest(SamplingRequest):
     # of the model's distribution, before temperature and penalties
     logprobs: NumLogprobs | None = None
     echo: bool = False
-    # changes nothing: tokenizers that would add some are refused at start
-    add_special_tokens: bool = True
+    add_special_tokens: bool = True  # what the tokenizer puts around a text: its BOS, if any
     messages: ClassVar = ()
 
     @property
@@ -549,7 +548,7 @@ class ChatRequest(SamplingRequest):
     add_generation_prompt: bool = True
     # variables of the template, such as Qwen3's enable_thinking
     chat_template_kwargs: TemplateVariables = {}
-    add_special_tokens: bool = False  # as in completions
+    add_special_tokens: bool = False  # beside those of the template: most write a BOS themselves
 
     @model_validator(mode="before")
     @classmethod
@@ -577,7 +576,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages = Field([], min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool = True  # as in completions
+    add_special_tokens: bool | None = None  # true for a prompt, false for messages
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables = {}  # as in chats
     return_token_strs: bool = False

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from serving.encoder import Encoder
 from serving.params import SamplingParams
-from tokenizer import TextStream, Tokenizer
+from tokenizer import Tokenizer
 
 PLAIN_TOKENS = 200  # length of a continuation: unlike answers of a chat, texts need not end
 HELP = """\
@@ -74,7 +74,7 @@ def stream_answer(
     # a new id each time: a late token of an interrupted answer is none of the next answer's
     id = f"answer {engine.num_steps}"
     engine.add_request(id, prompt, params)
-    stream = TextStream(tokenizer.token_bytes)
+    stream = tokenizer.stream(prompt)
     answer = Answer("", [], "interrupted")
     show(opening)
     try:
@@ -219,7 +219,8 @@ class Text:
     def add_line(self, text: str):
         self.asked = 0
         if text:
-            new = self.encoder.encode("\n" + text if self.ids else text)
+            begins = not self.ids
+            new = self.encoder.encode(text if begins else "\n" + text, add_special_tokens=begins)
             self.ids += new
             self.asked = len(new)
 

@@ -29,7 +29,7 @@ class Violation(AssertionError):
 
 
 class FakeChat:
-    def encode(self, messages, **options):
+    def encode(self, messages, add_special_tokens=False, /, **options):
         return list("".join(message["content"] for message in messages).encode())
 
 

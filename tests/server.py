@@ -25,7 +25,7 @@ from serving import api
 from serving.client import EngineClient
 from serving.encoder import Encoder
 from serving.links import Links
-from tokenizer import TokenizerError
+from tokenizer import TextStream, TokenizerError
 from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,9 @@ class ByteTokenizer:
     vocab_size, eos_token_id = 257, EOS
     has_known_pattern = True
 
-    def encode(self, text, allow_special=False):
+    bos = ()
+
+    def encode(self, text, allow_special=False, add_special_tokens=False):
         if "\0" in text:
             raise TokenizerError("character '\\x00' is not in the vocabulary")
         return list(text.encode("utf-8", "replace"))
@@ -53,6 +55,14 @@ class ByteTokenizer:
 
     def spelled_bytes(self, token):
         return b"<end>" if token == EOS else bytes([token])
+
+    def decode(self, ids, skip_special_tokens=True):
+        spell = self.token_bytes if skip_special_tokens else self.spelled_bytes
+        return b"".join(map(spell, ids)).decode("utf-8", "replace")
+
+    def stream(self, context=(), skip_special_tokens=True, stop=(), include_stop=False):
+        spell = self.token_bytes if skip_special_tokens else self.spelled_bytes
+        return TextStream(spell, stop, include_stop)
 
 
 def fake_score(token, n):

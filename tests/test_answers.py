@@ -81,17 +81,24 @@ class Reference:
     def __init__(self, request, prompt: list[int], tokens: list[int], finish_reason: str):
         self.request, self.prompt = request, prompt
         spell = TOKENIZER.token_bytes if request.skip_special_tokens else TOKENIZER.spelled_bytes
-        pieces = [TOKENIZER.spelled_bytes(token) for token in prompt] if request.echo else []
-        num_echoed = len(pieces)
+        pieces = list(map(TOKENIZER.spelled_bytes if request.echo else spell, prompt))
+        num_echoed = len(pieces) if request.echo else 0
         pieces += map(spell, tokens)
         if finish_reason == "stop" and not request.include_stop_str_in_output:
             pieces[-1] = b""
         texts = [decoded(b"".join(pieces[:count])) for count in range(len(pieces) + 1)]
-        self.tokens, self.text = tokens, decoded(b"".join(pieces), final=True)
+        texts.append(decoded(b"".join(pieces), final=True))
+        if not request.echo:  # an answer completes a character that the prompt has begun
+            begun, behind = decoded(b"".join(pieces[: len(prompt)]), final=True), texts[len(prompt)]
+            texts = [
+                text.removeprefix(begun if text.startswith(begun) else behind)
+                for text in texts[len(prompt) :]
+            ]
+        self.tokens, self.text = tokens, texts.pop()
         self.finish_reason, self.stop_reason = finish_reason, None
         if finish_reason == "stop" and (request.ignore_eos or tokens[-1] != END):
             self.stop_reason = tokens[-1]
-        searched_from = len(texts[min(num_echoed + request.min_tokens, len(pieces))])
+        searched_from = len(texts[num_echoed:][: request.min_tokens + 1][-1])
         self.end_at_stop_string(texts[num_echoed:], searched_from)
         places = len(self.tokens) + (num_echoed if request.num_logprobs is not None else 0)
         self.offsets = [

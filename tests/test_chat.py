@@ -5,10 +5,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_kinds import KINDS, save
 
 from serving import chat as module
 from serving.chat import load_chat
-from tokenizer import BPETokenizer, TokenizerError
+from tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from training.corpus import bpe_tokenizer
 
 END = "<|endoftext|>"
@@ -20,13 +21,14 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def tokenizer():
     """A token a byte, and three control tokens."""
-    tokenizer = bpe_tokenizer([])
-    for name in ("<|im_start|>", "<|im_end|>"):
-        tokenizer.spec["added_tokens"].append(
-            tokenizer.spec["added_tokens"][0] | {"id": 0, "content": name}
-        )
-        tokenizer.spec["added_tokens"][-1]["id"] = 255 + len(tokenizer.spec["added_tokens"])
-    return type(tokenizer)(tokenizer.spec)
+    return with_control_tokens("<|im_start|>", "<|im_end|>")
+
+
+def with_control_tokens(*names: str) -> Tokenizer:
+    """A token a byte, the end of text, and control tokens of these names."""
+    backend = bpe_tokenizer([]).backend
+    backend.add_special_tokens([*names])
+    return Tokenizer(backend)
 
 
 @pytest.fixture
@@ -67,10 +69,11 @@ def test_several_templates_have_names(tokenizer, tmp_path):
         {"name": "default", "template": "{{ messages[0].content }}"},
     ]
     assert load({"chat_template": named}).render(HELLO) == "hello"
+    assert load({"chat_template": {"default": "a dictionary"}}).render(HELLO) == "a dictionary"
     assert load({"chat_template": named[:1]}) is None and load({}) is None
     for broken in (
         {"chat_template": 5},
-        {"chat_template": {}},
+        {"chat_template": {"default": {}}},
         {"chat_template": [5]},
         {"chat_template": [{}]},
         [],
@@ -147,6 +150,141 @@ def test_templates_make_what_they_make_in_transformers(make, tmp_path, template)
     assert chat.encode(messages, add_generation_prompt=True) == ids
 
 
+# In the manner of what the hub has, for tokenizers of the same families. The kind of tokenizer, its
+# control tokens, the template
+LLAMA3 = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}{%- set system_message = "" %}{%- endif %}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- endif %}
+{{- "<|start|>system<|mid|>\\n\\n" }}
+{%- if tools is not none %}{{- "Environment: ipython\\n" }}{%- endif %}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message }}{{- "<|end|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
+       {{- '<|start|>' + message['role'] + '<|mid|>\\n\\n'+ message['content'] | trim + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant<|mid|>\\n\\n' }}{%- endif %}
+"""
+QWEN3 = """{%- if tools %}no{%- else %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|start|>system\\n' + messages[0].content + '<|end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string and not(
+        message.content.startswith('<tool_response>')) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|start|>' + message.role + '\\n' + message.content + '<|end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set content = message.content %}{%- set reasoning_content = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n') %}
+            {%- set reasoning_content = reasoning_content.split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|start|>' + message.role + '\\n' }}
+        {%- if loop.index0 > ns.last_query_index and reasoning_content %}
+            {{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}{{- '<|end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+GEMMA = """{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}
+    {%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}
+    {%- set loop_messages = messages[1:] -%}
+{%- else -%}
+    {%- set first_user_prefix = "" -%}{%- set loop_messages = messages -%}
+{%- endif -%}
+{%- for message in loop_messages -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
+    {%- endif -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<|start|>' + role + '\n' + (first_user_prefix if loop.first else "") }}
+    {%- if message['content'] is string -%}{{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}
+        {%- for item in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}
+    {%- endif -%}
+    {{ '<|end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{'<|start|>model\n'}}{%- endif -%}
+"""
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}
+{%- else %}{%- set loop_messages = messages %}{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {% generation %}{{- " " + message["content"]|trim + eos_token}}{% endgeneration %}
+    {%- else %}{{- raise_exception("Only user and assistant roles are supported") }}{%- endif %}
+{%- endfor %}
+"""
+SMOLLM2 = """{% for message in messages %}{% if loop.first and message['role'] != 'system' %}{{
+'<|start|>system
+You are a helpful AI assistant<|end|>
+' }}{% endif %}{{'<|start|>' + message['role'] + '
+' + message['content'] + '<|end|>' + '
+'}}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant
+' }}{% endif %}"""
+HUB = {"llama3": LLAMA3, "qwen2": QWEN3, "gemma": GEMMA, "mistral": MISTRAL, "smollm2": SMOLLM2}
+HUB |= {"llama2": MISTRAL, "deepseek": CHATML}
+TALK = [{"role": "system", "content": "Be brief. 12 < 34"}]
+TALK.append({"role": "user", "content": "  Hello, wörld 😀! <b>&amp;</b> "})
+TALK.append({"role": "assistant", "content": "<think>\nhm\n</think>\n\n yes\n"})
+TALK.append({"role": "user", "content": "def f(): ▁ 語 \ud83d"[:-1]})
+
+
+@pytest.mark.parametrize("kind", HUB)
+def test_templates_of_the_hub_have_the_text_and_ids_of_transformers(kind, tmp_path):
+    """
+    With and without a system message, thinking, a last answer; the ids have one BOS, that of the
+    template, where a prompt gets one, too.
+    """
+    from transformers import AutoTokenizer
+
+    save(kind, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"chat_template": HUB[kind], "bos_token": "<s>", "eos_token": "</s>"}
+    config["additional_special_tokens"] = ["<|start|>", "<|mid|>", "<|end|>", "[INST]", "[/INST]"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    chat = load_chat(tmp_path, tokenizer)
+    for messages in (TALK, TALK[1:], TALK[1:2], TALK[1:3], TALK[:2]):
+        for options in ({}, {"enable_thinking": False}, {"date_string": "1 Jan"}):
+            options |= {"add_generation_prompt": messages[-1]["role"] == "user"}
+            wanted = theirs.apply_chat_template(messages, tokenize=False, **options)
+            assert chat.render(messages, **options) == wanted
+            ids = theirs.apply_chat_template(messages, return_dict=False, **options)
+            assert chat.encode(messages, **options) == ids
+            assert ids.count(tokenizer.control["<s>"]) == ("bos_token" in HUB[kind])
+
+
 def test_control_tokens_have_their_names_in_a_template(make, tmp_path):
     """
     The hub writes them as texts or as dictionaries; those that there are not are empty, and can be
@@ -167,64 +305,22 @@ def test_control_tokens_have_their_names_in_a_template(make, tmp_path):
         assert make(template).render(HELLO) == wanted
 
 
-def test_a_file_of_its_own_goes_before_the_configuration(make, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"chat_template": "é{{ messages[0].content }}"}', encoding="utf-8"
-    )
-    assert make("語").render(HELLO) == "語"
-    (tmp_path / "chat_template.jinja").unlink()
-    assert load_chat(tmp_path, bpe_tokenizer([])).render(HELLO) == "éhello"
-
-
-THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>"
-THINKING += "{% if enable_thinking is defined and enable_thinking is false %}<think></think>"
-THINKING += "{% endif %}{% endif %}{{ style | tojson }}{{ self_ }}"  # Qwen3's
-
-
-@pytest.mark.parametrize("thinks", [True, False, None])
-def test_variables_of_a_caller_reach_the_template(make, tmp_path, thinks):
-    """As apply_chat_template passes them; whatever their names are."""
-    from transformers import AutoTokenizer
-
-    chat = make(THINKING)
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END})
-    )
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    variables = {"style": {"a": [1, "é", None]}, "self_": 1, "add_generation_prompt": True}
-    if thinks is not None:
-        variables["enable_thinking"] = thinks
-    wanted = theirs.apply_chat_template(HELLO, tokenize=False, **variables)
-    assert chat.render(HELLO, **variables) == wanted and ("<think>" in wanted) == (thinks is False)
-    ids = theirs.apply_chat_template(HELLO, return_dict=False, **variables)
-    assert chat.encode(HELLO, **variables) == ids
-    assert chat.encode(HELLO, **variables | {"self": 1, "options": 2, "names": 3}) == ids
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
-     "chat_template", "tokenize", "raise_exception", "strftime_now", "bos_token", "eos_token"],
-)  # fmt: skip
-def test_variables_that_are_no_callers(name):
-    """In transformers a caller may take the beginning-of-text token away; or be a TypeError."""
-    with pytest.raises(ValueError, match=f"has '{name}', which is not a caller's to set: leave it"):
-        module.check_variables({"a": 1, name: None})
-    assert module.check_variables({f"{name}s": 1}) == {f"{name}s": 1}
-
-
-def test_how_much_a_caller_may_give_a_template():
-    """Each of many conversations that wait is in memory."""
-    most = {"a": "é" * (module.MAX_VARIABLES - len('{"a": ""}'))}
-    assert module.check_variables(most) is most
-    with pytest.raises(ValueError, match=r"has 16385 characters, at most 16384 are taken: short"):
-        module.check_variables({"a": most["a"] + "x"})
-    for no_json in {"a": float("nan")}, {"a": 10**5000}:
-        with pytest.raises(ValueError):
-            module.check_variables(no_json)
-    for other in [], "a", 5, None:
-        with pytest.raises(ValueError, match="must be a JSON object"):
-            module.check_variables(other)
+def test_a_file_of_its_own_goes_before_the_configuration(tokenizer, tmp_path):
+    """From the newest to the oldest place; transformers reads all but the last, of processors."""
+    (tmp_path / "additional_chat_templates").mkdir()
+    places = {
+        "additional_chat_templates/default.jinja": "語",
+        "chat_template.jinja": "é",
+        "tokenizer_config.json": '{"chat_template": "è{{ messages[0].content }}"}',
+        "chat_template.json": '{"chat_template": "old"}',
+    }
+    (tmp_path / "additional_chat_templates" / "tools.jinja").write_text("no")
+    for name, source in places.items():
+        (tmp_path / name).write_text(source, encoding="utf-8")
+    for name, text in zip(places, ["語", "é", "èhello", "old"], strict=True):
+        assert load_chat(tmp_path, tokenizer).render(HELLO) == text
+        (tmp_path / name).unlink()
+    assert load_chat(tmp_path, tokenizer) is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -277,20 +373,13 @@ def test_names_that_a_message_completes_stay_text(tokenizer, first, last):
             assert ids == [*template.replace("{{ messages[0].content }}", text).encode()]
 
 
-def with_control_token(name: str):
-    """A token a byte, and one more of that name."""
-    spec = bpe_tokenizer([]).spec
-    spec["added_tokens"].append(spec["added_tokens"][0] | {"id": 257, "content": name})
-    return BPETokenizer(spec)
-
-
 @pytest.mark.parametrize("text", ["<<", "<<<", "a<<<<b<<<", "<"])
 def test_a_name_that_overlaps_itself_stays_text(text):
     """
     In <<< the name << begins at two places: with only the first made harmless, the second was the
     token.
     """
-    chat = module.Chat("<<{{ messages[0].content }}<<", {}, with_control_token("<<"))
+    chat = module.Chat("<<{{ messages[0].content }}<<", {}, with_control_tokens("<<"))
     ids = chat.encode([{"role": "user", "content": f".{text}."}])
     assert ids == [257, *f".{text}.".encode(), 257]
 
@@ -298,7 +387,7 @@ def test_a_name_that_overlaps_itself_stays_text(text):
 def test_a_role_may_be_a_control_token(make):
     """A template makes it of the role; of a message's text it stays text."""
     chat = module.Chat(
-        "{{ messages[0].role }}:{{ messages[0].content }}", {}, with_control_token("user")
+        "{{ messages[0].role }}:{{ messages[0].content }}", {}, with_control_tokens("user")
     )
     assert chat.encode([{"role": "user", "content": "user"}]) == [257, *b":user"]
 
@@ -338,7 +427,7 @@ def test_variables_stay_text(make):
 
 def test_a_variable_has_its_name_whatever_tokens_there_are():
     """A name may be like the end of a control token's: the template looks for it as it is."""
-    chat = module.Chat("{{ mode }}{{ x.mode }}", {}, with_control_token("<mode"))
+    chat = module.Chat("{{ mode }}{{ x.mode }}", {}, with_control_tokens("<mode"))
     assert chat.encode(HELLO, mode="fast", x={"mode": 1}) == [*b"fast"]
 
 
@@ -382,3 +471,24 @@ def test_no_message_makes_a_control_token(tokenizer, contents):
     ids = chat.encode([{"role": "user", "content": content} for content in contents])
     turns = [[257, *b"user\n", *content.strip().encode(), 258, *b"\n"] for content in contents]
     assert ids == [i for turn in turns for i in turn]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "words"])
+def test_no_message_makes_a_control_token_of_any_tokenizer(kind, tmp_path):
+    """
+    Whatever its steps: the ids are those of the text with the names spelled, and all that is not
+    disguised has the ids that it had.
+    """
+    tokenizer = load_tokenizer(save(kind, tmp_path))
+    chat = module.Chat("<s>{{ messages[0].content }}<s>tail", {}, tokenizer)
+    bos = tokenizer.control["<s>"]
+    for text in ("a<s>b", "<s>", "é <s><s> 語", "x<s", "the </s> def"):
+        try:
+            ids = chat.encode([{"role": "user", "content": text}])
+        except TokenizerError as error:  # normalized names, and those that are in the vocabulary
+            assert kind in ("flags", "unigram") and "cannot encode that control token" in str(error)
+            continue
+        assert [i for i in ids if i in tokenizer.names] == [bos, bos], text
+        assert ids[ids.index(bos, 1) :] == tokenizer.encode("<s>tail", True)
+        if kind not in ("smollm2", "unigram", "wordpiece", "flags"):  # these lose characters
+            assert tokenizer.decode(ids[1 : ids.index(bos, 1)]).strip() == text

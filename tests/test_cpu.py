@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import serving_dtype
-from model import GPT
+from model import GPT, RMSNorm
 from serving import compiled, cpu
-from serving.cpu import PackedLinear, packed_for_cpu
+from serving.cpu import PackedLinear, ShortRMSNorm, packed_for_cpu
 from serving.engine import Engine
 from serving.int8 import Int8Linear
 from serving.params import SamplingParams
@@ -103,6 +103,21 @@ def test_int8_rows_do_not_meet():
     for i in (0, 2, 100, 256):
         assert torch.equal(linear(x[i : i + 1])[0], together[i])
     assert torch.equal(linear(x[:256].view(4, 64, -1)).flatten(0, 1), together[:256])
+
+
+@pytest.mark.parametrize("count", ROWS)
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_rms_norm_errs_as_torch(count, eps):
+    """At most twice the error of torch's own against fp64; a row of zeros stays zero."""
+    norm = RMSNorm(576, eps)
+    norm.weight.data = layer(576, 1)[0][:, 0] * 1e2
+    x = rows(count, 576)
+    exact = F.rms_norm(x.double(), (576,), norm.weight.double(), eps)
+    short = ShortRMSNorm(norm)(x)
+    scale = exact.abs().amax(1, keepdim=True).clamp(min=1e-30)
+    torchs = ((norm(x) - exact) / scale).abs().max()
+    assert ((short - exact) / scale).abs().max() <= 2 * torchs + 1e-7
+    assert torch.equal(x, rows(count, 576))
 
 
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)

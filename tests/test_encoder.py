@@ -66,13 +66,13 @@ def test_the_process_says_what_the_tokenizer_says(encoder, text):
 @pytest.mark.parametrize(
     ("job", "is_short"),
     [
-        ({"texts": ["a" * 4080]}, True),
-        ({"texts": ["a" * 4081]}, False),
-        ({"texts": ["a" * 2032] * 2}, True),
-        ({"texts": ["a" * 2032, "a" * 2033]}, False),
-        ({"texts": [""] * 257}, False),  # each has a cost of its own
-        ({"tokens": [1] * 4096}, True),
-        ({"tokens": [1] * 4097}, False),
+        ({"texts": ["a" * 1008]}, True),
+        ({"texts": ["a" * 1009]}, False),
+        ({"texts": ["a" * 496] * 2}, True),
+        ({"texts": ["a" * 496, "a" * 497]}, False),
+        ({"texts": [""] * 65}, False),  # each has a cost of its own
+        ({"tokens": [1] * 1024}, True),
+        ({"tokens": [1] * 1025}, False),
         ({"messages": HELLO}, False),
     ],
 )
@@ -254,7 +254,7 @@ def test_templates_that_fill_the_memory_are_stopped(encoder):
     ):
         encoder.encode_chat([{"role": "user", "content": "large"}])
     if sys.platform == "linux":
-        with pytest.raises(TokenizerError, match="takes more than 1024 MiB to encode or render"):
+        with pytest.raises(TokenizerError, match="takes more than 2048 MiB to encode or render"):
             encoder.encode_chat([{"role": "user", "content": "larger"}])
     process = encoder.process
     assert encoder.encode_chat(HELLO) == [*b"user: hello", 258] and encoder.process is process

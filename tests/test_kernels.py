@@ -1003,6 +1003,14 @@ def test_equal_decodes_are_one_gather():
     assert len(step.batch.prepared[0].gathers) == 1
 
 
+def test_decodes_of_any_length_see_a_window_in_one_gather():
+    """And pad each other to the window, not to the longest of them."""
+    decodes = [(1, 4096), (1, 700), (1, 40), (1, 20)]
+    step = Step(Shape(decodes, num_decodes=4, D=16, window=32), "torch")
+    [call] = step.batch.prepared[32].gathers
+    assert call.kv_rows.shape[-1] == 32
+
+
 def test_block_ids_of_a_pool_beyond_2_to_the_31():
     """
     Would catch: block tables, which are int32, multiplied as such. A pool of that size is not

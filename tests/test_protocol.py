@@ -995,7 +995,7 @@ def test_tokenize_takes_a_prompt_or_messages():
     assert (made.add_generation_prompt, made.return_token_strs, made.add_special_tokens) == (
         True,
         False,
-        True,
+        None,
     )
 
 

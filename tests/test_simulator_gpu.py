@@ -35,7 +35,7 @@ class DenseWorld(World):
 
     def __init__(self, seed: int, device: str, graphs: bool):
         settings, events = a_life(seed)
-        settings |= {"V": VOCABULARY, "context": CONTEXT, "eos": None}
+        settings |= {"V": VOCABULARY, "context": CONTEXT, "eos": None, "window": 0}
         settings["engine"] |= {"overlap": True, "graphs": graphs}
         S = settings["engine"]["block_size"]
         self.most = min(CONTEXT, settings["engine"]["num_blocks"] * S)

@@ -24,7 +24,7 @@ from serving.encoder import Encoder
 from serving.params import SamplingParams
 from serving.terminal import Answer, Dialogue, Text, stream_answer
 from test_paged import assert_idle, new_engine, prompt, trained_model
-from tokenizer import load_tokenizer
+from tokenizer import TextStream, load_tokenizer
 from training.corpus import train_bpe
 
 ROOT = Path(__file__).parents[1]
@@ -296,7 +296,7 @@ def test_the_oldest_messages_make_room_for_new_ones(chat, capsys):
 
 
 def test_the_oldest_half_of_a_text_makes_room(capsys):
-    text = Text(SimpleNamespace(encode=lambda text: list(text.encode())))
+    text = Text(SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode())))
     text.add_line("a" * 60)
     text.add_answer(Answer("", [7] * 30, "length"))
     text.add_line("b" * 9)
@@ -318,7 +318,7 @@ def test_the_oldest_half_of_a_text_makes_room(capsys):
 )
 def test_the_last_line_of_a_text_is_kept_whole(answered, room, kept, capsys):
     """Though it is more than half of what fits; and a text that fits exactly is not cut."""
-    text = Text(SimpleNamespace(encode=lambda text: list(text.encode())))
+    text = Text(SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode())))
     text.add_answer(Answer("", [7] * answered, "length"))
     text.add_line("b" * 49)
     prompt = text.prompt(room)
@@ -397,11 +397,11 @@ class Fake:
         pass
 
 
-BYTES = SimpleNamespace(token_bytes=lambda token: bytes([token]))
+BYTES = SimpleNamespace(stream=lambda prompt: TextStream(lambda token: bytes([token])))
 
 
 def bytes_text() -> Text:
-    return Text(SimpleNamespace(encode=lambda text: list(text.encode())))
+    return Text(SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode())))
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_a_terminal_that_cannot_show_a_character_shows_another(monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Ctrl-C, and what a terminal shows
 
-SPELL = SimpleNamespace(token_bytes=lambda token: b"x")
+SPELL = SimpleNamespace(stream=lambda prompt: TextStream(lambda token: b"x"))
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 
@@ -522,7 +522,8 @@ def test_the_token_that_ends_a_text_is_not_part_of_it(capsys):
     """Nor is its text: a model may end its texts with a token that has one."""
     for end in b"", b"end":
         engine = Fake([5, 9], finish_reason="stop")
-        spell = SimpleNamespace(token_bytes=lambda token, end=end: end if token == 9 else b"x")
+        stream = TextStream(lambda token, end=end: end if token == 9 else b"x")
+        spell = SimpleNamespace(stream=lambda prompt, stream=stream: stream)
         answer = stream_answer(engine, [1], GREEDY, spell)
         assert (answer.text, answer.tokens, answer.finish_reason) == ("x", [5], "stop")
 

@@ -1,21 +1,22 @@
 """
-tokenizer.py: every text and every byte comes back, and transformers reads the same ids from the
-same files.
+tokenizer.py: every text and every byte comes back, and any tokenizer.json has the ids, and the
+texts, of transformers, whole and as a stream.
 """
 
 import json
 import os
+import random
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_kinds import KINDS, random_texts, save
 
 import tokenizer as module
-from tokenizer import BPETokenizer, TextStream, TokenizerError, load_tokenizer
+from tokenizer import TextStream, Tokenizer, TokenizerError, load_tokenizer
 from training.corpus import bpe_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,13 +38,13 @@ NASTY = [
 
 
 @pytest.fixture(scope="module")
-def bpe() -> BPETokenizer:
+def bpe() -> Tokenizer:
     """A small BPE learnt from this repo's own sources."""
     return train_bpe([path.read_text() for path in sorted(ROOT.glob("*.py"))], vocab_size=700)
 
 
 @pytest.fixture(scope="module")
-def gpt2() -> BPETokenizer:
+def gpt2() -> Tokenizer:
     """GPT-2's own, from an offline copy of its vocabulary."""
     folder = (
         os.environ.get("TIKTOKEN_CACHE_DIR") or ROOT.parent / "shared" / "data" / "tiktoken_cache"
@@ -85,11 +86,8 @@ def test_lone_surrogate_is_read_as_the_replacement_character(bpe):
 
 
 def test_endless_blanks_come_back(bpe):
-    """
-    tiktoken's regular expressions panic on a million blanks in a row; anyone may send such a
-    prompt.
-    """
-    text = "def f():" + " " * 1_200_000 + "x"
+    """Some regular expressions panic on a million blanks; anyone may send such a prompt."""
+    text = "def f():" + " " * 600_000 + "x"
     assert bpe.decode(bpe.encode(text)) == text
 
 
@@ -101,7 +99,7 @@ def test_transformers_reads_our_gpt2_with_the_same_ids(gpt2, tmp_path):
     assert_same_as_transformers(gpt2, tmp_path)
 
 
-def assert_same_as_transformers(ours: BPETokenizer, directory: Path):
+def assert_same_as_transformers(ours: Tokenizer, directory: Path):
     from transformers import AutoTokenizer
 
     ours.save(directory)
@@ -111,7 +109,7 @@ def assert_same_as_transformers(ours: BPETokenizer, directory: Path):
     # the characters where Unicode tables of two libraries could differ: each once beside a letter,
     # a digit, a space
     every = [
-        f"a{chr(c)}1{chr(c)} {chr(c)}" for c in range(0, 0x30000, 7) if not 0xD800 <= c < 0xE000
+        f"a{chr(c)}1{chr(c)} {chr(c)}" for c in range(0, 0x30000, 37) if not 0xD800 <= c < 0xE000
     ]
     for text in [*NASTY, *every]:
         ids = ours.encode(
@@ -130,56 +128,6 @@ def test_gpt2_ids_are_those_of_tiktoken(gpt2):
     assert gpt2.encode("Hello world") == [15496, 995]
     for text in NASTY:
         assert gpt2.encode(text) == reference.encode_ordinary(text)
-
-
-def test_reads_a_gpt2_directory_as_the_hub_has_it(gpt2, tmp_path):
-    """
-    The hub's GPT-2 writes merges as "a b", and its tokenizer_config.json names no end-of-text
-    token.
-    """
-    spec = json.loads(json.dumps(gpt2.spec))
-    spec["model"]["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
-    theirs = load_tokenizer(tmp_path)
-    assert theirs.eos_token_id == 50256
-    assert all(theirs.encode(text) == gpt2.encode(text) for text in NASTY)
-
-
-def test_reads_another_pattern_a_normalizer_and_a_named_end_token(bpe, tmp_path):
-    """
-    As Qwen's directories have it: the pattern in a Split, NFC, and the end token in
-    tokenizer_config.json.
-    """
-    spec = json.loads(json.dumps(bpe.spec))
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": r"\d|\D+"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
-    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
-    spec["normalizer"] = {"type": "NFC"}
-    spec["added_tokens"].append(
-        spec["added_tokens"][0] | {"id": bpe.vocab_size, "content": "<|im_end|>"}
-    )
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.eos_token_id == bpe.vocab_size
-    assert tokenizer.decode(tokenizer.encode("e\u0301")) == "\u00e9"
-
-    from tokenizers import Tokenizer
-
-    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    for text in ("in 1234 parts e\u0301", "  def f():\n    return 12"):
-        assert tokenizer.encode(text) == theirs.encode(text).ids
 
 
 def test_spelt_control_token_is_text_unless_asked(bpe):
@@ -255,17 +203,6 @@ def test_names_of_tokens(data, name):
     assert module.token_name(data) == name
 
 
-def test_a_pattern_that_gives_up_is_said(bpe, monkeypatch):
-    """tiktoken's regular expressions stop at a million steps."""
-
-    def gives_up(text):
-        raise ValueError("Max stack size exceeded for backtracking")
-
-    monkeypatch.setattr(bpe, "bpe", SimpleNamespace(encode_ordinary=gives_up))
-    with pytest.raises(TokenizerError, match=r"gives up on this text: shorten it \(Max stack"):
-        bpe.encode("a")
-
-
 @pytest.mark.parametrize("include_stop", [False, True])
 def test_a_stream_ends_once(include_stop):
     """What was held is given out once; what a stop string left is nothing."""
@@ -299,12 +236,6 @@ def test_offline_gpt2_says_what_to_set(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", no_network)
     with pytest.raises(TokenizerError, match="set TIKTOKEN_CACHE_DIR"):
         gpt2_tokenizer()
-
-
-def test_training_without_the_library_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(TokenizerError, match="pip install tokenizers"):
-        train_bpe(["text"], 300)
 
 
 @pytest.mark.parametrize("make", [lambda: char_tokenizer("abc"), lambda: bpe_tokenizer([])])
@@ -344,7 +275,9 @@ def test_directories_that_hold_no_tokenizer(bpe, tmp_path):
         "{",
         "[]",
         "{}",
-        json.dumps(bpe.spec)[:-9],
+        bpe.backend.to_str()[:-9],
+        bpe.backend.to_str().replace('"merges"', '"merged"'),
+        bpe.backend.to_str(pretty=True).replace("699", "-1"),
         "[" * 100_000,
     ):
         path.write_text(broken)
@@ -352,125 +285,8 @@ def test_directories_that_hold_no_tokenizer(bpe, tmp_path):
             load_tokenizer(tmp_path)
 
 
-SPLIT = {"type": "Split", "pattern": {"Regex": r"\d|\D+"}, "behavior": "Isolated", "invert": False}
-BARE = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-LEVEL = BARE | {"use_regex": True}
-NO_REGEX_SAID = {
-    key: value for key, value in LEVEL.items() if key != "use_regex"
-}  # then there is one
-CLS = [{"SpecialToken": {"id": END, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-TEMPLATE = {
-    "type": "TemplateProcessing",
-    "single": CLS,
-    "pair": [],
-    "special_tokens": {END: {"id": END}},
-}
-
-
-def sequence(*parts):
-    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": list(parts)}}
-
-
-# what stands in tokenizer.json, and what the refusal says; most were read as plain GPT-2, without a
-# word
-FOREIGN = [
-    (
-        sequence({"type": "Digits", "individual_digits": True}, LEVEL),
-        "cuts text by Digits and ByteLevel",
-    ),
-    (
-        sequence({"type": "Punctuation", "behavior": "Contiguous"}, LEVEL),
-        "cuts text by Punctuation and ByteLevel",
-    ),
-    (sequence(SPLIT, SPLIT, BARE), "cuts text by Split and Split and ByteLevel"),
-    (sequence(SPLIT, LEVEL), "cuts text by Split and ByteLevel, supported"),
-    (sequence(SPLIT, NO_REGEX_SAID), "cuts text by Split and ByteLevel, supported"),
-    (sequence(SPLIT | {"behavior": "Removed"}, BARE), "behaviour Removed"),
-    (sequence(SPLIT | {"behavior": "MergedWithNext"}, BARE), "behaviour MergedWithNext"),
-    (sequence(SPLIT | {"invert": True}, BARE), "other than of isolated"),
-    (sequence(SPLIT | {"pattern": {"String": " "}}, BARE), "other than of isolated"),
-    (sequence(SPLIT | {"pattern": {"Regex": r"^a|\S+"}}, BARE), "the regular expression"),
-    (sequence(SPLIT | {"pattern": {"Regex": r"(a)\1|\S+"}}, BARE), "the regular expression"),
-    ({"pre_tokenizer": None}, "cuts text by None"),
-    ({"pre_tokenizer": BARE}, "cuts text by ByteLevel"),
-    ({"pre_tokenizer": LEVEL | {"add_prefix_space": True}}, "prefix space"),
-    (sequence(SPLIT, BARE | {"add_prefix_space": True}), "prefix space"),
-    (sequence(BARE, SPLIT), "cuts text by ByteLevel and Split"),
-    ({"normalizer": {"type": "Lowercase"}}, "normalizes text by Lowercase"),
-    ({"normalizer": {"type": "NFC"}, "token": {"normalized": True}}, "found in normalized text"),
-    ({"post_processor": TEMPLATE}, "adds tokens to every text .*TemplateProcessing"),
-    (
-        {"post_processor": {"type": "RobertaProcessing"}},
-        "adds tokens to every text .*RobertaProcessing",
-    ),
-    (
-        {"post_processor": {"type": "Sequence", "processors": [LEVEL, TEMPLATE]}},
-        "adds tokens to every text",
-    ),
-    ({"decoder": {"type": "Metaspace"}}, "makes text of tokens by Metaspace"),
-    ({"model": {"dropout": 0.1}}, "dropout"),
-    ({"model": {"continuing_subword_prefix": "##"}}, "continuing_subword_prefix"),
-    ({"model": {"end_of_word_suffix": "</w>"}}, "end_of_word_suffix"),
-    ({"model": {"type": "Unigram"}}, "is of the kind Unigram"),
-    ({"model": {"type": "WordLevel"}}, "WordLevel of other pieces"),
-    *(({"token": {flag: True}}, f"with {flag}") for flag in ("lstrip", "rstrip", "single_word")),
-    ({"token": {"special": False}}, r"special: false"),
-    (
-        {"config": {"added_tokens_decoder": {"7": {"content": "<think>", "special": True}}}},
-        "lacks '<think>'",
-    ),
-    (
-        {
-            "config": {
-                "added_tokens_decoder": {"7": {"content": END, "special": True, "lstrip": True}}
-            }
-        },
-        "with lstrip",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), FOREIGN, ids=[message for _, message in FOREIGN])
-def test_foreign_tokenizers_are_refused_by_name(bpe, tmp_path, changes, message):
-    """
-    Each of these encoded, or decoded, to something else than in transformers, and nothing said so.
-    """
-    write_changed(bpe, tmp_path, **changes)
-    with pytest.raises(
-        TokenizerError, match=f"{message}.* not supported here, vLLM or transformers open"
-    ):
-        load_tokenizer(tmp_path)
-
-
-ADDS_NOTHING = {"type": "TemplateProcessing", "single": CLS[1:], "pair": [], "special_tokens": {}}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"pre_tokenizer": NO_REGEX_SAID},
-        {"post_processor": LEVEL},
-        {"post_processor": ADDS_NOTHING},
-        {"post_processor": {"type": "Sequence", "processors": [LEVEL, ADDS_NOTHING]}},
-        {"token": {"normalized": True}},  # there is no normalizer
-        {"normalizer": {"type": "NFC"}},
-        sequence(SPLIT, BARE),
-        sequence(SPLIT | {"pattern": {"Regex": r"\p{L}{1,2}|\n"}}, BARE),
-        {"config": {"added_tokens_decoder": {"699": {"content": END, "special": True}}}},
-        {"config": {"eos_token": None}},
-    ],
-    ids=str,
-)
-def test_what_is_understood_has_the_ids_of_the_library(bpe, tmp_path, changes):
-    """The positive controls of the refusals above."""
-    from tokenizers import Tokenizer
-
-    write_changed(bpe, tmp_path, **changes)
-    theirs, ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
-    assert ours.eos_token_id == 699
-    for text in NASTY:
-        assert ours.encode(text, allow_special=True) == theirs.encode(text).ids
+def spec_of(tokenizer: Tokenizer) -> dict:
+    return json.loads(tokenizer.backend.to_str())
 
 
 def write_changed(bpe, folder, model=(), token=(), config=(), **changes):
@@ -478,7 +294,7 @@ def write_changed(bpe, folder, model=(), token=(), config=(), **changes):
     Save the tokenizer with changes to tokenizer.json, its model, its added token, and
     tokenizer_config.json.
     """
-    spec = json.loads(json.dumps(bpe.spec)) | changes
+    spec = spec_of(bpe) | changes
     spec["model"] |= dict(model)
     spec["added_tokens"][0] |= dict(token)
     (folder / "tokenizer.json").write_text(json.dumps(spec))
@@ -487,16 +303,30 @@ def write_changed(bpe, folder, model=(), token=(), config=(), **changes):
 
 def test_merges_may_be_texts(bpe, tmp_path):
     """As the hub's GPT-2 has them, with a blank between the two parts."""
-    write_changed(
-        bpe, tmp_path, model={"merges": [" ".join(pair) for pair in bpe.spec["model"]["merges"]]}
-    )
+    merges = [" ".join(pair) for pair in spec_of(bpe)["model"]["merges"]]
+    write_changed(bpe, tmp_path, model={"merges": merges})
     assert all(load_tokenizer(tmp_path).encode(text) == bpe.encode(text) for text in NASTY)
+
+
+def test_the_end_of_text_is_the_one_that_is_named(bpe, tmp_path):
+    """By a text or by a dictionary; where none is named it is GPT-2's, if there is such a token."""
+    for name in ("<s>", {"content": "<s>"}, {"content": "<s>", "lstrip": True, "__type": "x"}):
+        write_changed(bpe, tmp_path, config={"eos_token": name})
+        assert load_tokenizer(tmp_path).eos_token_id == 700
+    write_changed(bpe, tmp_path, config={"eos_token": None})
+    assert load_tokenizer(tmp_path).eos_token_id == 699
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<old>"}')
+    tokenizer = load_tokenizer(tmp_path)  # as before transformers 4.34
+    assert tokenizer.eos_token_id == 700 == tokenizer.control["<old>"]
+    write_changed(bpe, tmp_path, token={"content": "<other>"})
+    (tmp_path / "special_tokens_map.json").unlink()
+    assert load_tokenizer(tmp_path).eos_token_id is None
 
 
 def test_characters_may_have_a_control_token(tmp_path):
     chars = char_tokenizer("abc")
-    token = {"id": 3, "content": "<end>", "special": True}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(chars.spec | {"added_tokens": [token]}))
+    chars.backend.add_special_tokens(["<end>"])
+    chars.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (3, 4)
@@ -507,57 +337,51 @@ def test_characters_may_have_a_control_token(tmp_path):
     assert tokenizer.decode([0, 3, 1]) == "ab"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": None},
+        {"model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}},
+    ],
+)
+def test_only_plain_characters_are_read_by_us(tmp_path, changes):
+    """All else goes through the library, which may know other steps, and unknown tokens."""
+    from tokenizers import Tokenizer as Backend
+
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec_of(char_tokenizer("aA")) | changes))
+    tokenizer = load_tokenizer(tmp_path)
+    assert type(tokenizer) is Tokenizer
+    theirs = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("A") == theirs.encode("A").ids
+    if "model" not in changes:
+        with pytest.raises(TokenizerError, match=r"cannot encode this text: .*UNK"):
+            tokenizer.encode("x")
+
+
 def test_an_id_may_be_left_out(bpe, tmp_path):
     """
     The size is that of the highest id: the model needs so many rows. An id without a token has no
     text.
     """
-    write_changed(bpe, tmp_path, token={"id": 705})
+    vocab = spec_of(bpe)["model"]["vocab"] | {END: 699, "zz": 705}
+    write_changed(bpe, tmp_path, model={"vocab": vocab})
     tokenizer = load_tokenizer(tmp_path)
-    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (706, 705)
+    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (706, 699)
     assert [tokenizer.spelled_bytes(i) for i in (699, 704, 705, 706)] == [
-        b"",
-        b"",
         END.encode(),
+        b"",
+        b"zz",
         b"",
     ]
 
 
 def test_a_control_token_that_is_in_the_vocabulary_too_has_no_text(bpe, tmp_path):
     """The hub's GPT-2 has it in both places."""
-    write_changed(bpe, tmp_path, model={"vocab": bpe.vocab | {END: 699}})
+    write_changed(bpe, tmp_path, model={"vocab": spec_of(bpe)["model"]["vocab"] | {END: 699}})
     tokenizer = load_tokenizer(tmp_path)
-    assert (
-        tokenizer.decode([*tokenizer.encode("a"), 699]) == "a"
-        and tokenizer.spelled_bytes(699) == END.encode()
-    )
-
-
-@pytest.mark.parametrize(("length", "fits"), [(1, True), (256, True), (257, False)])
-def test_names_of_control_tokens_have_a_longest(bpe, tmp_path, length, fits):
-    write_changed(bpe, tmp_path, token={"content": "語" * length})
-    if fits:
-        assert load_tokenizer(tmp_path).control == {"語" * length: 699}
-        return
-    with pytest.raises(TokenizerError, match="has an added token of 257 characters"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"normalizer": {"type": "NFC"}}, "WordLevel of other pieces than single characters"),
-        ({"pre_tokenizer": LEVEL}, "WordLevel of other pieces than single characters"),
-        ({"decoder": {"type": "ByteLevel"}}, "makes text of tokens by ByteLevel"),
-        ({"decoder": None}, "makes text of tokens by None"),
-        ({"post_processor": TEMPLATE}, "adds tokens to every text"),
-    ],
-)
-def test_characters_of_another_kind_are_refused(tmp_path, changes, message):
-    chars = char_tokenizer("abc")
-    (tmp_path / "tokenizer.json").write_text(json.dumps(chars.spec | changes))
-    with pytest.raises(TokenizerError, match=message):
-        load_tokenizer(tmp_path)
+    assert tokenizer.decode([*tokenizer.encode("a"), 699]) == "a"
+    assert (tokenizer.token_bytes(699), tokenizer.spelled_bytes(699)) == (b"", END.encode())
 
 
 def test_what_is_saved(bpe, tmp_path):
@@ -574,75 +398,9 @@ def test_what_is_saved(bpe, tmp_path):
             "tokenizer_config.json",
         ]
         assert json.loads((folder / "tokenizer_config.json").read_text()) == config | more
-        assert json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) == tokenizer.spec
+        saved = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        assert saved == spec_of(tokenizer)
     assert "é" in (folder / "tokenizer.json").read_text(encoding="utf-8")  # to be read by people
-
-
-def test_ids_in_another_order_than_the_merges_are_refused(bpe, tmp_path):
-    """tiktoken merges by the order of ids."""
-    names = [*bpe.vocab]
-    write_changed(
-        bpe, tmp_path, model={"vocab": dict(zip(names, range(len(names) - 1, -1, -1), strict=True))}
-    )
-    with pytest.raises(TokenizerError, match="another order"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("merges", [["a"], [["a"]], [["a", "", ""]], {"a": -1}, "a", [7], None])
-def test_a_merge_is_of_two_pieces(bpe, tmp_path, merges):
-    write_changed(bpe, tmp_path, model={"merges": merges})
-    with pytest.raises(TokenizerError, match="not a tokenizer this code reads"):
-        load_tokenizer(tmp_path)
-
-
-def test_tokens_that_no_merge_makes_are_refused_where_they_count(bpe, tmp_path):
-    """
-    With ignore_merges a piece that is a token as a whole is that token, however it came into the
-    vocabulary.
-    """
-    vocab = bpe.vocab | {"zzzzzz": bpe.vocab_size}
-    write_changed(bpe, tmp_path, model={"vocab": vocab, "ignore_merges": True})
-    with pytest.raises(TokenizerError, match="tokens that no merge makes"):
-        load_tokenizer(tmp_path)
-    write_changed(bpe, tmp_path, model={"vocab": vocab})
-    assert len(load_tokenizer(tmp_path).encode("zzzzzz")) > 1
-
-
-def test_a_vocabulary_without_some_bytes_is_refused(bpe, tmp_path):
-    """SmolLM2's lacks 21 of them: a KeyError named one."""
-    write_changed(
-        bpe,
-        tmp_path,
-        model={"vocab": {piece: i for piece, i in bpe.vocab.items() if piece not in "ab"}},
-    )
-    with pytest.raises(TokenizerError, match="lacks 2 of the 256 bytes"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("bad", [10**9, 2**20, -1, 1.0, "7", True, None])
-def test_absurd_ids_are_refused(bpe, tmp_path, bad):
-    """An id of 10**9 took 8 GB of memory, a negative one was another token's."""
-    write_changed(bpe, tmp_path, token={"id": bad})
-    with pytest.raises(TokenizerError, match=r"has the id .*, wanted 0 to 1048575: restore it"):
-        load_tokenizer(tmp_path)
-    write_changed(bpe, tmp_path, model={"vocab": bpe.vocab | {"zz": bad}})
-    with pytest.raises(TokenizerError, match=r"has the id .*, wanted 0 to 1048575: restore it"):
-        load_tokenizer(tmp_path)
-
-
-def test_ids_that_two_tokens_share_are_refused(bpe, tmp_path):
-    write_changed(bpe, tmp_path, model={"vocab": bpe.vocab | {"zz": 5}})
-    with pytest.raises(TokenizerError, match="2 tokens share the id 5: restore it"):
-        load_tokenizer(tmp_path)
-    write_changed(bpe, tmp_path, model={"vocab": bpe.vocab | {END: 5}})
-    with pytest.raises(TokenizerError, match="has two ids, 5 and 699"):
-        load_tokenizer(tmp_path)
-    write_changed(bpe, tmp_path, added_tokens=bpe.spec["added_tokens"] * 2)
-    with pytest.raises(TokenizerError, match="added token twice"):
-        load_tokenizer(tmp_path)
-    write_changed(bpe, tmp_path, token={"content": ""})
-    with pytest.raises(TokenizerError, match="added token of 0 characters"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(bpe, tmp_path):
@@ -660,19 +418,170 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(bpe, tmp_path):
     ):  # what is broken, the model's loader says
         (tmp_path / "config.json").write_text(fine)
         assert load_tokenizer(tmp_path).vocab_size == 700
+    # Gemma 3 adds a token of images, of which models of text have no row: prompts are checked
+    write_changed(bpe, tmp_path, config={"pad_token": "<image>"})
+    (tmp_path / "config.json").write_text('{"vocab_size": 700}')
+    assert load_tokenizer(tmp_path).encode("<image>", allow_special=True) == [700]
 
 
 # --------------------------------------------------------------------------------------------------
-# The same ids as transformers
+# What is not understood
+
+SPLIT = {"type": "Split", "pattern": {"Regex": r"\d|\D+"}, "behavior": "Isolated", "invert": False}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+REPLACE = {"type": "Replace", "pattern": {"String": "_"}, "content": " "}
+FUSE, LEVEL = {"type": "Fuse"}, {"type": "ByteLevel", "add_prefix_space": False}
+LEVEL |= {"trim_offsets": True, "use_regex": True}
 
 
-@pytest.fixture(scope="module")
-def theirs(bpe, tmp_path_factory):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digitz"}, LEVEL]}},
+        {"pre_tokenizer": SPLIT | {"type": "Digitz"}},
+        {"normalizer": {"type": "Digitz"}},
+        {"post_processor": {"type": "Digitz"}},
+        # the library takes it for a WordPiece, because it has its fields
+        {"decoder": {"type": "Digitz", "prefix": "##", "cleanup": True}},
+        {"model": {"type": "Digitz"}},
+    ],
+    ids=str,
+)
+def test_a_step_that_nobody_knows_is_named(bpe, tmp_path, changes):
+    """Digits was skipped in silence, and the text cut as GPT-2 does."""
+    write_changed(bpe, tmp_path, **changes)
+    with pytest.raises(TokenizerError, match=r"has a step of the type 'Digitz': not supported"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_step_that_is_broken_is_said(bpe, tmp_path):
+    write_changed(bpe, tmp_path, pre_tokenizer=SPLIT | {"pattern": {"Regex": "("}})
+    with pytest.raises(TokenizerError, match=r"unmatched parenthesis.*restore it"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_model_that_draws_lots_is_refused(bpe, tmp_path):
+    write_changed(bpe, tmp_path, model={"dropout": 0.1})
+    with pytest.raises(TokenizerError, match="is a BPE with dropout"):
+        load_tokenizer(tmp_path)
+
+
+def in_sequence(*steps):
+    return {"type": "Sequence", "decoders": list(steps)}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "is_refused"),
+    [
+        ({"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": True}, True),
+        ({"type": "BPEDecoder", "suffix": "</w>"}, True),
+        (STRIP, False),
+        (STRIP | {"stop": 1}, True),
+        (in_sequence(FUSE, STRIP), False),
+        (in_sequence(FUSE, STRIP | {"start": 2}), True),
+        (in_sequence(STRIP | {"start": 2}, FUSE), False),
+        (in_sequence(FUSE, REPLACE), False),
+        (in_sequence(FUSE, REPLACE | {"pattern": {"String": "__"}}), True),
+        (in_sequence(FUSE, REPLACE | {"pattern": {"Regex": "_"}}), True),
+        (in_sequence(FUSE, {"type": "ByteFallback"}), True),
+        (in_sequence(LEVEL, FUSE), True),
+        (LEVEL, False),
+    ],
+)
+def test_a_decoder_that_looks_at_what_follows_is_refused(bpe, tmp_path, decoder, is_refused):
+    """A stream cannot: its text would be another than that of all tokens at once."""
+    write_changed(bpe, tmp_path, decoder=decoder)
+    if not is_refused:
+        load_tokenizer(tmp_path)
+        return
+    with pytest.raises(TokenizerError, match=r'makes text of tokens by {"type": "'):
+        load_tokenizer(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# The same ids and texts as transformers
+
+
+def assert_same(directory: Path, texts: list[str]):
+    """
+    Ids with and without a BOS, texts of all ids with and without control tokens, and streams: from
+    the first token, and behind a prompt.
+    """
     from transformers import AutoTokenizer
 
-    folder = tmp_path_factory.mktemp("saved")
-    bpe.save(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    theirs, ours = AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+    for add in (False, True):
+        wanted = theirs(texts, add_special_tokens=add)["input_ids"]
+        for text, ids in zip(texts, wanted, strict=True):
+            assert ours.encode(text, True, add_special_tokens=add) == ids, text
+    chance = random.Random(0)
+    for skip in (False, True):
+        keep = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
+        for text, ids, whole in zip(
+            texts, wanted, theirs.batch_decode(wanted, **keep), strict=True
+        ):
+            assert ours.decode(ids, skip) == whole
+            stream = ours.stream(skip_special_tokens=skip)
+            pieces = [*map(stream.push, ids), stream.flush()]
+            assert "".join(pieces) == whole, text
+            if "\ufffd" not in whole:
+                assert "\ufffd" not in "".join(pieces), "half a character"
+            middle = chance.randrange(len(ids) + 1)
+            begun = theirs.decode(ids[:middle], **keep)
+            if whole.startswith(begun) and not begun.endswith("\ufffd"):
+                stream = ours.stream(ids[:middle], skip)
+                answer = "".join(map(stream.push, ids[middle:])) + stream.flush()
+                assert begun + answer == whole, text
+
+
+TEXTS = random_texts(10_000, seed=14)
+CHUNK = -(-len(TEXTS) // len(KINDS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_the_ids_and_texts_of_transformers(kind, tmp_path):
+    """10,000 texts, as many for each kind; and whole files."""
+    start = list(KINDS).index(kind) * CHUNK
+    texts = TEXTS[start : start + CHUNK] + NASTY + [Path(__file__).read_text()]
+    assert_same(save(kind, tmp_path), texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_all_ids_and_texts_of_transformers(kind, tmp_path):
+    assert_same(save(kind, tmp_path), TEXTS)
+
+
+@pytest.mark.real_models
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_real_tokenizers_have_the_ids_and_texts_of_transformers(name):
+    real_models = pytest.importorskip("real_models")
+    try:
+        directory = real_models.make(name)
+    except real_models.Unavailable as reason:
+        pytest.skip(str(reason))
+    corpus = [path.read_text() for path in sorted(ROOT.glob("*.py"))]
+    play = ROOT.parent / "shared" / "data" / "tinyshakespeare" / "input.txt"
+    if play.is_file():
+        corpus.append(play.read_text())
+    corpus += [
+        "".join(TEXTS[:2000]),
+        "他说：“你好，世界！”\n" * 500,
+        "🏳️‍🌈👩🏽‍🚀 é e\u0301 ที่ि\n" * 500,
+    ]
+    assert_same(directory, TEXTS + corpus)
+
+
+def test_transformers_reads_a_gpt2_tokenizer_as_we_do(bpe, tmp_path):
+    """It has a post-processor that adds nothing, and names end of text in three roles."""
+    from transformers import GPT2Tokenizer
+
+    merges = [tuple(pair) for pair in spec_of(bpe)["model"]["merges"]]
+    theirs = GPT2Tokenizer(vocab=bpe.backend.get_vocab(), merges=merges)
+    theirs.save_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    assert ours.eos_token_id == theirs.eos_token_id == 699
+    assert all(ours.encode(text, allow_special=True) == theirs.encode(text) for text in NASTY)
 
 
 PIECES = st.one_of(
@@ -684,8 +593,17 @@ PIECES = st.one_of(
 )
 
 
+@pytest.fixture(scope="module")
+def theirs(bpe, tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("saved")
+    bpe.save(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
 @given(st.lists(PIECES, max_size=8).map("".join))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_any_text_has_the_ids_of_transformers(bpe, theirs, text):
     """
     Control tokens in a prompt are tokens, with add_special_tokens or without: <|endoftext|> was
@@ -693,69 +611,123 @@ def test_any_text_has_the_ids_of_transformers(bpe, theirs, text):
     """
     ids = bpe.encode(text, allow_special=True)
     assert ids == theirs.encode(text) == theirs.encode(text, add_special_tokens=False)
-    assert bpe.encode(text) == bpe.bpe.encode_ordinary(text)  # without our guard of blanks
 
 
-def test_of_names_that_begin_alike_the_longer_one_counts(bpe, tmp_path):
-    """As in transformers, whichever comes first in the file."""
-    from tokenizers import Tokenizer
-
-    token = bpe.spec["added_tokens"][0]
-    more = [token | {"id": 700, "content": "<|a"}, token | {"id": 701, "content": "<|a|>"}]
-    write_changed(bpe, tmp_path, added_tokens=[token, *more])
-    theirs, ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
-    for text in ("x<|a|>y<|a <|a<|a|>|>", "<|<|a|><|endoftext|>"):
-        assert ours.encode(text, allow_special=True) == theirs.encode(text).ids
+# --------------------------------------------------------------------------------------------------
+# Streams of tokens whose text depends on where they stand
 
 
-def test_text_that_no_piece_matches_is_a_piece(bpe, tmp_path):
-    """tiktoken drops what its pattern does not match: all but digits were lost without a word."""
-    from tokenizers import Tokenizer
-
-    write_changed(bpe, tmp_path, **sequence(SPLIT | {"pattern": {"Regex": r"\p{N}{1,3}"}}, BARE))
-    theirs, ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
-    for text in ("in 1234 parts, and 5\n", "none", "12345"):
-        assert ours.encode(text) == theirs.encode(text).ids
-        assert ours.decode(ours.encode(text)) == text
+def load(kind: str, folder: Path) -> Tokenizer:
+    return load_tokenizer(save(kind, folder))
 
 
-def test_reads_what_transformers_writes_of_a_gpt2_tokenizer(bpe, tmp_path):
-    """It has a post-processor that adds nothing, and names end of text in three roles."""
-    from transformers import GPT2Tokenizer
+def pushed(stream: TextStream, tokens: list[int]) -> list[str]:
+    return [*map(stream.push, tokens), stream.flush()]
 
-    merges = [tuple(pair) for pair in bpe.spec["model"]["merges"]]
-    vocab = bpe.vocab | bpe.control
-    theirs = GPT2Tokenizer(vocab=vocab, merges=merges)
-    theirs.save_pretrained(tmp_path)
-    ours = load_tokenizer(tmp_path)
-    assert ours.eos_token_id == theirs.eos_token_id == 699
-    assert all(ours.encode(text, allow_special=True) == theirs.encode(text) for text in NASTY)
+
+@pytest.mark.parametrize("kind", ["llama2", "mistral", "unigram", "wordpiece", "words"])
+def test_an_answer_behind_a_text_keeps_its_blank(kind, tmp_path):
+    """
+    Decoders drop the blank of the first word, so an answer that was decoded alone stuck to its
+    prompt: "the" + "self". A BOS alone is no text, a token shown by its name is.
+    """
+    tokenizer = load(kind, tmp_path)
+    [bos] = tokenizer.bos
+    one, two = "the", "def" if kind == "words" else "of"
+    first, second = tokenizer.encode(f"{one} {two}")
+    assert pushed(tokenizer.stream(), [first, second]) == [one, f" {two}", ""]
+    assert pushed(tokenizer.stream([bos, first]), [second]) == [f" {two}", ""]
+    assert pushed(tokenizer.stream([bos]), [second]) == [two, ""]
+    assert pushed(tokenizer.stream(), [bos, second, first]) == ["", two, f" {one}", ""]
+    shown = pushed(tokenizer.stream([bos], skip_special_tokens=False), [second])
+    assert shown == [f" {two}", ""]
+
+
+def test_an_answer_completes_a_character_that_the_prompt_begins(bpe):
+    """Once a server answered such a prompt, of token ids, with the prompt itself."""
+    prompt = [*b"prompt ", *"€".encode()[:2], bpe.eos_token_id, bpe.eos_token_id]
+    assert pushed(bpe.stream(prompt), [0xAC, 97]) == ["€", "a", ""]
+    assert pushed(bpe.stream(prompt), [97]) == ["a", ""]  # the U+FFFD is the prompt's
+    assert pushed(bpe.stream(prompt), []) == [""]
+    assert pushed(bpe.stream(prompt[:-4]), [0xAC]) == ["\ufffd", ""]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama2"])
+def test_characters_are_whole(kind, tmp_path):
+    """Each comes with its last byte, not sooner and not later."""
+    tokenizer = load(kind, tmp_path)
+    ids = [tokenizer._byte_token(byte) for byte in "a\n😀é".encode()]
+    wanted = ["a", "\n", "", "", "", "😀", "", "é", ""]
+    assert pushed(tokenizer.stream(ids[:1]), ids) == wanted
+    # half of one, at the end
+    text = pushed(tokenizer.stream(ids[:1]), ids[:4])
+    assert text == ["a", "\n", "", "", "\ufffd" if kind == "gpt2" else "\ufffd\ufffd"]
+
+
+def test_a_stop_string_ends_a_text_at_its_last_byte(tmp_path):
+    """Llama 2 has no token for a line end but that of its byte."""
+    tokenizer = load("llama2", tmp_path)
+    stream = tokenizer.stream([5], stop=["\né"])
+    tokens = [tokenizer._byte_token(byte) for byte in "a\né".encode()]
+    assert [*map(stream.push, tokens)] == ["a", "", "", ""] and stream.matched == "\né"
+
+
+def test_byte_tokens_that_are_no_character(tmp_path):
+    """
+    A U+FFFD for each, as in transformers; but that takes back the characters right before them,
+    which a stream has sent.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer, theirs = load("llama2", tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    word = tokenizer.encode("the")[0]
+    broken = [tokenizer._byte_token(byte) for byte in b"\xe2\x82"]
+    ids = [word, *broken, word, *broken]
+    assert "".join(pushed(tokenizer.stream(), ids)) == theirs.decode(ids)
+    ids = [word, tokenizer._byte_token(97), *broken, word]
+    assert "".join(pushed(tokenizer.stream(), ids)) == "thea\ufffd\ufffd the"
+    assert theirs.decode(ids) == "the\ufffd\ufffd\ufffd the"
+
+
+def test_tokens_that_are_no_characters_cost_as_much_as_others(gpt2):
+    """
+    GPT-2's token 100 alone is U+FFFD. A server that decoded again and again until there was none
+    took quadratic time, and sent nothing.
+    """
+    assert gpt2.decode([100]) == "\ufffd"
+    stream = gpt2.stream()
+    started = time.process_time()
+    pieces = [stream.push(100) for _ in range(200_000)]
+    assert time.process_time() - started < 3  # 0.3 s
+    assert len("".join(pieces[:10])) >= 9
+
+
+# --------------------------------------------------------------------------------------------------
+# Bytes
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "falcon", "gemma"])
+def test_bytes_have_tokens_where_the_vocabulary_has_them(kind, tmp_path):
+    tokenizer = load(kind, tmp_path)
+    for data in (b"\xff", b"ok \xe2\x82 cut", b"a\xc0\xaf\n", "é語".encode() + b"\x80"):
+        assert tokenizer.decode_bytes(tokenizer.encode(data)) == data
+
+
+def test_bytes_that_have_no_token_are_named(tmp_path):
+    """SmolLM2's vocabulary lacks 21 of them, a Unigram's all."""
+    for kind, byte in (("smollm2", 0xF0), ("unigram", 0xFF)):
+        tokenizer = load(kind, tmp_path)
+        assert tokenizer.encode(b"the") == tokenizer.encode("the")
+        with pytest.raises(TokenizerError, match=f"no token for the byte 0x{byte:02X}: send text"):
+            tokenizer.encode(b"the " + bytes([byte]))
+    assert len(load("smollm2", tmp_path).encode(b"\xff")) == 1
 
 
 # --------------------------------------------------------------------------------------------------
 # Bounded work
 
-
-def test_runs_of_blanks_below_the_limit_are_looked_at_once():
-    """
-    The guard's expression tried each blank of a run of 499,999 as the first of 500,000: 8 runs took
-    minutes.
-    """
-    started = time.process_time()
-    assert len(module.cut_blanks((" " * 200_000 + "x") * 2)) == 1  # 20 s
-    assert time.process_time() - started < 2
-
-
-def test_long_runs_of_blanks_are_cut_and_nothing_else():
-    n = module.MAX_BLANKS
-    for blanks in (0, 1, n - 1, n, n + 1, 2 * n, 2 * n + 3):
-        pieces = module.cut_blanks("a" + " " * blanks + "b\n")
-        assert "".join(pieces) == "a" + " " * blanks + "b\n"
-        assert len(pieces) == 1 + blanks // n and max(map(len, pieces)) <= n + 3
-
-
-# What costs the most for each byte, here and in tiktoken's own issues: one piece of one character,
-# pieces of one or two, pieces that merge to the end or never
+# What costs the most for each byte: one piece of one character, pieces of one or two, pieces that
+# merge to the end or never
 COSTLY = [
     "a",
     " ",
@@ -773,16 +745,17 @@ COSTLY = [
     "<",
     "<|",
     END,
+    "\ud800",
 ]
 
 
-@pytest.mark.parametrize("unit", COSTLY)
-def test_the_work_is_bounded_for_each_byte(bpe, unit):
-    """
-    Nothing that a client sends takes more than a few microseconds a byte, nor more for longer
-    texts.
-    """
-    text = unit * (200_000 // len(unit.encode()))
-    started = time.process_time()
-    assert bpe.decode(bpe.encode(text)) == text
-    assert time.process_time() - started < 1  # 0.01 to 0.2 s
+@pytest.mark.parametrize("kind", ["gpt2", "smollm2", "qwen2", "llama2", "gemma", "unigram"])
+def test_the_work_is_bounded_for_each_byte(kind, tmp_path):
+    """Nothing that a client sends takes more than a few microseconds a byte, however long it is."""
+    tokenizer = load(kind, tmp_path)
+    for unit in COSTLY:
+        text = unit * (60_000 // len(unit))
+        started = time.process_time()
+        ids = tokenizer.encode(text, allow_special=True)
+        assert tokenizer.stream(ids).push_all(ids) or kind == "smollm2"
+        assert time.process_time() - started < 1, unit  # 0.01 to 0.2 s

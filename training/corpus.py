@@ -9,7 +9,7 @@ train.py reads it, and calls the recipe where that is still to be done:
 
     corpus = load_corpus("stdlib", process)
 
-`train_bpe` alone needs the `tokenizers` library.
+`gpt2_tokenizer` alone needs tiktoken, which has GPT-2's vocabulary.
 """
 
 import json
@@ -21,14 +21,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import tiktoken
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 
 from files import write_atomically, write_json
 from tokenizer import (
     ALPHABET,
     END_OF_TEXT,
-    EVERY_CHARACTER,
-    BPETokenizer,
     CharTokenizer,
     Tokenizer,
     TokenizerError,
@@ -45,35 +44,35 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def char_tokenizer(text: str) -> CharTokenizer:
     """The character tokenizer of a text: its distinct characters, sorted, numbered from 0."""
-    characters = set(text)
-    vocab = numbered(sorted(characters))
+    vocab = numbered(sorted(set(text)))
     # this unknown token is longer than a character and so never found: unknown stays an error
-    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unknown>"}
-    pattern = {"Regex": EVERY_CHARACTER}
-    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    spec = make_spec(model, split, {"type": "Fuse"}, [])
-    return CharTokenizer(spec)
+    backend = Backend(models.WordLevel(vocab, unk_token="<unknown>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return CharTokenizer(backend)
 
 
 def bpe_tokenizer(
     merges: list[tuple[bytes, bytes]], byte_order: Iterable[int] = range(256)
-) -> BPETokenizer:
+) -> Tokenizer:
     """
-    merges: pairs of pieces, in the order in which they were learnt. byte_order: which byte each of
-    the ids 0 to 255 is. Then come, as in GPT-2, what each merge makes and the end-of-text token.
+    Byte-level BPE: every text and every sequence of bytes has an encoding, and decoded it is the
+    same. merges: pairs of pieces, in the order in which they were learnt. byte_order: which byte
+    each of the ids 0 to 255 is. Then come, as in GPT-2, what each merge makes and the end-of-text
+    token.
     """
-    pairs = [[piece_of(first), piece_of(second)] for first, second in merges]
+    pairs = [(piece_of(first), piece_of(second)) for first, second in merges]
     pieces = [ALPHABET[byte] for byte in byte_order]
     pieces += [first + second for first, second in pairs]
     vocab = numbered(dict.fromkeys(pieces))  # two merges may make the same piece
-    model = {"type": "BPE", "vocab": vocab, "merges": pairs}
-    level = {"type": "ByteLevel", "add_prefix_space": False}
-    level |= {"trim_offsets": True, "use_regex": True}
-    end = {"id": len(vocab), "content": END_OF_TEXT, "special": True}
-    for option in ("single_word", "lstrip", "rstrip", "normalized"):
-        end[option] = False
-    spec = make_spec(model, level, level, [end])
-    return BPETokenizer(spec)
+    backend = Backend(models.BPE(vocab, pairs))
+    # GPT-2's pattern cuts a text into pieces, and bytes are merged only within a piece: into
+    # contractions; words, numbers and punctuation, each with at most one space before it; and runs
+    # of white space, except that a last space belongs to the word after it
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens([END_OF_TEXT])
+    return Tokenizer(backend)
 
 
 def numbered(pieces: Iterable[str]) -> dict[str, int]:
@@ -81,48 +80,31 @@ def numbered(pieces: Iterable[str]) -> dict[str, int]:
     return {piece: i for i, piece in enumerate(pieces)}
 
 
-def make_spec(model: dict, pre_tokenizer: dict, decoder: dict, added_tokens: list[dict]) -> dict:
-    """The content of tokenizer.json."""
-    steps = {
-        "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
-    }
-    return {"version": "1.0", "added_tokens": added_tokens} | steps | {"model": model}
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """
-    Learn a byte-level BPE of at most `vocab_size` tokens, end of text included. Needs the
-    `tokenizers` library.
-    """
-    try:
-        from tokenizers import Tokenizer as Learner
-        from tokenizers import models, pre_tokenizers, trainers
-    except ImportError:
-        raise TokenizerError(
-            "training a BPE needs the `tokenizers` package: pip install tokenizers"
-        ) from None
-    learner = Learner(models.BPE())
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn a byte-level BPE of at most `vocab_size` tokens, end of text included."""
+    learner = Backend(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=sorted(ALPHABET), show_progress=False
     )
     learner.train_from_iterator(texts, trainer)
-    learnt = json.loads(learner.to_str())
-    merges = learnt["model"]["merges"]
-    pairs = [(piece_bytes(first), piece_bytes(second)) for first, second in merges]
-    return bpe_tokenizer(pairs)
+    merges = json.loads(learner.to_str())["model"]["merges"]
+    return bpe_tokenizer([(piece_bytes(first), piece_bytes(second)) for first, second in merges])
 
 
-def gpt2_tokenizer() -> BPETokenizer:
+def gpt2_tokenizer() -> Tokenizer:
     """
     GPT-2's tokenizer, from tiktoken's copy of it. Raises TokenizerError with what to set when
     offline.
     """
     try:
+        import tiktoken
+
         ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
+    except ImportError:
+        raise TokenizerError(
+            "GPT-2's vocabulary is read by tiktoken: pip install tiktoken"
+        ) from None
     except Exception as error:  # tiktoken lets the errors of its HTTP client through
         raise TokenizerError(
             f"GPT-2's vocabulary is not at hand ({type(error).__name__}): connect to the network "

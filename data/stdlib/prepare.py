@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from tokenizer import BPETokenizer  # noqa: E402
+from tokenizer import Tokenizer  # noqa: E402
 from training.corpus import train_bpe, write_corpus  # noqa: E402
 
 VOCAB_SIZE = 4096
@@ -62,7 +62,7 @@ def read_library(root: Path) -> tuple[list[bytes], list[bytes]]:
     return train, val
 
 
-def tokenize(tokenizer: BPETokenizer, documents: list[bytes]) -> list[int]:
+def tokenize(tokenizer: Tokenizer, documents: list[bytes]) -> list[int]:
     """All documents behind each other, each closed by the end-of-text token."""
     ids: list[int] = []
     for document in documents:
@@ -71,7 +71,7 @@ def tokenize(tokenizer: BPETokenizer, documents: list[bytes]) -> list[int]:
     return ids
 
 
-def prepare(out: Path = HERE, root: Path | None = None, tokenizer: BPETokenizer | None = None):
+def prepare(out: Path = HERE, root: Path | None = None, tokenizer: Tokenizer | None = None):
     """
     Make the corpus of the library at `root` (by default the running interpreter's) in the folder
     `out`, with a tokenizer learnt from its training files unless one is given.
