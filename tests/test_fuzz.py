@@ -683,8 +683,8 @@ def check_that_all_happened(counts: Counter):
     """A fuzz that never evicts proves nothing about eviction."""
     never = [name for name in MUST_HAPPEN if counts[name] == 0]
     assert not never, f"in {counts['trials']} trials nothing was ever {', '.join(never)}"
-    assert counts["trials that preempt"] >= 0.3 * counts["trials"], (
-        "fewer than 30% of the trials preempt"
+    assert counts["trials that preempt"] >= 0.25 * counts["trials"], (
+        "fewer than 25% of the trials preempt"
     )
 
 
