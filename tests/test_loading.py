@@ -44,7 +44,12 @@ def test_each_key_that_is_read_is_felt(name):
     }
     unlike |= {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
     unlike |= {"eos_token_id": 7, "sliding_window": 5, "rope_theta": 7.0, "max_window_layers": 3}
-    unlike |= {"hidden_size": 64, "num_attention_heads": 64, "num_key_value_heads": 2}
+    unlike |= {
+        "rms_norm_eps": 0.5,
+        "hidden_size": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 2,
+    }
     unlike |= {"hidden_act": "gelu", "hidden_activation": "gelu", "use_sliding_window": False}
     before = read_fields(base | pattern)
     for key in FAMILIES[name].defaults:
