@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 from families import (
     FAMILIES,
@@ -27,6 +28,7 @@ from families import (
     hub_config,
     hub_names,
     read_fields,
+    unknown,
 )
 from files import how_to_download, read_json, write_atomically, write_json
 from model import GPT, GPTConfig, RMSNorm
@@ -37,9 +39,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PREFIXES = ("transformer.", "model.language_model.", "language_model.model.", "model.")
 PREFIXES += ("language_model.",)
 
-# files that hold weights, in directories from elsewhere
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".gguf", ".h5", ".msgpack")
-WEIGHT_SUFFIXES += (".bin", ".pt", ".pth")
+# the dtypes of weights in files
+READABLE = ("F32", "F16", "BF16")
+# numbers that are read at a time: for a GPU they are converted before they are copied, on the host
+PIECE = 2**24
+
+# files that hold weights which are not read, and what makes safetensors files of them
+REWRITE = "let transformers write them: AutoModelForCausalLM.from_pretrained(DIR{})"
+REWRITE += ".save_pretrained(NEW)"
+CONVERSIONS = {
+    ".bin": REWRITE.format(""),
+    ".gguf": REWRITE.format(", gguf_file=FILE"),
+    ".h5": "with transformers 4, " + REWRITE.format(", from_tf=True"),
+    ".msgpack": "with transformers 4, " + REWRITE.format(", from_flax=True"),
+    ".pt": "if it is nanoGPT's, run `python checkpoint.py convert FILE NEW`",
+    ".pth": "download the model in the layout of the Hugging Face Hub, too",
+    ".safetensors": "download model.safetensors.index.json, too, which says what is in which",
+}
 # the head's weights: of a tied model no file holds them
 HEAD = "lm_head.weight"
 
@@ -74,7 +90,9 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
     parts["c_fc"] = [config.n_inner, config.n_inner]
     weights = {}
     for name, weight in ours.items():
-        weight = changed(model, name, weight.cpu(), family, -family.norm_offset)
+        weight = hub_layout(model, name, weight.cpu(), family)
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm):
+            weight = weight - family.norm_offset
         theirs = hub_names(name, family)
         module = name.split(".")[-2]
         split = weight.split(parts[module]) if len(theirs) > 1 else [weight]
@@ -89,18 +107,15 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
     return weights
 
 
-def changed(model: GPT, name: str, weight: torch.Tensor, family: Family, offset: float):
+def hub_layout(model: GPT, name: str, weight: torch.Tensor, family: Family) -> torch.Tensor:
     """
-    A weight as the family keeps it, or back. GPT-2 keeps the matrices of its linear layers as [in,
-    out], torch as [out, in]; Gemma the weights of norms less 1.
+    A view of a weight as the family keeps it, or back: GPT-2 keeps the matrices of its linear
+    layers as [in, out], torch as [out, in].
     """
-    module = model.get_submodule(name.rsplit(".", 1)[0])
+    module = model.get_submodule(name.rpartition(".")[0])
     is_layer = isinstance(module, torch.nn.Linear) and name != HEAD
-    if is_layer and weight.ndim > 1 and family is GPT2:
-        return weight.mT
-    if isinstance(module, RMSNorm) and offset:
-        return weight.float() + offset
-    return weight
+    is_transposed = is_layer and weight.ndim > 1 and family is GPT2
+    return weight.mT if is_transposed else weight
 
 
 # --------------------------------------------------------------------------------------------------
@@ -148,8 +163,9 @@ def load_config(directory: str | Path) -> GPTConfig:
 
 def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = torch.float32) -> GPT:
     """
-    Build the model of a checkpoint directory, in evaluation mode; tensor by tensor, so that no
-    second copy of all weights is in memory. Raises CheckpointError with what to change.
+    Build the model of a checkpoint directory, in evaluation mode. Its weights are copied piece by
+    piece from the files, which are mapped: no second copy of them is ever in memory, and once they
+    are loaded the files may be changed. Raises CheckpointError with what to change.
     """
     directory = Path(directory)
     config = load_config(directory)
@@ -166,15 +182,15 @@ def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = to
     if config.tied:
         del wanted[HEAD]
     for name, weight in wanted.items():
-        saved.check(name, tuple(changed(model, name, weight, family, 0).shape), family)
+        saved.check(name, tuple(hub_layout(model, name, weight, family).shape), family)
     saved.check_rest(wanted, family)
+    norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, RMSNorm)}
     weights = {}
-    for name in wanted:
-        parts = [saved.read(theirs) for theirs in hub_names(name, family)]
-        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
-        weight = changed(model, name, weight, family, family.norm_offset)
-        is_norm = isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm)
-        weights[name] = weight.to(device, torch.float32 if is_norm else dtype).contiguous()
+    for name in tqdm(wanted, "loading", unit=" weights", leave=False, delay=2, disable=None):
+        kept = torch.float32 if name in norms else dtype
+        weight = torch.empty(wanted[name].shape, dtype=kept, device=device)
+        saved.read_into(hub_layout(model, name, weight, family), name, family)
+        weights[name] = weight.add_(family.norm_offset) if name in norms else weight
     if config.tied:
         weights[HEAD] = weights["wte.weight"]
     model.load_state_dict(weights, assign=True)
@@ -186,7 +202,7 @@ def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = to
 class SavedWeights:
     """
     The tensors in a directory's safetensors files, under the family's names without the prefix.
-    Opened, not read: `read` reads one. Raises CheckpointError where a file is missing or damaged.
+    Raises CheckpointError where a file is missing or damaged.
     """
 
     def __init__(self, directory: Path):
@@ -200,7 +216,7 @@ class SavedWeights:
                 raise CheckpointError(no_model(path)) from None
             except Exception as error:  # safetensors raises its own types
                 raise CheckpointError(
-                    f"{path} cannot be read ({error}): train again or restore the file"
+                    f"{path} cannot be read ({error}): restore or download the file"
                 ) from error
             for name in names:
                 self.files[without_prefix(name)] = opened, name
@@ -212,19 +228,34 @@ class SavedWeights:
         return tuple(opened.get_slice(there).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
+        """The tensor as it is in the file: mapped, so in memory only where it is looked at."""
         opened, there = self.files[name]
         return opened.get_tensor(there)
+
+    def read_into(self, weight: torch.Tensor, name: str, family: Family):
+        """Fill `weight`, our weight `name` in the family's layout."""
+        parts = [self.read(theirs) for theirs in hub_names(name, family)]
+        targets = weight.split([len(part) for part in parts])
+        for target, part in zip(targets, parts, strict=True):
+            rows = max(1, PIECE // part[0].numel())
+            for piece, source in zip(target.split(rows), part.split(rows), strict=True):
+                piece.copy_(source)
 
     def check(self, name: str, wanted: tuple[int, ...], family: Family):
         """Raises CheckpointError where our weight `name` is missing or has another shape."""
         theirs = hub_names(name, family)
+        for part in set(theirs) & self.files.keys():
+            opened, there = self.files[part]
+            dtype = opened.get_slice(there).get_dtype()
+            if dtype not in READABLE:
+                raise unknown(f"the dtype of {there}", dtype, ", ".join(READABLE))
         shapes = [self.shape(part) for part in theirs]
         found = shapes[0]
         if len(shapes) > 1 and None not in shapes:  # stacked
             found = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         if found != wanted:
             pairs = zip(theirs, shapes, strict=True)
-            names = ", ".join(f"{part} is {shape}" for part, shape in pairs)
+            names = ", ".join(f"{part} is {shape or 'missing'}" for part, shape in pairs)
             raise CheckpointError(
                 f"{self.directory}: the weights do not match config.json: {names}, wanted {wanted}"
             )
@@ -269,30 +300,30 @@ def weight_files(directory: Path) -> list[Path]:
         return [whole]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        paths = [directory / name for name in names]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{index} is broken ({error}): restore the file") from error
-    for name in names:
-        if not (directory / name).is_file():
-            raise CheckpointError(
-                f"{directory / name} is missing, {index.name} names it: download it, too"
-            )
-    return [directory / name for name in names]
+    for path in paths:
+        if path.parent != directory:
+            raise CheckpointError(f"{index} names {path}: only files beside it are read")
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, {index.name} names it: download it, too")
+    return paths
 
 
 def no_model(missing: Path) -> str:
     """The message for a directory that lacks a file which is read here: how it can be had."""
     folder = missing.parent
     names = sorted(path.name for path in folder.glob("*") if path.name != "train_state.pt")
-    weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
+    weights = [name for name in names if Path(name).suffix in CONVERSIONS]
     if not weights:
         return how_to_download(folder) or (
             f"no model in {folder}, {missing.name} is missing: run `python train.py --out "
             f"{folder}`, or name another directory"
         )
-    if missing.name == "config.json":
+    if missing.name == "config.json" and not weights[0].endswith((".pt", ".pth")):
         return f"{missing} is missing beside {weights[0]}: download it, too"
     return (
-        f"{missing} is missing, the weights are in {', '.join(weights[:3])}: they are read from "
-        "one safetensors file. Let transformers write it: GPT2LMHeadModel.from_pretrained(DIR)"
-        ".save_pretrained(NEW, max_shard_size='100GB')"
+        f"{missing} is missing, the weights are in {', '.join(weights[:3])}: only safetensors "
+        f"files are read; {CONVERSIONS[Path(weights[0]).suffix]}"
     )

@@ -395,7 +395,8 @@ def test_what_training_left_is_no_other_models_file(tmp_path):
         (tmp_path / f"model-0000{number}.safetensors").write_bytes(b"")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
-        CheckpointError, match=r"weights are in model-00001.*00002.*00003\.safetensors: they"
+        CheckpointError,
+        match=r"in model-00001.*00002.*00003\.safetensors: .*download .*index",
     ):
         load_checkpoint(tmp_path)
 
@@ -548,31 +549,35 @@ def test_biases_beside_a_config_without_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("files", "advice"),
     [
-        ["pytorch_model.bin"],
-        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
-        ["tf_model.h5", "flax_model.msgpack"],
+        (["pytorch_model.bin"], r"from_pretrained\(DIR\)\.save_pretrained\(NEW\)"),
+        (["tf_model.h5"], r"transformers 4, .*from_tf=True"),
+        (["flax_model.msgpack"], r"transformers 4, .*from_flax=True"),
+        (["model-q8_0.gguf"], r"gguf_file=FILE\)"),
+        (["consolidated.00.pth", "params.json"], "in the layout of the Hugging Face Hub"),
+        (["model-00001-of-00002.safetensors"], r"download model\.safetensors\.index\.json, too"),
+        (["ckpt.pt"], r"nanoGPT's, run `python checkpoint\.py convert FILE NEW`"),
     ],
 )
-def test_downloads_are_not_told_to_train(tmp_path, files):
+def test_downloads_are_not_told_to_train(tmp_path, files, advice):
     """
     Weights in shards or pickles were "missing: run train.py", which would have trained another
-    model over them.
+    model over them; then all were told to use GPT-2's class.
     """
     save_checkpoint(random_model(), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     for name in files:
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors is missing, the weights are in .*save_"
-    ) as caught:
+    wanted = rf"model\.safetensors is missing, the weights are in {files[0]}: only .*{advice}"
+    with pytest.raises(CheckpointError, match=wanted) as caught:
         load_checkpoint(tmp_path)
-    assert "train.py" not in str(caught.value) and all(name in str(caught.value) for name in files)
+    assert "train.py" not in str(caught.value)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"config\.json is missing beside .*: download it, too"
-    ):
+    wanted = rf"config\.json is missing beside {files[0]}: download it, too"
+    if files[0].endswith((".pt", ".pth")):
+        wanted = rf"config\.json is missing, the weights are in {files[0]}: only .*{advice}"
+    with pytest.raises(CheckpointError, match=wanted):
         load_checkpoint(tmp_path)
 
 

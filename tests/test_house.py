@@ -36,7 +36,7 @@ ARGUMENTS = 8  # the most, without self
 
 # Each may import only those before it, also inside its functions.
 ORDER = [
-    "commands", "files", "paged", "tokenizer", "training.corpus", "model", "checkpoint",
+    "commands", "files", "paged", "tokenizer", "training.corpus", "model", "families", "checkpoint",
     "kernels", "serving.gather",
     "training.fast", "training.sizes", "training.samples", "training.clock", "training.machine",
     "training.muon", "training.report", "serving.welcome", "train",

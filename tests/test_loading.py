@@ -3,14 +3,21 @@ Opening directories: what config.json leaves unsaid, files in parts, dtypes, wha
 """
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from checkpoint import CheckpointError, load_config
+import checkpoint
+from checkpoint import CheckpointError, load_checkpoint, load_config, save_checkpoint
 from families import FAMILIES, columns, read_fields
-from model import Rope
+from model import GPT, GPTConfig, Rope
 
 transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[1]
 
 # --------------------------------------------------------------------------------------------------
 # config.json
@@ -184,3 +191,184 @@ def test_a_table():
     y    "s"  null
     """
     assert columns(text, json.loads) == {"a": {"x": 1, "y": "s"}, "b": {"y": None}}
+
+
+# --------------------------------------------------------------------------------------------------
+# Directories
+
+SHAPE = {"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 4, "n_embd": 32}
+LLAMA = SHAPE | {"norm": "rms", "bias": False, "gated": True, "activation": "silu"}
+LLAMA |= {"rope": {0: Rope(1e4)}, "n_kv_head": 2, "tied": False}
+
+
+def random_model(**fields) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**fields)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def same(a: GPT, b: GPT) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(w, theirs[n]) for n, w in ours.items())
+
+
+def in_shards(folder: Path) -> list[str]:
+    """Spread the weights of a directory over three files, as the hub does; the files' names."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    where = {name: names[i % 3] for i, name in enumerate(sorted(weights))}
+    for name in names:
+        save_file({w: weights[w] for w in weights if where[w] == name}, folder / name)
+    index = json.dumps({"metadata": {"total_size": 1}, "weight_map": where})
+    (folder / "model.safetensors.index.json").write_text(index)
+    return names
+
+
+@pytest.mark.parametrize("fields", [SHAPE, LLAMA])
+def test_shards(tmp_path, fields):
+    """q, k and v of one layer lie in three files. What is missing or broken is named."""
+    ours = random_model(**fields)
+    save_checkpoint(ours, tmp_path)
+    names = in_shards(tmp_path)
+    assert same(load_checkpoint(tmp_path), ours)
+    path = tmp_path / names[1]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=f"{names[1]} cannot be read .*download the file"):
+        load_checkpoint(tmp_path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{names[1]} is missing, .*index.json names it"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "place", ["../model.safetensors", "/tmp/model.safetensors", "a/b.safetensors"]
+)
+def test_an_index_names_files_beside_it(tmp_path, place):
+    save_checkpoint(random_model(**SHAPE), tmp_path / "dir")
+    in_shards(tmp_path / "dir")
+    index = tmp_path / "dir" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"wte.weight": place}}))
+    with pytest.raises(CheckpointError, match=r"names .*: only files beside it are read"):
+        load_checkpoint(tmp_path / "dir")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"weight_map": 5}', '{"weight_map": {"x": 5}}'])
+def test_a_broken_index(tmp_path, content):
+    save_checkpoint(random_model(**SHAPE), tmp_path)
+    in_shards(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"index\.json is broken .*: restore the file"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes_of_files(tmp_path, dtype):
+    ours = random_model(**LLAMA)
+    save_checkpoint(ours.to(dtype), tmp_path)
+    assert same(load_checkpoint(tmp_path, dtype=torch.float32), ours.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64, torch.int32])
+def test_other_dtypes_are_refused(tmp_path, dtype):
+    """Quantized weights were read as if they were the numbers themselves."""
+    save_checkpoint(random_model(**LLAMA), tmp_path)
+    path = tmp_path / "model.safetensors"
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights = load_file(path)
+    save_file(weights | {name: weights[name].to(dtype)}, path)
+    with pytest.raises(CheckpointError, match=rf"the dtype of {name} is .* F32, F16, BF16"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "model.", "model.language_model.", "language_model.model.", "language_model."]
+)
+def test_prefixes(tmp_path, prefix):
+    """Of a model saved without its head, of parts of larger ones."""
+    ours = random_model(**LLAMA)
+    save_checkpoint(ours, tmp_path)
+    path = tmp_path / "model.safetensors"
+    renamed = {n.replace("model.", prefix, 1): weight for n, weight in load_file(path).items()}
+    save_file(renamed, path)
+    assert same(load_checkpoint(tmp_path), ours)
+
+
+def test_a_padded_vocabulary(tmp_path):
+    """GPT-2's 50257 tokens in 50304 rows: the rows are what config.json says."""
+    ours = random_model(**SHAPE | {"vocab_size": 128})
+    save_checkpoint(ours, tmp_path)
+    assert same(load_checkpoint(tmp_path), ours)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 97}))
+    with pytest.raises(CheckpointError, match=r"wte.weight is \(128, 32\), wanted \(97, 32\)"):
+        load_checkpoint(tmp_path)
+
+
+def test_once_loaded_the_files_may_change(tmp_path):
+    """
+    A mapped weight would change with its file, or end the process with SIGBUS, when `cp` writes
+    another model over it.
+    """
+    ours = random_model(**SHAPE)
+    save_checkpoint(ours, tmp_path)
+    path = tmp_path / "model.safetensors"
+    loaded = load_checkpoint(tmp_path)
+    size = path.stat().st_size
+    with path.open("r+b") as f:
+        f.write(b"\xff" * size)
+    assert same(loaded, ours)
+    with path.open("wb"):
+        pass
+    assert same(loaded, ours)
+
+
+def test_large_weights_are_copied_in_pieces(tmp_path, monkeypatch):
+    """Of odd numbers of rows, stacked and transposed ones too."""
+    for fields in (SHAPE, LLAMA):
+        ours = random_model(**fields)
+        save_checkpoint(ours, tmp_path)
+        for piece in (1, 100, 7 * 32):
+            monkeypatch.setattr(checkpoint, "PIECE", piece)
+            assert same(load_checkpoint(tmp_path), ours)
+
+
+MEASURE = """
+import sys, threading, time
+from checkpoint import load_checkpoint
+import torch
+def resident():
+    status = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(status["RssAnon"].split()[0]) * 1024
+load_checkpoint(sys.argv[2])  # what torch itself needs
+before = peak = resident()
+loading = True
+def watch():
+    global peak
+    while loading:
+        peak = max(peak, resident())
+        time.sleep(0.0005)
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load_checkpoint(sys.argv[1], dtype=getattr(torch, sys.argv[3]))
+loading = False
+watcher.join()
+size = sum(p.numel() * p.element_size() for p in model.parameters())
+print(max(peak, resident()) - before, size)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_holds_no_second_copy(tmp_path, dtype):
+    """100 MB of bf16: at the peak 1.3 times what is loaded, in anonymous memory."""
+    save_checkpoint(random_model(**SHAPE), tmp_path / "tiny")
+    fields = SHAPE | {"n_embd": 1024, "vocab_size": 12_000, "context_length": 512}
+    save_checkpoint(GPT(GPTConfig(**fields)).bfloat16(), tmp_path / "large")
+    command = [sys.executable, "-c", MEASURE, tmp_path / "large", tmp_path / "tiny", dtype]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    taken, size = map(int, done.stdout.split())
+    assert 0.7 * size < taken <= 1.3 * size
