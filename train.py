@@ -32,16 +32,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import TIED, save_checkpoint
+from checkpoint import HEAD, save_checkpoint
 from files import write_atomically
 from model import GPT, GPTConfig
 from training.clock import Clock
 from training.corpus import Corpus, load_corpus
 from training.machine import Process, fit_to_machine, init_process, pick_device
-from training.muon import Muon
+from training.muon import Muon, maps_of
 from training.report import exit_if_unwritable, introduce, move_bar, progress_bar, report_result
 from training.samples import generate_texts
-from training.sizes import SIZES
+from training.sizes import ARCHS, SIZES, model_fields
 
 # --------------------------------------------------------------------------------------------------
 # Knobs. A flag's default stands in its own line; a preset lists only what it changes, for CPUs and
@@ -87,12 +87,16 @@ def build_parser() -> ArgumentParser:
     flag("--data", about, "stdlib")
 
     flag = partial(add_flag, parser.add_argument_group("model"))
+    about = "family: GPT-2, or Llama of the same size (RMSNorm, rotary positions, SwiGLU)"
+    flag("--arch", about, "gpt2", choices=ARCHS)
     flag("--n_layer", "layers", 4)
     flag("--n_head", "attention heads", 2)
     flag("--n_embd", "width, a multiple of n_head", 256)
     flag("--context_length", "tokens the model sees", 256)
-    flag("--activation", "function in the MLP: gelu_new, gelu, relu or relu2", "relu2")
-    flag("--bias", "biases in linear layers and norms; not given: none", False, action=with_no)
+    about = "function in the MLP: gelu_new, gelu, relu, relu2 or silu; Llama's is silu"
+    flag("--activation", about, "relu2")
+    about = "biases in linear layers and norms, of GPT-2 alone; not given: none"
+    flag("--bias", about, False, action=with_no)
     flag("--dropout", "probability of dropout, for corpora that are read many times", 0.0)
 
     add_recipe_flags(parser.add_argument_group("recipe"))
@@ -175,7 +179,10 @@ def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
         settings = PRESETS[args.preset][kind]
     if "minutes" in typed:  # exactly these, also where the preset has steps
         settings = settings | {"steps": None, "max_minutes": None}
-    args = Namespace(**defaults | settings | typed)
+    arch = typed.get("arch", defaults["arch"])
+    if arch == "llama" and args.bias:
+        parser.error("--bias: Llama has no biases, leave it out or take --arch gpt2")
+    args = Namespace(**defaults | settings | ARCHS[arch] | typed)
     args.out = args.out or f"out/{args.preset}"
     args.max_minutes = args.max_minutes or args.minutes
     return args
@@ -238,9 +245,8 @@ class Batches:
 def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
     """Muon for the matrices inside the blocks; AdamW for vectors and embeddings (also the head)."""
     # Orthogonal updates are for maps from hidden state to hidden state; an embedding is a table.
-    matrices = [p for p in model.h.parameters() if p.ndim == 2]
-    inside = set(matrices)
-    rest = [p for p in model.parameters() if p not in inside]
+    matrices = {p: maps for block in model.h for p, maps in maps_of(block).items()}
+    rest = [p for p in model.parameters() if p not in matrices]
     betas = (0.9, args.beta2)
     return [
         Muon(
@@ -312,12 +318,10 @@ class Run:
         self.corpus = corpus
         self.process = process
         self.out = Path(args.out)
-        fields = GPTConfig.__dataclass_fields__
-        shape = {name: value for name, value in vars(args).items() if name in fields}
         tokenizer = corpus.tokenizer
         eos = tokenizer.eos_token_id
         ends = () if eos is None else (eos,)
-        config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **shape)
+        config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **model_fields(args))
         torch.manual_seed(args.seed)
         # weights are drawn on the CPU, so that a seed means the same model on every device
         self.model = GPT(config).to(process.device)
@@ -421,7 +425,7 @@ class Run:
     def load(self, state: dict):
         """Go on from what `save` wrote."""
         weights = state["model"]
-        weights.setdefault(TIED, weights["wte.weight"])  # older states lack it
+        weights.setdefault(HEAD, weights["wte.weight"])  # older states lack it
         self.model.load_state_dict(weights)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -540,7 +544,8 @@ def main(argv: list[str] | None = None):
     state = open_out(args)
     if state is not None:  # the settings of the interrupted run, but for the machine's
         now = {name: getattr(args, name) for name in RESUMABLE - {"preset"}}
-        args = Namespace(**vars(args) | state["args"] | now)
+        # states from before there was a choice are of GPT-2
+        args = Namespace(**vars(args) | {"arch": "gpt2"} | state["args"] | now)
 
     # corpus and model
     process = init_process(args)

@@ -4,11 +4,13 @@ clock.
 """
 
 import pytest
+import torch
 
 import train
+from model import GPT, GPTConfig
 from training.clock import end_of_run
 from training.report import minutes_and_seconds
-from training.sizes import PROBE, RESERVE, SIZES, choose_size
+from training.sizes import PROBE, RESERVE, SIZES, choose_size, gated_width, model_fields
 
 TIME = 125.0  # seconds that the default run has for its steps, about
 
@@ -51,23 +53,46 @@ def test_sizes_are_in_order_and_name_flags_that_exist():
     assert all(set(size.flags()) <= knobs for size in SIZES.values())
 
 
+def blocks(arch: str, n_embd: int) -> int:
+    """Weights of two blocks of that width."""
+    flags = [f"--arch={arch}", f"--n_embd={n_embd}", "--n_head=1", "--n_layer=2", "--device=cpu"]
+    config = GPTConfig(5, **model_fields(train.parse_args(flags)))
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(config).h.parameters())
+
+
+@pytest.mark.parametrize(
+    ("n_embd", "tile"), [(64, 8), (128, 8), (192, 8), (256, 8), (384, 64), (512, 64), (768, 64)]
+)
+def test_a_llama_is_of_the_same_size_as_nearly_as_its_tiles_allow(n_embd, tile):
+    gpt2 = blocks("gpt2", n_embd)
+    assert gpt2 == 2 * (12 * n_embd**2 + 2 * n_embd)
+    assert abs(blocks("llama", n_embd) - gpt2) <= 2 * 3 * n_embd * tile / 2
+    assert gated_width(n_embd) % tile == 0
+
+
+def test_a_model_of_a_few_numbers_has_an_mlp():
+    assert [gated_width(n) for n in (1, 2, 3, 6)] == [8, 8, 8, 16]
+
+
 def test_more_steps_and_larger_sizes_are_better():
     """Otherwise the choice of the largest that there is time for would be none."""
-    for size in SIZES.values():
-        results = [size.results[steps] for steps in sorted(size.results)]
-        assert results == sorted(results, reverse=True) and len(set(results)) == len(results)
-    best = [min(size.results.values()) for size in SIZES.values()]
-    assert best == sorted(best, reverse=True)
+    for arch in ("gpt2",):
+        tables = [size.results[arch] for size in SIZES.values()]
+        for table in tables:
+            results = [table[steps] for steps in sorted(table)]
+            assert results == sorted(results, reverse=True) and len(set(results)) == len(results)
+        best = [min(table.values()) for table in tables]
+        assert best == sorted(best, reverse=True)
 
 
 def test_the_expectation_is_the_measured_one_and_between_two_of_them():
     small = SIZES["small"]
-    assert small.expected(850) == pytest.approx(1.49) and small.expected(200) == pytest.approx(1.82)
-    assert small.expected((450 * 850) ** 0.5) == pytest.approx(
-        (1.61 + 1.49) / 2
-    )  # half way, in the logarithm
-    assert small.expected(5) == pytest.approx(1.82)  # nothing is promised beyond what was measured
-    assert small.expected(10**6) == pytest.approx(1.38)
+    half_way = (450 * 850) ** 0.5  # in the logarithm
+    # nothing is promised beyond what was measured
+    wanted = {850: 1.49, 200: 1.82, half_way: (1.61 + 1.49) / 2, 5: 1.82, 10**6: 1.38}
+    told = {steps: small.expected("gpt2", steps) for steps in wanted}
+    assert told == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

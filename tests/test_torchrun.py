@@ -57,12 +57,14 @@ def processes(world: int, work, folder: Path):
     assert statuses == [0] * world, [(folder / str(rank)).read_text() for rank in range(world)]
 
 
-def test_two_processes_take_the_steps_of_one(corpus, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_two_processes_take_the_steps_of_one(arch, corpus, tmp_path):  # noqa: F811
     """
     Gradients are averaged, so losses and weights are those of one process up to rounding; one
     writes and speaks.
     """
     flags = [*TINY, "--steps=4", "--dropout=0", "--eval_every=2", f"--data={corpus}"]
+    flags += [f"--arch={arch}"]
     train.main([*flags, f"--out={tmp_path / 'one'}"])
     processes(2, lambda: train.main([*flags, f"--out={tmp_path / 'two'}"]), tmp_path)
     one, two = (

@@ -7,10 +7,12 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +22,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 import serve
 import train
 from checkpoint import load_checkpoint
-from model import GPT, TORCH, GPTConfig, WholeTexts
+from model import GPT, TORCH, GPTConfig, Rope, WholeTexts, rotation
 from tokenizer import load_tokenizer
 from training import clock as run_clock
 from training import machine as run_machine
@@ -178,6 +181,57 @@ def test_a_state_from_before_the_head_had_a_name_is_resumed(tiny, tmp_path, caps
     train.main(["--resume", "--out", str(tmp_path / "out")])
     after = load_checkpoint(tmp_path / "out").state_dict()
     assert all(torch.equal(w, after[name]) for name, w in before.items())
+
+
+LLAMA = ["--arch=llama", "--n_embd=48", "--n_head=3"]
+
+
+def test_a_llama_is_trained_resumed_and_opens_in_transformers_as_one(tiny, tmp_path, capsys):
+    """With dropout, which no file of a Llama says: it was refused after the first hundred steps."""
+    flags = [*tiny, *LLAMA, "--steps=20"]
+    train.main([*flags, "--out", str(tmp_path / "whole")])
+    assert "model:  llama, 0." in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as patch:
+        update = train.Run.update
+
+        def stop_after_seven(self, *batch):
+            if self.step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return update(self, *batch)
+
+        patch.setattr(train.Run, "update", stop_after_seven)
+        train.main(flags)
+    out = tmp_path / "out"
+    train.main(["--resume", "--out", str(out)])
+    assert (out / "loss.png").is_file() and losses(out) == losses(tmp_path / "whole")
+    assert losses(out)[-1][1][1] < math.log(300) - 1  # held-out nats a token: it has learnt
+    saved = json.loads((out / "config.json").read_text())
+    told = {name: saved[name] for name in ("model_type", "architectures", "hidden_act")}
+    assert told == {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+    }
+    assert saved["intermediate_size"] == 128 and saved["tie_word_embeddings"] is True
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    assert isinstance(theirs, transformers.LlamaForCausalLM)
+    tokens = torch.randint(300, (2, 32))
+    with torch.no_grad():
+        logits, _ = load_checkpoint(out)(tokens)
+        assert (theirs(tokens).logits - logits).abs().max() < 1e-4
+
+
+def test_a_state_from_before_there_were_architectures_is_of_gpt2(tiny, tmp_path, monkeypatch):
+    train.main([*tiny, "--arch=gpt2", "--steps=5"])
+    path = tmp_path / "out" / "train_state.pt"
+    state = torch.load(path, weights_only=True)
+    assert state["args"].pop("arch") == "gpt2"
+    torch.save(state, path)
+    parser = train.build_parser()
+    parser.set_defaults(arch="llama")
+    monkeypatch.setattr(train, "build_parser", lambda: parser)
+    train.main(["--resume", "--out", str(tmp_path / "out")])
+    assert load_checkpoint(tmp_path / "out").config.norm == "layer"
 
 
 def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
@@ -397,6 +451,12 @@ def test_runs_without_the_optional_packages(tiny, tmp_path, monkeypatch, capsys)
         (["--size", "huge"], "argument --size: invalid choice: 'huge' (choose from "),
         (["--preset", "gpt2-124M"], "--size is for the preset stdlib, gpt2-124M has one size"),
         (["--n_head", "3"], "n_embd 16 is not a multiple of n_head 3"),
+        (["--arch=llama", "--n_head=1", "--n_embd=15"], "head_size 15 is odd: rotary positions"),
+        (["--arch=mamba"], "argument --arch: invalid choice: 'mamba' (choose from "),
+        (
+            ["--arch=llama", "--bias"],
+            "--bias: Llama has no biases, leave it out or take --arch gpt2",
+        ),
         (["--context_length", "1000000"], "too few for windows of 1000000"),
     ],
 )
@@ -473,6 +533,20 @@ def test_a_gpu_gets_the_recipe_of_a_gpu_unless_a_size_is_named():
     )
 
 
+def test_every_preset_is_there_as_a_llama(corpus):
+    """GPT-2's biases and its activation are of GPT-2 alone; what is typed counts."""
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    for device in ("cpu", "cuda"):
+        for preset in train.PRESETS:
+            flags = [f"--device={device}", f"--preset={preset}", "--arch=llama", "--n_layer=1"]
+            config = train.Run(train.parse_args(flags), loaded, MACHINE).model.config
+            inner = {128: 344, 256: 680, 384: 1024, 768: 2048}[config.n_embd]
+            assert (config.norm, config.activation, config.gated) == ("rms", "silu", True)
+            assert (config.n_inner, config.bias, config.tied) == (inner, False, True)
+    assert train.parse_args(["--arch=llama", "--activation=relu2"]).activation == "relu2"
+    assert train.parse_args(["--preset=gpt2-124M", "--arch=gpt2"]).activation == "gelu_new"
+
+
 def test_minutes_and_steps_that_are_named_hold():
     args = train.parse_args(["--size=tiny", "--minutes=5"])
     assert (args.minutes, args.max_minutes, args.steps) == (5, 5, None)
@@ -504,7 +578,7 @@ def test_what_a_resumed_run_may_change(capsys):
 # Each was tuned or measured, and README's figures are of these. What changes here is to be measured
 # again.
 DEFAULTS = """
-    preset stdlib, data stdlib, resume False, overwrite False,
+    preset stdlib, data stdlib, resume False, overwrite False, arch gpt2,
     n_layer 4, n_head 2, n_embd 256, context_length 256, activation relu2, bias False, dropout 0.0,
     minutes 2.25, max_minutes 2.25, least_steps 1, batch_size 8, matrix_lr 0.02, vector_lr 0.004,
     momentum 0.95, beta2 0.95, weight_decay 0.0, warmup 10, decay 0.8, clip 1.0, seed 1337,
@@ -633,7 +707,7 @@ def test_what_the_machine_does_fastest_is_chosen(measured, corpus, seconds, size
     # the default minutes but for four seconds at the end, and twenty steps' time for looking at the
     # model
     chosen, step = train.SIZES[size], min(seconds.values())
-    expected = chosen.expected((60 * 2.25 - 4 - 20 * step) / (chosen.cost * step))
+    expected = chosen.expected("gpt2", (60 * 2.25 - 4 - 20 * step) / (chosen.cost * step))
     assert args.expected == pytest.approx(expected, abs=1e-3)
 
 
@@ -1046,7 +1120,7 @@ def test_what_a_run_is_told_before_it_begins(tiny, corpus, tmp_path, monkeypatch
     assert told[:5] == [
         "device: CPU, 1 thread, float32",
         "size:   tiny (--size names one of tiny, small, medium, large)",
-        f"model:  {parameters / 1e6:.2f}M parameters: 1 layers of width 16, 2 heads, relu2",
+        f"model:  gpt2, {parameters / 1e6:.2f}M parameters: 1 layers of width 16, 2 heads, relu2",
         f"data:   {corpus}: {data}",
         f"run:    9 steps, 4 x 32 tokens a step -> {tmp_path / 'out'}",
     ]
@@ -1395,9 +1469,33 @@ def test_muon_moves_q_k_and_v_apart():
     weight = torch.nn.Parameter(torch.zeros(48, 16))
     gradient = torch.randn(48, 16)
     weight.grad = gradient * torch.tensor([1000.0, 1.0, 0.001]).repeat_interleave(16)[:, None]
-    train.Muon([weight], torch.float32, lr=0.1, momentum=0.95, weight_decay=0.0).step()
+    settings = {"lr": 0.1, "momentum": 0.95, "weight_decay": 0.0}
+    train.Muon({weight: [16] * 3}, torch.float32, **settings).step()
     for part, alone in zip(weight.detach().split(16), gradient.split(16), strict=True):
         assert torch.allclose(part, -0.1 * muon.orthogonalize(alone[None])[0], atol=1e-3)
+
+
+def test_grouped_heads_are_maps_of_unequal_sizes():
+    """
+    Muon knew q, k and v by the shape of their matrix: with fewer KV heads they were one map, and an
+    MLP three times as wide was three. Here k and v have a quarter of q's rows, which are more than
+    its columns; two such matrices are updated together.
+    """
+    torch.manual_seed(0)
+    config = GPTConfig(50, 8, n_layer=2, n_head=8, n_kv_head=2, head_size=4, n_embd=16, n_inner=48)
+    model = GPT(config)
+    matrices = {p: maps for block in model.h for p, maps in muon.maps_of(block).items()}
+    wanted = [[32, 8, 8], [16], [48], [16]]  # c_attn, attn.c_proj, c_fc, mlp.c_proj
+    assert list(matrices.values()) == 2 * wanted
+    before = {p: p.detach().clone() for p in matrices}
+    for p in matrices:
+        p.grad = torch.randn_like(p) * torch.logspace(-2, 2, len(p))[:, None]
+    train.Muon(matrices, torch.float32, lr=0.1, momentum=0.9, weight_decay=0.0).step()
+    for p, maps in matrices.items():
+        moved = (p.detach() - before[p]).split(maps)
+        for part, alone in zip(moved, p.grad.split(maps), strict=True):
+            scale = 0.1 * max(1, len(alone) / alone.shape[1]) ** 0.5
+            assert torch.allclose(part, -scale * muon.orthogonalize(alone[None])[0], atol=1e-3)
 
 
 def test_loss_in_chunks_is_the_loss():
@@ -1443,6 +1541,73 @@ def test_the_attentions_that_train_are_the_references(dropout):
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert (a.float() - b).abs().max() < 0.03 * b.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_a_compiled_step_is_the_step(arch, tiny, corpus):
+    """With the operators of a GPU, where this is how a model is trained."""
+    args = train.parse_args([*tiny, f"--arch={arch}", "--steps=9"])
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    told = []
+    for compiled in (False, True):
+        process = replace(MACHINE, compile=compiled, ops=training_ops("cuda"))
+        run = train.Run(args, loaded, process)
+        run.model.config.dropout = 0.0  # compiled, it draws other numbers
+        module = run.forward_module()
+        batches = train.Batches(loaded.train, args.batch_size, args.context_length, args.seed)
+        told.append([run.update(module, *batches(step, process)).tolist() for step in range(4)])
+    assert told[1] == [pytest.approx(step, rel=1e-3) for step in told[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_llamas_operators_that_train_are_the_references(dtype):
+    """
+    Values and gradients, within twice what plain torch errs in the same dtype: with unequal numbers
+    of heads, far positions, and vectors of all lengths before the norm.
+    """
+    torch.manual_seed(0)
+    config = GPTConfig(
+        50, 64, n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_inner=40, norm="rms", bias=False,
+        gated=True, activation="silu", rope={0: Rope(100.0)},
+    )  # fmt: skip
+    model = GPT(config)
+    block = model.h[0]
+    with torch.no_grad():
+        for p in block.parameters():
+            p.normal_()
+    x = torch.randn(2, 64, 32, dtype=torch.float64) * torch.logspace(-3, 3, 64)[:, None]
+    weigh = torch.randn(3, 2, 64, 1, dtype=torch.float64)
+
+    def results(ops, dtype):
+        stream = torch.promote_types(dtype, torch.float32)  # of what flows from block to block
+        block.to(dtype).ln_1.to(stream)
+        leaf = x.to(stream).requires_grad_()
+        batch = WholeTexts(None, torch.arange(1000, 1064), ops)
+        batch.rotations = {0: rotation(batch.positions, model.frequencies_0)}
+        if dtype == torch.float64:
+            batch.rotations = {0: [t.double() for t in batch.rotations[0]]}
+        if dtype == torch.float64:
+            length = (3 * leaf).square().mean(-1, keepdim=True) + 1e-5
+            y = 3 * leaf / length.sqrt() * block.ln_1.weight
+        else:
+            _, y = ops.add_norm(leaf, leaf * 2, block.ln_1)
+        q, (k, v) = ops.project_qkv(y.to(dtype), block.attn, None, batch)
+        wide = ops.linear(y.to(dtype), block.mlp.c_fc, "silu", True)
+        outputs = [y, q, k, v, wide]
+        total = 0
+        for output, w in zip((q, k, wide), weigh, strict=True):
+            total = total + (output.flatten(2) * w.to(dtype)).sum()
+        weights = [block.ln_1.weight, block.attn.c_attn.weight, block.mlp.c_fc.weight]
+        gradients = torch.autograd.grad(total, [leaf, *weights])
+        return [t.double() for t in [*outputs, *gradients]]
+
+    exact = results(TORCH, torch.float64)
+    plain = results(TORCH, dtype)
+    fast = results(training_ops("cpu"), dtype)
+    for e, p, f in zip(exact, plain, fast, strict=True):
+        assert (f - e).norm() <= 2 * (p - e).norm() + 1e-6 * e.norm()
 
 
 def test_a_text_longer_than_the_context_is_refused_and_none_is_written():

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 import train
+from model import TORCH
+from training.fast import training_ops
 
 VOCAB = 23
 FLAGS = {
@@ -35,14 +37,22 @@ FLAGS |= {
     "beta2": 0.9,
 }
 FLAGS |= {"weight_decay": 3.0, "matrix_lr": 0.03, "vector_lr": 0.007, "clip": 0.2}
+GPT2 = ["--arch=gpt2"]
+LLAMA = ["--arch=llama", "--dropout=0.2"]
 KINDS = {
-    "all terms": ["--dropout=0.2", "--bias", "--activation=gelu_new"],
-    "no biases, nothing to clip": ["--dropout=0", "--activation=relu2", "--clip=1000"],
+    "all terms": ([*GPT2, "--dropout=0.2", "--bias", "--activation=gelu_new"], TORCH),
+    "no biases, nothing to clip": (
+        [*GPT2, "--dropout=0", "--activation=relu2", "--clip=1000"],
+        TORCH,
+    ),
+    "llama": (LLAMA, TORCH),
+    "llama, with the operators of a CPU": (LLAMA, training_ops("cpu")),
+    "llama, with a GPU's": (LLAMA, training_ops("cuda")),
 }
 
 
 def make_run(
-    flags=(), rank: int = 0, world: int = 1, dtype: torch.dtype = torch.float32
+    flags=(), rank: int = 0, world: int = 1, dtype: torch.dtype = torch.float32, ops=TORCH
 ) -> train.Run:
     """A run on a corpus of random tokens."""
     args = train.parse_args([f"--{name}={value}" for name, value in FLAGS.items()] + list(flags))
@@ -50,7 +60,8 @@ def make_run(
     corpus = train.Corpus(
         SimpleNamespace(vocab_size=VOCAB, eos_token_id=None), tokens, tokens[:100]
     )
-    return train.Run(args, corpus, train.Process(torch.device("cpu"), dtype, False, rank, world))
+    process = train.Process(torch.device("cpu"), dtype, False, rank, world, ops)
+    return train.Run(args, corpus, process)
 
 
 def batch_of(run: train.Run):
@@ -68,9 +79,10 @@ def reference_loss(
     w: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, args
 ) -> torch.Tensor:
     """
-    GPT-2's mean cross-entropy in float64. Dropout draws its masks in float32, in the order of the
-    layers.
+    GPT-2's or Llama's mean cross-entropy in float64. Dropout draws its masks in float32, in the
+    order of the layers.
     """
+    llama = args.arch == "llama"
 
     def drop(values):
         return values * F.dropout(torch.ones(values.shape), args.dropout)
@@ -79,7 +91,8 @@ def reference_loss(
         return values @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
 
     def norm(name, values):
-        values = values - values.mean(-1, keepdim=True)
+        if not llama:
+            values = values - values.mean(-1, keepdim=True)
         values = values / (values.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         return values * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
 
@@ -92,17 +105,32 @@ def reference_loss(
             * (1 + torch.tanh(math.sqrt(2 / math.pi) * (values + 0.044715 * values**3)))
         )
 
+    def rotate(heads):
+        """A pair of numbers, half a head apart, is a complex one: turned by position times rate."""
+        pairs = torch.complex(*heads.chunk(2, -1))
+        rates = 10000.0 ** -(torch.arange(D // 2).double() / (D // 2))
+        pairs = pairs * torch.exp(1j * torch.arange(T).double()[:, None] * rates)
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    def mlp(name, values):
+        values = linear(f"{name}.c_fc", values)
+        if not llama:
+            return linear(f"{name}.c_proj", activation(values))
+        gate, up = values.chunk(2, -1)
+        return linear(f"{name}.c_proj", gate / (1 + torch.exp(-gate)) * up)
+
     (B, T), H, D = x.shape, args.n_head, args.n_embd // args.n_head
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
-    h = drop(w["wte.weight"][x] + w["wpe.weight"][:T])
+    h = drop(w["wte.weight"][x] + (0 if llama else w["wpe.weight"][:T]))
     for layer in range(args.n_layer):
         qkv = linear(f"h.{layer}.attn.c_attn", norm(f"h.{layer}.ln_1", h))
         q, k, v = qkv.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        if llama:
+            q, k = rotate(q), rotate(k)
         scores = (q @ k.mT / math.sqrt(D)).masked_fill(future, -torch.inf)
         mixed = (drop(scores.softmax(-1)) @ v).transpose(1, 2).reshape(B, T, H * D)
         h = h + drop(linear(f"h.{layer}.attn.c_proj", mixed))
-        wide = activation(linear(f"h.{layer}.mlp.c_fc", norm(f"h.{layer}.ln_2", h)))
-        h = h + drop(linear(f"h.{layer}.mlp.c_proj", wide))
+        h = h + drop(mlp(f"h.{layer}.mlp", norm(f"h.{layer}.ln_2", h)))
     logits = norm("ln_f", h) @ w["wte.weight"].T
     return -logits.log_softmax(-1).gather(-1, y[..., None]).mean()
 
@@ -118,17 +146,22 @@ def reference_orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return u @ s.diag() @ v
 
 
-def reference_muon(w, mean, gradient, lr: float, args) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_muon(name, w, mean, gradient, lr: float, args) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The new weight and the new mean gradient: Nesterov momentum, orthogonal parts, decoupled weight
     decay.
     """
+    maps = 3 if "c_attn" in name else 1  # q, k and v
+    if args.arch == "llama" and "c_fc" in name:
+        maps = 2  # gate and up
     mean = args.momentum * mean + (1 - args.momentum) * gradient
     ahead = args.momentum * mean + (1 - args.momentum) * gradient
-    rows, columns = w.shape
-    parts = ahead.chunk(3) if rows == 3 * columns else [ahead]  # q, k and v
+    columns = w.shape[1]
     update = torch.cat(
-        [reference_orthogonal(part) * max(1, len(part) / columns) ** 0.5 for part in parts]
+        [
+            reference_orthogonal(part) * max(1, len(part) / columns) ** 0.5
+            for part in ahead.chunk(maps)
+        ]
     )
     return w - lr * args.weight_decay * w - lr * update, mean
 
@@ -161,7 +194,7 @@ def reference_step(w: dict, state: dict, x, y, step: int, args) -> tuple[dict, f
         if name.startswith("h.") and value.ndim == 2:
             mean = state.get(name, torch.zeros_like(g))
             new[name], state[name] = reference_muon(
-                value, mean, g, rise * fall * args.matrix_lr, args
+                name, value, mean, g, rise * fall * args.matrix_lr, args
             )
         else:
             moments = state.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
@@ -175,13 +208,13 @@ def reference_step(w: dict, state: dict, x, y, step: int, args) -> tuple[dict, f
 # The update
 
 
-@pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
-def test_four_updates_are_those_of_the_formulas(flags):
+@pytest.mark.parametrize(("flags", "ops"), KINDS.values(), ids=KINDS)
+def test_four_updates_are_those_of_the_formulas(flags, ops):
     """
     One dropout mask for all steps, no clipping, Muon's momentum as 1 - momentum, weight decay not
     times the learning rate: nothing noticed, for the loss falls all the same.
     """
-    run = make_run(flags)
+    run = make_run(flags, ops=ops)
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.add_(

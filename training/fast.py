@@ -9,7 +9,18 @@ Letters as in model.py; N = B T rows.
 import torch
 import torch.nn.functional as F
 
-from model import TORCH, Attention, Ops, WholeTexts, attend, loss
+from model import (
+    TORCH,
+    Attention,
+    Ops,
+    RMSNorm,
+    WholeTexts,
+    add_norm,
+    attend,
+    linear,
+    loss,
+    project_qkv,
+)
 
 SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
 ROWS = 256  # so many rows of logits fit, too
@@ -17,9 +28,16 @@ ROWS = 256  # so many rows of logits fit, too
 
 def training_ops(device: torch.device | str) -> Ops:
     """The operators to train with on a device."""
-    # the loss in chunks is for CPUs: on a GPU torch.compile fuses the reference's
+    # these are for CPUs: on a GPU torch.compile fuses the reference's
     if torch.device(device).type == "cpu":
-        return TORCH._replace(name="training on a CPU", attend=attend_on_cpu, loss=chunked_loss)
+        return TORCH._replace(
+            name="training on a CPU",
+            add_norm=add_rms_norm,
+            project_qkv=project_and_rotate,
+            attend=attend_on_cpu,
+            linear=gated_linear,
+            loss=chunked_loss,
+        )
     return TORCH._replace(name="training on a GPU", attend=fused_attention)
 
 
@@ -60,7 +78,7 @@ def attention_by_products(q, kv, attn: Attention, batch: WholeTexts) -> torch.Te
     return mixed.transpose(1, 2)
 
 
-def chunked_loss(x, layer: torch.nn.Linear, targets, softcap: float) -> torch.Tensor:
+def chunked_loss(x, layer: torch.nn.Linear, targets, softcap: float = 0.0) -> torch.Tensor:
     """
     As `model.loss`: x (B, T, C), a layer with weight (V, C), targets (B, T) int64, -100 where there
     is none.
@@ -121,3 +139,107 @@ class ChunkedHeadLoss(torch.autograd.Function):
         dx, dw, count = ctx.saved_tensors
         scale = grad / count
         return dx * scale, dw * scale, None, None
+
+
+# --------------------------------------------------------------------------------------------------
+# What Llama has and GPT-2 has not: autograd would pass over memory for each small operation
+
+
+def add_rms_norm(x, delta, norm: torch.nn.Module):
+    """As `model.add_norm`."""
+    if not isinstance(norm, RMSNorm):
+        return add_norm(x, delta, norm)
+    if delta is not None:
+        x = x + delta
+    return x, FusedRMSNorm.apply(x, norm.weight, norm.eps)
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """x (.., n) / sqrt(mean x^2 + eps) * weight (n,), in fp32."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (.., 1)
+        mean_square = length.square() / x.shape[-1]
+        shrink = (mean_square + eps).rsqrt()
+        ctx.save_for_backward(x, weight, shrink)
+        return (x * shrink).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, shrink = ctx.saved_tensors
+        unit = x * shrink
+        along = grad * unit
+        dweight = along.flatten(0, -2).sum(0)
+        # x may change its direction alone: what goes along it is taken away
+        mean = along @ weight / x.shape[-1]
+        dx = grad * weight
+        dx.addcmul_(unit, mean[..., None], value=-1)
+        dx.mul_(shrink)
+        return dx, dweight, None
+
+
+def project_and_rotate(y, attn: Attention, kv, batch: WholeTexts):
+    """As `model.project_qkv`: queries and keys are turned together."""
+    if not batch.rotations or attn.q_norm is not None:
+        return project_qkv(y, attn, kv, batch)
+    qkv = batch.ops.linear(y, attn.c_attn)
+    heads = qkv.unflatten(-1, (-1, attn.D))  # (.., T, H + 2 Hk, D)
+    qk, v = heads.split((attn.H + attn.Hk, attn.Hk), -2)
+    cos, sin = batch.rotations[attn.window]
+    qk = Rotate.apply(qk, cos.to(qk.dtype), sin.to(qk.dtype))
+    q, k = qk.split((attn.H, attn.Hk), -2)
+    return q, batch.ops.store_kv(k, v, kv, batch)
+
+
+class Rotate(torch.autograd.Function):
+    """As `model.rotate`; the gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return turn(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return turn(grad, *ctx.saved_tensors, -1), None, None
+
+
+def turn(x, cos, sin, sign: int):
+    turned = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second = x.chunk(2, -1)
+    left, right = turned.chunk(2, -1)
+    torch.mul(first, cos, out=left)
+    left.addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=right)
+    right.addcmul_(first, sin, value=sign)
+    return turned
+
+
+def gated_linear(x, layer, activation=None, gated=False, partial_sums=False):
+    """As `model.linear`."""
+    if gated and activation == "silu":
+        return SwiGLU.apply(layer(x))
+    return linear(x, layer, activation, gated)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of the two halves of x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        gate, up = x.chunk(2, -1)
+        opened = F.silu(gate)
+        ctx.save_for_backward(x, opened)
+        return opened * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, opened = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.chunk(2, -1)
+        torch.mul(grad, opened, out=dup)
+        torch.mul(grad, up, out=dgate)
+        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+        return dx

@@ -178,7 +178,7 @@ def fit_to_machine(
         args = with_size(choose_size(step_seconds, seconds_left))
     if args.size and not args.resume:
         size = SIZES[args.size]
-        args.expected = size.expected(seconds_left / (size.cost * step_seconds))
+        args.expected = size.expected(args.arch, seconds_left / (size.cost * step_seconds))
     args.dtype, threads = best
     torch.set_num_threads(threads)
     return args, replace(process, dtype=getattr(torch, args.dtype))

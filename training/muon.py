@@ -3,18 +3,37 @@ Muon, the optimizer of the matrices (Jordan et al. 2024, https://kellerjordan.gi
 momentum whose update is orthogonalized, so that every direction of a matrix moves equally far, and
 the rare ones are learnt, too.
 
-    Muon(matrices, torch.float32, lr=0.02, momentum=0.95, weight_decay=0.0).step()
+    Muon(maps_of(block), torch.float32, lr=0.02, momentum=0.95, weight_decay=0.0).step()
 
 torch's own Muon always multiplies in bfloat16, which many CPUs only emulate, and takes the matrices
 one by one.
 """
 
 import torch
+from torch import Tensor
+
+from model import Block
 
 # Jordan's quintic maps a singular value s to A s + B s^3 + C s^5.
 A = 3.4445
 B = -4.7750
 C = 2.0315
+
+
+def maps_of(block: Block) -> dict[Tensor, list[int]]:
+    """
+    The matrices of a block, each with the number of rows of every map that is stacked in it: to
+    queries, keys and values, which grouped heads make unequal, and to the gate and what it lets
+    through.
+    """
+    maps = {p: [len(p)] for p in block.parameters() if p.ndim == 2}
+    attn = block.attn
+    heads = (attn.H, attn.Hk, attn.Hk)
+    maps[attn.c_attn.weight] = [n * attn.D for n in heads]
+    if block.mlp.gated:
+        wide = block.mlp.c_fc.weight
+        maps[wide] = [len(wide) // 2] * 2
+    return maps
 
 
 class Muon(torch.optim.Optimizer):
@@ -23,14 +42,18 @@ class Muon(torch.optim.Optimizer):
     Parameters are matrices (rows, columns), those of one shape are updated as one batch.
     """
 
-    def __init__(self, parameters: list[torch.Tensor], dtype: torch.dtype, **settings: float):
-        """settings: lr, momentum, weight_decay"""
-        by_shape: dict[torch.Size, list] = {}
-        for p in parameters:
-            by_shape.setdefault(p.shape, []).append(p)
-        groups = [{"params": same} for same in by_shape.values()]
+    def __init__(self, matrices: dict[Tensor, list[int]], dtype: torch.dtype, **settings: float):
+        """
+        matrices: see `maps_of`
+        settings: lr, momentum, weight_decay
+        """
+        alike: dict[tuple, list] = {}
+        for p, maps in matrices.items():
+            alike.setdefault((p.shape, *maps), []).append(p)
+        groups = [{"params": same} for same in alike.values()]
         super().__init__(groups, settings)
         self.dtype = dtype
+        self.maps = matrices
 
     @torch.no_grad()
     def step(self):
@@ -39,21 +62,24 @@ class Muon(torch.optim.Optimizer):
 
     def update_group(self, params: list, lr: float, momentum: float, weight_decay: float):
         """Update N matrices of one shape (rows, columns) in place, by their gradients."""
+        maps = self.maps[params[0]]
+        targets = []
         updates = []
         for p in params:
             mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
             mean.lerp_(p.grad, 1 - momentum)
-            updates.append(p.grad.lerp(mean, momentum))  # Nesterov: one step ahead
-        rows, columns = params[0].shape
-        # c_attn stores the maps to q, k and v as one matrix: each is orthogonalized on its own
-        maps = 3 if rows == 3 * columns else 1
-        update = torch.stack(updates).view(-1, rows // maps, columns)  # (N * maps, rows / maps, ..)
-        update = orthogonalize(update.to(self.dtype)).float()
-        update = update.view(-1, rows, columns)  # (N, rows, columns)
-        scale = lr * max(1, rows / maps / columns) ** 0.5
-        for p, u in zip(params, update, strict=True):
+            update = p.grad.lerp(mean, momentum)  # Nesterov: one step ahead
             p.mul_(1 - lr * weight_decay)
-            p.sub_(u, alpha=scale)
+            targets += p.split(maps)
+            updates += update.split(maps)
+        # each map is orthogonalized on its own; those of one shape are one batch
+        for rows in dict.fromkeys(maps):
+            same = [i for i, update in enumerate(updates) if len(update) == rows]
+            batch = torch.stack([updates[i] for i in same])  # (maps, rows, columns)
+            batch = orthogonalize(batch.to(self.dtype))
+            stretch = max(1, rows / batch.shape[-1]) ** 0.5
+            for i, update in zip(same, batch.float(), strict=True):
+                targets[i].sub_(update, alpha=lr * stretch)
 
 
 def orthogonalize(x: torch.Tensor) -> torch.Tensor:

@@ -37,8 +37,8 @@ def introduce(run) -> str:
     if args.size:
         lines.append(f"size:   {args.size} (--size names one of {', '.join(SIZES)})")
     lines += [
-        f"model:  {millions:.2f}M parameters: {c.n_layer} layers of width {c.n_embd}, {c.n_head} "
-        f"heads, {c.activation}",
+        f"model:  {args.arch}, {millions:.2f}M parameters: {c.n_layer} layers of width {c.n_embd}, "
+        f"{c.n_head} heads, {c.activation}",
         f"data:   {args.data}: {len(corpus.train):,} tokens of {c.vocab_size:,} kinds, "
         f"{len(corpus.val):,} held out",
         f"run:    {describe_length(run)}, {args.batch_size} x {args.context_length} tokens a step "

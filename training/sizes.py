@@ -10,9 +10,13 @@ a slow machine does best with a small model that sees many tokens.
 """
 
 import math
+from argparse import Namespace
 from dataclasses import dataclass
 
 import numpy as np
+
+from families import FAMILIES
+from model import GPTConfig, Rope
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class Size:
     n_embd: int  # heads are of 64
     least_steps: int  # with fewer, the next smaller size is better after the same time
     cost: float  # no flag: time of a training step, in steps of the size "small", on 2 cores
-    results: dict  # no flag: steps, ascending -> bits per byte of held-out text, as measured
+    # no flag: arch -> {steps, ascending: bits per byte of held-out text}, as measured
+    results: dict[str, dict[int, float]]
 
     # Tuned for all sizes together, 8 to 16 combinations each: between half and twice these learning
     # rates the result differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib,
@@ -48,13 +53,16 @@ class Size:
         del flags["results"]
         return flags
 
-    def expected(self, steps: float) -> float:
+    def expected(self, arch: str, steps: float) -> float | None:
         """
         Bits per byte after so many steps: linear in log(steps) between the measured points, outside
-        them the nearest one's.
+        them the nearest one's; None where nothing was measured.
         """
-        measured = np.log(list(self.results))
-        bits = list(self.results.values())
+        if arch not in self.results:
+            return None
+        results = self.results[arch]
+        measured = np.log(list(results))
+        bits = list(results.values())
         return float(np.interp(math.log(max(steps, 1)), measured, bits))
 
 
@@ -64,21 +72,21 @@ SIZES = {
         n_embd=64,
         least_steps=400,
         cost=0.55,
-        results={360: 1.77, 550: 1.69, 820: 1.62},
+        results={"gpt2": {360: 1.77, 550: 1.69, 820: 1.62}},
     ),
     "small": Size(
         n_layer=2,
         n_embd=128,
         least_steps=420,
         cost=1.0,
-        results={200: 1.82, 300: 1.71, 450: 1.61, 850: 1.49, 1690: 1.38},
+        results={"gpt2": {200: 1.82, 300: 1.71, 450: 1.61, 850: 1.49, 1690: 1.38}},
     ),
     "medium": Size(
         n_layer=3,
         n_embd=128,
         least_steps=1050,
         cost=1.25,
-        results={720: 1.50, 1355: 1.38, 2400: 1.29},
+        results={"gpt2": {720: 1.50, 1355: 1.38, 2400: 1.29}},
     ),
     "large": Size(
         n_layer=4,
@@ -87,7 +95,7 @@ SIZES = {
         cost=3.3,
         context_length=256,
         batch_size=8,
-        results={900: 1.41, 1500: 1.29, 2500: 1.17},
+        results={"gpt2": {900: 1.41, 1500: 1.29, 2500: 1.17}},
     ),
 }
 PROBE = "small"  # the size whose step is timed
@@ -104,3 +112,30 @@ def choose_size(step_seconds: float, seconds: float) -> str:
         if RESERVE * needed <= seconds:
             return name
     return next(iter(SIZES))
+
+
+# --------------------------------------------------------------------------------------------------
+# Architectures of one size
+
+# what --arch sets where a flag is not given
+ARCHS = {"gpt2": {}, "llama": {"activation": "silu"}}
+THETA = 10000.0  # the base of Llama's rotary frequencies
+
+
+def model_fields(args: Namespace) -> dict:
+    """The fields of GPTConfig that train.py's flags decide."""
+    names = GPTConfig.__dataclass_fields__
+    chosen = {name: value for name, value in vars(args).items() if name in names}
+    if args.arch == "llama":
+        chosen |= {"n_inner": gated_width(args.n_embd), "rope": {0: Rope(THETA)}}
+    return chosen | FAMILIES[args.arch].fields
+
+
+def gated_width(n_embd: int) -> int:
+    """
+    How wide an MLP of three matrices is that has as many weights as GPT-2's, of two and 4 n_embd
+    wide: 8 / 3 n_embd, to the nearest multiple of 8, and for the wide models that GPUs train of 64,
+    since they multiply in tiles.
+    """
+    tile = 64 if n_embd >= 384 else 8
+    return max(1, round(8 * n_embd / 3 / tile)) * tile
