@@ -40,24 +40,16 @@ def byte_alphabet() -> list[str]:
     bytes in order. So a space is "Ġ" and a newline "Ċ".
     """
     substitutes = map(chr, range(0x100, 0x200))
-    alphabet = []
-    for character in map(chr, range(256)):
-        is_visible = character.isprintable() and character != " "
-        alphabet.append(character if is_visible else next(substitutes))
-    return alphabet
+    latin = map(chr, range(256))
+    return [c if c.isprintable() and c != " " else next(substitutes) for c in latin]
 
 
 ALPHABET = byte_alphabet()
 BYTE_OF = {character: byte for byte, character in enumerate(ALPHABET)}
 
 
-def piece_of(data: bytes) -> str:
-    """How bytes are spelled in a byte-level vocabulary: b" a" is "Ġa"."""
-    return "".join(ALPHABET[byte] for byte in data)
-
-
 def piece_bytes(piece: str) -> bytes:
-    """The bytes that such a piece spells: "Ġa" is b" a". An added token's name may be no such."""
+    """The bytes of a piece of a byte-level vocabulary: "Ġa" is b" a"; of another name its own."""
     if BYTE_OF.keys() >= set(piece):
         return bytes(BYTE_OF[character] for character in piece)
     return piece.encode()
@@ -70,9 +62,8 @@ class Tokenizer:
     Added tokens are found in a text by their names. Those that the file calls special are control
     tokens (`control`, name -> id), such as end of text: they have no text. `vocab_size` is the
     largest id + 1. `eos_token_id` is None where there is no end-of-text token (characters). `bos`
-    has the token that is put before raw prompts, or is empty.
-    `has_known_pattern` is False where the file brings a regular expression, which may take more
-    than linear time.
+    has the token that is put before raw prompts, or is empty. `has_known_pattern` is False where
+    the file brings a regular expression, which may take more than linear time.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
@@ -90,9 +81,8 @@ class Tokenizer:
         longest_first = sorted(self.control, key=len, reverse=True)
         any_name = "|".join(map(re.escape, longest_first)) or "(?!)"
         self.control_names = re.compile(f"({any_name})")
-        self.has_known_pattern = "Regex" not in str(
-            [state(backend.normalizer), state(backend.pre_tokenizer)]
-        )
+        steps = [state(backend.normalizer), state(backend.pre_tokenizer)]
+        self.has_known_pattern = "Regex" not in str(steps)
         empty = backend.encode("")  # to which a beginning-of-text token is added, or none
         added = zip(empty.ids, empty.special_tokens_mask, strict=True)
         self.bos = [i for i, was_added in added if was_added][:1]
@@ -135,9 +125,8 @@ class Tokenizer:
         except UnicodeEncodeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         try:  # a batch of one: `encode` takes twice as long, to say where each token was
-            [encoding] = self.backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
+            encode = self.backend.encode_batch_fast
+            [encoding] = encode([text], add_special_tokens=add_special_tokens)
         except Exception as error:  # a plain one, of the library's Rust
             raise TokenizerError(f"the tokenizer cannot encode this text: {error}") from None
         return encoding.ids
@@ -182,9 +171,7 @@ class Tokenizer:
         piece = ALPHABET[byte] if self.is_byte_level else f"<0x{byte:02X}>"
         token = self.backend.token_to_id(piece)
         if token is None:
-            raise TokenizerError(
-                f"the vocabulary has no token for the byte 0x{byte:02X}: send text"
-            )
+            raise TokenizerError(f"the vocabulary lacks the byte 0x{byte:02X}: send text")
         return token
 
     # Ids -> text
@@ -222,7 +209,7 @@ class Tokenizer:
 
     def _join(self, pieces: list[str]) -> str:
         decoder = self.backend.decoder
-        return decoder.decode(pieces) if decoder else " ".join(pieces)
+        return " ".join(pieces) if decoder is None else decoder.decode(pieces)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(map(self.token_bytes, ids))
@@ -250,10 +237,8 @@ class Tokenizer:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         # without this class name transformers takes the tokenizer for GPT-2's own, by config.json
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-        }
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config["clean_up_tokenization_spaces"] = False
         if self.eos_token_id is not None:
             name = self.names[self.eos_token_id]
             config |= {"bos_token": name, "eos_token": name}
@@ -284,23 +269,21 @@ class CharTokenizer(Tokenizer):
             text = text.decode()
         pieces = self.control_names.split(text) if allow_special else [text]
         ids = []
-        for number, piece in enumerate(pieces):
-            if number % 2:  # `split` returns text and names by turns
-                ids.append(self.control[piece])
-            else:
-                ids += self._encode_characters(piece.translate(stand_ins or {}))
-        return ids
-
-    def _encode_characters(self, text: str) -> list[int]:
         try:
-            return [self.vocab[character] for character in text]
+            for number, piece in enumerate(pieces):
+                if number % 2:  # `split` returns text and names by turns
+                    ids.append(self.control[piece])
+                else:
+                    piece = piece.translate(stand_ins or {})
+                    ids += [self.vocab[character] for character in piece]
         except KeyError as error:
             character = error.args[0]
             raise TokenizerError(
                 f"character {character!r} (U+{ord(character):04X}, at position "
-                f"{text.index(character)}) is not among the {self.vocab_size} this tokenizer "
+                f"{piece.index(character)}) is not among the {self.vocab_size} this tokenizer "
                 "knows: remove it, or train with a BPE, which knows every byte"
             ) from None
+        return ids
 
 
 def token_name(data: bytes) -> str:
@@ -316,7 +299,6 @@ def token_name(data: bytes) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # Streaming: tokens to text, as they come
-
 
 # Where byte tokens are not UTF-8, `tokenizers` makes a U+FFFD of each, not of each half character.
 codecs.register_error("each_byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))
@@ -537,10 +519,7 @@ def decoding_steps(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def can_stream(step: dict, is_alone: bool, is_fused: bool) -> bool:
-    """
-    Whether what a decoding step does to a token depends on nothing but whether it is the first.
-    is_fused: it gets the whole text as one token.
-    """
+    """Whether a step need only know of a token if it is the first. is_fused: it gets one text."""
     match step["type"]:
         case "ByteLevel":
             return is_alone
@@ -569,13 +548,13 @@ def token_text(token: str | dict | None) -> str | None:
 
 # The names that transformers knows, in the order in which it adds their tokens.
 NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-FLAGS = {"single_word", "lstrip", "rstrip", "normalized"}
+FIELDS = {"content", "single_word", "lstrip", "rstrip", "normalized"}
 
 
 def named_tokens(config: dict) -> dict[str, str | dict]:
-    """{"eos_token": token, ..}, those that the model's own files name among them."""
-    named = {key: config.get(key) for key in NAMED}
-    named |= {key: value for key, value in config.items() if key.endswith("_token")}
+    """{"eos_token": token, ..}, with those that only this model names."""
+    named = dict.fromkeys(NAMED) | config
+    named = {key: value for key, value in named.items() if key.endswith("_token")}
     if isinstance(extra := config.get("extra_special_tokens"), dict):
         named |= extra
     return {key: value for key, value in named.items() if isinstance(value, str | dict)}
@@ -587,18 +566,18 @@ def add_tokens(backend: tokenizers.Tokenizer, config: dict):
     does.
     """
     there = [*backend.get_added_tokens_decoder().values()]
-    known = {repr(token) for token in there}
     listed = config.get("added_tokens_decoder", {})
     described = [AddedToken(**listed[i]) for i in sorted(listed, key=int)]
-    new = [token for token in described if repr(token) not in known]
     names = {token.content for token in there + described}
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    for token in [*named_tokens(config).values(), *extra * isinstance(extra, list)]:
-        name = token_text(token)
-        if name not in names:
-            names.add(name)
-            flags = {} if token is name else {key: token[key] for key in FLAGS & token.keys()}
-            new.append(AddedToken(name, special=True, **flags))
+    known = {repr(token) for token in there}
+    new = [token for token in described if repr(token) not in known]
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    extra = extra if isinstance(extra, list) else []
+    for token in [*named_tokens(config).values(), *extra]:
+        token = {"content": token} if isinstance(token, str) else token
+        if token["content"] not in names:
+            fields = {key: token[key] for key in FIELDS & token.keys()}
+            new.append(AddedToken(**fields, special=True))
     backend.add_tokens(new)
 
 

@@ -4,7 +4,9 @@ import json
 
 import pytest
 from server import EOS, HELLO, Server, ask, error_of
+from tokenizers.processors import TemplateProcessing
 
+from tokenizer import load_tokenizer
 from training.corpus import bpe_tokenizer
 
 
@@ -170,3 +172,40 @@ def test_chats_are_refused_with_reasons(chat, server):
     )
     assert error_of(ask(chat, tools=[{"type": "function"}]))["param"] == "tools"
     assert ask(chat, model="other").status_code == 404
+
+
+def test_a_bos_comes_once_to_prompts_and_chats(tmp_path, uvicorn_ends_soon):
+    """
+    A tokenizer puts it before a prompt, a template before a conversation: a chat had two of them.
+    An echo has it only where it was sent.
+    """
+    tokenizer = bpe_tokenizer([])
+    end = tokenizer.names[256]
+    template = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 256)])
+    tokenizer.backend.post_processor = template
+    tokenizer.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}say {{ messages[0].content }}")
+    tokenizer = load_tokenizer(tmp_path)
+    chat = [{"role": "user", "content": "hi"}]
+    with Server(directory=tmp_path, tokenizer=tokenizer) as server:
+
+        def tokenized(**fields):
+            return server.http.post("/tokenize", json=fields).json()["tokens"]
+
+        assert tokenized(prompt="say hi") == [256, *b"say hi"] == tokenized(messages=chat)
+        assert tokenized(prompt="say hi", add_special_tokens=False) == [*b"say hi"]
+        assert tokenized(messages=chat, add_special_tokens=True) == [256, 256, *b"say hi"]
+        for fields, bos in (({}, [256]), ({"add_special_tokens": False}, [])):
+            answer = server.answer("say hi", return_token_ids=True, echo=True, **fields)
+            assert answer["choices"][0]["text"] == "say hihi"
+            assert server.engine.added[-1]["prompt"] == [*bos, *b"say hi"]
+        for prompt in (f"{end}say hi", [256, *b"say hi"]):
+            assert server.answer(prompt, echo=True)["choices"][0]["text"] == f"{end}say hihi"
+        logprobs = server.answer("say hi", echo=True, logprobs=0)["choices"][0]["logprobs"]
+        assert logprobs["tokens"][:3] == [end, "s", "a"] and logprobs["text_offset"][:3] == [
+            0,
+            0,
+            1,
+        ]
+        ask(server, messages=chat)
+        assert server.engine.added[-1]["prompt"] == [256, *b"say hi"]

@@ -33,7 +33,6 @@ from tokenizer import (
     TokenizerError,
     load_tokenizer,
     piece_bytes,
-    piece_of,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +72,11 @@ def bpe_tokenizer(
     backend.decoder = decoders.ByteLevel(add_prefix_space=False)
     backend.add_special_tokens([END_OF_TEXT])
     return Tokenizer(backend)
+
+
+def piece_of(data: bytes) -> str:
+    """How bytes are spelled in a byte-level vocabulary: b" a" is "Ġa"."""
+    return "".join(ALPHABET[byte] for byte in data)
 
 
 def numbered(pieces: Iterable[str]) -> dict[str, int]:
