@@ -50,7 +50,7 @@ import torch
 import kernels
 from assets import draw, load
 from checkpoint import DTYPES, load_checkpoint, load_config, save_checkpoint, serving_dtype
-from model import GPT, GPTConfig, Ops
+from model import GPT, GPTConfig, Ops, RMSNorm, Rope
 from paged import Request, Scheduler, SchedulerSettings
 from serving.cpu import packed_for_cpu
 from serving.engine import Engine
@@ -62,15 +62,31 @@ from serving.sizing import bytes_per_block
 Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
 Answers = list[list[int]]  # token ids
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def llama_shape(V, n_layer, n_head, n_embd, n_kv_head, n_inner, rope, **more) -> GPTConfig:
+    names = {"norm": "rms", "bias": False, "activation": "silu", "gated": True, "rope": {0: rope}}
+    context = 4096
+    return GPTConfig(
+        V, context, n_layer, n_head, n_embd, n_kv_head, n_inner=n_inner, **names, **more
+    )
+
+
 MODELS = {  # random weights of these shapes; the figures depend on the shape alone
     "1M": GPTConfig(vocab_size=65, context_length=256, n_layer=4, n_head=4, n_embd=128),
     "10M": GPTConfig(vocab_size=65, context_length=256, n_layer=6, n_head=6, n_embd=384),
     "gpt2-124M": GPTConfig(context_length=2048),
+    "smollm2-135M": llama_shape(49152, 30, 9, 576, 3, 1536, Rope(1e5)),
+    "llama-3.2-1B": llama_shape(128256, 16, 32, 2048, 8, 8192, Rope(5e5, 32.0, (1.0, 4.0, 8192.0))),
+    "qwen3-0.6B": llama_shape(
+        151936, 28, 16, 1024, 8, 3072, Rope(1e6), head_size=128, qk_norm=True
+    ),
 }
 
 COMMANDS: dict[str, Callable] = {}
 FLAGS = {  # what --help says; the commands' arguments have their defaults
-    "--model": "1M, 10M or gpt2-124M (random weights), or a model directory",
+    "--model": "a shape in MODELS, such as 10M, gpt2-124M or smollm2-135M (random weights), or a "
+    "model directory",
     "--repeats": "counted runs of each, in turn; the median is printed",
     "--backends": "ways of attention to measure: triton, flex, torch",
     "--block-size": "tokens per KV block",
@@ -162,7 +178,11 @@ def build_model(name: str, device="cpu") -> GPT:
     model = GPT(MODELS[name]) if name in MODELS else load_checkpoint(name)
     model.eval().requires_grad_(False)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return model.to(device, dtype)
+    for module in model.modules():
+        if not isinstance(module, RMSNorm):  # these stay in fp32
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+    return model.to(device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -780,10 +800,10 @@ def step_seconds(engine: Engine, steps: int, wait_before=False) -> float:
 
 KINDS = {  # parts of a kernel's name -> its work
     "attention": ("decode_kernel", "prefill_kernel"),
-    "linear layers": ("vector_kernel", "matrix_kernel", "gemm", "cutlass", "nvjet"),
+    "linear layers": ("vector_kernel", "matrix_kernel", "gemm", "cutlass", "nvjet", "gate_kernel"),
     "norms": ("norm_kernel",),
     "sampling": ("threshold_kernel", "gumbel_max_kernel"),
-    "store": ("store_kv_kernel",),
+    "store": ("store_kv_kernel", "place_kernel"),
 }
 
 

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model import Attention
+
 try:
     import triton
     import triton.language as tl
@@ -133,6 +135,15 @@ def store_kv_kernel(
 
 
 @jit
+def capped(score, squeeze):
+    """
+    tanh(score * squeeze), or with None score itself: Gemma 2's soft cap, but for a factor that is
+    in the scale of online_softmax. tanh(u) is 2 sigmoid(2 u) - 1.
+    """
+    return score if squeeze is None else 2.0 * tl.sigmoid(2.0 * squeeze * score) - 1.0
+
+
+@jit
 def online_softmax(score, scale, v, acc, top, total):
     """
     Online softmax (Milakov and Gimelshein 2018), one more tile of keys. score [ROWS, TILE], -inf
@@ -191,7 +202,7 @@ def order_kernel(
 @jit
 def decode_kernel(
     q, kv, out, partial_out, partial_lse, finished, block_tables, context_lens, order,
-    scale, q_stride, out_stride, k_to_v, M,
+    scale, squeeze, q_stride, out_stride, k_to_v, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -237,7 +248,7 @@ def decode_kernel(
         v = tl.load(keys + k_to_v, mask=mask, other=0.0)
         t += SPLITS * TILE
         block = tl.load(table + t // S, mask=t // S < M, other=0)  # for the next round, in time
-        score = tl.dot(queries, k.T, input_precision="ieee")
+        score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
         score = tl.where(visible[None, :], score, -INF)
         acc, top, total = online_softmax(score, scale, v, acc, top, total)
     # only now: programs of the next kernel that merely wait would occupy shared memory
@@ -265,7 +276,7 @@ def decode_kernel(
 @jit
 def prefill_kernel(
     q, kv, out, block_tables, context_lens, query_start, tile_request, tile_start,
-    scale, q_stride, out_stride, k_to_v, M,
+    scale, squeeze, q_stride, out_stride, k_to_v, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -306,7 +317,7 @@ def prefill_kernel(
         k = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
         keys += k_to_v
         v = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
-        score = tl.dot(queries, k.T, input_precision="ieee")
+        score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
         acc, top, total = online_softmax(score, scale, v, acc, top, total)
     for n in range(unmasked, end, TILE):
         t = n + tl.arange(0, TILE)
@@ -321,7 +332,8 @@ def prefill_kernel(
         visible = t[None, :] <= position[:, None]
         if WINDOW:
             visible &= t[None, :] > position[:, None] - WINDOW
-        score = tl.where(visible, tl.dot(queries, k.T, input_precision="ieee"), -INF)
+        score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
+        score = tl.where(visible, score, -INF)
         acc, top, total = online_softmax(score, scale, v, acc, top, total)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     to = out + token[:, None] * out_stride + at[None, :]
@@ -489,7 +501,7 @@ def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     return kv
 
 
-def paged_attention_triton(q: Tensor, kv: Tensor, attn, batch: Batch) -> Tensor:
+def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
     """
     As gather.paged_attention_torch, in at most two launches: one for all decodes, one for all
     chunks.
@@ -502,6 +514,10 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn, batch: Batch) -> Tensor:
     queries = q.to(kv.dtype)
     out = queries.new_empty(T, H, D)
     scale = attn.scale * math.log2(math.e)  # the kernels work in powers of two
+    squeeze = None
+    if attn.softcap:
+        scale = attn.softcap * math.log2(math.e)
+        squeeze = attn.scale / attn.softcap
     tables = batch.block_tables
     lengths = tables, batch.context_lens
     strides = queries.stride(0), out.stride(0), kv.stride(0), tables.stride(0)
@@ -513,7 +529,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn, batch: Batch) -> Tensor:
         tiles = plan.tile_request, plan.tile_start
         with torch.cuda.stream(plan.side):
             prefill_kernel[(H, len(plan.tile_request))](
-                queries, kv, out, *lengths, batch.query_start, *tiles, scale, *strides,
+                queries, kv, out, *lengths, batch.query_start, *tiles, scale, squeeze, *strides,
                 **shape, **cut, ROWS=PREFILL_ROWS,
                 num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv),
             )  # fmt: skip
@@ -522,7 +538,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn, batch: Batch) -> Tensor:
         heads_at_once = max(1, min(group, COMBINED_AT_ONCE // (plan.splits * width)))
         scratch = plan.partial_out, plan.partial_lse, plan.finished
         decode_kernel[(Hk, plan.splits, B)](
-            queries, kv, out, *scratch, *lengths, plan.order, scale, *strides,
+            queries, kv, out, *scratch, *lengths, plan.order, scale, squeeze, *strides,
             **shape, **cut, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=heads_at_once,
             num_warps=DECODE_WARPS, num_stages=plan.num_stages, **pdl_options(q, plan.pdl),
         )  # fmt: skip

@@ -49,6 +49,8 @@ class Ops(NamedTuple):
     name: str
     # (tokens, positions, wte, wpe or None, scale) -> x (..., T, C)
     embed: Callable
+    # (positions, frequencies) -> what project_qkv rotates heads by, see `rotation`
+    rotation: Callable
     # (x, delta or None, norm) -> x + delta, which may be x itself, changed in place (use only what
     # is returned); and norm(x + delta)
     add_norm: Callable
@@ -230,7 +232,18 @@ def loss(x: Tensor, layer: nn.Module, targets: Tensor, softcap: float = 0.0) -> 
     return F.cross_entropy(soft_cap(logits, softcap), targets.flatten())
 
 
-TORCH = Ops("torch", embed, add_norm, project_qkv, store_kv, attend, linear, head=linear, loss=loss)
+TORCH = Ops(
+    "torch",
+    embed,
+    rotation,
+    add_norm,
+    project_qkv,
+    store_kv,
+    attend,
+    linear,
+    head=linear,
+    loss=loss,
+)
 
 # --------------------------------------------------------------------------------------------------
 # The architecture
@@ -527,7 +540,7 @@ class GPT(nn.Module):
         which the new K and V are stored.
         """
         batch.rotations = {
-            window: rotation(batch.positions, getattr(self, f"frequencies_{window}"))
+            window: batch.ops.rotation(batch.positions, getattr(self, f"frequencies_{window}"))
             for window in self.config.rope
         }
         scale = self.config.embedding_scale

@@ -37,6 +37,7 @@ CPU = TORCH._replace(
 TRITON = TORCH._replace(
     name="triton",
     embed=fused.embed,
+    rotation=fused.rotation,
     add_norm=fused.add_norm,
     project_qkv=fused.project_qkv,
     store_kv=kernels.store_kv_triton,

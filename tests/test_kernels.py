@@ -722,7 +722,7 @@ def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
                 (t.to(device, dtype, copy=True) for t in tensors),
             )
             with torch.no_grad():
-                delta = linear(x, layer.to(device, dtype), None, True) if K else None
+                delta = linear(x, layer.to(device, dtype), partial_sums=True) if K else None
                 before, y = add_norm(before, delta, norm.to(device, dtype))
             return torch.stack([before, y]).cpu().double(), delta
 
@@ -730,7 +730,7 @@ def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
             apply(model_module.linear, model_module.add_norm, "cpu", d)
             for d in (torch.float64, dtype)
         )
-        found, delta = apply(fused.launch_linear, fused.add_norm, DEVICE, dtype)
+        found, delta = apply(fused.launch_linear, fused.norm_now, DEVICE, dtype)
         assert (found - exact).abs().max() <= 2 * (
             plain - exact
         ).abs().max() + 1e-6 * exact.abs().max()
@@ -753,8 +753,39 @@ def test_a_norm_adds_the_epsilon_that_it_was_given(eps):
     for parts in 0, 1, 3:
         exact = F.layer_norm((parts + 1) * x.double(), (37,), eps=eps)
         delta = x.to(DEVICE).repeat(parts, 1, 1) if parts else None
-        _, found = fused.add_norm(x.to(DEVICE, copy=True), delta, norm)
+        _, found = fused.norm_now(x.to(DEVICE, copy=True), delta, norm)
         assert (found.cpu() - exact).abs().max() < 2e-6 * max(1, exact.abs().max())
+
+
+@needs_triton
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("K", [20, 64])
+def test_one_row_is_normalised_by_the_product_that_reads_it(K, rms, gated):
+    """
+    A sum that is stored by no program or before it is whole, a norm of the row without what is
+    added; and somebody who takes the row itself, not a product of it, gets it normalised.
+    """
+    torch.manual_seed(K)
+    norm = model_module.RMSNorm(K, 1e-3) if rms else torch.nn.LayerNorm(K, eps=1e-3)
+    layer = torch.nn.Linear(K, 48)
+    for parameter in [*norm.parameters(), *layer.parameters()]:
+        torch.nn.init.normal_(parameter)
+    x, delta = torch.randn(1, K), torch.randn(2, 1, K)
+    with torch.no_grad():
+        total = x + delta.sum(0)
+        wanted = model_module.linear(norm(total), layer, "silu" if gated else None, gated)
+        norm, layer = norm.to(DEVICE), layer.to(DEVICE)
+        found, y = fused.add_norm(x.to(DEVICE), delta.to(DEVICE), norm)
+        assert isinstance(y, fused.Unnormed)
+        out = fused.linear(y, layer, "silu" if gated else None, gated)
+        assert (found.cpu() - total).abs().max() < 1e-6
+        assert (out.cpu() - wanted).abs().max() < 1e-5 * wanted.abs().max()
+        _, y = fused.add_norm(x.to(DEVICE), delta.to(DEVICE), norm)
+        assert (y[:].cpu() - norm.cpu()(total)).abs().max() < 1e-5
+    wide = torch.zeros(1, fused.NORMED_ROW + 1, device=DEVICE)
+    norm = torch.nn.LayerNorm(wide.shape[1]).to(DEVICE)
+    assert isinstance(fused.add_norm(wide, wide.clone(), norm)[1], torch.Tensor)
 
 
 @needs_triton
@@ -850,7 +881,7 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
     monkeypatch.setattr(
         fused,
         "launch_linear",
-        lambda x, layer, activation=None, partial_sums=False, is_head=False: (
+        lambda x, layer, activation=None, gated=False, partial_sums=False, is_head=False: (
             f"ours {activation} {partial_sums} {is_head}"
         ),
     )
@@ -869,6 +900,13 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
         def __call__(self, x):
             return f"torch {self.bias}"
 
+    class Large(Layer):
+        weight = torch.empty(2**14, 2**14, device="meta")
+
+    class Head(SimpleNamespace):
+        def __call__(self, x):
+            return "torch"
+
     few, many, gelu = fused.LINEAR_ROWS, fused.LINEAR_ROWS + 1, "gelu_new"
     for rows, size, bias, activation, wanted in (
         (1, 4, "b", None, "ours None True False"),
@@ -881,12 +919,18 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
         x = Rows(rows=rows, bytes=size)
         found = fused.linear(x, Layer(bias=bias), activation, partial_sums=True)
         assert found == wanted, (rows, size, bias, activation)
-    for rows, size, wanted in (
-        (1, 4, "ours None False True"),
-        (2, 4, "torch None"),
-        (many, 2, "ours None False True"),
+    for rows, wanted in (fused.FEW_ROWS, "ours"), (fused.FEW_ROWS + 1, "torch"):
+        assert fused.linear(Rows(rows=rows), Large(bias=None)).startswith(wanted), rows
+    ours = "ours None False True"
+    for rows, V, dtype, wanted in (
+        (1, 8, torch.float32, ours),
+        (2, 8, torch.float32, "torch"),
+        (fused.FEW_ROWS, 8, torch.float16, ours),
+        (fused.FEW_ROWS + 1, 8, torch.float16, "torch"),
+        (many, 9, torch.float16, ours),
     ):
-        assert fused.head(Rows(rows=rows, bytes=size), Layer(bias=None)) == wanted, (rows, size)
+        head = Head(weight=torch.empty(V, 1, dtype=dtype))
+        assert fused.head(Rows(rows=rows), head) == wanted, (rows, V, dtype)
 
 
 def test_keys_and_values_of_a_cpu_are_fp32():
