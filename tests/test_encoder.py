@@ -366,6 +366,31 @@ def test_a_directorys_own_pattern_runs_in_the_process(folder, tmp_path):
     encoder.close()
 
 
+def test_a_pattern_that_gives_up_is_said(tmp_path):
+    """
+    The library's regular expressions panic after ten million steps, which is no Exception: the
+    process died of it, and its client was told to try again.
+    """
+    spec = json.loads(bpe_tokenizer([]).backend.to_str())
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    spec["pre_tokenizer"] = split | {"pattern": {"Regex": "(x+x+)+y"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    encoder = Encoder(tmp_path)
+    with pytest.raises(TokenizerError, match=r"cannot encode this text: .*retry-limit-in-match"):
+        encoder.encode("x" * 40)
+    assert encoder.encode("xy") == [*b"xy"] and encoder.process is not None
+    encoder.close()
+
+
+def test_a_library_that_gets_no_memory_is_said(encoder):
+    """It aborts, which is no bug of ours."""
+    encoder.encode_chat(HELLO)
+    encoder.process.send_signal(signal.SIGABRT)
+    with pytest.raises(TokenizerError, match="this takes more than 2048 MiB to encode or render"):
+        encoder.encode_chat(HELLO)
+    assert encoder.encode_chat(HELLO) == [*b"user: hello", 258]
+
+
 def test_the_process_ends_with_its_parent(folder):
     """However the parent dies; and it has loaded no torch."""
     program = """
