@@ -1561,6 +1561,22 @@ def test_a_compiled_step_is_the_step(arch, tiny, corpus):
     assert told[1] == [pytest.approx(step, rel=1e-3) for step in told[0]]
 
 
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_a_gpu_compiles_the_forward_pass_as_one_graph(arch, tiny, corpus):
+    """A step of Python between two graphs would wait for the device; here no compiler is needed."""
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    run = train.Run(train.parse_args([*tiny, f"--arch={arch}"]), loaded, MACHINE)
+    compiled = torch.compile(run.model, backend="eager", fullgraph=True)
+    tokens = torch.randint(300, (2, 33))
+    run.model.config.dropout = 0.0
+    losses = []
+    for model in (run.model, compiled):
+        with torch.autocast("cpu", torch.bfloat16):
+            _, loss = model(tokens[:, :-1], tokens[:, 1:], training_ops("cuda"))
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_llamas_operators_that_train_are_the_references(dtype):
     """

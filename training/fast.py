@@ -168,14 +168,15 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, shrink = ctx.saved_tensors
-        unit = x * shrink
-        along = grad * unit
-        dweight = along.flatten(0, -2).sum(0)
+        along = grad * x
+        rows = along.flatten(0, -2)
+        dweight = shrink.flatten() @ rows
         # x may change its direction alone: what goes along it is taken away
         mean = along @ weight / x.shape[-1]
         dx = grad * weight
-        dx.addcmul_(unit, mean[..., None], value=-1)
         dx.mul_(shrink)
+        share = mean[..., None] * shrink**3
+        dx.addcmul_(x, share, value=-1)
         return dx, dweight, None
 
 
