@@ -17,6 +17,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import tokenizers
@@ -89,7 +90,9 @@ class Tokenizer:
         kinds = decoding_steps(backend)
         self.is_byte_level = "ByteLevel" in kinds
         self.falls_back = "ByteFallback" in kinds
-        self._bytes: dict[int, bytes] = {}  # of the tokens that were asked for so far
+        # looked up for each token of an answer, computed once
+        self.token_bytes = cache(self.token_bytes)
+        self.spelled_bytes = cache(self.spelled_bytes)
 
     # Text -> ids
 
@@ -188,11 +191,8 @@ class Tokenizer:
 
     def spelled_bytes(self, token: int) -> bytes:
         """`token_bytes`, except that a control token has the bytes of its name."""
-        data = self._bytes.get(token)
-        if data is None:
-            piece = self.backend.id_to_token(token)
-            data = self._bytes[token] = b"" if piece is None else self._spell(piece)
-        return data
+        piece = self.backend.id_to_token(token)
+        return b"" if piece is None else self._spell(piece)
 
     def opening_bytes(self, token: int) -> bytes:
         """The bytes of a token that begins a text: some decoders drop its blank."""

@@ -285,6 +285,26 @@ def test_templates_of_the_hub_have_the_text_and_ids_of_transformers(kind, tmp_pa
             assert ids.count(tokenizer.control["<s>"]) == ("bos_token" in HUB[kind])
 
 
+@pytest.mark.real_models
+def test_smollm2s_template_has_the_text_and_ids_of_transformers():
+    import real_models
+    from transformers import AutoTokenizer
+
+    try:
+        directory = real_models.make("smollm2")
+    except real_models.Unavailable as reason:
+        pytest.skip(str(reason))
+    theirs, tokenizer = AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+    chat = load_chat(directory, tokenizer)
+    for messages in (TALK, TALK[1:], TALK[1:2]):
+        for more in (True, False):
+            options = {"add_generation_prompt": more}
+            wanted = theirs.apply_chat_template(messages, tokenize=False, **options)
+            assert chat.render(messages, **options) == wanted
+            ids = theirs.apply_chat_template(messages, return_dict=False, **options)
+            assert chat.encode(messages, **options) == ids
+
+
 def test_control_tokens_have_their_names_in_a_template(make, tmp_path):
     """
     The hub writes them as texts or as dictionaries; those that there are not are empty, and can be
