@@ -10,6 +10,7 @@ here opens in transformers and vLLM. Nothing is unpickled.
 """
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -161,11 +162,17 @@ def load_config(directory: str | Path) -> GPTConfig:
         ) from error
 
 
-def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = torch.float32) -> GPT:
+def load_checkpoint(
+    directory: str | Path,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    check: Callable | None = None,
+) -> GPT:
     """
     Build the model of a checkpoint directory, in evaluation mode. Its weights are copied piece by
     piece from the files, which are mapped: no second copy of them is ever in memory, and once they
     are loaded the files may be changed. Raises CheckpointError with what to change.
+    check(model without weights, dtype, device), if given, may refuse it before they are loaded.
     """
     directory = Path(directory)
     config = load_config(directory)
@@ -184,6 +191,8 @@ def load_checkpoint(directory: str | Path, device="cpu", dtype: torch.dtype = to
     for name, weight in wanted.items():
         saved.check(name, tuple(hub_layout(model, name, weight, family).shape), family)
     saved.check_rest(wanted, family)
+    if check:
+        check(model, dtype, device)
     norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, RMSNorm)}
     weights = {}
     for name in tqdm(wanted, "loading", unit=" weights", leave=False, delay=2, disable=None):

@@ -61,6 +61,7 @@ def build_engine(args: Namespace):
 
     from checkpoint import load_checkpoint, serving_dtype
     from serving.engine import Engine
+    from serving.sizing import check_fits
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -68,8 +69,9 @@ def build_engine(args: Namespace):
             f"--device {device}: torch sees no GPU here; leave the flag out to serve on the CPU"
         )
     settings = engine_settings(args)
-    model = load_checkpoint(args.model, device, serving_dtype(args.dtype, device))
-    return Engine(model, settings)
+    dtype = serving_dtype(args.dtype, device)
+    check = partial(check_fits, settings)
+    return Engine(load_checkpoint(args.model, device, dtype, check), settings)
 
 
 def engine_process(args: Namespace, listener: socket.socket):

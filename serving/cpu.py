@@ -155,9 +155,10 @@ def with_short_norms(model: GPT) -> GPT:
 def with_layers(model: GPT, layer: Callable, head: Callable | None = None) -> GPT:
     """
     A copy of the model with layer(weight, bias) for each linear layer, `head` for the last one,
-    fp32 for all else.
+    fp32 for all else. What stays as it is shares its memory with the model.
     """
-    model = deepcopy(model)
+    shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
+    model = deepcopy(model, shared)  # which takes these for copies
     for block in model.h:
         for parent in (block.attn, block.mlp):
             for name, child in list(parent.named_children()):
@@ -165,4 +166,4 @@ def with_layers(model: GPT, layer: Callable, head: Callable | None = None) -> GP
                     setattr(parent, name, layer(child.weight, child.bias))
     model.lm_head = (head or layer)(model.lm_head.weight, None)
     # packed weights are no parameters, and stay what they are
-    return model.float().requires_grad_(False)
+    return model.float()

@@ -394,6 +394,8 @@ class Engine:
         size = runner.pool.kv.nbytes / 2**20
         num_texts = self.num_blocks // blocks_held(self.max_model_len, S, self.settings.window)
         texts = f"{num_texts} texts of {self.max_model_len:,}"
+        if self.max_model_len < self.config.context_length:
+            texts += f" (the model's context has {self.config.context_length:,})"
         blocks = f"{self.num_blocks:,} blocks of {S}"
         parts = [
             self.weights,

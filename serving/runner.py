@@ -133,7 +133,7 @@ class Runner:
         )
         self.windows = set(config.windows)
         N = settings.max_num_seqs
-        M = -(-config.context_length // settings.block_size)
+        M = -(-(settings.max_model_len or config.context_length) // settings.block_size)
         self.padding_row = N
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
         self.known = KnownRows(

@@ -8,10 +8,15 @@ from dataclasses import replace
 
 import torch
 
-from model import GPT
+from model import GPT, GPTConfig
 from paged import blocks_held
 from serving.runner import kv_dtype
 from serving.settings import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
+
+# The pool's share, by default, of the memory that is free: on a GPU the rest is for CUDA graphs, on
+# a CPU for other programs.
+POOL_SHARE = {"cuda": 0.9, "cpu": 0.25}
+SHORT_TEXT = 256  # tokens: a server with less room is of no use
 
 
 def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
@@ -40,7 +45,8 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
     context_length = model.config.context_length
     num_blocks = settings.num_blocks
     device = model.wte.weight.device
-    available, total = memory_of(device)
+    free, total = memory_of(device)
+    available = POOL_SHARE[device.type] * free
     size = bytes_per_block(model, S)
     if num_blocks is None:
         useful = settings.max_num_seqs * -(-context_length // S)
@@ -66,27 +72,55 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
 
 
 def bytes_per_block(model: GPT, block_size: int) -> int:
-    """2 (K and V) * layers * KV heads * head size * block size * bytes of a number."""
+    return numbers_per_block(model.config, block_size) * kv_dtype(model).itemsize
+
+
+def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
+    """
+    Raises ValueError, before anything is loaded, where the device has no memory for the weights of
+    a model and a KV pool for one short text. A CPU takes as much again: matrices are packed beside
+    the weights that were loaded.
+    """
+    device = torch.device(device)
     config = model.config
-    numbers = 2 * config.n_layer * config.n_kv_head * config.head_size * block_size
-    return numbers * kv_dtype(model).itemsize
+    weights = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    kv_itemsize = dtype.itemsize
+    how = ""
+    if device.type == "cpu":
+        weights *= 2
+        kv_itemsize = 4
+        how = ", loaded and packed,"
+    tokens = min(settings.max_model_len or SHORT_TEXT, config.context_length)
+    num_blocks = settings.num_blocks or -(-tokens // settings.block_size)
+    pool = num_blocks * numbers_per_block(config, settings.block_size) * kv_itemsize
+    free, _ = memory_of(device)
+    if weights + pool > free:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the model does not fit: its weights in {name}{how} take {weights / 2**20:,.0f} MiB "
+            f"and the smallest KV pool {pool / 2**20:,.0f}, {device} has {free / 2**20:,.0f} free: "
+            "end other programs, lower --kv-blocks or --max-model-len, or choose --dtype bf16 or a "
+            "smaller model"
+        )
+
+
+def numbers_per_block(config: GPTConfig, block_size: int) -> int:
+    """2 (K and V) * layers * KV heads * head size * block size."""
+    return 2 * config.n_layer * config.n_kv_head * config.head_size * block_size
 
 
 def memory_of(device: torch.device) -> tuple[float, float]:
-    """
-    How many bytes the pool may take by default, and how many the device has. The default is 90% of
-    what is free on a GPU (the rest is for CUDA graphs), a quarter of what is free on a CPU (other
-    programs need memory there).
-    """
+    """How many bytes are free, and how many the device has. Files that are cached are free."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return 0.9 * free, total
+        return torch.cuda.mem_get_info(device)
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
-    free = total  # macOS does not count the free pages
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = page * os.sysconf("SC_AVPHYS_PAGES")
-    return 0.25 * free, total
+    try:
+        with open("/proc/meminfo") as f:
+            lines = dict(line.split(":") for line in f)
+        return 1024 * int(lines["MemAvailable"].split()[0]), total
+    except OSError:  # macOS does not count the free pages
+        return total, total
 
 
 @contextmanager

@@ -5,7 +5,6 @@ and that no request is changed by what happens to another.
 
 import io
 import json
-import os
 import random
 import tempfile
 import threading
@@ -22,7 +21,7 @@ from model import GPT
 from paged import PRIORITY_AGEING, Plan, Request, Scheduler, SchedulerSettings, priority_delay
 from serve import listen_for_links
 from serving import engine as engine_module
-from serving import loop
+from serving import loop, sizing
 from serving.beam import beam_search
 from serving.client import connect
 from serving.engine import Engine
@@ -156,15 +155,15 @@ def test_settings_that_cannot_work_are_refused():
 
 def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_it_can_use(monkeypatch):
     """
-    Would catch: another share of memory than the one that memory_of states; a pool of no block at
+    Would catch: another share of memory than POOL_SHARE; a pool of no block at
     all.
     """
     model = trained_model(
         num_kv_heads=2
     )  # a block: 2 * 2 layers * 2 KV heads of 16 * 4 tokens * 4 bytes = 2048
     for pages, blocks in ((10**9, 3 * CONTEXT // 4), (10, 5), (9, 4), (1, 1)):
-        memory = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": pages, "SC_PHYS_PAGES": 10**9}
-        monkeypatch.setattr(os, "sysconf", memory.__getitem__)
+        memory = 4096 * pages, 4096 * 10**9  # free, there
+        monkeypatch.setattr(sizing, "memory_of", lambda device, memory=memory: memory)
         assert Engine(model, Settings(block_size=4, max_num_seqs=3)).num_blocks == blocks
 
 
@@ -174,8 +173,7 @@ def test_a_pool_beyond_all_memory_is_refused(monkeypatch):
     death much later.
     """
     model = trained_model(num_kv_heads=2)  # 2048 bytes a block, as above
-    memory = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 10, "SC_PHYS_PAGES": 10}
-    monkeypatch.setattr(os, "sysconf", memory.__getitem__)
+    monkeypatch.setattr(sizing, "memory_of", lambda device: (40960, 40960))
     with raises(ValueError, "21 blocks of 4 tokens", "lower --kv-blocks"):
         Engine(model, Settings(block_size=4, num_blocks=21))
     assert Engine(model, Settings(block_size=4, num_blocks=20)).num_blocks == 20

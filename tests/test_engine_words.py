@@ -345,6 +345,7 @@ def test_the_statement_tells_how_many_texts_fit():
     engine.runner.reason = "because"
     engine.runner.graphs, engine.runner.graph_statement = {}, "7 graphs"
     pool = "KV pool of 5 MiB: 2,000 blocks of 4, 8,000 tokens, 133 texts of 60"
+    pool += " (the model's context has 64)"
     assert engine.statement().split("; ")[1:] == [pool, "attention: torch, because"]
     engine.runner.graphs = {1: 2}
     assert engine.statement().endswith("; 7 graphs")

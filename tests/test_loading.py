@@ -5,6 +5,7 @@ Opening directories: what config.json leaves unsaid, files in parts, dtypes, wha
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import CheckpointError, load_checkpoint, load_config, save_checkpoint
+import serve
+from checkpoint import (
+    CheckpointError,
+    SavedWeights,
+    load_checkpoint,
+    load_config,
+    save_checkpoint,
+)
 from families import FAMILIES, columns, read_fields
 from model import GPT, GPTConfig, Rope
+from serving import sizing
+from serving.cpu import PackedLinear, can_pack, packed_for_cpu
+from serving.engine import Engine
+from serving.flags import parse_args
+from serving.params import SamplingParams
+from serving.settings import Settings
+from serving.sizing import check_fits
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
@@ -372,3 +387,83 @@ def test_loading_holds_no_second_copy(tmp_path, dtype):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     taken, size = map(int, done.stdout.split())
     assert 0.7 * size < taken <= 1.3 * size
+
+
+# --------------------------------------------------------------------------------------------------
+# What fits
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    """At one byte too few, not at just enough: weights twice on a CPU, and a pool for 33 tokens."""
+    ours = random_model(**LLAMA)
+    save_checkpoint(ours, tmp_path)
+    pool = 3 * 2 * 3 * 2 * 8 * 16 * 4  # 3 blocks: K and V, layers, KV heads, head size, slots, fp32
+    enough = 2 * 2 * sum(w.numel() for w in ours.parameters()) + pool
+    settings = Settings()
+    check = partial(check_fits, settings)
+    loaded = []
+    read = SavedWeights.read_into
+    monkeypatch.setattr(SavedWeights, "read_into", lambda *a: loaded.append(a) or read(*a))
+    monkeypatch.setattr(sizing, "memory_of", lambda device: (enough - 1, 2**40))
+    with pytest.raises(
+        ValueError,
+        match=r"^the model does not fit: its weights in bfloat16, loaded and packed, take 0 MiB "
+        r"and the smallest KV pool 0, cpu has 0 free: end .*--max-model-len, or .*--dtype bf16",
+    ):
+        load_checkpoint(tmp_path, dtype=torch.bfloat16, check=check)
+    assert not loaded
+    monkeypatch.setattr(sizing, "memory_of", lambda device: (enough, 2**40))
+    load_checkpoint(tmp_path, dtype=torch.bfloat16, check=check)
+    assert loaded
+    with pytest.raises(ValueError, match="does not fit"):
+        check_fits(Settings(num_blocks=4), ours, torch.bfloat16, "cpu")
+    with pytest.raises(ValueError, match="does not fit"):
+        check_fits(settings, ours, torch.float32, "cpu")
+    # a GPU holds the weights once, and K and V in their dtype
+    monkeypatch.setattr(sizing, "memory_of", lambda device: (enough // 2, 2**40))
+    check_fits(settings, ours, torch.bfloat16, "cuda")
+    monkeypatch.setattr(sizing, "memory_of", lambda device: (enough // 2 - 1, 2**40))
+    with pytest.raises(ValueError, match=r"bfloat16 take .* cuda has"):
+        check_fits(settings, ours, torch.bfloat16, "cuda")
+
+
+def test_a_server_that_does_not_fit_says_so(tmp_path, monkeypatch):
+    save_checkpoint(random_model(**LLAMA), tmp_path)
+    monkeypatch.setattr(sizing, "memory_of", lambda device: (0, 2**40))
+    args = parse_args(["--model", str(tmp_path), "--device", "cpu"])
+    with pytest.raises(ValueError, match=r"^the model does not fit"):
+        serve.build_engine(args)
+
+
+def test_block_tables_are_as_long_as_texts_may_be():
+    """
+    A context of 131,072 made tables of 8,192 blocks, gathered in each step, whatever
+    --max-model-len said.
+    """
+    model = random_model(**LLAMA)
+    engine = Engine(model, Settings(block_size=4, num_blocks=7, max_num_seqs=2))
+    assert engine.max_model_len == 28  # what fits: not the context's 33
+    assert engine.runner.known.block_tables.shape == (3, 7)
+    assert "1 texts of 28 (the model's context has 33)" in engine.statement()
+    engine = Engine(model, Settings(block_size=4, num_blocks=9, max_num_seqs=2, max_model_len=17))
+    assert engine.runner.known.block_tables.shape == (3, 5)
+    prompts = [list(range(13)), list(range(20, 29))]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    answers = engine.generate(prompts, params, progress=False)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert model.generate(torch.tensor([prompt]), 4)[0, len(prompt) :].tolist() == answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packing_copies_only_what_it_packs(dtype):
+    """The whole model was copied first: three times the memory at the start."""
+    model = random_model(**LLAMA | {"tied": True}).to(dtype)
+    tokens = torch.arange(9)[None]
+    before = model(tokens)[0]
+    packed = packed_for_cpu(model)
+    assert all(w.dtype == dtype and w.requires_grad for n, w in model.named_parameters())
+    assert torch.equal(model(tokens)[0], before) and model.lm_head.weight is model.wte.weight
+    assert packed.wte.weight.dtype == torch.float32 and not packed.wte.weight.requires_grad
+    is_shared = packed.wte.weight.data_ptr() == model.wte.weight.data_ptr()
+    assert is_shared == (dtype == torch.float32)
+    assert isinstance(packed.h[0].mlp.c_fc, PackedLinear) or not can_pack(model.wte.weight)
