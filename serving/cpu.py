@@ -13,6 +13,7 @@ import sys
 import timeit
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -24,6 +25,7 @@ from serving.int8 import Int8Linear
 
 # rows of x for which oneDNN chooses the layout; measured, other numbers differ little
 PACKED_FOR_ROWS = 64
+BEYOND_CACHES = 2**25  # bytes
 MUCH_FASTER = 0.85  # of the packed time: plain weights are kept, too, if they take less
 
 
@@ -59,23 +61,28 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "").float()
 
 
-def rows_of_plain(weight: Tensor) -> int:
+def rows_of_plain(weights: list[Tensor]) -> int:
     """
     Up to how many rows (0, 1 or 16) torch's own product with plain fp32 weights is so much faster
     than the packed one that it is worth to keep them, too. It depends on the CPU and the width, so
-    both are timed, for some milliseconds: on an Intel Xeon one row takes 0.5 (width 384) to 0.7
-    (width 768) of the packed time and 16 rows 0.7 (width 384), on an AMD EPYC plain weights are no
-    faster.
+    both are timed, for some milliseconds: on an Intel Xeon one row takes 0.5 (width 384) to 0.75
+    (width 576) of the packed time and 16 rows 0.7 (width 384) to 1.1, on an AMD EPYC plain weights
+    are no faster. The weights are those of several layers, in turn: what a cache still holds of one
+    is multiplied in another time.
     """
-    packed = PackedLinear(weight, None)
-    plain = weight.t().contiguous()
+    packed = [PackedLinear(weight, None) for weight in weights]
+    plain = [partial(F.linear, weight=weight.t().contiguous().t()) for weight in weights]
 
-    def seconds(product: Callable, x: Tensor) -> float:
-        return min(timeit.repeat(lambda: product(x), number=1, repeat=20))
+    def seconds(layers: list[Callable], x: Tensor) -> float:
+        def sweep():
+            for layer in layers:
+                layer(x)
+
+        return min(timeit.repeat(sweep, number=1, repeat=10))
 
     for rows in 16, 1:
-        x = torch.ones(rows, weight.shape[1])
-        if seconds(lambda x: x @ plain, x) < MUCH_FASTER * seconds(packed, x):
+        x = torch.ones(rows, weights[0].shape[1])
+        if seconds(plain, x) < MUCH_FASTER * seconds(packed, x):
             return rows
     return 0
 
@@ -125,7 +132,8 @@ def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
         return model
     rows = 0
     if weight.dtype == torch.float32:
-        rows = rows_of_plain(model.h[0].mlp.c_fc.weight.detach())
+        wide = [block.mlp.c_fc.weight.detach() for block in model.h]
+        rows = rows_of_plain(wide[: 1 + BEYOND_CACHES // wide[0].nbytes])
 
     def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
         plain = weight.detach().t().contiguous() if rows else None

@@ -240,13 +240,14 @@ def test_the_faster_product_is_found_by_measuring(fast, wanted, monkeypatch):
     """
     from serving import cpu as module
 
-    def repeat(product, number, repeat):
-        x = inspect.getclosurevars(product).nonlocals["x"]
-        plain = not isinstance(inspect.getclosurevars(product).nonlocals["product"], PackedLinear)
+    def repeat(sweep, number, repeat):
+        seen = inspect.getclosurevars(sweep).nonlocals
+        x = seen["x"]
+        plain = not isinstance(seen["layers"][0], PackedLinear)
         return [0.8 if plain and len(x) in fast else 0.9 if plain else 1.0]
 
     monkeypatch.setattr(module.timeit, "repeat", repeat)
-    assert module.rows_of_plain(torch.ones(64, 48)) == wanted
+    assert module.rows_of_plain([torch.ones(64, 48)] * 2) == wanted
 
 
 @needs_vnni
