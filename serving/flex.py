@@ -95,7 +95,8 @@ def pool_mask(tables, lens, begin, n: int, kv: Tensor, window: int) -> BlockMask
         position = begin[request] + query
         key_position = block * block_size + key % block_size
         is_before = key_position <= position
-        return is_own & is_before & (key_position > position - reach)
+        is_near = key_position > position - reach
+        return is_own & is_before & is_near
 
     # a tile of keys is a block where FlexAttention's kernels can do that
     is_tile = S >= 16 and S.bit_count() == 1
