@@ -6,12 +6,19 @@ safetensors files beside the tokenizer's files.
     model = load_checkpoint("smollm2", device="cuda", dtype=torch.bfloat16)
 
 What others trained opens here, if it is of one of the families (families.py), and what is saved
-here opens in transformers and vLLM. Nothing is unpickled.
+here opens in transformers and vLLM. Nothing that could run code is unpickled.
+
+    python checkpoint.py convert out-shakespeare-char/ckpt.pt DIR    # nanoGPT's
 """
 
 import json
+import pickle
+import shutil
+import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -20,6 +27,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from families import (
+    DEFAULT_EOS,
     FAMILIES,
     GPT2,
     CheckpointError,
@@ -57,6 +65,7 @@ CONVERSIONS = {
     ".pth": "download the model in the layout of the Hugging Face Hub, too",
     ".safetensors": "download model.safetensors.index.json, too, which says what is in which",
 }
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 # the head's weights: of a tied model no file holds them
 HEAD = "lm_head.weight"
 
@@ -336,3 +345,107 @@ def no_model(missing: Path) -> str:
         f"{missing} is missing, the weights are in {', '.join(weights[:3])}: only safetensors "
         f"files are read; {CONVERSIONS[Path(weights[0]).suffix]}"
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# nanoGPT's checkpoints
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads a pickle of dicts, texts and numbers: what would have to be imported is an error."""
+
+    def find_class(self, module: str, name: str):
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def convert(path: Path, directory: Path) -> str:
+    """
+    Make a directory of nanoGPT's ckpt.pt, with the tokenizer of its meta.pkl (characters) or the
+    one that lies beside it. Returns what is left to do. Raises CheckpointError for what is no such
+    checkpoint, and for what only running code from the file could read.
+    """
+    if (directory / "config.json").exists():
+        raise CheckpointError(f"{directory} holds a model already: name another directory")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        meta_path = find_meta(path, saved)
+        meta = PlainUnpickler(BytesIO(meta_path.read_bytes())).load() if meta_path else None
+        model = nanogpt_model(saved["model_args"], saved["model"], meta is None)
+        characters = meta and [meta["itos"][i] for i in range(len(meta["itos"]))]
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} or its meta.pkl holds more than tensors, numbers and texts, and to read that "
+            "could run any code: where you trust it, save its model and model_args alone, with "
+            "torch.save"
+        ) from error
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError) as error:
+        reason = " ".join(str(error).split())  # torch's have several lines
+        raise CheckpointError(f"{path} is no checkpoint of nanoGPT's ({reason})") from error
+    left = ""
+    directory.mkdir(parents=True, exist_ok=True)
+    if characters:
+        from training.corpus import char_tokenizer
+
+        tokenizer = char_tokenizer("".join(characters))
+        if tokenizer.vocab != {character: i for i, character in enumerate(characters)}:
+            raise CheckpointError(f"{meta_path} has other than single characters, in their order")
+        tokenizer.save(directory)
+    elif (path.parent / "tokenizer.json").exists():
+        for name in TOKENIZER_FILES:
+            shutil.copy(path.parent / name, directory)
+    else:
+        names = " ".join(TOKENIZER_FILES)
+        left = (
+            f"Its tokenizer is missing: if that is GPT-2's, run `hf download openai-community/gpt2 "
+            f"{names} --local-dir {directory}`, or copy these files there."
+        )
+    save_checkpoint(model, directory)
+    return left
+
+
+def find_meta(path: Path, saved: dict) -> Path | None:
+    """nanoGPT's meta.pkl: beside the checkpoint, or where its training had the corpus."""
+    dataset = str(saved.get("config", {}).get("dataset"))
+    for folder in (path.parent, path.absolute().parents[1] / "data" / dataset):
+        if (folder / "meta.pkl").is_file():
+            return folder / "meta.pkl"
+    return None
+
+
+def nanogpt_model(said: dict, weights: dict, is_bpe: bool) -> GPT:
+    """Names and layout are ours already, but for prefixes. Its GELU is the exact one."""
+    config = GPTConfig(
+        **{name: said[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
+        context_length=said["block_size"],
+        bias=said.get("bias", True),
+        dropout=said.get("dropout", 0.0),
+        activation="gelu",
+        eos_token_ids=(DEFAULT_EOS,) if is_bpe and said["vocab_size"] > DEFAULT_EOS else (),
+    )
+    ours = {}
+    for name, weight in weights.items():
+        name = name.removeprefix("_orig_mod.").removeprefix("transformer.")
+        if not name.endswith(".attn.bias"):  # a causal mask
+            ours[name] = weight
+    config.tied = torch.equal(ours.setdefault(HEAD, ours["wte.weight"]), ours["wte.weight"])
+    with torch.device("meta"):
+        model = GPT(config)
+    model.load_state_dict(ours, assign=True)
+    return model
+
+
+def main(argv: list[str] | None = None):
+    parser = ArgumentParser(description="Make a directory that serve.py opens.")
+    parser.add_argument("command", choices=["convert"])
+    parser.add_argument("checkpoint", type=Path, help="nanoGPT's ckpt.pt")
+    parser.add_argument("directory", type=Path, help="a new one")
+    args = parser.parse_args(argv)
+    try:
+        left = convert(args.checkpoint, args.directory)
+    except (CheckpointError, OSError) as error:
+        sys.exit(str(error))
+    print(f"{left}\nThen: " if left else "", f"python serve.py --model {args.directory}", sep="")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@ Opening directories: what config.json leaves unsaid, files in parts, dtypes, wha
 """
 
 import json
+import pickle
 import subprocess
 import sys
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import checkpoint
@@ -30,6 +32,7 @@ from serving.flags import parse_args
 from serving.params import SamplingParams
 from serving.settings import Settings
 from serving.sizing import check_fits
+from tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
@@ -467,3 +470,155 @@ def test_packing_copies_only_what_it_packs(dtype):
     is_shared = packed.wte.weight.data_ptr() == model.wte.weight.data_ptr()
     assert is_shared == (dtype == torch.float32)
     assert isinstance(packed.h[0].mlp.c_fc, PackedLinear) or not can_pack(model.wte.weight)
+
+
+# --------------------------------------------------------------------------------------------------
+# nanoGPT's checkpoints
+
+CHARACTERS = "\n !abcdefghijklmnopqrstuvwxyz"
+
+
+def write_nanogpt(folder: Path, meta=None, prefix="", bias=True, vocab_size=29, **more) -> dict:
+    """A ckpt.pt as nanoGPT's train.py writes it, made by hand; the weights in it."""
+    torch.manual_seed(0)
+    C, L, T = 32, 2, 24
+    shapes = {"transformer.wte.weight": (vocab_size, C), "transformer.wpe.weight": (T, C)}
+    for i in range(L):
+        h = f"transformer.h.{i}."
+        shapes |= {h + "ln_1.weight": (C,), h + "ln_2.weight": (C,)}
+        shapes |= {h + "attn.c_attn.weight": (3 * C, C), h + "attn.c_proj.weight": (C, C)}
+        shapes |= {h + "mlp.c_fc.weight": (4 * C, C), h + "mlp.c_proj.weight": (C, 4 * C)}
+    shapes["transformer.ln_f.weight"] = (C,)
+    if bias:
+        layers = {n: s for n, s in shapes.items() if "wte" not in n and "wpe" not in n}
+        shapes |= {n.removesuffix("weight") + "bias": s[:1] for n, s in layers.items()}
+    weights = {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, T, T).tril()  # without Flash Attention
+    args = {"n_layer": L, "n_head": 4, "n_embd": C, "block_size": T, "bias": bias}
+    saved = {
+        "model": {prefix + name: weight for name, weight in weights.items()},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-3}]},
+        "model_args": args | {"vocab_size": vocab_size, "dropout": 0.2},
+        "iter_num": 3,
+        "best_val_loss": torch.tensor(1.5),
+        "config": {"dataset": "letters", "out_dir": "out"},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(saved | more, folder / "ckpt.pt")
+    if meta is not None:
+        with (folder / "meta.pkl").open("wb") as f:
+            pickle.dump(meta, f)
+    return weights
+
+
+def letters() -> dict:
+    itos = dict(enumerate(CHARACTERS))
+    return {"vocab_size": len(itos), "itos": itos, "stoi": {c: i for i, c in itos.items()}}
+
+
+def nanogpt_logits(weights: dict, tokens: torch.Tensor, bias: bool) -> torch.Tensor:
+    """nanoGPT's forward pass, by its formulas: exact GELU, pre-norms, a tied head."""
+    w = {n.removeprefix("transformer."): x for n, x in weights.items()}
+    T, C = tokens.shape[1], w["wte.weight"].shape[1]
+
+    def layer(x, name):
+        return F.linear(x, w[name + ".weight"], w.get(name + ".bias"))
+
+    def norm(x, name):
+        return F.layer_norm(x, (C,), w[name + ".weight"], w.get(name + ".bias"), 1e-5)
+
+    x = w["wte.weight"][tokens] + w["wpe.weight"][:T]
+    for i in range(2):
+        q, k, v = layer(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").split(C, 2)
+        q, k, v = (y.view(1, T, 4, C // 4).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + layer(y.reshape(1, T, C), f"h.{i}.attn.c_proj")
+        y = F.gelu(layer(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"))
+        x = x + layer(y, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ w["wte.weight"].T
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpts_checkpoints(tmp_path, capsys, prefix, bias):
+    """What it computed, here and in transformers; its characters; no code of it is run."""
+    weights = write_nanogpt(tmp_path / "out", letters(), prefix, bias)
+    checkpoint.main(["convert", str(tmp_path / "out" / "ckpt.pt"), str(tmp_path / "dir")])
+    assert capsys.readouterr().out == f"python serve.py --model {tmp_path / 'dir'}\n"
+    tokens = torch.arange(24)[None] % 29
+    wanted = nanogpt_logits(weights, tokens, bias)
+    ours = load_checkpoint(tmp_path / "dir")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "dir").eval()
+    with torch.no_grad():
+        assert (ours(tokens)[0] - wanted).abs().max() < 1e-4
+        assert (theirs(tokens).logits - wanted).abs().max() < 1e-4
+    assert ours.config.tied and ours.config.eos_token_ids == () and ours.config.dropout == 0.2
+    tokenizer = load_tokenizer(tmp_path / "dir")
+    assert tokenizer.encode("hi all\n") == [CHARACTERS.index(c) for c in "hi all\n"]
+    Engine(ours, Settings(num_blocks=4))
+    with pytest.raises(SystemExit, match=r"dir holds a model already: name another directory"):
+        checkpoint.main(["convert", str(tmp_path / "out" / "ckpt.pt"), str(tmp_path / "dir")])
+
+
+def test_nanogpts_corpus_may_lie_where_it_was_trained(tmp_path):
+    write_nanogpt(tmp_path / "out-letters")
+    (tmp_path / "data" / "letters").mkdir(parents=True)
+    (tmp_path / "data" / "letters" / "meta.pkl").write_bytes(pickle.dumps(letters()))
+    assert checkpoint.convert(tmp_path / "out-letters" / "ckpt.pt", tmp_path / "dir") == ""
+    assert load_tokenizer(tmp_path / "dir").encode("a") == [3]
+
+
+def test_nanogpts_gpt2_has_more_rows_than_tokens(tmp_path):
+    """50304 rows for 50257 tokens; the tokenizer is copied, or it is said where to have it."""
+    write_nanogpt(tmp_path, vocab_size=50304)
+    left = checkpoint.convert(tmp_path / "ckpt.pt", tmp_path / "dir")
+    assert "`hf download openai-community/gpt2 tokenizer.json tokenizer_config.json" in left
+    config = load_checkpoint(tmp_path / "dir").config
+    assert (config.vocab_size, config.eos_token_ids) == (50304, (50256,))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    assert checkpoint.convert(tmp_path / "ckpt.pt", tmp_path / "other") == ""
+    assert (tmp_path / "other" / "tokenizer.json").read_text() == "{}"
+
+
+class Evil:
+    def __reduce__(self):
+        return open, ("/tmp/evil-was-here", "w")
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "meta"])
+def test_code_in_a_pickle_is_not_run(tmp_path, where):
+    write_nanogpt(
+        tmp_path,
+        letters() | {"itos": Evil() if where == "meta" else letters()["itos"]},
+        **({"config": Evil()} if where == "checkpoint" else {}),
+    )
+    with pytest.raises(SystemExit, match=r"holds more than tensors, .* could run any code") as said:
+        checkpoint.main(["convert", str(tmp_path / "ckpt.pt"), str(tmp_path / "dir")])
+    assert "\n" not in str(said.value)
+    assert not Path("/tmp/evil-was-here").exists() and not (tmp_path / "dir").exists()
+
+
+def test_what_is_no_nanogpt(tmp_path):
+    cases = {
+        "empty": b"", "text": b"hello",
+        "other": {"state": 5}, "list": [1, 2],
+        "args": {"model": {}, "model_args": {"n_layer": 2}},
+    }  # fmt: skip
+    for name, content in cases.items():
+        path = tmp_path / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            torch.save(content, path)
+        with pytest.raises(SystemExit, match=r"is no checkpoint of nanoGPT's|could run any code"):
+            checkpoint.main(["convert", str(path), str(tmp_path / "dir")])
+    with pytest.raises(SystemExit, match=r"No such file"):
+        checkpoint.main(["convert", str(tmp_path / "none"), str(tmp_path / "dir")])
+    weights = write_nanogpt(tmp_path)
+    del weights["transformer.ln_f.weight"]
+    write_nanogpt(tmp_path, model=weights)
+    with pytest.raises(SystemExit, match=r"is no checkpoint of nanoGPT's .*ln_f"):
+        checkpoint.main(["convert", str(tmp_path / "ckpt.pt"), str(tmp_path / "dir")])
+    assert not (tmp_path / "dir").exists()
