@@ -19,7 +19,7 @@ import torch
 import kernels
 import model
 from model import Ops
-from serving import cpu, flex, fused, gather, inputs, sampling, sampling_kernels
+from serving import cpu, flex, fused, gather, inputs, linear, sampling, sampling_kernels
 
 TORCH = model.TORCH._replace(
     store_kv=gather.store_kv_torch,
@@ -38,12 +38,12 @@ TRITON = TORCH._replace(
     name="triton",
     embed=fused.embed,
     rotation=fused.rotation,
-    add_norm=fused.add_norm,
+    add_norm=linear.add_norm,
     project_qkv=fused.project_qkv,
     store_kv=kernels.store_kv_triton,
     attend=kernels.paged_attention_triton,
-    linear=fused.linear,
-    head=fused.head,
+    linear=linear.linear,
+    head=linear.head,
     prepare=kernels.prepare_triton,
     decode_inputs=fused.decode_inputs,
     sample=sampling_kernels.sample_triton,

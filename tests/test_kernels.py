@@ -31,7 +31,7 @@ import paged
 from kernels import Batch
 from model import ACTIVATIONS, GPT, Attention, GPTConfig
 from paged import KVBlockPool, gather_kv_from_pool, write_kv_to_pool
-from serving import flex, fused, gather, inputs, runner
+from serving import flex, fused, gather, inputs, linear, runner
 from serving.ops import choose_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -693,7 +693,7 @@ def test_linear_layers_with_their_activations(R, N, K, activation, dtype):
             apply(model_module.linear, "cpu", torch.float64),
             apply(model_module.linear, "cpu", dtype),
         )
-        error = (apply(fused.launch_linear, DEVICE, dtype) - exact).abs().max()
+        error = (apply(linear.launch_linear, DEVICE, dtype) - exact).abs().max()
         assert error <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
 
 
@@ -730,7 +730,7 @@ def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, dtype):
             apply(model_module.linear, model_module.add_norm, "cpu", d)
             for d in (torch.float64, dtype)
         )
-        found, delta = apply(fused.launch_linear, fused.norm_now, DEVICE, dtype)
+        found, delta = apply(linear.launch_linear, linear.norm_now, DEVICE, dtype)
         assert (found - exact).abs().max() <= 2 * (
             plain - exact
         ).abs().max() + 1e-6 * exact.abs().max()
@@ -753,7 +753,7 @@ def test_a_norm_adds_the_epsilon_that_it_was_given(eps):
     for parts in 0, 1, 3:
         exact = F.layer_norm((parts + 1) * x.double(), (37,), eps=eps)
         delta = x.to(DEVICE).repeat(parts, 1, 1) if parts else None
-        _, found = fused.norm_now(x.to(DEVICE, copy=True), delta, norm)
+        _, found = linear.norm_now(x.to(DEVICE, copy=True), delta, norm)
         assert (found.cpu() - exact).abs().max() < 2e-6 * max(1, exact.abs().max())
 
 
@@ -776,16 +776,16 @@ def test_one_row_is_normalised_by_the_product_that_reads_it(K, rms, gated):
         total = x + delta.sum(0)
         wanted = model_module.linear(norm(total), layer, "silu" if gated else None, gated)
         norm, layer = norm.to(DEVICE), layer.to(DEVICE)
-        found, y = fused.add_norm(x.to(DEVICE), delta.to(DEVICE), norm)
-        assert isinstance(y, fused.Unnormed)
-        out = fused.linear(y, layer, "silu" if gated else None, gated)
+        found, y = linear.add_norm(x.to(DEVICE), delta.to(DEVICE), norm)
+        assert isinstance(y, linear.Unnormed)
+        out = linear.linear(y, layer, "silu" if gated else None, gated)
         assert (found.cpu() - total).abs().max() < 1e-6
         assert (out.cpu() - wanted).abs().max() < 1e-5 * wanted.abs().max()
-        _, y = fused.add_norm(x.to(DEVICE), delta.to(DEVICE), norm)
+        _, y = linear.add_norm(x.to(DEVICE), delta.to(DEVICE), norm)
         assert (y[:].cpu() - norm.cpu()(total)).abs().max() < 1e-5
-    wide = torch.zeros(1, fused.NORMED_ROW + 1, device=DEVICE)
+    wide = torch.zeros(1, linear.NORMED_ROW + 1, device=DEVICE)
     norm = torch.nn.LayerNorm(wide.shape[1]).to(DEVICE)
-    assert isinstance(fused.add_norm(wide, wide.clone(), norm)[1], torch.Tensor)
+    assert isinstance(linear.add_norm(wide, wide.clone(), norm)[1], torch.Tensor)
 
 
 @needs_triton
@@ -879,7 +879,7 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
     Would catch: a limit off by one, a bias or an activation that is lost on one of the ways.
     """
     monkeypatch.setattr(
-        fused,
+        linear,
         "launch_linear",
         lambda x, layer, activation=None, gated=False, partial_sums=False, is_head=False: (
             f"ours {activation} {partial_sums} {is_head}"
@@ -907,7 +907,7 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
         def __call__(self, x):
             return "torch"
 
-    few, many, gelu = fused.LINEAR_ROWS, fused.LINEAR_ROWS + 1, "gelu_new"
+    few, many, gelu = linear.LINEAR_ROWS, linear.LINEAR_ROWS + 1, "gelu_new"
     for rows, size, bias, activation, wanted in (
         (1, 4, "b", None, "ours None True False"),
         (few, 4, "b", gelu, "ours gelu_new True False"),
@@ -917,20 +917,20 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
         (many, 2, "b", None, "torch None b"),
     ):
         x = Rows(rows=rows, bytes=size)
-        found = fused.linear(x, Layer(bias=bias), activation, partial_sums=True)
+        found = linear.linear(x, Layer(bias=bias), activation, partial_sums=True)
         assert found == wanted, (rows, size, bias, activation)
-    for rows, wanted in (fused.FEW_ROWS, "ours"), (fused.FEW_ROWS + 1, "torch"):
-        assert fused.linear(Rows(rows=rows), Large(bias=None)).startswith(wanted), rows
+    for rows, wanted in (linear.FEW_ROWS, "ours"), (linear.FEW_ROWS + 1, "torch"):
+        assert linear.linear(Rows(rows=rows), Large(bias=None)).startswith(wanted), rows
     ours = "ours None False True"
     for rows, V, dtype, wanted in (
         (1, 8, torch.float32, ours),
         (2, 8, torch.float32, "torch"),
-        (fused.FEW_ROWS, 8, torch.float16, ours),
-        (fused.FEW_ROWS + 1, 8, torch.float16, "torch"),
+        (linear.FEW_ROWS, 8, torch.float16, ours),
+        (linear.FEW_ROWS + 1, 8, torch.float16, "torch"),
         (many, 9, torch.float16, ours),
     ):
         head = Head(weight=torch.empty(V, 1, dtype=dtype))
-        assert fused.head(Rows(rows=rows), head) == wanted, (rows, V, dtype)
+        assert linear.head(Rows(rows=rows), head) == wanted, (rows, V, dtype)
 
 
 def test_keys_and_values_of_a_cpu_are_fp32():
@@ -965,7 +965,7 @@ def test_on_a_gpu_linear_layers_of_any_size_are_right(R, dtype):
                 found.append(torch.stack([y, norm_of_sum]).double().cpu())
         exact, plain, ours = found
         # the tanh that cuBLAS computes as it stores a product is off by 2.2e-5, whatever the dtype
-        off = 1e-4 if activation == "gelu_new" and R > fused.LINEAR_ROWS else 1e-6
+        off = 1e-4 if activation == "gelu_new" and R > linear.LINEAR_ROWS else 1e-6
         assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max() + off
 
 
@@ -977,16 +977,16 @@ def test_tiles_fit_into_the_shared_memory(chip, monkeypatch):
     in fp32 for an H200 itself.
     """
     launched = []
-    for module in kernels, fused:
+    for module in kernels, linear:
         monkeypatch.setattr(module, "shared_memory", lambda device: chip)
     monkeypatch.setattr(
-        fused, "matrix_kernel", defaultdict(lambda: lambda *_, **given: launched.append(given))
+        linear, "matrix_kernel", defaultdict(lambda: lambda *_, **given: launched.append(given))
     )
     for dtype in torch.bfloat16, torch.float32:
         for R in 2, 17, 33, 64, 65, 128, 129, 256:
             for N, is_head in (768, False), (3072, False), (50257, True):
                 layer = SimpleNamespace(weight=torch.empty(N, 768, dtype=dtype), bias=None)
-                fused.launch_linear(torch.empty(R, 768, dtype=dtype), layer, is_head=is_head)
+                linear.launch_linear(torch.empty(R, 768, dtype=dtype), layer, is_head=is_head)
                 given = launched.pop()
                 tile = (given["ROWS"] + given["COLS"]) * given["BLOCK"] * dtype.itemsize
                 assert 1 <= given["num_stages"] <= chip // tile
