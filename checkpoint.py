@@ -15,6 +15,7 @@ import json
 import pickle
 import shutil
 import sys
+import threading
 from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
@@ -41,6 +42,7 @@ from families import (
 )
 from files import how_to_download, read_json, write_atomically, write_json
 from model import GPT, GPTConfig, RMSNorm
+from tokenizer import read_config, token_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # where a directory's weights have another prefix: saved without the head, or as part of a larger
@@ -147,15 +149,16 @@ def serving_dtype(name: str, device: str | torch.device) -> torch.dtype:
 
 def load_config(directory: str | Path) -> GPTConfig:
     """
-    Read config.json, and what generation_config.json adds to it: tokens that end a text. Raises
-    CheckpointError where it is missing, broken or asks for what we do not compute.
+    Read config.json, and what generation_config.json and the tokenizer add to it: tokens that end a
+    text, as in vLLM. Raises CheckpointError where it is missing, broken or asks for what we do not
+    compute.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(no_model(path))
     try:
         generation = read_json(path.with_name("generation_config.json"))
-        return read_fields(read_json(path), generation)
+        return read_fields(read_json(path), generation, tokenizers_end(path.parent))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (
@@ -169,6 +172,14 @@ def load_config(directory: str | Path) -> GPTConfig:
         raise CheckpointError(
             f"{path} is not a model configuration ({error}): train again or restore the file"
         ) from error
+
+
+def tokenizers_end(directory: Path) -> dict:
+    """The end of text that tokenizer_config.json names; of a chat's finetune it may alone do so."""
+    said = read_config(directory)
+    name = token_text(said.get("eos_token"))
+    tokens = said.get("added_tokens_decoder", {})
+    return {"eos_token_id": [int(i) for i, token in tokens.items() if token["content"] == name]}
 
 
 def load_checkpoint(
@@ -204,6 +215,8 @@ def load_checkpoint(
         check(model, dtype, device)
     norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, RMSNorm)}
     weights = {}
+    # by default a lock for processes: Python warns that it leaked when the engine's is killed
+    tqdm.set_lock(threading.RLock())
     for name in tqdm(wanted, "loading", unit=" weights", leave=False, delay=2, disable=None):
         kept = torch.float32 if name in norms else dtype
         weight = torch.empty(wanted[name].shape, dtype=kept, device=device)

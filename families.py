@@ -346,8 +346,11 @@ def family_named(saved: dict) -> Family:
     return FAMILIES[name]
 
 
-def read_fields(saved: dict, generation: dict | None = None) -> GPTConfig:
-    """The configuration of a parsed config.json. Raises CheckpointError, ValueError, ..."""
+def read_fields(saved: dict, *others: dict) -> GPTConfig:
+    """
+    The configuration of a parsed config.json, and what `others` say of the tokens that end a text.
+    Raises CheckpointError, ValueError, ...
+    """
     saved = saved | (saved.get("text_config") or {})  # of a larger model's text part
     family = family_named(saved)
     check_keys(saved, family)
@@ -355,7 +358,7 @@ def read_fields(saved: dict, generation: dict | None = None) -> GPTConfig:
         del saved["tie_word_embeddings"]
     saved = family.defaults | saved
     ours = {field: saved[key] for field, key in family.names.items() if key in saved}
-    ours["eos_token_ids"] = read_eos(saved, generation or {})
+    ours["eos_token_ids"] = read_eos(saved, *others)
     if "activation" in ours:
         name = ours["activation"]
         ours["activation"] = ACTIVATION_NAMES.get(name, name)
@@ -450,10 +453,10 @@ def read_rope(parameters: dict) -> Rope:
     return Rope(theta, *scaling)
 
 
-def read_eos(saved: dict, generation: dict) -> tuple[int, ...]:
+def read_eos(saved: dict, *others: dict) -> tuple[int, ...]:
     """The tokens that end a text, config.json's first; each file has one, a list, or none."""
     ids = []
-    for config in (saved, generation):
+    for config in (saved, *others):
         value = config.get("eos_token_id")
         if value is not None:
             ids += value if isinstance(value, list) else [value]

@@ -211,6 +211,19 @@ def test_a_table():
     assert columns(text, json.loads) == {"a": {"x": 1, "y": "s"}, "b": {"y": None}}
 
 
+def test_an_end_of_text_that_only_the_tokenizer_names(tmp_path):
+    """Qwen's finetunes: <|im_end|> stood in tokenizer_config.json alone, and chats never ended."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 5}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    tokens = {"7": {"content": "<|im_end|>"}, "8": {"content": "<|im_start|>"}}
+    for name, ends in (("<|im_end|>", (5, 6, 7)), ({"content": "<|im_end|>"}, (5, 6, 7))):
+        said = {"eos_token": name, "added_tokens_decoder": tokens}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+        assert load_config(tmp_path).eos_token_ids == ends
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "x"}))
+    assert load_config(tmp_path).eos_token_ids == (5, 6)
+
+
 # --------------------------------------------------------------------------------------------------
 # Directories
 
@@ -583,21 +596,24 @@ def test_nanogpts_gpt2_has_more_rows_than_tokens(tmp_path):
 
 
 class Evil:
+    def __init__(self, path: Path):
+        self.path = path
+
     def __reduce__(self):
-        return open, ("/tmp/evil-was-here", "w")
+        return open, (str(self.path), "w")
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "meta"])
 def test_code_in_a_pickle_is_not_run(tmp_path, where):
     write_nanogpt(
         tmp_path,
-        letters() | {"itos": Evil() if where == "meta" else letters()["itos"]},
-        **({"config": Evil()} if where == "checkpoint" else {}),
+        letters() | {"itos": Evil(tmp_path / "evil") if where == "meta" else letters()["itos"]},
+        **({"config": Evil(tmp_path / "evil")} if where == "checkpoint" else {}),
     )
     with pytest.raises(SystemExit, match=r"holds more than tensors, .* could run any code") as said:
         checkpoint.main(["convert", str(tmp_path / "ckpt.pt"), str(tmp_path / "dir")])
     assert "\n" not in str(said.value)
-    assert not Path("/tmp/evil-was-here").exists() and not (tmp_path / "dir").exists()
+    assert not (tmp_path / "evil").exists() and not (tmp_path / "dir").exists()
 
 
 def test_what_is_no_nanogpt(tmp_path):
