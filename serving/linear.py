@@ -75,8 +75,8 @@ class Unnormed:
         return 1
 
     def __getitem__(self, index) -> Tensor:
-        """Some rows of it, normalised now."""
-        _, y = norm_now(self.x, self.delta, self.norm)
+        """Some rows of it, normalised now; x stays, as this may be asked again."""
+        _, y = norm_now(self.x.clone(), self.delta, self.norm)
         return y[index]
 
 

@@ -285,6 +285,7 @@ def test_templates_of_the_hub_have_the_text_and_ids_of_transformers(kind, tmp_pa
             assert ids.count(tokenizer.control["<s>"]) == ("bos_token" in HUB[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.real_models
 def test_smollm2s_template_has_the_text_and_ids_of_transformers():
     import real_models

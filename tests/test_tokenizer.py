@@ -552,6 +552,7 @@ def test_every_kind_has_all_ids_and_texts_of_transformers(kind, tmp_path):
     assert_same(save(kind, tmp_path), TEXTS)
 
 
+@pytest.mark.slow
 @pytest.mark.real_models
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_real_tokenizers_have_the_ids_and_texts_of_transformers(name):
