@@ -77,8 +77,8 @@ def test_a_model_of_a_few_numbers_has_an_mlp():
 
 def test_more_steps_and_larger_sizes_are_better():
     """Otherwise the choice of the largest that there is time for would be none."""
-    for arch in ("gpt2",):
-        tables = [size.results[arch] for size in SIZES.values()]
+    for arch in ("gpt2", "llama"):
+        tables = [size.results[arch] for size in SIZES.values() if arch in size.results]
         for table in tables:
             results = [table[steps] for steps in sorted(table)]
             assert results == sorted(results, reverse=True) and len(set(results)) == len(results)
@@ -93,6 +93,8 @@ def test_the_expectation_is_the_measured_one_and_between_two_of_them():
     wanted = {850: 1.49, 200: 1.82, half_way: (1.61 + 1.49) / 2, 5: 1.82, 10**6: 1.38}
     told = {steps: small.expected("gpt2", steps) for steps in wanted}
     assert told == pytest.approx(wanted)
+    assert small.expected("llama", 450) == 1.58 and SIZES["medium"].expected("llama", 9) == 1.37
+    assert SIZES["tiny"].expected("llama", 450) is SIZES["large"].expected("llama", 450) is None
 
 
 @pytest.mark.parametrize(

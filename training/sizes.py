@@ -26,8 +26,10 @@ class Size:
     n_layer: int
     n_embd: int  # heads are of 64
     least_steps: int  # with fewer, the next smaller size is better after the same time
-    cost: float  # no flag: time of a training step, in steps of the size "small", on 2 cores
-    # no flag: arch -> {steps, ascending: bits per byte of held-out text}, as measured
+    # no flag: time of a training step, in steps of the size "small"; of GPT-2, on 2 cores
+    cost: float
+    # no flag: arch -> {steps, ascending: bits per byte of held-out text}, as measured: for
+    # Llama at few points yet
     results: dict[str, dict[int, float]]
 
     # Tuned for all sizes together, 8 to 16 combinations each: between half and twice these learning
@@ -58,9 +60,9 @@ class Size:
         Bits per byte after so many steps: linear in log(steps) between the measured points, outside
         them the nearest one's; None where nothing was measured.
         """
-        if arch not in self.results:
+        results = self.results.get(arch)
+        if not results:
             return None
-        results = self.results[arch]
         measured = np.log(list(results))
         bits = list(results.values())
         return float(np.interp(math.log(max(steps, 1)), measured, bits))
@@ -79,14 +81,17 @@ SIZES = {
         n_embd=128,
         least_steps=420,
         cost=1.0,
-        results={"gpt2": {200: 1.82, 300: 1.71, 450: 1.61, 850: 1.49, 1690: 1.38}},
+        results={
+            "gpt2": {200: 1.82, 300: 1.71, 450: 1.61, 850: 1.49, 1690: 1.38},
+            "llama": {450: 1.58, 1408: 1.39},
+        },
     ),
     "medium": Size(
         n_layer=3,
         n_embd=128,
         least_steps=1050,
         cost=1.25,
-        results={"gpt2": {720: 1.50, 1355: 1.38, 2400: 1.29}},
+        results={"gpt2": {720: 1.50, 1355: 1.38, 2400: 1.29}, "llama": {1187: 1.37}},
     ),
     "large": Size(
         n_layer=4,
