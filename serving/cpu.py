@@ -25,7 +25,7 @@ from serving.int8 import Int8Linear
 
 # rows of x for which oneDNN chooses the layout; measured, other numbers differ little
 PACKED_FOR_ROWS = 64
-BEYOND_CACHES = 2**25  # bytes
+BEYOND_CACHES = 2**28  # bytes
 MUCH_FASTER = 0.85  # of the packed time: plain weights are kept, too, if they take less
 
 
@@ -67,22 +67,23 @@ def rows_of_plain(weights: list[Tensor]) -> int:
     than the packed one that it is worth to keep them, too. It depends on the CPU and the width, so
     both are timed, for some milliseconds: on an Intel Xeon one row takes 0.5 (width 384) to 0.75
     (width 576) of the packed time and 16 rows 0.7 (width 384) to 1.1, on an AMD EPYC plain weights
-    are no faster. The weights are those of several layers, in turn: what a cache still holds of one
-    is multiplied in another time.
+    are no faster. The weights are all of several layers, in turn: what a cache still holds of one
+    is multiplied in another time, and some shapes gain less than others.
     """
     packed = [PackedLinear(weight, None) for weight in weights]
     plain = [partial(F.linear, weight=weight.t().contiguous().t()) for weight in weights]
 
-    def seconds(layers: list[Callable], x: Tensor) -> float:
+    def seconds(layers: list[Callable], rows: int) -> float:
+        inputs = [torch.ones(rows, weight.shape[1]) for weight in weights]
+
         def sweep():
-            for layer in layers:
+            for layer, x in zip(layers, inputs, strict=True):
                 layer(x)
 
-        return min(timeit.repeat(sweep, number=1, repeat=10))
+        return min(timeit.repeat(sweep, number=1, repeat=5))
 
     for rows in 16, 1:
-        x = torch.ones(rows, weights[0].shape[1])
-        if seconds(plain, x) < MUCH_FASTER * seconds(packed, x):
+        if seconds(plain, rows) < MUCH_FASTER * seconds(packed, rows):
             return rows
     return 0
 
@@ -132,8 +133,9 @@ def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
         return model
     rows = 0
     if weight.dtype == torch.float32:
-        wide = [block.mlp.c_fc.weight.detach() for block in model.h]
-        rows = rows_of_plain(wide[: 1 + BEYOND_CACHES // wide[0].nbytes])
+        count = 1 + BEYOND_CACHES // sum(weight.nbytes for weight in model.h[0].parameters())
+        enough = [w.detach() for w in model.h[:count].parameters() if w.ndim == 2]
+        rows = rows_of_plain(enough)
 
     def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
         plain = weight.detach().t().contiguous() if rows else None
