@@ -363,8 +363,8 @@ def programs_at_once(D: int) -> int:
 
 class TritonPlan(NamedTuple):
     """
-    What all layers of a step share: how its decodes are cut, scratch of the decode kernel, and the
-    tile map of the prefill kernel.
+    What `prepare_triton` leaves in batch.prepared, for a window: how the step's decodes are cut,
+    scratch of the decode kernel, and the tile map of the prefill kernel.
     """
 
     window: int  # sliding-window attention: so many last tokens are seen, itself included; 0: all

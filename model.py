@@ -6,7 +6,7 @@ and serving run the same forward.
     x = model.hidden(batch, pool.kv)          # a serving step (T, C): K and V in the paged pool
     logits = model.logits(x[batch.logits_index], batch.ops)
 
-What differs between families is a field of `GPTConfig` (checkpoint.py reads it from config.json).
+What differs between families is a field of `GPTConfig` (families.py reads it from config.json).
 What differs between machines is the table of operators, `Ops`, that each batch carries. `TORCH`, in
 this file, is the reference: plain, differentiable, attention spelled out. The other tables
 (serving/ops.py, training/fast.py) compute the same, faster. Read from the bottom, `GPT`, or from

@@ -142,7 +142,7 @@ def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
         return PackedLinear(weight, bias, plain, rows)
 
     def pack_head(weight: Tensor, bias: None) -> PackedLinear:
-        plain = weight.detach().t()  # the embedding itself: no copy
+        plain = weight.detach().t() if rows else None  # of a tied head the embedding: no copy
         return PackedLinear(weight, None, plain, min(rows, 1))
 
     return with_short_norms(with_layers(model, pack, pack_head))

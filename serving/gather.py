@@ -4,9 +4,9 @@ dot-product attention. It runs anywhere; serving/ops.py takes it for CPUs and fo
 torch`. Its twins in kernels.py, in Triton, have the same signatures and in-place effects, and read
 K and V where they are.
 
-    batch.prepared = prepare_torch(batch, H, kv)      # once a step: which rows of the pool it needs
-    store_kv_torch(k, v, kv, batch)                   # in each layer
-    y = paged_attention_torch(q, kv, batch)
+    batch.prepared = {0: prepare_torch(batch, H, kv)}   # once a step and window: the pool's rows
+    store_kv_torch(k, v, kv, batch)                     # in each layer
+    y = paged_attention_torch(q, kv, attn, batch)
 
 Letters: T tokens, H query heads, Hk KV heads, G = H / Hk, D head size, M blocks per table, S block
 size, b requests of a call with n queries each, C context length (padded).
@@ -34,7 +34,7 @@ class Gather(NamedTuple):
 
 
 class GatherPlan(NamedTuple):
-    """What all layers of a step share: `batch.prepared`."""
+    """What `prepare_torch` leaves in batch.prepared, for a window."""
 
     store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
     gathers: list[Gather]

@@ -433,7 +433,10 @@ def launch_linear(
     if len(x) == 1:
         out = layer.weight.new_empty(1, width, dtype=dtype)
         rotation = places.rotation if places else None
-        launch_vector(x, layer, out, pool, shape, rotation, one_row_tiles(x, N, K, gated, is_head))
+        tiles = one_row_tiles(x, N, K, gated, is_head)
+        if rotation:  # which turns pairs of columns
+            tiles = tiles._replace(cols=max(2, tiles.cols))
+        launch_vector(x, layer, out, pool, shape, rotation, tiles)
         return out
     R = len(x)
     tiles = head_tiles(R) if is_head else layer_tiles(R, N)
