@@ -25,18 +25,19 @@ class Size:
 
     n_layer: int
     n_embd: int  # heads are of 64
-    least_steps: int  # with fewer, the next smaller size is better after the same time
+    # with fewer, the next smaller size is better after the same time; of GPT-2
+    least_steps: int
     # no flag: time of a training step, in steps of the size "small"; of GPT-2, on 2 cores
     cost: float
-    # no flag: arch -> {steps, ascending: bits per byte of held-out text}, as measured: for
-    # Llama at few points yet
+    # no flag: arch -> {steps, ascending: bits per byte of held-out text}, as measured: for Llama at
+    # few points yet
     results: dict[str, dict[int, float]]
 
-    # Tuned for all sizes together, 8 to 16 combinations each: between half and twice these learning
-    # rates the result differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib,
-    # beat 512, 1,024 and 2,048 even for the smallest model (1.69 against 1.95 with 1,024): its
-    # logits cost more, but each token is more text. Batches of 16 x 128 tokens beat 4 to 12
-    # sequences and contexts of 192 and 256, where computing time is scarce.
+    # Tuned with GPT-2 for all sizes together, 8 to 16 combinations each: between half and twice
+    # these learning rates the result differs by 0.02 bits per byte. A vocabulary of 4,096, that of
+    # data/stdlib, beat 512, 1,024 and 2,048 even for the smallest model (1.69 against 1.95 with
+    # 1,024): its logits cost more, but each token is more text. Batches of 16 x 128 tokens beat 4
+    # to 12 sequences and contexts of 192 and 256, where computing time is scarce.
     context_length: int = 128
     batch_size: int = 16
     matrix_lr: float = 0.012
