@@ -178,8 +178,12 @@ def tokenizers_end(directory: Path) -> dict:
     """The end of text that tokenizer_config.json names; of a chat's finetune it may alone do so."""
     said = read_config(directory)
     name = token_text(said.get("eos_token"))
-    tokens = said.get("added_tokens_decoder", {})
-    return {"eos_token_id": [int(i) for i, token in tokens.items() if token["content"] == name]}
+    tokens = said.get("added_tokens_decoder")
+    if name and not tokens:  # older directories have them in tokenizer.json alone
+        added = read_json(directory / "tokenizer.json").get("added_tokens") or []
+        tokens = {token["id"]: token for token in added}
+    ids = [int(i) for i, token in (tokens or {}).items() if token["content"] == name]
+    return {"eos_token_id": ids}
 
 
 def load_checkpoint(
@@ -296,7 +300,7 @@ class SavedWeights:
         [embedding] = hub_names("wte.weight", family)
         if HEAD not in self.files or embedding not in self.files:
             return False
-        return not torch.equal(self.read(HEAD), self.read(embedding))
+        return not torch.equal(self.read(HEAD).float(), self.read(embedding).float())
 
     def check_rest(self, wanted: dict, family: Family):
         """

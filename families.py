@@ -280,7 +280,7 @@ def family_of(config: GPTConfig) -> str:
             read.dropout = config.dropout  # a matter of training: the file of GPT-2 alone says it
             if read == config:
                 return name
-        except CheckpointError:
+        except (ValueError, KeyError):  # a CheckpointError, too
             continue  # it does not compute what the others call so
     raise CheckpointError(
         f"no family of models computes {config}; there are {', '.join(FAMILIES)}: change a field"

@@ -366,6 +366,8 @@ class GPTConfig:
                 check_size("sliding_window", window)
         if self.rope and not self.rope.keys() >= set(self.windows):
             raise ValueError(f"rope has windows {list(self.rope)}, layers have {self.windows}")
+        if self.qk_norm and self.norm != "rms":
+            raise ValueError("qk_norm is for norm 'rms' alone: change one of them")
         if self.rope and self.head_size % 2:
             raise ValueError(f"head_size {self.head_size} is odd: rotary positions turn pairs")
         for name, there in (("activation", ACTIVATIONS), ("norm", NORMS)):

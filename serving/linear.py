@@ -449,6 +449,7 @@ def launch_linear(
 
 def launch_vector(x, layer, out, pool: tuple, shape: dict, rotation, tiles: Tiles):
     """vector_kernel, for the one row of x."""
+    assert rotation is None or layer.bias is None, "a bias is added before the rotation"
     row = (x, None, None, None, None, 0.0)
     P = 0
     rms = False

@@ -78,8 +78,8 @@ def bytes_per_block(model: GPT, block_size: int) -> int:
 def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
     """
     Raises ValueError, before anything is loaded, where the device has no memory for the weights of
-    a model and a KV pool for one short text. A CPU takes as much again: matrices are packed beside
-    the weights that were loaded.
+    a model and a KV pool for one short text. A CPU takes as much again, at least: matrices are
+    packed beside the weights that were loaded, and embeddings are fp32.
     """
     device = torch.device(device)
     config = model.config
@@ -88,6 +88,8 @@ def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
     how = ""
     if device.type == "cpu":
         weights *= 2
+        if dtype != torch.float32:
+            weights += 4 * model.wte.weight.numel()
         kv_itemsize = 4
         how = ", loaded and packed,"
     tokens = min(settings.max_model_len or SHORT_TEXT, config.context_length)

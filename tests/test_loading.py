@@ -410,11 +410,15 @@ def test_loading_holds_no_second_copy(tmp_path, dtype):
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
-    """At one byte too few, not at just enough: weights twice on a CPU, and a pool for 33 tokens."""
+    """
+    At one byte too few, not at just enough: on a CPU weights twice and embeddings in fp32, too, and
+    a pool for 33 tokens.
+    """
     ours = random_model(**LLAMA)
     save_checkpoint(ours, tmp_path)
     pool = 3 * 2 * 3 * 2 * 8 * 16 * 4  # 3 blocks: K and V, layers, KV heads, head size, slots, fp32
-    enough = 2 * 2 * sum(w.numel() for w in ours.parameters()) + pool
+    once = 2 * sum(w.numel() for w in ours.parameters())
+    enough = 2 * once + 4 * ours.wte.weight.numel() + pool
     settings = Settings()
     check = partial(check_fits, settings)
     loaded = []
@@ -436,9 +440,9 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="does not fit"):
         check_fits(settings, ours, torch.float32, "cpu")
     # a GPU holds the weights once, and K and V in their dtype
-    monkeypatch.setattr(sizing, "memory_of", lambda device: (enough // 2, 2**40))
+    monkeypatch.setattr(sizing, "memory_of", lambda device: (once + pool // 2, 2**40))
     check_fits(settings, ours, torch.bfloat16, "cuda")
-    monkeypatch.setattr(sizing, "memory_of", lambda device: (enough // 2 - 1, 2**40))
+    monkeypatch.setattr(sizing, "memory_of", lambda device: (once + pool // 2 - 1, 2**40))
     with pytest.raises(ValueError, match=r"bfloat16 take .* cuda has"):
         check_fits(settings, ours, torch.bfloat16, "cuda")
 

@@ -418,11 +418,10 @@ def test_the_clock_keeps_time_for_what_follows_the_last_step(tiny, corpus):
 
 
 def test_runs_without_the_optional_packages(tiny, tmp_path, monkeypatch, capsys):
-    for name in ("tqdm", "matplotlib", "matplotlib.figure", "tokenizers"):
+    for name in ("matplotlib", "matplotlib.figure", "tokenizers"):
         monkeypatch.setitem(sys.modules, name, None)
     train.main([*tiny, "--steps", "5"])
     printed = capsys.readouterr().out
-    assert "no progress bar: tqdm is not installed" in printed
     assert "no loss.png: matplotlib is not installed" in printed
     assert_loads(tmp_path / "out")
 
@@ -1095,9 +1094,7 @@ def test_a_progress_bar_counts_the_steps(tiny, tmp_path, monkeypatch, seconds, c
         bars.append(MagicMock(**{name: settings[name] for name in ("total", "initial")}))
         return bars[-1]
 
-    monkeypatch.setattr(
-        "tqdm.tqdm", tqdm
-    )  # the module stays: others look for it while they are imported
+    monkeypatch.setattr("training.report.tqdm", tqdm)
     monkeypatch.setattr(run_clock, "closing_seconds", lambda run, step_seconds: 0.0)
     train.main([*tiny, "--steps", "6"])
     assert bars == []  # nobody looks

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
+from tqdm import tqdm
 
 from files import write_atomically
 from training.samples import last_samples
@@ -76,12 +77,7 @@ def minutes_and_seconds(seconds: float) -> str:
 
 
 def progress_bar(run):
-    """tqdm's bar, or None where tqdm is not installed or the output goes to no terminal."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        run.process.print("no progress bar: tqdm is not installed")
-        return None
+    """tqdm's bar, or None where the output goes to no terminal."""
     if not run.process.leads or not sys.stderr.isatty():
         return None
     return tqdm(total=run.args.steps, initial=run.step, unit="step", dynamic_ncols=True)
