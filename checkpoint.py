@@ -97,17 +97,13 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
     ours = model.state_dict()
     if config.tied:
         del ours[HEAD]
-    D = config.head_size
-    parts = {"c_attn": [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]}
-    parts["c_fc"] = [config.n_inner, config.n_inner]
     weights = {}
     for name, weight in ours.items():
         weight = hub_layout(model, name, weight.cpu(), family)
         if isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm):
             weight = weight - family.norm_offset
         theirs = hub_names(name, family)
-        module = name.split(".")[-2]
-        split = weight.split(parts[module]) if len(theirs) > 1 else [weight]
+        split = weight.split(stacked_rows(config, name)) if len(theirs) > 1 else [weight]
         for hub_name, part in zip(theirs, split, strict=True):
             prefix = "" if hub_name == HEAD else family.prefix
             weights[prefix + hub_name] = part.contiguous()
@@ -117,6 +113,14 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
                 bias = prefix + hub_name.removesuffix("weight") + "bias"
                 weights[bias] = part.new_zeros(part.shape[-1])
     return weights
+
+
+def stacked_rows(config: GPTConfig, name: str) -> list[int]:
+    """The rows of each part of a weight that is stacked here: q, k, v; or gate and up."""
+    if name.split(".")[-2] == "c_fc":
+        return [config.n_inner, config.n_inner]
+    D = config.head_size
+    return [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]
 
 
 def hub_layout(model: GPT, name: str, weight: torch.Tensor, family: Family) -> torch.Tensor:
@@ -205,15 +209,21 @@ def load_checkpoint(
     config.tied = config.tied and not saved.has_own_head(family)
     # First the sizes themselves: to build a model of a billion layers takes for ever, even without
     # weights.
-    saved.check("wte.weight", (config.vocab_size, config.n_embd), family)
-    saved.check(f"h.{config.n_layer - 1}.ln_1.weight", (config.n_embd,), family)
+    C = config.n_embd
+    saved.check("wte.weight", (config.vocab_size, C), family)
+    saved.check(f"h.{config.n_layer - 1}.ln_1.weight", (C,), family)
+    if family is not GPT2:  # it has a head_size of its own
+        rows = stacked_rows(config, "h.0.attn.c_attn.weight")
+        saved.check("h.0.attn.c_attn.weight", (sum(rows), C), family, rows)
     with torch.device("meta"):
         model = GPT(config)
     wanted = model.state_dict()
     if config.tied:
         del wanted[HEAD]
     for name, weight in wanted.items():
-        saved.check(name, tuple(hub_layout(model, name, weight, family).shape), family)
+        shape = tuple(hub_layout(model, name, weight, family).shape)
+        rows = stacked_rows(config, name) if len(hub_names(name, family)) > 1 else None
+        saved.check(name, shape, family, rows)
     saved.check_rest(wanted, family)
     if check:
         check(model, dtype, device)
@@ -254,7 +264,10 @@ class SavedWeights:
                     f"{path} cannot be read ({error}): restore or download the file"
                 ) from error
             for name in names:
-                self.files[without_prefix(name)] = opened, name
+                short = without_prefix(name)
+                if short in self.files:
+                    raise CheckpointError(f"{path}: {name} is there twice: restore the files")
+                self.files[short] = opened, name
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         if name not in self.files:
@@ -276,8 +289,11 @@ class SavedWeights:
             for piece, source in zip(target.split(rows), part.split(rows), strict=True):
                 piece.copy_(source)
 
-    def check(self, name: str, wanted: tuple[int, ...], family: Family):
-        """Raises CheckpointError where our weight `name` is missing or has another shape."""
+    def check(self, name: str, wanted: tuple, family: Family, rows: list[int] | None = None):
+        """
+        Raises CheckpointError where our weight `name` is missing or has another shape; of one that
+        is stacked here, `rows` are those of its parts.
+        """
         theirs = hub_names(name, family)
         for part in set(theirs) & self.files.keys():
             opened, there = self.files[part]
@@ -285,10 +301,9 @@ class SavedWeights:
             if dtype not in READABLE:
                 raise unknown(f"the dtype of {there}", dtype, ", ".join(READABLE))
         shapes = [self.shape(part) for part in theirs]
-        found = shapes[0]
-        if len(shapes) > 1 and None not in shapes:  # stacked
-            found = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        if found != wanted:
+        parts = [(n, *wanted[1:]) for n in rows] if rows else [wanted]
+        if shapes != parts:
+            wanted = ", ".join(map(str, parts))
             pairs = zip(theirs, shapes, strict=True)
             names = ", ".join(f"{part} is {shape or 'missing'}" for part, shape in pairs)
             raise CheckpointError(
@@ -336,7 +351,7 @@ def weight_files(directory: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         paths = [directory / name for name in names]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is broken ({error}): restore the file") from error
     for path in paths:
         if path.parent != directory:
@@ -351,6 +366,8 @@ def no_model(missing: Path) -> str:
     folder = missing.parent
     names = sorted(path.name for path in folder.glob("*") if path.name != "train_state.pt")
     weights = [name for name in names if Path(name).suffix in CONVERSIONS]
+    if not weights and missing.name != "config.json" and "config.json" in names:
+        return f"{missing} is missing beside config.json: download it, too, or train again"
     if not weights:
         return how_to_download(folder) or (
             f"no model in {folder}, {missing.name} is missing: run `python train.py --out "
@@ -389,13 +406,16 @@ def convert(path: Path, directory: Path) -> str:
         meta = PlainUnpickler(BytesIO(meta_path.read_bytes())).load() if meta_path else None
         model = nanogpt_model(saved["model_args"], saved["model"], meta is None)
         characters = meta and [meta["itos"][i] for i in range(len(meta["itos"]))]
+        text = "".join(characters or [])
+        text.encode()  # a lone surrogate is no character
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} or its meta.pkl holds more than tensors, numbers and texts, and to read that "
             "could run any code: where you trust it, save its model and model_args alone, with "
             "torch.save"
         ) from error
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError,
+            OverflowError, MemoryError) as error:  # fmt: skip
         reason = " ".join(str(error).split())  # torch's have several lines
         raise CheckpointError(f"{path} is no checkpoint of nanoGPT's ({reason})") from error
     left = ""
@@ -403,7 +423,7 @@ def convert(path: Path, directory: Path) -> str:
     if characters:
         from training.corpus import char_tokenizer
 
-        tokenizer = char_tokenizer("".join(characters))
+        tokenizer = char_tokenizer(text)
         if tokenizer.vocab != {character: i for i, character in enumerate(characters)}:
             raise CheckpointError(f"{meta_path} has other than single characters, in their order")
         tokenizer.save(directory)

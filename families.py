@@ -116,7 +116,7 @@ use_sliding_window            -        -   false   false       -            -
 max_window_layers             -        -      28      28       -            -
 sliding_window_pattern        -        -       -       -       -            6
 query_pre_attn_scalar         -        -       -       -     256          256
-attn_logit_softcapping        -        -       -       -    50.0         null
+attn_logit_softcapping        -        -       -       -    50.0            -
 final_logit_softcapping       -        -       -       -    30.0         null
 hidden_act               "silu"   "silu"  "silu"  "silu"    null         null
 hidden_activation             -        -       -       -    "gelu_pytorch_tanh"  "gelu_pytorch_tanh"
@@ -198,6 +198,7 @@ GEMMA2 = LLAMA._replace(
 )
 GEMMA3 = GEMMA2._replace(
     architecture="Gemma3ForCausalLM",
+    names={ours: theirs for ours, theirs in GEMMA_NAMES.items() if ours != "attention_softcap"},
     fields=GEMMA2.fields | {"qk_norm": True},
     defaults=DEFAULTS["gemma3_text"],
     slides=most_layers,
@@ -312,8 +313,9 @@ def hub_config(config: GPTConfig, name: str, dtype: torch.dtype) -> dict:
         saved["use_sliding_window"] = window > 0
     if "query_pre_attn_scalar" in family.defaults:
         saved["query_pre_attn_scalar"] = round(config.attention_scale**-2)
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            saved[key] = saved[key] or None
+        for field in ("attention_softcap", "logit_softcap"):
+            if field in family.names:
+                saved[family.names[field]] = getattr(config, field) or None
     rope = config.rope.get(0) or next(iter(config.rope.values()), Rope(0.0))
     saved["rope_theta"] = rope.theta
     if window and "rope_local_base_freq" in family.defaults:
@@ -340,7 +342,8 @@ def unknown(key: str, value, wanted: str = "nothing of that name") -> Checkpoint
 
 
 def family_named(saved: dict) -> Family:
-    name = (saved | (saved.get("text_config") or {})).get("model_type", "gpt2")
+    saved = saved | (saved.get("text_config") or {})
+    name = saved.get("model_type", None if "hidden_size" in saved else "gpt2")
     if name not in FAMILIES:
         raise unknown("model_type", name, ", ".join(FAMILIES))
     return FAMILIES[name]
@@ -373,7 +376,7 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
         ours["attention_scale"] = saved["query_pre_attn_scalar"] ** -0.5
         ours["embedding_scale"] = ours["n_embd"] ** 0.5
         for field in ("attention_softcap", "logit_softcap"):
-            ours[field] = ours[field] or 0.0
+            ours[field] = ours.get(field) or 0.0
     return GPTConfig(**ours | family.fields)
 
 
@@ -411,15 +414,22 @@ def read_ropes(saved: dict, windows: tuple[int, ...]) -> dict[int, Rope]:
     layers that slide, `rope_local_base_freq`.
     """
     given = saved["rope_scaling"] or saved["rope_parameters"] or {}
+    if saved["rope_scaling"] and saved["rope_parameters"]:
+        raise unknown("rope_scaling", given, "models without it where rope_parameters is given")
+    by_kind = not given.keys().isdisjoint(LAYER_KINDS.values())
+    has_kinds = "layer_types" in saved
+    has_two = "rope_local_base_freq" in saved
+    if (by_kind and not has_kinds) or (has_two and saved["rope_parameters"] and not by_kind):
+        raise unknown("rope_parameters", given, "those that its family has")
     ropes = {}
     for window in dict.fromkeys(windows):
         unsaid = {"rope_theta": saved["rope_theta"]}
         unsaid["original_max_position_embeddings"] = saved["max_position_embeddings"]
         parameters = given
-        if window and "rope_local_base_freq" in saved:  # what is given for all is not for these
+        if window and has_two:  # what is given for all is not for these
             unsaid["rope_theta"] = saved["rope_local_base_freq"]
             parameters = {}
-        if not given.keys().isdisjoint(LAYER_KINDS.values()):
+        if by_kind:
             parameters = given[LAYER_KINDS[window > 0]]
         ropes[window] = read_rope(unsaid | parameters)
     return ropes
@@ -449,6 +459,8 @@ def read_rope(parameters: dict) -> Rope:
             raise ValueError(f"{name} is {number!r}: a positive number is wanted")
     theta, *scaling = (float(parameters[name]) for name in names)
     if kind == "llama3":
+        if not scaling[1] < scaling[2]:
+            raise ValueError("low_freq_factor is not below high_freq_factor")
         return Rope(theta, scaling[0], tuple(scaling[1:]))
     return Rope(theta, *scaling)
 

@@ -349,8 +349,8 @@ class GPTConfig:
                 raise ValueError(f"{name} is {value!r}: a number from 0 to below 1 is wanted")
         for name in ("attention_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value!r}: a number of 0 or more is wanted")
+            if type(value) not in (int, float) or not 0 <= value < 1e30:
+                raise ValueError(f"{name} is {value!r:.40}: a number of 0 or more is wanted")
         for f in fields(self):
             value = getattr(self, f.name)
             if f.type in (bool, bool | None) and type(value) is not bool:

@@ -25,6 +25,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from files import how_to_download, read_json, write_atomically, write_json
 
+MAX_NAME = 1024  # characters of an added token; real ones have up to 40
 END_OF_TEXT = "<|endoftext|>"
 # Where other tokenizers are stored, and GPT-2's before there was tokenizer.json.
 FOREIGN_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
@@ -467,8 +468,10 @@ def no_tokenizer(missing: Path) -> str:
             )
     if (folder / "config.json").is_file():
         return f"{missing} is missing: copy it there, from where the model is"
-    here = f"no tokenizer in {folder}: run `python train.py --out {folder}`"
-    return how_to_download(folder) or f"{here}, or copy it there"
+    if not folder.exists():
+        run = f"run `python train.py --out {folder}`, or name another"
+        return how_to_download(folder) or f"there is no directory {folder}: {run}"
+    return f"no tokenizer in {folder}: name a model's directory, or copy its tokenizer there"
 
 
 def foreign(what: str) -> TokenizerError:
@@ -486,8 +489,13 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
             raise foreign(f"has a step of the type {kind.decode()!r:.100}")
     try:
         backend = tokenizers.Tokenizer.from_buffer(text)
-    except Exception as error:  # a plain one, of the library's Rust
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # of the library's Rust: plain ones, or panics
         raise ValueError(error) from None
+    for token in backend.get_added_tokens_decoder().values():
+        if len(token.content) > MAX_NAME:
+            raise foreign(f"has an added token of {len(token.content)} characters")
     if getattr(backend.model, "dropout", None):
         raise foreign("is a BPE with dropout: a text has other ids each time")
     return backend

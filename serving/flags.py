@@ -60,13 +60,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     `sampling_note`, what to tell of them. Exits with a message about what is wrong.
     """
     parser = argparse.ArgumentParser(
-        description="Serve a trained model over HTTP, or talk to it at the terminal.",
+        description="Serve a model over HTTP, or talk to it at the terminal.",
         formatter_class=Help,
     )
     add = partial(add_flag, parser)
     add(
         "--model",
-        "checkpoint directory, of train.py or of a GPT-2 downloaded from the hub",
+        "directory of a model: of train.py, or downloaded from the Hugging Face Hub",
         "out/stdlib",
     )
     add("--device", "cpu, cuda, cuda:1; not given: a GPU where there is one")

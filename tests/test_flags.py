@@ -25,6 +25,7 @@ from serving import (
     workers,
 )
 from serving.workers import METRICS_FOLDER
+from tokenizer import TextStream
 
 # What `serve.py` alone means: a reader of README and --help relies on each.
 DEFAULTS = {
@@ -165,7 +166,7 @@ OF_THE_ENGINE = [*DEFAULTS][: [*DEFAULTS].index("host")]
 def built(monkeypatch):
     """built("--trace") is what build_engine loads, and with what it makes an Engine."""
 
-    def load(directory, device, dtype):
+    def load(directory, device, dtype, check=None):
         return SimpleNamespace(directory=directory, device=device, dtype=dtype)
 
     def build(*flags) -> dict:
@@ -600,7 +601,7 @@ def test_what_torch_reads_when_it_is_loaded(monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # The terminal
 
-SPELL = SimpleNamespace(token_bytes=lambda token: b"x")
+SPELL = SimpleNamespace(stream=lambda prompt: TextStream(lambda token: b"x"))
 
 
 class OneAnswer:

@@ -268,8 +268,10 @@ def test_downloads_without_a_tokenizer_are_not_told_to_train(tmp_path):
 
 
 def test_directories_that_hold_no_tokenizer(bpe, tmp_path):
-    with pytest.raises(TokenizerError, match=r"python train\.py --out"):
+    with pytest.raises(TokenizerError, match=r"no tokenizer in .*: name a model's directory"):
         load_tokenizer(tmp_path)
+    with pytest.raises(TokenizerError, match=r"no directory .*/none: run `python train\.py --out"):
+        load_tokenizer(tmp_path / "none")
     path = tmp_path / "tokenizer.json"
     for broken in (
         "{",

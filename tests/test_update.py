@@ -281,7 +281,7 @@ def test_one_process_of_several_is_not_one_alone():
 
 def test_which_optimizer_trains_what():
     """Muon the matrices inside the blocks, AdamW all the rest: embeddings, norms, biases."""
-    run = make_run(["--bias"])
+    run = make_run(["--arch", "gpt2", "--bias"])
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
     muon, adamw = (
         [names[id(p)] for group in o.param_groups for p in group["params"]] for o in run.optimizers
