@@ -387,9 +387,13 @@ def test_flex_compiles_what_gemma_2_asks_of_it():
 
 @pytest.mark.parametrize("family", soon("gemma3"))
 def test_served_by_triton(family):
-    """In its interpreter: two layers, one of each kind, and a text just longer than a window."""
-    models = pair(family, **tiny_models.two_layers(family, window=6))
-    judge = Judge(*models, **ENGINE, attention="triton")
+    """
+    On a CPU in its interpreter: two layers, one of each kind, and a text just longer than a window.
+    """
+    theirs, ours = pair(family, **tiny_models.two_layers(family, window=6))
+    if torch.cuda.is_available():
+        ours = deepcopy(ours).cuda()
+    judge = Judge(theirs, ours, **ENGINE, attention="triton")
     judge.ask(text(2, 10), 2, prompt_logprobs=5)
     judge.finish()
     judge.ask(text(2, 11), 1)
