@@ -93,9 +93,7 @@ def checkpoint(tmp_path_factory):
     (folder / "chat_template.jinja").write_text(template)
     torch.manual_seed(0)
     sizes = {"context_length": 1024, "n_layer": 2, "n_head": 2, "n_embd": 32}
-    model = GPT(
-        GPTConfig(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, **sizes)
-    )
+    model = GPT(GPTConfig(tokenizer.vocab_size, eos_token_ids=(tokenizer.eos_token_id,), **sizes))
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
