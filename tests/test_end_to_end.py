@@ -808,7 +808,7 @@ def test_missing_and_broken_checkpoints(tmp_path, checkpoint):
     (tmp_path / "broken" / "model.safetensors").write_bytes(torn)
     complaints = {
         ("nothing",): "run `python train.py",
-        ("missing", "--prompt", "x"): "model.safetensors is missing: run `python train.py",
+        ("missing", "--prompt", "x"): "model.safetensors is missing beside config.json",
         ("broken",): "model.safetensors cannot be read",
     }
     serve = [sys.executable, "serve.py", "--port", "0", "--model"]
