@@ -442,7 +442,10 @@ class Attention(nn.Module):
         q, kv = batch.ops.project_qkv(y, self, kv, batch)
         mixed = batch.ops.attend(q, kv, self, batch)  # (..., T, H, D)
         mixed = mixed.flatten(-2)  # (..., T, H D)
-        return project_back(mixed, self, batch.ops)
+        delta = batch.ops.linear(mixed, self.c_proj, partial_sums=self.post_norm is None)
+        if self.post_norm is not None:
+            _, delta = batch.ops.add_norm(delta, None, self.post_norm)
+        return delta
 
 
 class MLP(nn.Module):
@@ -462,18 +465,10 @@ class MLP(nn.Module):
 
     def forward(self, y: Tensor, ops: Ops) -> Tensor:
         wide = ops.linear(y, self.c_fc, self.activation, self.gated)  # (..., T, n_inner)
-        return project_back(wide, self, ops)
-
-
-def project_back(y: Tensor, half: Attention | MLP, ops: Ops) -> Tensor:
-    """
-    What a half of a block adds to x: y projected to the width of x, and normalised where the family
-    does so.
-    """
-    if half.post_norm is None:
-        return ops.linear(y, half.c_proj, partial_sums=True)
-    _, delta = ops.add_norm(ops.linear(y, half.c_proj), None, half.post_norm)
-    return delta
+        delta = ops.linear(wide, self.c_proj, partial_sums=self.post_norm is None)
+        if self.post_norm is not None:
+            _, delta = ops.add_norm(delta, None, self.post_norm)
+        return delta
 
 
 class Block(nn.Module):
@@ -558,7 +553,9 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor, ops: Ops) -> Tensor:
         """Logits (..., V) of hidden states x (..., C)."""
-        return soft_cap(ops.head(x, self.lm_head), self.config.logit_softcap)
+        logits = ops.head(x, self.lm_head)
+        cap = self.config.logit_softcap
+        return soft_cap(logits, cap) if cap else logits
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, ops: Ops = TORCH):
         """

@@ -337,6 +337,7 @@ class TextStream:
     ):
         self.token_bytes = token_bytes
         self.opening_bytes = opening_bytes
+        self.next_bytes = self._first_bytes if opening_bytes else token_bytes
         self.include_stop = include_stop
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors)  # holds half characters
         self.num_broken = 0  # U+FFFD that the context ends with, unless a character is completed
@@ -353,17 +354,23 @@ class TextStream:
             if len(end) > 3:  # enough for half a character
                 break
         if end:
-            self.opening_bytes = None
+            self.next_bytes = self.token_bytes
         self.decoder.decode(end)
         half = self.decoder.getstate()[0]
         self.num_broken = len(half) if self.decoder.errors == "each_byte" else len(half[:1])
 
-    def _next_bytes(self, token: int) -> bytes:
-        data = self.token_bytes(token)
-        if data and self.opening_bytes:
-            data = self.opening_bytes(token)
-            self.opening_bytes = None
-        return data
+    def spell_with(self, token_bytes: Callable[[int], bytes]):
+        """From here on tokens have these bytes."""
+        self.token_bytes = token_bytes
+        if self.next_bytes != self._first_bytes:
+            self.next_bytes = token_bytes
+
+    def _first_bytes(self, token: int) -> bytes:
+        """Those of the first token that has any, which begins the text."""
+        if not self.token_bytes(token):
+            return b""
+        self.next_bytes = self.token_bytes
+        return self.opening_bytes(token)
 
     def _decode(self, data: bytes, final: bool = False) -> str:
         text = self.decoder.decode(data, final)
@@ -381,14 +388,14 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that this token makes certain, often but not always the token's own."""
-        text = self._decode(self._next_bytes(token))
+        text = self._decode(self.next_bytes(token))
         if not self.held and self.first_characters.isdisjoint(text):
             return text  # most tokens: no stop string has begun before, and none begins here
         return self._release(text)
 
     def push_all(self, tokens: list[int]) -> str:
         """The text of many tokens, in a fraction of the time, without a search for stop strings."""
-        return self._decode(b"".join(map(self._next_bytes, tokens)))
+        return self._decode(b"".join([self.next_bytes(token) for token in tokens]))
 
     def flush(self) -> str:
         """The rest, when no token follows: U+FFFD for half a character, and what was held back."""

@@ -94,7 +94,7 @@ class Choice:
                 if number or not was_added:
                     self.text += self.stream.push(token)
         if self.body.skip_special_tokens:  # in the answer; the echo has their names
-            self.stream.token_bytes = tokenizer.token_bytes
+            self.stream.spell_with(tokenizer.token_bytes)
 
     def add_tokens(self, tokens, finish_reason, cached_tokens, scores=None, prompt_scores=None):
         """
