@@ -177,12 +177,16 @@ def build_model(name: str, device="cpu") -> GPT:
     torch.manual_seed(0)
     model = GPT(MODELS[name]) if name in MODELS else load_checkpoint(name)
     model.eval().requires_grad_(False)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return in_dtype(model, torch.bfloat16 if device == "cuda" else torch.float32).to(device)
+
+
+def in_dtype(model: GPT, dtype: torch.dtype) -> GPT:
+    """The model itself, changed: weights in the dtype, norms in fp32, as if they were loaded so."""
     for module in model.modules():
-        if not isinstance(module, RMSNorm):  # these stay in fp32
+        if not isinstance(module, RMSNorm):
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(dtype)
-    return model.to(device)
+    return model
 
 
 # --------------------------------------------------------------------------------------------------
@@ -524,7 +528,7 @@ def bench_generate(model="10M", repeats=5, dtype="auto", quantize="none", compil
     """
     gpt = build_model(model)
     theirs = hugging_face(gpt)
-    gpt.to(serving_dtype(dtype, "cpu"))
+    in_dtype(gpt, serving_dtype(dtype, "cpu"))
     # without prefix cache each answer is computed whole
     settings = Settings(prefix_cache=False, quantize=quantize, compile=compile)
     engine = Engine(gpt, settings)

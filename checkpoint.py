@@ -254,6 +254,8 @@ class SavedWeights:
         self.directory = directory
         self.files = {}  # name -> (open file, name there)
         for path in weight_files(directory):
+            if path.exists() and not path.is_file():  # to open a pipe is to wait for its writer
+                raise CheckpointError(f"{path} is no file: restore or download it")
             try:
                 opened = safe_open(path, "pt")
                 names = opened.keys()
@@ -400,12 +402,17 @@ def convert(path: Path, directory: Path) -> str:
     """
     if (directory / "config.json").exists():
         raise CheckpointError(f"{directory} holds a model already: name another directory")
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a directory: name the file in it, as {path / 'ckpt.pt'}")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         meta_path = find_meta(path, saved)
         meta = PlainUnpickler(BytesIO(meta_path.read_bytes())).load() if meta_path else None
         model = nanogpt_model(saved["model_args"], saved["model"], meta is None)
         characters = meta and [meta["itos"][i] for i in range(len(meta["itos"]))]
+        if characters and len(characters) != model.config.vocab_size:
+            there = f"{meta_path} has {len(characters)} characters, the model"
+            raise ValueError(f"{there} {model.config.vocab_size}: put the model's own there")
         text = "".join(characters or [])
         text.encode()  # a lone surrogate is no character
     except pickle.UnpicklingError as error:
@@ -464,6 +471,9 @@ def nanogpt_model(said: dict, weights: dict, is_bpe: bool) -> GPT:
         name = name.removeprefix("_orig_mod.").removeprefix("transformer.")
         if not name.endswith(".attn.bias"):  # a causal mask
             ours[name] = weight
+    dtypes = {weight.dtype for weight in ours.values()} - {*DTYPES.values()}
+    if dtypes:
+        raise ValueError(f"weights in {dtypes.pop()}, wanted {', '.join(DTYPES)}")
     config.tied = torch.equal(ours.setdefault(HEAD, ours["wte.weight"]), ours["wte.weight"])
     with torch.device("meta"):
         model = GPT(config)

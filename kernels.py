@@ -205,19 +205,22 @@ def decode_kernel(
     scale, squeeze, q_stride, out_stride, k_to_v, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    AT_ONCE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Split-KV decoding (flash-decoding). Grid (Hk, SPLITS, B): a program attends from the G = H / Hk
     query heads of one KV head, padded to ROWS, to every SPLITS-th tile of one request's context, so
     K and V are read once. The grid depends on B alone and each program works out how many splits
-    the context uses, so the host needs no length to launch it. Requests are ordered longest first:
-    a long one that started last would run alone at the end. The last split of a request and KV head
-    to finish combines all of them, without a second launch. `finished` [B, Hk] counts them, from
-    zero, and is zero again afterwards. q and out are [T, H, D], their strides numbers from token to
-    token; kv is one layer's pool, V `k_to_v` numbers after K; for WINDOW see TritonPlan.
+    the context uses, so the host needs no length to launch it. ORDERED takes the requests as
+    `order` has them, longest first: a long one that started last would run alone at the end. The
+    last split of a request and KV head to finish combines all of them, without a second launch.
+    `finished` [B, Hk] counts them, from zero, and is zero again afterwards. q and out are [T, H,
+    D], their strides numbers from token to token; kv is one layer's pool, V `k_to_v` numbers after
+    K; for WINDOW see TritonPlan.
     """
-    head, split, request = tl.program_id(0), tl.program_id(1), tl.load(order + tl.program_id(2))
+    head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if ORDERED:
+        request = tl.load(order + request)
     G: tl.constexpr = H // Hk
     row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     context = tl.load(context_lens + request)
@@ -372,6 +375,7 @@ class TritonPlan(NamedTuple):
     num_stages: int  # of the decode kernel: tiles of K and V under way
     pdl: bool  # whether the decode kernel starts early, see pdl_wait
     order: Tensor  # [B] int32, see order_kernel
+    ordered: bool  # whether the decode kernel takes requests in that order
     partial_out: Tensor  # [B * H * splits * WIDTH] fp32
     partial_lse: Tensor  # [B * H * splits] fp32
     finished: Tensor  # [B * Hk] int32 zeros, see finishes_last
@@ -425,6 +429,7 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     # PDL pays with many programs: a few that start early all land on the first free processors.
     pdl = B * Hk >= 3 * at_once
 
+    ordered = B * Hk * splits > at_once  # else all start at once, and need not wait for the order
     order = batch.block_tables.new_empty(B)
     finished = batch.block_tables.new_empty(B * Hk)
     if B:
@@ -446,6 +451,7 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
         num_stages=num_stages,
         pdl=pdl,
         order=order,
+        ordered=ordered,
         partial_out=partial_out,
         partial_lse=partial_lse,
         finished=finished,
@@ -540,7 +546,8 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
         decode_kernel[(Hk, plan.splits, B)](
             queries, kv, out, *scratch, *lengths, plan.order, scale, squeeze, *strides,
             **shape, **cut, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=heads_at_once,
-            num_warps=DECODE_WARPS, num_stages=plan.num_stages, **pdl_options(q, plan.pdl),
+            ORDERED=plan.ordered, num_warps=DECODE_WARPS, num_stages=plan.num_stages,
+            **pdl_options(q, plan.pdl),
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)

@@ -260,14 +260,8 @@ class CharTokenizer(Tokenizer):
         self.has_known_pattern = True
         self.vocab = backend.get_vocab(with_added_tokens=False)
 
-    def encode(
-        self,
-        text: str | bytes,
-        allow_special: bool = False,
-        add_special_tokens: bool = False,
-        stand_ins: dict[int, str] | None = None,
-    ) -> list[int]:
-        """Raises TokenizerError that names the first unknown character."""
+    def encode(self, text, allow_special=False, add_special_tokens=False, stand_ins=None):
+        """As Tokenizer.encode. Raises TokenizerError that names the first unknown character."""
         if isinstance(text, bytes):
             text = text.decode()
         pieces = self.control_names.split(text) if allow_special else [text]

@@ -306,10 +306,11 @@ def gate(x: Tensor, activation: str) -> Tensor:
 # Llama-3.2-1B: `python bench.py overhead` measures the time of all linear layers.
 LINEAR_ROWS = 256  # up to here these kernels; beyond, the products fill the chip and are cuBLAS's
 FEW_ROWS = 64  # up to here whatever the size; beyond, up to so many products of two numbers:
-LINEAR_PRODUCTS = 810_000_000
+LINEAR_PRODUCTS = 600_000_000
+SMALL_WEIGHT = 2_000_000  # numbers of a weight matrix that takes small tiles even for many rows
 TILES_MEMORY = 210_000  # bytes of shared memory that the tiles under way may take
 SPLIT_K = 256  # inputs of a part, at least
-ENOUGH_PROGRAMS = 96  # with more, K is not split further
+ENOUGH_PROGRAMS = 95  # with more, K is not split further
 NORMED_ROW = 1024  # numbers of a row that a product normalises itself, at most
 
 
@@ -340,14 +341,14 @@ def one_row_tiles(x: Tensor | Unnormed, N: int, K: int, gated: bool, is_head: bo
     return Tiles(1, 2, 1024, warps=4)
 
 
-def layer_tiles(R: int, N: int) -> Tiles:
-    """As tuned, for the R rows of a layer's input and N of its output."""
+def layer_tiles(R: int, N: int, numbers: int) -> Tiles:
+    """As tuned, for R rows, N outputs of each, and so many numbers of the weights."""
     if R <= 32:
         return Tiles(padded(R), 64, 128, warps=4, stages=5, swapped=True)
     if R <= 64 and N <= 4096:
         return Tiles(64, 32, 128, warps=4, stages=6)
-    if R <= 128:
-        return Tiles(64, 64, 128, warps=4, stages=4)
+    if R <= 128 or numbers <= SMALL_WEIGHT:
+        return Tiles(64, 64, 64, warps=4, stages=8, swapped=True)
     return Tiles(128, 64, 64, warps=8, stages=6)
 
 
@@ -439,7 +440,7 @@ def launch_linear(
         launch_vector(x, layer, out, pool, shape, rotation, tiles)
         return out
     R = len(x)
-    tiles = head_tiles(R) if is_head else layer_tiles(R, N)
+    tiles = head_tiles(R) if is_head else layer_tiles(R, N, layer.weight.numel())
     programs = triton.cdiv(N, tiles.cols) * triton.cdiv(R, tiles.rows)
     P = num_parts(K, programs) if partial_sums else 1
     out = x.new_empty(P, R, width, dtype=dtype)

@@ -215,4 +215,7 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
 
 
 def listed(values: dict) -> str:
-    return ", ".join(f"{name[:100]} {reprlib.repr(value)}" for name, value in values.items())
+    """Names are a file's, too, and may hold what a terminal would obey."""
+    names = [ascii(name[:100])[1:-1] for name in values]
+    texts = map(reprlib.repr, values.values())
+    return ", ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))

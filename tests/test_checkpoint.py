@@ -3,6 +3,7 @@ checkpoint.py: transformers' GPT-2 computes the same logits from the same direct
 """
 
 import json
+import os
 
 import pytest
 import torch
@@ -545,6 +546,15 @@ def test_biases_beside_a_config_without_are_refused(tmp_path):
     save_checkpoint(random_model(bias=False), tmp_path)
     change_weights(tmp_path, **{"transformer.ln_f.bias": torch.full((32,), 0.5)})
     with pytest.raises(CheckpointError, match=r"ln_f\.bias is no part of this model"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_pipe_is_no_model(tmp_path):
+    """To open one waits for a writer: the server hung without a word."""
+    save_checkpoint(random_model(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no file: restore or"):
         load_checkpoint(tmp_path)
 
 

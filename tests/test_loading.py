@@ -639,6 +639,18 @@ def test_what_is_no_nanogpt(tmp_path):
             checkpoint.main(["convert", str(path), str(tmp_path / "dir")])
     with pytest.raises(SystemExit, match=r"No such file"):
         checkpoint.main(["convert", str(tmp_path / "none"), str(tmp_path / "dir")])
+    with pytest.raises(SystemExit, match=r"is a directory: name the file in it, as .*/ckpt\.pt$"):
+        checkpoint.main(["convert", str(tmp_path), str(tmp_path / "dir")])
+    few = letters()
+    del few["itos"][len(few["itos"]) - 1]
+    write_nanogpt(tmp_path, few)
+    with pytest.raises(SystemExit, match=r"has 28 characters, the model 29: put the model's own"):
+        checkpoint.main(["convert", str(tmp_path / "ckpt.pt"), str(tmp_path / "dir")])
+    weights = write_nanogpt(tmp_path, letters())
+    double = {name: weight.double() for name, weight in weights.items()}
+    write_nanogpt(tmp_path, letters(), model=double)
+    with pytest.raises(SystemExit, match=r"weights in torch.float64, wanted fp32, bf16, fp16"):
+        checkpoint.main(["convert", str(tmp_path / "ckpt.pt"), str(tmp_path / "dir")])
     weights = write_nanogpt(tmp_path)
     del weights["transformer.ln_f.weight"]
     write_nanogpt(tmp_path, model=weights)

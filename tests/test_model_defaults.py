@@ -83,6 +83,7 @@ def test_what_is_taken_is_told_with_the_flag_against_it(folder):
         ({"forced_eos_token_id": 5}, "forced_eos_token_id 5"),
         ({"min_new_tokens": 1}, "min_new_tokens 1"),
         ({"a_new_way": 0.5, "typical_p": 0.9}, "a_new_way 0.5, typical_p 0.9"),
+        ({"\x1b[2J": "\x1b[2J"}, r"\x1b[2J '\x1b[2J'"),  # would clear a terminal
         ({"num_beams": 1, "no_repeat_ngram_size": 0, "bad_words_ids": [], "do_sample": True}, None),
         ({"length_penalty": 1.0, "early_stopping": False, "min_length": 0}, None),
         ({"use_cache": False, "cache_implementation": "hybrid", "output_scores": True}, None),
