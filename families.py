@@ -131,7 +131,7 @@ def every_layer(saved: dict, i: int) -> bool:
 
 def upper_layers(saved: dict, i: int) -> bool:
     """Qwen's."""
-    return saved["use_sliding_window"] and i >= saved["max_window_layers"]
+    return i >= saved["max_window_layers"]
 
 
 def every_other_layer(saved: dict, i: int) -> bool:
@@ -278,11 +278,11 @@ def family_of(config: GPTConfig) -> str:
     for name in FAMILIES:
         try:
             read = read_fields(hub_config(config, name, torch.float32))
-            read.dropout = config.dropout  # a matter of training: the file of GPT-2 alone says it
-            if read == config:
-                return name
-        except (ValueError, KeyError):  # a CheckpointError, too
-            continue  # it does not compute what the others call so
+        except (ValueError, KeyError, ArithmeticError):
+            continue  # this family has no words for it
+        read.dropout = config.dropout  # a matter of training: the file of GPT-2 alone says it
+        if read == config:
+            return name
     raise CheckpointError(
         f"no family of models computes {config}; there are {', '.join(FAMILIES)}: change a field"
     )
@@ -313,9 +313,9 @@ def hub_config(config: GPTConfig, name: str, dtype: torch.dtype) -> dict:
         saved["use_sliding_window"] = window > 0
     if "query_pre_attn_scalar" in family.defaults:
         saved["query_pre_attn_scalar"] = round(config.attention_scale**-2)
-        for field in ("attention_softcap", "logit_softcap"):
-            if field in family.names:
-                saved[family.names[field]] = getattr(config, field) or None
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in saved:
+            saved[key] = saved[key] or None  # to transformers, 0 is a cap
     rope = config.rope.get(0) or next(iter(config.rope.values()), Rope(0.0))
     saved["rope_theta"] = rope.theta
     if window and "rope_local_base_freq" in family.defaults:
@@ -417,10 +417,11 @@ def read_ropes(saved: dict, windows: tuple[int, ...]) -> dict[int, Rope]:
     if saved["rope_scaling"] and saved["rope_parameters"]:
         raise unknown("rope_scaling", given, "models without it where rope_parameters is given")
     by_kind = not given.keys().isdisjoint(LAYER_KINDS.values())
-    has_kinds = "layer_types" in saved
     has_two = "rope_local_base_freq" in saved
-    if (by_kind and not has_kinds) or (has_two and saved["rope_parameters"] and not by_kind):
-        raise unknown("rope_parameters", given, "those that its family has")
+    if by_kind and "layer_types" not in saved:
+        raise unknown("rope_parameters", given, "those of all layers alike")
+    if has_two and saved["rope_parameters"] and not by_kind:
+        raise unknown("rope_parameters", given, "those of each kind of layer")
     ropes = {}
     for window in dict.fromkeys(windows):
         unsaid = {"rope_theta": saved["rope_theta"]}

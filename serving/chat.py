@@ -15,7 +15,7 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from files import read_json
+from files import BROKEN_JSON, read_json
 from tokenizer import Tokenizer, TokenizerError, named_tokens, read_config, token_text
 
 # Characters that a template may make of a conversation: four times the largest body.
@@ -49,7 +49,7 @@ def read_template(directory: str | Path) -> str | None:
                 template = {t["name"]: t["template"] for t in template}
             if isinstance(template, dict):
                 template = template.get("default")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except BROKEN_JSON as error:
             raise TokenizerError(
                 f"{path} is broken ({type(error).__name__}: {error}): restore it"
             ) from None
@@ -81,10 +81,9 @@ def load_chat(directory: str | Path, tokenizer: Tokenizer) -> "Chat | None":
     source = read_template(directory)
     if source is None:
         return None
-    names = {"bos_token": "", "eos_token": ""}
-    for name, value in named_tokens(read_config(Path(directory))).items():
-        names[name] = token_text(value)
-    return Chat(source, names, tokenizer)
+    named = named_tokens(read_config(Path(directory)))
+    names = {name: token_text(value) for name, value in named.items()}
+    return Chat(source, {"bos_token": "", "eos_token": ""} | names, tokenizer)
 
 
 class Chat:
