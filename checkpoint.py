@@ -40,7 +40,7 @@ from families import (
     read_fields,
     unknown,
 )
-from files import how_to_download, read_json, write_atomically, write_json
+from files import MALFORMED, how_to_download, read_json, write_atomically, write_json
 from model import GPT, GPTConfig, RMSNorm
 from tokenizer import read_config, token_text
 
@@ -99,12 +99,9 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
         del ours[HEAD]
     weights = {}
     for name, weight in ours.items():
-        weight = hub_layout(model, name, weight.cpu(), family)
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm):
+        if isinstance(module_of(model, name), RMSNorm):
             weight = weight - family.norm_offset
-        theirs = hub_names(name, family)
-        split = weight.split(stacked_rows(config, name)) if len(theirs) > 1 else [weight]
-        for hub_name, part in zip(theirs, split, strict=True):
+        for hub_name, part in hub_parts(model, name, weight.cpu(), family).items():
             prefix = "" if hub_name == HEAD else family.prefix
             weights[prefix + hub_name] = part.contiguous()
             is_embedding = name.startswith(("wte.", "wpe.", "lm_head."))
@@ -123,15 +120,24 @@ def stacked_rows(config: GPTConfig, name: str) -> list[int]:
     return [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]
 
 
-def hub_layout(model: GPT, name: str, weight: torch.Tensor, family: Family) -> torch.Tensor:
+def module_of(model: GPT, name: str) -> torch.nn.Module:
+    """The one that has the weight of that name."""
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def hub_parts(model: GPT, name: str, weight: torch.Tensor, family: Family) -> dict:
     """
-    A view of a weight as the family keeps it, or back: GPT-2 keeps the matrices of its linear
-    layers as [in, out], torch as [out, in].
+    Views of our weight `name` as the family keeps it, by their names there without the prefix: of a
+    stacked weight its parts; GPT-2 keeps the matrices of its linear layers as [in, out], torch as
+    [out, in].
     """
-    module = model.get_submodule(name.rpartition(".")[0])
-    is_layer = isinstance(module, torch.nn.Linear) and name != HEAD
+    is_layer = isinstance(module_of(model, name), torch.nn.Linear) and name != HEAD
     is_transposed = is_layer and weight.ndim > 1 and family is GPT2
-    return weight.mT if is_transposed else weight
+    if is_transposed:
+        weight = weight.mT
+    theirs = hub_names(name, family)
+    rows = stacked_rows(model.config, name) if len(theirs) > 1 else [len(weight)]
+    return dict(zip(theirs, weight.split(rows), strict=True))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,14 +171,7 @@ def load_config(directory: str | Path) -> GPTConfig:
         return read_fields(read_json(path), generation, tokenizers_end(path.parent))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except MALFORMED as error:
         raise CheckpointError(
             f"{path} is not a model configuration ({error}): train again or restore the file"
         ) from error
@@ -210,32 +209,32 @@ def load_checkpoint(
     # First the sizes themselves: to build a model of a billion layers takes for ever, even without
     # weights.
     C = config.n_embd
-    saved.check("wte.weight", (config.vocab_size, C), family)
-    saved.check(f"h.{config.n_layer - 1}.ln_1.weight", (C,), family)
+    sizes = {"wte.weight": (config.vocab_size, C), f"h.{config.n_layer - 1}.ln_1.weight": (C,)}
     if family is not GPT2:  # it has a head_size of its own
-        rows = stacked_rows(config, "h.0.attn.c_attn.weight")
-        saved.check("h.0.attn.c_attn.weight", (sum(rows), C), family, rows)
+        sizes["h.0.attn.c_attn.weight"] = (config.n_head * config.head_size, C)  # q's part
+    saved.check({hub_names(name, family)[0]: shape for name, shape in sizes.items()})
     with torch.device("meta"):
         model = GPT(config)
-    wanted = model.state_dict()
+    ours = model.state_dict()
     if config.tied:
-        del wanted[HEAD]
-    for name, weight in wanted.items():
-        shape = tuple(hub_layout(model, name, weight, family).shape)
-        rows = stacked_rows(config, name) if len(hub_names(name, family)) > 1 else None
-        saved.check(name, shape, family, rows)
-    saved.check_rest(wanted, family)
+        del ours[HEAD]
+    wanted = {}
+    for name, weight in ours.items():
+        wanted |= hub_parts(model, name, weight, family)
+    saved.check({theirs: tuple(part.shape) for theirs, part in wanted.items()})
+    saved.check_rest(wanted)
     if check:
         check(model, dtype, device)
-    norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, RMSNorm)}
     weights = {}
     # by default a lock for processes: Python warns that it leaked when the engine's is killed
     tqdm.set_lock(threading.RLock())
-    for name in tqdm(wanted, "loading", unit=" weights", leave=False, delay=2, disable=None):
-        kept = torch.float32 if name in norms else dtype
-        weight = torch.empty(wanted[name].shape, dtype=kept, device=device)
-        saved.read_into(hub_layout(model, name, weight, family), name, family)
-        weights[name] = weight.add_(family.norm_offset) if name in norms else weight
+    for name in tqdm(ours, "loading", unit=" weights", leave=False, delay=2, disable=None):
+        is_norm = isinstance(module_of(model, name), RMSNorm)
+        kept = torch.float32 if is_norm else dtype
+        weight = torch.empty(ours[name].shape, dtype=kept, device=device)
+        for theirs, part in hub_parts(model, name, weight, family).items():
+            saved.read_into(part, theirs)
+        weights[name] = weight.add_(family.norm_offset) if is_norm else weight
     if config.tied:
         weights[HEAD] = weights["wte.weight"]
     model.load_state_dict(weights, assign=True)
@@ -271,46 +270,41 @@ class SavedWeights:
                     raise CheckpointError(f"{path}: {name} is there twice: restore the files")
                 self.files[short] = opened, name
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        if name not in self.files:
-            return None
-        opened, there = self.files[name]
-        return tuple(opened.get_slice(there).get_shape())
-
     def read(self, name: str) -> torch.Tensor:
         """The tensor as it is in the file: mapped, so in memory only where it is looked at."""
         opened, there = self.files[name]
         return opened.get_tensor(there)
 
-    def read_into(self, weight: torch.Tensor, name: str, family: Family):
-        """Fill `weight`, our weight `name` in the family's layout."""
-        parts = [self.read(theirs) for theirs in hub_names(name, family)]
-        targets = weight.split([len(part) for part in parts])
-        for target, part in zip(targets, parts, strict=True):
-            rows = max(1, PIECE // part[0].numel())
-            for piece, source in zip(target.split(rows), part.split(rows), strict=True):
-                piece.copy_(source)
+    def read_into(self, weight: torch.Tensor, name: str):
+        """Fill `weight` with the tensor, piece by piece."""
+        saved = self.read(name)
+        rows = max(1, PIECE // saved[0].numel())
+        for target, piece in zip(weight.split(rows), saved.split(rows), strict=True):
+            target.copy_(piece)
 
-    def check(self, name: str, wanted: tuple, family: Family, rows: list[int] | None = None):
+    def check(self, wanted: dict[str, tuple[int, ...]]):
         """
-        Raises CheckpointError where our weight `name` is missing or has another shape; of one that
-        is stacked here, `rows` are those of its parts.
+        Raises CheckpointError where a tensor is missing, has another shape than it has in `wanted`,
+        or numbers that are not read here.
         """
-        theirs = hub_names(name, family)
-        for part in set(theirs) & self.files.keys():
-            opened, there = self.files[part]
-            dtype = opened.get_slice(there).get_dtype()
-            if dtype not in READABLE:
-                raise unknown(f"the dtype of {there}", dtype, ", ".join(READABLE))
-        shapes = [self.shape(part) for part in theirs]
-        parts = [(n, *wanted[1:]) for n in rows] if rows else [wanted]
-        if shapes != parts:
-            wanted = ", ".join(map(str, parts))
-            pairs = zip(theirs, shapes, strict=True)
-            names = ", ".join(f"{part} is {shape or 'missing'}" for part, shape in pairs)
-            raise CheckpointError(
-                f"{self.directory}: the weights do not match config.json: {names}, wanted {wanted}"
-            )
+        for name, shape in wanted.items():
+            found = "missing"
+            if name in self.files:
+                opened, there = self.files[name]
+                saved = opened.get_slice(there)
+                dtype = saved.get_dtype()
+                if dtype not in READABLE:
+                    raise unknown(f"the dtype of {there}", dtype, ", ".join(READABLE))
+                found = tuple(saved.get_shape())
+            if found != shape:
+                raise self.mismatch(f"{name} is {found}, wanted {shape}")
+
+    def mismatch(self, what: str) -> CheckpointError:
+        """The error, to be raised."""
+        return CheckpointError(
+            f"{self.directory}: the weights do not match config.json: {what}: restore or download "
+            "both"
+        )
 
     def has_own_head(self, family: Family) -> bool:
         """Whether there is a head that is not the embedding: then the two are not tied."""
@@ -319,22 +313,18 @@ class SavedWeights:
             return False
         return not torch.equal(self.read(HEAD).float(), self.read(embedding).float())
 
-    def check_rest(self, wanted: dict, family: Family):
+    def check_rest(self, wanted: dict):
         """
         Raises CheckpointError for weights that the model does not have, unless it computes the same
         without them.
         """
-        ours = {theirs for name in wanted for theirs in hub_names(name, family)}
-        for name in self.files.keys() - ours - {HEAD}:
+        for name in self.files.keys() - wanted.keys() - {HEAD}:
             # the hub's causal masks, and frequencies that are computed here
             is_known = name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
             # of a model saved without biases
             is_zero = name.endswith(".bias") and not self.read(name).any()
             if not (is_known or is_zero):
-                raise CheckpointError(
-                    f"{self.directory}: the weights do not match config.json: {name} is no part of "
-                    "this model"
-                )
+                raise self.mismatch(f"{name} is no part of this model")
 
 
 def without_prefix(name: str) -> str:
@@ -353,7 +343,7 @@ def weight_files(directory: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         paths = [directory / name for name in names]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{index} is broken ({error}): restore the file") from error
     for path in paths:
         if path.parent != directory:
@@ -421,8 +411,7 @@ def convert(path: Path, directory: Path) -> str:
             "could run any code: where you trust it, save its model and model_args alone, with "
             "torch.save"
         ) from error
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError,
-            OverflowError, MemoryError) as error:  # fmt: skip
+    except (*MALFORMED, RuntimeError, EOFError, MemoryError) as error:
         reason = " ".join(str(error).split())  # torch's have several lines
         raise CheckpointError(f"{path} is no checkpoint of nanoGPT's ({reason})") from error
     left = ""

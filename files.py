@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-# raised where a JSON file is broken, or its content is not what is looked for
-BROKEN_JSON = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+# raised where a file is broken, or its content is not what is looked for
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]):
@@ -41,7 +41,7 @@ def write_json(path: Path, content: dict):
 
 
 def read_json(path: Path) -> dict:
-    """The content of a file, {} where there is none. Raises one of BROKEN_JSON."""
+    """The content of a file, {} where there is none. Raises what is in MALFORMED."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 

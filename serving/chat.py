@@ -15,7 +15,7 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from files import BROKEN_JSON, read_json
+from files import MALFORMED, read_json
 from tokenizer import Tokenizer, TokenizerError, named_tokens, read_config, token_text
 
 # Characters that a template may make of a conversation: four times the largest body.
@@ -49,7 +49,7 @@ def read_template(directory: str | Path) -> str | None:
                 template = {t["name"]: t["template"] for t in template}
             if isinstance(template, dict):
                 template = template.get("default")
-        except BROKEN_JSON as error:
+        except MALFORMED as error:
             raise TokenizerError(
                 f"{path} is broken ({type(error).__name__}: {error}): restore it"
             ) from None
