@@ -23,7 +23,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from files import how_to_download, read_json, write_atomically, write_json
+from files import MALFORMED, how_to_download, read_json, write_atomically, write_json
 
 MAX_NAME = 1024  # characters of an added token; real ones have up to 40
 END_OF_TEXT = "<|endoftext|>"
@@ -86,8 +86,8 @@ class Tokenizer:
         steps = [state(backend.normalizer), state(backend.pre_tokenizer)]
         self.has_known_pattern = "Regex" not in str(steps)
         empty = backend.encode("")  # to which a beginning-of-text token is added, or none
-        added = zip(empty.ids, empty.special_tokens_mask, strict=True)
-        self.bos = [i for i, was_added in added if was_added][:1]
+        pairs = zip(empty.ids, empty.special_tokens_mask, strict=True)
+        self.bos = [i for i, was_added in pairs if was_added][:1]
         kinds = decoding_steps(backend)
         self.is_byte_level = "ByteLevel" in kinds
         self.falls_back = "ByteFallback" in kinds
@@ -451,7 +451,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         return tokenizer
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise TokenizerError(
             f"{path} is not a tokenizer this code reads ({type(error).__name__}: {error}): "
             "restore it"
@@ -541,8 +541,9 @@ def can_stream(step: dict, is_alone: bool, is_fused: bool) -> bool:
             return len(step["pattern"].get("String", "")) == 1
         case "ByteFallback" | "Metaspace" | "WordPiece" | "Replace":
             return not is_fused
-        case kind:
-            return kind == "Fuse"
+        case "Fuse":
+            return True
+    return False
 
 
 def read_config(directory: Path) -> dict:
@@ -597,7 +598,7 @@ def check_fits_model(tokenizer: Tokenizer, directory: Path):
     """
     try:
         rows = read_json(directory / "config.json").get("vocab_size")
-    except (ValueError, AttributeError, RecursionError):
+    except MALFORMED:
         return  # a broken model is reported when the model is loaded
     if type(rows) is int and rows < tokenizer.vocab_size:
         ids = tokenizer.backend.get_vocab(with_added_tokens=False).values()

@@ -29,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from files import read_json
+from files import MALFORMED, read_json
 
 GREEDY_BELOW = 1e-5  # temperatures below are taken for 0: dividing by less would overflow
 LOWEST_LOGPROB = -9999.0  # in place of -infinity, which JSON does not have
@@ -194,7 +194,7 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
         raise ValueError(f"--generation-config {source}: there is no {path}, {remedy}")
     try:
         saved = {name: value for name, value in read_json(path).items() if value is not None}
-    except (ValueError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise ValueError(f"{path} is broken ({error}): {remedy}") from None
     defaults = {name.replace("_new", ""): saved.pop(name) for name in TAKEN if name in saved}
     if defaults.get("top_k") == -1:
@@ -216,6 +216,5 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
 
 def listed(values: dict) -> str:
     """Names are a file's, too, and may hold what a terminal would obey."""
-    names = [ascii(name[:100])[1:-1] for name in values]
-    texts = map(reprlib.repr, values.values())
-    return ", ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
+    texts = [f"{ascii(name[:100])[1:-1]} {reprlib.repr(value)}" for name, value in values.items()]
+    return ", ".join(texts)

@@ -46,11 +46,10 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
     num_blocks = settings.num_blocks
     device = model.wte.weight.device
     free, total = memory_of(device)
-    available = POOL_SHARE[device.type] * free
     size = bytes_per_block(model, S)
     if num_blocks is None:
         useful = settings.max_num_seqs * -(-context_length // S)
-        possible = int(available // size)
+        possible = int(POOL_SHARE[device.type] * free // size)
         num_blocks = max(1, min(useful, possible))
     wanted = num_blocks * size
     if wanted > total:  # a process may reserve that much, and is killed once it uses it

@@ -33,6 +33,16 @@ def random_model(**changes) -> GPT:
 TOKENS = torch.randint(97, (2, 33), generator=torch.Generator().manual_seed(1))
 
 
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder, **changes):
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | changes, path)
+
+
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu", "relu", "relu2"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_transformers_opens_what_we_save(tmp_path, activation, bias):
@@ -180,8 +190,7 @@ def test_sizes_are_compared_with_the_file_first(tmp_path, name, size):
     overflowed.
     """
     save_checkpoint(random_model(), tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: size}))
+    change_config(tmp_path, **{name: size})
     with pytest.raises(CheckpointError, match=r"weights do not match config\.json"):
         load_checkpoint(tmp_path)
 
@@ -200,8 +209,7 @@ def test_sizes_are_compared_with_the_file_first(tmp_path, name, size):
 )
 def test_options_that_we_do_not_compute_are_refused(tmp_path, option, value):
     save_checkpoint(random_model(), tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {option: value}))
+    change_config(tmp_path, **{option: value})
     with pytest.raises(
         CheckpointError, match=f"{option} is {value!r}, this code computes only .*: vLLM serves"
     ):
@@ -209,7 +217,13 @@ def test_options_that_we_do_not_compute_are_refused(tmp_path, option, value):
 
 
 @pytest.mark.parametrize(
-    "option", [{"n_inner": 128}, {"n_inner": None}, {"scale_attn_by_inverse_layer_idx": None}]
+    "option",
+    [
+        {"n_inner": 128},
+        {"n_inner": None},
+        {"scale_attn_by_inverse_layer_idx": None},
+        {"add_cross_attention": None},
+    ],
 )
 def test_options_that_say_what_we_compute_pass(tmp_path, option):
     """Four times the width is what there is without n_inner."""
@@ -418,46 +432,6 @@ def test_broken_weights(tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         load_checkpoint(tmp_path)
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def change_weights(folder, **changes):
-    path = folder / "model.safetensors"
-    save_file(load_file(path) | changes, path)
-
-
-@pytest.mark.parametrize("name", ["gelu_pytorch_tanh", "gelu_fast"])
-def test_other_names_of_gelu_new(tmp_path, name):
-    """They are the same function, and were refused."""
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 97,
-        "n_positions": 33,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_embd": 32,
-        "initializer_range": 0.3,
-    }
-    theirs = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(activation_function=name, **sizes)
-    ).eval()
-    theirs.save_pretrained(tmp_path)
-    ours = load_checkpoint(tmp_path)
-    assert (
-        ours.config.activation == "gelu_new" and ours.config.eos_token_ids == ()
-    )  # 50256 is only their default
-    with torch.no_grad():
-        assert (ours(TOKENS)[0] - theirs(TOKENS).logits).abs().max() <= 1e-4
-
-
-def test_no_cross_attention_may_be_null(tmp_path):
-    save_checkpoint(random_model(), tmp_path)
-    change_config(tmp_path, add_cross_attention=None)
-    assert load_config(tmp_path) == random_model().config
 
 
 @pytest.mark.parametrize(

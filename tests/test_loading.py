@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from test_checkpoint import SHAPE, random_model
 
 import checkpoint
 import serve
@@ -230,17 +231,8 @@ def test_an_end_of_text_that_only_the_tokenizer_names(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Directories
 
-SHAPE = {"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 4, "n_embd": 32}
 LLAMA = SHAPE | {"norm": "rms", "bias": False, "gated": True, "activation": "silu"}
 LLAMA |= {"rope": {0: Rope(1e4)}, "n_kv_head": 2, "tied": False}
-
-
-def random_model(**fields) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**fields)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 def same(a: GPT, b: GPT) -> bool:

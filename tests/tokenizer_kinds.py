@@ -131,10 +131,9 @@ def smollm2() -> Backend:
     lacking = {"ĉ", "ð", "Ã", "\xad"}
     vocab = {piece: i for piece, i in vocab.items() if lacking.isdisjoint(piece)}
     merges = [pair for pair in merges if lacking.isdisjoint("".join(pair))]
-    backend = of_bytes(pre_tokenizers.Digits(individual_digits=True))
-    backend.model = models.BPE(vocab, merges)
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), level])
+    backend = of_bytes(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), level]))
+    backend.model = models.BPE(vocab, merges)
     return backend
 
 
