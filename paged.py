@@ -260,14 +260,14 @@ class Request:
 
     def content_of(self, index: int, block_size: int) -> CachedBlock:
         """
-        The content of logical block `index`, all of whose tokens must be known. Its key follows
-        from the key of the block before, so the first call for a block must come in order.
+        The content of logical block `index`, up to whose end all tokens must be known. Its key
+        follows from those of the blocks before, each of which is made once.
         """
-        start = index * block_size
-        tokens = tuple(self.tokens_between(start, start + block_size))
         keys = self.block_keys
-        if len(keys) <= index + 1:
-            keys.append(block_key(keys[index], tokens))
+        for i in range(min(index, len(keys) - 1), index + 1):
+            tokens = tuple(self.tokens_between(i * block_size, (i + 1) * block_size))
+            if i == len(keys) - 1:
+                keys.append(block_key(keys[i], tokens))
         return CachedBlock(keys[index + 1], keys[index], tokens)
 
     def clear_cache(self, block_allocator: BlockAllocator):
@@ -581,23 +581,26 @@ class Scheduler:
         only those that the first token to compute sees must be there; before them is the sink.
         Never all of the request's tokens: one must be computed to have logits to sample from.
         """
-        found: list[int] = []
         # to score a prompt takes the logits of all its tokens, so all are computed
         if not self.settings.prefix_cache or request.prompt_logprobs is not None:
-            return found
-        longest = 0  # blocks
-        missing = -1  # the last one that is not cached
-        for index in range((request.num_tokens - 1) // self.block_size):
+            return []
+        end = (request.num_tokens - 1) // self.block_size
+        while True:
+            start = self.first_block(end * self.block_size)
+            found = self._cached_blocks(request, start, end)
+            if start == 0 or start + len(found) == end:
+                return [self.block_allocator.sink] * start + found
+            end = start + len(found)  # whatever ends later sees the block that is missing there
+
+    def _cached_blocks(self, request: Request, start: int, end: int) -> list[int]:
+        """The physical blocks of logical blocks start..end-1, up to the first not cached."""
+        found = []
+        for index in range(start, end):
             block = self.block_cache.lookup(request.content_of(index, self.block_size))
             if block is None:
-                if not self.window:
-                    break
-                missing = index
+                break
             found.append(block)
-            if missing < self.first_block((index + 1) * self.block_size):
-                longest = index + 1
-        left = self.first_block(longest * self.block_size)
-        return [self.block_allocator.sink] * left + found[left:longest]
+        return found
 
     # -- before a step: plan it --------------------------------------------------------------------
 

@@ -1155,6 +1155,17 @@ def test_a_hit_needs_the_blocks_that_are_still_seen_and_no_others():
     scheduler.check()
 
 
+def test_a_long_prompt_that_waits_costs_a_lookup_for_each_window():
+    """A prompt of 131,072 tokens that did not fit took 8,192 lookups in every step."""
+    scheduler = windowed(40, num_blocks=16)
+    lookups = []
+    lookup = scheduler.block_cache.lookup
+    scheduler.block_cache.lookup = lambda wanted: lookups.append(wanted) or lookup(wanted)
+    prompt = [i % 7 for i in range(401)]
+    assert scheduler._find_prefix(Request("r", prompt, 1)) == []
+    assert len(lookups) == 10  # a window sees 10 blocks
+
+
 def scheduler_blocks(scheduler: Scheduler, *starts: int) -> list[int]:
     """The cached blocks that begin with these tokens."""
     held = scheduler.block_cache.held.items()
