@@ -49,8 +49,10 @@ class Ops(NamedTuple):
     name: str
     # (tokens, positions, wte, wpe or None, scale) -> x (..., T, C)
     embed: Callable
-    # (positions, frequencies) -> what project_qkv rotates heads by, see `rotation`
+    # (positions, frequencies) -> what `rotate` turns heads by
     rotation: Callable
+    # (q (..., T, H, D), k, what `rotation` returned) -> both, turned by their positions
+    rotate: Callable
     # (x, delta or None, norm) -> x + delta, which may be x itself, changed in place (use only what
     # is returned); and norm(x + delta)
     add_norm: Callable
@@ -131,9 +133,7 @@ def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
         q = attn.q_norm(q)
         k = attn.k_norm(k)
     if batch.rotations:
-        # both at once: on a CPU a decode step takes as long as its many small operations
-        both = rotate(torch.cat((q, k), -2), batch.rotations[attn.window])
-        q, k = both.split_with_sizes(sizes[:2], -2)
+        q, k = batch.ops.rotate(q, k, batch.rotations[attn.window])
     return q, batch.ops.store_kv(k, v, kv, batch)
 
 
@@ -143,16 +143,18 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """
-    Rotary position embedding (RoPE, Su et al. 2021): numbers i and i + D / 2 of each head of x
-    (..., T, heads, D) are turned by the position times frequency i, as transformers pairs them.
-    What q and k then have in common depends on how far apart they are.
+    Rotary position embedding (RoPE, Su et al. 2021): numbers i and i + D / 2 of each head of q
+    (..., T, H, D) and k (..., T, Hk, D) are turned by the position times frequency i, as
+    transformers pairs them. What q and k then have in common depends on how far apart they are.
     """
     cos, sin = rotation
-    first, second = x.chunk(2, -1)  # (..., T, heads, D / 2) each
+    # both at once: on a CPU a decode step takes as long as its many small operations
+    x = torch.cat((q, k), -2)
+    first, second = x.chunk(2, -1)  # (..., T, H + Hk, D / 2) each
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    return turned.to(x.dtype)
+    return turned.to(x.dtype).split_with_sizes((q.shape[-2], k.shape[-2]), -2)
 
 
 def store_kv(k: Tensor, v: Tensor, kv: None, batch: WholeTexts) -> tuple[Tensor, Tensor]:
@@ -172,7 +174,7 @@ def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tens
 
 
 def attend(q: Tensor, kv: tuple[Tensor, Tensor], attn: "Attention", batch: WholeTexts) -> Tensor:
-    """Causal attention of each token to itself and what came before it in its text."""
+    """Attention of each token to those of its text that it may see."""
     _, T, H, _ = q.shape
     k, v = kv  # (B, T, Hk, D)
     G = H // k.shape[2]  # grouped-query attention: so many query heads share a KV head
@@ -181,11 +183,11 @@ def attend(q: Tensor, kv: tuple[Tensor, Tensor], attn: "Attention", batch: Whole
     v = v.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H, T, D)
     seen = may_see(batch.positions[:, None], batch.positions, attn.window)  # (T, T)
     mask = torch.zeros(T, T, device=q.device).masked_fill(~seen, -torch.inf)
-    mixed = attention(q, k, v, mask, batch.dropout, attn.scale, attn.softcap)  # (B, H, T, D)
+    mixed = attention(q, k, v, mask, attn.scale, batch.dropout, attn.softcap)  # (B, H, T, D)
     return mixed.transpose(1, 2)
 
 
-def attention(q, k, v, attn_mask: Tensor | None, dropout_p=0.0, scale=1.0, softcap=0.0):
+def attention(q, k, v, attn_mask: Tensor | None, scale: float, dropout_p=0.0, softcap=0.0):
     """
     Scaled dot-product attention (Vaswani et al. 2017) spelled out: q (.., n, D), k and v (.., m,
     D), attn_mask broadcasting to (.., n, m): 0 where a query may see a key, else -inf; None: it
@@ -236,6 +238,7 @@ TORCH = Ops(
     "torch",
     embed,
     rotation,
+    rotate,
     add_norm,
     project_qkv,
     store_kv,
@@ -320,8 +323,7 @@ class GPTConfig:
         return next(iter(self.eos_token_ids), None)
 
     def __post_init__(self):
-        sizes = ["vocab_size", "context_length", "n_layer", "n_head", "n_embd"]
-        for name in sizes:
+        for name in ("vocab_size", "context_length", "n_layer", "n_head", "n_embd"):
             check_size(name, getattr(self, name))
         check_size("n_layer", self.n_layer, 2**16)  # a window for each is a list that long
         if self.n_kv_head is None:

@@ -19,7 +19,6 @@ from model import (
     attend,
     linear,
     loss,
-    project_qkv,
 )
 
 SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
@@ -32,8 +31,8 @@ def training_ops(device: torch.device | str) -> Ops:
     if torch.device(device).type == "cpu":
         return TORCH._replace(
             name="training on a CPU",
+            rotate=rotate,
             add_norm=add_rms_norm,
-            project_qkv=project_and_rotate,
             attend=attend_on_cpu,
             linear=gated_linear,
             loss=chunked_loss,
@@ -180,21 +179,14 @@ class FusedRMSNorm(torch.autograd.Function):
         return dx, dweight, None
 
 
-def project_and_rotate(y, attn: Attention, kv, batch: WholeTexts):
-    """As `model.project_qkv`: queries and keys are turned together."""
-    if not batch.rotations or attn.q_norm is not None:
-        return project_qkv(y, attn, kv, batch)
-    qkv = batch.ops.linear(y, attn.c_attn)
-    heads = qkv.unflatten(-1, (-1, attn.D))  # (.., T, H + 2 Hk, D)
-    qk, v = heads.split((attn.H + attn.Hk, attn.Hk), -2)
-    cos, sin = batch.rotations[attn.window]
-    qk = Rotate.apply(qk, cos.to(qk.dtype), sin.to(qk.dtype))
-    q, k = qk.split((attn.H, attn.Hk), -2)
-    return q, batch.ops.store_kv(k, v, kv, batch)
+def rotate(q, k, rotation):
+    """As `model.rotate`."""
+    cos, sin = (x.to(q.dtype) for x in rotation)
+    return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
 
 
 class Rotate(torch.autograd.Function):
-    """As `model.rotate`; the gradient is turned back."""
+    """x (B, T, heads, D), turned; the gradient is turned back."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
