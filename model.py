@@ -367,7 +367,8 @@ class GPTConfig:
             if window != 0:
                 check_size("sliding_window", window)
         if self.rope and not self.rope.keys() >= set(self.windows):
-            raise ValueError(f"rope has windows {list(self.rope)}, layers have {self.windows}")
+            there = f"rope has windows {list(self.rope)}, layers have {self.windows}"
+            raise ValueError(f"{there}: give each its positions")
         if self.qk_norm and self.norm != "rms":
             raise ValueError("qk_norm is for norm 'rms' alone: change one of them")
         if self.rope and self.head_size % 2:

@@ -179,7 +179,8 @@ TO_COME = None  # in `generated_tokens`: a token whose step is under way
 class Request:
     """
     One text being continued. The K, V of all its tokens but the last are in the blocks of
-    `block_table`; the last token is the input of its next step.
+    `block_table`, except those that a window has left; the last token is the input of its next
+    step.
 
         waiting ── admitted ──> prefilling ── prompt computed ──> active ── stop or length ──> done
            ^                        │                               │
@@ -420,7 +421,9 @@ def blocks_held(num_tokens: int, block_size: int, window: int) -> int:
     The blocks that a text of so many tokens must hold at once. A window (0: none) may begin with
     the last slot of a block.
     """
-    return -(-min(num_tokens, block_size - 1 + (window or num_tokens)) // block_size)
+    if window:
+        num_tokens = min(num_tokens, block_size - 1 + window)
+    return -(-num_tokens // block_size)
 
 
 class Scheduler:

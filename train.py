@@ -50,7 +50,6 @@ from training.sizes import ARCHS, SIZES, model_fields
 
 # 11M parameters, the size that nanoGPT trains on Shakespeare
 MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
-MIDDLE_SIZED |= {"arch": "gpt2"}
 SHAKESPEARE = {"data": "shakespeare_char", "arch": "gpt2"}
 SHAKESPEARE_CPU = {"n_layer": 3, "n_embd": 128, "context_length": 128, "batch_size": 16}
 # GPT-2 small, with the biases and the activation that OpenAI gave it
@@ -58,7 +57,7 @@ GPT2 = {"arch": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "context_len
 GPT2 |= {"bias": True, "activation": "gelu_new", "data": "stdlib_gpt2", "batch_size": 32}
 GPT2 |= {"steps": 2000, "matrix_lr": 0.01, "vector_lr": 1e-3}
 PRESETS = {
-    "stdlib": {"cpu": {}, "gpu": MIDDLE_SIZED | {"dropout": 0.1}},
+    "stdlib": {"cpu": {}, "gpu": MIDDLE_SIZED | {"arch": "gpt2", "dropout": 0.1}},
     "shakespeare_char": {
         "cpu": SHAKESPEARE | SHAKESPEARE_CPU,
         "gpu": SHAKESPEARE | MIDDLE_SIZED | {"dropout": 0.2},
