@@ -26,7 +26,7 @@ from serving.cpu import cpp_compiler, with_layers
 from serving.int8 import LARGEST, int8_weights
 
 
-def made_once(x: Tensor) -> Tensor:
+def materialized(x: Tensor) -> Tensor:
     """
     x itself; the compiler stores it before it is used. Else it would compute a norm, or what a row
     is rounded to, anew for each row of the weights: half of the time in int8, a tenth in fp32.
@@ -52,11 +52,11 @@ class OneRowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scale is None:
-            y = (self.weight * made_once(x.to(self.weight.dtype).float())).sum(-1)
+            y = (self.weight * materialized(x.to(self.weight.dtype).float())).sum(-1)
         else:
             largest = x.abs().amax().clamp(min=1e-30)
             steps = (x * (LARGEST / largest) + 128.5).floor() - 128
-            y = (self.weight * made_once(steps)).sum(-1) * self.scale * largest
+            y = (self.weight * materialized(steps)).sum(-1) * self.scale * largest
         if self.bias is not None:
             y = y + self.bias
         return y[None]

@@ -16,7 +16,7 @@ from torch import Tensor
 import model
 from kernels import Batch, gdc_wait, jit, pdl_options, pdl_wait, pool_offset, tl, triton
 from serving.inputs import KnownRows, ModelInputs
-from serving.linear import Places, is_ours, launch_linear, linear
+from serving.linear import QKVTargets, is_ours, launch_linear, linear
 
 # --------------------------------------------------------------------------------------------------
 # Inputs and embeddings
@@ -212,5 +212,5 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
         return place(parts, attn, kv, batch), kv
     if not is_ours(len(y), attn.c_attn) or attn.q_norm is not None:
         return model.project_qkv(y, attn, kv, batch)
-    q = launch_linear(y, attn.c_attn, places=Places(kv, batch.slot_mapping, rotation))
+    q = launch_linear(y, attn.c_attn, targets=QKVTargets(kv, batch.slot_mapping, rotation))
     return q.view(len(y), attn.H, attn.D), kv

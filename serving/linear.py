@@ -8,7 +8,7 @@ model's decode step spends its time on them.
     delta = linear(y, layer, partial_sums=True)     # split-K: more programs at once
 
 Each has the signature of its torch twin in model.py. For one row the product that reads a norm
-computes it, see `Unnormed`. Letters: of a layer, R rows, K inputs, N outputs, P parts of a sum
+computes it, see `PendingNorm`. Letters: of a layer, R rows, K inputs, N outputs, P parts of a sum
 (split-K).
 """
 
@@ -60,7 +60,7 @@ def add_norm_kernel(
 
 
 @dataclass
-class Unnormed:
+class PendingNorm:
     """
     norm(x + delta) of one row, x [1, K], not computed yet: the product that reads it does so, which
     is one launch less, and writes x + delta to `total` [1, K].
@@ -83,12 +83,12 @@ class Unnormed:
 def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module):
     """
     Add delta [R, K], [P, R, K] or None to x [R, K]. Returns the sum, which may be x, changed in
-    place, and norm(sum): for one row `Unnormed`, which `linear`, `head` and `project_qkv` take.
+    place, and norm(sum): for one row `PendingNorm`, which `linear`, `head` and `project_qkv` take.
     """
     if len(x) > 1 or delta is None or x.shape[1] > NORMED_ROW:
         return norm_now(x, delta, norm)
     total = torch.empty_like(x)
-    return total, Unnormed(x, delta, norm, total)
+    return total, PendingNorm(x, delta, norm, total)
 
 
 def norm_now(x: Tensor, delta: Tensor | None, norm: nn.Module):
@@ -177,7 +177,7 @@ def vector_kernel(
     there is, too little for tensor cores. Its first weights are under way before it waits for its
     predecessor. With frequencies the outputs are q, k and v, of which q and k are rotated: a
     program has both numbers of each pair. With norm_weight the row is norm(x + delta), see
-    `Unnormed`: each program normalises it for itself, the first one stores x + delta.
+    `PendingNorm`: each program normalises it for itself, the first one stores x + delta.
     """
     n, k = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, BLOCK)
     if frequencies is not None:  # n are pairs, side by side: numbers i and i + D / 2 of a head
@@ -328,9 +328,9 @@ class Tiles(NamedTuple):
         return {"COLS": self.cols, "BLOCK": self.block, "num_warps": self.warps}
 
 
-def one_row_tiles(x: Tensor | Unnormed, N: int, K: int, gated: bool, is_head: bool) -> Tiles:
+def one_row_tiles(x: Tensor | PendingNorm, N: int, K: int, gated: bool, is_head: bool) -> Tiles:
     """As tuned, for one row."""
-    if isinstance(x, Unnormed):  # the whole row at once
+    if isinstance(x, PendingNorm):  # the whole row at once
         return Tiles(1, 4, triton.next_power_of_2(K), warps=4)
     if is_head:
         return Tiles(1, 4, 512, warps=2)
@@ -387,7 +387,7 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
     return model.linear(x, layer, activation)
 
 
-def head(x: Tensor | Unnormed, layer) -> Tensor:
+def head(x: Tensor | PendingNorm, layer) -> Tensor:
     """
     Logits [R, V] of x [R, K], by these kernels where cuBLAS is no faster. In 16 bits it takes five
     times as long where 8 does not divide the vocabulary.
@@ -398,7 +398,7 @@ def head(x: Tensor | Unnormed, layer) -> Tensor:
     return layer(x)
 
 
-class Places(NamedTuple):
+class QKVTargets(NamedTuple):
     """Where a QKV product puts keys and values, and how it rotates."""
 
     kv: Tensor  # one layer's pool
@@ -407,15 +407,15 @@ class Places(NamedTuple):
 
 
 def launch_linear(
-    x: Tensor | Unnormed,
+    x: Tensor | PendingNorm,
     layer,
     activation: str | None = None,
     gated=False,
     partial_sums=False,
-    places: Places | None = None,
+    targets: QKVTargets | None = None,
     is_head=False,
 ) -> Tensor:
-    """As linear; or, with `places`, as project_qkv, but q is [R, H D]."""
+    """As linear; or, with `targets`, as project_qkv, but q is [R, H D]."""
     N, K = layer.weight.shape
     if gated:
         N //= 2
@@ -424,8 +424,8 @@ def launch_linear(
     # D is 0 without a pool: no columns are of k and v
     shape = {"N": N, "K": K, "ACTIVATION": activation, "GATED": gated, "Hk": 1, "S": 1, "D": 0}
     pool = (None, None, None)
-    if places:
-        kv, slots, _ = places
+    if targets:
+        kv, slots, _ = targets
         assert kv.is_contiguous(), "the pool of a layer must be contiguous"
         shape["Hk"], shape["S"], shape["D"] = kv.shape[2:]
         pool = (kv, slots, kv.stride(0))  # from K to V
@@ -433,7 +433,7 @@ def launch_linear(
     dtype = torch.float32 if partial_sums else layer.weight.dtype
     if len(x) == 1:
         out = layer.weight.new_empty(1, width, dtype=dtype)
-        rotation = places.rotation if places else None
+        rotation = targets.rotation if targets else None
         tiles = one_row_tiles(x, N, K, gated, is_head)
         if rotation:  # which turns pairs of columns
             tiles = tiles._replace(cols=max(2, tiles.cols))
@@ -454,7 +454,7 @@ def launch_vector(x, layer, out, pool: tuple, shape: dict, rotation, tiles: Tile
     row = (x, None, None, None, None, 0.0)
     P = 0
     rms = False
-    if isinstance(x, Unnormed):
+    if isinstance(x, PendingNorm):
         norm = x.norm
         row = (x.x, x.delta, norm.weight, norm.bias, x.total, norm.eps)
         P = x.delta.numel() // x.total.numel()

@@ -777,7 +777,7 @@ def test_one_row_is_normalised_by_the_product_that_reads_it(K, rms, gated):
         wanted = model_module.linear(norm(total), layer, "silu" if gated else None, gated)
         norm, layer = norm.to(DEVICE), layer.to(DEVICE)
         found, y = linear.add_norm(x.to(DEVICE), delta.to(DEVICE), norm)
-        assert isinstance(y, linear.Unnormed)
+        assert isinstance(y, linear.PendingNorm)
         out = linear.linear(y, layer, "silu" if gated else None, gated)
         assert (found.cpu() - total).abs().max() < 1e-6
         assert (out.cpu() - wanted).abs().max() < 1e-5 * wanted.abs().max()
