@@ -415,7 +415,6 @@ def convert(path: Path, directory: Path) -> str:
         reason = " ".join(str(error).split())  # torch's have several lines
         raise CheckpointError(f"{path} is no checkpoint of nanoGPT's ({reason})") from error
     left = ""
-    directory.mkdir(parents=True, exist_ok=True)
     if characters:
         from training.corpus import char_tokenizer
 
@@ -424,6 +423,7 @@ def convert(path: Path, directory: Path) -> str:
             raise CheckpointError(f"{meta_path} has other than single characters, in their order")
         tokenizer.save(directory)
     elif (path.parent / "tokenizer.json").exists():
+        directory.mkdir(parents=True, exist_ok=True)
         for name in TOKENIZER_FILES:
             shutil.copy(path.parent / name, directory)
     else:

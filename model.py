@@ -199,7 +199,8 @@ def attention(q, k, v, attn_mask: Tensor | None, scale: float, dropout_p=0.0, so
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scores = q @ k.mT * scale  # (.., n, m)
-    scores = soft_cap(scores, softcap)
+    if softcap:
+        scores = soft_cap(scores, softcap)
     if attn_mask is not None:
         scores = scores + attn_mask
     weights = scores.softmax(-1)
@@ -208,8 +209,8 @@ def attention(q, k, v, attn_mask: Tensor | None, scale: float, dropout_p=0.0, so
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """x squeezed smoothly into -cap .. cap; 0: x itself."""
-    return cap * (x / cap).tanh() if cap else x
+    """x squeezed smoothly into -cap .. cap."""
+    return cap * (x / cap).tanh()
 
 
 def linear(x: Tensor, layer: nn.Module, activation=None, gated=False, partial_sums=False):
@@ -226,12 +227,14 @@ def linear(x: Tensor, layer: nn.Module, activation=None, gated=False, partial_su
 def loss(x: Tensor, layer: nn.Module, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """
     Mean cross-entropy in nats of the logits layer(x): x (B, T, C), targets (B, T) int64, -100 where
-    there is none; for softcap see `soft_cap`.
+    there is none; softcap as in `attention`.
     """
     # Flat before the head, so that torch.compile sees no views between head and loss: with them a
     # training step took a GPU 3% longer.
     logits = layer(x.flatten(0, 1)).float()  # (B T, V)
-    return F.cross_entropy(soft_cap(logits, softcap), targets.flatten())
+    if softcap:
+        logits = soft_cap(logits, softcap)
+    return F.cross_entropy(logits, targets.flatten())
 
 
 TORCH = Ops(

@@ -638,6 +638,11 @@ def test_what_is_no_nanogpt(tmp_path):
     write_nanogpt(tmp_path, few)
     with pytest.raises(SystemExit, match=r"has 28 characters, the model 29: put the model's own"):
         checkpoint.main(["convert", str(tmp_path / "ckpt.pt"), str(tmp_path / "dir")])
+    syllables = letters()
+    syllables["itos"][3] = "ab"
+    write_nanogpt(tmp_path, syllables)
+    with pytest.raises(SystemExit, match=r"meta\.pkl has other than single characters"):
+        checkpoint.main(["convert", str(tmp_path / "ckpt.pt"), str(tmp_path / "dir")])
     weights = write_nanogpt(tmp_path, letters())
     double = {name: weight.double() for name, weight in weights.items()}
     write_nanogpt(tmp_path, letters(), model=double)

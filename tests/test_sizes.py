@@ -93,7 +93,7 @@ def test_the_expectation_is_the_measured_one_and_between_two_of_them():
     wanted = {850: 1.49, 200: 1.82, half_way: (1.61 + 1.49) / 2, 5: 1.82, 10**6: 1.38}
     told = {steps: small.expected("gpt2", steps) for steps in wanted}
     assert told == pytest.approx(wanted)
-    assert small.expected("llama", 450) == 1.58 and SIZES["medium"].expected("llama", 9) == 1.37
+    assert small.expected("llama", 450) == 1.58 and SIZES["medium"].expected("llama", 9) == 1.32
     assert SIZES["tiny"].expected("llama", 450) is SIZES["large"].expected("llama", 450) is None
 
 
