@@ -619,6 +619,14 @@ needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="triton is no
 
 
 @needs_triton
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_decodes_are_right_whether_they_start_at_once_or_in_order(at_once, monkeypatch):
+    """The longest first, where not all programs start at once; a small batch never had an order."""
+    monkeypatch.setattr(kernels, "programs_at_once", lambda D: at_once)
+    check_attention(Shape(SKEWED.requests, SKEWED.num_decodes, H=12, Hk=12), "triton")
+
+
+@needs_triton
 @pytest.mark.parametrize("n", [1, 3, 7])
 def test_the_inputs_of_decodes_in_one_launch(n):
     """
@@ -695,6 +703,14 @@ def test_linear_layers_with_their_activations(R, N, K, activation, dtype):
         )
         error = (apply(linear.launch_linear, DEVICE, dtype) - exact).abs().max()
         assert error <= 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
+
+
+@needs_triton
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_many_rows_with_few_weights_and_with_many(limit, monkeypatch):
+    """Each has tiles of its own."""
+    monkeypatch.setattr(linear, "SMALL_WEIGHT", limit)
+    test_linear_layers_with_their_activations(130, 65, 48, "gelu_new", torch.float32)
 
 
 @needs_triton
