@@ -216,7 +216,14 @@ def decode_kernel(
     last split of a request and KV head to finish combines all of them, without a second launch.
     `finished` [B, Hk] counts them, from zero, and is zero again afterwards. q and out are [T, H,
     D], their strides numbers from token to token; kv is one layer's pool, V `k_to_v` numbers after
-    K; for WINDOW see TritonPlan.
+    K; for WINDOW see TritonPlan. 300 keys of one request and KV head, by SPLITS = 2 programs:
+
+        keys     0 ..  63   64 .. 127  128 .. 191  192 .. 255  256 .. 299        TILE = 64
+        split 0  ████████              ██████████              ████████  -> partial_out, partial_lse
+        split 1             █████████              ██████████            -> partial_out, partial_lse
+                 the last of the two to finish weighs both by 2 ** lse (combine_splits)  -> out
+
+    One request with 4 KV heads is 4 programs without splits, of 132 processors; with 64, 256.
     """
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ORDERED:

@@ -172,7 +172,10 @@ class BlockAllocator:
 # Requests
 
 
-TO_COME = None  # in `generated_tokens`: a token whose step is under way
+# In `generated_tokens`: a token whose step is under way. It stays on the device, where the next
+# step reads it; the host appends this place for it, and so knows all lengths, which is all that a
+# plan needs.
+TO_COME = None
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +190,18 @@ class Request:
            └───── preempted ────────┴───────────────────────────────┘
 
     Between active and done it is `ending` while its last token is on its way.
+
+    Four cursors run over its positions, each at or behind the next. Here with blocks of 4, a prompt
+    of 6 tokens, and overlap: a step is under way that computes position 9.
+
+        position        0  1  2  3    4  5  6  7    8  9 10 11
+        block         [      7    ] [      2    ] [      9    ]
+        committed  8   ────────────────────────>                 num_committed, in blocks
+        computed   9   ─────────────────────────────>            num_computed_slots: K, V exist
+        filled    10   ────────────────────────────────>         num_filled_slots: or under way
+        allocated 12   ──────────────────────────────────────>   len(block_table), in blocks
+
+    It has 11 tokens then; the last one, at position 10, is TO_COME.
     """
 
     id: int | str
@@ -288,7 +303,22 @@ def commit_blocks(
     Enter the full blocks among the request's first num_slots slots, whose K, V exist, into the
     prefix cache, and count them in `num_committed`. With `ref_counts`, a block with other owners is
     skipped for good: a fork may still write into it (the last owner writes without copying), so its
-    content is not final; the sink is skipped, too.
+    content is not final; the sink is skipped, too. How a full block can be shared and not final, by
+    n = 2 choices of a prompt of P = 3 tokens, with blocks of 4 and overlap:
+
+        block 5    references
+        p p p -    1    step 1 has computed the prompt; step 2 is under way, with its first token, a
+        p p p -    2    step 1 is known: choice b is forked at P - 1 slots, to compute the last p
+                        again, whose logits give b a first token of its own
+        p p p a    2    step 2 is known: the block is full, and skipped
+        p p p a    1    the first choice has stopped, before it was b's turn to decode
+        p p p b    1    b, now its only owner, writes in place: found by "p p p a", it would lie
+
+    >>> cache, first = BlockCache(), Request("first", [1, 2, 3], 9, generated_tokens=[50])
+    >>> first.block_table = [5]
+    >>> commit_blocks(first, cache, 4, num_slots=4, ref_counts=[0, 0, 0, 0, 0, 2])
+    >>> first.num_committed, cache.held
+    (1, {})
     """
     for index in range(request.num_committed, num_slots // block_size):
         block = request.block_table[index]
@@ -582,7 +612,10 @@ class Scheduler:
         """
         The physical blocks of the longest prefix that is cached, not referenced yet. With a window,
         only those that the first token to compute sees must be there; before them is the sink.
-        Never all of the request's tokens: one must be computed to have logits to sample from.
+        Never all of the request's tokens: one must be computed to have logits to sample from. And
+        with it its whole block, for a hit is a whole block, and no shared one is ever written: of 8
+        tokens in blocks of 4, all in the cache, (8 - 1) // 4 = 1 block is a hit, and 4 tokens are
+        computed again, into a block of the request's own.
         """
         # to score a prompt takes the logits of all its tokens, so all are computed
         if not self.settings.prefix_cache or request.prompt_logprobs is not None:
@@ -1024,7 +1057,12 @@ class KVBlockPool:
 # --------------------------------------------------------------------------------------------------
 # The post's helpers, to be read and compared with. In serving, the scheduler grows tables and
 # commits by itself, and a step writes and reads the pool through `slot_mapping` and `block_tables`
-# (kernels.py)
+# (kernels.py). Of the post's names
+#
+#   serving runs:    add_request, _maybe_admit, promote, complete, allocate_one, clear_cache,
+#                    free_blocks_for_request, is_fully_prefilled
+#   to be read:      schedule, maybe_allocate_block, commit_completed_blocks, write_kv_to_pool,
+#                    gather_kv_from_pool, num_tokens_in_cache, tokens_so_far
 
 
 def maybe_allocate_block(request: Request, block_allocator: BlockAllocator, block_size: int):

@@ -223,8 +223,14 @@ class Engine:
     def step(self) -> list[Output]:
         """
         Compute one step; with overlap, start one and return what the one before has brought, so
-        that the host works while the device does. Should a step fail, the requests that took part
-        end with an error and the others go on.
+        that the host works while the device does. For that the last token of a request stays on the
+        device (`KnownRows.last_token`), where the next step reads it, and the host appends a place
+        for it (`paged.TO_COME`) in `advance`, which `resolve` fills in a step later:
+
+            host    plan 1, launch 1   plan 2, launch 2   resolve 1   plan 3, launch 3   resolve 2
+            device                  [ step 1             ][ step 2                      ][ step 3 ..
+
+        Should a step fail, the requests that took part end with an error and the others go on.
         """
         outputs = []
         flight = None

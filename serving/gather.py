@@ -43,7 +43,14 @@ class GatherPlan(NamedTuple):
 def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
     """
     One layer's pool kv [2, num_blocks + 1, Hk, S, D] seen as a table of rows of D numbers: which of
-    them belong to slots [..., C]. Returns [2, ..., Hk, C]: of K and of V, for each head.
+    them belong to slots [..., C]. Returns [2, ..., Hk, C]: of K and of V, for each head. In a pool
+    of 6 blocks and the sink, with S = 4 and Hk = 2, slot 21 is in block 5, at offset 1:
+
+        rows of K    .. | 40 [41] 42 43   44 [45] 46 47 | 48 ..       V: 7 * 2 * 4 = 56 rows on
+        block 5         |     head 0          head 1    | the sink
+
+    >>> pool_rows(torch.tensor([21]), torch.zeros(2, 7, 2, 4, 1)).tolist()
+    [[[41], [45]], [[97], [101]]]
     """
     _, all_blocks, Hk, S, _ = kv.shape  # the sink included
     blocks = slots // S

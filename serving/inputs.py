@@ -55,7 +55,22 @@ def sizes(shape: StepShape) -> StepInputs:
 
 
 def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int) -> array:
-    """The fields one after the other, each padded to its size with requests of the padding row."""
+    """
+    The fields one after the other, each padded to its size with requests of the padding row. Here
+    requests a and b decode, and a chunk of 3 tokens of c, whose prompt goes on, is padded to 4:
+
+         rows   last    chunk  sampling  chunk   chunk
+                blocks  rows   rows      starts  contexts  tokens       positions  token rows
+        | 3 0 | 7 2   | 5    | 8       | 0 3   | 5       | 22 23 24 0 | 2 3 4 0  | 5 5 5 8 |
+
+    >>> from paged import Request
+    >>> a = Request("a", [11, 12], 9, row=3, block_table=[7])
+    >>> b = Request("b", [13, 14, 15, 16, 17], 9, row=0, block_table=[6, 2])
+    >>> c = Request("c", [20, 21, 22, 23, 24, 25], 9, row=5, prefill_cursor=2)
+    >>> plan = Plan(decodes=[a, b], chunks=[(c, 3)])
+    >>> pack(plan, StepShape(n=2, C=1, T=4), padding_row=8, sink=64).tolist()
+    [3, 0, 7, 2, 5, 8, 0, 3, 5, 22, 23, 24, 0, 2, 3, 4, 0, 5, 5, 5, 8]
+    """
     step = StepInputs(*([] for _ in StepInputs._fields))
     step.rows.extend([r.row for r in plan.decodes])
     step.last_blocks.extend([r.block_table[-1] for r in plan.decodes])

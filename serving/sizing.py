@@ -106,7 +106,16 @@ def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
 
 
 def numbers_per_block(config: GPTConfig, block_size: int) -> int:
-    """2 (K and V) * layers * KV heads * head size * block size."""
+    """
+    2 (K and V) * layers * KV heads * head size * block size. So a token of Llama-2-7B takes half a
+    MiB in fp16, and a text of 4,096 tokens 2 GiB:
+
+    >>> llama_2_7b = GPTConfig(n_layer=32, n_head=32, n_embd=4096)
+    >>> 2 * numbers_per_block(llama_2_7b, block_size=1) / 2**20
+    0.5
+    >>> 2 * numbers_per_block(llama_2_7b, block_size=4096) / 2**30
+    2.0
+    """
     return 2 * config.n_layer * config.n_kv_head * config.head_size * block_size
 
 

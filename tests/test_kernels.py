@@ -31,7 +31,7 @@ import paged
 from kernels import Batch
 from model import ACTIVATIONS, GPT, Attention, GPTConfig
 from paged import KVBlockPool, gather_kv_from_pool, write_kv_to_pool
-from serving import flex, fused, gather, inputs, linear, runner
+from serving import flex, fused, gather, inputs, linear, runner, sizing
 from serving.ops import choose_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -1217,7 +1217,7 @@ def test_paged_logits_of_chunked_prompts_equal_the_dense_models(backend, n_kv_he
             ).min() > 0.01  # or taking a neighbour's shows nothing
 
 
-@pytest.mark.parametrize("module", [gather, paged])
+@pytest.mark.parametrize("module", [gather, inputs, paged, sizing])
 def test_examples_in_docstrings_are_true(module):
     """An example that is wrong teaches the wrong thing."""
     result = doctest.testmod(module)
