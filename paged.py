@@ -219,6 +219,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     params: object = None  # what the engine needs to sample for this request
+    name: str = ""  # what its client calls it, for the record (serving/events.py)
     choice: int = 0  # which answer to its prompt this is; enters the noise of sampling
     # score the prompt's tokens, and with each so many of the likeliest; None: do not
     prompt_logprobs: int | None = None
@@ -509,6 +510,8 @@ class Scheduler:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.peak_blocks = 0
+        # where the first in the queue was not admitted: (blocks it needs, blocks spare)
+        self.lack: tuple[int, int] | tuple[()] = ()
         self.checked: dict[int, CachedBlock] = {}  # blocks whose key `check` has found right
 
     @property
@@ -592,6 +595,7 @@ class Scheduler:
         # with no other request to grow, one may take the whole pool
         reserve = self.watermark if self.active or self.prefilling else 0
         if needed + reserve > spare:
+            self.lack = (needed + reserve, spare)
             return False
         allocator.share(hits)
         request.block_table = hits + allocator.allocate_n(needed)
@@ -647,6 +651,7 @@ class Scheduler:
         that the step writes. Raises RuntimeError where a request alone in the pool cannot grow.
         """
         plan = Plan(step)
+        self.lack = ()
         self._plan_decodes(plan)
         if self.waiting and not plan.preempted:  # a victim does not come back in the same step
             plan.admitted = self._maybe_admit(step)

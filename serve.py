@@ -61,6 +61,7 @@ def build_engine(args: Namespace):
 
     from checkpoint import load_checkpoint, serving_dtype
     from serving.engine import Engine
+    from serving.events import record_to
     from serving.sizing import check_fits
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +72,10 @@ def build_engine(args: Namespace):
     settings = engine_settings(args)
     dtype = serving_dtype(args.dtype, device)
     check = partial(check_fits, settings)
-    return Engine(load_checkpoint(args.model, device, dtype, check), settings)
+    engine = Engine(load_checkpoint(args.model, device, dtype, check), settings)
+    if args.record:
+        record_to(args.record, engine, args.log_requests)
+    return engine
 
 
 def engine_process(args: Namespace, listener: socket.socket):
@@ -311,6 +315,16 @@ def serve_http(args: Namespace) -> str | None:
             return first_process(args, listener, sockets)
 
 
+def create_record(path: str):
+    """Make the file of --record, now: before a model is loaded. Raises OSError."""
+    try:
+        open(path, "x").close()
+    except FileExistsError:
+        raise OSError(f"--record {path}: there is such a file; name a new one") from None
+    except OSError as error:
+        raise OSError(f"--record {path}: {error.strerror}; name another file") from None
+
+
 def main(argv: list[str] | None = None):
     # read when torch loads OpenMP: a waiting thread then spins less, as HTTP needs the cores too
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)
@@ -321,6 +335,8 @@ def main(argv: list[str] | None = None):
     if args.sampling_note:  # defaults that nobody told would be a riddle
         print(args.sampling_note, file=sys.stderr)
     try:
+        if args.record:
+            create_record(args.record)
         if args.chat or args.prompt is not None:
             problem = terminal.run(args, build_engine)
         else:

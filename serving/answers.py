@@ -314,6 +314,7 @@ class Job:
         self.client = service.client
         self.body = body
         self.salt = salt
+        self.call_id = id
         self.started = time.monotonic()
         self.changed = asyncio.Event()  # there may be something to send
         self.is_silent = False  # if there is nothing, send a ping

@@ -113,7 +113,7 @@ class EngineClient(asyncio.Protocol):
             self.choices[choice.engine_id] = choice
         first = choices[0]
         body = first.body
-        options = {"n": len(choices), "priority": body.priority}
+        options = {"n": len(choices), "priority": body.priority, "name": first.job.call_id}
         options |= {"cache_salt": first.job.salt, "prompt_logprobs": body.num_prompt_logprobs}
         params = body.sampling_params(len(first.prompt), self.info["max_model_len"])
         self._write(op="add", id=id, prompt=first.prompt, params=params, options=options)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from model import GPT
 from paged import Plan, Request, Scheduler, blocks_held
+from serving.events import Recorder
 from serving.params import SamplingParams
 from serving.runner import InFlight, Runner, StepResult
 from serving.settings import Settings
@@ -68,6 +69,7 @@ class Engine:
             self.runner = Runner(model, settings)
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.in_flight: InFlight | None = None
+        self.recorder: Recorder | None = None  # told what each step does
         self.requests: dict[int | str, Request] = {}  # waiting or running
         self.num_choices: dict[int | str, int] = {}  # of requests that are still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of requests whose prompt is being scored
@@ -98,13 +100,15 @@ class Engine:
         n: int = 1,
         prompt_logprobs: int | None = None,
         cache_salt: str = "",
+        name: str = "",
     ) -> Request:
         """
         Queue a request; a lower priority is served first. With n > 1, n - 1 further choices with
         the ids "id.1", "id.2", ... are forked from the request once its prompt is computed; if it
         fails before that, there are none. `prompt_logprobs`: score the prompt, with so many
-        candidates for each token. Returns the queued request. Raises ValueError at once, with the
-        numbers, for what can never be served, and for an id that is in use.
+        candidates for each token. `name`: what a record calls it. Returns the queued request.
+        Raises ValueError at once, with the numbers, for what can never be served, and for an id
+        that is in use.
         """
         prompt_tokens = list(prompt_tokens)
         V = self.config.vocab_size
@@ -131,6 +135,7 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
             stop_token_ids=frozenset(params.stop_token_ids).union(eos),
             params=params,
+            name=name,
         )
         self.scheduler.add_request(request)
         self.requests[id] = request
@@ -201,6 +206,7 @@ class Engine:
                     stop_token_ids=first.stop_token_ids,
                     cache_salt=first.cache_salt,
                     params=first.params,
+                    name=first.name,
                     choice=choice,
                 )
                 scheduler.add_request(fork)
@@ -243,6 +249,8 @@ class Engine:
                 flight, self.in_flight = self.in_flight, flight
             if flight is not None:
                 outputs += self._resolve(flight)
+        if self.recorder:
+            self.recorder.end_step()
         return outputs
 
     def _launch(self) -> tuple[list[Output], InFlight | None]:
@@ -265,6 +273,8 @@ class Engine:
             return self._fail(plan, error), None
         if self.settings.trace:
             print(describe(plan, self.scheduler))
+        if self.recorder:
+            self.recorder.planned(plan)
         self.num_decode_tokens += len(plan.decodes)
         self.num_prefill_tokens += sum(n for _, n in plan.chunks)
         self.scheduler.advance(plan)
@@ -288,6 +298,8 @@ class Engine:
         # a request that was aborted since the launch has no token to come; `resolve` ends others
         pairs = zip(plan.sampled, result.tokens, strict=True)
         new = [(r, token) for r, token in pairs if r.num_to_come]
+        if self.recorder:
+            self.recorder.resolved(plan, new)
         prefilled = [r for r in plan.completed if r.num_to_come]
         for request in self.scheduler.resolve(plan, result.tokens):
             del self.requests[request.id]
@@ -336,6 +348,8 @@ class Engine:
         for request in failed:
             self.abort(request.id)
             request.finish_reason = "error"
+        if self.recorder:
+            self.recorder.failed()
         if not isinstance(error, Exception):
             raise error
         return [Output(r.id, [], "error", error=f"{type(error).__name__}: {error}") for r in failed]

@@ -86,6 +86,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         template_variables,
         metavar="JSON",
     )
+    add(
+        "--record",
+        "write to a new FILE what each step does, about 0.3 KB a step, for bench.py replay; it has "
+        "token ids only under --log-requests",
+        metavar="FILE",
+    )
     add_engine_flags(parser)
     add_http_flags(parser.add_argument_group("HTTP"))
     add_terminal_flags(parser.add_argument_group("at the terminal"))

@@ -129,7 +129,7 @@ class ScriptedEngine(Engine):
         )
         self.runner = runner
         self.overlap = settings["overlap"]
-        self.in_flight = None
+        self.in_flight = self.recorder = None
         self.requests = {}
         self.num_choices = {}
         self.prompt_scores = {}

@@ -47,6 +47,7 @@ def test_what_the_engine_is_told_of_a_request(house):
     assert (first["op"], first["id"], first["prompt"]) == ("add", "0", [1, 2])
     assert (second["op"], second["id"], second["prompt"]) == ("add", "1", [3])
     options = {"n": 2, "priority": -3, "cache_salt": ":s", "prompt_logprobs": None}
+    assert first["options"].pop("name") == second["options"].pop("name") != ""  # X-Request-Id
     assert first["options"] == second["options"] == options
     assert (
         first["params"]["max_tokens"] == 5

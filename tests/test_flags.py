@@ -44,7 +44,7 @@ DEFAULTS = {
     "drain_seconds": 30.0, "log_requests": False, "access_log": True,
     "prompt": None, "chat": False, "raw": False, "max_tokens": None, "temperature": 0.8,
     "seed": None,
-    "generation_config": "auto", "default_chat_template_kwargs": None,
+    "record": None, "generation_config": "auto", "default_chat_template_kwargs": None,
     "sampling": {}, "sampling_note": "",
 }  # fmt: skip
 
@@ -73,6 +73,7 @@ FLAGS = [
     ("--no-prefix-cache", "prefix_cache", False),
     ("--trace", "trace", True),
     ("--check", "check", True),
+    ("--record F", "record", "F"),
     ("--host ::1", "host", "::1"),
     ("--port 0", "port", 0),
     ("--api-key-file F", "api_key_file", "F"),

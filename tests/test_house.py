@@ -43,10 +43,10 @@ ORDER = [
     "serving.settings", "serving.workers", "serving.params", "serving.inputs",
     "serving.sampling", "serving.sampling_kernels", "serving.int8", "serving.cpu", "serving.flex",
     "serving.linear", "serving.fused", "serving.ops", "serving.compiled", "serving.runner",
-    "serving.sizing", "serving.links", "serving.engine", "serving.loop", "serving.beam",
-    "serving.chat", "serving.flags", "serving.encoder", "serving.protocol", "serving.connection",
-    "serving.gate", "serving.client", "serving.metrics", "serving.answers", "serving.api",
-    "serving.terminal", "serve", "bench",
+    "serving.sizing", "serving.links", "serving.events", "serving.engine", "serving.loop",
+    "serving.beam", "serving.chat", "serving.flags", "serving.encoder", "serving.protocol",
+    "serving.connection", "serving.gate", "serving.client", "serving.metrics", "serving.answers",
+    "serving.api", "serving.terminal", "serve", "bench",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "paged",

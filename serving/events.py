@@ -1,0 +1,327 @@
+"""
+What the engine does, told line by line: to the page at /, to who asks for GET /events, to a file.
+
+    engine.recorder = Recorder(engine)
+    engine.recorder.sinks.append(print)     # a line for each step, as JSON: what it did and changed
+
+While there is no Recorder nothing is computed. It looks at the scheduler when a step is planned and
+when it has ended, and tells the differences, so scheduler and allocator know nothing of it. A
+record begins with a snapshot, of which the lines after it tell the changes:
+
+    {"event": "snapshot", "num_blocks": 32, "block_size": 16, .., "requests": [], "idle": []}
+    {"event": "step", "step": 0, "new": [{"r": 1, "prompt": 20, ..}], "admitted": [[1, 0]],
+     "chunks": [[1, 0, 20]], "tables": [[1, 0, [0, 1]]], "blocks": [[1, 1, 0], [0, 1, 1]], ..}
+    {"event": "idle"}
+
+REFERENCE.md has all fields. replay.py reads and checks the lines, page.html draws them. Imports no
+torch.
+"""
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from paged import CachedBlock, Plan, Request
+from serving.links import compact_json
+
+VERSION = 1  # of the lines
+MAX_SHOWN = 100  # waiting requests that a line names
+IDLE = '{"event":"idle"'
+FLUSH_SECONDS = 0.1  # the end of a record that a killed process loses
+
+
+@dataclass
+class Told:
+    """What the lines so far say of a request."""
+
+    table: list[int] = field(default_factory=list)
+    num_committed: int = 0
+
+
+class Recorder:
+    """
+    Tells `sinks`, functions of a text, what the engine does. The engine calls `planned`, `resolved`
+    and `failed` during a step, and `end_step` after it. With `tokens` the lines have token ids,
+    which are text.
+    """
+
+    def __init__(self, engine, tokens: bool = False):
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        self.has_tokens = tokens
+        self.sinks = []
+        self.started = time.monotonic()
+        self._take_stock()
+
+    def _take_stock(self):
+        """From here on differences are told to what is now."""
+        scheduler = self.scheduler
+        self.line = {}  # of the step under way
+        self.touched: dict[int, None] = {}  # blocks that the line has to tell of
+        everyone = scheduler.waiting + scheduler.running
+        self.told = {r: Told(r.block_table.copy(), r.num_committed) for r in everyone}
+        self.held: dict[int, CachedBlock] = dict(scheduler.block_cache.held)
+        self.num_evictions = scheduler.block_allocator.num_evictions
+        self.num_added = scheduler.num_added
+        self.queue_state = self._queue_state()
+        self.decodes: list[int] = []
+        self.is_lost = False
+        self.is_idle = False
+
+    def _queue_state(self) -> tuple:
+        """Three numbers that do not all stay the same when the queue changes."""
+        scheduler = self.scheduler
+        return len(scheduler.waiting), scheduler.num_added, scheduler.num_preemptions
+
+    # -- what the engine calls ---------------------------------------------------------------------
+
+    def planned(self, plan: Plan):
+        """A step was started; its tokens are not counted as filled yet."""
+        self.line["step"] = plan.step
+        decodes = [r.arrival_number for r in plan.decodes]
+        if decodes != self.decodes:
+            self.decodes = self.line["decodes"] = decodes
+        self._tell_new()
+        for r in plan.preempted:  # in this plan it may have got one more block, and lost it
+            self._add("preempted", [[r.arrival_number, len(self.told[r].table)]])
+        self._add("admitted", [[r.arrival_number, r.num_filled_slots] for r in plan.admitted])
+        self._add("chunks", [[r.arrival_number, r.prefill_cursor, n] for r, n in plan.chunks])
+        self._add("copied", [[to, source] for to, source in plan.copies.items()])
+        self._add("lack", self.scheduler.lack)
+        self._tell_tables()  # now: a request that ends with this step has none afterwards
+
+    def resolved(self, plan: Plan, new: list[tuple[Request, int]]):
+        """The tokens of a step are known."""
+        self.line |= {"resolved": plan.step, "sampled": len(new)}
+        if self.has_tokens:
+            self._add("tokens", [[r.arrival_number, token] for r, token in new])
+
+    def failed(self):
+        """A step failed: its plan may have moved blocks that no table shows."""
+        self.is_lost = True
+
+    def end_step(self):
+        """Write the line of what has changed since the last one, if anything has."""
+        self._tell_new()
+        self._tell_tables()
+        self._tell_ended()
+        self._tell_queue()
+        self._tell_blocks()
+        line = self.line
+        self.line = {}
+        if line:
+            self.is_idle = False
+            self._write({"event": "step", "time": self._now()} | line | self._counts())
+        if self.is_lost:
+            self._take_stock()
+            self._write(self._snapshot("a step failed"))
+        if not self.is_idle and not self.engine.has_work:
+            self.is_idle = True
+            self._write({"event": "idle", "time": self._now()})
+
+    def snapshot(self, why: str = "") -> str:
+        """
+        A line with all that is. To be asked for between two steps; `why` says what it mends, if it
+        is not the first.
+        """
+        return compact_json(self._snapshot(why))
+
+    # -- a line ------------------------------------------------------------------------------------
+
+    def _write(self, line: dict):
+        text = compact_json(line)
+        for sink in self.sinks:
+            sink(text)
+
+    def _now(self) -> float:
+        return round(time.monotonic() - self.started, 5)
+
+    def _add(self, name: str, values: Iterable):
+        """Empty lists are left out."""
+        if values:
+            self.line.setdefault(name, []).extend(values)
+
+    def _tell_new(self):
+        """Requests that came since the last line: to the queue, or forked from an active one."""
+        scheduler = self.scheduler
+        if scheduler.num_added == self.num_added:
+            return
+        everyone = scheduler.waiting + scheduler.running
+        new = [r for r in everyone if r.arrival_number > self.num_added]
+        self.num_added = scheduler.num_added
+        for r in sorted(new, key=lambda r: r.arrival_number):
+            self.told[r] = Told()
+            is_fork = r.status == "active"  # any other was admitted at most
+            status = "active" if is_fork else "waiting"
+            filled = r.num_filled_slots if is_fork else 0
+            self._add("new", [identity(r) | {"status": status, "filled": filled}])
+
+    def _tell_tables(self):
+        """The block tables that changed, and how many of their blocks are committed."""
+        for r, told in self.told.items():
+            number = r.arrival_number
+            table = r.block_table
+            if table != told.table:
+                start = num_equal(table, told.table)
+                self._add("tables", [[number, start, table[start:]]])
+                self.touched |= dict.fromkeys(told.table[start:] + table[start:])
+                told.table[start:] = table[start:]
+            if r.num_committed != told.num_committed:
+                self.touched |= dict.fromkeys(table[told.num_committed : r.num_committed])
+                told.num_committed = r.num_committed
+                if table:
+                    self._add("committed", [[number, r.num_committed]])
+
+    def _tell_ended(self):
+        ended = [r for r in self.told if r.status == "done"]
+        for r in ended:
+            del self.told[r]
+            self._add("ended", [[r.arrival_number, r.finish_reason, r.num_generated]])
+
+    def _tell_queue(self):
+        if self.queue_state != self._queue_state():
+            self.queue_state = self._queue_state()
+            self.line |= self._queue()
+
+    def _queue(self) -> dict:
+        waiting = self.scheduler.waiting
+        shown = [r.arrival_number for r in waiting[:MAX_SHOWN]]
+        return {"waiting": shown, "queue": len(waiting)}
+
+    def _tell_blocks(self):
+        """
+        The state of each block that was touched. Those that became idle come last, in the order in
+        which they did: that of eviction.
+        """
+        allocator = self.scheduler.block_allocator
+        held = allocator.block_cache.held
+        touched = self.touched
+        self.touched = {}
+        touched.pop(allocator.sink, None)
+        evicted = self._evicted(touched)
+        if len(evicted) != allocator.num_evictions - self.num_evictions:
+            # a request got a block and lost it, preempted, in one plan: no table has shown it
+            touched |= dict.fromkeys(self.held)
+            evicted = self._evicted(touched)
+        self.num_evictions = allocator.num_evictions
+        became_idle = []
+        missing = touched.keys() & allocator.idle.keys()
+        for block in reversed(allocator.idle):
+            if not missing:
+                break
+            missing.discard(block)
+            became_idle.insert(0, block)
+        others = [block for block in touched if block not in allocator.idle]
+        for block in others + became_idle:
+            self._add("blocks", [[block, allocator.ref_counts[block], int(block in held)]])
+            if block in held:
+                self.held[block] = held[block]
+            else:
+                self.held.pop(block, None)
+        self._add("evicted", evicted)
+
+    def _evicted(self, blocks: Iterable[int]) -> list[int]:
+        """Those that had, as last told, a content in the prefix cache, and lost it."""
+        held = self.scheduler.block_cache.held
+        return [b for b in blocks if b in self.held and held.get(b) is not self.held[b]]
+
+    def _counts(self) -> dict:
+        allocator = self.scheduler.block_allocator
+        return {"free": len(allocator.free), "cached": len(allocator.idle)}
+
+    def _snapshot(self, why: str = "") -> dict:
+        scheduler = self.scheduler
+        settings = self.engine.settings
+        line = {"event": "snapshot", "version": VERSION, "time": self._now()}
+        if why:
+            line["why"] = why
+        for name in ("num_blocks", "block_size", "token_budget", "max_num_seqs", "max_model_len"):
+            line[name] = getattr(settings, name)
+        return line | {
+            "window": settings.window,
+            "overlap": self.engine.overlap,
+            "step": self.engine.num_steps,
+            "requests": [self._describe(r) for r in self.told],
+            "decodes": self.decodes,
+            "committed": [*self.held],
+            "idle": [*scheduler.block_allocator.idle],
+            "totals": self.engine.counts(),
+            **self._queue(),
+            **self._counts(),
+        }
+
+    def _describe(self, r: Request) -> dict:
+        described = {
+            "status": r.status,
+            "filled": r.num_filled_slots,
+            "committed": r.num_committed,
+            "hits": r.num_hit_tokens,
+            "preemptions": r.num_preemptions,
+            "generated": r.num_generated - r.num_to_come,
+            "table": r.block_table,
+        }
+        if self.has_tokens:
+            described["tokens"] = r.tokens_so_far[: r.num_tokens - r.num_to_come]
+        return identity(r) | described
+
+
+def identity(r: Request) -> dict:
+    """What never changes of a request. Its key, of the prefix cache, names the API key."""
+    return {
+        "r": r.arrival_number,
+        "name": r.name,
+        "key": r.cache_salt.partition(":")[0],
+        "choice": r.choice,
+        "prompt": len(r.prompt_tokens),
+        "max_tokens": r.max_new_tokens,
+    }
+
+
+def num_equal(one: list, other: list) -> int:
+    """How many of their first elements are equal."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
+
+
+# --------------------------------------------------------------------------------------------------
+# --record
+
+
+class RecordFile:
+    """
+    The file of --record: a sink that writes FLUSH_SECONDS at a time. When that fails, it says so,
+    and the server goes on.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.unwritten: list[str] = []
+        self.written_at = 0.0
+        self.is_broken = False
+
+    def write(self, line: str):
+        if self.is_broken:
+            return
+        self.unwritten.append(line + "\n")
+        now = time.monotonic()
+        if now - self.written_at < FLUSH_SECONDS and not line.startswith(IDLE):
+            return
+        self.written_at = now
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.writelines(self.unwritten)
+        except OSError as error:
+            self.is_broken = True
+            print(f"--record {self.path} ends here: {error}", file=sys.stderr, flush=True)
+        self.unwritten = []
+
+
+def record_to(path: str, engine, tokens: bool = False):
+    """Have an engine write every step to a file, after what is there."""
+    engine.recorder = Recorder(engine, tokens)
+    file = RecordFile(path)
+    file.write(engine.recorder.snapshot())
+    engine.recorder.sinks.append(file.write)
