@@ -26,6 +26,7 @@ from serving.answers import Job, send_json
 from serving.connection import ROOM_SECONDS, Connection, make_room
 from serving.encoder import EncoderBusy, read_ids
 from serving.gate import STOPPED, Gate, log
+from serving.listeners import Listeners
 from serving.metrics import Metrics
 from serving.protocol import ApiError
 from serving.workers import Seat, Workers
@@ -80,6 +81,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(self.name)
         self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
+        self.listeners = Listeners(client, args.log_requests)
         self.draining = False
         client.on_state = self.engine_changed
         if self.seat.is_first:  # every process hears them, but they count once
@@ -263,12 +265,14 @@ class Service:
             "owned_by": "pagedgpt",
         }
 
-    async def show_welcome(self, http):
-        """The page for a browser, which asked for it under some name of ours."""
-        url = f"{http.scope['scheme']}://{http.headers.get('host', '')}"
-        state = "draining" if self.draining else self.client.state
-        page = welcome.page(self.name, state, url, self.encoder.has_chat, bool(self.keys))
-        return Response(page, headers=welcome.PAGE_HEADERS, media_type="text/html")
+    async def show_page(self, http):
+        """The page is the same for all: it asks for the key, and for what happens, by itself."""
+        page = welcome.page()
+        return Response(page, headers=welcome.page_headers(page), media_type="text/html")
+
+    async def show_events(self, http):
+        self.check_ready()
+        return self.listeners.join(http.scope["salt"])
 
     async def show_readiness(self, http):
         self.check_ready()
@@ -292,7 +296,8 @@ class Service:
         "POST /detokenize": Route(detokenize, "prompt", protocol.DetokenizeRequest),
         "GET /v1/models": Route(list_models, "object data"),
         "GET /v1/models/{id}": Route(show_model, MODEL),
-        "GET /": Route(show_welcome, text="text/html"),
+        "GET /": Route(show_page, text="text/html"),
+        "GET /events": Route(show_events, text=STREAM),
         "GET /livez": Route(show_liveness, "status"),
         "GET /readyz": Route(show_readiness, "status"),
         "GET /health": Route(show_readiness, "status"),
@@ -364,6 +369,8 @@ class Service:
 
     def engine_changed(self, state):
         """The client's `on_state`: greet when the engine is ready, log its restart, end with it."""
+        if state == "ready":
+            self.listeners.start_again()
         if state == "dead":
             self.server.should_exit = True
         elif not self.seat.is_first:
@@ -397,6 +404,7 @@ class Service:
         while (self.client.choices or self.workers.processes) and time.monotonic() < self.deadline:
             await asyncio.sleep(0.02)
         self.client.refuse_all("stopping", STOPPED)
+        self.listeners.end()
         # uvicorn closes its sockets and waits until the last answers are out
         self.server.should_exit = True
 

@@ -48,8 +48,8 @@ class EngineClient(asyncio.Protocol):
     The link to the engine, and the table of the choices that wait for tokens. It belongs to the
     event loop and never blocks it.
 
-        HTTP process  ----- add, abort ----->  engine process
-                      <-- ready, step, error, fatal --
+        HTTP process  ------- add, abort, listen ------>  engine process
+                      <-- ready, step, error, events, fatal --
 
     `start()` starts the engine's process and returns it (multiprocessing's Process); it is called
     once, and once more if the engine dies. In all HTTP processes but the first it does nothing.
@@ -59,7 +59,8 @@ class EngineClient(asyncio.Protocol):
     reason     why the engine is gone; "": it is not
     at_work    choices that wait or run in the engine, of all HTTP processes, by its last message
 
-    `on_state(state)` and `on_stats(stats)` are called with what changed.
+    `on_state(state)` and `on_stats(stats)` are called with what changed, and, after `listen`,
+    `on_events(lines)` with what the engine did (events.py).
     """
 
     def __init__(self, path: str, start=lambda: None):
@@ -74,7 +75,7 @@ class EngineClient(asyncio.Protocol):
         self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
         self.heard = time.monotonic()  # the last word of the engine, or the first request since
         self.is_paused = False  # between two rounds
-        self.on_state = self.on_stats = lambda news: None
+        self.on_state = self.on_stats = self.on_events = lambda news: None
         self._connect()
 
     def _connect(self):
@@ -141,6 +142,10 @@ class EngineClient(asyncio.Protocol):
             del self.unsent[add]
             for id in ids:
                 self.unsent.pop(f"abort {id}", None)
+
+    def listen(self, is_on: bool, tokens: bool = False):
+        """Have the engine tell what it does, from a snapshot on, or end that."""
+        self._write(op="listen", on=is_on, tokens=tokens)
 
     def refuse_all(self, kind, message):
         """End everything that waits, as if the engine refused it."""
@@ -228,6 +233,8 @@ class EngineClient(asyncio.Protocol):
                 self.reason = ""
                 self.info = message
                 self.on_state("ready")
+            case "events":
+                self.on_events(message["lines"])
             case "error":
                 if choice := self.choices.get(message["id"]):
                     choice.job.on_refusal(message["kind"], message["message"])

@@ -2,7 +2,7 @@
 What the engine does, told line by line: to the page at /, to who asks for GET /events, to a file.
 
     engine.recorder = Recorder(engine)
-    engine.recorder.sinks.append(print)     # a line for each step, as JSON: what it did and changed
+    engine.recorder.listeners.append(print)     # a line for each step, as JSON
 
 While there is no Recorder nothing is computed. It looks at the scheduler when a step is planned and
 when it has ended, and tells the differences, so scheduler and allocator know nothing of it. A
@@ -19,15 +19,16 @@ torch.
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from paged import CachedBlock, Plan, Request
-from serving.links import compact_json
+from serving.links import Link, Links, compact_json
 
 VERSION = 1  # of the lines
 MAX_SHOWN = 100  # waiting requests that a line names
 IDLE = '{"event":"idle"'
+TELL_SECONDS = 0.1  # between two messages to listeners
 FLUSH_SECONDS = 0.1  # the end of a record that a killed process loses
 
 
@@ -41,16 +42,17 @@ class Told:
 
 class Recorder:
     """
-    Tells `sinks`, functions of a text, what the engine does. The engine calls `planned`, `resolved`
-    and `failed` during a step, and `end_step` after it. With `tokens` the lines have token ids,
-    which are text.
+    Tells `listeners`, functions of a text, what the engine does. The engine calls `planned`,
+    `resolved` and `failed` during a step, and `end_step` after it. With `tokens` the lines have
+    token ids, which are text.
     """
 
     def __init__(self, engine, tokens: bool = False):
         self.engine = engine
         self.scheduler = engine.scheduler
+        self.sink = engine.scheduler.block_allocator.sink  # in tables, of blocks given back
         self.has_tokens = tokens
-        self.sinks = []
+        self.listeners: list[Callable[[str], None]] = []
         self.started = time.monotonic()
         self._take_stock()
 
@@ -84,7 +86,8 @@ class Recorder:
             self.decodes = self.line["decodes"] = decodes
         self._tell_new()
         for r in plan.preempted:  # in this plan it may have got one more block, and lost it
-            self._add("preempted", [[r.arrival_number, len(self.told[r].table)]])
+            held = [block for block in self.told[r].table if block != self.sink]
+            self._add("preempted", [[r.arrival_number, len(held)]])
         self._add("admitted", [[r.arrival_number, r.num_filled_slots] for r in plan.admitted])
         self._add("chunks", [[r.arrival_number, r.prefill_cursor, n] for r, n in plan.chunks])
         self._add("copied", [[to, source] for to, source in plan.copies.items()])
@@ -131,8 +134,8 @@ class Recorder:
 
     def _write(self, line: dict):
         text = compact_json(line)
-        for sink in self.sinks:
-            sink(text)
+        for listener in self.listeners:
+            listener(text)
 
     def _now(self) -> float:
         return round(time.monotonic() - self.started, 5)
@@ -198,7 +201,7 @@ class Recorder:
         held = allocator.block_cache.held
         touched = self.touched
         self.touched = {}
-        touched.pop(allocator.sink, None)
+        touched.pop(self.sink, None)
         evicted = self._evicted(touched)
         if len(evicted) != allocator.num_evictions - self.num_evictions:
             # a request got a block and lost it, preempted, in one plan: no table has shown it
@@ -261,6 +264,8 @@ class Recorder:
             "generated": r.num_generated - r.num_to_come,
             "table": r.block_table,
         }
+        if r.num_to_come:
+            described["to_come"] = r.num_to_come
         if self.has_tokens:
             described["tokens"] = r.tokens_so_far[: r.num_tokens - r.num_to_come]
         return identity(r) | described
@@ -287,13 +292,74 @@ def num_equal(one: list, other: list) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# --record
+# Who listens: HTTP processes, for GET /events, and the file of --record
+
+
+class Audience:
+    """
+    The links whose HTTP processes have listeners: at most every TELL_SECONDS each is sent all lines
+    since the last time, as one message. One that begins to listen, or that has not read its last
+    message when the next one is due, gets a snapshot instead.
+    """
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.needs_snapshot: dict[Link, bool] = {}  # of the links that listen
+        self.lines: list[str] = []  # since the last time
+        self.told_at = 0.0
+
+    def join(self, link: Link, tokens: bool):
+        """From now on a link listens; if it does so already, it is sent another snapshot."""
+        if self.engine.recorder is None:
+            self.engine.recorder = Recorder(self.engine, tokens)
+        if not self.needs_snapshot:
+            self.engine.recorder.listeners.append(self.lines.append)
+        self.needs_snapshot[link] = True
+
+    def leave(self, link: Link):
+        """Without listeners there is no Recorder, and nothing is computed."""
+        recorder = self.engine.recorder
+        if self.needs_snapshot.pop(link, None) is None or self.needs_snapshot:
+            return
+        self.lines.clear()
+        recorder.listeners.remove(self.lines.append)
+        if not recorder.listeners:
+            self.engine.recorder = None
+
+    def due_in(self) -> float | None:
+        """Seconds until something is to be sent; None: nothing is."""
+        if not self.lines and not any(self.needs_snapshot.values()):
+            return None
+        return max(0.0, self.told_at + TELL_SECONDS - time.monotonic())
+
+    def tell(self, links: Links):
+        """Send what is due, between two steps."""
+        if self.due_in() != 0:
+            return
+        self.told_at = time.monotonic()
+        news = message(self.lines)
+        self.lines.clear()
+        snapshot = None
+        for link, needs_snapshot in self.needs_snapshot.items():
+            if link.unsent:  # it is behind
+                self.needs_snapshot[link] = True
+            elif needs_snapshot:
+                snapshot = snapshot or message([self.engine.recorder.snapshot("joined")])
+                self.needs_snapshot[link] = False
+                links.send(link, snapshot)
+            else:
+                links.send(link, news)
+
+
+def message(lines: list[str]) -> bytes:
+    """Lines, JSON already, as a message of the link."""
+    return f'{{"op":"events","lines":[{",".join(lines)}]}}\n'.encode()
 
 
 class RecordFile:
     """
-    The file of --record: a sink that writes FLUSH_SECONDS at a time. When that fails, it says so,
-    and the server goes on.
+    The file of --record, a listener that writes FLUSH_SECONDS at a time. When that fails, it says
+    so, and the server goes on.
     """
 
     def __init__(self, path: str):
@@ -324,4 +390,4 @@ def record_to(path: str, engine, tokens: bool = False):
     engine.recorder = Recorder(engine, tokens)
     file = RecordFile(path)
     file.write(engine.recorder.snapshot())
-    engine.recorder.sinks.append(file.write)
+    engine.recorder.listeners.append(file.write)

@@ -133,13 +133,13 @@ class Links:
             self.links[link.number] = link
             self.selector.register(sock, selectors.EVENT_READ, link)
             if self.greeting:
-                self._send(link, self.greeting)
+                self.send(link, to_line(self.greeting))
 
     def set_greeting(self, message: dict):
         """The first message to each HTTP process: those that are linked get it now."""
         self.greeting = message
         for link in list(self.links.values()):
-            self._send(link, message)
+            self.send(link, to_line(message))
 
     def receive(self, timeout: float | None) -> list[tuple[Link, dict]]:
         """
@@ -154,7 +154,7 @@ class Links:
                 self.accept()
                 continue
             if events & selectors.EVENT_WRITE:
-                self._send(link)
+                self.send(link)
             if events & selectors.EVENT_READ:
                 found += [(link, message) for message in link.receive()]
             if not link.is_open:
@@ -178,19 +178,20 @@ class Links:
                 is_due = is_due or link.sent_stats.get(name) != stats.get(name)
             if is_due and not link.unsent:
                 step = {"op": "step", "out": list(link.rows.values()), "stats": stats | link.delays}
-                self._send(link, step, *link.messages)  # errors come after the tokens before them
+                # errors come after the tokens before them
+                self.send(link, *map(to_line, [step, *link.messages]))
                 link.rows = {}
                 link.messages = []
                 link.delays = {}
                 link.sent_stats = stats
                 link.sent_at = now
 
-    def _send(self, link: Link, *messages: dict):
+    def send(self, link: Link, *lines: bytes):
         """
         Send these messages after what is `unsent`, as far as there is room; the selector watches
         for more room.
         """
-        link.unsent += b"".join(map(to_line, messages))
+        link.unsent += b"".join(lines)
         try:
             sent = link.sock.send(link.unsent)
             del link.unsent[:sent]

@@ -7,8 +7,10 @@ For a thread or a process of its own. Over each link (links.py has the wire) go
 
     in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
          {"op": "abort", "id"}
+         {"op": "listen", "on", "tokens"}: tell what happens from a snapshot on, or end that
     out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
          {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores..], ..], "stats"}
+         {"op": "events", "lines"}, while the link listens: see events.py
          {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, "full"
          for backpressure (more than `max_queue` choices would wait for a row), else "internal"
 
@@ -19,6 +21,7 @@ its requests are aborted.
 from array import array
 
 from serving.engine import Engine, Output
+from serving.events import Audience
 from serving.links import Link, Links
 from serving.params import SamplingParams
 
@@ -37,19 +40,27 @@ def serve(engine: Engine, links: Links, max_queue: int | None = None):
             "eos_token_ids": engine.config.eos_token_ids,
         }
     )
+    audience = Audience(engine)
     while links.is_wanted:
-        serve_step(engine, links, max_queue)
+        serve_step(engine, links, audience, max_queue)
 
 
-def serve_step(engine: Engine, links: Links, max_queue: int | None):
+def serve_step(engine: Engine, links: Links, audience: Audience, max_queue: int | None):
     """Handle the messages that have arrived, compute a step, send its tokens. Sleeps when idle."""
-    for link, message in links.receive(timeout=0 if engine.has_work else None):
+    idle = audience.due_in() if audience.needs_snapshot else None
+    for link, message in links.receive(timeout=0 if engine.has_work else idle):
+        if message["op"] == "listen" and message["on"]:
+            audience.join(link, message["tokens"])
+        elif message["op"] in ("listen", "gone"):
+            audience.leave(link)
         handle_message(engine, link, message, max_queue)
     outputs = engine.step()
     stats = engine.stats()
     for output in outputs:
         send_output(links, output)
     links.flush(stats)
+    if audience.needs_snapshot:
+        audience.tell(links)
 
 
 def handle_message(engine: Engine, link: Link, message: dict, max_queue: int | None):

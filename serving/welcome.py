@@ -7,19 +7,11 @@ path that is not served.
 Plain texts, made of what api.py knows. Not run by itself.
 """
 
+import base64
 import difflib
-import html
 import json
-
-# Content Security Policy: the page loads, runs and sends nothing, and no other page frames it
-# (clickjacking). Its icon is empty, so that browsers request none.
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; img-src data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
+from hashlib import sha256
+from pathlib import Path
 
 # What clients of other servers call, with all paths below it -> what to call here instead.
 INSTEAD = {
@@ -61,24 +53,38 @@ def greeting(name: str, url: str, chats: bool, key: str) -> str:
     return f"serving {name} at {url}\n    {' '.join(example_call(url, chats, key))}"
 
 
-def page(name: str, state: str, url: str, chats: bool, has_key: bool) -> str:
+def page() -> str:
+    """The page at /, as HTML: one file."""
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+
+def content_policy(html: str) -> str:
     """
-    The page at /, as HTML. It is served without a key, so where there is one it does not tell the
-    model's name.
+    The Content Security Policy of the page: nothing runs but its own script, nothing is asked for
+    but from its own origin, and no other page frames it (clickjacking). Its icon is empty, so that
+    browsers request none.
     """
-    served = "a model, behind an API key" if has_key else f"<code>{html.escape(name)}</code>"
-    curl = " \\\n    ".join(example_call(url, chats, "YOUR_KEY" if has_key else ""))
-    client = f'OpenAI(base_url="{url}/v1", api_key="{"YOUR_KEY" if has_key else "none"}")'
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>pagedGPT</title><link rel="icon" href="data:,">
-<h1>pagedGPT</h1>
-<p>Serves {served}; state: {html.escape(state)}. It speaks OpenAI's API:</p>
-<pre>{html.escape(curl)}</pre>
-<p>In Python:</p>
-<pre>{html.escape(client)}</pre>
-<p>More: <a href="/v1/models">models</a>, <a href="/openapi.json">all paths and fields</a>,
-<a href="/metrics">metrics</a>, <a href="/readyz">readiness</a>.</p>
-"""
+    script, style = (hash_of(html, element) for element in ("script", "style"))
+    return (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def hash_of(html: str, element: str) -> str:
+    """How a Content Security Policy names the one element of this kind, by its content."""
+    _, _, rest = html.partition(f"<{element}>")
+    content, _, _ = rest.partition(f"</{element}>")
+    return f"'sha256-{base64.b64encode(sha256(content.encode()).digest()).decode()}'"
+
+
+def page_headers(html: str) -> dict[str, str]:
+    return {
+        "Content-Security-Policy": content_policy(html),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
 
 
 def not_found(method: str, path: str, routes: list[tuple[str, str]]) -> str:

@@ -17,6 +17,7 @@ from virtual import (
 from paged import Scheduler, SchedulerSettings
 from serving import links, loop
 from serving.engine import Engine
+from serving.events import Audience
 from serving.params import NO_TOKEN
 from serving.runner import StepResult
 from serving.settings import Settings
@@ -189,6 +190,7 @@ class EngineProcess:
             return
         self.state = "ready"
         self.engine = ScriptedEngine(self.settings, Runner(self.world))
+        self.audience = Audience(self.engine)
         self.links.selector.on_ready = self.wake
         limits = {
             "max_model_len": self.engine.max_model_len,
@@ -220,7 +222,7 @@ class EngineProcess:
         if not self.links.is_wanted:
             self.engine.assert_idle()
             return self.die()
-        loop.serve_step(self.engine, self.links, self.settings["max_queue"])
+        loop.serve_step(self.engine, self.links, self.audience, self.settings["max_queue"])
         for link in self.links.links.values():
             self.check_link(link)
         if self.engine.has_work or self.links.selector.select(0) or not self.links.is_wanted:

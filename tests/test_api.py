@@ -195,7 +195,7 @@ def test_every_path_but_three_needs_the_key(locked):
         if answer.status == 401:
             assert answer.headers["www-authenticate"] == "Bearer"
         caller = locked.call(method, path, **KEY)
-        assert caller.answer(method).status != 401
+        assert caller.said.startswith("HTTP/1.1 ") and " 401 " not in caller.said
         caller.hang_up()
 
 
@@ -1205,7 +1205,7 @@ def test_every_route_is_described(house):
         assert call["responses"].keys() == statuses
         kinds = set(call["responses"]["200"]["content"])
         streams = {"application/json", "text/event-stream"}
-        wanted = {"/": {"text/html"}, "/metrics": {"text/plain"}}
+        wanted = {"/": {"text/html"}, "/metrics": {"text/plain"}, "/events": {"text/event-stream"}}
         assert kinds == wanted.get(
             path, streams if path.endswith("completions") else {"application/json"}
         )

@@ -46,7 +46,7 @@ ORDER = [
     "serving.sizing", "serving.links", "serving.events", "serving.engine", "serving.loop",
     "serving.beam", "serving.chat", "serving.flags", "serving.encoder", "serving.protocol",
     "serving.connection", "serving.gate", "serving.client", "serving.metrics", "serving.answers",
-    "serving.api", "serving.terminal", "serve", "bench",
+    "serving.listeners", "serving.api", "serving.terminal", "serve", "bench",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "paged",

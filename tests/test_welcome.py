@@ -1,6 +1,8 @@
 """What newcomers are told, as plain texts: each hint names a path that is there."""
 
 import argparse
+import base64
+import hashlib
 
 import pytest
 
@@ -73,31 +75,25 @@ def test_the_example_is_a_call_that_is_served(chats, key):
     assert model.model_validate_json(body).max_tokens == (32 if chats else 64)
 
 
-def test_the_page_says_what_runs_and_how_to_call_it():
-    page = welcome.page("<m>", "loading", "http://h:1", False, has_key=False)
-    assert "Serves <code>&lt;m&gt;</code>; state: loading." in page and "<m>" not in page
-    assert "curl http://h:1/v1/completions" in page and "YOUR_KEY" not in page
-    assert "OpenAI(base_url=&quot;http://h:1/v1&quot;, api_key=&quot;none&quot;)" in page
-    locked = welcome.page("m", "ready", "http://h:1", True, has_key=True)
-    assert "a model, behind an API key; state: ready" in locked and "<code>m</code>" not in locked
-    assert "Bearer YOUR_KEY" in locked and "api_key=&quot;YOUR_KEY&quot;" in locked
-    assert "http://h:1/v1/chat/completions" in locked
-
-
-def test_nothing_runs_on_the_page_or_frames_it():
+def test_only_the_pages_own_script_runs_and_nothing_frames_it():
+    """The hashes are those of its one script and its one style; what is added to it is not run."""
+    html = "<p><style>a{}</style><script>go()</script><script type='x'>data</script>"
+    headers = welcome.page_headers(html)
     policy = dict(
-        part.strip().split(" ", 1)
-        for part in welcome.PAGE_HEADERS["Content-Security-Policy"].split(";")
+        part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";")
     )
     closed = ("default-src", "base-uri", "form-action", "frame-ancestors")
     assert {name: policy.get(name) for name in closed} == dict.fromkeys(closed, "'none'")
-    assert policy["img-src"] == "data:" and "script-src" not in policy
+    assert policy["img-src"] == "data:" and policy["connect-src"] == "'self'"
+    for name, content in (("script-src", b"go()"), ("style-src", b"a{}")):
+        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
+        assert policy[name] == f"'sha256-{digest}'"
     others = {
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-store",
     }
-    assert welcome.PAGE_HEADERS.items() >= others.items()
+    assert headers.items() >= others.items()
 
 
 def test_help_names_defaults_that_are_some():
