@@ -12,6 +12,7 @@ JSON last.
     python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
     python bench.py batching      # one by one, in static batches, continuously: the same requests
     python bench.py memory        # slabs against blocks: what fits, the waste, what an append costs
+    python bench.py phases        # prefill against decode: what each asks of the machine, and gets
     python bench.py quality       # bits per byte of held-out text in fp32, bf16 and int8 weights
     python bench.py blockmap      # picture: which request owned which block in each step
 
@@ -1119,6 +1120,99 @@ def append_us(context: int) -> dict[str, float]:
         us = 1e6 * median_seconds(append, 100)
         row[name] = round(us, 1)
     return row
+
+
+PROMPTS = (1, 4, 16, 64, 256, 1024)  # tokens of a prompt that is one step
+DECODES_AT_ONCE = (1, 4, 16, 64)
+DECODED_CONTEXT = 128  # tokens before the first of these
+
+
+@command
+def bench_phases(model="gpt2-124M", device="cpu", repeats=11, out=Path("out/phases.png")) -> dict:
+    """
+    Prefill against decode: steps that compute a whole prompt of 1 to 1,024 tokens, and steps of 1
+    to 64 decodes with contexts of about 128. Tokens per second; operations for each byte that must
+    be read (all weights once, K and V of the contexts); and which share of what the machine can do
+    that is: its speed of multiplying two large matrices, and of reading memory, measured first.
+    """
+    gpt = build_model(model, device)
+    product = product_speed(gpt.wte.weight.dtype, device)
+    read = read_bandwidth(device)
+    room = max(DECODES_AT_ONCE) * 2 * DECODED_CONTEXT
+    settings = Settings(
+        num_blocks=room // 16,
+        max_num_seqs=max(DECODES_AT_ONCE),
+        token_budget=max(PROMPTS),
+        watermark=0,
+        prefix_cache=False,
+        overlap=False,
+    )
+    engine = Engine(gpt, settings)
+    prompts = {n: prompt_step(engine, n, repeats) for n in PROMPTS}
+    decodes = {n: decodes_step(engine, n, repeats) for n in DECODES_AT_ONCE}
+    rows = {}
+    for name, steps in ("a prompt", prompts), ("decodes", decodes):
+        rows[name] = {}
+        for n, (seconds, contexts, pairs, sampled) in steps.items():
+            operations, read_bytes = work_of_step(gpt, n, contexts, pairs, sampled)
+            row = {"tok/s": round(n / seconds)}
+            row["FLOP/byte"] = round(operations / read_bytes, 2)
+            row["% of products"] = round(100 * operations / seconds / product, 1)
+            row["% of memory"] = round(100 * read_bytes / seconds / read, 1)
+            rows[name][n] = row
+    result = {"products, GFLOP/s": round(product / 1e9), "read, GB/s": round(read / 1e9, 1)}
+    result["equal at, FLOP/byte"] = round(product / read, 1)
+    return result | rows | draw.phases(rows, out)
+
+
+def product_speed(dtype: torch.dtype, device="cpu") -> float:
+    """Operations per second of the product of two large matrices."""
+    n = 2048 if device == "cpu" else 8192
+    a, b = torch.randn(2, n, n, dtype=dtype, device=device)
+    if device == "cpu":
+        return 2 * n**3 / median_seconds(lambda: a @ b, 10)
+    return 2e6 * n**3 / graph_us(lambda i: a @ b, 4)
+
+
+Measured = tuple[float, int, int, int]  # seconds, tokens of the contexts, pairs, rows of logits
+
+
+def prompt_step(engine: Engine, n: int, repeats: int) -> Measured:
+    """A step that computes a whole prompt; of its n (n + 1) / 2 pairs a token sees the other."""
+    prompt = random_tokens(Random(n), n, engine.config.vocab_size)
+    params = fixed_length(1)
+
+    def add():
+        engine.add_request("prompt", prompt, params)
+        return ()
+
+    seconds = median_seconds(engine.step, repeats, add)
+    return seconds, n, n * (n + 1) // 2, 1
+
+
+def decodes_step(engine: Engine, n: int, repeats: int) -> Measured:
+    """A step of n decodes; each sees its own context."""
+    requests = []
+    for i, (prompt, _) in enumerate(even_workload(n, DECODED_CONTEXT, 1, engine.config.vocab_size)):
+        requests.append(engine.add_request(i, prompt, fixed_length(DECODED_CONTEXT)))
+    while len(engine.scheduler.active) < n:
+        engine.step()
+    seconds = median_seconds(engine.step, repeats)
+    contexts = sum(request.num_filled_slots for request in requests)
+    for i in range(n):
+        engine.abort(i)
+    return seconds, contexts, contexts, n
+
+
+def work_of_step(gpt: GPT, n: int, contexts: int, pairs: int, sampled: int) -> tuple[int, int]:
+    """Operations of a step of n tokens (a product and a sum are two), and bytes that it reads."""
+    config = gpt.config
+    weights = sum(weight.numel() for weight in gpt.h.parameters() if weight.dim() == 2)
+    head = config.vocab_size * config.n_embd
+    in_attention = 4 * pairs * config.n_layer * config.n_head * config.head_size  # QK and AV
+    operations = 2 * (n * weights + sampled * head) + in_attention
+    read = (weights + head) * gpt.wte.weight.itemsize + contexts * bytes_per_block(gpt, 1)
+    return operations, read
 
 
 @command

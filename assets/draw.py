@@ -4,6 +4,7 @@ The README's pictures. Each function draws what one command of bench.py has meas
     python bench.py blockmap --out assets/blockmap.png      # block_map
     python bench.py batching --out assets/batching.png      # ended_requests
     python bench.py memory --out assets/memory.png          # memory_use
+    python bench.py phases --out assets/phases.png          # phases
 
 matplotlib is imported when a picture is drawn, so the other commands run without it.
 """
@@ -113,3 +114,26 @@ def draw_appends(axes, appends: dict[int, dict]):
     axes.set_title("microseconds of a layer\nto append a token")
     axes.set(xlabel="tokens so far", yscale="log")
     axes.legend()
+
+
+def phases(kinds: dict[str, Figures], path: Path) -> dict:
+    """kinds: a prompt, or decodes -> number of tokens in the step -> its figures."""
+    figure = new_figure()
+    left, right = figure.subplots(1, 2)
+    for colour, (kind, rows) in zip(COLOURS, kinds.items(), strict=False):
+        rates = [row["tok/s"] for row in rows.values()]
+        left.plot(list(rows), rates, "o-", color=colour, label=kind)
+        for share, style in ("% of products", "o-"), ("% of memory", "s--"):
+            heights = [row[share] for row in rows.values()]
+            right.plot(list(rows), heights, style, color=colour, label=f"{kind}: {share}")
+    left.set_title("tokens per second")
+    left.set_yscale("log")
+    left.legend()
+    right.set_title("share of the machine's speed, %")
+    right.set_ylim(0, 110)
+    right.legend(loc="upper center", ncols=2)
+    for axes in left, right:
+        axes.set_xscale("log", base=4)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set_xlabel("tokens in the step")
+    return save(figure, path)

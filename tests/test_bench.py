@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 from bench import fill_pool, offline_workload, padded
@@ -83,6 +84,17 @@ def test_the_kinds_of_kernels_are_known_by_their_names():
     kinds = {name: bench.kind_of(name) for name in ours}
     rest = {name for name, kind in kinds.items() if kind == "rest"}
     assert rest == {"order_kernel", "decode_inputs_kernel", "embed_kernel"}
+
+
+def test_the_work_of_a_step():
+    """Counted twice or not at all, a share of the machine's speed would mean nothing."""
+    gpt = GPT(GPTConfig(vocab_size=65, context_length=16, n_layer=2, n_head=2, n_embd=32))
+    with FlopCounterMode(display=False) as counter:
+        gpt(torch.zeros(1, 5, dtype=torch.int64))  # all tokens see all, and have logits
+    operations, read = bench.work_of_step(gpt, 5, contexts=7, pairs=25, sampled=5)
+    assert operations == counter.get_total_flops()
+    # fp32: the matrices, 12 C^2 in each block; and K, V of 7 tokens, 2 C in each layer
+    assert read == 4 * (2 * 12 * 32**2 + 65 * 32) + 4 * 7 * (2 * 2 * 32)
 
 
 PICTURES = [name for name, run in bench.COMMANDS.items() if "out" in signature(run).parameters]
@@ -161,6 +173,9 @@ def toy(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "read_bandwidth", lambda device="cpu": 1e9)
     monkeypatch.setitem(bench.MODELS, "10M", GPTConfig(65, **SIZES | {"context_length": 256}))
     monkeypatch.setitem(bench.MODELS, "1M", GPTConfig(65, **SIZES))
+    monkeypatch.setitem(
+        bench.MODELS, "gpt2-124M", GPTConfig(65, **SIZES | {"context_length": 1025})
+    )
     text = (ROOT / "paged.py").read_text()
     tokenizer = train_bpe([text], 300)
     ids = tokenizer.encode(text)
@@ -198,6 +213,7 @@ COMMANDS_AND_FIGURES = {  # what is typed, and what must be in the answer
         "picture",
     ],
     "memory --out DIR/x.png": ["slabs of 2048", "blocks of 4", "append a token at, us", "picture"],
+    "phases --repeats 1 --out DIR/x.png": ["a prompt", "decodes", "picture"],
     "blockmap --out DIR/x.png": ["preemptions", "hit tokens", "picture"],
 }
 
