@@ -130,8 +130,8 @@ def phases(kinds: dict[str, Figures], path: Path) -> dict:
     left.set_yscale("log")
     left.legend()
     right.set_title("share of the machine's speed, %")
-    right.set_ylim(0, 110)
-    right.legend(loc="upper center", ncols=2)
+    right.set_ylim(0, 115)
+    right.legend(loc="upper right")
     for axes in left, right:
         axes.set_xscale("log", base=4)
         axes.xaxis.set_major_formatter("{x:.0f}")
