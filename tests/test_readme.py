@@ -1,6 +1,7 @@
-"""The README is held to the repo: its walks, tour, commands, examples, flags and numbers."""
+"""README.md and REFERENCE.md are held to the repo: walks, files, commands, examples, numbers."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -14,15 +15,22 @@ import bench
 import serve
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
+from paged import KVBlockPool
 from serving import chat, connection, encoder, protocol
+from serving.engine import Engine
+from serving.events import Recorder
+from serving.params import SamplingParams
 from serving.settings import Settings
+from serving.sizing import numbers_per_block
 from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-TOURS = re.findall(r"^\| file \| its one job \|\n\|---\|---\|\n((?:\|.*\n)+)", README, re.MULTILINE)
+REFERENCE = (ROOT / "REFERENCE.md").read_text()
+BOTH = f"{README}\n{REFERENCE}"
+TOURS = re.findall(r"^\| file \| its one job \|\n\|---\|---\|\n((?:\|.*\n)+)", BOTH, re.MULTILINE)
 TOUR = re.findall(r"^\| `([\w./]+)` \|", "".join(TOURS), re.MULTILINE)
-COMMANDS = sorted(set(re.findall(r"python (\w+\.py)([^`\n]*)", README)))
+COMMANDS = sorted(set(re.findall(r"python (\w+\.py)([^`\n#>]*)", BOTH)))
 
 
 def test_the_tour_names_every_file():
@@ -37,7 +45,7 @@ def test_the_tour_names_every_file():
 
 
 def test_the_tour_of_the_tests_names_every_file():
-    table = README.partition("| in `tests/` | |\n")[2].partition("\n\n")[0]
+    table = REFERENCE.partition("| in `tests/` | |\n")[2].partition("\n\n")[0]
     shared = {path.name for path in ROOT.glob("tests/*.*") if not path.name.startswith("test_")}
     named = set(re.findall(r"`(\w+\.\w+)`", table))
     assert named == shared - {"conftest.py", "clients.txt"}
@@ -62,7 +70,7 @@ WALKS = {"The way of a token": 25, "The way of a KV block": 10, "The way of a ha
 @pytest.mark.parametrize("title", [*WALKS, "The operators, by machine"])
 def test_every_name_of_a_walk_exists(title):
     """A reader looks for each `file.function`: it is where the walk says, under that name."""
-    section = README.partition(f"### {title}\n")[2].partition("\n### ")[0]
+    section = re.split(r"\n##", BOTH.partition(f"### {title}\n")[2])[0]
     names = re.findall(r"`([a-z_]+)\.(?!py`)(\w+(?:\.\w+)?)`", section)
     assert len(names) >= 8
     for file, name in names:
@@ -89,7 +97,7 @@ def test_names_of_the_post_are_there():
 
 def test_the_offline_example_runs(tmp_path, monkeypatch, capsys):
     """As it stands, in a folder where out/stdlib is a tiny model."""
-    programs = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    programs = re.findall(r"```python\n(.*?)```", BOTH, re.DOTALL)
     (program,) = (text for text in programs if "Engine(" in text)
     tokenizer = bpe_tokenizer([])
     config = GPTConfig(vocab_size=257, context_length=128, n_layer=1, n_head=1, n_embd=8)
@@ -118,8 +126,31 @@ def test_flags_and_subcommands_exist(program, arguments, capsys):
 
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"`?make ([a-z-]+)", README)):
+    for target in set(re.findall(r"(?:`|    )make ([a-z-]+)", BOTH)):
         assert f"\n{target}:" in makefile, f"no make {target}"
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", ["README.md", "REFERENCE.md"])
+def test_links_lead_somewhere(name):
+    for page, anchor in re.findall(
+        r"[^!]\[[^]]*\]\(([\w.]*)#?([\w-]*)\)", (ROOT / name).read_text()
+    ):
+        assert (ROOT / (page or name)).is_file()
+        assert not anchor or anchor in headings((ROOT / (page or name)).read_text()), anchor
+
+
+def test_the_readme_is_for_reading():
+    """What is looked up, not read, has a page of its own. Line by line it had become 735 lines."""
+    assert len(README.splitlines()) <= 350
+    order = README.partition("serving first:\n")[2].partition("\n\n[The way")[0]
+    files = re.findall(r"`([\w/]+\.py)`", order)
+    assert len(files) == 7 and all((ROOT / file).is_file() for file in files)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -189,9 +220,9 @@ def test_make_run_goes_on_with_a_training_that_was_stopped(make):
 
 
 def test_pictures_are_there_and_nothing_is_left_to_fill_in():
-    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
+    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", BOTH):
         assert (ROOT / picture).stat().st_size > 1000
-    assert "{{" not in README
+    assert "{{" not in BOTH and "@@" not in BOTH
 
 
 def test_numbers_in_prose():
@@ -200,6 +231,49 @@ def test_numbers_in_prose():
     picture = Path(bench.__file__).read_text()
     requests, blocks = re.search(r"(\w+) requests share (\d+) blocks", README).groups()
     assert f"num_blocks={blocks}" in picture and requests == "nine" and "range(9)" in picture
+
+
+def test_the_memory_of_a_token():
+    """2 (K and V) x layers x KV heads x head size x bytes, of Llama-2-7B in fp16."""
+    *factors, product = (
+        re.search(r"that is ([\d,× =]+) bytes", README).group(1).replace("=", "×").split("×")
+    )
+    _, L, H, D, itemsize = map(int, factors)
+    size = int(product.replace(",", ""))
+    told = re.search(r"so ([\d.]+) MiB a token\s+and (\d+) GiB for its context of ([\d,]+)", README)
+    a_token, a_text, context = (float(number.replace(",", "")) for number in told.groups())
+    assert (size, a_token * 2**20, a_text * 2**30) == (size, size, size * context)
+    config = GPTConfig(n_layer=L, n_head=H, n_embd=H * D)
+    assert itemsize * numbers_per_block(config, 1) == size
+    pool = KVBlockPool(256, 16, L, H, D, device="meta", dtype=torch.float16)
+    in_blocks = pool.kv[:, :, : pool.sink]
+    assert in_blocks.nbytes == size * 256 * 16 == a_text * 2**30 and context == 256 * 16
+
+
+def test_the_fields_of_a_record_are_told():
+    """In a tight pool with forks nearly every field occurs; a reader of a record looks it up."""
+    table = REFERENCE.partition("| line | field | |\n")[2].partition("\n\n")[0]
+    fields = [row.split(" | ")[1] for row in table.splitlines()[1:]]
+    told = set(re.findall(r"`(\w+)`", " ".join(fields)))
+    model = GPT(GPTConfig(vocab_size=32, n_layer=1, n_head=1, n_embd=8, context_length=128))
+    engine = Engine(model, Settings(block_size=4, num_blocks=16, watermark=0))
+    lines = []
+    engine.recorder = Recorder(engine, tokens=True)
+    engine.recorder.listeners.append(lambda text: lines.append(json.loads(text)))
+    for i in range(4):
+        prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, i]
+        engine.add_request(i, prompt, SamplingParams(max_tokens=20, ignore_eos=True), n=1 + i % 2)
+    found = set()
+    while engine.has_work:
+        engine.step()
+        lines.append(json.loads(engine.recorder.snapshot("asked")))
+        for line in lines:
+            found |= line.keys()
+            for request in line.get("requests", []) + line.get("new", []):
+                found |= request.keys()
+        lines.clear()
+    assert found - told == set(), "not in REFERENCE.md"
+    assert told - found <= {"window", "to_come"}, "not in any line"
 
 
 # the beginning of a row in the README's table of limits, and what its second column says, from
@@ -231,18 +305,17 @@ LIMITS = [
 
 @pytest.mark.parametrize(("begins", "says"), LIMITS, ids=[begins for begins, _ in LIMITS])
 def test_limits_are_as_told(begins, says):
-    (row,) = [line for line in README.splitlines() if line.startswith(f"| {begins}")]
+    (row,) = [line for line in REFERENCE.splitlines() if line.startswith(f"| {begins}")]
     assert row.split(" | ")[1].startswith(says)
 
 
 def test_limits_that_are_flags_have_the_defaults_that_are_told():
-    table = README[
-        README.index("| limit | value") : README.index("A request that its head alone refuses")
-    ]
+    table = REFERENCE.partition("| limit | value")[2]
+    table = table.partition("A request that its head alone refuses")[0]
     told = re.findall(r"`--([\w-]+) (\d+)`", table)
     args = vars(serve.parse_args([]))
     assert len(told) == 6
     assert {name: float(number) for name, number in told} == {
         name: args[name.replace("-", "_")] for name, _ in told
     }
-    assert f"Texts of more than {encoder.SHORT:,} characters and all chat templates" in README
+    assert f"Texts of more than {encoder.SHORT:,} characters and all chat templates" in REFERENCE
