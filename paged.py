@@ -385,6 +385,7 @@ class Plan:
     copies: dict[int, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)  # got a row and a block table
     preempted: list[Request] = field(default_factory=list)  # gave theirs back, and wait again
+    grown: list[Request] = field(default_factory=list)  # got a block for their next token
 
     @property
     def work(self) -> list[tuple[Request, int]]:
@@ -704,6 +705,7 @@ class Scheduler:
             if not is_full and allocator.ref_counts[table[-1]] == 1:
                 return
             if allocator.num_free:
+                plan.grown.append(request)
                 block = allocator.allocate_one()
                 if is_full:
                     table.append(block)

@@ -60,14 +60,17 @@ class Recorder:
         """From here on differences are told to what is now."""
         scheduler = self.scheduler
         self.line = {}  # of the step under way
-        self.touched: dict[int, None] = {}  # blocks that the line has to tell of
+        self.touched: set[int] = set()  # blocks that the line has to tell of
+        self.gained: set[int] = set()  # those of them that its `tables` shows
         everyone = scheduler.waiting + scheduler.running
         self.told = {r: Told(r.block_table.copy(), r.num_committed) for r in everyone}
         self.held: dict[int, CachedBlock] = dict(scheduler.block_cache.held)
         self.num_evictions = scheduler.block_allocator.num_evictions
         self.num_added = scheduler.num_added
         self.queue_state = self._queue_state()
-        self.decodes: list[int] = []
+        self.decodes: list[Request] = []
+        self.changed: list[Request] = []  # whose blocks may have changed
+        self.filling: dict[int, list[Request]] = {}  # by step: those whose blocks it may fill
         self.is_lost = False
         self.is_idle = False
 
@@ -80,11 +83,11 @@ class Recorder:
 
     def planned(self, plan: Plan):
         """A step was started; its tokens are not counted as filled yet."""
-        self.line["step"] = plan.step
-        decodes = [r.arrival_number for r in plan.decodes]
-        if decodes != self.decodes:
-            self.decodes = self.line["decodes"] = decodes
-        self._tell_new()
+        line = self.line
+        line["step"] = plan.step
+        if plan.decodes != self.decodes:
+            self.decodes = plan.decodes.copy()
+            line["decodes"] = numbers(plan.decodes)
         for r in plan.preempted:  # in this plan it may have got one more block, and lost it
             held = [block for block in self.told[r].table if block != self.sink]
             self._add("preempted", [[r.arrival_number, len(held)]])
@@ -92,13 +95,20 @@ class Recorder:
         self._add("chunks", [[r.arrival_number, r.prefill_cursor, n] for r, n in plan.chunks])
         self._add("copied", [[to, source] for to, source in plan.copies.items()])
         self._add("lack", self.scheduler.lack)
-        self._tell_tables()  # now: a request that ends with this step has none afterwards
+        prefilled = [r for r, _ in plan.chunks]
+        # now: a request that ends with this step has no table afterwards
+        self._tell_new()
+        self._tell_tables(plan.admitted + plan.preempted + plan.grown + prefilled)
+        last_slot = self.scheduler.block_size - 1
+        full = [r for r in plan.decodes if r.num_filled_slots % (last_slot + 1) == last_slot]
+        self.filling[plan.step] = full + prefilled
 
     def resolved(self, plan: Plan, new: list[tuple[Request, int]]):
         """The tokens of a step are known."""
         self.line |= {"resolved": plan.step, "sampled": len(new)}
         if self.has_tokens:
             self._add("tokens", [[r.arrival_number, token] for r, token in new])
+        self.changed += self.filling.pop(plan.step, [])
 
     def failed(self):
         """A step failed: its plan may have moved blocks that no table shows."""
@@ -107,8 +117,9 @@ class Recorder:
     def end_step(self):
         """Write the line of what has changed since the last one, if anything has."""
         self._tell_new()
-        self._tell_tables()
         self._tell_ended()
+        self._tell_tables(self.changed)
+        self.changed = []
         self._tell_queue()
         self._tell_blocks()
         line = self.line
@@ -153,6 +164,7 @@ class Recorder:
         everyone = scheduler.waiting + scheduler.running
         new = [r for r in everyone if r.arrival_number > self.num_added]
         self.num_added = scheduler.num_added
+        self.changed += new
         for r in sorted(new, key=lambda r: r.arrival_number):
             self.told[r] = Told()
             is_fork = r.status == "active"  # any other was admitted at most
@@ -160,24 +172,37 @@ class Recorder:
             filled = r.num_filled_slots if is_fork else 0
             self._add("new", [identity(r) | {"status": status, "filled": filled}])
 
-    def _tell_tables(self):
-        """The block tables that changed, and how many of their blocks are committed."""
-        for r, told in self.told.items():
-            number = r.arrival_number
+    def _tell_tables(self, requests: list[Request]):
+        """Which of these have other block tables, or more committed blocks, than was told."""
+        tables = []
+        committed = []
+        for r in requests:
+            told = self.told.get(r)
+            if told is None:  # it has ended, and that was told
+                continue
             table = r.block_table
             if table != told.table:
                 start = num_equal(table, told.table)
-                self._add("tables", [[number, start, table[start:]]])
-                self.touched |= dict.fromkeys(told.table[start:] + table[start:])
-                told.table[start:] = table[start:]
+                gained = table[start:]
+                tables.append([r.arrival_number, start, gained])
+                self.touched.update(told.table[start:], gained)
+                self.gained.update(gained)
+                told.table[start:] = gained
             if r.num_committed != told.num_committed:
-                self.touched |= dict.fromkeys(table[told.num_committed : r.num_committed])
+                self.touched.update(table[told.num_committed : r.num_committed])
                 told.num_committed = r.num_committed
                 if table:
-                    self._add("committed", [[number, r.num_committed]])
+                    committed.append([r.arrival_number, r.num_committed])
+        self._add("tables", tables)
+        self._add("committed", committed)
 
     def _tell_ended(self):
+        scheduler = self.scheduler
+        num_alive = len(scheduler.waiting) + scheduler.max_num_seqs - len(scheduler.free_rows)
+        if num_alive == len(self.told):
+            return
         ended = [r for r in self.told if r.status == "done"]
+        self._tell_tables(ended)
         for r in ended:
             del self.told[r]
             self._add("ended", [[r.arrival_number, r.finish_reason, r.num_generated]])
@@ -189,45 +214,56 @@ class Recorder:
 
     def _queue(self) -> dict:
         waiting = self.scheduler.waiting
-        shown = [r.arrival_number for r in waiting[:MAX_SHOWN]]
-        return {"waiting": shown, "queue": len(waiting)}
+        return {"waiting": numbers(waiting[:MAX_SHOWN]), "queue": len(waiting)}
 
     def _tell_blocks(self):
         """
-        The state of each block that was touched. Those that became idle come last, in the order in
+        The state of each block that was touched. Left out are those that `tables` shows, if they
+        have one reference and are not committed. Those that became idle come last, in the order in
         which they did: that of eviction.
         """
         allocator = self.scheduler.block_allocator
         held = allocator.block_cache.held
         touched = self.touched
-        self.touched = {}
-        touched.pop(self.sink, None)
-        evicted = self._evicted(touched)
-        if len(evicted) != allocator.num_evictions - self.num_evictions:
+        touched.discard(self.sink)
+        num_evictions = allocator.num_evictions - self.num_evictions
+        self.num_evictions += num_evictions
+        evicted = self._evicted()
+        if len(evicted) != num_evictions:
             # a request got a block and lost it, preempted, in one plan: no table has shown it
-            touched |= dict.fromkeys(self.held)
-            evicted = self._evicted(touched)
-        self.num_evictions = allocator.num_evictions
-        became_idle = []
-        missing = touched.keys() & allocator.idle.keys()
-        for block in reversed(allocator.idle):
-            if not missing:
-                break
-            missing.discard(block)
-            became_idle.insert(0, block)
-        others = [block for block in touched if block not in allocator.idle]
-        for block in others + became_idle:
-            self._add("blocks", [[block, allocator.ref_counts[block], int(block in held)]])
-            if block in held:
-                self.held[block] = held[block]
-            else:
+            touched.update(self.held)
+            evicted = self._evicted()
+        states = []
+        became_idle = set()
+        for block in touched:
+            count = allocator.ref_counts[block]
+            content = held.get(block)
+            if content is None:
                 self.held.pop(block, None)
+                if count != 1 or block not in self.gained:
+                    states.append([block, count, 0])
+            else:
+                self.held[block] = content
+                if count:
+                    states.append([block, count, 1])
+                else:
+                    became_idle.add(block)
+        in_order = []
+        for block in reversed(allocator.idle):
+            if not became_idle:
+                break
+            became_idle.discard(block)
+            in_order.append([block, 0, 1])
+        self._add("blocks", states + in_order[::-1])
         self._add("evicted", evicted)
+        self.touched = set()
+        self.gained = set()
 
-    def _evicted(self, blocks: Iterable[int]) -> list[int]:
-        """Those that had, as last told, a content in the prefix cache, and lost it."""
+    def _evicted(self) -> list[int]:
+        """Touched blocks that had, as last told, a content in the prefix cache, and lost it."""
         held = self.scheduler.block_cache.held
-        return [b for b in blocks if b in self.held and held.get(b) is not self.held[b]]
+        known = self.held.keys() & self.touched
+        return [block for block in known if held.get(block) is not self.held[block]]
 
     def _counts(self) -> dict:
         allocator = self.scheduler.block_allocator
@@ -246,7 +282,7 @@ class Recorder:
             "overlap": self.engine.overlap,
             "step": self.engine.num_steps,
             "requests": [self._describe(r) for r in self.told],
-            "decodes": self.decodes,
+            "decodes": numbers(self.decodes),
             "committed": [*self.held],
             "idle": [*scheduler.block_allocator.idle],
             "totals": self.engine.counts(),
@@ -283,12 +319,16 @@ def identity(r: Request) -> dict:
     }
 
 
+def numbers(requests: list[Request]) -> list[int]:
+    return [r.arrival_number for r in requests]
+
+
 def num_equal(one: list, other: list) -> int:
     """How many of their first elements are equal."""
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return i
-    return min(len(one), len(other))
+    if one[: len(other)] == other:  # mostly: it has grown
+        return len(other)
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(one))
 
 
 # --------------------------------------------------------------------------------------------------

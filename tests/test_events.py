@@ -59,7 +59,7 @@ def test_a_request_from_its_arrival_to_its_end(told):
         "committed": [[1, 1]],
         "waiting": [],
         "queue": 0,
-        "blocks": [[0, 1, 1], [1, 1, 0]],
+        "blocks": [[0, 1, 1]],  # block 1 is as `tables` says: held once, not committed
         "free": 6,
         "cached": 0,
     }
