@@ -16,7 +16,7 @@ import serve
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 from paged import KVBlockPool
-from serving import chat, connection, encoder, protocol
+from serving import chat, connection, encoder, listeners, protocol
 from serving.engine import Engine
 from serving.events import Recorder
 from serving.params import SamplingParams
@@ -294,6 +294,7 @@ LIMITS = [
     ("log-probabilities in one answer", f"{protocol.MAX_SCORES:,}: tokens"),
     ("`allowed_token_ids`", f"{protocol.MAX_ALLOWED:,}: different ids"),
     ("`priority`", f"-{protocol.MAX_PRIORITY} to {protocol.MAX_PRIORITY};"),
+    ("clients of `/events`, of an HTTP process", f"{listeners.MAX_LISTENERS}; one that"),
     ("stop strings", f"{protocol.MAX_STOPS}, {protocol.MAX_STOP_BYTES >> 10} KiB together"),
     (
         "prompts, messages, choices of a prompt (`n`), `logit_bias`, `stop_token_ids`",
