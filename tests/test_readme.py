@@ -151,6 +151,8 @@ def test_the_readme_is_for_reading():
     order = README.partition("serving first:\n")[2].partition("\n\n[The way")[0]
     files = re.findall(r"`([\w/]+\.py)`", order)
     assert len(files) == 7 and all((ROOT / file).is_file() for file in files)
+    assert "interleaved_generate" in names_defined(ROOT / "serving/engine.py")
+    assert "`Block.forward`" in order and "Block.forward" in names_defined(ROOT / "model.py")
 
 
 # --------------------------------------------------------------------------------------------------
