@@ -260,6 +260,8 @@ class Engine:
         """
         plan = self.scheduler.plan(self.num_steps)
         if not plan.decodes and not plan.chunks:
+            if self.recorder and plan.preempted:
+                self.recorder.planned(plan)
             return [], None
         self.num_steps += 1
         for request in plan.admitted:  # noted now: on a CPU, launching a step is computing it
@@ -331,6 +333,7 @@ class Engine:
         """What a step brought for a request. One whose logits are not numbers is aborted."""
         if r in result.broken:
             self.abort(r.id)
+            r.finish_reason = "error"
             error = "the model's logits are not numbers: its weights are broken"
             return Output(r.id, [], "error", error=error)
         logprobs = result.logprobs.get(r)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from paged import CachedBlock, Plan, Request
 from serving.links import Link, Links, compact_json
+from serving.params import NO_TOKEN
 
 VERSION = 1  # of the lines
 MAX_SHOWN = 100  # waiting requests that a line names
@@ -82,12 +83,15 @@ class Recorder:
     # -- what the engine calls ---------------------------------------------------------------------
 
     def planned(self, plan: Plan):
-        """A step was started; its tokens are not counted as filled yet."""
-        line = self.line
-        line["step"] = plan.step
-        if plan.decodes != self.decodes:
-            self.decodes = plan.decodes.copy()
-            line["decodes"] = numbers(plan.decodes)
+        """
+        A step was started, and its tokens are not counted as filled yet; or a plan with nothing to
+        compute has preempted somebody.
+        """
+        if plan.decodes or plan.chunks:
+            self.line["step"] = plan.step
+            if plan.decodes != self.decodes:
+                self.decodes = plan.decodes.copy()
+                self.line["decodes"] = numbers(plan.decodes)
         for r in plan.preempted:  # in this plan it may have got one more block, and lost it
             held = [block for block in self.told[r].table if block != self.sink]
             self._add("preempted", [[r.arrival_number, len(held)]])
@@ -107,7 +111,8 @@ class Recorder:
         """The tokens of a step are known."""
         self.line |= {"resolved": plan.step, "sampled": len(new)}
         if self.has_tokens:
-            self._add("tokens", [[r.arrival_number, token] for r, token in new])
+            tokens = [[r.arrival_number, token] for r, token in new if token != NO_TOKEN]
+            self._add("tokens", tokens)
         self.changed += self.filling.pop(plan.step, [])
 
     def failed(self):
