@@ -60,7 +60,7 @@ class EngineClient(asyncio.Protocol):
     at_work    choices that wait or run in the engine, of all HTTP processes, by its last message
 
     `on_state(state)` and `on_stats(stats)` are called with what changed, and, after `listen`,
-    `on_events(lines)` with what the engine did (events.py).
+    `on_events(lines, is_snapshot)` with what the engine did (events.py).
     """
 
     def __init__(self, path: str, start=lambda: None):
@@ -75,7 +75,7 @@ class EngineClient(asyncio.Protocol):
         self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
         self.heard = time.monotonic()  # the last word of the engine, or the first request since
         self.is_paused = False  # between two rounds
-        self.on_state = self.on_stats = self.on_events = lambda news: None
+        self.on_state = self.on_stats = self.on_events = lambda *news: None
         self._connect()
 
     def _connect(self):
@@ -234,7 +234,7 @@ class EngineClient(asyncio.Protocol):
                 self.info = message
                 self.on_state("ready")
             case "events":
-                self.on_events(message["lines"])
+                self.on_events(message["lines"], message["is_snapshot"])
             case "error":
                 if choice := self.choices.get(message["id"]):
                     choice.job.on_refusal(message["kind"], message["message"])

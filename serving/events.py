@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from paged import CachedBlock, Plan, Request
-from serving.links import Link, Links, compact_json
+from serving.links import Link, Links, compact_json, to_line
 from serving.params import NO_TOKEN
 
 VERSION = 1  # of the lines
@@ -389,16 +389,20 @@ class Audience:
             if link.unsent:  # it is behind
                 self.needs_snapshot[link] = True
             elif needs_snapshot:
-                snapshot = snapshot or message([self.engine.recorder.snapshot("joined")])
+                text = self.engine.recorder.snapshot("joined")
+                snapshot = snapshot or message([text], is_snapshot=True)
                 self.needs_snapshot[link] = False
                 links.send(link, snapshot)
             else:
                 links.send(link, news)
 
 
-def message(lines: list[str]) -> bytes:
-    """Lines, JSON already, as a message of the link."""
-    return f'{{"op":"events","lines":[{",".join(lines)}]}}\n'.encode()
+def message(lines: list[str], is_snapshot: bool = False) -> bytes:
+    """
+    Lines as a message of the link. They go as a text, which an HTTP process can hand on without
+    parsing it.
+    """
+    return to_line({"op": "events", "lines": ",".join(lines), "is_snapshot": is_snapshot})
 
 
 class RecordFile:

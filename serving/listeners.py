@@ -10,6 +10,7 @@ the requests of other API keys are called, or say, is told to nobody.
 """
 
 import asyncio
+import json
 
 from serving.answers import EVENTS, PING, PING_SECONDS
 from serving.client import EngineClient
@@ -17,7 +18,7 @@ from serving.links import compact_json
 from serving.protocol import ApiError
 
 MAX_LISTENERS = 16  # of an HTTP process
-MAX_UNSENT = 10_000  # lines that wait for a slow client; for more, it gets a snapshot instead
+MAX_UNSENT = 2**22  # characters that wait for a slow client; for more, it gets a snapshot
 
 
 class Listeners:
@@ -41,9 +42,10 @@ class Listeners:
         if not self.all:
             self.client.listen(False)
 
-    def tell(self, lines: list[dict]):
+    def tell(self, lines: str, is_snapshot: bool):
+        """Lines of JSON, with commas between them."""
         for listener in self.all:
-            listener.add(lines)
+            listener.add(lines, is_snapshot)
 
     def start_again(self):
         """There is another engine, of which no listener knows anything."""
@@ -66,7 +68,7 @@ class Listener:
         self.listeners = listeners
         self.key = key
         self.own: set[int] = set()  # the requests of the key, by their numbers
-        self.lines: list[dict] = []  # not sent yet
+        self.lines: list[str] = []  # not sent yet
         self.is_behind = True  # until a snapshot comes
         self.is_over = False
         self.changed = asyncio.Event()
@@ -102,20 +104,21 @@ class Listener:
         except TimeoutError:
             return PING
         self.changed.clear()
-        lines = self.lines
+        lines = ",".join(self.lines)
         self.lines = []
-        return f"data: {compact_json(lines)}\n\n".encode() if lines else b""
+        return f"data: [{lines}]\n\n".encode() if lines else b""
 
-    def add(self, lines: list[dict]):
-        """Take in what the engine has told."""
-        for line in lines:
-            if line["event"] == "snapshot":
-                if line.get("why") == "joined" and not self.is_behind:
-                    continue  # it is for another listener, and says nothing new
-                self.is_behind = False
-            if not self.is_behind:
-                self.lines.append(self.view(line))
-        if len(self.lines) > MAX_UNSENT:
+    def add(self, lines: str, is_snapshot: bool):
+        """Take in what the engine has told. Without API keys nothing of it is hidden."""
+        if is_snapshot and not self.is_behind:
+            return  # it is for another listener, and says nothing new
+        if self.is_behind and not is_snapshot:
+            return
+        self.is_behind = False
+        if self.key:
+            lines = ",".join(compact_json(self.view(line)) for line in json.loads(f"[{lines}]"))
+        self.lines.append(lines)
+        if sum(map(len, self.lines)) > MAX_UNSENT:
             self.fall_behind()
         self.changed.set()
 

@@ -10,7 +10,7 @@ For a thread or a process of its own. Over each link (links.py has the wire) go
          {"op": "listen", "on", "tokens"}: tell what happens from a snapshot on, or end that
     out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
          {"op": "step", "out": [[id, tokens, finish_reason, cached_tokens, scores..], ..], "stats"}
-         {"op": "events", "lines"}, while the link listens: see events.py
+         {"op": "events", "lines", "is_snapshot"}, while the link listens: see events.py
          {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, "full"
          for backpressure (more than `max_queue` choices would wait for a row), else "internal"
 

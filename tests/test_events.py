@@ -152,7 +152,7 @@ class FakeLinks:
         self.sent = []
 
     def send(self, link, data: bytes):
-        self.sent.append((link, json.loads(data)["lines"]))
+        self.sent.append((link, json.loads(f"[{json.loads(data)['lines']}]")))
 
 
 class FakeLink:
@@ -262,7 +262,10 @@ def snapshot(*requests: dict, **more) -> dict:
 
 
 def say(house, *lines: dict):
-    house.engine.say({"op": "events", "lines": list(lines)})
+    """A snapshot for those that have joined is a message of its own."""
+    text = ",".join(map(json.dumps, lines))
+    is_snapshot = lines[0].get("why") == "joined"
+    house.engine.say({"op": "events", "lines": text, "is_snapshot": is_snapshot})
 
 
 def test_a_listener_is_told_from_a_snapshot_on():
@@ -272,17 +275,16 @@ def test_a_listener_is_told_from_a_snapshot_on():
         assert house.engine.of("listen") == [{"op": "listen", "on": True, "tokens": False}]
         assert "200 OK" in caller.said and "text/event-stream" in caller.said
         say(house, {"event": "step", "step": 4})  # before its snapshot: for others
-        say(house, snapshot(why="joined"), {"event": "step", "step": 5})
+        say(house, snapshot(why="joined"))
+        say(house, {"event": "step", "step": 5})
         say(house, {"event": "step", "step": 6}, {"event": "idle"})
-        assert [[line["event"] for line in lines] for lines in caller.events] == [
-            ["snapshot", "step"],
-            ["step", "idle"],
-        ]
+        events = [[line["event"] for line in lines] for lines in caller.events]
+        assert events == [["snapshot"], ["step"], ["step", "idle"]]
         second = house.call("GET", "/events")
         say(house, snapshot(why="joined"))
-        assert len(caller.events) == 2 and len(second.events) == 1  # it is news to one of them
+        assert len(caller.events) == 3 and len(second.events) == 1  # it is news to one of them
         say(house, snapshot(why="a step failed"))
-        assert len(caller.events) == 3 and len(second.events) == 2
+        assert len(caller.events) == 4 and len(second.events) == 2
         caller.hang_up()
         assert len(house.engine.of("listen")) == 2
         second.hang_up()
@@ -303,7 +305,7 @@ def test_keys_do_not_read_each_other():
         assert house.engine.of("listen") == [{"op": "listen", "on": True, "tokens": True}]
         mine = {"r": 1, "name": "a", "key": "key 1", "tokens": [5]}
         other = {"r": 2, "name": "b", "key": "key 0", "tokens": [6]}
-        say(house, snapshot(mine, other))
+        say(house, snapshot(mine, other, why="joined"))
         new = [NEW | {"r": r, "name": f"n{r}", "key": f"key {r % 2}"} for r in (3, 4)]
         tokens = [[1, 7], [2, 8], [3, 9], [4, 10]]
         say(house, {"event": "step", "new": new, "tokens": tokens, "ended": [[1, "stop", 1]]})
@@ -335,7 +337,7 @@ def test_only_so_many_listen():
 
 
 def test_a_slow_client_misses_lines_and_goes_on_from_a_snapshot(monkeypatch):
-    monkeypatch.setattr(listeners, "MAX_UNSENT", 10)
+    monkeypatch.setattr(listeners, "MAX_UNSENT", 300)
     with House() as house:
         caller = house.call("GET", "/events")
         say(house, snapshot(why="joined"))
@@ -343,7 +345,8 @@ def test_a_slow_client_misses_lines_and_goes_on_from_a_snapshot(monkeypatch):
         for step in range(12):
             say(house, {"event": "step", "step": step})
         assert len(house.engine.of("listen")) == 2
-        say(house, snapshot(why="joined", step=12), {"event": "step", "step": 12})
+        say(house, snapshot(why="joined", step=12))
+        say(house, {"event": "step", "step": 12})
         caller.read_on()
         lines = [line for lines in caller.events for line in lines]
         assert [line["event"] for line in lines[-2:]] == ["snapshot", "step"]
@@ -358,7 +361,8 @@ def test_another_engine_is_listened_to_as_well():
         house.engine.die()
         house.engine.ready()
         assert house.engine.of("listen") == [{"op": "listen", "on": True, "tokens": False}]
-        say(house, {"event": "step"}, snapshot(why="joined", step=0))
+        say(house, {"event": "step"})
+        say(house, snapshot(why="joined", step=0))
         assert [line["event"] for line in caller.events[-1]] == ["snapshot"]
 
 
