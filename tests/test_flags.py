@@ -239,6 +239,7 @@ def engine_process(monkeypatch, tmp_path, capfd):
         monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
         monkeypatch.setattr(torch, "set_num_threads", threads.append)
         monkeypatch.setattr(serve, "build_engine", build)
+        monkeypatch.setattr(serve, "collect_garbage_rarely", lambda: None)
         monkeypatch.setattr(loop, "serve", lambda *args: ran.append(args))
         with (
             serve.listen_for_links(str(folder)) as listener,
