@@ -15,6 +15,9 @@ JSON last.
     python bench.py phases        # prefill against decode: what each asks of the machine, and gets
     python bench.py quality       # bits per byte of held-out text in fp32, bf16 and int8 weights
     python bench.py blockmap      # picture: which request owned which block in each step
+    python bench.py record NAME   # writes such a run as a record: forks, preemption or h200
+    python bench.py replay FILE   # checks a record of `serve.py --record`, and draws it
+    python bench.py page FILE     # prints the page of serve.py with a record inside, as one file
 
 Each command is a function. Its arguments are its flags, and their defaults give the flags' types;
 its docstring is the workload and is printed first; it returns its figures, which are printed behind
@@ -25,6 +28,7 @@ that wait for each other spin.
 
 import argparse
 import inspect
+import io
 import json
 import math
 import os
@@ -32,23 +36,19 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, chain, count, product
+from itertools import accumulate, chain, count, pairwise, product
 from pathlib import Path
 from random import Random
 from statistics import mean, median
 from time import perf_counter
 from types import SimpleNamespace
+from typing import BinaryIO
 
-from commands import (
-    SPINS_SERVING,
-    add_flag,
-    at_least,
-    collect_garbage_rarely,
-    not_negative,
-)
+from commands import SPINS_SERVING, add_flag, at_least, not_negative
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
 
@@ -61,10 +61,13 @@ from model import GPT, GPTConfig, Ops, RMSNorm, Rope
 from paged import Request, Scheduler, SchedulerSettings
 from serving.cpu import packed_for_cpu
 from serving.engine import Engine
+from serving.events import Recorder
 from serving.ops import choose_ops
 from serving.params import SamplingParams
+from serving.replay import State, open_record, read_lines, replay
 from serving.settings import Settings
 from serving.sizing import bytes_per_block
+from serving.welcome import page_with_record
 
 Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
 Answers = list[list[int]]  # token ids
@@ -110,9 +113,12 @@ FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--rate": "requests a second at random times; 0: 70 percent of what was managed at once",
     "--flags": "flags of serve.py, as in --flags='--dtype bf16'",
     "--device": "cpu (in fp32) or cuda (in bf16)",
-    "--out": "where to write the picture; those of the README are in assets/",
+    "--out": "where to write the picture, or the record; those of the README are in assets/",
+    "name": "which run",
+    "file": "a record: of serve.py --record, or in assets/",
 }
 CHOICES = {
+    "name": ["forks", "preemption", "h200"],
     "--dtype": ["auto", "fp32", "bf16"],
     "--quantize": ["none", "int8"],
     "--device": sorted({"cpu", DEVICE}),
@@ -647,7 +653,6 @@ def bench_engine(
     result = {"start-up, s": round(seconds, 1)}
     result["engine"] = engine.statement()
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
-    collect_garbage_rarely()  # as the server's engine does
     for seed in seeds:
         work = offline_workload(256, scale_for(gpt.config), V, seed)
         result[f"offline, seed {seed}"] = throughput(engine, gpt, work, bandwidth)
@@ -1222,47 +1227,155 @@ def work_of_step(gpt: GPT, n: int, contexts: int, pairs: int, sampled: int) -> t
     return operations, read
 
 
-@command
-def bench_blockmap(out=Path("out/blockmap.png")) -> dict:
+# --------------------------------------------------------------------------------------------------
+# Records: runs to look at, their check, their picture
+
+Arrivals = dict[int, list[dict]]  # step -> arguments of Engine.add_request
+
+
+def tight_pool(device: str) -> tuple[Engine, Arrivals]:
     """
-    A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are
-    requests, grey is cached and idle, white is free; a block that several requests hold at once is
-    striped by turns.
+    Nine requests, one every four steps, in a pool that is too small for them; every second one
+    begins like the others.
     """
     settings = Settings(block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0)
-    engine = Engine(build_model("1M"), settings)
+    engine = Engine(build_model("1M", device), settings)
     rng = Random(0)
     prefix = random_tokens(rng, 12, 64)
     arrivals = {}
-    for i in range(9):  # one every four steps; every second one begins like the others
+    for i in range(9):
         length = rng.randint(4, 24)
         prompt = random_tokens(rng, length, 64)
         if i % 2:
             prompt = prefix + prompt
-        answer = rng.randint(12, 36)
-        params = fixed_length(answer)
-        arrivals[4 * i] = (i, prompt, params)
-    owners = []  # of each step, see draw.block_map
-    idle = []
+        params = fixed_length(rng.randint(12, 36))
+        arrivals[4 * i] = [{"id": i, "prompt_tokens": prompt, "params": params}]
+    return engine, arrivals
+
+
+def forks(device: str) -> tuple[Engine, Arrivals]:
+    """
+    Prompts that begin alike; of each third one four answers are sampled, forks that copy its last
+    block when they write to it.
+    """
+    settings = Settings(block_size=8, num_blocks=96, max_num_seqs=16, token_budget=48)
+    engine = Engine(build_model("1M", device), settings)
+    rng = Random(0)
+    prefix = random_tokens(rng, 40, 64)
+    arrivals = {}
+    for i in range(9):
+        length = rng.randint(3, 29)
+        prompt = prefix + random_tokens(rng, length, 64)
+        params = fixed_length(rng.randint(16, 48), 0.8, seed=i)
+        n = 4 if i % 3 == 1 else 1
+        arrivals[6 * i] = [{"id": i, "prompt_tokens": prompt, "params": params, "n": n}]
+    return engine, arrivals
+
+
+def many_requests(device: str) -> tuple[Engine, Arrivals]:
+    """The offline workload, its lengths divided by 4, all at once."""
+    settings = Settings(num_blocks=4096, max_num_seqs=256)
+    engine = Engine(build_model("gpt2-124M", device), settings)
+    work = offline_workload(256, 4)
+    timed(engine, other_tokens(work, 10_001))  # warm-up
+    requests = []
+    for i, (prompt, n) in enumerate(work):
+        requests.append({"id": i, "prompt_tokens": prompt, "params": fixed_length(n, 0.6, seed=i)})
+    return engine, {0: requests}
+
+
+MAX_COLUMNS = 1000  # steps of a picture
+MAX_ROWS = 1024  # and blocks
+LISTS = {"requests": "new", "preemptions": "preempted", "copies": "copied", "evictions": "evicted"}
+RUNS = {"forks": forks, "preemption": tight_pool, "h200": many_requests}
+
+
+def recorded(engine: Engine, arrivals: Arrivals) -> bytes:
+    """Serve requests that arrive at given steps. Returns the record."""
+    engine.recorder = Recorder(engine)
+    lines = [engine.recorder.snapshot()]
+    engine.recorder.listeners.append(lines.append)
+    turns = count()
     while arrivals or engine.has_work:
-        step = len(owners)
-        if step in arrivals:
-            engine.add_request(*arrivals.pop(step))
+        for arguments in arrivals.pop(next(turns), ()):
+            engine.add_request(**arguments)
         engine.step()
-        owners.append(owners_of_blocks(engine.scheduler))
-        idle.append(set(engine.scheduler.block_allocator.idle))
-    counts = engine.counts()
-    figures = {name: counts[name] for name in ("preemptions", "hit tokens")}
-    return figures | draw.block_map(owners, idle, out)
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
-def owners_of_blocks(scheduler: Scheduler) -> draw.Owners:
-    """For each block, the ids of the requests in whose tables it is."""
-    owners = [[] for _ in range(scheduler.block_allocator.num_blocks)]
-    for request in scheduler.running:
-        for block in request.block_table:
-            owners[block].append(request.id)
-    return owners
+@command
+def bench_record(name: str, device="cpu", out=Path("out/record.jsonl")) -> dict:
+    """
+    A run to look at, written as a record. forks: requests that begin alike, and forks with
+    copy-on-write; preemption: a tight pool; h200: 256 requests at once, for a GPU. Those in assets/
+    are made so. Their tokens are random, and not in the record.
+    """
+    record = recorded(*RUNS[name](device))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(record)
+    return {"lines": record.count(b"\n"), "KB": len(record) // 1000}
+
+
+@command
+def bench_replay(file: str, out=Path("out/replay.png")) -> dict:
+    """
+    Check a record, line by line: no block is lost, reference counts are those of the block tables,
+    what was idle for longest is evicted first, each token is computed once. Then draw the block
+    map: at most 1024 of the blocks and 1000 of the steps, evenly spaced.
+    """
+    with open_record(file) as record:
+        return replayed(record, out)
+
+
+@command
+def bench_blockmap(out=Path("out/blockmap.png")) -> dict:
+    """
+    A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are
+    requests, grey is cached and idle, white is free; a block that several requests hold is split.
+    """
+    return replayed(io.BytesIO(recorded(*tight_pool("cpu"))), out)
+
+
+@command
+def bench_page(file: str):
+    """The page of serve.py with a record inside, as one file that can be hosted anywhere."""
+    with open_record(file) as record:
+        print(page_with_record(line for _, line in read_lines(record) if line["event"] != "cut"))
+
+
+def replayed(record: BinaryIO, out: Path) -> dict:
+    """Check a record and draw it; what happened in it."""
+    counts = Counter()
+    times = []
+    columns = []
+    every = 1  # so manieth step is drawn
+    for state, line in replay(record):
+        for name, field in LISTS.items():
+            counts[name] += len(line.get(field, ()))
+        counts["tokens in"] += sum(n for _, _, n in line.get("chunks", ()))
+        counts["tokens out"] += line.get("sampled", 0)
+        counts["hit tokens"] += sum(hits for _, hits in line.get("admitted", ()))
+        counts["peak blocks"] = max(counts["peak blocks"], len(state.owners))
+        counts["steps"] += line["event"] == "step" and "step" in line
+        if counts["steps"] == every * (len(columns) + 1):
+            columns.append(column_of(state))
+        if len(columns) > MAX_COLUMNS:
+            columns = columns[1::2]
+            every *= 2
+        times.append(state.time)
+    # from 0 again where the engine was restarted
+    counts["seconds"] = round(sum(max(0, b - a) for a, b in pairwise(times)), 2)
+    if line["event"] == "cut":
+        counts["last line"] = "cut off: the server was killed"
+    title = f"{counts['requests']} requests in a pool of {state.num_blocks} blocks"
+    return counts | draw.block_map(columns, (counts["steps"], state.num_blocks), title, out)
+
+
+def column_of(state: State) -> draw.Column:
+    """Who holds which block, and which are idle: of a large pool some blocks, evenly spaced."""
+    blocks = range(0, state.num_blocks, math.ceil(state.num_blocks / MAX_ROWS))
+    owners = [sorted(state.owners.get(block, ())) for block in blocks]
+    return owners, {row for row, block in enumerate(blocks) if block in state.idle}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1271,8 +1384,13 @@ def owners_of_blocks(scheduler: Scheduler) -> draw.Owners:
 
 def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
     """The flag of a command's argument; of a tuple it takes several values."""
-    flag = "--" + argument.name.replace("_", "-")
     default = argument.default
+    if default is argument.empty:
+        parser.add_argument(
+            argument.name, choices=CHOICES.get(argument.name), help=FLAGS[argument.name]
+        )
+        return
+    flag = "--" + argument.name.replace("_", "-")
     options = {}
     if flag in CHOICES:
         options["choices"] = CHOICES[flag]
@@ -1305,9 +1423,12 @@ def main():
     bench = COMMANDS[name]
     print(inspect.getdoc(bench), file=sys.stderr)
     try:
-        result = {"bench": name} | arguments | conditions() | bench(**arguments)
+        figures = bench(**arguments)
     except ValueError as error:  # a --model that is missing or broken; what this machine cannot do
         sys.exit(str(error))
+    if figures is None:  # it has printed what it makes
+        return
+    result = {"bench": name} | arguments | conditions() | figures
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
     print(json.dumps(result, default=str))  # a path is no JSON

@@ -385,7 +385,7 @@ class Plan:
     copies: dict[int, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)  # got a row and a block table
     preempted: list[Request] = field(default_factory=list)  # gave theirs back, and wait again
-    grown: list[Request] = field(default_factory=list)  # got a block for their next token
+    grown: list[Request] = field(default_factory=list)  # tables changed for their next token
 
     @property
     def work(self) -> list[tuple[Request, int]]:
@@ -715,7 +715,8 @@ class Scheduler:
                     table[-1] = block
                     self.num_copies += 1
             elif self._slide(request, request.num_filled_slots):
-                continue  # with overlap: those of the step under way are lost for the prefix cache
+                # with overlap: those of the step under way are lost for the prefix cache
+                plan.grown.append(request)
             elif self.ending:  # blocks are about to come back
                 if request in plan.decodes:
                     plan.decodes.remove(request)

@@ -12,7 +12,8 @@ matplotlib is imported when a picture is drawn, so the other commands run withou
 from operator import add
 from pathlib import Path
 
-Owners = list[list[int]]  # for each block, ids of the requests whose block tables hold it
+# for each block, ids of the requests whose tables hold it; and which are cached and idle
+Column = tuple[list[list[int]], set[int]]
 Figures = dict[str, dict]  # name of a row -> its figures
 COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, which is grey
 SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of a pool; in a bar, from below
@@ -38,29 +39,29 @@ def save(figure, path: Path) -> dict:
     return {"picture": str(path)}
 
 
-def block_map(owners: list[Owners], idle: list[set[int]], path: Path) -> dict:
+def block_map(columns: list[Column], size: tuple[int, int], title: str, path: Path) -> dict:
     """
-    The owners of all blocks after each step, and which blocks were in the prefix cache and in no
-    table. A block that several requests share shows their colours in turn.
+    Who held which block after some of the steps; `size`: how many steps and blocks there are. A
+    block that several requests share is split among them.
     """
     from matplotlib.colors import to_rgb
 
-    columns = []
-    for step, blocks in enumerate(owners):
+    image = []  # [step][block and part]
+    for owners, idle in columns:
+        parts = max(1, 480 // len(owners))  # of a block
         column = []
-        for block, ids in enumerate(blocks):
-            colour = "lightgrey" if block in idle[step] else "white"
-            if ids:
-                turn = step % len(ids)
-                colour = COLOURS[ids[turn]]
-            column.append(to_rgb(colour))
-        columns.append(column)
-    image = list(zip(*columns, strict=True))  # [block][step]
+        for row, ids in enumerate(owners):
+            unused = "lightgrey" if row in idle else "white"
+            colours = [COLOURS[id % len(COLOURS)] for id in ids] or [unused]
+            column += [to_rgb(colours[part * len(colours) // parts]) for part in range(parts)]
+        image.append(column)
     figure = new_figure()
     axes = figure.subplots()
-    axes.imshow(image, aspect="auto", interpolation="nearest", origin="lower")
-    pool = f"a pool of {len(image)} blocks"
-    axes.set_title(f"9 requests in {pool}: a colour is a request, grey is cached and idle")
+    steps, blocks = size
+    options = {"aspect": "auto", "interpolation": "nearest", "origin": "lower"}
+    turned = list(zip(*image, strict=True))
+    axes.imshow(turned, extent=(0, steps, 0, blocks), **options)
+    axes.set_title(f"{title}: a colour is a request, grey is cached and idle")
     axes.set(xlabel="step", ylabel="block")
     return save(figure, path)
 

@@ -2,7 +2,7 @@
 The OpenAI-compatible HTTP interface: what each path answers, and how the server starts and drains.
 
 The way of a call: a `Connection` (connection.py) reads it, the `Gate` (gate.py) checks who sends
-it, `Service.route` finds what answers its path, protocol.py parses its body, and a method of
+it, `Site.route` (site.py) finds what answers its path, protocol.py parses its body, and a method of
 `Service` answers it. A completion is a `Job` (answers.py), where the engine's tokens become text.
 Not run by itself: serve.py starts a Service in each HTTP process.
 """
@@ -12,42 +12,29 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
 
-from serving import protocol, welcome
+from serving import protocol, site, welcome
 from serving.answers import Job, send_json
-from serving.connection import ROOM_SECONDS, Connection, make_room
+from serving.connection import ROOM_SECONDS, make_room
 from serving.encoder import EncoderBusy, read_ids
-from serving.gate import STOPPED, Gate, log
+from serving.gate import STOPPED, log
 from serving.listeners import Listeners
-from serving.metrics import Metrics
 from serving.protocol import ApiError
-from serving.workers import Seat, Workers
+from serving.site import MODEL_PATH, Route, Site
+from serving.workers import Workers
 from tokenizer import TokenizerError
 
-LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
-MODEL_PATH = "/v1/models/"  # before a model's name, which may have slashes of its own
 MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize, /detokenize and with many log-probabilities
 
 
 # --------------------------------------------------------------------------------------------------
 # What is answered
-
-
-class Route(NamedTuple):
-    """What answers a path: a method of Service, which gets the body where there is one."""
-
-    handler: Callable
-    fields: str = ""  # of the answer's JSON
-    body: type[protocol.Body] | None = None
-    text: str = ""  # the media type of an answer that is no JSON
 
 
 # what routes answer: fields of JSON, and the media type of a stream
@@ -57,7 +44,7 @@ TOKENS = "count max_model_len tokens"
 STREAM = "text/event-stream"
 
 
-class Service:
+class Service(Site):
     """
     What all calls share: the engine's client, the encoder, the flags, and whether new work is
     accepted.
@@ -70,16 +57,13 @@ class Service:
     """
 
     def __init__(self, client, encoder, args, keys, key_in_shell="", seat=None, workers=None):
+        self.name = args.served_model_name or args.model
+        super().__init__(args, keys, self.name, seat)
         self.client = client
         self.encoder = encoder
-        self.args = args
-        self.keys = keys
         self.key_in_shell = key_in_shell
-        self.seat = seat or Seat()
         self.workers = workers or Workers(None, [], self.seat.counts)
-        self.name = args.served_model_name or args.model
         self.created = int(time.time())
-        self.metrics = Metrics(self.name)
         self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.listeners = Listeners(client, args.log_requests)
         self.draining = False
@@ -107,27 +91,6 @@ class Service:
         if count + waiting > capacity:
             message = f"{count} prompts x n beside {waiting} in work are more than {capacity}"
             raise ApiError(429, f"{message}: try again later", code="queue_full")
-
-    async def answer_to(self, http):
-        """The ASGI application that answers a call. Raises ApiError."""
-        route = self.route(http.method, http.scope["path"])
-        bodies = [await self.parse_body(http, route.body)] if route.body else []
-        return await route.handler(self, http, *bodies)
-
-    def route(self, method: str, path: str) -> Route:
-        """Raises ApiError (404, 405) that says what to call instead."""
-        is_model = path.startswith(MODEL_PATH) and path != MODEL_PATH
-        known = "/v1/models/{id}" if is_model else path
-        if route := self.routes.get(f"{'GET' if method == 'HEAD' else method} {known}"):
-            return route  # to HEAD, uvicorn sends the headers alone
-        calls = [call.split() for call in self.routes]
-        message = welcome.not_found(method, path, calls)
-        methods = [method for method, other in calls if other == known]
-        if not methods:
-            raise ApiError(404, message)
-        if "GET" in methods:
-            methods.append("HEAD")
-        raise ApiError(405, message, headers={"Allow": ", ".join(methods)})
 
     async def parse_body(self, http, kind):
         """The call's JSON, as one of protocol.py's bodies, for this model. Raises ApiError."""
@@ -265,11 +228,6 @@ class Service:
             "owned_by": "pagedgpt",
         }
 
-    async def show_page(self, http):
-        """The page is the same for all: it asks for the key, and for what happens, by itself."""
-        page = welcome.page()
-        return Response(page, headers=welcome.page_headers(page), media_type="text/html")
-
     async def show_events(self, http):
         self.check_ready()
         return self.listeners.join(http.scope["salt"])
@@ -296,7 +254,7 @@ class Service:
         "POST /detokenize": Route(detokenize, "prompt", protocol.DetokenizeRequest),
         "GET /v1/models": Route(list_models, "object data"),
         "GET /v1/models/{id}": Route(show_model, MODEL),
-        "GET /": Route(show_page, text="text/html"),
+        "GET /": Route(Site.show_page, text="text/html"),
         "GET /events": Route(show_events, text=STREAM),
         "GET /livez": Route(show_liveness, "status"),
         "GET /readyz": Route(show_readiness, "status"),
@@ -312,17 +270,7 @@ class Service:
         Serve until a signal or until the engine is gone for good. Returns what went wrong, None if
         nothing did.
         """
-        config = uvicorn.Config(
-            Gate(self),
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_level="error",
-            access_log=False,
-            timeout_graceful_shutdown=LINGER_SECONDS,
-        )
-        self.server = uvicorn.Server(config)
-        self.server.handle_exit = self.on_signal  # ours drains first
+        self.server = self.make_server(self.on_signal)  # ours drains first
         self.loop = asyncio.get_running_loop()
         self.sock = sock
         if self.seat.orders:
@@ -337,7 +285,7 @@ class Service:
         await self.client.attach()
         await self.server.serve(sockets=[sock])
         self.workers.stop()
-        await self.workers.end_within(LINGER_SECONDS + 1)
+        await self.workers.end_within(site.LINGER_SECONDS + 1)
         self.client.close()
         self.encoder.close()
         return self.client.reason if self.client.state == "dead" else None
@@ -376,7 +324,7 @@ class Service:
         elif not self.seat.is_first:
             return  # one process says it
         elif state == "ready" and not self.draining:
-            url = base_url(self.sock)
+            url = welcome.base_url(self.sock)
             greeting = welcome.greeting(self.name, url, self.encoder.has_chat, self.key_in_shell)
             print(greeting, flush=True)
         elif state == "restarting":
@@ -407,11 +355,6 @@ class Service:
         self.listeners.end()
         # uvicorn closes its sockets and waits until the last answers are out
         self.server.should_exit = True
-
-
-def base_url(sock) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 REFUSED = ("400", "401", "403", "404", "405", "408", "413", "429", "503")  # statuses of refusals

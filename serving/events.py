@@ -71,7 +71,11 @@ class Recorder:
         self.queue_state = self._queue_state()
         self.decodes: list[Request] = []
         self.changed: list[Request] = []  # whose blocks may have changed
-        self.filling: dict[int, list[Request]] = {}  # by step: those whose blocks it may fill
+        # by step: those whose blocks it may fill
+        self.filling: dict[int, list[Request]] = {}
+        if self.engine.in_flight:  # it was planned before
+            plan = self.engine.in_flight.plan
+            self.filling[plan.step] = [r for r, _ in plan.work]
         self.is_lost = False
         self.is_idle = False
 

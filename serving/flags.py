@@ -92,10 +92,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "token ids only under --log-requests",
         metavar="FILE",
     )
+    add("--replay", "show the page with this record, without a model", metavar="FILE")
     add_engine_flags(parser)
     add_http_flags(parser.add_argument_group("HTTP"))
     add_terminal_flags(parser.add_argument_group("at the terminal"))
     args = parser.parse_args(argv)
+    if args.replay and (args.record or args.chat or args.prompt is not None):
+        sys.exit("--replay needs no model: leave out --record, --prompt and --chat")
     try:
         args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)
     except ValueError as error:

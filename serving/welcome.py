@@ -10,6 +10,7 @@ Plain texts, made of what api.py knows. Not run by itself.
 import base64
 import difflib
 import json
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -46,6 +47,11 @@ def example_call(url: str, chats: bool, key: str) -> list[str]:
     return parts
 
 
+def base_url(sock) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def greeting(name: str, url: str, chats: bool, key: str) -> str:
     """
     What the server prints when it is ready: a line that scripts wait for, and a command to try.
@@ -60,14 +66,13 @@ def page() -> str:
 
 def content_policy(html: str) -> str:
     """
-    The Content Security Policy of the page: nothing runs but its own script, nothing is asked for
-    but from its own origin, and no other page frames it (clickjacking). Its icon is empty, so that
-    browsers request none.
+    The Content Security Policy of the page: nothing runs but its own script, and nothing is asked
+    for but from its own origin. Its icon is empty, so that browsers request none.
     """
     script, style = (hash_of(html, element) for element in ("script", "style"))
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
@@ -79,18 +84,34 @@ def hash_of(html: str, element: str) -> str:
 
 
 def page_headers(html: str) -> dict[str, str]:
+    """With its policy; and no other page frames it (clickjacking)."""
     return {
-        "Content-Security-Policy": content_policy(html),
+        "Content-Security-Policy": f"{content_policy(html)}; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-store",
     }
 
 
+def page_with_record(lines: Iterable[dict]) -> str:
+    """The page as one file with a record inside, to be hosted anywhere, its policy included."""
+    html = page()
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{content_policy(html)}">'
+    # in JSON a "<" is in a text; as it stands there "</script>" would end the element
+    record = json.dumps(list(lines), separators=(",", ":")).replace("<", "\\u003c")
+    element = f'<script type="application/json" id="record">{record}</script>'
+    html = html.replace("<style>", f"{policy}\n<style>", 1)
+    return html.replace("<script>", f"{element}\n<script>", 1)  # before the one that reads it
+
+
 def not_found(method: str, path: str, routes: list[tuple[str, str]]) -> str:
     """The message for a method and path that are not among the routes (method, path)."""
     hint = hint_for(path.rstrip("/")[:200], routes)
-    return f"there is no {method} {path:.200} here; {hint}/openapi.json lists what there is"
+    paths = [other for _, other in routes]
+    there = "/openapi.json lists what there is"
+    if "/record" in paths:
+        there = f"there is {', '.join(paths)}"
+    return f"there is no {method} {path:.200} here; {hint}{there}"
 
 
 def hint_for(path: str, routes: list[tuple[str, str]]) -> str:

@@ -28,16 +28,19 @@ import os
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, product
 from math import inf
+from pathlib import Path
 from statistics import median
 
 from paged import Plan, Request
 from serving import engine as engine_module
 from serving import loop
 from serving.beam import beam_search
+from serving.events import Recorder
 from serving.settings import Settings
 from tests.shrink import shrink
 from tests.simulated_runner import (
@@ -801,15 +804,54 @@ def read_trace(path: str) -> tuple[dict, list[dict]]:
     return settings, events
 
 
+class RecordedWorld(World):
+    """Keeps a record of all that its engines do, as `serve.py --record` would write it."""
+
+    def __init__(self, *life):
+        super().__init__(*life)
+        self.lines: list[str] = []
+
+    def watch_plans(self):
+        super().watch_plans()
+        self.begin_record()
+
+    def begin_record(self):
+        self.recorder = self.engine.recorder = Recorder(self.engine, tokens=True)
+        self.lines.append(self.recorder.snapshot())
+        self.recorder.listeners.append(self.lines.append)
+
+    def fork(self, event: dict):
+        """Of a running request, which only tests do between two steps."""
+        yield from super().fork(event)
+        self.recorder.end_step()
+
+    def beam(self, event: dict):
+        """These steps are not the engine's own: a snapshot says where they have led."""
+        yield from super().beam(event)
+        self.recorder.failed()
+
+    def record(self) -> bytes:
+        return "".join(f"{line}\n" for line in self.lines).encode()
+
+
+def write_record(path: str, settings: dict, events: list[dict]):
+    """The record of a life, as far as it goes: `python bench.py replay` shows what the pool did."""
+    world = RecordedWorld(settings, events)
+    with suppress(Exception):
+        world.run()
+    Path(path).write_bytes(world.record())
+
+
 def shrunk_trace(seed: int) -> tuple[str, str, int]:
     """
-    Shrinks the life of a seed that fails into a file. Returns why it fails, the file, and the
-    number of events.
+    Shrinks the life of a seed that fails into a file, and its record into another one. Returns why
+    it fails, the file, and the number of events.
     """
     settings, events = a_life(seed)
     few = shrink(events, lambda events: bool(fails(settings, events)), simpler)
     path = f"simulator-{seed}.jsonl"
     write_trace(path, settings, few)
+    write_record(f"record-{seed}.jsonl", settings, few)
     return fails(settings, few), path, len(few)
 
 
@@ -943,6 +985,7 @@ def main() -> int:
     print(f"seed {summary.last} fails, {summary.failure}\nshrinking ..", flush=True)
     why, path, events = shrunk_trace(summary.last)
     print(f"{events} events are enough: {why}\npython -m tests.simulator --replay {path}")
+    print(f"python bench.py replay record-{summary.last}.jsonl")
     return 1
 
 

@@ -54,7 +54,7 @@ from virtual import (
 
 import serve
 from serving import answers as answers_module
-from serving import api, client, connection, encoder, engine, gate, links, metrics, workers
+from serving import api, client, connection, encoder, engine, gate, links, metrics, site, workers
 from serving import loop as serving_loop
 from serving.engine import Engine
 
@@ -603,7 +603,7 @@ class World:
             if process.was_killed:
                 continue
             late = process.ended_at - self.drained_at
-            if late > 3 * api.LINGER_SECONDS + 3 + self.pause:
+            if late > 3 * site.LINGER_SECONDS + 3 + self.pause:
                 raise Violation(f"HTTP process {process.number} ends {late:.1f} s after it had to")
             if process.client.choices:
                 raise Violation(
@@ -639,7 +639,6 @@ def stand_ins(world: World):
             "os": os_of_pipes,
             "log": world.log,
             "print": lambda *args, **options: None,
-            "Connection": NumberedConnection,
             "Job": NotedJob,
             "MAX_LONG_ANSWERS": settings["max_long_answers"],
         },
@@ -649,6 +648,7 @@ def stand_ins(world: World):
             "PING_SECONDS": settings["ping_seconds"],
             "SCORES_IN_PLACE": settings["scores_in_place"],
         },
+        site: {"Connection": NumberedConnection},
         gate: {"time": clock, "log": world.log},
         metrics: {"time": clock},
         client: {

@@ -17,7 +17,7 @@ from test_connection import ASK, CHUNKED_ASK, GET
 from test_protocol import parse
 from wires import House, request
 
-from serving import answers, api, gate
+from serving import answers, api, gate, welcome
 from serving.encoder import size_of
 from serving.protocol import NEUTRAL, CompletionRequest
 from serving.workers import Counts, Seat
@@ -1183,7 +1183,7 @@ def test_the_url_of_a_socket():
         ("::1", 8000, 0, 0): "http://[::1]:8000",
     }.items():
         sock = SimpleNamespace(getsockname=lambda: address)  # noqa: B023 (called at once)
-        assert api.base_url(sock) == url
+        assert welcome.base_url(sock) == url
 
 
 def test_every_route_is_described(house):

@@ -12,8 +12,8 @@ import pytest
 from server import HEAD, FakeEngine, Server, error_of, python, read_until, wait_until
 
 import serve
-from serving import api
 from serving import client as client_module
+from serving import site
 
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
 
@@ -128,7 +128,7 @@ def test_who_is_still_being_encoded_when_the_server_stops_is_told(monkeypatch):
     With a long text being encoded, or half of it sent, SIGTERM ended in uvicorn's own 500, no JSON,
     after the linger. It is a 503 as for whatever else is not finished: clients try again.
     """
-    monkeypatch.setattr(api, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(site, "LINGER_SECONDS", 0.2)
     with Server() as server, ThreadPoolExecutor(1) as pool:
         asked = threading.Event()
 
@@ -154,7 +154,7 @@ def test_stopping_does_not_wait_for_those_who_neither_read_nor_send(capfd, monke
     Half a body, and an answer that nobody reads, each left a traceback of 60 lines when the server
     was stopped.
     """
-    monkeypatch.setattr(api, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(site, "LINGER_SECONDS", 0.2)
     with Server(engine=FakeEngine(pace=0), send_buffer=4096) as server:
         unread = server.connect(
             prompt=["loop"] * 8, max_tokens=3000, stream=True, return_token_ids=True

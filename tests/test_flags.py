@@ -44,7 +44,8 @@ DEFAULTS = {
     "drain_seconds": 30.0, "log_requests": False, "access_log": True,
     "prompt": None, "chat": False, "raw": False, "max_tokens": None, "temperature": 0.8,
     "seed": None,
-    "record": None, "generation_config": "auto", "default_chat_template_kwargs": None,
+    "record": None,
+    "replay": None, "generation_config": "auto", "default_chat_template_kwargs": None,
     "sampling": {}, "sampling_note": "",
 }  # fmt: skip
 
@@ -239,7 +240,6 @@ def engine_process(monkeypatch, tmp_path, capfd):
         monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
         monkeypatch.setattr(torch, "set_num_threads", threads.append)
         monkeypatch.setattr(serve, "build_engine", build)
-        monkeypatch.setattr(serve, "collect_garbage_rarely", lambda: None)
         monkeypatch.setattr(loop, "serve", lambda *args: ran.append(args))
         with (
             serve.listen_for_links(str(folder)) as listener,
@@ -476,7 +476,7 @@ def test_a_port_is_served_until_the_end(monkeypatch):
     With a garbage collector that leaves a body of a million lists alone: it is read in 0.2 s, not
     in 0.6.
     """
-    calls = []
+    thresholds = []
 
     class Service:
         def __init__(self, *service):
@@ -487,9 +487,9 @@ def test_a_port_is_served_until_the_end(monkeypatch):
 
     monkeypatch.setattr(api, "Service", Service)
     monkeypatch.setattr(serve, "run_on_loop", lambda main: main)
-    monkeypatch.setattr(serve, "collect_garbage_rarely", lambda: calls.append("gc"))
+    monkeypatch.setattr(serve.gc, "set_threshold", thresholds.append)
     assert serve.serve_port("sock", "client", "encoder") == ("sock", "client", "encoder")
-    assert calls == ["gc"]
+    assert thresholds == [50_000]
 
 
 def test_the_other_processes_serve_the_same(monkeypatch):

@@ -45,8 +45,9 @@ ORDER = [
     "serving.linear", "serving.fused", "serving.ops", "serving.compiled", "serving.runner",
     "serving.sizing", "serving.links", "serving.events", "serving.engine", "serving.loop",
     "serving.beam", "serving.chat", "serving.flags", "serving.encoder", "serving.protocol",
-    "serving.connection", "serving.gate", "serving.client", "serving.metrics", "serving.answers",
-    "serving.listeners", "serving.api", "serving.terminal", "serve", "bench",
+    "serving.connection", "serving.gate", "serving.client", "serving.metrics", "serving.replay",
+    "serving.site", "serving.answers", "serving.listeners", "serving.api", "serving.terminal",
+    "serve", "bench",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "paged",
@@ -55,6 +56,7 @@ WITHOUT_TORCH = [
     "serving.params",
     "serving.settings",
     "serving.flags",
+    "serving.replay",
     "serving.api",
     "serving.encoder",
 ]
