@@ -124,6 +124,13 @@ def test_flags_and_subcommands_exist(program, arguments, capsys):
         assert flag in known, f"{program} has no {flag}"
 
 
+def test_buttons_of_the_page_are_there():
+    page = " ".join((ROOT / "serving/page.html").read_text().split())
+    told = README.partition("The page has buttons")[2].partition("\n\n")[0]
+    names = re.findall(r'"([^"]+)"', " ".join(told.split()))
+    assert len(names) == 4 and all(f">{name}</button>" in page for name in names)
+
+
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"(?:`|    )make ([a-z-]+)", BOTH)):
