@@ -44,8 +44,7 @@ DEFAULTS = {
     "drain_seconds": 30.0, "log_requests": False, "access_log": True,
     "prompt": None, "chat": False, "raw": False, "max_tokens": None, "temperature": 0.8,
     "seed": None,
-    "record": None,
-    "replay": None, "generation_config": "auto", "default_chat_template_kwargs": None,
+    "record": None, "replay": None, "generation_config": "auto", "default_chat_template_kwargs": None,
     "sampling": {}, "sampling_note": "",
 }  # fmt: skip
 
@@ -75,6 +74,7 @@ FLAGS = [
     ("--trace", "trace", True),
     ("--check", "check", True),
     ("--record F", "record", "F"),
+    ("--replay F", "replay", "F"),
     ("--host ::1", "host", "::1"),
     ("--port 0", "port", 0),
     ("--api-key-file F", "api_key_file", "F"),
