@@ -44,7 +44,8 @@ DEFAULTS = {
     "drain_seconds": 30.0, "log_requests": False, "access_log": True,
     "prompt": None, "chat": False, "raw": False, "max_tokens": None, "temperature": 0.8,
     "seed": None,
-    "record": None, "replay": None, "generation_config": "auto", "default_chat_template_kwargs": None,
+    "record": None, "replay": None, "generation_config": "auto",
+    "default_chat_template_kwargs": None,
     "sampling": {}, "sampling_note": "",
 }  # fmt: skip
 
