@@ -48,7 +48,13 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import BinaryIO
 
-from commands import SPINS_SERVING, add_flag, at_least, not_negative
+from commands import (
+    SPINS_SERVING,
+    add_flag,
+    at_least,
+    collect_garbage_rarely,
+    not_negative,
+)
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
 
@@ -653,6 +659,7 @@ def bench_engine(
     result = {"start-up, s": round(seconds, 1)}
     result["engine"] = engine.statement()
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
+    collect_garbage_rarely()  # as the server's engine does
     for seed in seeds:
         work = offline_workload(256, scale_for(gpt.config), V, seed)
         result[f"offline, seed {seed}"] = throughput(engine, gpt, work, bandwidth)

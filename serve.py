@@ -18,7 +18,6 @@ in its own process and needs no HTTP packages, is in serving/terminal.py.
 """
 
 import asyncio
-import gc
 import ipaddress
 import os
 import shlex
@@ -33,7 +32,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import resource_tracker
 
-from commands import SPINS_SERVING
+from commands import SPINS_SERVING, collect_garbage_rarely
 from serving import terminal
 from serving.client import EngineClient
 from serving.encoder import Encoder
@@ -100,6 +99,7 @@ def engine_process(args: Namespace, listener: socket.socket):
             message = f"{type(error).__name__}: {message}"
         links.set_greeting({"op": "fatal", "message": message})
         return
+    collect_garbage_rarely()
     serve(engine, links, args.max_queue)
     # the first HTTP process removes the folder of its sockets, unless it was killed
     shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
@@ -235,9 +235,7 @@ def serve_port(sock: socket.socket, *service) -> str | None:
     """
     from serving.api import Service
 
-    # fewer garbage collections: a body of a million lists takes 0.2 s instead of 0.6, in which no
-    # other client is served
-    gc.set_threshold(50_000)
+    collect_garbage_rarely()
     return run_on_loop(Service(*service).run(sock))
 
 
