@@ -1379,10 +1379,14 @@ def replayed(record: BinaryIO, out: Path) -> dict:
 
 
 def column_of(state: State) -> draw.Column:
-    """Who holds which block, and which are idle: of a large pool some blocks, evenly spaced."""
+    """
+    Who holds which block, and which are idle: of a large pool some blocks, evenly spaced. And the
+    requests in each status.
+    """
     blocks = range(0, state.num_blocks, math.ceil(state.num_blocks / MAX_ROWS))
     owners = [sorted(state.owners.get(block, ())) for block in blocks]
-    return owners, {row for row, block in enumerate(blocks) if block in state.idle}
+    idle = {row for row, block in enumerate(blocks) if block in state.idle}
+    return owners, idle, Counter(request.status for request in state.requests.values())
 
 
 # --------------------------------------------------------------------------------------------------

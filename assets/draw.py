@@ -12,10 +12,13 @@ matplotlib is imported when a picture is drawn, so the other commands run withou
 from operator import add
 from pathlib import Path
 
-# for each block, ids of the requests whose tables hold it; and which are cached and idle
-Column = tuple[list[list[int]], set[int]]
+# for each block, ids of the requests whose tables hold it; which are cached and idle; and how many
+# requests have which status
+Column = tuple[list[list[int]], set[int], dict[str, int]]
+STATUSES = ("active", "ending", "prefilling", "waiting")
 Figures = dict[str, dict]  # name of a row -> its figures
 COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, which is grey
+GREYS = ["0.35", "0.5", "0.7", "0.9"]  # no request's colour
 SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of a pool; in a bar, from below
 
 
@@ -41,13 +44,13 @@ def save(figure, path: Path) -> dict:
 
 def block_map(columns: list[Column], size: tuple[int, int], title: str, path: Path) -> dict:
     """
-    Who held which block after some of the steps; `size`: how many steps and blocks there are. A
-    block that several requests share is split among them.
+    Who held which block after some of the steps, and below it the requests in each status; `size`:
+    how many steps and blocks there are. A block that several requests share is split among them.
     """
     from matplotlib.colors import to_rgb
 
     image = []  # [step][block and part]
-    for owners, idle in columns:
+    for owners, idle, _ in columns:
         parts = max(1, 480 // len(owners))  # of a block
         column = []
         for row, ids in enumerate(owners):
@@ -56,13 +59,18 @@ def block_map(columns: list[Column], size: tuple[int, int], title: str, path: Pa
             column += [to_rgb(colours[part * len(colours) // parts]) for part in range(parts)]
         image.append(column)
     figure = new_figure()
-    axes = figure.subplots()
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     steps, blocks = size
     options = {"aspect": "auto", "interpolation": "nearest", "origin": "lower"}
     turned = list(zip(*image, strict=True))
     axes.imshow(turned, extent=(0, steps, 0, blocks), **options)
     axes.set_title(f"{title}: a colour is a request, grey is cached and idle")
-    axes.set(xlabel="step", ylabel="block")
+    axes.set_ylabel("block")
+    counts = [[statuses.get(name, 0) for *_, statuses in columns] for name in STATUSES]
+    middles = [steps * (i + 0.5) / len(columns) for i in range(len(columns))]
+    below.stackplot(middles, counts, labels=STATUSES, step="mid", colors=GREYS)
+    below.set(xlabel="step", ylabel="requests")
+    below.legend(loc="upper right", ncols=len(STATUSES), fontsize="small")
     return save(figure, path)
 
 

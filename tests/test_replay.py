@@ -441,7 +441,7 @@ def test_a_huge_pool_takes_no_memory():
     lines[0] = lines[0] | {"num_blocks": 2**52}
     lines[1] = lines[1] | {"free": 2**52 - 2}
     for state, _ in replay(as_file(lines)):
-        owners, _ = bench.column_of(state)
+        owners, *_ = bench.column_of(state)
         assert len(owners) <= bench.MAX_ROWS
 
 
@@ -506,7 +506,8 @@ def test_a_long_record_has_a_picture_of_bounded_size(monkeypatch):
     figures = bench.replayed(as_file(lines), Path("x.png"))
     ((columns, size, title, _),) = drawn
     assert figures["steps"] == 51 and size == (51, 64)
-    assert 4 <= len(columns) <= 8 and columns[0] == ([[1]] * 26 + [[]] * 38, set())
+    assert 4 <= len(columns) <= 8 and columns[0][:2] == ([[1]] * 26 + [[]] * 38, set())
+    assert columns[0][2] == {"active": 1}
     assert title == "1 requests in a pool of 64 blocks"
 
 
@@ -517,7 +518,7 @@ def test_a_shared_block_is_split_among_its_owners(monkeypatch, tmp_path):
 
     images = []
     monkeypatch.setattr(Axes, "imshow", lambda self, image, **options: images.append(image))
-    columns = [([[1, 2], [], []], {1}), ([[1, 2], [3], []], set())]
+    columns = [([[1, 2], [], []], {1}, {}), ([[1, 2], [3], []], set(), {})]
     bench.draw.block_map(columns, (2, 3), "", tmp_path / "x.png")
     (image,) = images
     one, two, three = (to_rgb(bench.draw.COLOURS[r]) for r in (1, 2, 3))
