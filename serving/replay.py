@@ -39,71 +39,31 @@ def want(what: str, found, wanted):
 # --------------------------------------------------------------------------------------------------
 # Lines, and their fields: a type; [shape], a list of any length; (shape, ..), one of this length
 
-REQUEST = {
-    "r": int,
-    "prompt": int,
-    "max_tokens": int,
-    "status": str,
-    "filled": int,
-    "committed": int,
-    "generated": int,
-    "to_come": int,
-    "table": [int],
-}
-SETTINGS = {
-    "num_blocks": int,
-    "block_size": int,
-    "token_budget": int,
-    "max_num_seqs": int,
-    "window": int,
-    "overlap": bool,
-}
+
+def fields(names: str, shape=int) -> dict:
+    return dict.fromkeys(names.split(), shape)
+
+
+REQUEST = fields("r prompt max_tokens filled committed generated to_come")
+REQUEST |= {"status": str, "table": [int]}
+SETTINGS = fields("num_blocks block_size token_budget max_num_seqs window") | {"overlap": bool}
 TOTALS = dict.fromkeys(
     ("prefill tokens", "decode tokens", "preemptions", "queried tokens", "hit tokens"), int
 )
-SNAPSHOT = SETTINGS | {
-    "time": float,
-    "why": str,
-    "step": int,
-    "requests": [REQUEST],
-    "waiting": [int],
-    "queue": int,
-    "decodes": [int],
-    "committed": [int],
-    "idle": [int],
-    "totals": TOTALS,
-}
-STEP = {
-    "time": float,
-    "free": int,
-    "cached": int,
-    "step": int,
-    "resolved": int,
-    "new": [REQUEST],
-    "decodes": [int],
-    "chunks": [(int, int, int)],
-    "admitted": [(int, int)],
-    "preempted": [(int, int)],
-    "copied": [(int, int)],
-    "evicted": [int],
-    "tables": [(int, int, [int])],
-    "blocks": [(int, int, int)],
-    "committed": [(int, int)],
-    "tokens": [(int, int)],
-    "sampled": int,
-    "ended": [(int, str, int)],
-    "waiting": [int],
-    "queue": int,
-    "lack": (int, int),
-}
+SNAPSHOT = SETTINGS | {"time": float, "requests": [REQUEST], "totals": TOTALS}
+SNAPSHOT |= fields("step queue free cached") | fields("waiting decodes committed idle", [int])
+STEP = {"time": float, "new": [REQUEST], "ended": [(int, str, int)], "lack": (int, int)}
+STEP |= fields("step resolved sampled queue free cached") | fields("decodes evicted waiting", [int])
+STEP |= fields("admitted preempted copied committed tokens", [(int, int)])
+STEP |= fields("chunks blocks", [(int, int, int)]) | {"tables": [(int, int, [int])]}
 SHAPES = {"snapshot": SNAPSHOT, "step": STEP, "idle": {"time": float}}
 # fields that are always there; others are left out where they are empty
-REQUEST_HAS = ("r", "prompt", "max_tokens", "status")
 HAS = {
-    "snapshot": ("time", "step", "num_blocks", "block_size", "token_budget", "max_num_seqs"),
-    "step": ("time", "free", "cached"),
-    "idle": ("time",),
+    "snapshot": "time step num_blocks block_size token_budget max_num_seqs free cached",
+    "step": "time free cached",
+    "idle": "time",
 }
+REQUEST_HAS = ("r", "prompt", "max_tokens", "status")
 
 
 def fits(value, shape) -> bool:
@@ -127,7 +87,7 @@ def check_shape(line: dict):
     for name, shape in SHAPES[event].items():
         if name in line and not fits(line[name], shape):
             raise RecordError(f"{name} is not of the form that serving/events.py gives it")
-    missing = [name for name in HAS[event] if name not in line]
+    missing = [name for name in HAS[event].split() if name not in line]
     for q in [*line.get("requests", ()), *line.get("new", ())]:
         missing += [f"{name} of a request" for name in REQUEST_HAS if name not in q]
     if missing:
@@ -289,12 +249,15 @@ class State:
         self.last = 0  # the highest number of a request
         self.begin_line()
         for q in snapshot.get("requests", ()):
+            if q["r"] in self.requests:
+                raise RecordError(f"request {q['r']} is there twice")
             self.requests[q["r"]] = from_snapshot(q)
             self.hold(q["r"], q.get("table", []))
             self.last = max(self.last, q["r"])
         self.refs = {block: len(owners) for block, owners in self.owners.items()}  # as told
         want("idle blocks", set(self.idle), self.cached - self.owners.keys())
         self.check_id(max(self.cached, default=0))
+        self.check_pool(snapshot)
         self.take_queue(snapshot)
         if self.settings["overlap"] and self.step:  # maybe it is under way
             sampled = {r: request for r, request in self.requests.items() if request.to_come}
@@ -584,7 +547,7 @@ class State:
         self.cached -= evicted
 
     def take_blocks(self, line: dict):
-        """Reference counts, commits, the order of the idle blocks; then no block is lost."""
+        """Reference counts, commits, the order of the idle blocks; no block is lost."""
         states = line.get("blocks", [])
         told = {block for block, _, _ in states}
         shown = {block for _, _, blocks in line.get("tables", ()) for block in blocks}
@@ -608,6 +571,10 @@ class State:
             want(f"reference count of block {block}, by the block tables", found, count)
             if not count:
                 self.refs.pop(block, None)
+        self.check_pool(line)
+
+    def check_pool(self, line: dict):
+        """Each block is free, referenced, or cached and idle."""
         want("free blocks", line["free"], self.num_blocks - len(self.owners) - len(self.idle))
         want("cached and idle blocks", line["cached"], len(self.idle))
 

@@ -59,7 +59,8 @@ def recorded_life(seed: int) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def lives() -> list[list[dict]]:
-    return [recorded_life(seed) for seed in range(24)]
+    # 128: a window leaves blocks while a plan is made
+    return [recorded_life(seed) for seed in (*range(24), 128)]
 
 
 def test_random_lives_replay_clean(lives):
@@ -191,6 +192,7 @@ def test_a_line_that_is_missing_or_there_twice_is_found(lives):
 SNAPSHOT = {"event": "snapshot", "version": 1, "time": 0, "step": 0, "num_blocks": 4}
 SNAPSHOT |= {"block_size": 2, "token_budget": 4, "max_num_seqs": 2, "window": 0, "overlap": False}
 SNAPSHOT |= {"requests": [], "waiting": [], "queue": 0, "committed": [], "idle": []}
+SNAPSHOT |= {"free": 4, "cached": 0}
 
 
 def new(r: int, prompt: int, max_tokens: int) -> dict:
@@ -307,6 +309,20 @@ def test_what_is_wrong_is_said(title):
     assert re.fullmatch(rf"line {at + 1}, step \d+: .*{says}.*", said), said
 
 
+def test_a_shared_block_is_not_written():
+    """Request 2 has the second block of request 1 in its table, and neither has a copy."""
+    first = a_record()[1] | {"new": [new(1, 3, 3)]}
+    table = {"tables": [[2, 0, [0, 1]]], "blocks": [[0, 2, 1], [1, 2, 0]], "committed": [[2, 1]]}
+    two = line(2, 2, 0, step=1, new=[new(2, 4, 1)], admitted=[[2, 2]], chunks=[[2, 2, 1]], **table)
+    alone = two | {"decodes": [], "resolved": 1, "sampled": 0}
+    says = "line 3, step 1: request 2 writes block 1, which others hold"
+    assert why_wrong([SNAPSHOT, first, alone]) == says
+    both = two | {"decodes": [1], "resolved": 1, "sampled": 1}
+    assert "writes block 1, which others hold" in why_wrong([SNAPSHOT, first, both])
+    copy = {"tables": [[2, 0, [0, 2]]], "blocks": [[0, 2, 1]], "free": 1, "decodes": [1]}
+    assert not why_wrong([SNAPSHOT, first, both | copy])
+
+
 OVERLAP = [
     SNAPSHOT | {"overlap": True},
     line(
@@ -349,7 +365,7 @@ def test_a_failed_step_is_mended_by_the_snapshot_after_it():
 def test_a_snapshot_for_who_joins_must_say_what_is_known():
     lines = a_record()[:3]
     joined = SNAPSHOT | {"time": 3, "step": 2, "why": "joined", "committed": [1, 0]}
-    joined |= {"idle": [1, 0]}
+    joined |= {"idle": [1, 0], "free": 2, "cached": 2}
     joined["totals"] = {"prefill tokens": 3, "decode tokens": 1, "queried tokens": 3}
     assert not why_wrong([*lines, joined])
     other_order = joined | {"idle": [0, 1]}
@@ -386,6 +402,7 @@ NO_RECORDS = {
     "version": ([SNAPSHOT | {"version": 2}], "this reads version 1, there is 2"),
     "no version": ([{"event": "snapshot"}], "this reads version 1, there is None"),
     "too little": ([{"event": "snapshot", "version": 1, "time": 0}], "there is no step"),
+    "a lost block": ([SNAPSHOT | {"free": 3}], "free blocks: wanted 4, there is 3"),
     "no pool": ([SNAPSHOT | {"num_blocks": 0}], "a pool of 0 blocks"),
 }
 
@@ -438,7 +455,7 @@ def test_whatever_stands_in_a_line_only_record_errors_are_raised(lives):
 def test_a_huge_pool_takes_no_memory():
     """Only blocks that are not free are kept; a picture shows some of them."""
     lines = a_record()[:2]
-    lines[0] = lines[0] | {"num_blocks": 2**52}
+    lines[0] = lines[0] | {"num_blocks": 2**52, "free": 2**52}
     lines[1] = lines[1] | {"free": 2**52 - 2}
     for state, _ in replay(as_file(lines)):
         owners, *_ = bench.column_of(state)
@@ -495,7 +512,7 @@ def test_a_long_record_has_a_picture_of_bounded_size(monkeypatch):
     monkeypatch.setattr(bench, "MAX_COLUMNS", 8)
     drawn = []
     monkeypatch.setattr(bench.draw, "block_map", lambda *args: drawn.append(args) or {})
-    lines = [SNAPSHOT | {"num_blocks": 64}]
+    lines = [SNAPSHOT | {"num_blocks": 64, "free": 64}]
     table = [*range(26)]
     lines.append(
         line(0, 38, 0, step=0, new=[new(1, 1, 99)], admitted=[[1, 0]], chunks=[[1, 0, 1]],
