@@ -136,7 +136,7 @@ def replay(file: BinaryIO) -> Iterator[tuple["State", dict]]:
     state = None
     broken = None
     for number, line in read_lines(file):
-        if broken and not line.get("why"):
+        if broken and line.get("why") in (None, "joined"):
             raise broken
         broken = None
         try:

@@ -21,7 +21,7 @@ from serving.connection import Connection
 from serving.gate import Gate
 from serving.metrics import Metrics
 from serving.protocol import ApiError
-from serving.replay import open_record
+from serving.replay import RecordError, open_record
 from serving.workers import Seat
 
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
@@ -107,7 +107,11 @@ class ReplaySite(Site):
 
     async def show_record(self, http):
         """In chunks: it may be larger than the memory, and still grow."""
-        chunks = iter(partial(open_record(self.args.replay).read, CHUNK), b"")
+        try:
+            file = open_record(self.args.replay)
+        except RecordError as error:  # somebody has taken it away
+            raise ApiError(404, str(error)) from None
+        chunks = iter(partial(file.read, CHUNK), b"")
         headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
         return StreamingResponse(chunks, headers=headers, media_type="application/jsonl")
 
