@@ -220,7 +220,7 @@ STATE = """(() => {
         ({ r, status, filled, committed, table: [...table] })).sort((a, b) => a.r - b.r);
     const holders = state.owners.map((owners) => owners.length);
     const committed = [...state.committed.keys()].filter((block) => state.committed[block]);
-    return { requests, holders, refs: [...state.refs], committed, idle: [...state.idle],
+    return { requests, holders, committed, idle: [...state.idle],
         waiting: state.waiting, step: state.step };
 })()"""
 
@@ -239,7 +239,8 @@ def test_the_state_is_what_the_lines_say(open_record, name):
         if line["event"] == "step":
             counts = (state["holders"].count(0) - len(state["idle"]), len(state["idle"]))
             assert counts == (line["free"], line["cached"]), line
-        assert state["refs"] == state["holders"], line
+        for block, references, _ in line.get("blocks", []):
+            assert state["holders"][block] == references, line
         if following and following["event"] == "idle":
             continue  # the snapshot is of after it
         assert state["committed"] == sorted(snapshot["committed"]), line
@@ -276,7 +277,7 @@ def test_the_log_says_what_happened(open_record):
         r"request \d+ writes to \d+, a copy of shared block \d+: references 3 → 2",
         r"shared block \d+: references 2 → 1",
         r"request \d+ gave back \d+ blocks",
-        r"request \d+ gave back \d+ blocks, found \d+ again, computed \d+ tokens again",
+        r"request \d+ gave back \d+ blocks, found \d+ again, computed \d+ again",
         r"request \d+ waits: needs \d+, spare \d+",
         r"request \d+ ended \(length\): \d+ tokens",
         r"request \d+ ended \(abort\)",
@@ -320,10 +321,9 @@ def test_buttons_and_keys_move_through_a_record(open_record):
 
 @browser_test
 def test_a_block_and_a_request_are_explained(open_record):
-    """By pointer and by keys; a click shows the block table and the cursors."""
+    """By pointer and by its number; a click shows the block table and the cursors."""
     told = small_record()
     page = open_record(told)
-    place = next(i for i, (line, _) in enumerate(told) if [10, 1] in line.get("ended", [[10, 1]]))
     place = next(i for i, (line, _) in enumerate(told) if line.get("decodes"))
     page.evaluate(f"seek({place})")
     wait_for(page, "cells")
@@ -341,12 +341,9 @@ def test_a_block_and_a_request_are_explained(open_record):
     assert cursors in page.inner_text("#about")
     table = [f"{i} → {block}" for i, block in enumerate(request["table"])]
     assert page.locator(".table li").all_inner_texts() == table
-    page.focus("#pool")
-    page.keyboard.press("ArrowRight")
+    page.fill("#block", "1")
     assert page.inner_text("#about").startswith("Block 1: ")
-    assert page.text_content("#said").startswith("Block 1: ")
-    page.keyboard.press("ArrowLeft")
-    page.keyboard.press("Enter")
+    page.click("#requests button")
     assert page.inner_text("#about").startswith(f"Request {request['r']}")
 
 
@@ -438,7 +435,8 @@ def test_a_large_pool_does_not_stutter(open_page, capsys):
     page.click("#pause")
     page.wait_for_timeout(4000)
     events = json.loads(browser.stop_tracing())["traceEvents"]
-    frames = sorted(e["dur"] / 1000 for e in events if e["name"] == "FireAnimationFrame")
+    fired = [e for e in events if e["name"] == "FireAnimationFrame" and "dur" in e]
+    frames = sorted(e["dur"] / 1000 for e in fired)
     median, p99 = statistics.median(frames), frames[int(0.99 * len(frames))]
     with capsys.disabled():
         print(f"\n{len(frames)} frames: {median:.2f} ms of script in the median, p99 {p99:.1f} ms")
