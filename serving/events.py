@@ -430,8 +430,9 @@ class RecordFile:
             return
         self.written_at = now
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.writelines(self.unwritten)
+            # at once, so that what a killed process leaves are whole lines
+            with open(self.path, "ab", buffering=0) as file:
+                file.write("".join(self.unwritten).encode())
         except OSError as error:
             self.is_broken = True
             print(f"--record {self.path} ends here: {error}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from server import wait_until
 
 from checkpoint import load_checkpoint, load_config, save_checkpoint
 from model import GPT
+from serving.replay import open_record, replay
 from serving.workers import can_share_port
 from tokenizer import load_tokenizer
 
@@ -650,6 +652,44 @@ def test_sigterm_drains_and_exits_0(server, client, checkpoint):
     assert server.process.wait(60) == 0
     example, finishing = server.process.stdout.read().splitlines()
     assert "curl" in example and finishing == "finishing 1 requests; a second signal ends them"
+
+
+def test_what_a_server_records_can_be_true(checkpoint, tmp_path):
+    """
+    Requests that begin alike, forks and hang-ups in a tight pool, and an engine that is killed in
+    the middle: the next one goes on in the same file, and every line of both replays.
+    """
+    path = tmp_path / "run.jsonl"
+    flags = ["--record", str(path), "--kv-blocks", "40", "--max-num-seqs", "6"]
+    with Process(checkpoint, *flags) as server:
+
+        def ask(i: int, max_tokens=100, n=2, timeout=60):
+            body = {"prompt": "def " * 9 + "x" * i, "max_tokens": max_tokens, "n": n}
+            body["ignore_eos"] = True
+            with contextlib.suppress(httpx.TimeoutException):
+                url = f"{server.url}/v1/completions"
+                return httpx.post(url, json=body, timeout=timeout).status_code
+
+        with ThreadPoolExecutor(8) as pool:
+            assert pool.submit(ask, 8, 400, 2, 0.1).result() is None  # hangs up
+            assert [*pool.map(ask, range(8))] == [200] * 8
+            others = [pool.submit(ask, i, 300, 1) for i in range(6)]
+            time.sleep(0.3)
+            os.kill(server.engine_pid, signal.SIGKILL)
+            assert {other.result() for other in others} <= {200, 500, 503}
+        wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+        assert ask(1) == 200
+    seen = Counter()
+    with open_record(path) as record:
+        for _, line in replay(record):
+            seen[line["event"]] += 1
+            seen.update(f"new: {q['status']}" for q in line.get("new", ()))
+            seen.update(reason for _, reason, _ in line.get("ended", ()))
+            seen["hits"] += any(hits for _, hits in line.get("admitted", ()))
+            seen["preempted"] += len(line.get("preempted", ()))
+    assert seen["snapshot"] == 2 and "cut" not in seen
+    assert seen["length"] >= 16 and seen["abort"] >= 1, seen
+    assert min(seen[name] for name in ("hits", "preempted", "new: active")) >= 1, seen
 
 
 @pytest.mark.slow
