@@ -47,7 +47,7 @@ ORDER = [
     "serving.beam", "serving.chat", "serving.flags", "serving.encoder", "serving.protocol",
     "serving.connection", "serving.gate", "serving.client", "serving.metrics", "serving.replay",
     "serving.site", "serving.answers", "serving.listeners", "serving.api", "serving.terminal",
-    "serve", "bench",
+    "serve", "bench", "walkthrough",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "paged",

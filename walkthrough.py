@@ -1,0 +1,427 @@
+"""
+One decode step of eight requests, served eleven ways: from no cache at all to what the engine does.
+
+    python walkthrough.py        # stages 0 to 10, half a minute
+    python walkthrough.py 3      # one of them
+
+The prompts have 20 to 400 tokens, and each request has got the first token of its answer: the step
+computes that token, to find the second. The model is small and random: 4 layers, 4 heads of 32, in
+fp32, so keys and values (K and V) of a token take 2 * 4 * 4 * 32 numbers, 4 KiB. Each stage tells
+how many KiB of them it keeps, copies to append a token to each text, and gathers to attend to them;
+all give the same logits. Only naive stages and a small kernel are made here, the rest serves.
+"""
+
+# ruff: noqa: E402  triton is imported only once it is known where kernels run
+import os
+import sys
+from contextlib import redirect_stdout
+from functools import partial
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+os.environ.setdefault("TRITON_INTERPRET", "1" if DEVICE == "cpu" else "0")
+
+import model
+import paged
+from bench import decode_step, fixed_length, median_seconds, step_seconds
+from kernels import jit, prepare_triton, tl, triton
+from serving import gather, inputs, ops
+from serving.engine import Engine
+from serving.settings import Settings
+
+LENGTHS = (20, 30, 40, 60, 80, 130, 250, 400)  # tokens of the prompts
+REAL = 1018  # tokens that have K and V after the step: the prompts', and one more of each request
+IN_BLOCKS = (
+    16 * 68
+)  # tokens that their blocks have room for: 2 + 2 + 3 + 4 + 6 + 9 + 16 + 26 blocks
+GROUPED = (
+    1168  # tokens that serving/gather.py gathers, padding lengths that are alike to the longest
+)
+L, H, D, S = 4, 4, 32, 16  # layers, heads, head size, block size
+
+
+def prefilled(kind: str) -> Engine:
+    """An engine that has computed the prompts (stage 6 tells how), into blocks in no order."""
+    torch.manual_seed(8)
+    gpt = model.GPT(model.GPTConfig(512, 512, n_layer=L, n_head=H, n_embd=H * D)).to(DEVICE)
+    for weight in gpt.requires_grad_(False).parameters():
+        weight *= 5 if weight.dim() == 2 else 1  # else attention would hardly change a logit
+    engine = Engine(gpt, Settings(num_blocks=80, token_budget=2048, attention=kind, overlap=False))
+    engine.scheduler.block_allocator.free = torch.randperm(80).tolist()
+    engine.runner.pool.kv.fill_(1e3)  # so it is noticed if a slot that nobody wrote is read
+    for n in LENGTHS:
+        engine.add_request(n, torch.randint(512, (n,)).tolist(), fixed_length(100))
+    engine.step()
+    return engine
+
+
+def next_step(engine: Engine, kv=None, **own):
+    """The next step's inputs, and a function: its logits, by torch and `own` operators, from kv."""
+    plan = engine.scheduler.plan()
+    runner = engine.runner
+    runner.fill_rows(*plan.admitted or plan.decodes)
+    shape = runner.padded_shape(plan)
+    packed = inputs.upload(inputs.pack(plan, shape, runner.padding_row, 80), DEVICE)
+    step = inputs.split(packed, shape)
+    batch = inputs.lay_out(step, shape, plan, runner.known, ops.TORCH._replace(**own))
+    batch.prepared = {0: gather.prepare_torch(batch, H, runner.pool.kv[0])}
+    kv = runner.pool.kv if kv is None else kv
+    last = batch.logits_index
+    gpt = runner.model
+    return batch, lambda: gpt.logits(gpt.hidden(batch, kv)[last], batch.ops)[:8]
+
+
+def row(name: str, values, width: int = 7):
+    print(f"{name:14}" + "".join(f"{value:>{width}}" for value in values))
+
+
+def no_cache(engine):
+    """0. No cache: the whole text again for each token
+    Attention mixes, for each token, the values of all tokens up to itself, weighted by how well
+    their keys fit its query. So the newest token needs K and V of the whole text, and those of
+    earlier tokens never change. Without a cache a step computes them all again: 1,018 for 8 new.
+    Now read model.py: GPT.generate. Of all tokens that one call computes, whose logits are used?"""
+    texts = [torch.tensor([r.tokens_so_far], device=DEVICE) for r in engine.scheduler.active]
+    whole = [partial(engine.runner.model, text) for text in texts]
+    row("prompt, tokens", LENGTHS)
+    row("ms", [f"{1e3 * median_seconds(compute, 3):.1f}" for compute in whole])
+    print("KiB kept 0, copied 0, gathered 0")
+    return lambda: torch.cat([compute()[0][:, -1] for compute in whole])
+
+
+def unpaged(engine):
+    """All K, V out of their blocks, in the order of the texts: [L, 2, 8, 512, H, D]."""
+    tables = engine.runner.known.block_tables[:8].long()
+    return engine.runner.pool.kv[:, :, tables].transpose(4, 5).flatten(3, 4)
+
+
+def attend_each(q, caches, attn, batch):
+    """One request after the other attends to its K, V [2, n, H, D]. Returns [8, H, D]."""
+    pairs = zip(q[:, :, None], caches, strict=True)
+    mixed = [model.attention(x, *kv.transpose(1, 2), None, attn.scale) for x, kv in pairs]
+    return torch.stack(mixed)[:, :, 0]
+
+
+def cat(engine):
+    """1. A cache that grows: torch.cat
+    K and V are kept, a tensor for each request and layer, and a step computes one token for each
+    request. But a tensor does not grow in place: torch.cat makes a new one, of all that was there
+    and one token more. So a text is copied again for each of its tokens. Better: reserve room.
+    Now read bench.py: append_us. How many tokens does a text of 1,000 copy until it is there?"""
+    caches = [[kv[:, i, :n] for i, n in enumerate(LENGTHS)] for kv in unpaged(engine)]
+
+    def append(k, v, kv, batch):  # k, v [8, H, D]
+        new = torch.stack((k, v), 1)[:, :, None]  # [8, 2, 1, H, D]
+        return [torch.cat(pair, 1) for pair in zip(kv, new, strict=True)]
+
+    print(f"KiB kept {4 * REAL:,}, copied {4 * sum(LENGTHS):,}, gathered 0")
+    return next_step(engine, caches, store_kv=append, attend=attend_each)[1]
+
+
+def slabs(engine):
+    """2. Slabs against blocks: a map of memory
+    Each request gets a slab as long as its text may become, here 512 tokens, and a step writes in
+    place: nothing is copied. But most of a slab is never filled (internal fragmentation), and slabs
+    that are just long enough leave holes when they end (external fragmentation): in the map, 1,400
+    tokens are free, but no hole is long enough for g. So memory is cut into blocks, here of 16
+    tokens. They may lie anywhere, so each free one is of use; a text wastes at most 15 slots.
+    Now read paged.py: BlockAllocator. Why is no free block ever too small or in a wrong place?"""
+
+    def store(k, v, kv, batch):
+        kv[:, range(8), batch.positions] = torch.stack((k, v))
+        return [kv[:, i, : n + 1] for i, n in enumerate(LENGTHS)]
+
+    print(f"slabs of 512: {REAL:,} of 4,096 tokens are filled, {1 - REAL / 4096:.1%} waste")
+    print(f"blocks of 16: {REAL:,} of {IN_BLOCKS:,} are, {1 - REAL / IN_BLOCKS:.1%} waste")
+    used = f"{8 * 'a'}{12 * '.'}{10 * 'c'}{10 * '.'}{12 * 'e'}{6 * '.'}"  # of 50 tokens each
+    print(f"{used} b, d, f have ended: {50 * used.count('.'):,} free, of which 600 together")
+    print(f"{used.replace('.', 'g', 16)} in blocks of 50: g has its {50 * 16}")
+    print(f"KiB kept {4 * 8 * 512:,}, copied 0, gathered 0")
+    return next_step(engine, unpaged(engine), store_kv=store, attend=attend_each)[1]
+
+
+def post(engine):
+    """3. The post's pool: gather, pad on the left
+    A block table says which block has a request's tokens 0 to 15, which the next 16, and so on. A
+    token's place, its slot, is block_table[position // 16] * 16 + position % 16. Three blocks have
+    slots for positions 0 to 47; for the 49th token the table gets a fourth. "Adding Paged Attention
+    to NanoGPT" keeps its model, which wants K and V side by side: for every layer, request and head
+    they are gathered from the blocks and padded on the left to the longest, so that all requests
+    are one batch. Memory is well used, but K and V are copied again, in many pieces, and padded.
+    Now read paged.py: gather_kv_from_pool. In which slot are K and V of request 2's token 35?"""
+    layers = [block.attn for block in engine.runner.model.h]
+    longest = LENGTHS[-1] + 1
+
+    def attend(q, kv, attn, batch):
+        padded = q.new_zeros(2, 8, H, longest, D)
+        mask = q.new_zeros(8, 1, 1, longest)
+        for i, r in enumerate(engine.scheduler.active):
+            n = r.num_tokens
+            mask[i, ..., :-n] = -torch.inf
+            for head in range(H):
+                where = engine.runner.pool, r.block_table, S, n, layers.index(attn), head
+                padded[:, i, head, -n:] = torch.cat(paged.gather_kv_from_pool(*where))
+        return model.attention(q[:, :, None], *padded, mask, attn.scale)[:, :, 0]
+
+    a, b, c = engine.scheduler.active[2].block_table
+    print(f"request 2, block table {[a, b, c]}: positions 0 to 15 in slots {a * S} to {a * S + 15}")
+    print(f"16 to 31 in {b * S} to {b * S + 15}, 32 to 40 in {c * S} to {c} * 16 + 8 = {c * S + 8}")
+    print(f"{2 * L * 8 * H} gathers, {1 - REAL / (8 * longest):.0%} of what they fill is padding")
+    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * 8 * longest:,}")
+    return next_step(engine, attend=attend)[1]
+
+
+def pool(engine):
+    """4. One tensor and a slot mapping
+    The pool is one tensor, so one indexing with all block tables gathers K and V of all requests
+    and heads. Writing takes no table: the slots of a step's tokens, the slot mapping, are found
+    once for all layers. In a layer's pool, [2, blocks, H, S, D], a slot has a row of D numbers for
+    each head: row (block * H + head) * S + offset. A hundred small gathers have become a large one,
+    but tables are as wide as the longest, so most of what it copies is not real.
+    Now read serving/gather.py: pool_rows. With S = 4 and 2 heads, which are the rows of slot 21?"""
+    kv = engine.runner.pool.kv[0]
+    batch, compute = next_step(engine)
+    width = batch.block_tables.shape[1] * S
+    eight = slice(0, 8)
+    batch.prepared[0].gathers[:] = [gather.gather(batch, eight, eight, width, H, kv, 0)]
+    rows = gather.pool_rows(batch.slot_mapping, kv)[0]
+    slot = batch.slot_mapping[2].item()
+    print(f"slot {slot} is offset {slot % S} of block {slot // S}")
+    print(f"K of its {H} heads is in rows {rows[:, 2].tolist()}")
+    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * 8 * width:,}")
+    return compute
+
+
+def flat(engine):
+    """5. One flat token axis: decodes and a chunk of a prompt in one pass
+    A ninth request comes, with a prompt of 64 tokens. In a rectangle, all nine would be padded to
+    64 tokens, and most rows of the model's matrix products would be padding. But each token is
+    computed by itself, except for attention. So all new tokens are laid on one axis, one request
+    behind the other; `query_start` says where each begins, its context length what it sees.
+    Now read kernels.py: Batch. How many rows are 3 decodes and a chunk of 100; how many, padded?"""
+    engine.add_request(64, torch.randint(512, (64,)).tolist(), fixed_length(1))
+    batch, compute = next_step(engine)
+    for name, values in ("position", batch.positions), ("slot", batch.slot_mapping):
+        first = values[:11].tolist()
+        row(name, [*first, "..", values[-1].item()], 6)
+    row("query_start", batch.query_start.tolist(), 6)
+    row("context_lens", batch.context_lens_host, 6)
+    print(f"padded 9 * 64 = {9 * max(batch.query_lens_host)} rows, on one axis {len(batch.tokens)}")
+    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * (GROUPED + 64):,}")
+    return compute
+
+
+def planned(engine):
+    """6. The scheduler: who computes what, in which blocks
+    Before each step the scheduler plans it: every running request decodes a token, the rest of a
+    budget (here 16 tokens) goes to chunks of prompts. Below are what a step computes (c[0:+11]: c's
+    first 11 tokens), the block tables, and what happens. 1: f is a fork of a, a second answer to
+    its prompt, and shares a's blocks (references 2). The first to write into the half-filled block
+    2 writes into a copy (copy-on-write, references 2 -> 1), the other goes on in block 2. b's
+    prompt is a's first 8 tokens: both its blocks are in the prefix cache, but only the first is a
+    hit. The last token's logits are needed, so its block is computed. 2: c does not fit, and waits
+    (backpressure). a and f end, and take their references off. Full blocks are cached once they are
+    computed; without references they stay so, idle, and can be hit until no block is free. 3: Then
+    the least recently used is evicted, a text's end before its beginning. 5: c needs a block, none
+    is left. d, which came last, is preempted: it gives back blocks and row, and keeps its tokens.
+    6: their K and V are computed again, as one prompt, but for two blocks that are still cached.
+    Now read paged.py: Scheduler._preempt_for. Who would go if d needed a block, not c?"""
+    scheduler = paged.Scheduler(max_kv_tokens=24)  # six blocks of four
+    prompts = {"a": b"ABCDEFGHIJ", "b": b"ABCDEFGH", "c": b"KLMNOPQRSTU", "d": b"klmnopqrs"}
+    for step, coming in enumerate(["a", "b", "cd", "", "", "", "", ""]):
+        for name in coming:
+            scheduler.add_request(paged.Request(name, list(prompts[name]), 3))
+        idle = list(scheduler.block_allocator.idle)
+        plan = scheduler.plan(step)
+        work = " ".join(f"{r.id}[{r.num_filled_slots}:+{n}]" for r, n in plan.work)
+        tables = " ".join(f"{r.id}{r.block_table}" for r in scheduler.running)
+        notes = [f"{r.id} in, {r.num_filled_slots} hit" for r in plan.admitted]
+        notes += [f"{block} evicted" for block in idle if block not in scheduler.block_cache.held]
+        notes += [f"{old} copied to {new}" for new, old in plan.copies.items()]
+        notes += [f"{r.id} preempted" for r in plan.preempted]
+        notes += [f"{r.id} waits" for r in scheduler.waiting]
+        ended = scheduler.update(plan, [100] * len(plan.sampled))
+        notes += [f"{r.id} ends" for r in ended]
+        print(f"{step} {work:25} {tables:29} {', '.join(notes)}")
+        if step == 0:
+            scheduler.fork(scheduler.active[0], "f")
+    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * GROUPED:,}")
+    return partial(next_logits, engine)
+
+
+def next_logits(engine):
+    """Let the engine launch its next step, whose logits these will be."""
+    engine.overlap = True
+    engine.step()
+    return engine.in_flight.logits
+
+
+def online(engine):
+    """7. Online softmax: attention block by block
+    A softmax divides by a sum over all keys, so it seems to need them at once. Online softmax takes
+    a block at a time and keeps, for each query, the maximum of the scores, the sum of the weights
+    e^(score - maximum), and the total of the values, so weighted. When a block has a new maximum,
+    sum and total are first multiplied by e^(old - new). At the end total / sum is the answer. (So
+    two parts merge, too: bring both to the higher maximum, then add.) Blocks are read in place.
+    Now read kernels.py: online_softmax. What if two parts were merged without factors e^(..)?"""
+    states = []
+
+    def attend(q, kv, attn, batch):
+        out = torch.empty_like(q)
+        for i, r in enumerate(engine.scheduler.active):
+            top, weights, total = q.new_tensor(-torch.inf), 0.0, 0.0
+            for block, start in zip(r.block_table, range(0, r.num_tokens, S), strict=True):
+                k, v = kv[:, block, :, : r.num_tokens - start]  # views, [H, 16, D]
+                score = k @ q[i, :, :, None] * attn.scale  # [H, 16, 1]
+                new_top = torch.maximum(top, score.amax(1, keepdim=True))
+                weight = (score - new_top).exp()
+                shrink = (top - new_top).exp()
+                weights = weights * shrink + weight.sum(1, keepdim=True)
+                total = total * shrink + weight.mT @ v  # [H, 1, D]
+                top = new_top
+                states.append([f"{x.flatten()[0]:.3f}" for x in (top, weights, total)])
+            out[i] = (total / weights)[:, 0]
+        return out
+
+    compute = next_step(engine, attend=attend)[1]
+    compute()
+    row("request 2", ["maximum", "sum", "total"], 10)
+    for block, state in enumerate(states[4:7]):  # in the first layer; requests 0 and 1 have 2 each
+        row(f"after block {block}", state, 10)
+    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered 0")
+    return compute
+
+
+@jit
+def attend_kernel(
+    q, kv, out, lse, block_tables, context_lens, scale, k_to_v, M,
+    H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A program: one head of one request, TILE keys at a time. `split`, `lse`: see stage 9."""
+    head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t, d = tl.arange(0, TILE)[:, None], tl.arange(0, D)[None, :]
+    query = tl.load(q + (request * H + head) * D + d)  # [1, D]
+    context = tl.load(context_lens + request)
+    top, weights = tl.full([1, 1], -float("inf"), tl.float32), tl.zeros([1, 1], tl.float32)
+    total = tl.zeros([1, D], tl.float32)
+    for start in range(split * TILE, context, SPLITS * TILE):
+        position = start + t  # [TILE, 1]
+        block = tl.load(block_tables + request * M + position // S, mask=position < context)
+        at = kv + ((block * H + head) * S + position % S) * D + d  # stage 4's rows
+        k = tl.load(at, mask=position < context, other=0.0)  # [TILE, D]
+        v = tl.load(at + k_to_v, mask=position < context, other=0.0)
+        score = tl.sum(k * query, axis=1, keep_dims=True) * scale
+        score = tl.where(position < context, score, -float("inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=0, keep_dims=True))
+        weight, shrink = tl.exp(score - new_top), tl.exp(top - new_top)
+        weights = weights * shrink + tl.sum(weight, axis=0, keep_dims=True)
+        total = total * shrink + tl.sum(weight * v, axis=0, keep_dims=True)
+        top = new_top
+    to = (request * H + head) * SPLITS + split
+    weights = tl.maximum(weights, 1e-30)  # a split may have no tile
+    tl.store(out + to * D + d, total / weights)
+    tl.store(lse + to + tl.zeros([1, 1], tl.int32), top + tl.log(weights))
+
+
+def launch(q, kv, attn, batch, splits):
+    """Launch the kernel, and merge the splits: [8, H, D]."""
+    out = q.new_empty(8, H, splits, D)
+    lse = q.new_empty(8, H, splits)
+    tables = batch.block_tables
+    pointers = q.contiguous(), kv, out, lse, tables, batch.context_lens
+    strides = kv.stride(0), tables.stride(0)
+    attend_kernel[H, 8, splits](*pointers, attn.scale, *strides, H, S, D, 64, splits)
+    return (lse.softmax(-1)[..., None] * out).sum(2)
+
+
+def kernel(engine):
+    """8. The same as one kernel: a program for each KV head and request
+    A GPU runs a kernel as many programs at once. Here a program is stage 7's inner loop for one KV
+    head of one request: it reads the block table, then K and V where they are. So attention of a
+    step is one launch, and copies nothing. (On a CPU Triton interprets it: that shows that it is
+    right, not how fast.) But an H200 has 132 processors, and one request gives 4 of them work.
+    Now read kernels.py: decode_kernel. Why are the query heads of one KV head in one program?"""
+    print(f"{H} KV heads * 8 requests = {H * 8} programs; {H} for a request alone")
+    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered 0")
+    return next_step(engine, attend=partial(launch, splits=1))[1]
+
+
+def splits(engine):
+    """9. Splits: several programs for one context (flash-decoding)
+    The third axis of the grid cuts a context: of 4 splits the first takes the tiles (of 64 keys) 0,
+    4, 8, .., the second 1, 5, 9, .. Each leaves its own mixture, total / sum, and its log-sum-exp,
+    maximum + log(sum): the logarithm of the sum of its e^score. Its share of the whole softmax is
+    e^lse, divided by that of all splits together. The mixtures, weighted by share, are the answer.
+    Now read kernels.py: combine_splits. What is the share of a split that has no tile?"""
+    batch, compute = next_step(engine, attend=partial(launch, splits=4))
+    chosen = prepare_triton(batch, H, engine.runner.pool.kv[0]).splits
+    print(f"request 7's tiles, by split: {[list(range(split, 7, 4)) for split in range(4)]}")
+    print(f"{H} heads * 4 splits * 8 requests = {H * 4 * 8} programs; {H * 4} for a request alone")
+    print(f"for all eight, decode_kernel would cut each context into {chosen} here")
+    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered 0")
+    return compute
+
+
+def overlapped(engine):
+    """10. Graphs and overlap: the host out of the way
+    Between two steps little changes in what the host sends: which rows decode, and the last block
+    of each, new once in 16 steps. Tokens, positions and lengths stay on the device, where the next
+    step reads them. So steps of one padded size are the same launches on the same memory: recorded
+    once as a CUDA graph, they are one. A plan needs lengths, not tokens: the host plans the next
+    step while the device computes this one, with None for a token to come (overlap). A step takes
+    the longer of both times, not their sum. (On a CPU it is the sum: host and device are the same.)
+    Now read serving/engine.py: Engine.step. What would a plan have to wait for, without overlap?"""
+    done = [next_logits(engine).clone()]
+    print("request 0's answer while it is computed:", engine.scheduler.active[0].generated_tokens)
+    packed = []
+    for _ in range(17):
+        sent = inputs.pack(engine.in_flight.plan, (8, 0, 0), 64, 80)
+        packed.append(list(sent))
+        engine.step()
+    changed = torch.tensor(packed).diff(dim=0) != 0
+    print("of 16 numbers sent, so many are new in each step:", *changed.sum(1).tolist())
+    on_gpu = DEVICE == "cuda"
+    host = step_seconds(engine, 16, True) if on_gpu else median_seconds(decode_step(8), 99)
+    print(f"the host's part of a step: {1e3 * host:.3f} ms")
+    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * GROUPED * (not on_gpu):,}")
+    return lambda: done.pop() if done else next_logits(engine)
+
+
+STAGES = [no_cache, cat, slabs, post, pool, flat, planned, online, kernel, splits, overlapped]
+
+
+def show(number, before):
+    """Run a stage, with its text before and after. Returns its logits, which must be as before."""
+    *text, question = STAGES[number].__doc__.split("\n")
+    print(*text, "", sep="\n")
+    if number in (8, 9) and not triton:
+        print("the package triton is not installed: this stage is left out\n")
+        return before
+    compute = STAGES[number](prefilled("auto" if number == 10 else "torch"))
+    logits = compute()
+    seconds = median_seconds(lambda: compute().cpu(), 1 if number in (8, 9) else 3)
+    print(f"{1e3 * seconds:.1f} ms a step")
+    if before is not None:
+        torch.testing.assert_close(logits, before, atol=1e-4, rtol=0)
+        print(f"logits as before, to {(logits - before).abs().max():.0e}")
+    print(question, "\n")
+    return logits
+
+
+def main():
+    numbers = [str(number) for number in range(len(STAGES))]
+    wanted = sys.argv[1:] or numbers
+    if not set(wanted) <= set(numbers):
+        sys.exit(f"{' '.join(wanted)}: wanted a stage, 0 to 10, or nothing for all of them")
+    torch.set_num_threads(1)  # the tensors are tiny
+    logits = None
+    if wanted[0] != "0":
+        with redirect_stdout(None):
+            logits = show(int(wanted[0]) - 1, None)
+    for number in wanted:
+        logits = show(int(number), logits)
+
+
+if __name__ == "__main__":
+    main()
