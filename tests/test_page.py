@@ -20,10 +20,14 @@ from pathlib import Path
 import pytest
 from pretend import PretendRunner, pretend_engine
 from server import wait_until
+from test_end_to_end import Process
 
+from checkpoint import save_checkpoint
+from model import GPT, GPTConfig
 from serving import welcome
 from serving.events import Recorder
 from serving.params import SamplingParams
+from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "serving/page.html"
@@ -271,7 +275,7 @@ def test_back_is_where_it_was(open_record):
 def test_the_log_says_what_happened(open_record):
     told = small_record()
     page = open_record(told)
-    said = page.evaluate("(moveTo(1e9), chart.log.map((entry) => entry.text).join('\\n'))")
+    said = page.evaluate("(moveTo(1e9), chart.log.map((entry) => entry.said).join('\\n'))")
     for wanted in (
         r"request \d+ 16 tokens not computed",
         r"request \d+ writes to \d+, a copy of shared block \d+: references 3 → 2",
@@ -441,3 +445,219 @@ def test_a_large_pool_does_not_stutter(open_page, capsys):
     with capsys.disabled():
         print(f"\n{len(frames)} frames: {median:.2f} ms of script in the median, p99 {p99:.1f} ms")
     assert len(frames) > 50 and median < 8
+
+
+# --------------------------------------------------------------------------------------------------
+# A real server
+
+
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+NUM_BLOCKS = 24
+KEY = "a key of 16 letters"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """PAGE_MODEL, or a random model whose tokens are bytes, with a chat template."""
+    if os.environ.get("PAGE_MODEL"):
+        return ROOT / os.environ["PAGE_MODEL"]
+    folder = tmp_path_factory.mktemp("random")
+    tokenizer = bpe_tokenizer([])
+    sizes = {"context_length": 256, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    save_checkpoint(GPT(GPTConfig(tokenizer.vocab_size, **sizes)), folder)
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with Process(checkpoint, "--kv-blocks", str(NUM_BLOCKS)) as server:
+        yield server
+
+
+@pytest.fixture
+def live(open_page, server):
+    page = open_page(server.url, wait="state.num_blocks")
+    yield page
+    page.evaluate("clicks.hangUp(); player.isPaused = false")
+    wait_for(page, "state.requests.size === 0")
+
+
+IS_OVER = "calls.size === 0 && numCalls"
+
+
+def said(page) -> str:
+    page.evaluate("tellAll()")
+    return page.evaluate("chart.log.map((entry) => entry.said).join('\\n')")
+
+
+@browser_test
+def test_a_prompt_its_tokens_and_its_blocks(live):
+    """From typing to the last token: the blocks appear, are the request's own, and vanish."""
+    live.fill("[name=max_tokens]", "60")
+    live.fill("[name=prompt]", "twenty tokens, a byte each, and <b>this</b>")
+    live.press("[name=prompt]", "Control+Enter")
+    wait_for(live, "state.requests.size === 1")
+    live.click("#requests button")
+    assert "(yours)" in live.inner_text("#about")
+    wait_for(live, "state.owners.filter((owners) => owners.length).length >= 3")
+    wait_for(live, IS_OVER)
+    wait_for(live, "state.requests.size === 0")
+    assert live.evaluate("state.owners.every((owners) => owners.length === 0)")
+    assert live.inner_text(".asked") == "twenty tokens, a byte each, and <b>this</b>"
+    tokens = live.locator(".answer .token")
+    assert 1 <= tokens.count() <= 60
+    end = live.inner_text("article > p")
+    assert re.match(
+        r"ended: (length|stop), \d+ tokens after 43, of which \d+ were found cached", end
+    )
+    tokens.first.click()
+    assert live.locator("article ol li").count() in (5, 6)
+    assert "chosen" in live.inner_text("article ol")
+    tokens.first.press("ArrowRight")
+    assert live.evaluate("document.activeElement.previousSibling.tabIndex") == 0
+    live.keyboard.press("Enter")
+    live.keyboard.press("Enter")
+    assert live.locator("article ol").count() == 0
+    colours = tokens.evaluate_all("(all) => all.map((token) => token.style.background)")
+    assert all(re.match(r"rgba?\(235,? 110,? 0", colour) for colour in colours)
+
+
+@browser_test
+def test_the_tokens_in_a_block_are_shown(live):
+    """Of this page's own requests: of the prompt from /tokenize, of the answer as they came."""
+    live.fill("[name=max_tokens]", "100")
+    live.fill("[name=prompt]", "0123456789abcdefghij")
+    live.click("#ask .main")
+    wait_for(live, "[...own.values()].some((texts) => texts.prompt.length)")
+    wait_for(live, "state.requests.size === 1 && state.decodes.length")
+    live.click("#pause")
+    live.evaluate("choose({ block: [...state.requests.values()][0].table[0] })")
+    assert live.locator(".slots span").all_inner_texts() == list("0123456789abcdef")
+    live.evaluate("choose({ block: [...state.requests.values()][0].table[1] })")
+    shown = live.locator(".slots span").all_text_contents()
+    assert shown[:4] == list("ghij") and "(yours)" in live.inner_text(".slots")
+
+
+@browser_test
+def test_eight_that_begin_alike(live):
+    live.click("#alike")
+    wait_for(live, f"numCalls === 8 && {IS_OVER}")
+    wait_for(live, "state.requests.size === 0")
+    hits = re.findall(r"request \d+ (\d+) tokens not computed", said(live))
+    assert len(hits) >= 7 and len(set(hits[-7:])) == 1, said(live)
+    peak = live.evaluate(
+        "(() => { let most = 0; for (let i = 0; i < tape.lines.length; i++) { moveTo(i); "
+        "most = Math.max(most, ...state.owners.map((owners) => owners.length)); } return most; })()"
+    )
+    assert peak >= 4, "no block was ever shared by four"
+
+
+@browser_test
+def test_a_fork(live):
+    live.click("#fork")
+    wait_for(live, "numCalls === 1")
+    wait_for(live, IS_OVER)
+    wait_for(live, "state.requests.size === 0")
+    text = said(live)
+    for wanted in ("references 4 → 3", "references 3 → 2", "references 2 → 1"):
+        assert wanted in text
+    assert live.locator(".answer").count() == 4
+
+
+@browser_test
+def test_a_full_pool_and_hanging_up(live):
+    live.click("#flood")
+    wait_for(live, "chart.log.some((entry) => entry.said.includes('gave back'))")
+    assert live.evaluate("numCalls") >= 4
+    wait_for(live, "chart.log.some((entry) => entry.said.includes('needs'))")
+    live.click("#hangUp")
+    wait_for(live, "state.requests.size === 0")
+    assert live.evaluate("state.owners.every((owners) => owners.length === 0)")
+    assert "ended (abort)" in said(live)
+    assert "hung up: its blocks are given back" in live.inner_text("#answers")
+
+
+@browser_test
+def test_several_prompts_and_chats(live):
+    live.fill("[name=max_tokens]", "8")
+    live.fill("[name=prompt]", "one\n---\ntwo\nlines\n---\nthree")
+    live.click("#ask .main")
+    wait_for(live, f"numCalls === 3 && {IS_OVER}")
+    assert live.locator(".asked").all_inner_texts() == ["three", "two\nlines", "one"]
+    live.check("[value=chat]")
+    for text in ("hello", "again"):
+        live.fill("[name=prompt]", text)
+        live.click("#ask .main")
+        wait_for(live, "calls.size === 1")
+        wait_for(live, IS_OVER)
+    assert live.evaluate("conversation.map((message) => message.role)") == ["user", "assistant"] * 2
+    live.check("[value=text]")
+    assert live.evaluate("conversation.length") == 0
+
+
+@browser_test
+def test_a_refusal_is_told(live):
+    live.expected = "400"  # Chromium's own words in the console
+    live.fill("[name=max_tokens]", "100000")
+    live.click("#ask .main")
+    wait_for(live, "calls.size === 0 && numCalls")
+    assert "maximum context length" in live.inner_text("article > p.error")
+
+
+@browser_test
+def test_a_key_is_asked_for_and_kept_nowhere(open_page, checkpoint):
+    with Process(checkpoint, "--kv-blocks", "16", "--api-key", KEY) as server:
+        page = open_page(server.url, wait="asking")
+        page.expected = "401|ERR_INCOMPLETE_CHUNKED"
+        for key in ("wrong", KEY):
+            wait_for(page, "asking && !document.querySelector('#key').hidden")
+            assert ("not accepted" in page.inner_text("#status")) == (key == KEY)
+            page.fill("#key input", key)
+            page.click("#key button")
+        wait_for(page, "state.num_blocks === 16")
+        page.fill("[name=max_tokens]", "3")
+        page.click("#ask .main")
+        wait_for(page, IS_OVER)
+        assert "ended" in page.inner_text("article > p")
+        assert KEY not in page.content() and page.input_value("#key input") == ""
+        kept = "JSON.stringify([localStorage, sessionStorage, document.cookie])"
+        assert page.evaluate(kept) == '[{},{},""]'
+
+
+@browser_test
+def test_it_works_without_events(open_page, server):
+    page = open_page(server.url, wait="true")
+    page.expected = "net::ERR_FAILED|Failed to load"
+    page.route("**/events", lambda route: route.abort())
+    page.reload()
+    page.wait_for_selector("#status.error")
+    page.fill("[name=max_tokens]", "5")
+    page.click("#ask .main")
+    wait_for(page, IS_OVER)
+    assert page.locator(".token").count() >= 1
+    assert "no event stream" in page.inner_text("#status")
+    page.click("#fork")
+    wait_for(page, f"numCalls === 2 && {IS_OVER}")
+    assert page.locator(".answer").count() == 5
+
+
+@browser_test
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_fits(open_record, scheme, width):
+    """No sideways scrolling on a phone; canvases have words instead, and every control a name."""
+    page = open_record(small_record(), color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 800})
+    page.evaluate("seek(20)")
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("document.querySelector('#pool').clientWidth") <= width
+    for canvas in ("#pool", "#timeline"):
+        assert page.get_attribute(canvas, "aria-label")
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll("button, input, select, textarea")].filter((element) =>
+            !element.textContent && !element.labels?.length && !element.ariaLabel).length"""
+    )
+    assert unnamed == 0
