@@ -65,10 +65,11 @@ from assets import draw, load
 from checkpoint import DTYPES, load_checkpoint, load_config, save_checkpoint, serving_dtype
 from model import GPT, GPTConfig, Ops, RMSNorm, Rope
 from paged import Request, Scheduler, SchedulerSettings
+from serving import gather, inputs
 from serving.cpu import packed_for_cpu
 from serving.engine import Engine
 from serving.events import Recorder
-from serving.ops import choose_ops
+from serving.ops import TORCH, choose_ops
 from serving.params import SamplingParams
 from serving.replay import State, open_record, read_lines, replay
 from serving.settings import Settings
@@ -820,6 +821,36 @@ def step_seconds(engine: Engine, steps: int, wait_before=False) -> float:
         engine.step()
         times.append(perf_counter() - started)
     return median(times)
+
+
+def next_step(engine: Engine, kv=None, **own) -> tuple[kernels.Batch, Callable]:
+    """
+    The inputs of the engine's next step, for walkthrough.py, and a function that computes its
+    logits [8, V], of the first eight requests, with plain torch and, in its place, `own` operators;
+    on the pool, or on `kv`, which has something for each layer. The engine itself does not move.
+    """
+    plan = engine.scheduler.plan()
+    runner = engine.runner
+    runner.fill_rows(*plan.admitted or plan.decodes)
+    shape = runner.padded_shape(plan)
+    packed = inputs.pack(plan, shape, runner.padding_row, runner.pool.sink)
+    step = inputs.split(inputs.upload(packed, runner.device), shape)
+    batch = inputs.lay_out(step, shape, plan, runner.known, TORCH._replace(**own))
+    pool = runner.pool.kv
+    batch.prepared = {0: gather.prepare_torch(batch, runner.model.config.n_head, pool[0])}
+
+    def compute() -> torch.Tensor:
+        x = runner.model.hidden(batch, pool if kv is None else kv)
+        return runner.model.logits(x[batch.logits_index], batch.ops)[:8]
+
+    return batch, compute
+
+
+def next_logits(engine: Engine) -> torch.Tensor:
+    """Let the engine launch its next step, overlapped, whose logits these will be."""
+    engine.overlap = True
+    engine.step()
+    return engine.in_flight.logits
 
 
 KINDS = {  # parts of a kernel's name -> its work

@@ -24,20 +24,16 @@ os.environ.setdefault("TRITON_INTERPRET", "1" if DEVICE == "cpu" else "0")
 
 import model
 import paged
-from bench import decode_step, fixed_length, median_seconds, step_seconds
+from bench import decode_step, fixed_length, median_seconds, next_logits, next_step, step_seconds
 from kernels import jit, prepare_triton, tl, triton
-from serving import gather, inputs, ops
+from serving import gather, inputs
 from serving.engine import Engine
 from serving.settings import Settings
 
 LENGTHS = (20, 30, 40, 60, 80, 130, 250, 400)  # tokens of the prompts
 REAL = 1018  # tokens that have K and V after the step: the prompts', and one more of each request
-IN_BLOCKS = (
-    16 * 68
-)  # tokens that their blocks have room for: 2 + 2 + 3 + 4 + 6 + 9 + 16 + 26 blocks
-GROUPED = (
-    1168  # tokens that serving/gather.py gathers, padding lengths that are alike to the longest
-)
+IN_BLOCKS = 16 * 68  # tokens that their 2 + 2 + 3 + 4 + 6 + 9 + 16 + 26 blocks have room for
+GROUPED = 1168  # tokens that serving/gather.py gathers for them, similar lengths padded alike
 L, H, D, S = 4, 4, 32, 16  # layers, heads, head size, block size
 
 
@@ -54,22 +50,6 @@ def prefilled(kind: str) -> Engine:
         engine.add_request(n, torch.randint(512, (n,)).tolist(), fixed_length(100))
     engine.step()
     return engine
-
-
-def next_step(engine: Engine, kv=None, **own):
-    """The next step's inputs, and a function: its logits, by torch and `own` operators, from kv."""
-    plan = engine.scheduler.plan()
-    runner = engine.runner
-    runner.fill_rows(*plan.admitted or plan.decodes)
-    shape = runner.padded_shape(plan)
-    packed = inputs.upload(inputs.pack(plan, shape, runner.padding_row, 80), DEVICE)
-    step = inputs.split(packed, shape)
-    batch = inputs.lay_out(step, shape, plan, runner.known, ops.TORCH._replace(**own))
-    batch.prepared = {0: gather.prepare_torch(batch, H, runner.pool.kv[0])}
-    kv = runner.pool.kv if kv is None else kv
-    last = batch.logits_index
-    gpt = runner.model
-    return batch, lambda: gpt.logits(gpt.hidden(batch, kv)[last], batch.ops)[:8]
 
 
 def row(name: str, values, width: int = 7):
@@ -122,8 +102,8 @@ def cat(engine):
 def slabs(engine):
     """2. Slabs against blocks: a map of memory
     Each request gets a slab as long as its text may become, here 512 tokens, and a step writes in
-    place: nothing is copied. But most of a slab is never filled (internal fragmentation), and slabs
-    that are just long enough leave holes when they end (external fragmentation): in the map, 1,400
+    place: nothing is copied. But most of a slab stays empty (internal fragmentation). Slabs that
+    are just long enough leave holes when they end (external fragmentation): in the map, 1,400
     tokens are free, but no hole is long enough for g. So memory is cut into blocks, here of 16
     tokens. They may lie anywhere, so each free one is of use; a text wastes at most 15 slots.
     Now read paged.py: BlockAllocator. Why is no free block ever too small or in a wrong place?"""
@@ -133,7 +113,7 @@ def slabs(engine):
         return [kv[:, i, : n + 1] for i, n in enumerate(LENGTHS)]
 
     print(f"slabs of 512: {REAL:,} of 4,096 tokens are filled, {1 - REAL / 4096:.1%} waste")
-    print(f"blocks of 16: {REAL:,} of {IN_BLOCKS:,} are, {1 - REAL / IN_BLOCKS:.1%} waste")
+    print(f"blocks of 16: {REAL:,} of {IN_BLOCKS:,} are filled, {1 - REAL / IN_BLOCKS:.1%} waste")
     used = f"{8 * 'a'}{12 * '.'}{10 * 'c'}{10 * '.'}{12 * 'e'}{6 * '.'}"  # of 50 tokens each
     print(f"{used} b, d, f have ended: {50 * used.count('.'):,} free, of which 600 together")
     print(f"{used.replace('.', 'g', 16)} in blocks of 50: g has its {50 * 16}")
@@ -183,12 +163,10 @@ def pool(engine):
     kv = engine.runner.pool.kv[0]
     batch, compute = next_step(engine)
     width = batch.block_tables.shape[1] * S
-    eight = slice(0, 8)
-    batch.prepared[0].gathers[:] = [gather.gather(batch, eight, eight, width, H, kv, 0)]
+    batch.prepared[0].gathers[:] = [gather.gather(batch, slice(8), slice(8), width, H, kv, 0)]
     rows = gather.pool_rows(batch.slot_mapping, kv)[0]
     slot = batch.slot_mapping[2].item()
-    print(f"slot {slot} is offset {slot % S} of block {slot // S}")
-    print(f"K of its {H} heads is in rows {rows[:, 2].tolist()}")
+    print(f"slot {slot}: offset {slot % S} of block {slot // S}; K in rows {rows[:, 2].tolist()}")
     print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * 8 * width:,}")
     return compute
 
@@ -229,6 +207,7 @@ def planned(engine):
     Now read paged.py: Scheduler._preempt_for. Who would go if d needed a block, not c?"""
     scheduler = paged.Scheduler(max_kv_tokens=24)  # six blocks of four
     prompts = {"a": b"ABCDEFGHIJ", "b": b"ABCDEFGH", "c": b"KLMNOPQRSTU", "d": b"klmnopqrs"}
+    print(f"  {'computes':25} {'block tables':29} what happens")
     for step, coming in enumerate(["a", "b", "cd", "", "", "", "", ""]):
         for name in coming:
             scheduler.add_request(paged.Request(name, list(prompts[name]), 3))
@@ -248,13 +227,6 @@ def planned(engine):
             scheduler.fork(scheduler.active[0], "f")
     print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * GROUPED:,}")
     return partial(next_logits, engine)
-
-
-def next_logits(engine):
-    """Let the engine launch its next step, whose logits these will be."""
-    engine.overlap = True
-    engine.step()
-    return engine.in_flight.logits
 
 
 def online(engine):
@@ -284,7 +256,7 @@ def online(engine):
             out[i] = (total / weights)[:, 0]
         return out
 
-    compute = next_step(engine, attend=attend)[1]
+    _, compute = next_step(engine, attend=attend)
     compute()
     row("request 2", ["maximum", "sum", "total"], 10)
     for block, state in enumerate(states[4:7]):  # in the first layer; requests 0 and 1 have 2 each
@@ -306,13 +278,12 @@ def attend_kernel(
     top, weights = tl.full([1, 1], -float("inf"), tl.float32), tl.zeros([1, 1], tl.float32)
     total = tl.zeros([1, D], tl.float32)
     for start in range(split * TILE, context, SPLITS * TILE):
-        position = start + t  # [TILE, 1]
-        block = tl.load(block_tables + request * M + position // S, mask=position < context)
+        position, real = start + t, start + t < context  # [TILE, 1]
+        block = tl.load(block_tables + request * M + position // S, mask=real)
         at = kv + ((block * H + head) * S + position % S) * D + d  # stage 4's rows
-        k = tl.load(at, mask=position < context, other=0.0)  # [TILE, D]
-        v = tl.load(at + k_to_v, mask=position < context, other=0.0)
-        score = tl.sum(k * query, axis=1, keep_dims=True) * scale
-        score = tl.where(position < context, score, -float("inf"))
+        k = tl.load(at, mask=real, other=0.0)  # [TILE, D]
+        v = tl.load(at + k_to_v, mask=real, other=0.0)
+        score = tl.where(real, tl.sum(k * query, axis=1, keep_dims=True) * scale, -float("inf"))
         new_top = tl.maximum(top, tl.max(score, axis=0, keep_dims=True))
         weight, shrink = tl.exp(score - new_top), tl.exp(top - new_top)
         weights = weights * shrink + tl.sum(weight, axis=0, keep_dims=True)
@@ -328,10 +299,9 @@ def launch(q, kv, attn, batch, splits):
     """Launch the kernel, and merge the splits: [8, H, D]."""
     out = q.new_empty(8, H, splits, D)
     lse = q.new_empty(8, H, splits)
-    tables = batch.block_tables
-    pointers = q.contiguous(), kv, out, lse, tables, batch.context_lens
-    strides = kv.stride(0), tables.stride(0)
-    attend_kernel[H, 8, splits](*pointers, attn.scale, *strides, H, S, D, 64, splits)
+    pointers = q.contiguous(), kv, out, lse, batch.block_tables, batch.context_lens
+    sizes = kv.stride(0), batch.block_tables.stride(0), H, S, D, 64, splits
+    attend_kernel[H, 8, splits](*pointers, attn.scale, *sizes)
     return (lse.softmax(-1)[..., None] * out).sum(2)
 
 
@@ -369,8 +339,8 @@ def overlapped(engine):
     of each, new once in 16 steps. Tokens, positions and lengths stay on the device, where the next
     step reads them. So steps of one padded size are the same launches on the same memory: recorded
     once as a CUDA graph, they are one. A plan needs lengths, not tokens: the host plans the next
-    step while the device computes this one, with None for a token to come (overlap). A step takes
-    the longer of both times, not their sum. (On a CPU it is the sum: host and device are the same.)
+    step while the device computes this one, with None for a token to come (overlap). So a step
+    takes the longer of both times. (On a CPU, which is host and device, it takes their sum.)
     Now read serving/engine.py: Engine.step. What would a plan have to wait for, without overlap?"""
     done = [next_logits(engine).clone()]
     print("request 0's answer while it is computed:", engine.scheduler.active[0].generated_tokens)
@@ -381,10 +351,12 @@ def overlapped(engine):
         engine.step()
     changed = torch.tensor(packed).diff(dim=0) != 0
     print("of 16 numbers sent, so many are new in each step:", *changed.sum(1).tolist())
-    on_gpu = DEVICE == "cuda"
-    host = step_seconds(engine, 16, True) if on_gpu else median_seconds(decode_step(8), 99)
+    host = median_seconds(decode_step(8), 99)
+    if DEVICE == "cuda":
+        host = step_seconds(engine, 16, wait_before=True)
     print(f"the host's part of a step: {1e3 * host:.3f} ms")
-    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * GROUPED * (not on_gpu):,}")
+    print(engine.statement())
+    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * GROUPED * (DEVICE == 'cpu'):,}")
     return lambda: done.pop() if done else next_logits(engine)
 
 
