@@ -19,7 +19,7 @@ torch.
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 from paged import CachedBlock, Plan, Request
@@ -61,8 +61,10 @@ class Recorder:
         """From here on differences are told to what is now."""
         scheduler = self.scheduler
         self.line = {}  # of the step under way
-        self.touched: set[int] = set()  # blocks that the line has to tell of
-        self.gained: set[int] = set()  # those of them that its `tables` shows
+        # blocks that the line has to tell of
+        self.gained: set[int] = set()  # that came into a table
+        self.lost: set[int] = set()  # that left one
+        self.passed: set[int] = set()  # that `committed` passes
         everyone = scheduler.waiting + scheduler.running
         self.told = {r: Told(r.block_table.copy(), r.num_committed) for r in everyone}
         self.held: dict[int, CachedBlock] = dict(scheduler.block_cache.held)
@@ -194,11 +196,11 @@ class Recorder:
                 start = num_equal(table, told.table)
                 gained = table[start:]
                 tables.append([r.arrival_number, start, gained])
-                self.touched.update(told.table[start:], gained)
+                self.lost.update(told.table[start:])
                 self.gained.update(gained)
                 told.table[start:] = gained
             if r.num_committed != told.num_committed:
-                self.touched.update(table[told.num_committed : r.num_committed])
+                self.passed.update(table[told.num_committed : r.num_committed])
                 told.num_committed = r.num_committed
                 if table:
                     committed.append([r.arrival_number, r.num_committed])
@@ -227,36 +229,35 @@ class Recorder:
 
     def _tell_blocks(self):
         """
-        The state of each block that was touched. Left out are those that `tables` shows, if they
-        have one reference and are not committed. Those that became idle come last, in the order in
-        which they did: that of eviction.
+        The state of each block that has changed. Left out are the most of them: those that `tables`
+        of this line shows, if they have one reference and are not committed, and those that are in
+        the prefix cache since `committed` passed them. Those that became idle come last, in the
+        order in which they did: that of eviction.
         """
         allocator = self.scheduler.block_allocator
+        counts = allocator.ref_counts
         held = allocator.block_cache.held
-        touched = self.touched
-        touched.discard(self.sink)
-        num_evictions = allocator.num_evictions - self.num_evictions
-        self.num_evictions += num_evictions
-        evicted = self._evicted()
-        if len(evicted) != num_evictions:
-            # a request got a block and lost it, preempted, in one plan: no table has shown it
-            touched.update(self.held)
-            evicted = self._evicted()
+        for some in (self.gained, self.lost, self.passed):
+            some.discard(self.sink)
+        evicted = self._tell_evicted()
+        moved = self.gained | self.lost
+        new = self.gained - self.passed
+        left_out = {block for block in new.difference(held) if counts[block] == 1}
+        for block in evicted:
+            del self.held[block]
+        cached = {b: held[b] for b in self.passed - moved if b in held}
+        self.held |= cached
+        left_out |= cached.keys()
         states = []
         became_idle = set()
-        for block in touched:
-            count = allocator.ref_counts[block]
+        for block in (moved | self.passed) - left_out:
             content = held.get(block)
-            if content is None:
-                self.held.pop(block, None)
-                if count != 1 or block not in self.gained:
-                    states.append([block, count, 0])
-            else:
+            if content is not None:
                 self.held[block] = content
-                if count:
-                    states.append([block, count, 1])
-                else:
-                    became_idle.add(block)
+            if content is not None and not counts[block]:
+                became_idle.add(block)
+            else:
+                states.append([block, counts[block], int(content is not None)])
         in_order = []
         for block in reversed(allocator.idle):
             if not became_idle:
@@ -264,15 +265,30 @@ class Recorder:
             became_idle.discard(block)
             in_order.append([block, 0, 1])
         self._add("blocks", states + in_order[::-1])
-        self._add("evicted", evicted)
-        self.touched = set()
-        self.gained = set()
+        for some in (self.gained, self.lost, self.passed):
+            some.clear()
 
-    def _evicted(self) -> list[int]:
-        """Touched blocks that had, as last told, a content in the prefix cache, and lost it."""
+    def _tell_evicted(self) -> list[int]:
+        """The blocks whose content in the prefix cache gave way to another use."""
+        allocator = self.scheduler.block_allocator
+        count = allocator.num_evictions - self.num_evictions
+        self.num_evictions += count
+        if not count:
+            return []
+        evicted = self._changed(self.gained | self.lost)
+        if len(evicted) != count:
+            # a request got a block and lost it, preempted, in one plan: no table has shown it
+            evicted = self._changed(self.held.keys())
+            self.lost.update(evicted)
+        self._add("evicted", evicted)
+        return evicted
+
+    def _changed(self, blocks: Set[int]) -> list[int]:
+        """Those that had, as last told, a content in the prefix cache, and lost it."""
         held = self.scheduler.block_cache.held
-        known = self.held.keys() & self.touched
-        return [block for block in known if held.get(block) is not self.held[block]]
+        return [
+            block for block in self.held.keys() & blocks if held.get(block) is not self.held[block]
+        ]
 
     def _counts(self) -> dict:
         allocator = self.scheduler.block_allocator

@@ -292,6 +292,7 @@ class State:
     def begin_line(self):
         self.gained: set[tuple[int, int]] = set()  # request, block: new in its table
         self.moved: set[int] = set()  # blocks that came into a table or left one
+        self.passed: set[int] = set()  # blocks that a request is done with
         self.replaced: list[list[int]] = []  # the new block, and the one whose place it has
         self.given_back: dict[int, list[int]] = {}  # request -> the table that it had
 
@@ -511,6 +512,7 @@ class State:
                     f"request {r} has {count} blocks committed, {request.committed} before, and "
                     f"{request.computed} tokens computed"
                 )
+            self.passed |= {*request.table[request.committed : count]} - {self.num_blocks}
             request.committed = count
 
     def landed(self, step: int) -> Flight:
@@ -550,9 +552,11 @@ class State:
         """Reference counts, commits, the order of the idle blocks; no block is lost."""
         states = line.get("blocks", [])
         told = {block for block, _, _ in states}
-        shown = {block for _, _, blocks in line.get("tables", ()) for block in blocks}
-        # in a table, and nothing is told of it: it has one reference, and is not committed
-        for block, count, is_committed in [[b, 1, 0] for b in shown & self.moved - told] + states:
+        shown = {block for _, _, blocks in line.get("tables", ()) for block in blocks} & self.moved
+        # what is not told of: new to a table, with one reference, and committed if that passed it
+        left_out = [[block, 1, 0] for block in shown - self.passed - told]
+        left_out += [[block, self.refs.get(block, 0), 1] for block in self.passed - told]
+        for block, count, is_committed in left_out + states:
             self.check_id(block)
             if is_committed > 1:
                 raise RecordError(f"block {block} is {is_committed}, committed is 1, not is 0")
