@@ -267,7 +267,7 @@ WRONG = {
     "admitted twice": (4, {"admitted": [[2, 2], [2, 2]]}, "request 2 is admitted, and is prefill"),
     "comes again": (5, {"new": [new(2, 8, 1)]}, "request 2 is new, after request 2"),
     "another count": (5, {"blocks": [[2, 1, 0], [0, 0, 1]]}, "block 2, by .* wanted 0, there is 1"),
-    "an unsaid block": (4, {"blocks": []}, "block 0 is not committed any more, and was not evict"),
+    "an unsaid block": (4, {"blocks": []}, "block 0, by the block tables: wanted 1, there is 0"),
     "copied, untold": (4, {"copied": [[2, 1]]}, r"copies: wanted .., there is \[\[2, 1\]\]"),
     "a lost block": (4, {"free": 0}, "free blocks: wanted 1, there is 0"),
     "an idle block more": (5, {"cached": 3}, "cached and idle blocks: wanted 2, there is 3"),
