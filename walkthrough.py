@@ -115,7 +115,7 @@ def slabs(engine):
     print(f"slabs of 512: {REAL:,} of 4,096 tokens are filled, {1 - REAL / 4096:.1%} waste")
     print(f"blocks of 16: {REAL:,} of {IN_BLOCKS:,} are filled, {1 - REAL / IN_BLOCKS:.1%} waste")
     used = f"{8 * 'a'}{12 * '.'}{10 * 'c'}{10 * '.'}{12 * 'e'}{6 * '.'}"  # of 50 tokens each
-    print(f"{used} b, d, f have ended: {50 * used.count('.'):,} free, of which 600 together")
+    print(f"{used} b, d, f have ended: {50 * used.count('.'):,} free, at most 600 together")
     print(f"{used.replace('.', 'g', 16)} in blocks of 50: g has its {50 * 16}")
     print(f"KiB kept {4 * 8 * 512:,}, copied 0, gathered 0")
     return next_step(engine, unpaged(engine), store_kv=store, attend=attend_each)[1]
@@ -146,8 +146,8 @@ def post(engine):
 
     a, b, c = engine.scheduler.active[2].block_table
     print(f"request 2, block table {[a, b, c]}: positions 0 to 15 in slots {a * S} to {a * S + 15}")
-    print(f"16 to 31 in {b * S} to {b * S + 15}, 32 to 40 in {c * S} to {c} * 16 + 8 = {c * S + 8}")
-    print(f"{2 * L * 8 * H} gathers, {1 - REAL / (8 * longest):.0%} of what they fill is padding")
+    print(f"16 to 31 in {b * S} to {b * S + 15}, 40 in block_table[40 // 16] * 16 + 8: {c * S + 8}")
+    print(f"{2 * L * 8 * H} gathers of K or V, filled to {1 - REAL / 8 / longest:.0%} with padding")
     print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * 8 * longest:,}")
     return next_step(engine, attend=attend)[1]
 
@@ -176,7 +176,8 @@ def flat(engine):
     A ninth request comes, with a prompt of 64 tokens. In a rectangle, all nine would be padded to
     64 tokens, and most rows of the model's matrix products would be padding. But each token is
     computed by itself, except for attention. So all new tokens are laid on one axis, one request
-    behind the other; `query_start` says where each begins, its context length what it sees.
+    behind the other; `query_start` says where each begins, its context length what it sees. (The
+    repo's gather pads only contexts of similar length to each other, so it copies less, too.)
     Now read kernels.py: Batch. How many rows are 3 decodes and a chunk of 100; how many, padded?"""
     engine.add_request(64, torch.randint(512, (64,)).tolist(), fixed_length(1))
     batch, compute = next_step(engine)
@@ -193,17 +194,17 @@ def flat(engine):
 def planned(engine):
     """6. The scheduler: who computes what, in which blocks
     Before each step the scheduler plans it: every running request decodes a token, the rest of a
-    budget (here 16 tokens) goes to chunks of prompts. Below are what a step computes (c[0:+11]: c's
-    first 11 tokens), the block tables, and what happens. 1: f is a fork of a, a second answer to
-    its prompt, and shares a's blocks (references 2). The first to write into the half-filled block
-    2 writes into a copy (copy-on-write, references 2 -> 1), the other goes on in block 2. b's
-    prompt is a's first 8 tokens: both its blocks are in the prefix cache, but only the first is a
-    hit. The last token's logits are needed, so its block is computed. 2: c does not fit, and waits
-    (backpressure). a and f end, and take their references off. Full blocks are cached once they are
-    computed; without references they stay so, idle, and can be hit until no block is free. 3: Then
-    the least recently used is evicted, a text's end before its beginning. 5: c needs a block, none
-    is left. d, which came last, is preempted: it gives back blocks and row, and keeps its tokens.
-    6: their K and V are computed again, as one prompt, but for two blocks that are still cached.
+    budget (here 16 tokens) goes to chunks of prompts: c[0:+11] computes c's first 11 tokens.
+    Step 1: f is a fork of a, a second answer to its prompt, and shares a's blocks (references 2).
+    The first to write into the half-filled block 2 writes into a copy (copy-on-write, references
+    2 -> 1), the other goes on in block 2. b's prompt is a's first 8 tokens, two cached blocks, but
+    only one is a hit: the last token's logits are needed, so its block is computed.
+    Step 2: c does not fit and waits (backpressure). a and f end, and take their references off.
+    Step 3: full blocks, once computed, are in the prefix cache. Without references they stay there,
+    idle, and can be hit, until no block is free: then the least recently used is evicted, a text's
+    end before its beginning. Step 5: c needs a block and none is left. d came last: it is
+    preempted, gives back its blocks and its row, and keeps its tokens. Step 6: their K and V are
+    computed again, as one prompt, but for two blocks that are still cached.
     Now read paged.py: Scheduler._preempt_for. Who would go if d needed a block, not c?"""
     scheduler = paged.Scheduler(max_kv_tokens=24)  # six blocks of four
     prompts = {"a": b"ABCDEFGHIJ", "b": b"ABCDEFGH", "c": b"KLMNOPQRSTU", "d": b"klmnopqrs"}
@@ -215,9 +216,9 @@ def planned(engine):
         plan = scheduler.plan(step)
         work = " ".join(f"{r.id}[{r.num_filled_slots}:+{n}]" for r, n in plan.work)
         tables = " ".join(f"{r.id}{r.block_table}" for r in scheduler.running)
-        notes = [f"{r.id} in, {r.num_filled_slots} hit" for r in plan.admitted]
+        notes = [f"{r.id} enters, {r.num_filled_slots} hit" for r in plan.admitted]
         notes += [f"{block} evicted" for block in idle if block not in scheduler.block_cache.held]
-        notes += [f"{old} copied to {new}" for new, old in plan.copies.items()]
+        notes += [f"block {old} copied to {new}" for new, old in plan.copies.items()]
         notes += [f"{r.id} preempted" for r in plan.preempted]
         notes += [f"{r.id} waits" for r in scheduler.waiting]
         ended = scheduler.update(plan, [100] * len(plan.sampled))
@@ -258,7 +259,7 @@ def online(engine):
 
     _, compute = next_step(engine, attend=attend)
     compute()
-    row("request 2", ["maximum", "sum", "total"], 10)
+    row("request 2", ["maximum", "sum", "total[0]"], 10)
     for block, state in enumerate(states[4:7]):  # in the first layer; requests 0 and 1 have 2 each
         row(f"after block {block}", state, 10)
     print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered 0")
@@ -328,7 +329,7 @@ def splits(engine):
     chosen = prepare_triton(batch, H, engine.runner.pool.kv[0]).splits
     print(f"request 7's tiles, by split: {[list(range(split, 7, 4)) for split in range(4)]}")
     print(f"{H} heads * 4 splits * 8 requests = {H * 4 * 8} programs; {H * 4} for a request alone")
-    print(f"for all eight, decode_kernel would cut each context into {chosen} here")
+    print(f"decode_kernel takes {chosen} here, with all eight: what fills the processors")
     print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered 0")
     return compute
 
@@ -354,7 +355,7 @@ def overlapped(engine):
     host = median_seconds(decode_step(8), 99)
     if DEVICE == "cuda":
         host = step_seconds(engine, 16, wait_before=True)
-    print(f"the host's part of a step: {1e3 * host:.3f} ms")
+    print(f"the host's part of a step (of a CPU, plan and update alone): {1e3 * host:.3f} ms")
     print(engine.statement())
     print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * GROUPED * (DEVICE == 'cpu'):,}")
     return lambda: done.pop() if done else next_logits(engine)

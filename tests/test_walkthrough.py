@@ -29,17 +29,24 @@ ACCOUNTS = [  # KiB kept, copied, gathered; 4 a token
 ]
 SAYS = {
     2: ["1,018 of 4,096 tokens are filled, 75.1% waste", "1,018 of 1,088 are filled, 6.4% waste"],
-    3: ["[22, 62, 18]", "352 to 367", "992 to 1007", "18 * 16 + 8 = 296", "256 gathers, 68%"],
+    3: [
+        "[22, 62, 18]",
+        "352 to 367",
+        "992 to 1007",
+        "* 16 + 8: 296",
+        "256 gathers",
+        "to 68% with padding",
+    ],
     # block 18, 4 heads of 16 rows: 18 * 64 + 8, and so on
     4: ["slot 296: offset 8 of block 18", "rows [1160, 1176, 1192, 1208]"],
     5: ["9 * 64 = 576 rows, on one axis 72", "21    31    41    61    81   131   251   401    64"],
     6: [
-        "2 copied to 3",
-        "b in, 4 hit",
+        "block 2 copied to 3",
+        "b enters, 4 hit",
         "c waits",
         "3 evicted, 1 evicted",
         "d preempted",
-        "d in, 8 hit",
+        "d enters, 8 hit",
     ],
     8: ["32 programs; 4 for a request alone"],
     9: ["[[0, 4], [1, 5], [2, 6], [3]]", "128 programs; 16 for a request alone"],
