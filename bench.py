@@ -1387,7 +1387,7 @@ def replayed(record: BinaryIO, out: Path) -> dict:
     counts = Counter()
     times = []
     columns = []
-    every = 1  # so manieth step is drawn
+    every = 1  # of so many steps one is drawn
     for state, line in replay(record):
         for name, field in LISTS.items():
             counts[name] += len(line.get(field, ()))
@@ -1429,9 +1429,8 @@ def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
     """The flag of a command's argument; of a tuple it takes several values."""
     default = argument.default
     if default is argument.empty:
-        parser.add_argument(
-            argument.name, choices=CHOICES.get(argument.name), help=FLAGS[argument.name]
-        )
+        choices = CHOICES.get(argument.name)
+        parser.add_argument(argument.name, choices=choices, help=FLAGS[argument.name])
         return
     flag = "--" + argument.name.replace("_", "-")
     options = {}

@@ -110,10 +110,8 @@ class Listener:
 
     def add(self, lines: str, is_snapshot: bool):
         """Take in what the engine has told. Without API keys nothing of it is hidden."""
-        if is_snapshot and not self.is_behind:
-            return  # it is for another listener, and says nothing new
-        if self.is_behind and not is_snapshot:
-            return
+        if is_snapshot != self.is_behind:
+            return  # a snapshot for another listener; lines that its own snapshot will cover
         self.is_behind = False
         if self.key:
             lines = ",".join(compact_json(self.view(line)) for line in json.loads(f"[{lines}]"))

@@ -15,14 +15,15 @@ Imports no torch. A file may come from anybody: nothing here grows faster than w
 """
 
 import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-VERSION = 1
+from serving.events import VERSION
+
 MAX_LINE = 2**24  # bytes
 MAX_NUMBER = 2**53  # larger ones are not exact in JavaScript
 
@@ -47,10 +48,7 @@ def fields(names: str, shape=int) -> dict:
 REQUEST = fields("r prompt max_tokens filled committed generated to_come")
 REQUEST |= {"status": str, "table": [int]}
 SETTINGS = fields("num_blocks block_size token_budget max_num_seqs window") | {"overlap": bool}
-TOTALS = dict.fromkeys(
-    ("prefill tokens", "decode tokens", "preemptions", "queried tokens", "hit tokens"), int
-)
-SNAPSHOT = SETTINGS | {"time": float, "requests": [REQUEST], "totals": TOTALS}
+SNAPSHOT = SETTINGS | {"time": float, "requests": [REQUEST]}
 SNAPSHOT |= fields("step queue free cached") | fields("waiting decodes committed idle", [int])
 STEP = {"time": float, "new": [REQUEST], "ended": [(int, str, int)], "lack": (int, int)}
 STEP |= fields("step resolved sampled queue free cached") | fields("decodes evicted waiting", [int])
@@ -70,8 +68,9 @@ def fits(value, shape) -> bool:
     """Whether a value of JSON has this shape. No number is negative, and none is too large."""
     match shape:
         case dict():
-            known = shape.keys() & value if type(value) is dict else ()
-            return type(value) is dict and all(fits(value[name], shape[name]) for name in known)
+            if type(value) is not dict:
+                return False
+            return all(fits(value[name], shape[name]) for name in shape.keys() & value)
         case list():
             return type(value) is list and all(fits(item, shape[0]) for item in value)
         case tuple():
@@ -132,16 +131,19 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[int, dict]]:
 
 
 def replay(file: BinaryIO) -> Iterator[tuple["State", dict]]:
-    """Each line, and the state after it, one object that changes. Raises RecordError."""
+    """
+    Each line, and the state after it: one object that changes, until a snapshot brings another.
+    Raises RecordError.
+    """
     state = None
     broken = None
     for number, line in read_lines(file):
-        if broken and line.get("why") in (None, "joined"):
+        if broken and line.get("why") != "a step failed":
             raise broken
         broken = None
         try:
             if line["event"] == "snapshot":
-                state = take_snapshot(state, line)
+                state = from_here_on(line)
             elif line["event"] != "cut":
                 check_shape(line)
                 state.apply(line)
@@ -155,21 +157,12 @@ def replay(file: BinaryIO) -> Iterator[tuple["State", dict]]:
         raise broken
 
 
-def take_snapshot(state: "State | None", line: dict) -> "State":
-    """
-    The state from here on. Where somebody has joined, and nothing was lost, the snapshot must say
-    what is known already.
-    """
+def from_here_on(line: dict) -> "State":
+    """What a snapshot says, in place of all that was known before it."""
     if line.get("version") != VERSION:
         raise RecordError(f"this reads version {VERSION}, there is {line.get('version')!r:.20}")
     check_shape(line)
-    told = State(line)
-    if state is None or line.get("why") != "joined":
-        return told
-    facts = told.facts()
-    for name, known in state.facts().items():
-        want(f"{name} of the snapshot", facts.get(name), known)
-    return state
+    return State(line)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -199,10 +192,6 @@ class Recorded:
         if self.filled < self.target:
             return "prefilling"
         return "ending" if self.generated + self.to_come >= self.max_tokens else "active"
-
-    def facts(self) -> dict:
-        """What a REQUEST of a snapshot says."""
-        return {name: getattr(self, name) for name in REQUEST if name not in ("r", "to_come")}
 
 
 def from_snapshot(q: dict) -> Recorded:
@@ -242,7 +231,6 @@ class State:
         self.decodes = snapshot.get("decodes", [])
         self.cached = set(snapshot.get("committed", ()))  # held by requests or idle
         self.idle = dict.fromkeys(snapshot.get("idle", ()))  # the least recently used first
-        self.totals = Counter(snapshot.get("totals"))
         self.requests: dict[int, Recorded] = {}
         self.owners: dict[int, set[int]] = {}  # block -> requests in whose tables it is
         self.flights: deque[Flight] = deque()
@@ -262,14 +250,6 @@ class State:
         if self.settings["overlap"] and self.step:  # maybe it is under way
             sampled = {r: request for r, request in self.requests.items() if request.to_come}
             self.flights.append(Flight(self.step - 1, {}, sampled))
-
-    def facts(self) -> dict:
-        """What a snapshot says."""
-        facts = {"settings": self.settings, "step": self.step, "waiting": self.waiting}
-        facts |= {"committed": self.cached, "idle": [*self.idle]}
-        facts |= {"totals": {name: self.totals[name] for name in TOTALS}}
-        facts["requests"] = sorted(self.requests)
-        return facts | {f"request {r}": q.facts() for r, q in self.requests.items()}
 
     def apply(self, line: dict):
         """Raises RecordError for a line that contradicts itself or those before it."""
@@ -376,7 +356,6 @@ class State:
         request.is_running = False
         request.filled = request.computed = request.committed = 0
         request.preemptions += 1
-        self.totals["preemptions"] += 1
 
     def admit(self, r: int, hits: int):
         request = self.request(r)
@@ -388,8 +367,6 @@ class State:
         request.is_running = True
         request.target = tokens
         request.filled = request.computed = hits
-        self.totals["queried tokens"] += tokens
-        self.totals["hit tokens"] += hits
 
     def take_ended(self, ended: list):
         for r, reason, count in ended:
@@ -429,8 +406,7 @@ class State:
         want("number of the step", line["step"], self.step)
         self.decodes = line.get("decodes", self.decodes)
         chunks = line.get("chunks", ())
-        num_prefill = sum(n for _, _, n in chunks)
-        num_tokens = len(self.decodes) + num_prefill
+        num_tokens = len(self.decodes) + sum(n for _, _, n in chunks)
         if not 1 <= num_tokens <= self.settings["token_budget"]:
             raise RecordError(f"{num_tokens} tokens, the budget is {self.settings['token_budget']}")
         flight = Flight(self.step)
@@ -442,8 +418,6 @@ class State:
             self.compute(flight, r, first, n)
         self.step += 1
         self.flights.append(flight)
-        self.totals["decode tokens"] += len(self.decodes)
-        self.totals["prefill tokens"] += num_prefill
         copied = line.get("copied", [])
         if "preempted" in line:  # maybe one that had just got its copy
             copied = [pair for pair in copied if pair in self.replaced]
