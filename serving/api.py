@@ -230,6 +230,8 @@ class Service(Site):
 
     async def show_events(self, http):
         self.check_ready()
+        if http.method == "HEAD":
+            return Response(media_type=STREAM)
         return self.listeners.join(http.scope["salt"])
 
     async def show_readiness(self, http):

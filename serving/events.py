@@ -363,13 +363,15 @@ def num_equal(one: list, other: list) -> int:
 class Audience:
     """
     The links whose HTTP processes have listeners: at most every TELL_SECONDS each is sent all lines
-    since the last time, as one message. One that begins to listen, or that has not read its last
-    message when the next one is due, gets a snapshot instead.
+    since the last time, as one message, and then, where somebody began to listen, a snapshot for
+    those. A link that has not read its last message when the next one is due misses lines: it is
+    sent a snapshot as its next line.
     """
 
     def __init__(self, engine):
         self.engine = engine
         self.needs_snapshot: dict[Link, bool] = {}  # of the links that listen
+        self.behind: set[Link] = set()  # those that missed lines
         self.lines: list[str] = []  # since the last time
         self.told_at = 0.0
 
@@ -384,6 +386,7 @@ class Audience:
     def leave(self, link: Link):
         """Without listeners there is no Recorder, and nothing is computed."""
         recorder = self.engine.recorder
+        self.behind.discard(link)
         if self.needs_snapshot.pop(link, None) is None or self.needs_snapshot:
             return
         self.lines.clear()
@@ -393,7 +396,7 @@ class Audience:
 
     def due_in(self) -> float | None:
         """Seconds until something is to be sent; None: nothing is."""
-        if not self.lines and not any(self.needs_snapshot.values()):
+        if not (self.lines or self.behind or any(self.needs_snapshot.values())):
             return None
         return max(0.0, self.told_at + TELL_SECONDS - time.monotonic())
 
@@ -402,19 +405,22 @@ class Audience:
         if self.due_in() != 0:
             return
         self.told_at = time.monotonic()
-        news = message(self.lines)
+        news = self.lines.copy()
         self.lines.clear()
         snapshot = None
         for link, needs_snapshot in self.needs_snapshot.items():
-            if link.unsent:  # it is behind
-                self.needs_snapshot[link] = True
-            elif needs_snapshot:
-                text = self.engine.recorder.snapshot("joined")
-                snapshot = snapshot or message([text], is_snapshot=True)
+            if link.unsent:
+                self.behind.add(link)
+                continue
+            if needs_snapshot or link in self.behind:
+                snapshot = snapshot or [self.engine.recorder.snapshot("lines were missed")]
+            lines = snapshot if link in self.behind else news
+            self.behind.discard(link)
+            if lines:
+                links.send(link, message(lines))
+            if needs_snapshot:
                 self.needs_snapshot[link] = False
-                links.send(link, snapshot)
-            else:
-                links.send(link, news)
+                links.send(link, message(snapshot, is_snapshot=True))
 
 
 def message(lines: list[str], is_snapshot: bool = False) -> bytes:

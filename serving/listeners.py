@@ -116,7 +116,8 @@ class Listener:
         if self.key:
             lines = ",".join(compact_json(self.view(line)) for line in json.loads(f"[{lines}]"))
         self.lines.append(lines)
-        if sum(map(len, self.lines)) > MAX_UNSENT:
+        # a snapshot is never too large, or it would be asked for again and again
+        if sum(map(len, self.lines)) > MAX_UNSENT and not is_snapshot:
             self.fall_behind()
         self.changed.set()
 

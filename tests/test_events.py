@@ -152,7 +152,9 @@ class FakeLinks:
         self.sent = []
 
     def send(self, link, data: bytes):
-        self.sent.append((link, json.loads(f"[{json.loads(data)['lines']}]")))
+        message = json.loads(data)
+        self.sent.append((link, json.loads(f"[{message['lines']}]")))
+        self.is_for_new_ones = message["is_snapshot"]
 
 
 class FakeLink:
@@ -248,6 +250,24 @@ def test_a_link_that_is_behind_gets_a_snapshot(clock):
     audience.tell(links)
     told = {link: [line["event"] for line in lines] for link, lines in links.sent[1:]}
     assert told == {slow: ["snapshot"], quick: ["step"]}
+    assert not links.is_for_new_ones and links.sent[1][1][0]["why"] == "lines were missed"
+
+
+def test_who_joins_costs_others_no_lines(clock):
+    """Two clients of one HTTP process: the snapshot is for the second one, and news is for both."""
+    engine = pretend_engine(num_blocks=8, block_size=4, overlap=False)
+    audience = Audience(engine)
+    links = FakeLinks()
+    link = FakeLink()
+    audience.join(link, False)
+    audience.tell(links)
+    engine.add_request("a", [1, 2, 3], greedy(20))
+    engine.step()
+    audience.join(link, False)
+    clock.now += 0.2
+    audience.tell(links)
+    told = [[line["event"] for line in lines] for _, lines in links.sent]
+    assert told == [["snapshot"], ["step"], ["snapshot"]] and links.is_for_new_ones
 
 
 # --------------------------------------------------------------------------------------------------
@@ -352,6 +372,20 @@ def test_a_slow_client_misses_lines_and_goes_on_from_a_snapshot(monkeypatch):
         assert [line["event"] for line in lines[-2:]] == ["snapshot", "step"]
         steps = [line["step"] for line in lines if line["event"] == "step"]
         assert steps == sorted(set(steps)) and len(steps) < 12
+
+
+def test_no_snapshot_is_too_large(monkeypatch):
+    monkeypatch.setattr(listeners, "MAX_UNSENT", 10)
+    with House() as house:
+        caller = house.call("GET", "/events")
+        say(house, snapshot(why="joined"))
+        assert len(caller.events) == len(house.engine.of("listen")) == 1
+
+
+def test_head_is_no_listener():
+    with House() as house:
+        assert "text/event-stream" in house.call("HEAD", "/events").said
+        assert not house.service.listeners.all and not house.engine.of("listen")
 
 
 def test_another_engine_is_listened_to_as_well():
