@@ -115,8 +115,8 @@ def slabs(engine):
     print(f"slabs of 512: {REAL:,} of 4,096 tokens are filled, {1 - REAL / 4096:.1%} waste")
     print(f"blocks of 16: {REAL:,} of {IN_BLOCKS:,} are filled, {1 - REAL / IN_BLOCKS:.1%} waste")
     used = f"{8 * 'a'}{12 * '.'}{10 * 'c'}{10 * '.'}{12 * 'e'}{6 * '.'}"  # of 50 tokens each
-    print(f"{used} b, d, f have ended: {50 * used.count('.'):,} free, at most 600 together")
-    print(f"{used.replace('.', 'g', 16)} in blocks of 50: g has its {50 * 16}")
+    print(f"{used} 50 tokens each; b, d, f ended: {50 * used.count('.'):,} free, 600 together")
+    print(f"{used.replace('.', 'g', 16)} in blocks of 50, g has the {50 * 16} tokens that it wants")
     print(f"KiB kept {4 * 8 * 512:,}, copied 0, gathered 0")
     return next_step(engine, unpaged(engine), store_kv=store, attend=attend_each)[1]
 
@@ -157,8 +157,8 @@ def pool(engine):
     The pool is one tensor, so one indexing with all block tables gathers K and V of all requests
     and heads. Writing takes no table: the slots of a step's tokens, the slot mapping, are found
     once for all layers. In a layer's pool, [2, blocks, H, S, D], a slot has a row of D numbers for
-    each head: row (block * H + head) * S + offset. A hundred small gathers have become a large one,
-    but tables are as wide as the longest, so most of what it copies is not real.
+    each head: row (block * H + head) * S + offset. In each layer one gather does for the 64 before.
+    It still pads, now on the right, so most of what it copies is not real.
     Now read serving/gather.py: pool_rows. With S = 4 and 2 heads, which are the rows of slot 21?"""
     kv = engine.runner.pool.kv[0]
     batch, compute = next_step(engine)
@@ -198,13 +198,13 @@ def planned(engine):
     Step 1: f is a fork of a, a second answer to its prompt, and shares a's blocks (references 2).
     The first to write into the half-filled block 2 writes into a copy (copy-on-write, references
     2 -> 1), the other goes on in block 2. b's prompt is a's first 8 tokens, two cached blocks, but
-    only one is a hit: the last token's logits are needed, so its block is computed.
-    Step 2: c does not fit and waits (backpressure). a and f end, and take their references off.
-    Step 3: full blocks, once computed, are in the prefix cache. Without references they stay there,
+    only one is a hit: hits are whole blocks, and the last token's logits are needed, so its block
+    is computed. Step 2: c does not fit and waits (backpressure). a and f end. Step 3: full blocks,
+    once computed, are in the prefix cache (but 2, a twin of 3). Without references they stay there,
     idle, and can be hit, until no block is free: then the least recently used is evicted, a text's
     end before its beginning. Step 5: c needs a block and none is left. d came last: it is
-    preempted, gives back its blocks and its row, and keeps its tokens. Step 6: their K and V are
-    computed again, as one prompt, but for two blocks that are still cached.
+    preempted, gives back its blocks, and keeps its tokens. Step 6: their K and V are computed
+    again, as one prompt, but for two blocks that are still cached.
     Now read paged.py: Scheduler._preempt_for. Who would go if d needed a block, not c?"""
     scheduler = paged.Scheduler(max_kv_tokens=24)  # six blocks of four
     prompts = {"a": b"ABCDEFGHIJ", "b": b"ABCDEFGH", "c": b"KLMNOPQRSTU", "d": b"klmnopqrs"}
@@ -329,7 +329,7 @@ def splits(engine):
     chosen = prepare_triton(batch, H, engine.runner.pool.kv[0]).splits
     print(f"request 7's tiles, by split: {[list(range(split, 7, 4)) for split in range(4)]}")
     print(f"{H} heads * 4 splits * 8 requests = {H * 4 * 8} programs; {H * 4} for a request alone")
-    print(f"decode_kernel takes {chosen} here, with all eight: what fills the processors")
+    print(f"decode_kernel would take {chosen} here, with all eight (no GPU: for 8 processors)")
     print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered 0")
     return compute
 
@@ -338,10 +338,10 @@ def overlapped(engine):
     """10. Graphs and overlap: the host out of the way
     Between two steps little changes in what the host sends: which rows decode, and the last block
     of each, new once in 16 steps. Tokens, positions and lengths stay on the device, where the next
-    step reads them. So steps of one padded size are the same launches on the same memory: recorded
-    once as a CUDA graph, they are one. A plan needs lengths, not tokens: the host plans the next
-    step while the device computes this one, with None for a token to come (overlap). So a step
-    takes the longer of both times. (On a CPU, which is host and device, it takes their sum.)
+    step reads them. If rows are padded, after all, to a few sizes, steps of a size are the same
+    launches on the same memory: recorded once as a CUDA graph, they are one. A plan needs lengths,
+    not tokens: the host plans the next step while the device computes this one, with None for a
+    token to come (overlap). So a step takes the longer of both times; on a CPU it takes their sum.
     Now read serving/engine.py: Engine.step. What would a plan have to wait for, without overlap?"""
     done = [next_logits(engine).clone()]
     print("request 0's answer while it is computed:", engine.scheduler.active[0].generated_tokens)
