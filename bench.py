@@ -71,7 +71,8 @@ from serving.engine import Engine
 from serving.events import Recorder
 from serving.ops import TORCH, choose_ops
 from serving.params import SamplingParams
-from serving.replay import State, open_record, read_lines, replay
+from serving.record import read_lines
+from serving.replay import State, open_record, replay
 from serving.settings import Settings
 from serving.sizing import bytes_per_block
 from serving.welcome import page_with_record

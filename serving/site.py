@@ -21,7 +21,8 @@ from serving.connection import Connection
 from serving.gate import Gate
 from serving.metrics import Metrics
 from serving.protocol import ApiError
-from serving.replay import RecordError, open_record
+from serving.record import RecordError
+from serving.replay import open_record
 from serving.workers import Seat
 
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left

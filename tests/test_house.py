@@ -45,9 +45,9 @@ ORDER = [
     "serving.linear", "serving.fused", "serving.ops", "serving.compiled", "serving.runner",
     "serving.sizing", "serving.links", "serving.events", "serving.engine", "serving.loop",
     "serving.beam", "serving.chat", "serving.flags", "serving.encoder", "serving.protocol",
-    "serving.connection", "serving.gate", "serving.client", "serving.metrics", "serving.replay",
-    "serving.site", "serving.answers", "serving.listeners", "serving.api", "serving.terminal",
-    "serve", "bench", "walkthrough",
+    "serving.connection", "serving.gate", "serving.client", "serving.metrics", "serving.record",
+    "serving.replay", "serving.site", "serving.answers", "serving.listeners", "serving.api",
+    "serving.terminal", "serve", "bench", "walkthrough",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "paged",

@@ -20,9 +20,10 @@ from pathlib import Path
 import pytest
 
 import bench
-from serving import replay as replay_module
+from serving import record as record_module
 from serving import welcome
-from serving.replay import RecordError, State, open_record, replay
+from serving.record import RecordError
+from serving.replay import State, open_record, replay
 from tests.simulator import RecordedWorld, write_record
 from tests.swarm import a_life
 from tests.test_simulator import forgets_the_last_block
@@ -94,7 +95,7 @@ def facts(state: State, totals: Counter) -> dict:
     """What a snapshot says."""
     known = {name: getattr(state, name) for name in ("settings", "step", "waiting", "cached")}
     known |= {"idle": [*state.idle], "totals": [totals[name] for name in TOTALS]}
-    names = [name for name in replay_module.REQUEST if name not in ("r", "to_come")]
+    names = [name for name in record_module.REQUEST if name not in ("r", "to_come")]
     for r, q in state.requests.items():
         known[r] = {name: getattr(q, name) for name in names}
     return copy.deepcopy(known)
@@ -453,11 +454,11 @@ def test_whatever_stands_in_a_line_only_record_errors_are_raised(lives):
     good = a_record()
     kinds = {"a snapshot": 0, "a step": 1, "another step": 6, "idle": 3}
     for at in kinds.values():
-        fields = replay_module.SHAPES[good[at]["event"]]
+        fields = record_module.SHAPES[good[at]["event"]]
         for name in [*fields, "event", "version", "unknown"]:
             for value in BAD_VALUES:
                 why_wrong([*good[:at], good[at] | {name: value}, *good[at + 1 :]])
-    for name in replay_module.REQUEST:
+    for name in record_module.REQUEST:
         for value in BAD_VALUES:
             request = new(1, 3, 2) | {name: value}
             why_wrong([good[0], good[1] | {"new": [request]}])
@@ -481,7 +482,7 @@ def test_a_huge_pool_takes_no_memory():
 
 
 def test_a_line_without_an_end_is_not_read_whole(monkeypatch):
-    monkeypatch.setattr(replay_module, "MAX_LINE", 1000)
+    monkeypatch.setattr(record_module, "MAX_LINE", 1000)
     lines = [*a_record()[:2], b'{"event":"idle","time":' + b" " * 5000 + b"9}\n"]
     assert "line 3: wanted a snapshot, step or idle in JSON, in less than 1000 bytes" in why_wrong(
         lines
