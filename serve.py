@@ -74,7 +74,7 @@ def build_engine(args: Namespace):
     dtype = serving_dtype(args.dtype, device)
     check = partial(check_fits, settings)
     engine = Engine(load_checkpoint(args.model, device, dtype, check), settings)
-    if args.record:
+    if args.record is not None:
         record_to(args.record, engine, args.log_requests)
     return engine
 
@@ -348,10 +348,12 @@ def main(argv: list[str] | None = None):
     args = parse_args(argv)
     if args.sampling_note:  # defaults that nobody told would be a riddle
         print(args.sampling_note, file=sys.stderr)
+    is_created = False
     try:
-        if args.record:
+        if args.record is not None:
             create_record(args.record)
-        if args.replay:
+            is_created = True
+        if args.replay is not None:
             problem = serve_record(args)
         elif args.chat or args.prompt is not None:
             problem = terminal.run(args, build_engine)
@@ -361,6 +363,8 @@ def main(argv: list[str] | None = None):
         problem = str(error)  # such as no model, a broken one, or flags that do not go together
     except KeyboardInterrupt:
         problem = "interrupted"
+    if is_created and os.stat(args.record).st_size == 0:  # it never began: the name is free again
+        os.remove(args.record)
     sys.exit(problem)
 
 

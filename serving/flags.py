@@ -97,7 +97,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_http_flags(parser.add_argument_group("HTTP"))
     add_terminal_flags(parser.add_argument_group("at the terminal"))
     args = parser.parse_args(argv)
-    if args.replay and (args.record or args.chat or args.prompt is not None):
+    if args.replay is not None and (
+        args.record is not None or args.chat or args.prompt is not None
+    ):
         sys.exit("--replay needs no model: leave out --record, --prompt and --chat")
     try:
         args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)

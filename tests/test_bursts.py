@@ -264,7 +264,7 @@ def test_an_engine_that_does_not_read_costs_no_memory(listener):
     """
     client, links, heard = EngineClient(listener.getsockname()), Links(listener), []
     client.info["max_model_len"] = 10**6
-    job = SimpleNamespace(salt="")
+    job = SimpleNamespace(salt="", call_id="")
 
     def choices(n):
         request = CompletionRequest(prompt="x", n=n)

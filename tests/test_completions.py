@@ -99,6 +99,7 @@ def test_parameters_reach_the_engine(server):
     server.post(**fields, top_k=-1, n=2, prompt_logprobs=6, priority=-7, cache_salt="s")
     added = server.engine.added[-1]
     assert added["params"] == fields | {"top_k": 0, "max_tokens": 1000}
+    assert added["options"].pop("name") != ""  # its X-Request-Id
     assert added["options"] == {"n": 2, "priority": -7, "cache_salt": ":s", "prompt_logprobs": 6}
 
 

@@ -660,10 +660,10 @@ def test_what_a_server_records_can_be_true(checkpoint, tmp_path):
     the middle: the next one goes on in the same file, and every line of both replays.
     """
     path = tmp_path / "run.jsonl"
-    flags = ["--record", str(path), "--kv-blocks", "40", "--max-num-seqs", "6"]
+    flags = ["--record", str(path), "--kv-blocks", "32", "--max-num-seqs", "6"]
     with Process(checkpoint, *flags) as server:
 
-        def ask(i: int, max_tokens=100, n=2, timeout=60):
+        def ask(i: int, max_tokens=160, n=2, timeout=60):
             body = {"prompt": "def " * 9 + "x" * i, "max_tokens": max_tokens, "n": n}
             body["ignore_eos"] = True
             with contextlib.suppress(httpx.TimeoutException):

@@ -433,7 +433,14 @@ def test_a_full_disk_ends_the_record_and_not_the_server(tmp_path, capsys):
     assert capsys.readouterr().err.count(f"--record {path} ends here") == 1
 
 
-@pytest.mark.parametrize("name", ["there.jsonl", "nowhere/run.jsonl"])
+def test_a_record_that_never_began_leaves_no_file(tmp_path):
+    """Or the next start, with its mistake mended, would say that there is such a file."""
+    with pytest.raises(SystemExit):
+        serve.main(["--record", str(tmp_path / "r.jsonl"), "--prompt", "x", "--model", "none"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["there.jsonl", "nowhere/run.jsonl", ""])
 def test_a_record_is_written_to_a_new_file_or_nothing_is_loaded(tmp_path, name):
     there = tmp_path / "there.jsonl"
     there.write_text("what was")

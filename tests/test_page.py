@@ -379,7 +379,7 @@ def test_a_record_can_be_inside_be_dropped_and_be_wrong(open_page, tmp_path):
         '{"event": "step"}\n',
     )
     page.wait_for_selector("#status.error")
-    assert "bad.jsonl is no record of serve.py --record" in page.inner_text("#status")
+    assert "bad.jsonl is no record of serve.py" in page.inner_text("#status")
     assert page.evaluate("tape.lines.length") == len(other)  # what was there stays
 
 
@@ -392,6 +392,19 @@ def test_what_comes_is_text(open_record):
     page.evaluate("seek(1e9)")
     wait_for(page, "document.querySelector('#log').textContent.includes('onerror')")
     assert page.locator("img").count() == 0
+
+
+@browser_test
+@pytest.mark.parametrize("wrong", [None, {"event": "step", "tables": 5, "free": 1, "cached": 0}])
+def test_a_record_that_contradicts_itself_is_stopped(open_record, wrong):
+    """It killed the frames, so that not even a good record could be played after it."""
+    told = small_record()
+    page = open_record([*told[:3], (wrong, None), *told[3:]])
+    wait_for(page, "document.querySelector('#status').textContent.includes('stopped at line 4')")
+    text = "\n".join(json.dumps(line) for line, _ in told)
+    page.evaluate("text => replay(text, 'another')", text)
+    page.evaluate("seek(1e9)")
+    wait_for(page, f"tape.at === {len(told) - 1}")
 
 
 class QuickRunner(PretendRunner):
