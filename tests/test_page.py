@@ -400,6 +400,7 @@ def test_a_record_that_contradicts_itself_is_stopped(open_record, wrong):
     """It killed the frames, so that not even a good record could be played after it."""
     told = small_record()
     page = open_record([*told[:3], (wrong, None), *told[3:]])
+    page.evaluate("seek(1e9)")
     wait_for(page, "document.querySelector('#status').textContent.includes('stopped at line 4')")
     text = "\n".join(json.dumps(line) for line, _ in told)
     page.evaluate("text => replay(text, 'another')", text)
