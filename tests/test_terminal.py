@@ -161,7 +161,7 @@ def test_a_conversation_with_a_seed_can_be_had_again(run):
     assert say("--seed", "0").out == first.out != other.out
     assert first.err.count(", seed 0, cut off]") == 2
     unseeded = say()
-    seeds = re.findall(r"seed (\d+), cut off", unseeded.err)
+    seeds = re.findall(r", seed (\d+)[],]", unseeded.err)  # one in twenty texts ends by itself
     assert len(set(seeds)) == 2 and unseeded.out not in (first.out, other.out)
 
 
