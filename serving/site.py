@@ -9,9 +9,9 @@ Not run by itself: serve.py starts a ReplaySite, and in each HTTP process the `S
 which is a Site, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import BinaryIO, ClassVar, NamedTuple
 
 import uvicorn
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
@@ -95,6 +95,12 @@ class Site:
         return server
 
 
+def chunks(file: BinaryIO) -> Iterator[bytes]:
+    """All of a file, which is closed with the last of it, or with the answer that it is for."""
+    with file:
+        yield from iter(partial(file.read, CHUNK), b"")
+
+
 class ReplaySite(Site):
     """The page, and the record of --replay: it may have texts in it, so it is behind the key."""
 
@@ -112,9 +118,8 @@ class ReplaySite(Site):
             file = open_record(self.args.replay)
         except RecordError as error:  # somebody has taken it away
             raise ApiError(404, str(error)) from None
-        chunks = iter(partial(file.read, CHUNK), b"")
         headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-        return StreamingResponse(chunks, headers=headers, media_type="application/jsonl")
+        return StreamingResponse(chunks(file), headers=headers, media_type="application/jsonl")
 
     async def show_liveness(self, http):
         return JSONResponse({"status": "alive"})
