@@ -107,6 +107,7 @@ class BlockAllocator:
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.block_cache = BlockCache()
         self.num_evictions = 0
+        self.evicted: list[int] = []  # for the plan under way
 
     @property
     def num_free(self) -> int:
@@ -137,6 +138,7 @@ class BlockAllocator:
         block, _ = self.idle.popitem(last=False)
         self.block_cache.forget(block)
         self.num_evictions += 1
+        self.evicted.append(block)
         return block
 
     def share(self, blocks: list[int]):
@@ -386,6 +388,7 @@ class Plan:
     admitted: list[Request] = field(default_factory=list)  # got a row and a block table
     preempted: list[Request] = field(default_factory=list)  # gave theirs back, and wait again
     grown: list[Request] = field(default_factory=list)  # tables changed for their next token
+    evicted: list[int] = field(default_factory=list)  # blocks taken out of the prefix cache
 
     @property
     def work(self) -> list[tuple[Request, int]]:
@@ -660,6 +663,7 @@ class Scheduler:
             self._plan_chunks(plan)
         plan.sampled = plan.decodes + plan.completed
         allocator = self.block_allocator
+        plan.evicted, allocator.evicted = allocator.evicted, []
         self.peak_blocks = max(self.peak_blocks, allocator.num_blocks - allocator.num_free)
         return plan
 

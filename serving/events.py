@@ -19,10 +19,10 @@ torch.
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from paged import CachedBlock, Plan, Request
+from paged import Plan, Request
 from serving.links import Link, Links, compact_json, to_line
 from serving.params import NO_TOKEN
 
@@ -67,8 +67,6 @@ class Recorder:
         self.passed: set[int] = set()  # that `committed` passes
         everyone = scheduler.waiting + scheduler.running
         self.told = {r: Told(r.block_table.copy(), r.num_committed) for r in everyone}
-        self.held: dict[int, CachedBlock] = dict(scheduler.block_cache.held)
-        self.num_evictions = scheduler.block_allocator.num_evictions
         self.num_added = scheduler.num_added
         self.queue_state = self._queue_state()
         self.decodes: list[Request] = []
@@ -104,6 +102,9 @@ class Recorder:
         self._add("admitted", [[r.arrival_number, r.num_filled_slots] for r in plan.admitted])
         self._add("chunks", [[r.arrival_number, r.prefill_cursor, n] for r, n in plan.chunks])
         self._add("copied", [[to, source] for to, source in plan.copies.items()])
+        self._add("evicted", plan.evicted)
+        if plan.preempted:  # a victim may have got such a block in this plan: no table has shown it
+            self.lost.update(plan.evicted)
         self._add("lack", self.scheduler.lack)
         prefilled = [r for r, _ in plan.chunks]
         # now: a request that ends with this step has no table afterwards
@@ -239,25 +240,17 @@ class Recorder:
         held = allocator.block_cache.held
         for some in (self.gained, self.lost, self.passed):
             some.discard(self.sink)
-        evicted = self._tell_evicted()
         moved = self.gained | self.lost
         new = self.gained - self.passed
-        left_out = {block for block in new.difference(held) if counts[block] == 1}
-        for block in evicted:
-            del self.held[block]
-        cached = {b: held[b] for b in self.passed - moved if b in held}
-        self.held |= cached
-        left_out |= cached.keys()
+        new = {block for block in new if counts[block] == 1 and block not in held}
+        cached = {block for block in self.passed - moved if block in held}
         states = []
         became_idle = set()
-        for block in (moved | self.passed) - left_out:
-            content = held.get(block)
-            if content is not None:
-                self.held[block] = content
-            if content is not None and not counts[block]:
+        for block in (moved | self.passed) - new - cached:
+            if block in held and not counts[block]:
                 became_idle.add(block)
             else:
-                states.append([block, counts[block], int(content is not None)])
+                states.append([block, counts[block], int(block in held)])
         in_order = []
         for block in reversed(allocator.idle):
             if not became_idle:
@@ -267,28 +260,6 @@ class Recorder:
         self._add("blocks", states + in_order[::-1])
         for some in (self.gained, self.lost, self.passed):
             some.clear()
-
-    def _tell_evicted(self) -> list[int]:
-        """The blocks whose content in the prefix cache gave way to another use."""
-        allocator = self.scheduler.block_allocator
-        count = allocator.num_evictions - self.num_evictions
-        self.num_evictions += count
-        if not count:
-            return []
-        evicted = self._changed(self.gained | self.lost)
-        if len(evicted) != count:
-            # a request got a block and lost it, preempted, in one plan: no table has shown it
-            evicted = self._changed(self.held.keys())
-            self.lost.update(evicted)
-        self._add("evicted", evicted)
-        return evicted
-
-    def _changed(self, blocks: Set[int]) -> list[int]:
-        """Those that had, as last told, a content in the prefix cache, and lost it."""
-        held = self.scheduler.block_cache.held
-        return [
-            block for block in self.held.keys() & blocks if held.get(block) is not self.held[block]
-        ]
 
     def _counts(self) -> dict:
         allocator = self.scheduler.block_allocator
@@ -308,7 +279,7 @@ class Recorder:
             "step": self.engine.num_steps,
             "requests": [self._describe(r) for r in self.told],
             "decodes": numbers(self.decodes),
-            "committed": [*self.held],
+            "committed": [*scheduler.block_cache.held],
             "idle": [*scheduler.block_allocator.idle],
             "totals": self.engine.counts(),
             **self._queue(),
