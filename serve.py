@@ -363,8 +363,8 @@ def main(argv: list[str] | None = None):
         problem = str(error)  # such as no model, a broken one, or flags that do not go together
     except KeyboardInterrupt:
         problem = "interrupted"
-    if is_created and os.stat(args.record).st_size == 0:  # it never began: the name is free again
-        os.remove(args.record)
+    if is_created and os.path.exists(args.record) and not os.path.getsize(args.record):
+        os.remove(args.record)  # it never began: the name is free again
     sys.exit(problem)
 
 

@@ -322,6 +322,7 @@ class Service(Site):
         if state == "ready":
             self.listeners.start_again()
         if state == "dead":
+            self.listeners.end()
             self.server.should_exit = True
         elif not self.seat.is_first:
             return  # one process says it

@@ -17,6 +17,8 @@ REFERENCE.md has all fields. replay.py reads and checks the lines, page.html dra
 torch.
 """
 
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -422,10 +424,15 @@ class RecordFile:
         if now - self.written_at < FLUSH_SECONDS and not line.startswith(IDLE):
             return
         self.written_at = now
+        data = "".join(self.unwritten).encode()
         try:
-            # at once, so that what a killed process leaves are whole lines
-            with open(self.path, "ab", buffering=0) as file:
-                file.write("".join(self.unwritten).encode())
+            # not made anew where somebody has taken it away: it would begin without a snapshot
+            with open(self.path, "r+b", buffering=0) as file:
+                end = file.seek(0, os.SEEK_END)
+                # at once, so that what a killed process leaves are whole lines
+                if file.write(data) < len(data):
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self.is_broken = True
             print(f"--record {self.path} ends here: {error}", file=sys.stderr, flush=True)
@@ -433,7 +440,7 @@ class RecordFile:
 
 
 def record_to(path: str, engine, tokens: bool = False):
-    """Have an engine write every step to a file, after what is there."""
+    """Have an engine write every step to a file that is there, after what is in it."""
     engine.recorder = Recorder(engine, tokens)
     file = RecordFile(path)
     file.write(engine.recorder.snapshot())

@@ -25,6 +25,21 @@ from serving.workers import CORES_EACH, MAX_BY_DEFAULT
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 TEMPERATURE = 0.8  # at the terminal, where neither a flag nor the model has another
+# what a site without a model uses, by what the flags set
+REPLAY_FLAGS = [
+    "replay",
+    "host",
+    "port",
+    "api_key_file",
+    "api_key",
+    "allow_remote",
+    "allowed_hosts",
+    "allowed_origins",
+    "access_log",
+    "max_body_mib",
+    "max_connections",
+    "client_seconds",
+]
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 
 
@@ -97,17 +112,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_http_flags(parser.add_argument_group("HTTP"))
     add_terminal_flags(parser.add_argument_group("at the terminal"))
     args = parser.parse_args(argv)
-    if args.replay is not None and (
-        args.record is not None or args.chat or args.prompt is not None
-    ):
-        sys.exit("--replay needs no model: leave out --record, --prompt and --chat")
+    args.sampling, args.sampling_note = {}, ""
     try:
-        args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)
+        if args.replay is None:
+            args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)
+        else:
+            check_replay(parser, args)
     except ValueError as error:
         sys.exit(str(error))
     if args.temperature is None:  # 0 is given
         args.temperature = args.sampling.get("temperature", TEMPERATURE)
     return args
+
+
+def check_replay(parser: argparse.ArgumentParser, args: argparse.Namespace):
+    """Raises ValueError for flags about what --replay has not: a model, and answers."""
+    ignored = [
+        action.option_strings[0]
+        for action in parser._actions
+        if action.dest not in ("help", *REPLAY_FLAGS)
+        and getattr(args, action.dest) != action.default
+    ]
+    if ignored:
+        raise ValueError(f"--replay shows a record without a model: leave out {', '.join(ignored)}")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser):

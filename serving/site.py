@@ -109,7 +109,7 @@ class ReplaySite(Site):
 
     async def show_page(self, http):
         if "replay" not in http.query_params:
-            return RedirectResponse("/?replay=/record")
+            return RedirectResponse("./?replay=record")  # relative: a proxy may add a path
         return await super().show_page(http)
 
     async def show_record(self, http):

@@ -4,6 +4,7 @@ is right and complete is for test_replay.py and the simulator to say.
 """
 
 import json
+import resource
 
 import pytest
 from pretend import finish, greedy, pretend_engine
@@ -400,6 +401,18 @@ def test_another_engine_is_listened_to_as_well():
         assert [line["event"] for line in caller.events[-1]] == ["snapshot"]
 
 
+def test_the_stream_ends_with_the_last_engine():
+    """It was cut two seconds later, and the log said that the application had a bug."""
+    with House() as house:
+        caller = house.call("GET", "/events")
+        house.engine.die()
+        house.engine.ready()
+        house.engine.die()
+        assert house.service.client.state == "dead"
+        house.clock.run(0.1)
+        assert caller.said.endswith("0\r\n\r\n") and not house.service.listeners.all
+
+
 def test_the_stream_ends_with_the_server():
     with House() as house:
         caller = house.call("GET", "/events")
@@ -415,6 +428,7 @@ def test_the_stream_ends_with_the_server():
 
 def test_a_record_begins_with_a_snapshot_and_ends_idle(tmp_path):
     path = tmp_path / "run.jsonl"
+    path.touch()
     engine = pretend_engine(num_blocks=8, block_size=4)
     record_to(str(path), engine)
     engine.add_request("a", [1, 2, 3], greedy(4))
@@ -425,12 +439,36 @@ def test_a_record_begins_with_a_snapshot_and_ends_idle(tmp_path):
 
 
 def test_a_full_disk_ends_the_record_and_not_the_server(tmp_path, capsys):
-    path = tmp_path / "gone" / "run.jsonl"
+    """
+    With a whole line: half a one stayed, to which the next engine would have added its first. (A
+    limit of this process stands for the disk.)
+    """
+    path = tmp_path / "run.jsonl"
+    path.touch()
     engine = pretend_engine(num_blocks=8, block_size=4)
     record_to(str(path), engine)
-    engine.add_request("a", [1, 2, 3], greedy(4))
-    assert finish(engine)[-1].finish_reason == "length"
+    size = path.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
+    try:
+        engine.add_request("a", [1, 2, 3], greedy(4))
+        assert finish(engine)[-1].finish_reason == "length"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert capsys.readouterr().err.count(f"--record {path} ends here") == 1
+    assert path.stat().st_size == size
+
+
+def test_a_record_that_is_taken_away_is_not_begun_in_its_middle(tmp_path, capsys):
+    """The next lines made a file without a snapshot, which nothing can read."""
+    path = tmp_path / "run.jsonl"
+    path.touch()
+    engine = pretend_engine(num_blocks=8, block_size=4)
+    record_to(str(path), engine)
+    path.unlink()
+    engine.add_request("a", [1, 2, 3], greedy(4))
+    finish(engine)
+    assert not path.exists() and f"--record {path} ends here" in capsys.readouterr().err
 
 
 def test_a_record_that_never_began_leaves_no_file(tmp_path):
@@ -438,6 +476,19 @@ def test_a_record_that_never_began_leaves_no_file(tmp_path):
     with pytest.raises(SystemExit):
         serve.main(["--record", str(tmp_path / "r.jsonl"), "--prompt", "x", "--model", "none"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_record_that_is_gone_hides_no_message(tmp_path, monkeypatch):
+    """It ended with a traceback about the file, in place of why the start had failed."""
+    path = tmp_path / "r.jsonl"
+
+    def run(*_):
+        path.unlink()
+        raise ValueError("no model")
+
+    monkeypatch.setattr(serve.terminal, "run", run)
+    with pytest.raises(SystemExit, match="no model"):
+        serve.main(["--record", str(path), "--prompt", "x", "--model", "none"])
 
 
 @pytest.mark.parametrize("name", ["there.jsonl", "nowhere/run.jsonl", ""])

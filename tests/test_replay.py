@@ -639,12 +639,12 @@ def get(url: str, **headers) -> tuple[int, dict, bytes]:
 
 def test_serve_replay_shows_the_page_alone(file):
     """Without a model, without torch: the page asks for the record that is served beside it."""
-    with serving("--replay", file, "--model", "no/such/model") as process:
+    with serving("--replay", file) as process:
         greeting = process.stdout.readline().strip()
         assert greeting.startswith(f"showing {file} at http://127.0.0.1:")
         url = greeting.rpartition(" ")[2]
         with urllib.request.urlopen(url, timeout=30) as page:  # follows the redirect
-            assert page.url == f"{url}/?replay=/record"
+            assert page.url == f"{url}/?replay=record"
             assert page.read() == welcome.page().encode()
             assert "script-src 'sha256-" in page.headers["Content-Security-Policy"]
         status, headers, content = get(f"{url}/record")
@@ -682,7 +682,7 @@ def test_serve_replay_has_keys(file, tmp_path):
     [
         (["--replay", "nowhere"], "nowhere: No such file or directory"),
         (["--replay", "README.md"], "README.md: this is no record"),
-        (["--replay", "assets/forks.jsonl", "--chat"], "leave out --record, --prompt and --chat"),
+        (["--replay", "assets/forks.jsonl", "--chat", "--model", "x"], "leave out --model, --chat"),
     ],
 )
 def test_serve_replay_refuses_before_it_listens(flags, says):
