@@ -214,8 +214,7 @@ def load_checkpoint(
     if family is not GPT2:  # it has a head_size of its own
         sizes["h.0.attn.c_attn.weight"] = (config.n_head * config.head_size, C)  # q's part
     saved.check({hub_names(name, family)[0]: shape for name, shape in sizes.items()})
-    with torch.device("meta"), Uninitialized():
-        model = GPT(config)
+    model = empty_model(config)
     ours = model.state_dict()
     if config.tied:
         del ours[HEAD]
@@ -254,6 +253,12 @@ class Uninitialized(TorchFunctionMode):
         if getattr(function, "__module__", "") == "torch.nn.init":
             return kwargs["tensor"]
         return function(*args, **(kwargs or {}))
+
+
+def empty_model(config: GPTConfig) -> GPT:
+    """Its weights have shapes, and no values yet."""
+    with torch.device("meta"), Uninitialized():
+        return GPT(config)
 
 
 class SavedWeights:
@@ -477,8 +482,7 @@ def nanogpt_model(said: dict, weights: dict, is_bpe: bool) -> GPT:
     if dtypes:
         raise ValueError(f"weights in {dtypes.pop()}, wanted {', '.join(DTYPES)}")
     config.tied = torch.equal(ours.setdefault(HEAD, ours["wte.weight"]), ours["wte.weight"])
-    with torch.device("meta"), Uninitialized():
-        model = GPT(config)
+    model = empty_model(config)
     model.load_state_dict(ours, assign=True)
     return model
 
