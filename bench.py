@@ -1380,7 +1380,8 @@ def bench_blockmap(out=Path("out/blockmap.png")) -> dict:
 def bench_page(file: str):
     """The page of serve.py with a record inside, as one file that can be hosted anywhere."""
     with open_record(file) as record:
-        print(page_with_record(line for _, line in read_lines(record) if line["event"] != "cut"))
+        page = page_with_record(line for _, line in read_lines(record) if line["event"] != "cut")
+    sys.stdout.buffer.write(page.encode())  # it says of itself that it is UTF-8
 
 
 def replayed(record: BinaryIO, out: Path) -> dict:

@@ -32,6 +32,8 @@ def want(what: str, found, wanted):
 def open_record(path: str | Path) -> BinaryIO:
     """A file that begins as a record does. Raises RecordError."""
     try:
+        if Path(path).is_fifo():  # which may have nobody at its other end
+            raise RecordError("this is a pipe, and a record is read twice: write it to a file")
         file = Path(path).open("rb")  # noqa: SIM115 (the caller closes it)
         next(replay(file))
         file.seek(0)

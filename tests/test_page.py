@@ -368,7 +368,7 @@ def test_a_record_can_be_inside_be_dropped_and_be_wrong(open_page, tmp_path):
     assert not page.is_visible("#talk") and page.is_visible("#pool")
     other = random_record(1)
     text = "".join(json.dumps(line) + "\n" for line, _ in other)
-    (tmp_path / "other.jsonl").write_text(text)
+    (tmp_path / "other.jsonl").write_text(text + '{"event": "st')  # the server was killed
     page.set_input_files("#file", tmp_path / "other.jsonl")
     wait_for(page, f"tape.lines.length === {len(other)}")
     page.evaluate(

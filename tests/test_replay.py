@@ -7,6 +7,7 @@ changed in one is found; and nothing that a file may contain does harm. Also how
 import copy
 import io
 import json
+import os
 import random
 import re
 import subprocess
@@ -440,6 +441,11 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         open_record(tmp_path / "nowhere")
     with pytest.raises(RecordError, match="Is a directory"):
         open_record(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDWR), "wb", buffering=0) as writer:
+        writer.write(b"no record\n")  # without this it was waited for
+        with pytest.raises(RecordError, match="this is a pipe"):
+            open_record(tmp_path / "pipe")
 
 
 BAD_VALUES = [-1, 2**60, 1.5, 1e400, float("nan"), True, None, "1", [], {}, [[]], [[1]], [{}]]
@@ -580,6 +586,14 @@ def test_the_page_with_a_record_inside(file, monkeypatch, capsys):
     # of the code as it stands in the file; a browser says of frame-ancestors here that it is void
     assert policy == welcome.content_policy(page) == welcome.content_policy(own)
     assert "frame-ancestors" not in policy
+
+
+def test_the_page_is_in_utf_8_whatever_the_terminal_reads(file, monkeypatch):
+    with io.TextIOWrapper(io.BytesIO(), "ascii") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "argv", ["bench.py", "page", str(file)])
+        bench.main()
+        assert stdout.buffer.getvalue().decode().startswith("<!doctype html>")
 
 
 def test_what_is_no_record_has_no_page(tmp_path, monkeypatch, capsys):
