@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import signal
+import ssl
 import sys
 from operator import index
 from pathlib import Path
@@ -21,6 +22,8 @@ from filelock import FileLock
 
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("judging")  # so that its failures show their numbers, too
+# Each client of httpx has one, for https that no test uses: it takes 25 ms to read certificates.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 # A shell's background job ignores Ctrl-C, what nohup starts ignores hang-ups, and so would all
 # children.
 for number, handler in (

@@ -398,7 +398,7 @@ def test_chat_needs_a_template(client, checkpoint):
 
 @pytest.fixture(scope="module")
 def chat_server(checkpoint, tmp_path_factory):
-    """The same checkpoint with a chat template, behind a key."""
+    """The same checkpoint with a chat template, behind a key. It records what its engine does."""
     folder, keys = (
         tmp_path_factory.mktemp("chat") / "model",
         tmp_path_factory.mktemp("keys") / "keys",
@@ -408,9 +408,9 @@ def chat_server(checkpoint, tmp_path_factory):
         "{% for m in messages %}{{ m.content }}{% endfor %}\n"
     )
     keys.write_text("sesame\n")
-    with Process(
-        folder, "--api-key-file", str(keys), "--served-model-name", "gpt", "--log-requests"
-    ) as server:
+    flags = ["--api-key-file", str(keys), "--served-model-name", "gpt", "--log-requests"]
+    with Process(folder, *flags, "--record", str(folder / "run.jsonl")) as server:
+        server.record = folder / "run.jsonl"
         yield server
 
 
@@ -654,6 +654,7 @@ def test_sigterm_drains_and_exits_0(server, client, checkpoint):
     assert "curl" in example and finishing == "finishing 1 requests; a second signal ends them"
 
 
+@pytest.mark.slow
 def test_what_a_server_records_can_be_true(checkpoint, tmp_path):
     """
     Requests that begin alike, forks and hang-ups in a tight pool, and an engine that is killed in
@@ -677,7 +678,8 @@ def test_what_a_server_records_can_be_true(checkpoint, tmp_path):
             time.sleep(0.3)
             os.kill(server.engine_pid, signal.SIGKILL)
             assert {other.result() for other in others} <= {200, 500, 503}
-        wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+        while httpx.get(f"{server.url}/readyz").status_code != 200:
+            time.sleep(0.05)
         assert ask(1) == 200
     seen = Counter()
     with open_record(path) as record:
@@ -738,7 +740,8 @@ def test_sigterm_while_it_starts_leaves_nothing_behind(checkpoint, tmp_path):
 def test_engine_killed(chat_server, expected):
     """
     kill -9 of the engine's process: another one is started, once; then the server ends with a
-    failure. The last test of this server: its log has a line of JSON for each request.
+    failure. The last test of this server: its log has a line of JSON for each request, and the
+    records of both engines, in one file, replay.
     """
     process, first = chat_server.process, chat_server.engine_pid
     os.kill(first, signal.SIGKILL)
@@ -759,6 +762,10 @@ def test_engine_killed(chat_server, expected):
     assert "the engine's process ended" in said[-1]
     logged = [json.loads(line) for line in said if line.startswith("{")]
     assert [line["event"] for line in logged].count("request") == 3  # two chats and this one
+    with open_record(chat_server.record) as record:
+        told = [line for _, line in replay(record)]
+    reasons = [reason for line in told for _, reason, _ in line.get("ended", ())]
+    assert [line["event"] for line in told].count("snapshot") == 2 and reasons == ["length"] * 3
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ RECORDS = {
     "small": small_record,
     "random": lambda: random_record(1),
     "overlap": lambda: random_record(2, overlap=True),
-    "tight": lambda: random_record(3, num_blocks=12, overlap=True, token_budget=8),
+    "tight": lambda: random_record(3, 40, num_blocks=12, overlap=True, token_budget=8),
 }
 
 
@@ -270,7 +270,7 @@ def test_the_state_is_what_the_lines_say(open_record, name):
 @browser_test
 def test_back_is_where_it_was(open_record):
     """By keyframes, of which this record has more than one."""
-    told = random_record(5, num_requests=200)
+    told = random_record(5, num_requests=100)
     page = open_record(told)
     assert len(told) > page.evaluate("EVERY")
     forth = page.evaluate(f"tape.lines.map((_, place) => {{ moveTo(place); return {STATE}; }})")
@@ -446,6 +446,7 @@ def large_record() -> list[tuple]:
     return [(line, None) for line in lines]
 
 
+@pytest.mark.slow
 @browser_test
 def test_a_large_pool_does_not_stutter(open_page, capsys):
     """
