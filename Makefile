@@ -10,7 +10,8 @@ PYTHON ?= python3
 PIP_OPTIONS ?=
 BIN := .venv/bin
 # two processes, each of which takes over tests from the other when it has none left
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+# (and no PYTHONDONTWRITEBYTECODE: a hundred processes of the tests would compile the same modules)
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 MODEL := out/stdlib
 
 .PHONY: run test tests test-all lint clean

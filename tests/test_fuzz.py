@@ -709,7 +709,7 @@ def test_fuzz():
     Any of: a wrong share, a missed copy, a stale block, an early commit, a lost or starved request,
     a stall.
     """
-    run_and_report(trials=800, seed=0)
+    run_and_report(trials=400, seed=0)
 
 
 @pytest.mark.slow

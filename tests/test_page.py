@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from pretend import PretendRunner, pretend_engine
 from server import wait_until
 from test_end_to_end import Process
@@ -487,7 +488,11 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("random")
     tokenizer = bpe_tokenizer([])
     sizes = {"context_length": 256, "n_layer": 2, "n_head": 2, "n_embd": 32}
-    save_checkpoint(GPT(GPTConfig(tokenizer.vocab_size, **sizes)), folder)
+    model = GPT(GPTConfig(tokenizer.vocab_size, **sizes))
+    with torch.no_grad():  # by its logit of about -32 an answer does not end before its length
+        model.ln_f.bias += 1
+        model.wte.weight[tokenizer.eos_token_id] = -1
+    save_checkpoint(model, folder)
     tokenizer.save(folder)
     (folder / "chat_template.jinja").write_text(CHAT)
     return folder
@@ -532,9 +537,11 @@ def test_a_prompt_its_tokens_and_its_blocks(live):
     tokens = live.locator(".answer .token")
     assert 1 <= tokens.count() <= 60
     assert live.inner_text("article > p") in ("ended: length", "ended: stop")
-    live.locator(".token", has_text=re.compile(r"[ -~]")).first.click()  # not a part of a character
+    token = live.locator(".token", has_text=re.compile(r"[ -~]")).first  # no part of a character
+    token.click()
     assert live.locator("article ol li").count() in (5, 6)
     assert "chosen" in live.inner_text("article ol")
+    token.click()
     tokens.first.focus()
     live.keyboard.press("ArrowRight")
     assert live.evaluate("document.activeElement.previousSibling.tabIndex") == 0
