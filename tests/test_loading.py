@@ -387,17 +387,24 @@ print(max(peak, resident()) - before, size, "torch._dynamo" in sys.modules)
 """
 
 
+@pytest.fixture(scope="module")
+def large_and_tiny(tmp_path_factory) -> list[Path]:
+    """The directories of two models, the first one 100 MB of bf16."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("large", "tiny")]
+    fields = SHAPE | {"n_embd": 1024, "vocab_size": 12_000, "context_length": 512}
+    save_checkpoint(GPT(GPTConfig(**fields)).bfloat16(), folders[0])
+    save_checkpoint(random_model(**SHAPE), folders[1])
+    return folders
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_holds_no_second_copy(tmp_path, dtype):
+def test_loading_holds_no_second_copy(large_and_tiny, dtype):
     """
-    100 MB of bf16: at the peak 1.3 times what is loaded, in anonymous memory. Nor is torch's
-    compiler imported, for more than a second.
+    At the peak 1.3 times what is loaded, in anonymous memory. Nor is torch's compiler imported, for
+    more than a second.
     """
-    save_checkpoint(random_model(**SHAPE), tmp_path / "tiny")
-    fields = SHAPE | {"n_embd": 1024, "vocab_size": 12_000, "context_length": 512}
-    save_checkpoint(GPT(GPTConfig(**fields)).bfloat16(), tmp_path / "large")
-    command = [sys.executable, "-c", MEASURE, tmp_path / "large", tmp_path / "tiny", dtype]
+    command = [sys.executable, "-c", MEASURE, *large_and_tiny, dtype]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     taken, size, with_compiler = done.stdout.split()
     assert 0.7 * int(size) < int(taken) <= 1.3 * int(size)
