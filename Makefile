@@ -1,5 +1,5 @@
 # make run        train the default model if there is none, then serve it at http://127.0.0.1:8000
-# make test       lint and all tests but the large volumes, about 3 minutes
+# make test       lint and all tests but the large volumes, 2 min 34 s on two cores
 # make test-all   the large volumes too: a million steps, planted bugs, many kills, real clients (in .venv-clients),
 #                 real models (in ~/.cache/pagedgpt)
 #
