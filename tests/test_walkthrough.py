@@ -25,7 +25,7 @@ ACCOUNTS = [  # KiB kept, copied, gathered; 4 a token
     (4 * 16 * 68, 0, 0),
     (4 * 16 * 68, 0, 0),
     (4 * 16 * 68, 0, 0),
-    (4 * 16 * 68, 0, 4 * 1168),
+    (4 * 16 * 68, 0, 0 if torch.cuda.is_available() else 4 * 1168),  # a kernel gathers nothing
 ]
 SAYS = {
     2: ["1,018 of 4,096 tokens are filled, 75.1% waste", "1,018 of 1,088 are filled, 6.4% waste"],
