@@ -12,6 +12,7 @@ import os
 import signal
 import ssl
 import sys
+from importlib.util import find_spec
 from operator import index
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,7 +80,7 @@ def quicken_the_interpreter():
     slow_dtype, dtypes = interpreter._get_np_dtype, {}
 
     def np_dtype(dtype):
-        name = dtype.scalar.name
+        name = dtype.scalar.name  # some dtypes have no hash
         if name not in dtypes:
             dtypes[name] = slow_dtype(dtype.scalar)
         return dtypes[name]
@@ -87,7 +88,7 @@ def quicken_the_interpreter():
     interpreter._get_np_dtype = np_dtype
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     quicken_the_interpreter()
 
 
