@@ -245,8 +245,8 @@ def load_checkpoint(
 
 class Uninitialized(TorchFunctionMode):
     """
-    Weights get no first values. Those on the meta device have none, but to give them some torch
-    imports its compiler: 1.2 s of a server's start.
+    Within it torch.nn.init leaves weights as they are. Those on the meta device have no values, but
+    to draw some torch would import its compiler: 1.2 s of a server's start.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

@@ -260,7 +260,7 @@ class Engine:
         """
         plan = self.scheduler.plan(self.num_steps)
         if not plan.decodes and not plan.chunks:
-            if self.recorder and (plan.preempted or plan.grown or plan.evicted):
+            if self.recorder and (plan.preempted or plan.grown):
                 self.recorder.planned(plan)
             return [], None
         self.num_steps += 1

@@ -17,7 +17,6 @@ REFERENCE.md has all fields. replay.py reads and checks the lines, page.html dra
 torch.
 """
 
-import errno
 import os
 import sys
 import time
@@ -105,8 +104,8 @@ class Recorder:
         self._add("chunks", [[r.arrival_number, r.prefill_cursor, n] for r, n in plan.chunks])
         self._add("copied", [[to, source] for to, source in plan.copies.items()])
         self._add("evicted", plan.evicted)
-        if plan.preempted:  # a victim may have got such a block in this plan: no table has shown it
-            self.lost.update(plan.evicted)
+        # a victim may have got such a block in this plan, and lost it: no table has shown it
+        self.lost.update(plan.evicted)
         self._add("lack", self.scheduler.lack)
         prefilled = [r for r, _ in plan.chunks]
         # now: a request that ends with this step has no table afterwards
@@ -432,7 +431,7 @@ class RecordFile:
                 # at once, so that what a killed process leaves are whole lines
                 if file.write(data) < len(data):
                     file.truncate(end)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    raise OSError("no space is left for the next lines")
         except OSError as error:
             self.is_broken = True
             print(f"--record {self.path} ends here: {error}", file=sys.stderr, flush=True)

@@ -401,8 +401,8 @@ def large_and_tiny(tmp_path_factory) -> list[Path]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_holds_no_second_copy(large_and_tiny, dtype):
     """
-    At the peak 1.3 times what is loaded, in anonymous memory. Nor is torch's compiler imported, for
-    more than a second.
+    At the peak 1.3 times what is loaded, in anonymous memory. Nor is torch's compiler imported,
+    which takes more than a second.
     """
     command = [sys.executable, "-c", MEASURE, *large_and_tiny, dtype]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
