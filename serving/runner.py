@@ -10,7 +10,6 @@ request that may run at once, and row N for padding; of a step, n decodes and C 
 """
 
 import gc
-import sys
 import time
 from array import array
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from model import GPT
 from paged import KVBlockPool, Plan, Request
@@ -355,8 +355,8 @@ class Runner:
         stream = torch.cuda.Stream()
         reserved = torch.cuda.memory_reserved()
         started = time.perf_counter()
-        for i, shape in enumerate(sorted(self.shapes, key=lambda shape: -shape.n - shape.T), 1):
-            print(f"\rCUDA graphs: {i} of {len(self.shapes)} ", end="", file=sys.stderr, flush=True)
+        largest_first = sorted(self.shapes, key=lambda shape: -shape.n - shape.T)
+        for shape in tqdm(largest_first, "CUDA graphs", leave=False, disable=None):
             packed = upload(self.padding(shape), self.device, to=self.static_inputs)
             stream.wait_stream(torch.cuda.current_stream())  # where all that it reads was made
             with torch.cuda.stream(stream):
@@ -366,7 +366,6 @@ class Runner:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 outputs = self.compute(packed, shape)
             self.graphs[shape] = graph, *outputs
-        print(file=sys.stderr)
         gc.collect()
         # what is there by now stays: to look through all of it would hold up a step for 50 ms
         gc.freeze()

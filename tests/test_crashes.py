@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from test_data import shakespeare
-from test_train import MACHINE, leave_signals_alone, losses  # noqa: F401
+from test_train import MACHINE, leave_signals_alone, losses, no_gpu  # noqa: F401
 
 import train
 from checkpoint import CheckpointError, load_checkpoint

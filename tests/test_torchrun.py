@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import MACHINE, TINY, corpus, leave_signals_alone, losses  # noqa: F401
+from test_train import MACHINE, TINY, corpus, leave_signals_alone, losses, no_gpu  # noqa: F401
 
 import train
 from checkpoint import load_checkpoint

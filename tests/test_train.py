@@ -75,6 +75,12 @@ def tiny(corpus, tmp_path) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """A run with --device=cpu that is resumed without that flag would go on there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
 def leave_signals_alone():
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = torch.get_num_threads()
