@@ -99,6 +99,8 @@ class Process:
             *flags,
         ]
         command += [] if "--log-requests" in flags else ["--no-access-log"]
+        # by default a machine of many cores has more
+        command += [] if "--http-workers" in flags else ["--http-workers", "1"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         run = RUN | {"env": RUN["env"] | ({"TMPDIR": str(folder)} if folder else {})}
         self.process = subprocess.Popen(command, **run, **pipes)
@@ -763,11 +765,14 @@ def test_engine_killed(chat_server, expected):
     said = process.stdout.read().splitlines()
     assert "the engine's process ended" in said[-1]
     logged = [json.loads(line) for line in said if line.startswith("{")]
-    assert [line["event"] for line in logged].count("request") == 3  # two chats and this one
+    # those of the tests before it, if they ran in this process, and this one
+    count = [line["event"] for line in logged].count("request")
+    assert count >= 1
     with open_record(chat_server.record) as record:
         told = [line for _, line in replay(record)]
     reasons = [reason for line in told for _, reason, _ in line.get("ended", ())]
-    assert [line["event"] for line in told].count("snapshot") == 2 and reasons == ["length"] * 3
+    assert [line["event"] for line in told].count("snapshot") == 2
+    assert reasons == ["length"] * count
 
 
 @pytest.mark.slow

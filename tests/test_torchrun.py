@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,8 @@ def processes(world: int, work, folder: Path):
                 sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
                 work()
                 status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         children.append(child)

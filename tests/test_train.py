@@ -99,7 +99,7 @@ def losses(out: Path) -> list[tuple]:
 def assert_loads(out: Path):
     """All three ways to open the directory work, and its model is no wreck."""
     model, tokenizer = load_checkpoint(out), load_tokenizer(out)
-    state = torch.load(out / "train_state.pt", weights_only=True)
+    state = torch.load(out / "train_state.pt", "cpu", weights_only=True)
     assert model.config.vocab_size == tokenizer.vocab_size == 300
     assert model.config.eos_token_id == tokenizer.eos_token_id == 299
     assert all(w.isfinite().all() for w in [*model.state_dict().values(), *state["model"].values()])
