@@ -1,14 +1,14 @@
 """
 One decode step of eight requests, served eleven ways: from no cache at all to what the engine does.
 
-    python walkthrough.py        # stages 0 to 10, half a minute
-    python walkthrough.py 3      # one of them
+    python walkthrough.py        # stages 0 to 10, half a minute; with 3: that stage alone
 
 The prompts have 20 to 400 tokens, and each request has got the first token of its answer: the step
 computes that token, to find the second. The model is small and random: 4 layers, 4 heads of 32, in
 fp32, so keys and values (K and V) of a token take 2 * 4 * 4 * 32 numbers, 4 KiB. Each stage tells
 how many KiB of them it keeps, copies to append a token to each text, and gathers to attend to them;
-all give the same logits. Only naive stages and a small kernel are made here, the rest serves.
+all give the same logits. Only naive stages and a small kernel are made here, the rest serves. Each
+ends with a question, which the end of REFERENCE.md answers.
 """
 
 # ruff: noqa: E402  triton is imported only once it is known where kernels run

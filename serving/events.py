@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 
 from paged import Plan, Request
 from serving.links import Link, Links, compact_json, to_line
@@ -379,20 +380,18 @@ class Audience:
         self.told_at = time.monotonic()
         news = self.lines.copy()
         self.lines.clear()
-        snapshot = None
+        snapshot = cache(self.engine.recorder.snapshot)
         for link, needs_snapshot in self.needs_snapshot.items():
             if link.unsent:
                 self.behind.add(link)
                 continue
-            if needs_snapshot or link in self.behind:
-                snapshot = snapshot or [self.engine.recorder.snapshot("lines were missed")]
-            lines = snapshot if link in self.behind else news
+            lines = [snapshot("lines were missed")] if link in self.behind else news
             self.behind.discard(link)
             if lines:
                 links.send(link, message(lines))
             if needs_snapshot:
                 self.needs_snapshot[link] = False
-                links.send(link, message(snapshot, is_snapshot=True))
+                links.send(link, message([snapshot()], is_snapshot=True))
 
 
 def message(lines: list[str], is_snapshot: bool = False) -> bytes:

@@ -163,7 +163,7 @@ def add_http_flags(group):
         "address to listen at; one that other machines reach wants an API key",
         "127.0.0.1",
     )
-    add("--port", "port to listen at; 0: any free one", 8000, int)
+    add("--port", "port to listen at; 0: any free one", 8000, at_least(0, below=65536))
     add_key = partial(add_flag, group.add_mutually_exclusive_group())
     add_key(
         "--api-key-file",
