@@ -185,7 +185,7 @@ def listen(args: Namespace) -> socket.socket:
     """
     try:
         sock = open_port(args.host, args.port)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         sys.exit(
             f"cannot listen at {args.host}:{args.port} ({error}): stop what is there, or choose "
             "another --port"

@@ -138,10 +138,10 @@ def test_who_is_still_being_encoded_when_the_server_stops_is_told(monkeypatch):
 
         monkeypatch.setattr(server.service.encoder, "ask", ask)
         with socket.create_connection(server.address, timeout=30) as half:
-            half.sendall(HEAD + b"Content-Length: 99\r\n\r\n{")
-            wait_until(lambda: server.service.server.server_state.tasks)
             answer = pool.submit(server.post)
             assert asked.wait(30)
+            half.sendall(HEAD + b"Content-Length: 99\r\n\r\n{")
+            wait_until(lambda: len(server.service.server.server_state.tasks) == 2)
             server.stop()
             assert b'"code": "stopping"' in read_until(half, b"}}")
         assert (
