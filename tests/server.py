@@ -307,11 +307,11 @@ class Server:
         return sock
 
 
-def wait_until(condition, seconds=30):
+def wait_until(condition, seconds=30, pause=0.002):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
+        time.sleep(pause)
 
 
 def text_of(events, index=0):

@@ -682,8 +682,8 @@ def test_what_a_server_records_can_be_true(checkpoint, tmp_path):
             time.sleep(0.3)
             os.kill(server.engine_pid, signal.SIGKILL)
             assert {other.result() for other in others} <= {200, 500, 503}
-        while httpx.get(f"{server.url}/readyz").status_code != 200:
-            time.sleep(0.05)
+        # asked seldom: otherwise the engine that starts has no core to itself
+        wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200, pause=0.05)
         assert ask(1) == 200
     seen = Counter()
     with open_record(path) as record:
@@ -765,9 +765,9 @@ def test_engine_killed(chat_server, expected):
     said = process.stdout.read().splitlines()
     assert "the engine's process ended" in said[-1]
     logged = [json.loads(line) for line in said if line.startswith("{")]
-    # those of the tests before it, if they ran in this process, and this one
+    # two chats, if test_chat_behind_a_key ran in this process, and this one
     count = [line["event"] for line in logged].count("request")
-    assert count >= 1
+    assert count in (1, 3)
     with open_record(chat_server.record) as record:
         told = [line for _, line in replay(record)]
     reasons = [reason for line in told for _, reason, _ in line.get("ended", ())]
