@@ -107,7 +107,7 @@ class BlockAllocator:
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.block_cache = BlockCache()
         self.num_evictions = 0
-        self.evicted: list[int] = []  # for the plan under way
+        self.evicted: list[int] = []  # blocks, until a plan takes them: those evicted for it
 
     @property
     def num_free(self) -> int:
