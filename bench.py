@@ -1,34 +1,25 @@
 """
-Every number in the README, reproducible: one command each, the conditions first and one line of
-JSON last.
+The measurements behind the figures in README.md and REFERENCE.md.
 
     python bench.py scheduler     # Python time of plan + update, per step
-    python bench.py attention     # CPU, one layer: a mixed step; against Hugging Face's attention
-    python bench.py kernels       # GPU, one layer: decodes, prefill, mixed; block sizes; the floor
+    python bench.py kernels       # one layer of attention: on a CPU a mixed step; on a GPU decodes,
+                                  # prefill and mixed steps, block sizes, and the floor
     python bench.py engine        # tokens per second of a mixed workload, latency of 1 and 32
     python bench.py equality      # greedy answers with graphs, overlap, neither; the dense model's
     python bench.py overhead      # where the time of a decode step goes, on the device and the host
     python bench.py server        # the offline workload over HTTP, as 1, 32 and 256 streams
     python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
-    python bench.py batching      # one by one, in static batches, continuously: the same requests
-    python bench.py memory        # slabs against blocks: what fits, the waste, what an append costs
-    python bench.py phases        # prefill against decode: what each asks of the machine, and gets
     python bench.py quality       # bits per byte of held-out text in fp32, bf16 and int8 weights
-    python bench.py blockmap      # picture: which request owned which block in each step
-    python bench.py record NAME   # writes such a run as a record: forks, preemption or h200
-    python bench.py replay FILE   # checks a record of `serve.py --record`, and draws it
-    python bench.py page FILE     # prints the page of serve.py with a record inside, as one file
 
-Each command is a function. Its arguments are its flags, and their defaults give the flags' types;
-its docstring is the workload and is printed first; it returns its figures, which are printed behind
-the flags' values. Seeds are fixed, warm-up is not counted, times are medians. The machine must be
-quiet: beside a second busy process on two cores a token takes 100 ms instead of 1, because threads
-that wait for each other spin.
+assets/draw.py draws the pictures. Each command is a function. Its arguments are its flags, and
+their defaults give the flags' types; its docstring is the workload and is printed first; it returns
+its figures, which are printed behind the flags' values, as one line of JSON. Seeds are fixed,
+warm-up is not counted, times are medians. The machine must be quiet: beside a second busy process
+on two cores a token takes 100 ms instead of 1, because threads that wait for each other spin.
 """
 
 import argparse
 import inspect
-import io
 import json
 import math
 import os
@@ -36,77 +27,77 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, chain, count, pairwise, product
-from pathlib import Path
+from itertools import accumulate, chain, count, product
+from operator import eq
 from random import Random
-from statistics import mean, median
+from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
-from typing import BinaryIO
 
-from commands import (
+from common import (
     SPINS_SERVING,
+    Parser,
     add_flag,
+    announce,
     at_least,
     collect_garbage_rarely,
+    end_with_one_line,
     not_negative,
+    plural,
 )
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
+if __name__ == "__main__":
+    end_with_one_line()
+    announce("loading torch")
 
 import torch
 
 import kernels
-from assets import draw, load
+from assets import load
 from checkpoint import DTYPES, load_checkpoint, load_config, save_checkpoint, serving_dtype
-from model import GPT, GPTConfig, Ops, RMSNorm, Rope
+from engine.engine import Engine
+from engine.settings import Settings
+from engine.sizing import bytes_per_block, machine_name
+from model import GPT, GPTConfig, RMSNorm, Rope
+from ops.choice import choose_ops
+from ops.cpu import packed_for_cpu
 from paged import Request, Scheduler, SchedulerSettings
-from serving import gather, inputs
-from serving.cpu import packed_for_cpu
-from serving.engine import Engine
-from serving.events import Recorder
-from serving.ops import TORCH, choose_ops
-from serving.params import SamplingParams
-from serving.record import read_lines
-from serving.replay import State, open_record, replay
-from serving.settings import Settings
-from serving.sizing import bytes_per_block
-from serving.welcome import page_with_record
+from params import SamplingParams
 
 Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
 Answers = list[list[int]]  # token ids
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def llama_shape(V, n_layer, n_head, n_embd, n_kv_head, n_inner, rope, **more) -> GPTConfig:
-    names = {"norm": "rms", "bias": False, "activation": "silu", "gated": True, "rope": {0: rope}}
-    context = 4096
-    return GPTConfig(
-        V, context, n_layer, n_head, n_embd, n_kv_head, n_inner=n_inner, **names, **more
-    )
-
-
+llama = partial(
+    GPTConfig, context_length=4096, norm="rms", bias=False, activation="silu", gated=True
+)
 MODELS = {  # random weights of these shapes; the figures depend on the shape alone
     "1M": GPTConfig(vocab_size=65, context_length=256, n_layer=4, n_head=4, n_embd=128),
     "10M": GPTConfig(vocab_size=65, context_length=256, n_layer=6, n_head=6, n_embd=384),
     "gpt2-124M": GPTConfig(context_length=2048),
-    "smollm2-135M": llama_shape(49152, 30, 9, 576, 3, 1536, Rope(1e5)),
-    "llama-3.2-1B": llama_shape(128256, 16, 32, 2048, 8, 8192, Rope(5e5, 32.0, (1.0, 4.0, 8192.0))),
-    "qwen3-0.6B": llama_shape(
-        151936, 28, 16, 1024, 8, 3072, Rope(1e6), head_size=128, qk_norm=True
+    "smollm2-135M": llama(
+        49152, n_layer=30, n_head=9, n_embd=576, n_kv_head=3, n_inner=1536, rope={0: Rope(1e5)}
     ),
-}
+    "llama-3.2-1B": llama(
+        128256, n_layer=16, n_head=32, n_embd=2048, n_kv_head=8, n_inner=8192,
+        rope={0: Rope(5e5, 32.0, (1.0, 4.0, 8192.0))},
+    ),
+    "qwen3-0.6B": llama(
+        151936, n_layer=28, n_head=16, n_embd=1024, n_kv_head=8, n_inner=3072, head_size=128,
+        qk_norm=True, rope={0: Rope(1e6)},
+    ),
+}  # fmt: skip
 
-COMMANDS: dict[str, Callable] = {}
 FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--model": "a shape in MODELS, such as 10M, gpt2-124M or smollm2-135M (random weights), or a "
     "model directory",
     "--repeats": "counted runs of each, in turn; the median is printed",
-    "--backends": "ways of attention to measure: triton, flex, torch",
+    "--backends": "ways of attention to measure on a GPU: triton, flex, torch",
     "--block-size": "tokens per KV block",
     "--dtype": "of the engine's weights",
     "--quantize": "int8: the engine's weights as integers",
@@ -122,23 +113,9 @@ FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--flags": "flags of serve.py, as in --flags='--dtype bf16'",
     "--device": "cpu (in fp32) or cuda (in bf16)",
     "--out": "where to write the picture, or the record; those of the README are in assets/",
-    "name": "which run",
+    "name": "which run: tour, preemption or h200",
     "file": "a record: of serve.py --record, or in assets/",
 }
-CHOICES = {
-    "name": ["forks", "preemption", "h200"],
-    "--dtype": ["auto", "fp32", "bf16"],
-    "--quantize": ["none", "int8"],
-    "--device": sorted({"cpu", DEVICE}),
-}
-
-
-def command(bench: Callable) -> Callable:
-    """Make `bench_NAME` the command NAME."""
-    COMMANDS[bench.__name__.removeprefix("bench_")] = bench
-    return bench
-
-
 # --------------------------------------------------------------------------------------------------
 # Workloads
 
@@ -159,17 +136,13 @@ def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
     first n of them, lengths divided by `scale`, token ids modulo the vocabulary V.
     """
     rng = Random(seed)
-    draw_length = partial(rng.randint, 100, 1024)
-    prompts = [random_tokens(rng, draw_length(), 10_001) for _ in range(256)]
-    work = [(prompt, draw_length()) for prompt in prompts]
-    if seed == 0:
-        assert num_tokens(work) == (142_827, 133_966), "not the workload that others measure"
-    scaled = []
-    for prompt, answer in work[:n]:
-        length = len(prompt) // scale
-        tokens = [token % V for token in prompt[:length]]
-        scaled.append((tokens, answer // scale))
-    return scaled
+    prompts = [random_tokens(rng, rng.randint(100, 1024), 10_001) for _ in range(256)]
+    answers = [rng.randint(100, 1024) for _ in range(256)]
+    work = []
+    for prompt, answer in list(zip(prompts, answers, strict=True))[:n]:
+        tokens = [token % V for token in prompt[: len(prompt) // scale]]
+        work.append((tokens, answer // scale))
+    return work
 
 
 def scale_for(config: GPTConfig) -> int:
@@ -181,11 +154,6 @@ def scale_for(config: GPTConfig) -> int:
 def num_tokens(work: Work) -> tuple[int, int]:
     """Tokens in and tokens out."""
     return sum(len(prompt) for prompt, _ in work), sum(answer for _, answer in work)
-
-
-def num_equal(ours: Iterable, theirs: Iterable) -> int:
-    """In how many places two lists of equal length are equal."""
-    return sum(a == b for a, b in zip(ours, theirs, strict=True))
 
 
 def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
@@ -219,16 +187,16 @@ def ms(seconds: float, digits=3) -> float:
     return round(1e3 * seconds, digits)
 
 
-def median_seconds(call: Callable, repeats: int, setup: Callable = tuple) -> float:
+def median_seconds(call: Callable, repeats: int, before: Callable = tuple) -> float:
     """
-    Median seconds of call(*setup()), after one warm-up; the set-up is not counted. By default there
-    are no arguments: tuple() is empty.
+    Median seconds of call(), after one warm-up. `before` is called before each, and not counted; by
+    default it does nothing.
     """
     times = []
     for _ in range(repeats + 1):
-        arguments = setup()
+        before()
         started = perf_counter()
-        call(*arguments)
+        call()
         times.append(perf_counter() - started)
     return median(times[1:])
 
@@ -269,28 +237,23 @@ def read_bandwidth(device="cpu") -> float:
     return x.nbytes / seconds
 
 
-def check_complete(answers: Answers, lengths: list[int]):
-    assert [len(answer) for answer in answers] == lengths, "a request has not its tokens"
-
-
 def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
     """
     Seconds to serve requests that all wait at the start, and their answers. Asserts that all
     prompts were computed and all answers have their length.
     """
     prompts = [prompt for prompt, _ in work]
-    lengths = [n for _, n in work]
-    params = [fixed_length(n, temperature, seed=i) for i, n in enumerate(lengths)]
+    params = [fixed_length(n, temperature, seed=i) for i, (_, n) in enumerate(work)]
     before = engine.counts()
     started = perf_counter()
     answers = engine.generate(prompts, params, progress=False)
     seconds = perf_counter() - started
     after = engine.counts()
-    check_complete(answers, lengths)
+    tokens_in, tokens_out = num_tokens(work)
+    assert sum(map(len, answers)) == tokens_out, "an answer has not all of its tokens"
     if after["preemptions"] == before["preemptions"]:
         computed = after["prefill tokens"] - before["prefill tokens"]
-        wanted, _ = num_tokens(work)
-        assert computed == wanted, f"{computed} of {wanted} prompt tokens were computed"
+        assert computed == tokens_in, f"{computed} of {tokens_in} prompt tokens were computed"
     return seconds, answers
 
 
@@ -298,22 +261,10 @@ def weight_bytes(gpt: GPT) -> int:
     return sum(weight.nbytes for weight in gpt.parameters())
 
 
-def conditions() -> dict:
-    """What the figures depend on besides the code."""
-    if DEVICE == "cuda":
-        device = torch.cuda.get_device_name()
-    else:
-        device = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    result = {"device": device, "torch": torch.__version__}
-    result["python"] = platform.python_version()
-    return result
-
-
 # --------------------------------------------------------------------------------------------------
 # The scheduler alone
 
 
-@command
 def bench_scheduler() -> dict:
     """
     The scheduler's time for a step, `plan` and `update`, in which every request decodes: blocks of
@@ -322,24 +273,20 @@ def bench_scheduler() -> dict:
     result = {}
     for n in (1, 32, 256):
         seconds = median_seconds(decode_step(n), 500)
-        result[f"{n} requests, ms"] = ms(seconds, 4)
+        result[f"{plural(n, 'request')}, ms"] = ms(seconds, 4)
     return result
 
 
 def decode_step(n: int) -> Callable:
     """The step of a scheduler in which n requests decode, as a function without arguments."""
     settings = SchedulerSettings(max_num_seqs=n, max_num_partial_prefills=n)
-    budget = n * 1000  # for all prompts in one step
-    scheduler = Scheduler("fcfs", budget, n * 2048, block_size=16, settings=settings)
+    scheduler = Scheduler("fcfs", n * 1000, n * 2048, block_size=16, settings=settings)
     rng = Random(0)
     for i in range(n):
-        length = rng.randint(100, 1000)
-        prompt = random_tokens(rng, length, 10_000)
+        prompt = random_tokens(rng, rng.randint(100, 1000), 10_000)
         scheduler.add_request(Request(i, prompt, 10**6))
-    plan = scheduler.plan()
-    scheduler.update(plan, [0] * len(plan.sampled))
-    tokens = list(range(n))
-    return lambda: scheduler.update(scheduler.plan(), tokens)
+    scheduler.update(scheduler.plan(), [0] * n)  # all prompts in one step
+    return lambda: scheduler.update(scheduler.plan(), range(n))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -351,8 +298,8 @@ GPT2_HEADS = (12, 12, 64)  # of gpt2-124M
 GROUPED_HEADS = (16, 8, 128)  # of Qwen3-0.6B: two query heads share a KV head
 
 
-def made_up_batch(requests: Step, S: int, ops: Ops, device: str) -> kernels.Batch:
-    """A step whose blocks are permuted all over a pool."""
+def random_batch(requests: Step, S: int, device: str) -> kernels.Batch:
+    """A step whose blocks are permuted all over a pool, without its operators."""
     query_lens = [n for n, _ in requests]
     lens = [context for _, context in requests]
     B = len(requests)
@@ -375,25 +322,24 @@ def made_up_batch(requests: Step, S: int, ops: Ops, device: str) -> kernels.Batc
         num_decodes=query_lens.count(1),
         query_lens_host=query_lens,
         context_lens_host=lens,
-        ops=ops,
+        ops=None,
     )
 
 
 class Layer:
-    """One layer's attention in a made-up step: in fp32 on a CPU, in bf16 on a GPU."""
+    """One layer's attention in a random step: in fp32 on a CPU, in bf16 on a GPU."""
 
     def __init__(self, requests: Step, heads: Heads, S=16, attention="auto", device="cpu"):
         H, Hk, D = heads
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         randn = partial(torch.randn, dtype=dtype, device=device)
-        ops, _ = choose_ops(attention, device)
-        batch = made_up_batch(requests, S, ops, device)
+        batch = random_batch(requests, S, device)
+        batch.ops, _ = choose_ops(attention, device)
         T = len(batch.tokens)
-        num_blocks = batch.block_tables.numel()
         self.q = randn(T, H, D)
         self.k, self.v = randn(2, T, Hk, D)
-        self.kv = randn(2, num_blocks + 1, Hk, S, D)
-        batch.prepared = {0: ops.prepare(batch, H, self.kv)}
+        self.kv = randn(2, batch.block_tables.numel() + 1, Hk, S, D)
+        batch.prepared = {0: batch.ops.prepare(batch, H, self.kv)}
         self.batch = batch
         self.attn = SimpleNamespace(window=0, scale=D**-0.5, softcap=0.0)
 
@@ -402,59 +348,6 @@ class Layer:
 
     def attend(self, kv: torch.Tensor):
         self.batch.ops.attend(self.q, kv, self.attn, self.batch)
-
-    def run(self):
-        self.store()
-        self.attend(self.kv)
-
-
-@command
-def bench_attention(repeats=5) -> dict:
-    """
-    One layer of store_kv + attention on a CPU: 31 decodes at context 512 and a chunk of 256 tokens,
-    6 heads of 64; then 8 decodes, against transformers' attention, which appends to a contiguous
-    cache. The two are measured in turn.
-    """
-    mixed = [(1, 512)] * 31 + [(256, 512)]
-    layer = Layer(mixed, (6, 6, 64))
-    seconds = median_seconds(layer.run, 50)
-    result = {"a layer, ms": ms(seconds, 2)}
-    for H, context in (6, 128), (6, 512), (12, 512), (12, 1024):
-        layer = Layer([(1, context)] * 8, (H, H, 64))
-        attend, new_cache = hugging_face_attention(H, context)
-        ours = []
-        theirs = []
-        for _ in range(repeats):
-            ours.append(median_seconds(layer.run, 20))
-            theirs.append(median_seconds(attend, 20, new_cache))
-        row = {"ours": ms(median(ours))}
-        row["Hugging Face"] = ms(median(theirs))
-        result[f"8 decodes at {context}, {H} heads of 64, ms"] = row
-    return result
-
-
-def hugging_face_attention(H: int, context: int) -> tuple[Callable, Callable]:
-    """
-    One layer of transformers' attention for 8 decodes with H heads of 64, as a function that
-    appends a token to a cache and attends; and one that makes such a cache, of context - 1 tokens.
-    """
-    from transformers import DynamicCache
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    q, k, v = torch.randn(3, 8, H, 1, 64)
-    module = SimpleNamespace(is_causal=True)
-
-    def new_cache() -> tuple:
-        cache = DynamicCache()
-        keys, values = torch.randn(2, 8, H, context - 1, 64)
-        cache.update(keys, values, 0)
-        return (cache,)
-
-    def attend(cache):
-        keys, values = cache.update(k, v, 0)
-        sdpa_attention_forward(module, q, keys, values, None)
-
-    return attend, new_cache
 
 
 DECODES = {  # heads -> steps of so many decodes, each with so much context
@@ -465,19 +358,19 @@ DECODES = {  # heads -> steps of so many decodes, each with so much context
 }
 
 
-@command
 def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
     """
-    One layer of paged attention in bf16 on a GPU, S = 16 tokens a block unless said otherwise,
-    block tables permuted, each call in a CUDA graph and on another pool than the one before.
-    Microseconds, and which share of them it would take to read K and V once (the floor). Blocks of
-    one token are what others call token-major pools, [slots, Hk, D].
+    On a CPU: one layer of store_kv + attention in fp32, 31 decodes at context 512 and a chunk of
+    256 tokens, 6 heads of 64. On a GPU: one layer of paged attention in bf16, S = 16 tokens a block
+    unless said otherwise, block tables permuted, each call in a CUDA graph and on another pool than
+    the one before. Microseconds, and which share of them it would take to read K and V once (the
+    floor). Blocks of one token are what others call token-major pools, [slots, Hk, D].
     """
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "bench.py kernels measures a GPU, there is none: "
-            "on a CPU run `python bench.py attention`"
-        )
+    if DEVICE == "cpu":
+        layer = Layer([(1, 512)] * 31 + [(256, 512)], (6, 6, 64))
+        store = median_seconds(layer.store, 50)
+        attend = median_seconds(lambda: layer.attend(layer.kv), 50)
+        return {"a layer, ms": ms(store + attend, 2)}
     read = read_bandwidth("cuda")
     result = {"read, GB/s": round(read / 1e9)}
     for heads, steps in DECODES.items():
@@ -508,7 +401,7 @@ def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
     return result
 
 
-def decode_row(step: Step, heads: Heads, S: int, backends: Sequence[str], read: float) -> dict:
+def decode_row(step: Step, heads: Heads, S: int, backends: Iterable[str], read: float) -> dict:
     """Of each backend, microseconds and the share of the floor, or why it cannot do this step."""
     _, Hk, D = heads
     tokens = sum(context for _, context in step)
@@ -540,27 +433,17 @@ def attention_us(requests: Step, heads: Heads, S=16, backend="triton") -> float:
 # A model on a CPU: against Hugging Face, and what smaller weights cost
 
 
-@command
 def bench_generate(model="10M", repeats=5, dtype="auto", quantize="none", compile=False) -> dict:
     """
     64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine
-    and Hugging Face, in fp32, in turn, so that both see the same machine. The floor is the time to
-    read all weights from memory once.
+    and Hugging Face, in fp32, in turn, so that both see the same machine.
     """
     gpt = build_model(model)
-    theirs = hugging_face(gpt)
+    transformers = hugging_face(gpt)
     in_dtype(gpt, serving_dtype(dtype, "cpu"))
     # without prefix cache each answer is computed whole
-    settings = Settings(prefix_cache=False, quantize=quantize, compile=compile)
-    engine = Engine(gpt, settings)
-    bytes_read = weight_bytes(gpt)
-    if quantize == "int8":
-        bytes_read /= gpt.wte.weight.itemsize
-    floor = bytes_read / read_bandwidth()
-    result = {"floor, ms a step": ms(floor, 2)}
-    for concurrent in (1, 8):
-        result[f"{concurrent} at once"] = both_generate(engine, theirs, concurrent, repeats)
-    return result
+    engine = Engine(gpt, Settings(prefix_cache=False, quantize=quantize, compile=compile))
+    return {f"{n} at once": both_generate(engine, transformers, n, repeats) for n in (1, 8)}
 
 
 def hugging_face(model: GPT) -> Callable[[Work], Answers]:
@@ -569,7 +452,7 @@ def hugging_face(model: GPT) -> Callable[[Work], Answers]:
 
     with tempfile.TemporaryDirectory() as directory:
         save_checkpoint(model, directory)
-        theirs = AutoModelForCausalLM.from_pretrained(directory).eval()
+        transformers = AutoModelForCausalLM.from_pretrained(directory).eval()
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
     @torch.inference_mode()
@@ -578,42 +461,37 @@ def hugging_face(model: GPT) -> Callable[[Work], Answers]:
         _, P = prompts.shape
         _, longest = work[0]
         mask = torch.ones_like(prompts)
-        texts = theirs.generate(prompts, attention_mask=mask, max_new_tokens=longest, **options)
+        texts = transformers.generate(
+            prompts, attention_mask=mask, max_new_tokens=longest, **options
+        )
         return texts[:, P:].tolist()
 
     return generate
 
 
-def both_generate(engine: Engine, generate: Callable, concurrent: int, repeats: int) -> dict:
-    """The same requests by the engine and by `generate`, in turn, other prompts each time."""
-    ours = []
-    theirs = []
+def both_generate(engine: Engine, generate: Callable, n: int, repeats: int) -> dict:
+    """n requests by the engine and by `generate`, in turn, other prompts each time."""
+    seconds = []  # of both
     equal = 0
     for seed in range(repeats + 1):
-        work = even_workload(concurrent, 64, 128, engine.config.vocab_size, seed)
-        seconds, answers = timed(engine, work, temperature=0)
-        ours.append(seconds)
+        work = even_workload(n, 64, 128, engine.config.vocab_size, seed)
+        ours, answers = timed(engine, work, temperature=0)
         started = perf_counter()
-        their_answers = generate(work)
-        theirs.append(perf_counter() - started)
-        equal += num_equal(answers, their_answers)
-    seconds = median(ours[1:])  # the first is warm-up
-    their_seconds = median(theirs[1:])
-    row = {"ms a step": ms(seconds / 128, 2)}
-    row["tok/s"] = round(128 * concurrent / seconds)
-    row["Hugging Face, ms a step"] = ms(their_seconds / 128, 2)
-    row["equal answers"] = f"{equal} of {concurrent * len(ours)}"
-    return row
+        equal += sum(map(eq, answers, generate(work)))
+        seconds.append((ours, perf_counter() - started))
+    ours, transformers = map(median, zip(*seconds[1:], strict=True))  # the first is warm-up
+    row = {"ms a step": ms(ours / 128, 2), "tok/s": round(128 * n / ours)}
+    row["Hugging Face, ms a step"] = ms(transformers / 128, 2)
+    return row | {"equal answers": f"{equal} of {n * len(seconds)}"}
 
 
 FORMATS = {"fp32": "none", "bf16": "none", "int8": "int8"}  # what a CPU serves -> --quantize
 
 
-@command
 def bench_quality(model="out/stdlib", data="stdlib") -> dict:
     """
     Held-out text, each token scored once as at the end of training, with the weights in each format
-    that a CPU serves.
+    that this CPU serves.
     """
     from train import Process, evaluate
     from training.corpus import load_corpus
@@ -624,7 +502,12 @@ def bench_quality(model="out/stdlib", data="stdlib") -> dict:
     result = {}
     for name, quantize in FORMATS.items():
         dtype = DTYPES.get(name, torch.float32)  # integers are made of fp32
-        gpt = packed_for_cpu(load_checkpoint(model, dtype=dtype), quantize)
+        gpt = load_checkpoint(model, dtype=dtype)
+        try:
+            gpt = packed_for_cpu(gpt, quantize)
+        except ValueError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+            continue
         if gpt.config.vocab_size != corpus.tokenizer.vocab_size:
             raise ValueError(f"{model} was not trained on {data}: name its data with --data")
         nats, count = evaluate(gpt, corpus, process)
@@ -639,52 +522,37 @@ def bench_quality(model="out/stdlib", data="stdlib") -> dict:
 # The engine: speed, equality, and where a step's time goes
 
 
-@command
 def bench_engine(
     model="gpt2-124M", seeds=(0, 1, 2), block_size=16, no_graphs=False, no_overlap=False
 ) -> dict:
     """
     Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each
     seed. Latency: 1 and 32 requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on a CPU.
-    Lengths are divided for a model of shorter context. Tokens in and out are asserted. The floor of
-    a run is to read the weights from memory once for each token of the longest answer, and K and V
-    for each token of all.
+    Lengths are divided for a model of shorter context. Tokens in and out are asserted.
     """
     gpt = build_model(model, DEVICE)
     V = gpt.config.vocab_size
-    bandwidth = read_bandwidth(DEVICE)
     started = perf_counter()
     overlap = False if no_overlap else None
     settings = Settings(block_size=block_size, graphs=not no_graphs, overlap=overlap)
     engine = Engine(gpt, settings)
-    seconds = perf_counter() - started
-    result = {"start-up, s": round(seconds, 1)}
-    result["engine"] = engine.statement()
+    result = {"start-up, s": round(perf_counter() - started, 1), "engine": engine.statement()}
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
     collect_garbage_rarely()  # as the server's engine does
     for seed in seeds:
         work = offline_workload(256, scale_for(gpt.config), V, seed)
-        result[f"offline, seed {seed}"] = throughput(engine, gpt, work, bandwidth)
+        result[f"offline, seed {seed}"] = throughput(engine, work)
     for n in (1, 32):
         result[f"{n} at once"] = latency(engine, n)
     return result
 
 
-def throughput(engine: Engine, gpt: GPT, work: Work, bandwidth: float) -> dict:
+def throughput(engine: Engine, work: Work) -> dict:
     """The figures of one offline run."""
     seconds, _ = timed(engine, work)
-    steps = max(answer for _, answer in work)
-    contexts = 0  # K and V that are read, in tokens: by each token those of all before
-    for prompt, answer in work:
-        contexts += answer * len(prompt) + answer * (answer + 1) / 2
-    bytes_read = steps * weight_bytes(gpt) + contexts * bytes_per_block(gpt, 1)
-    floor = bytes_read / bandwidth
     tokens_in, tokens_out = num_tokens(work)
-    row = {"in": tokens_in, "out": tokens_out}
-    row["s"] = round(seconds, 2)
-    row["share of the floor"] = round(floor / seconds, 3)
-    row["output tok/s"] = round(tokens_out / seconds)
-    return row
+    row = {"in": tokens_in, "out": tokens_out, "s": round(seconds, 2)}
+    return row | {"output tok/s": round(tokens_out / seconds)}
 
 
 def latency(engine: Engine, n: int) -> dict:
@@ -701,11 +569,10 @@ def latency(engine: Engine, n: int) -> dict:
     return row
 
 
-@command
 def bench_equality(model="out/stdlib") -> dict:
     """
     The offline workload on a trained model, lengths over 8, greedy: whether answers are the same
-    with CUDA graphs and overlap on and off, and in fp32 those of the dense model, which is given
+    with CUDA graphs and overlap on and off, and in fp32 those of the dense model, which reads
     each answer and must choose each of its tokens (unless its best two logits lie within 1e-4). In
     bf16, the share of tokens equal to fp32's, place by place.
     """
@@ -722,7 +589,7 @@ def bench_equality(model="out/stdlib") -> dict:
     for (prompt, _), answer in zip(work, exact, strict=True):
         wrong += not_greedy(fp32, prompt, answer)
     tokens = list(chain(*exact))
-    equal = num_equal(tokens, chain(*rounded))
+    equal = sum(map(eq, tokens, chain(*rounded)))
     result = {"tokens": len(tokens)}
     result["fp32, graphs and overlap change"] = exact_changes
     result["bf16, graphs and overlap change"] = rounded_changes
@@ -738,8 +605,7 @@ def answers_four_ways(model: GPT, work: Work) -> tuple[Answers, int]:
     answers = []
     for graphs, overlap in product((True, False), repeat=2):
         settings = Settings(graphs=graphs, overlap=overlap)
-        _, found = timed(Engine(model, settings), work, temperature=0)
-        answers.append(found)
+        answers.append(timed(Engine(model, settings), work, temperature=0)[1])
     first = answers[0]
     return first, sum(other != first for other in answers)
 
@@ -758,7 +624,6 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
     return int(missed.sum())
 
 
-@command
 def bench_overhead(model="gpt2-124M") -> dict:
     """
     Decode steps of 1, 32 and 256 requests (1, 8 and 32 on a CPU) at context 900: milliseconds a
@@ -771,26 +636,31 @@ def bench_overhead(model="gpt2-124M") -> dict:
     on_gpu = DEVICE == "cuda"
     gpt = build_model(model, DEVICE)
     bandwidth = read_bandwidth(DEVICE)
-    engine = Engine(gpt, Settings(prefix_cache=False))
-    context = min(900, gpt.config.context_length - 100)  # no request ends in the steps below
+    numbers = (1, 32, 256) if on_gpu else (1, 8, 32)
+    # no request ends in the steps below, and none is preempted
+    context = min(900, gpt.config.context_length - 100)
+    num_blocks = numbers[-1] * -(-(context + 100) // 16)
+    engine = Engine(gpt, Settings(prefix_cache=False, num_blocks=num_blocks))
     rows = {}
-    for n in (1, 32, 256) if on_gpu else (1, 8, 32):
+    for n in numbers:
         let_decode(engine, n, context)
-        seconds = step_seconds(engine, steps)
+        seconds = median_seconds(engine.step, steps)
         contexts = n * (context + steps / 2)  # of all requests, halfway
         kv_bytes = contexts * bytes_per_block(gpt, 1)
         floor = (weight_bytes(gpt) + kv_bytes) / bandwidth
         row = {"ms a step": ms(seconds)}
         row["floor, ms"] = ms(floor)
         if on_gpu:
-            host = step_seconds(engine, 16, wait_before=True)
+            # the device is idle when the step begins, so the host never waits for tokens: not for
+            # those of the step before nor, with overlap, for those of the step that it launches
+            host = median_seconds(engine.step, 16, torch.cuda.synchronize)
             row["host, ms"] = ms(host)
         rows[n] = row
-    if on_gpu:  # last: once there was a profiler, each launch takes longer
+    if on_gpu:  # last: after a profiler each launch takes longer
         for n, row in rows.items():
             let_decode(engine, n, context)
             row |= device_time(engine, 8)
-    return {f"{n} requests": row for n, row in rows.items()}
+    return {plural(n, "request"): row for n, row in rows.items()}
 
 
 def let_decode(engine: Engine, n: int, context: int):
@@ -808,58 +678,12 @@ def let_decode(engine: Engine, n: int, context: int):
         engine.step()
 
 
-def step_seconds(engine: Engine, steps: int, wait_before=False) -> float:
-    """
-    Median seconds of a step. With `wait_before`, of the host's work in it: the device has finished
-    before the step begins, so the host finds the tokens of the step before there, and does not wait
-    for those of the step that it launches (with overlap, as on a GPU).
-    """
-    times = []
-    for _ in range(steps):
-        if wait_before:
-            torch.cuda.synchronize()
-        started = perf_counter()
-        engine.step()
-        times.append(perf_counter() - started)
-    return median(times)
-
-
-def next_step(engine: Engine, kv=None, **own) -> tuple[kernels.Batch, Callable]:
-    """
-    The inputs of the engine's next step, for walkthrough.py, and a function that computes its
-    logits [8, V], of the first eight requests, with plain torch and, in its place, `own` operators;
-    on the pool, or on `kv`, which has something for each layer. The engine itself does not move.
-    """
-    plan = engine.scheduler.plan()
-    runner = engine.runner
-    runner.fill_rows(*plan.admitted or plan.decodes)
-    shape = runner.padded_shape(plan)
-    packed = inputs.pack(plan, shape, runner.padding_row, runner.pool.sink)
-    step = inputs.split(inputs.upload(packed, runner.device), shape)
-    batch = inputs.lay_out(step, shape, plan, runner.known, TORCH._replace(**own))
-    pool = runner.pool.kv
-    batch.prepared = {0: gather.prepare_torch(batch, runner.model.config.n_head, pool[0])}
-
-    def compute() -> torch.Tensor:
-        x = runner.model.hidden(batch, pool if kv is None else kv)
-        return runner.model.logits(x[batch.logits_index], batch.ops)[:8]
-
-    return batch, compute
-
-
-def next_logits(engine: Engine) -> torch.Tensor:
-    """Let the engine launch its next step, overlapped, whose logits these will be."""
-    engine.overlap = True
-    engine.step()
-    return engine.in_flight.logits
-
-
 KINDS = {  # parts of a kernel's name -> its work
     "attention": ("decode_kernel", "prefill_kernel"),
     "linear layers": ("vector_kernel", "matrix_kernel", "gemm", "cutlass", "nvjet", "gate_kernel"),
     "norms": ("norm_kernel",),
     "sampling": ("threshold_kernel", "gumbel_max_kernel"),
-    "store": ("store_kv_kernel", "place_kernel"),
+    "store": ("store_kv_kernel", "norm_rope_store_kernel"),
 }
 
 
@@ -890,12 +714,12 @@ def device_time(engine: Engine, steps: int) -> dict:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()  # what was under way does not count
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
     launches = []
-    for event in found.events():
+    for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:  # the others are calls of the host
             span = event.time_range
             launches.append((span.start, span.end, event.name))
@@ -913,7 +737,6 @@ SLOW = 1000  # bytes a second that a slow client reads
 CLIENT_PROCESSES = max(1, 3 * os.cpu_count() // 4)
 
 
-@command
 def bench_server(
     model="out/stdlib",
     streams=(1, 32, 256),
@@ -954,26 +777,22 @@ def bench_server(
 
         measure(offline_workload(8, 8, V))  # warm-up
         for n in streams:
-            runs = [measure(work) for work in works[n]]
-            runs.sort(key=lambda run: run["s"])
-            middle = runs[repeats // 2]
-            result[f"{n} streams"] = middle
+            runs = sorted((measure(work) for work in works[n]), key=lambda run: run["s"])
+            result[plural(n, "stream")] = middle = runs[repeats // 2]
             if n == 1:
                 continue
             per_second = rate or round(0.7 * n / middle["s"], 1)
             work = new_work(n)
             result[f"{n} at {per_second}/s"] = measure(work, per_second)
-            if not 0 < slow_clients < n:
-                continue
-            for slow in (0, slow_clients):
-                work = other_tokens(work, V)
+            for slow in (0, slow_clients) if 0 < slow_clients < n else ():
+                # the same lengths, but no block is in the prefix cache
+                work = [([(token + 1) % V for token in prompt], answer) for prompt, answer in work]
                 result[f"{n} streams, {slow} slow"] = measure(work, 0, slow, slow_clients)
     torch.set_num_threads(engine_threads())
-    args = parse_args(["--model", model, *flags.split()])
-    engine = build_engine(args)
+    engine = build_engine(parse_args(["--model", model, *flags.split()]))
     timed(engine, offline_workload(8, 8, V, seed=99))  # warm-up
     for n in streams:
-        row = result[f"{n} streams"]
+        row = result[plural(n, "stream")]
         seconds = median(timed(engine, work)[0] for work in works[n])
         row["of the engine alone"] = f"{seconds / row['s']:.0%}"
     return result
@@ -996,11 +815,6 @@ def server(model: str, flags: str) -> Iterator[list[str]]:
         process.wait(60)
 
 
-def other_tokens(work: Work, V: int) -> Work:
-    """Requests of the same lengths, none of whose blocks is in the prefix cache."""
-    return [([(token + 1) % V for token in prompt], answer) for prompt, answer in work]
-
-
 def completions(work: Work, rate=0.0, num_slow=0) -> list[dict]:
     """
     HTTP requests for assets/load.py: all at once or, with a rate, at the times of a Poisson
@@ -1008,419 +822,13 @@ def completions(work: Work, rate=0.0, num_slow=0) -> list[dict]:
     """
     rng = Random(0)
     at = 0.0
-    found = []
+    requests = []
     for i, (prompt, answer) in enumerate(work):
         if rate:
             at += rng.expovariate(rate)
         speed = SLOW if i < num_slow else None
-        found.append(load.completion(prompt, answer, at, speed))
-    return found
-
-
-# --------------------------------------------------------------------------------------------------
-# What continuous batching and paged KV memory gain, with pictures
-
-
-@command
-def bench_batching(model="1M", device="cpu", repeats=3, out=Path("out/batching.png")) -> dict:
-    """
-    96 requests, all there at the start: prompts and answers of 12 to 128 tokens (the offline
-    workload's 100 to 1024 over 8), greedy, one model, the same engine and kernels, KV memory for
-    4,096 tokens. One by one; in static batches of 16, a slab of 256 tokens each, padded to the
-    longest prompt and run to the longest answer; continuously, 16 at once; and continuously with as
-    many as blocks of 16 have room for. Only tokens that were asked for count.
-    """
-    gpt = build_model(model, device)
-    work = offline_workload(96, 8, gpt.config.vocab_size)
-    rectangles = [padded(work[i : i + 16]) for i in range(0, 96, 16)]
-    ways = {  # at most so many at once, and batches, one after the other
-        "one by one": (1, [[request] for request in work]),
-        "static batches": (16, rectangles),
-        "continuous, 16 at once": (16, [work]),
-        "continuous": (64, [work]),
-    }
-    runs = {name: [] for name in ways}
-    for _ in range(repeats):  # in turn, so that all see the same machine
-        for name, (at_once, batches) in ways.items():
-            settings = Settings(
-                num_blocks=256, max_num_seqs=at_once, watermark=0, prefix_cache=False
-            )
-            engine = Engine(gpt, settings)
-            warm_up = [(prompt, 2) for prompt, _ in work[:at_once]]
-            serve_batches(engine, [warm_up])
-            run = serve_batches(engine, batches)
-            runs[name].append(run)
-    tokens_in, tokens_out = num_tokens(work)
-    result = {"tokens in": tokens_in, "tokens out": tokens_out}
-    curves = {}
-    for name, found in runs.items():
-        found.sort(key=lambda run: run[0][-1])
-        ended, answers = found[repeats // 2]
-        seconds = ended[-1]
-        if name == "one by one":
-            slowest = seconds
-            alone = answers
-        rate = round(tokens_out / seconds)
-        row = {"requests/s": round(96 / seconds, 1)}
-        row["tok/s"] = rate
-        row["times one by one"] = round(slowest / seconds, 1)
-        if name.startswith("continuous"):
-            row["equal answers"] = f"{num_equal(answers, alone)} of 96"
-        result[name] = row
-        curves[f"{name}: {rate} tok/s"] = ended
-    return result | draw.ended_requests(curves, out)
-
-
-def serve_batches(engine: Engine, batches: list[Work]) -> tuple[list[float], Answers]:
-    """
-    Serve one batch after the other, greedily. Returns the seconds from the start at which requests
-    ended, and the answers.
-    """
-    ended = []
-    requests = []
-    started = perf_counter()
-    for batch in batches:
-        for prompt, answer in batch:
-            params = fixed_length(answer)
-            request = engine.add_request(len(requests), prompt, params)
-            requests.append(request)
-        while engine.has_work:
-            outputs = engine.step()
-            now = perf_counter() - started
-            ended += [now for output in outputs if output.finish_reason is not None]
-    answers = [request.generated_tokens for request in requests]
-    check_complete(answers, [n for _, n in chain(*batches)])
-    return ended, answers
-
-
-def padded(batch: Work) -> Work:
-    """The batch as a rectangle: every prompt as long as the longest, every answer too."""
-    longest = max(len(prompt) for prompt, _ in batch)
-    answer = max(n for _, n in batch)
-    rectangle = []
-    for prompt, _ in batch:
-        padding = [0] * (longest - len(prompt))
-        rectangle.append((padding + prompt, answer))
-    return rectangle
-
-
-@command
-def bench_memory(out=Path("out/memory.png")) -> dict:
-    """
-    KV memory for 32,768 tokens, as slabs of the longest text (2,048) or as blocks: how many of 256
-    requests (prompts and answers of 100 to 1024 tokens) run at once while others wait; waste inside
-    (taken, but no token is there) and outside (free, but too little for the next prompt). A slab is
-    a block as long as the longest text. Then one layer of gpt2-124M in fp32 on a CPU: microseconds
-    to append a token to a text, by torch.cat to contiguous K and V, and by store_kv to the pool.
-    """
-    pools = {}
-    for S in (2048, 128, 64, 32, 16, 8, 4):
-        kind = "slabs" if S == 2048 else "blocks"
-        pools[f"{kind} of {S}"] = fill_pool(S, 32_768)
-    contexts = (128, 256, 512, 1024, 2048)
-    appends = {context: append_us(context) for context in contexts}
-    result = pools | {"append a token at, us": appends}
-    return result | draw.memory_use(pools, appends, out)
-
-
-def fill_pool(S: int, room: int) -> dict:
-    """
-    Serve the offline workload from a pool of `room` tokens in blocks of S, by the scheduler and
-    without a model. Returns means over the steps in which a request waits.
-    """
-    budget = 2**20  # tokens a step: any prompt is computed in one
-    settings = SchedulerSettings(prefix_cache=False)
-    scheduler = Scheduler("fcfs", budget, room, S, settings=settings)
-    for i, (prompt, n) in enumerate(offline_workload()):
-        scheduler.add_request(Request(i, prompt, n))
-    allocator = scheduler.block_allocator
-    crowded = []  # of each step in which a request waits: requests, tokens taken, tokens filled
-    while not scheduler.is_done():
-        plan = scheduler.plan()
-        if scheduler.waiting:
-            taken = (allocator.num_blocks - allocator.num_free) * S
-            filled = sum(r.num_filled_slots for r in scheduler.running) + plan.num_tokens
-            crowded.append((len(scheduler.running), taken, filled))
-        scheduler.update(plan, [0] * len(plan.sampled))
-    at_once, taken, filled = map(mean, zip(*crowded, strict=True))
-    parts = {"tokens": filled}
-    parts["waste inside"] = taken - filled
-    parts["waste outside"] = room - taken
-    row = {"at once": round(at_once, 1)}
-    for name, tokens in parts.items():
-        row[f"{name}, %"] = round(100 * tokens / room, 1)
-    return row | {"preemptions": scheduler.num_preemptions}
-
-
-def append_us(context: int) -> dict[str, float]:
-    """
-    Microseconds to append one token's K, V to a text in one layer, two ways; with it, the text has
-    `context` tokens.
-    """
-    layer = Layer([(1, context)], GPT2_HEADS)
-    k = layer.k[:, :, None]
-    v = layer.v[:, :, None]
-    K, V = torch.randn(2, 1, 12, context - 1, 64)
-
-    def concatenate():
-        torch.cat([K, k], 2)
-        torch.cat([V, v], 2)
-
-    row = {}
-    for name, append in ("torch.cat", concatenate), ("store_kv", layer.store):
-        us = 1e6 * median_seconds(append, 100)
-        row[name] = round(us, 1)
-    return row
-
-
-PROMPTS = (1, 4, 16, 64, 256, 1024)  # tokens of a prompt that is one step
-DECODES_AT_ONCE = (1, 4, 16, 64)
-DECODED_CONTEXT = 128  # tokens before the first of these
-
-
-@command
-def bench_phases(model="gpt2-124M", device="cpu", repeats=11, out=Path("out/phases.png")) -> dict:
-    """
-    Prefill against decode: steps that compute a whole prompt of 1 to 1,024 tokens, and steps of 1
-    to 64 decodes with contexts of about 128. Tokens per second; operations for each byte that must
-    be read (all weights once, K and V of the contexts); and which share of what the machine can do
-    that is: its speed of multiplying two large matrices, and of reading memory, measured first.
-    """
-    gpt = build_model(model, device)
-    product = product_speed(gpt.wte.weight.dtype, device)
-    read = read_bandwidth(device)
-    room = max(DECODES_AT_ONCE) * 2 * DECODED_CONTEXT
-    settings = Settings(
-        num_blocks=room // 16,
-        max_num_seqs=max(DECODES_AT_ONCE),
-        token_budget=max(PROMPTS),
-        watermark=0,
-        prefix_cache=False,
-        overlap=False,
-    )
-    engine = Engine(gpt, settings)
-    prompts = {n: prompt_step(engine, n, repeats) for n in PROMPTS}
-    decodes = {n: decodes_step(engine, n, repeats) for n in DECODES_AT_ONCE}
-    rows = {}
-    for name, steps in ("a prompt", prompts), ("decodes", decodes):
-        rows[name] = {}
-        for n, (seconds, contexts, pairs, sampled) in steps.items():
-            operations, read_bytes = work_of_step(gpt, n, contexts, pairs, sampled)
-            row = {"tok/s": round(n / seconds)}
-            row["FLOP/byte"] = round(operations / read_bytes, 2)
-            row["% of products"] = round(100 * operations / seconds / product, 1)
-            row["% of memory"] = round(100 * read_bytes / seconds / read, 1)
-            rows[name][n] = row
-    result = {"products, GFLOP/s": round(product / 1e9), "read, GB/s": round(read / 1e9, 1)}
-    result["equal at, FLOP/byte"] = round(product / read, 1)
-    return result | rows | draw.phases(rows, out)
-
-
-def product_speed(dtype: torch.dtype, device="cpu") -> float:
-    """Operations per second of the product of two large matrices."""
-    n = 2048 if device == "cpu" else 8192
-    a, b = torch.randn(2, n, n, dtype=dtype, device=device)
-    if device == "cpu":
-        return 2 * n**3 / median_seconds(lambda: a @ b, 10)
-    return 2e6 * n**3 / graph_us(lambda i: a @ b, 4)
-
-
-Measured = tuple[float, int, int, int]  # seconds, tokens of the contexts, pairs, rows of logits
-
-
-def prompt_step(engine: Engine, n: int, repeats: int) -> Measured:
-    """A step that computes a whole prompt; of its n (n + 1) / 2 pairs a token sees the other."""
-    prompt = random_tokens(Random(n), n, engine.config.vocab_size)
-    params = fixed_length(1)
-
-    def add():
-        engine.add_request("prompt", prompt, params)
-        return ()
-
-    seconds = median_seconds(engine.step, repeats, add)
-    return seconds, n, n * (n + 1) // 2, 1
-
-
-def decodes_step(engine: Engine, n: int, repeats: int) -> Measured:
-    """A step of n decodes; each sees its own context."""
-    requests = []
-    for i, (prompt, _) in enumerate(even_workload(n, DECODED_CONTEXT, 1, engine.config.vocab_size)):
-        requests.append(engine.add_request(i, prompt, fixed_length(DECODED_CONTEXT)))
-    while len(engine.scheduler.active) < n:
-        engine.step()
-    seconds = median_seconds(engine.step, repeats)
-    contexts = sum(request.num_filled_slots for request in requests)
-    for i in range(n):
-        engine.abort(i)
-    return seconds, contexts, contexts, n
-
-
-def work_of_step(gpt: GPT, n: int, contexts: int, pairs: int, sampled: int) -> tuple[int, int]:
-    """Operations of a step of n tokens (a product and a sum are two), and bytes that it reads."""
-    config = gpt.config
-    weights = sum(weight.numel() for weight in gpt.h.parameters() if weight.dim() == 2)
-    head = config.vocab_size * config.n_embd
-    in_attention = 4 * pairs * config.n_layer * config.n_head * config.head_size  # QK and AV
-    operations = 2 * (n * weights + sampled * head) + in_attention
-    read = (weights + head) * gpt.wte.weight.itemsize + contexts * bytes_per_block(gpt, 1)
-    return operations, read
-
-
-# --------------------------------------------------------------------------------------------------
-# Records: runs to look at, their check, their picture
-
-Arrivals = dict[int, list[dict]]  # step -> arguments of Engine.add_request
-
-
-def tight_pool(device: str) -> tuple[Engine, Arrivals]:
-    """
-    Nine requests, one every four steps, in a pool that is too small for them; every second one
-    begins like the others.
-    """
-    settings = Settings(block_size=4, num_blocks=32, max_num_seqs=8, token_budget=16, watermark=0)
-    engine = Engine(build_model("1M", device), settings)
-    rng = Random(0)
-    prefix = random_tokens(rng, 12, 64)
-    arrivals = {}
-    for i in range(9):
-        length = rng.randint(4, 24)
-        prompt = random_tokens(rng, length, 64)
-        if i % 2:
-            prompt = prefix + prompt
-        params = fixed_length(rng.randint(12, 36))
-        arrivals[4 * i] = [{"id": i, "prompt_tokens": prompt, "params": params}]
-    return engine, arrivals
-
-
-def forks(device: str) -> tuple[Engine, Arrivals]:
-    """
-    Prompts that begin alike; of each third one four answers are sampled, forks that copy its last
-    block when they write to it.
-    """
-    settings = Settings(block_size=8, num_blocks=96, max_num_seqs=16, token_budget=48)
-    engine = Engine(build_model("1M", device), settings)
-    rng = Random(0)
-    prefix = random_tokens(rng, 40, 64)
-    arrivals = {}
-    for i in range(9):
-        length = rng.randint(3, 29)
-        prompt = prefix + random_tokens(rng, length, 64)
-        params = fixed_length(rng.randint(16, 48), 0.8, seed=i)
-        n = 4 if i % 3 == 1 else 1
-        arrivals[6 * i] = [{"id": i, "prompt_tokens": prompt, "params": params, "n": n}]
-    return engine, arrivals
-
-
-def many_requests(device: str) -> tuple[Engine, Arrivals]:
-    """The offline workload, its lengths divided by 4, all at once."""
-    settings = Settings(num_blocks=3072, max_num_seqs=256)
-    gpt = build_model("gpt2-124M", device)
-    work = offline_workload(256, 4)
-    timed(Engine(gpt, settings), work)  # compiles what there is to compile
-    engine = Engine(gpt, settings)
-    requests = []
-    for i, (prompt, n) in enumerate(work):
-        requests.append({"id": i, "prompt_tokens": prompt, "params": fixed_length(n, 0.6, seed=i)})
-    return engine, {0: requests}
-
-
-MAX_COLUMNS = 1000  # steps of a picture
-MAX_ROWS = 1024  # and blocks
-LISTS = {"requests": "new", "preemptions": "preempted", "copies": "copied", "evictions": "evicted"}
-RUNS = {"forks": forks, "preemption": tight_pool, "h200": many_requests}
-
-
-def recorded(engine: Engine, arrivals: Arrivals) -> bytes:
-    """Serve requests that arrive at given steps. Returns the record."""
-    engine.recorder = Recorder(engine)
-    lines = [engine.recorder.snapshot()]
-    engine.recorder.listeners.append(lines.append)
-    turns = count()
-    while arrivals or engine.has_work:
-        for arguments in arrivals.pop(next(turns), ()):
-            engine.add_request(**arguments)
-        engine.step()
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
-@command
-def bench_record(name: str, device="cpu", out=Path("out/record.jsonl")) -> dict:
-    """
-    A run to look at, written as a record. forks: requests that begin alike, and forks with
-    copy-on-write; preemption: a tight pool; h200: 256 requests at once, for a GPU. Those in assets/
-    are made so. Their tokens are random, and not in the record.
-    """
-    record = recorded(*RUNS[name](device))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(record)
-    return {"lines": record.count(b"\n"), "KB": len(record) // 1000}
-
-
-@command
-def bench_replay(file: str, out=Path("out/replay.png")) -> dict:
-    """
-    Check a record, line by line: no block is lost, reference counts are those of the block tables,
-    what was idle for longest is evicted first, each token is computed once. Then draw the block
-    map: at most 1024 of the blocks and 1000 of the steps, evenly spaced.
-    """
-    with open_record(file) as record:
-        return replayed(record, out)
-
-
-@command
-def bench_blockmap(out=Path("out/blockmap.png")) -> dict:
-    """
-    A mixed run in a small pool: shared prefixes, chunked prefills, growth, preemption. Colours are
-    requests, grey is cached and idle, white is free; a block that several requests hold is split.
-    """
-    return replayed(io.BytesIO(recorded(*tight_pool("cpu"))), out)
-
-
-@command
-def bench_page(file: str):
-    """The page of serve.py with a record inside, as one file that can be hosted anywhere."""
-    with open_record(file) as record:
-        page = page_with_record(line for _, line in read_lines(record) if line["event"] != "cut")
-    sys.stdout.buffer.write(page.encode())  # it says of itself that it is UTF-8
-
-
-def replayed(record: BinaryIO, out: Path) -> dict:
-    """Check a record and draw it; what happened in it."""
-    counts = Counter()
-    times = []
-    columns = []
-    every = 1  # of so many steps one is drawn
-    for state, line in replay(record):
-        for name, field in LISTS.items():
-            counts[name] += len(line.get(field, ()))
-        counts["tokens in"] += sum(n for _, _, n in line.get("chunks", ()))
-        counts["tokens out"] += line.get("sampled", 0)
-        counts["hit tokens"] += sum(hits for _, hits in line.get("admitted", ()))
-        counts["peak blocks"] = max(counts["peak blocks"], len(state.owners))
-        counts["steps"] += line["event"] == "step" and "step" in line
-        if counts["steps"] == every * (len(columns) + 1):
-            columns.append(column_of(state))
-        if len(columns) > MAX_COLUMNS:
-            columns = columns[1::2]
-            every *= 2
-        times.append(state.time)
-    # from 0 again where the engine was restarted
-    counts["seconds"] = round(sum(max(0, b - a) for a, b in pairwise(times)), 2)
-    if line["event"] == "cut":
-        counts["last line"] = "cut off: the server was killed"
-    title = f"{counts['requests']} requests in a pool of {state.num_blocks} blocks"
-    return counts | draw.block_map(columns, (counts["steps"], state.num_blocks), title, out)
-
-
-def column_of(state: State) -> draw.Column:
-    """
-    Who holds which block, and which are idle: of a large pool some blocks, evenly spaced. And the
-    requests in each status.
-    """
-    blocks = range(0, state.num_blocks, math.ceil(state.num_blocks / MAX_ROWS))
-    owners = [sorted(state.owners.get(block, ())) for block in blocks]
-    idle = {row for row, block in enumerate(blocks) if block in state.idle}
-    return owners, idle, Counter(request.status for request in state.requests.values())
+        requests.append(load.completion(prompt, answer, at, speed))
+    return requests
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1431,52 +839,52 @@ def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
     """The flag of a command's argument; of a tuple it takes several values."""
     default = argument.default
     if default is argument.empty:
-        choices = CHOICES.get(argument.name)
-        parser.add_argument(argument.name, choices=choices, help=FLAGS[argument.name])
+        parser.add_argument(argument.name, help=FLAGS[argument.name])
         return
     flag = "--" + argument.name.replace("_", "-")
-    options = {}
-    if flag in CHOICES:
-        options["choices"] = CHOICES[flag]
-    values = (default,)
-    if isinstance(default, tuple):
-        values = default
-        options["nargs"] = "+"
-    kind = type(values[0])
+    values = default if isinstance(default, tuple) else (default,)
+    kind = None if isinstance(default, bool) else type(values[0])
     if kind is int:  # 0 is for what may be 0 by default
         kind = at_least(min(1, *values))
     elif kind is float:
         kind = not_negative
+    options = {"nargs": "+"} if default is values else {}
     add_flag(parser, flag, FLAGS[flag], default, kind, **options)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def commands_of(names: dict, prefix: str) -> dict[str, Callable]:
+    """The functions whose names have the prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): f for name, f in names.items() if name.startswith(prefix)}
+
+
+def build_parser(about: str, commands: dict[str, Callable]) -> Parser:
     as_it_stands = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(description=__doc__, **as_it_stands)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, bench in COMMANDS.items():
-        command = commands.add_parser(name, description=inspect.getdoc(bench), **as_it_stands)
-        for argument in inspect.signature(bench).parameters.values():
+    parser = Parser(description=about, **as_it_stands)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, run in commands.items():
+        command = subparsers.add_parser(name, description=inspect.getdoc(run), **as_it_stands)
+        for argument in inspect.signature(run).parameters.values():
             add_argument(command, argument)
     return parser
 
 
-def main():
-    arguments = vars(build_parser().parse_args())
+def main(about: str, commands: dict[str, Callable]):
+    arguments = vars(build_parser(about, commands).parse_args())
     name = arguments.pop("command")
-    bench = COMMANDS[name]
-    print(inspect.getdoc(bench), file=sys.stderr)
+    print(inspect.getdoc(commands[name]), file=sys.stderr)
     try:
-        figures = bench(**arguments)
+        figures = commands[name](**arguments)
     except ValueError as error:  # a --model that is missing or broken; what this machine cannot do
         sys.exit(str(error))
-    if figures is None:  # it has printed what it makes
-        return
-    result = {"bench": name} | arguments | conditions() | figures
+    result = {"bench": name} | arguments
+    result |= {"device": machine_name(DEVICE), "torch": torch.__version__}
+    result |= {"python": platform.python_version()} | figures
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
     print(json.dumps(result, default=str))  # a path is no JSON
 
 
+COMMANDS = commands_of(globals(), "bench_")
+
 if __name__ == "__main__":
-    main()
+    main(__doc__, COMMANDS)

@@ -7,19 +7,11 @@ safetensors files beside the tokenizer's files.
 
 What others trained opens here, if it is of one of the families (families.py), and what is saved
 here opens in transformers and vLLM. Nothing that could run code is unpickled.
-
-    python checkpoint.py convert out-shakespeare-char/ckpt.pt DIR    # nanoGPT's
 """
 
-import json
-import pickle
-import shutil
-import sys
 import threading
-from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -28,8 +20,8 @@ from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
+from common import MALFORMED, missing_file, read_json, write_atomically, write_json
 from families import (
-    DEFAULT_EOS,
     FAMILIES,
     GPT2,
     CheckpointError,
@@ -40,8 +32,8 @@ from families import (
     hub_names,
     read_fields,
     unknown,
+    without_nesting,
 )
-from files import MALFORMED, how_to_download, read_json, write_atomically, write_json
 from model import GPT, GPTConfig, RMSNorm
 from tokenizer import read_config, token_text
 
@@ -53,22 +45,6 @@ PREFIXES += ("language_model.",)
 
 # the dtypes of weights in files
 READABLE = ("F32", "F16", "BF16")
-# numbers that are read at a time: for a GPU they are converted before they are copied, on the host
-PIECE = 2**24
-
-# files that hold weights which are not read, and what makes safetensors files of them
-REWRITE = "let transformers write them: AutoModelForCausalLM.from_pretrained(DIR{})"
-REWRITE += ".save_pretrained(NEW)"
-CONVERSIONS = {
-    ".bin": REWRITE.format(""),
-    ".gguf": REWRITE.format(", gguf_file=FILE"),
-    ".h5": "with transformers 4, " + REWRITE.format(", from_tf=True"),
-    ".msgpack": "with transformers 4, " + REWRITE.format(", from_flax=True"),
-    ".pt": "if it is nanoGPT's, run `python checkpoint.py convert FILE NEW`",
-    ".pth": "download the model in the layout of the Hugging Face Hub, too",
-    ".safetensors": "download model.safetensors.index.json, too, which says what is in which",
-}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 # the head's weights: of a tied model no file holds them
 HEAD = "lm_head.weight"
 
@@ -166,7 +142,7 @@ def load_config(directory: str | Path) -> GPTConfig:
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
-        raise CheckpointError(no_model(path))
+        raise CheckpointError(missing_file(path))
     try:
         generation = read_json(path.with_name("generation_config.json"))
         return read_fields(read_json(path), generation, tokenizers_end(path.parent))
@@ -174,7 +150,7 @@ def load_config(directory: str | Path) -> GPTConfig:
         raise CheckpointError(f"{path}: {error}") from None
     except MALFORMED as error:
         raise CheckpointError(
-            f"{path} is not a model configuration ({error}): train again or restore the file"
+            f"{path} is not a model configuration ({error}): restore or download the file"
         ) from error
 
 
@@ -197,14 +173,14 @@ def load_checkpoint(
     check: Callable | None = None,
 ) -> GPT:
     """
-    Build the model of a checkpoint directory, in evaluation mode. Its weights are copied piece by
-    piece from the files, which are mapped: no second copy of them is ever in memory, and once they
-    are loaded the files may be changed. Raises CheckpointError with what to change.
+    Build the model of a checkpoint directory, in evaluation mode. The files are mapped and their
+    weights copied one by one: no second copy of them all is ever in memory, and once they are
+    loaded the files may be changed. Raises CheckpointError with what to change.
     check(model without weights, dtype, device), if given, may refuse it before they are loaded.
     """
     directory = Path(directory)
     config = load_config(directory)
-    family = family_named(read_json(directory / "config.json"))
+    family = family_named(without_nesting(read_json(directory / "config.json")))
     saved = SavedWeights(directory)
     config.tied = config.tied and not saved.has_own_head(family)
     # First the sizes themselves: to build a model of a billion layers takes for ever, even without
@@ -233,7 +209,7 @@ def load_checkpoint(
         kept = torch.float32 if is_norm else dtype
         weight = torch.empty(ours[name].shape, dtype=kept, device=device)
         for theirs, part in hub_parts(model, name, weight, family).items():
-            saved.read_into(part, theirs)
+            part.copy_(saved.read(theirs))
         weights[name] = weight.add_(family.norm_offset) if is_norm else weight
     if config.tied:
         weights[HEAD] = weights["wte.weight"]
@@ -271,13 +247,11 @@ class SavedWeights:
         self.directory = directory
         self.files = {}  # name -> (open file, name there)
         for path in weight_files(directory):
-            if path.exists() and not path.is_file():  # to open a pipe is to wait for its writer
-                raise CheckpointError(f"{path} is no file: restore or download it")
+            if not path.is_file():  # nor a pipe, whose writer would be waited for
+                raise CheckpointError(missing_file(path))
             try:
                 opened = safe_open(path, "pt")
                 names = opened.keys()
-            except FileNotFoundError:
-                raise CheckpointError(no_model(path)) from None
             except Exception as error:  # safetensors raises its own types
                 raise CheckpointError(
                     f"{path} cannot be read ({error}): restore or download the file"
@@ -292,13 +266,6 @@ class SavedWeights:
         """The tensor as it is in the file: mapped, so in memory only where it is looked at."""
         opened, there = self.files[name]
         return opened.get_tensor(there)
-
-    def read_into(self, weight: torch.Tensor, name: str):
-        """Fill `weight` with the tensor, piece by piece."""
-        saved = self.read(name)
-        rows = max(1, PIECE // saved[0].numel())
-        for target, piece in zip(weight.split(rows), saved.split(rows), strict=True):
-            target.copy_(piece)
 
     def check(self, wanted: dict[str, tuple[int, ...]]):
         """
@@ -353,152 +320,13 @@ def without_prefix(name: str) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """model.safetensors or, where there is an index instead, the files that it names."""
+    """model.safetensors or, where there is an index instead, the files beside it that it names."""
     index = directory / "model.safetensors.index.json"
     whole = directory / "model.safetensors"
     if whole.is_file() or not index.is_file():
         return [whole]
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        paths = [directory / name for name in names]
+        names = set(read_json(index)["weight_map"].values())
+        return [directory / Path(name).name for name in sorted(names)]
     except MALFORMED as error:
         raise CheckpointError(f"{index} is broken ({error}): restore the file") from error
-    for path in paths:
-        if path.parent != directory:
-            raise CheckpointError(f"{index} names {path}: only files beside it are read")
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing, {index.name} names it: download it, too")
-    return paths
-
-
-def no_model(missing: Path) -> str:
-    """The message for a directory that lacks a file which is read here: how it can be had."""
-    folder = missing.parent
-    names = sorted(path.name for path in folder.glob("*") if path.name != "train_state.pt")
-    weights = [name for name in names if Path(name).suffix in CONVERSIONS]
-    if not weights and missing.name != "config.json" and "config.json" in names:
-        return f"{missing} is missing beside config.json: download it, too, or train again"
-    if not weights:
-        return how_to_download(folder) or (
-            f"no model in {folder}, {missing.name} is missing: run `python train.py --out "
-            f"{folder}`, or name another directory"
-        )
-    if missing.name == "config.json" and not weights[0].endswith((".pt", ".pth")):
-        return f"{missing} is missing beside {weights[0]}: download it, too"
-    return (
-        f"{missing} is missing, the weights are in {', '.join(weights[:3])}: only safetensors "
-        f"files are read; {CONVERSIONS[Path(weights[0]).suffix]}"
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# nanoGPT's checkpoints
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Reads a pickle of dicts, texts and numbers: what would have to be imported is an error."""
-
-    def find_class(self, module: str, name: str):
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def convert(path: Path, directory: Path) -> str:
-    """
-    Make a directory of nanoGPT's ckpt.pt, with the tokenizer of its meta.pkl (characters) or the
-    one that lies beside it. Returns what is left to do. Raises CheckpointError for what is no such
-    checkpoint, and for what only running code from the file could read.
-    """
-    if (directory / "config.json").exists():
-        raise CheckpointError(f"{directory} holds a model already: name another directory")
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a directory: name the file in it, as {path / 'ckpt.pt'}")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        meta_path = find_meta(path, saved)
-        meta = PlainUnpickler(BytesIO(meta_path.read_bytes())).load() if meta_path else None
-        model = nanogpt_model(saved["model_args"], saved["model"], meta is None)
-        characters = meta and [meta["itos"][i] for i in range(len(meta["itos"]))]
-        if characters and len(characters) != model.config.vocab_size:
-            there = f"{meta_path} has {len(characters)} characters, the model"
-            raise ValueError(f"{there} {model.config.vocab_size}: put the model's own there")
-        text = "".join(characters or [])
-        text.encode()  # a lone surrogate is no character
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} or its meta.pkl holds more than tensors, numbers and texts, and to read that "
-            "could run any code: where you trust it, save its model and model_args alone, with "
-            "torch.save"
-        ) from error
-    except (*MALFORMED, RuntimeError, EOFError, MemoryError) as error:
-        reason = " ".join(str(error).split())  # torch's have several lines
-        raise CheckpointError(f"{path} is no checkpoint of nanoGPT's ({reason})") from error
-    left = ""
-    if characters:
-        from training.corpus import char_tokenizer
-
-        tokenizer = char_tokenizer(text)
-        if tokenizer.vocab != {character: i for i, character in enumerate(characters)}:
-            raise CheckpointError(f"{meta_path} has other than single characters, in their order")
-        tokenizer.save(directory)
-    elif (path.parent / "tokenizer.json").exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        for name in TOKENIZER_FILES:
-            shutil.copy(path.parent / name, directory)
-    else:
-        names = " ".join(TOKENIZER_FILES)
-        left = (
-            f"Its tokenizer is missing: if that is GPT-2's, run `hf download openai-community/gpt2 "
-            f"{names} --local-dir {directory}`, or copy these files there."
-        )
-    save_checkpoint(model, directory)
-    return left
-
-
-def find_meta(path: Path, saved: dict) -> Path | None:
-    """nanoGPT's meta.pkl: beside the checkpoint, or where its training had the corpus."""
-    dataset = str(saved.get("config", {}).get("dataset"))
-    for folder in (path.parent, path.absolute().parents[1] / "data" / dataset):
-        if (folder / "meta.pkl").is_file():
-            return folder / "meta.pkl"
-    return None
-
-
-def nanogpt_model(said: dict, weights: dict, is_bpe: bool) -> GPT:
-    """Names and layout are ours already, but for prefixes. Its GELU is the exact one."""
-    config = GPTConfig(
-        **{name: said[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
-        context_length=said["block_size"],
-        bias=said.get("bias", True),
-        dropout=said.get("dropout", 0.0),
-        activation="gelu",
-        eos_token_ids=(DEFAULT_EOS,) if is_bpe and said["vocab_size"] > DEFAULT_EOS else (),
-    )
-    ours = {}
-    for name, weight in weights.items():
-        name = name.removeprefix("_orig_mod.").removeprefix("transformer.")
-        if not name.endswith(".attn.bias"):  # a causal mask
-            ours[name] = weight
-    dtypes = {weight.dtype for weight in ours.values()} - {*DTYPES.values()}
-    if dtypes:
-        raise ValueError(f"weights in {dtypes.pop()}, wanted {', '.join(DTYPES)}")
-    config.tied = torch.equal(ours.setdefault(HEAD, ours["wte.weight"]), ours["wte.weight"])
-    model = empty_model(config)
-    model.load_state_dict(ours, assign=True)
-    return model
-
-
-def main(argv: list[str] | None = None):
-    parser = ArgumentParser(description="Make a directory that serve.py opens.")
-    parser.add_argument("command", choices=["convert"])
-    parser.add_argument("checkpoint", type=Path, help="nanoGPT's ckpt.pt")
-    parser.add_argument("directory", type=Path, help="a new one")
-    args = parser.parse_args(argv)
-    try:
-        left = convert(args.checkpoint, args.directory)
-    except (CheckpointError, OSError) as error:
-        sys.exit(str(error))
-    print(f"{left}\nThen: " if left else "", f"python serve.py --model {args.directory}", sep="")
-
-
-if __name__ == "__main__":
-    main()

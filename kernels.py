@@ -9,11 +9,12 @@ decoding request, then the prefill chunks. Decodes and chunks so share one forwa
     tokens     [T]    a    b    c0 c1 c2 c3   d0 d1        T = 8
     query_start       0    1    2             6     8      [B + 1], B = 4, num_decodes = 2
 
-Both operations are in Triton here, and read K and V where they are; serving/gather.py has them in
+Both operations are in Triton here, and read K and V where they are; ops/gather.py has them in
 torch, with the same signatures and in-place effects: `store_kv` writes the pool, `paged_attention`
 only reads it. A request with context length 0, as the padding of chunks in a CUDA graph, gets
-zeros. Letters: B requests, T tokens, R rows of logits, H query heads, Hk KV heads, G = H / Hk, D
-head size, M blocks per table, S block size.
+zeros. In order: the batch, the store, attention, the launches, and last what GPUs from Hopper on
+add; `pdl_wait` and `PDL` can be passed over until there. Letters: B requests, T tokens, R rows of
+logits, H query heads, Hk KV heads, G = H / Hk, D head size, M blocks per table, S block size.
 """
 
 import math
@@ -65,7 +66,7 @@ class Batch:
 
 
 # --------------------------------------------------------------------------------------------------
-# Triton: no gather, K and V are read where they are
+# The store: K and V of each token go to its slot
 
 
 def jit(function):
@@ -75,40 +76,6 @@ def jit(function):
     kernels compile again.
     """
     return triton.jit(function, do_not_specialize=["M", "B", "R"]) if triton else function
-
-
-INF = tl.constexpr(math.inf)
-
-
-@jit
-def pdl_wait(PDL: tl.constexpr):
-    """
-    Programmatic dependent launch (PDL, from Hopper on): this kernel may have been started before
-    its predecessor ended. Let the successor start likewise, then block until the predecessor's
-    writes are visible. This hides the latency of a launch, which is as long as a small kernel.
-    """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-
-
-def pdl_options(x: Tensor, wanted: bool = True) -> dict:
-    """The launch options of a kernel with an argument PDL, on the device of x."""
-    if not x.is_cuda:
-        return {"PDL": False}
-    pdl = wanted and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return {"PDL": pdl, "launch_pdl": pdl}
-
-
-@jit
-def finishes_last(finished, programs):
-    """
-    Count this program in `finished`, zero at first; true for the last of `programs` to do so. That
-    one may then combine what all of them have stored, if it loads past L1, which may be stale:
-    cache_modifier=".cg".
-    """
-    tl.debug_barrier()  # all threads have stored before one of them counts
-    return tl.atomic_add(finished, 1, sem="acq_rel") == programs - 1
 
 
 @jit
@@ -134,6 +101,23 @@ def store_kv_kernel(
     tl.store(to + k_to_v, tl.load(v + token * v_stride + i, mask=real), mask=real)
 
 
+def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+    """As gather.store_kv_torch."""
+    check_layout(k, kv, batch)
+    T, Hk, D = k.shape
+    store_kv_kernel[(T,)](
+        k, v, kv, batch.slot_mapping, k.stride(0), v.stride(0), kv.stride(0),
+        Hk=Hk, D=D, S=kv.shape[3], WIDTH=triton.next_power_of_2(Hk * D), **pdl_options(k),
+    )  # fmt: skip
+    return kv
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention: no gather, K and V are read where they are
+
+INF = tl.constexpr(math.inf)
+
+
 @jit
 def capped(score, squeeze):
     """
@@ -156,6 +140,17 @@ def online_softmax(score, scale, v, acc, top, total):
     weight, shrink = tl.exp2(score * scale - reference[:, None]), tl.exp2(top - reference)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, new_top, total * shrink + tl.sum(weight, axis=1)
+
+
+@jit
+def finishes_last(finished, programs):
+    """
+    Count this program in `finished`, zero at first; true for the last of `programs` to do so. That
+    one may then combine what all of them have stored, if it loads past L1, which may be stale:
+    cache_modifier=".cg".
+    """
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    return tl.atomic_add(finished, 1, sem="acq_rel") == programs - 1
 
 
 @jit
@@ -353,22 +348,7 @@ def prefill_kernel(
 # --------------------------------------------------------------------------------------------------
 # The host half: what a step's launches need, and the launches
 
-# Tuned on an H200, 2026-11-21, by `python bench.py kernels`: head sizes 64 and 128, 1 to 256
-# requests, contexts of 100 to 32,768 tokens, all alike or not.
-TILE = 64  # keys at a time
-DECODE_WARPS = 4
-PREFILL_ROWS = 64  # tokens of a chunk in a tile
-PREFILL_WARPS = 4
-MAX_SPLITS = 64
-COMBINED_AT_ONCE = 8192  # numbers of partial results that a program combines at a time
-STAGES_ROOM = 3.5  # tiles of K and V in shared memory with 3 pipeline stages, as compiled
-
 NO_REQUEST = -1  # of a tile that is padding
-
-
-def programs_at_once(D: int) -> int:
-    """Programs of the decode kernel that one multiprocessor runs at once."""
-    return 6 if padded(D) <= 64 else 4
 
 
 class TritonPlan(NamedTuple):
@@ -395,19 +375,6 @@ class TritonPlan(NamedTuple):
 def padded(n: int) -> int:
     """n rounded up to the side of a tensor core's tile: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(n))
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program (thread block) may take."""
-    if device.type != "cuda":
-        return 2**20  # for the interpreter, which has no limit
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def stages_that_fit(kv: Tensor) -> int:
-    """Pipeline stages of the attention kernels: 3 are fastest, where shared memory has room."""
-    tile = 2 * TILE * padded(kv.shape[-1]) * kv.element_size()
-    return 3 if STAGES_ROOM * tile <= shared_memory(kv.device) else 2
 
 
 def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
@@ -503,17 +470,6 @@ def check_layout(x: Tensor, kv: Tensor, batch: Batch):
     assert tables.stride(1) == 1, "block tables must be contiguous along blocks"
 
 
-def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
-    """As gather.store_kv_torch."""
-    check_layout(k, kv, batch)
-    T, Hk, D = k.shape
-    store_kv_kernel[(T,)](
-        k, v, kv, batch.slot_mapping, k.stride(0), v.stride(0), kv.stride(0),
-        Hk=Hk, D=D, S=kv.shape[3], WIDTH=triton.next_power_of_2(Hk * D), **pdl_options(k),
-    )  # fmt: skip
-    return kv
-
-
 def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
     """
     As gather.paged_attention_torch, in at most two launches: one for all decodes, one for all
@@ -559,3 +515,55 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
     return out.to(q.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Hopper's matters: what was tuned on an H200, and what its kind of GPU has and older ones lack
+
+# Tuned on an H200, 2026-11-21, by `python bench.py kernels`: head sizes 64 and 128, 1 to 256
+# requests, contexts of 100 to 32,768 tokens, all alike or not.
+TILE = 64  # keys at a time
+DECODE_WARPS = 4
+PREFILL_ROWS = 64  # tokens of a chunk in a tile
+PREFILL_WARPS = 4
+MAX_SPLITS = 64
+COMBINED_AT_ONCE = 8192  # numbers of partial results that a program combines at a time
+STAGES_ROOM = 3.5  # tiles of K and V in shared memory with 3 pipeline stages, as compiled
+
+
+def programs_at_once(D: int) -> int:
+    """Programs of the decode kernel that one multiprocessor runs at once."""
+    return 6 if padded(D) <= 64 else 4
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program (thread block) may take."""
+    if device.type != "cuda":
+        return 2**20  # for the interpreter, which has no limit
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def stages_that_fit(kv: Tensor) -> int:
+    """Pipeline stages of the attention kernels: 3 are fastest, where shared memory has room."""
+    tile = 2 * TILE * padded(kv.shape[-1]) * kv.element_size()
+    return 3 if STAGES_ROOM * tile <= shared_memory(kv.device) else 2
+
+
+@jit
+def pdl_wait(PDL: tl.constexpr):
+    """
+    Programmatic dependent launch (PDL, from Hopper on): this kernel may have been started before
+    its predecessor ended. Let the successor start likewise, then block until the predecessor's
+    writes are visible. This hides the latency of a launch, which is as long as a small kernel.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def pdl_options(x: Tensor, wanted: bool = True) -> dict:
+    """The launch options of a kernel with an argument PDL, on the device of x."""
+    if not x.is_cuda:
+        return {"PDL": False}
+    pdl = wanted and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"PDL": pdl, "launch_pdl": pdl}

@@ -9,7 +9,7 @@ and serving run the same forward.
 What differs between families is a field of `GPTConfig` (families.py reads it from config.json).
 What differs between machines is the table of operators, `Ops`, that each batch carries. `TORCH`, in
 this file, is the reference: plain, differentiable, attention spelled out. The other tables
-(serving/ops.py, training/fast.py) compute the same, faster. Read from the bottom, `GPT`, or from
+(ops/choice.py, training/fast.py) compute the same, faster. Read from the bottom, `GPT`, or from
 `attention`.
 
 Letters: B requests, T tokens, L layers, H query heads, Hk KV heads, D head size, V vocabulary, and
@@ -138,8 +138,10 @@ def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, 1, D / 2), fp32, of positions (T,) times frequencies (D / 2,)."""
-    angles = positions[:, None, None].float() * frequencies
+    """
+    Cosines and sines (..., T, 1, D / 2), fp32, of positions (..., T) times frequencies (D / 2,).
+    """
+    angles = positions[..., None, None].float() * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -445,6 +447,8 @@ class Attention(nn.Module):
         self.post_norm = norm(config) if config.post_norm else None
 
     def forward(self, y: Tensor, kv, batch) -> Tensor:
+        # K and V are written here. In serving kv is this layer's part of the pool: project_qkv
+        # stores the new K and V in it, at batch.slot_mapping, and attend reads them there.
         q, kv = batch.ops.project_qkv(y, self, kv, batch)
         mixed = batch.ops.attend(q, kv, self, batch)  # (..., T, H, D)
         mixed = mixed.flatten(-2)  # (..., T, H D)

@@ -65,11 +65,17 @@ class BlockCache:
         block = self.block_of.get(wanted.key)
         return block if self.held.get(block) == wanted else None
 
-    def insert(self, block: int, content: CachedBlock):
-        """Commit a full block. Where the key has a block already, that one stays the one found."""
-        if content.key not in self.block_of and block not in self.held:
+    def insert(self, block: int, content: CachedBlock) -> bool:
+        """
+        Commit a full block. Where another block has this key already, that one stays in the cache:
+        this one remains its owner's own, and becomes free, not idle, when that gives it back.
+        Returns whether it has entered.
+        """
+        is_new = content.key not in self.block_of and block not in self.held
+        if is_new:
             self.block_of[content.key] = block
             self.held[block] = content
+        return is_new
 
     def forget(self, block: int):
         """Take out a block that is about to be used for something else."""
@@ -103,8 +109,10 @@ class BlockAllocator:
         self.ref_counts = [0] * num_blocks  # how many block tables hold each block
         # in no table and not committed; a stack: the block freed last is handed out next
         self.free = list(reversed(range(num_blocks)))
-        # in no table, but committed: an ordered set, the least recently used first
-        self.idle: OrderedDict[int, None] = OrderedDict()
+        # in no table, but committed; the least recently used first, each with its number among all
+        # that have become idle so far
+        self.idle: OrderedDict[int, int] = OrderedDict()
+        self.num_idled = 0
         self.block_cache = BlockCache()
         self.num_evictions = 0
         self.evicted: list[int] = []  # blocks, until a plan takes them: those evicted for it
@@ -153,7 +161,7 @@ class BlockAllocator:
     def free_blocks_for_request(self, block_table: list[int]):
         """
         Take one reference off each block; the table itself stays as it is. The tail goes first, so
-        that the end of a text is evicted before its beginning, without which no lookup reaches it.
+        that it is evicted first: a lookup walks from the beginning, and finds no end without it.
         Raises ValueError for a block without a reference.
         """
         for block in reversed(block_table):
@@ -165,7 +173,8 @@ class BlockAllocator:
             if self.ref_counts[block] > 0:
                 continue  # another table holds it
             if block in self.block_cache.held:
-                self.idle[block] = None
+                self.num_idled += 1
+                self.idle[block] = self.num_idled
             else:
                 self.free.append(block)
 
@@ -193,40 +202,45 @@ class Request:
 
     Between active and done it is `ending` while its last token is on its way.
 
-    Four cursors run over its positions, each at or behind the next. Here with blocks of 4, a prompt
-    of 6 tokens, and overlap: a step is under way that computes position 9.
+    Cursors run over its positions, each at or behind the next. Between two steps, with blocks of 4
+    and a prompt of 6 tokens, of whose answer 4 are known:
 
         position        0  1  2  3    4  5  6  7    8  9 10 11
         block         [      7    ] [      2    ] [      9    ]
         committed  8   ────────────────────────>                 num_committed, in blocks
-        computed   9   ─────────────────────────────>            num_computed_slots: K, V exist
-        filled    10   ────────────────────────────────>         num_filled_slots: or under way
+        filled     9   ─────────────────────────────>            num_filled_slots: K, V in the pool
         allocated 12   ──────────────────────────────────────>   len(block_table), in blocks
 
-    It has 11 tokens then; the last one, at position 10, is TO_COME.
+    The last of its 10 tokens, at position 9, is the next step's input: that step writes its K, V.
+    With overlap it is under way already, and the text has 11 tokens, of which the last is TO_COME.
+    Then `filled` counts the slots that it writes, and one more cursor those that are there:
+
+        computed   9   ─────────────────────────────>            num_computed_slots: K, V exist
+        filled    10   ────────────────────────────────>         num_filled_slots: or under way
     """
 
+    # the post's eight
     id: int | str
     prompt_tokens: list[int]
     max_new_tokens: int
-    arrival_time: float = 0.0  # in seconds; to policy fcfs the unit does not matter
     generated_tokens: list[int | None] = field(default_factory=list)
     status: str = "waiting"
     prefill_cursor: int = 0  # of the prefill target, tokens that are computed or were found cached
     block_table: list[int] = field(default_factory=list)
     num_filled_slots: int = 0  # tokens whose K, V are in the pool after the steps started so far
 
-    # what else may be asked for
+    # what overlap, windows, sampling and sharing add: first what may be asked for
+    arrival_time: float = 0.0  # in seconds; to policy fcfs the unit does not matter
     priority: int = 0  # lower is served first
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     params: object = None  # what the engine needs to sample for this request
-    name: str = ""  # what its client calls it, for the record (serving/events.py)
+    name: str = ""  # what its client calls it, for the record (engine/events.py)
     choice: int = 0  # which answer to its prompt this is; enters the noise of sampling
     # score the prompt's tokens, and with each so many of the likeliest; None: do not
     prompt_logprobs: int | None = None
 
-    # bookkeeping of the scheduler
+    # then the scheduler's books
     row: int | None = None  # its place in the engine's device arrays while it runs
     arrival_number: int = 0  # breaks ties of arrival_time
     # when it was first admitted, set by the engine; None: not yet, or it is a fork
@@ -301,13 +315,14 @@ class Request:
 
 def commit_blocks(
     request: Request, block_cache: BlockCache, block_size: int, num_slots: int, ref_counts=None
-):
+) -> list[int]:
     """
     Enter the full blocks among the request's first num_slots slots, whose K, V exist, into the
-    prefix cache, and count them in `num_committed`. With `ref_counts`, a block with other owners is
-    skipped for good: a fork may still write into it (the last owner writes without copying), so its
-    content is not final; the sink is skipped, too. How a full block can be shared and not final, by
-    n = 2 choices of a prompt of P = 3 tokens, with blocks of 4 and overlap:
+    prefix cache, and count them in `num_committed`. Returns the blocks that are new there. With
+    `ref_counts`, a block with other owners is skipped for good: a fork may still write into it (the
+    last owner writes without copying), so its content is not final; the sink is skipped, too. How a
+    full block can be shared and not final, by n = 2 choices of a prompt of P = 3 tokens, with
+    blocks of 4 and overlap:
 
         block 5    references
         p p p -    1    step 1 has computed the prompt; step 2 is under way, with its first token, a
@@ -320,15 +335,19 @@ def commit_blocks(
     >>> cache, first = BlockCache(), Request("first", [1, 2, 3], 9, generated_tokens=[50])
     >>> first.block_table = [5]
     >>> commit_blocks(first, cache, 4, num_slots=4, ref_counts=[0, 0, 0, 0, 0, 2])
+    []
     >>> first.num_committed, cache.held
     (1, {})
     """
+    new = []
     for index in range(request.num_committed, num_slots // block_size):
         block = request.block_table[index]
         content = request.content_of(index, block_size)
-        if ref_counts is None or (block < len(ref_counts) and ref_counts[block] == 1):
-            block_cache.insert(block, content)
+        is_final = ref_counts is None or (block < len(ref_counts) and ref_counts[block] == 1)
+        if is_final and block_cache.insert(block, content):
+            new.append(block)
         request.num_committed = index + 1
+    return new
 
 
 # --------------------------------------------------------------------------------------------------
@@ -389,6 +408,7 @@ class Plan:
     preempted: list[Request] = field(default_factory=list)  # gave theirs back, and wait again
     grown: list[Request] = field(default_factory=list)  # tables changed for their next token
     evicted: list[int] = field(default_factory=list)  # blocks taken out of the prefix cache
+    committed: list[int] = field(default_factory=list)  # blocks put into it, once it is resolved
 
     @property
     def work(self) -> list[tuple[Request, int]]:
@@ -402,7 +422,7 @@ class Plan:
 
 def setting(default, help: str, **more):
     """
-    A field with its default and its meaning, of which serving/flags.py makes a flag. `more` may
+    A field with its default and its meaning, of which flags.py makes a flag. `more` may
     have `least`, `choices`, and `flag`, if that has another name.
     """
     return field(default=default, metadata={"help": help, **more})
@@ -418,13 +438,10 @@ class SchedulerSettings:
     max_num_seqs: int = setting(256, "requests running at once; each owns a row", least=1)
     watermark: float = 0.0  # share of the blocks that admissions leave to running requests
     prefill_share: float = setting(0.25, "share of the token budget that is kept for prompts")
-    max_num_partial_prefills: int = setting(
-        4, "prompts with even shares of a step; later ones get what is left over", least=1
-    )
-    max_long_partial_prefills: int = setting(
-        1, "long prompts among these; further long ones come last", least=1
-    )
-    long_prefill_threshold: int = setting(512, "tokens above which a prompt is long", least=1)
+    # prompts with even shares of a step; later ones get what is left over
+    max_num_partial_prefills: int = 4
+    max_long_partial_prefills: int = 1  # long prompts among these; further long ones come last
+    long_prefill_threshold: int = 512  # tokens above which a prompt is long
     # the help text is that of the flag, which turns it off
     prefix_cache: bool = setting(
         True, "compute each prompt from its first token", flag="--no-prefix-cache"
@@ -515,7 +532,7 @@ class Scheduler:
         self.num_hit_tokens = 0
         self.peak_blocks = 0
         # where the first in the queue was not admitted: (blocks it needs, blocks spare)
-        self.lack: tuple[int, int] | tuple[()] = ()
+        self.admission_shortfall: tuple[int, int] | None = None
         self.checked: dict[int, CachedBlock] = {}  # blocks whose key `check` has found right
 
     @property
@@ -599,7 +616,7 @@ class Scheduler:
         # with no other request to grow, one may take the whole pool
         reserve = self.watermark if self.active or self.prefilling else 0
         if needed + reserve > spare:
-            self.lack = (needed + reserve, spare)
+            self.admission_shortfall = (needed + reserve, spare)
             return False
         allocator.share(hits)
         request.block_table = hits + allocator.allocate_n(needed)
@@ -655,7 +672,7 @@ class Scheduler:
         that the step writes. Raises RuntimeError where a request alone in the pool cannot grow.
         """
         plan = Plan(step)
-        self.lack = ()
+        self.admission_shortfall = None
         self._plan_decodes(plan)
         if self.waiting and not plan.preempted:  # a victim does not come back in the same step
             plan.admitted = self._maybe_admit(step)
@@ -836,12 +853,12 @@ class Scheduler:
         for request, n in plan.chunks:
             if request.row is not None:  # not preempted since
                 request.num_computed_slots += n
-                self._commit(request)
+                plan.committed += self._commit(request)
         for request in plan.decodes:  # the hot loop
             if request.row is not None:
                 request.num_computed_slots = computed = request.num_computed_slots + 1
                 if computed % S == 0:
-                    self._commit(request)
+                    plan.committed += self._commit(request)
         for request, token in zip(plan.sampled, tokens):  # noqa: B905  the hot loop
             if request.num_to_come:
                 request.generated_tokens[-request.num_to_come] = token
@@ -856,14 +873,19 @@ class Scheduler:
             self.complete(request)
         return finished
 
-    def _commit(self, request: Request):
-        """Commit its full blocks, and only then leave some behind: so they can still be hit."""
+    def _commit(self, request: Request) -> list[int]:
+        """
+        Commit its full blocks, and only then leave some behind: so they can still be hit. Returns
+        the blocks that are new in the prefix cache.
+        """
+        new = []
+        computed = request.num_computed_slots
         if self.settings.prefix_cache:
-            computed = request.num_computed_slots
             ref_counts = self.block_allocator.ref_counts
-            commit_blocks(request, self.block_cache, self.block_size, computed, ref_counts)
+            new = commit_blocks(request, self.block_cache, self.block_size, computed, ref_counts)
         if self.window:
-            self._slide(request, request.num_computed_slots)
+            self._slide(request, computed)
+        return new
 
     def _slide(self, request: Request, position: int) -> bool:
         """
@@ -1068,13 +1090,20 @@ class KVBlockPool:
 
 # --------------------------------------------------------------------------------------------------
 # The post's helpers, to be read and compared with. In serving, the scheduler grows tables and
-# commits by itself, and a step writes and reads the pool through `slot_mapping` and `block_tables`
-# (kernels.py). Of the post's names
+# commits by itself, and there is nothing to assemble. Of the post's names
 #
 #   serving runs:    add_request, _maybe_admit, promote, complete, allocate_one, clear_cache,
 #                    free_blocks_for_request, is_fully_prefilled
 #   to be read:      schedule, maybe_allocate_block, commit_completed_blocks, write_kv_to_pool,
 #                    gather_kv_from_pool, num_tokens_in_cache, tokens_so_far
+#   examples/post.py has the rest and the post's loop, and says what replaces each here.
+#
+# Where are K and V written? In each layer: project_qkv in model.py's Attention.forward writes them
+# into the pool, at the batch's slot_mapping.
+# Does the head change? Yes: it writes the pool, and reads it through the block tables. In the post
+# K and V are gathered before the model and written after it. Weights and arithmetic are the same.
+# What replaces assemble_fused_batch? A kernels.Batch, all new tokens on one flat axis, unpadded:
+# flat_batch in engine/engine.py makes one to be read.
 
 
 def maybe_allocate_block(request: Request, block_allocator: BlockAllocator, block_size: int):

@@ -6,21 +6,20 @@ of its own.
     python serve.py --model out/shakespeare_char --port 9000
     python serve.py --prompt "def " --max-tokens 100    # no HTTP: continues a text at the terminal
     python serve.py --chat                              # no HTTP: a conversation at the terminal
-    python serve.py --replay assets/forks.jsonl         # no model: the page, with a record
+    python serve.py --replay assets/tour.jsonl          # no model: the page, with a record
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "def "}'
 
 The engine's process never waits for HTTP. The HTTP processes import no torch, so they stay small,
-and never wait for a step; each has an `EngineClient` that connects it to the engine. What they
-answer is in serving/api.py, the flags are in serving/flags.py, the terminal, which has its engine
-in its own process and needs no HTTP packages, is in serving/terminal.py.
+and never wait for a step; each has an `EngineClient` that connects it to the engine. Their answers
+are in server/app.py and the flags in flags.py. The terminal, which has its engine in its own
+process and needs no HTTP packages, is in server/terminal.py.
 """
 
 import asyncio
 import ipaddress
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -32,13 +31,20 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import resource_tracker
 
-from commands import SPINS_SERVING, collect_garbage_rarely
-from serving import terminal
-from serving.client import EngineClient
-from serving.encoder import Encoder
-from serving.flags import KEY_VARIABLE, engine_settings, parse_args
-from serving.replay import open_record
-from serving.workers import (
+from common import (
+    SPINS_SERVING,
+    announce,
+    collect_garbage_rarely,
+    end_with_one_line,
+    not_installed,
+)
+
+if __name__ == "__main__":
+    end_with_one_line()
+
+from engine.replay import open_record
+from flags import KEY_VARIABLE, engine_settings, parse_args
+from server.workers import (
     METRICS_FOLDER,
     Seat,
     Workers,
@@ -46,7 +52,6 @@ from serving.workers import (
     num_processes,
     open_port,
     share_port,
-    shared_counts,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -61,9 +66,9 @@ def build_engine(args: Namespace):
     import torch
 
     from checkpoint import load_checkpoint, serving_dtype
-    from serving.engine import Engine
-    from serving.events import record_to
-    from serving.sizing import check_fits
+    from engine.engine import Engine
+    from engine.events import record_to
+    from engine.sizing import check_fits, machine_name
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -75,27 +80,30 @@ def build_engine(args: Namespace):
     check = partial(check_fits, settings)
     engine = Engine(load_checkpoint(args.model, device, dtype, check), settings)
     if args.record is not None:
-        record_to(args.record, engine, args.log_requests)
+        title = {"model": args.model, "machine": machine_name(device)}
+        record_to(args.record, engine, args.log_requests, **title)
     return engine
 
 
 def engine_process(args: Namespace, listener: socket.socket):
-    """What the engine's process runs: its loop, until all HTTP processes are gone."""
-    from serving.links import Links
+    """The engine's process runs this: its loop, until all HTTP processes are gone."""
+    from engine.links import Links
 
     links = Links(listener)
     links.accept()  # before loading: a client whose link closes knows that this process died
     try:
         import torch
 
-        from serving.loop import serve
+        from engine.process import serve
 
         torch.set_num_threads(engine_threads())
         engine = build_engine(args)
         print(engine.statement(), file=sys.stderr, flush=True)
     except Exception as error:  # of any kind: the server's user gets one line
         message = str(error)
-        if not isinstance(error, ValueError):
+        if isinstance(error, ModuleNotFoundError):
+            message = not_installed(error)
+        elif not isinstance(error, ValueError):
             message = f"{type(error).__name__}: {message}"
         links.set_greeting({"op": "fatal", "message": message})
         return
@@ -171,14 +179,6 @@ def warn_of_readable_keys(path: str):
         )
 
 
-def key_in_shell(args: Namespace) -> str:
-    """How a shell command spells an API key without showing it; "" where there is none."""
-    if args.api_key_file is not None:
-        return f"$(grep -m 1 '[^[:space:]]' {shlex.quote(os.path.abspath(args.api_key_file))})"
-    # in a terminal where the variable is not set, the shell says this and runs nothing
-    return f"${{{KEY_VARIABLE}:?set it to the key of the server}}" if api_keys(args) else ""
-
-
 def listen(args: Namespace) -> socket.socket:
     """
     Open the listening socket before anything is loaded. Exits with one message where that fails.
@@ -186,8 +186,10 @@ def listen(args: Namespace) -> socket.socket:
     try:
         sock = open_port(args.host, args.port)
     except OSError as error:
+        # socket.create_server adds the address to the system's words
+        reason = error.strerror.partition(" (while")[0]
         sys.exit(
-            f"cannot listen at {args.host}:{args.port} ({error}): stop what is there, or choose "
+            f"cannot listen at {args.host}:{args.port}: {reason}; stop what is there, or choose "
             "another --port"
         )
     is_local = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
@@ -228,40 +230,45 @@ def run_on_loop(coroutine):
         return runner.run(coroutine)
 
 
-def serve_port(sock: socket.socket, *service) -> str | None:
+def serve_port(sock: socket.socket, client, encoder, *service) -> str | None:
     """
-    Serve one socket until the end; `service` are the arguments of api.Service. Returns what went
-    wrong, or None.
+    Serve one socket until the end; `service` are the other arguments of `Service`. Returns a
+    message if something went wrong.
     """
-    from serving.api import Service
+    from server.app import Service
 
+    encoder.check()  # while the model loads
     collect_garbage_rarely()
-    return run_on_loop(Service(*service).run(sock))
+    return run_on_loop(Service(client, encoder, *service).run(sock))
 
 
 def worker_process(args: Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat):
-    """What an HTTP process other than the first runs, on its own socket on the port."""
+    """An HTTP process other than the first runs this, on its own socket on the port."""
+    from server.client import EngineClient
+    from server.text import Encoder
+
     encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
-    serve_port(sock, EngineClient(path), encoder, args, keys, key_in_shell(args), seat)
+    serve_port(sock, EngineClient(path), encoder, args, keys, seat)
 
 
 def first_process(
     args: Namespace, listener: socket.socket, sockets: list[socket.socket]
 ) -> str | None:
     """
-    What the first HTTP process runs: it starts the engine and the other HTTP processes, serves, and
+    The first HTTP process runs this: it starts the engine and the other HTTP processes, serves, and
     ends them.
     """
+    from server.client import EngineClient
+    from server.text import Encoder
+
     path = listener.getsockname()
     keys = api_keys(args)
-    counts = shared_counts(len(sockets))
     encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
     client = EngineClient(path, partial(start_process, engine_process, args, listener))
-    workers = Workers(partial(start_process, worker_process, args, keys, path), sockets[1:], counts)
-    service = (client, encoder, args, keys, key_in_shell(args), Seat(0, counts), workers)
+    workers = Workers(partial(start_process, worker_process, args, keys, path), sockets[1:])
+    seat = Seat(0, len(sockets))
     try:
-        encoder.check()  # while the model loads
-        return serve_port(sockets[0], *service)
+        return serve_port(sockets[0], client, encoder, args, keys, seat, workers)
     finally:
         # from here on a further signal must not leave a process behind
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -282,39 +289,25 @@ def terminate_on_hang_up():
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
-def end_at_once_on_sigterm(folder: str):
+def end_at_once(folder: str, *_):
     """
-    Have SIGTERM remove `folder` and end this process, until there is an event loop that drains on
-    it. The processes started by then end, too, when their links close.
+    The handler of SIGTERM until there is an event loop, which drains. The processes started by then
+    end, too, when their links close.
     """
-
-    def end(*_):
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
-
-
-def check_packages():
-    """A missing package is found now, not after the model is loaded. Raises RuntimeError."""
-    try:
-        from serving import api  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(
-            f"{error.name} is missing: `pip install starlette pydantic uvicorn httptools "
-            "prometheus-client jinja2` to serve HTTP, or use --prompt without it"
-        ) from None
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def serve_http(args: Namespace) -> str | None:
     """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
     count = num_processes(args.http_workers)
     with tempfile.TemporaryDirectory(prefix="pagedgpt-") as folder:
-        end_at_once_on_sigterm(folder)
+        signal.signal(signal.SIGTERM, partial(end_at_once, folder))
         terminate_on_hang_up()
         if count > 1:  # prometheus_client reads it when it is imported
             os.environ[METRICS_FOLDER] = folder
-        check_packages()
+        import server.app  # noqa: F401  a missing package is found before a model is loaded
+
         sockets = share_port(listen(args), count)
         with listen_for_links(folder) as listener:
             return first_process(args, listener, sockets)
@@ -322,21 +315,22 @@ def serve_http(args: Namespace) -> str | None:
 
 def serve_record(args: Namespace):
     """Serve the page with the record of --replay until a signal. Raises RecordError."""
-    open_record(args.replay).close()
-    check_packages()
-    from serving.site import ReplaySite
+    open_replay = partial(open_record, args.replay)
+    open_replay().close()
+    from server.gate import ReplaySite
 
-    run_on_loop(ReplaySite(args, api_keys(args)).run(listen(args)))
+    run_on_loop(ReplaySite(args, api_keys(args), open_replay).run(listen(args)))
 
 
 def create_record(path: str):
-    """Make the file of --record, now: before a model is loaded. Raises OSError."""
+    """Make the file of --record now, before a model is loaded. Raises OSError."""
     try:
-        open(path, "x").close()
-    except FileExistsError:
-        raise OSError(f"--record {path}: there is such a file; name a new one") from None
+        with open(path, "a") as file:
+            is_empty = file.tell() == 0  # new, or of a start that failed
     except OSError as error:
         raise OSError(f"--record {path}: {error.strerror}; name another file") from None
+    if not is_empty:
+        raise OSError(f"--record {path} exists already: name a new file")
 
 
 def main(argv: list[str] | None = None):
@@ -346,25 +340,27 @@ def main(argv: list[str] | None = None):
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
     args = parse_args(argv)
-    if args.sampling_note:  # defaults that nobody told would be a riddle
+    if args.replay is None:
+        announce(f"loading {args.model}")
+    if args.sampling_note:  # the sampling defaults that the model brings
         print(args.sampling_note, file=sys.stderr)
-    is_created = False
     try:
         if args.record is not None:
             create_record(args.record)
-            is_created = True
         if args.replay is not None:
             problem = serve_record(args)
         elif args.chat or args.prompt is not None:
+            from server import terminal
+
             problem = terminal.run(args, build_engine)
         else:
             problem = serve_http(args)
     except (ValueError, RuntimeError, OSError) as error:
         problem = str(error)  # such as no model, a broken one, or flags that do not go together
+    except ModuleNotFoundError as error:
+        problem = not_installed(error)
     except KeyboardInterrupt:
         problem = "interrupted"
-    if is_created and os.path.exists(args.record) and not os.path.getsize(args.record):
-        os.remove(args.record)  # it never began: the name is free again
     sys.exit(problem)
 
 

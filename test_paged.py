@@ -19,16 +19,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
+from common import end_with_one_line
+
+if __name__ == "__main__":
+    end_with_one_line()
+
 import torch
 
+from engine.engine import Engine, interleaved_generate
+from engine.runner import Runner
+from engine.settings import Settings
 from model import GPT, GPTConfig
+from ops.sampling import gumbel_noise, threshold
 from paged import BlockAllocator, Plan, Request, Scheduler, SchedulerSettings, root_key
-from serving.beam import beam_search
-from serving.engine import Engine, interleaved_generate
-from serving.params import GREEDY, SamplingParams
-from serving.runner import Runner
-from serving.sampling import gumbel_noise, threshold
-from serving.settings import Settings
+from params import GREEDY, SamplingParams
 
 # --------------------------------------------------------------------------------------------------
 # What the tests share
@@ -218,7 +222,7 @@ def assert_idle(engine: Engine):
     allocator = scheduler.block_allocator
     scheduler.check()
     assert not engine.requests and scheduler.is_done(), f"{list(engine.requests)} are left"
-    assert not engine.prompt_scores and not engine.num_choices, "scores or choices are left"
+    assert not engine.prompt_scores and not engine.promised, "scores or choices are left"
     assert sorted(scheduler.free_rows) == list(range(scheduler.max_num_seqs)), "a row was lost"
     assert sum(allocator.ref_counts) == 0, "references leaked"
     assert allocator.num_free == allocator.num_blocks, "blocks leaked"
@@ -774,7 +778,7 @@ def test_forked():
         while not scheduler.is_done():
             plan = scheduler.plan()
             scheduler.check(plan)
-            scheduler.update(plan, runner.execute(plan))
+            scheduler.update(plan, runner.wait_for(runner.launch(plan)).tokens)
             # two forks, the second also of what the first shares
             if parent.num_generated in (steps, steps + 1):
                 child = scheduler.fork(parent, f"child {len(family)}")
@@ -834,59 +838,6 @@ def test_interleaved_generate_of_the_tutorial():
     for request in requests:
         assert request.num_generated == 12 and request.status == "done"
         assert_equals_dense(model, request.prompt_tokens, request.generated_tokens, GREEDY)
-
-
-@torch.no_grad()
-def dense_beam_search(
-    model: GPT, start: list[int], width: int, max_tokens: int
-) -> list[tuple[list[int], float]]:
-    """
-    Beam search as in a textbook: every beam's whole text again for each token, no cache, no early
-    end.
-    """
-    beams = [([], 0.0)]
-    answers = []
-    for _ in range(max_tokens):
-        logits, _ = model(torch.tensor([start + tokens for tokens, _ in beams]))
-        logprobs = logits[:, -1].log_softmax(-1)
-        candidates = [
-            ([*tokens, token], score + logprobs[i, token].item())
-            for i, (tokens, score) in enumerate(beams)
-            for token in range(VOCABULARY)
-        ]
-        best = sorted(candidates, key=lambda candidate: -candidate[1])[: 2 * width]
-        answers += [c for c in best if c[0][-1] == model.config.eos_token_id]
-        beams = [c for c in best if c[0][-1] != model.config.eos_token_id][:width]
-    return sorted(answers + beams, key=lambda answer: -answer[1])[:width]
-
-
-def test_beam_search():
-    """
-    Would catch: a beam that continues another's text, scores that belong to another beam, a beam
-    that ends early.
-    """
-    for seed, eos_at in ((12, None), (12, 6), (13, 4), (14, 9), (15, 5)):
-        start = prompt(seed, 17)
-        # a letter that the model expects soon: some beams end there
-        eos = None if eos_at is None else start[eos_at]
-        model = trained_model(eos_token_id=eos)
-        engine = new_engine(model, num_blocks=40, token_budget=8)  # the prompt comes in chunks
-        for width, max_tokens in ((1, 10), (3, 12), (5, 9)):
-            found = beam_search(engine, start, width, max_tokens)
-            wanted = dense_beam_search(model, start, width, max_tokens)
-            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
-            assert max(abs(a[1] - b[1]) for a, b in zip(found, wanted, strict=True)) < 1e-3
-            early = [tokens for tokens, _ in found if len(tokens) < max_tokens]
-            assert eos is None or any(tokens[-1] == eos for tokens in early)
-            assert_idle(engine)
-        assert engine.scheduler.num_copies > 0 and engine.scheduler.num_forks > 0
-    # with the second best first token as the end of text, an answer is there at once, and a better
-    # one still to come
-    start = prompt(17, 17)
-    second_best = trained_model()(torch.tensor([start]))[0][0, -1].topk(2).indices[1].item()
-    model = trained_model(eos_token_id=second_best)
-    [(tokens, _)] = beam_search(new_engine(model), start, 1, 2)
-    assert tokens == dense_beam_search(model, start, 1, 2)[0][0] and len(tokens) == 2
 
 
 def main():

@@ -23,12 +23,10 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from files import MALFORMED, how_to_download, read_json, write_atomically, write_json
+from common import MALFORMED, missing_file, read_json, write_atomically, write_json
 
 MAX_NAME = 1024  # characters of an added token; real ones have up to 40
 END_OF_TEXT = "<|endoftext|>"
-# Where other tokenizers are stored, and GPT-2's before there was tokenizer.json.
-FOREIGN_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
 
 
 class TokenizerError(ValueError):
@@ -74,9 +72,9 @@ class Tokenizer:
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self.control = {token.content: i for i, token in added.items() if token.special}
-        # one whose name normalizing changes is no longer known as special, and so has a text
-        known = self.control.items()
-        self.names = {i: name for name, i in known if backend.id_to_token(i) == name}
+        # one whose name normalizing changes is no longer special to the library, and so has a text
+        pairs = self.control.items()
+        self.names = {i: name for name, i in pairs if backend.id_to_token(i) == name}
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.eos_token_id: int | None = self.control.get(eos_token)
         # of two names that begin alike the longer one counts; (?!) matches nothing
@@ -86,8 +84,7 @@ class Tokenizer:
         steps = [state(backend.normalizer), state(backend.pre_tokenizer)]
         self.has_known_pattern = "Regex" not in str(steps)
         empty = backend.encode("")  # to which a beginning-of-text token is added, or none
-        pairs = zip(empty.ids, empty.special_tokens_mask, strict=True)
-        self.bos = [i for i, was_added in pairs if was_added][:1]
+        self.bos = empty.ids[:1] if 1 in empty.special_tokens_mask[:1] else []
         kinds = decoding_steps(backend)
         self.is_byte_level = "ByteLevel" in kinds
         self.falls_back = "ByteFallback" in kinds
@@ -113,7 +110,7 @@ class Tokenizer:
         beginning-of-text token (BOS), or none. For raw prompts; a chat template writes its own.
         stand_ins (code point -> text, as for `str.translate`): characters that stand in the text
         for others, which are put back after the names were found. So what a user wrote, its "<"
-        replaced, never becomes a control token (see serving/chat.py).
+        replaced, never becomes a control token (see server/text.py).
         """
         if isinstance(text, bytes):
             return self._encode_bytes(text, allow_special)
@@ -143,7 +140,7 @@ class Tokenizer:
         Only names that the file wants found in normalized text, or has in its vocabulary (both are
         rare), are found again after that.
         """
-        wanted = self._encode_text(text)
+        disguised = self._encode_text(text)
         normalizer = self.backend.normalizer
         steps = [normalizers.Replace(chr(code), original) for code, original in stand_ins.items()]
         if normalizer:
@@ -153,9 +150,11 @@ class Tokenizer:
             ids = self._encode_text(text)
         finally:
             self.backend.normalizer = normalizer
-        spelled = text.translate(stand_ins)
+        spelled = text
+        for code, original in stand_ins.items():  # `translate` holds the GIL, 0.2 us a character
+            spelled = spelled.replace(chr(code), original)
         for name, i in self.control.items():
-            if name in spelled and ids.count(i) != wanted.count(i):
+            if name in spelled and ids.count(i) != disguised.count(i):
                 raise TokenizerError(
                     f"this conversation spells {name!r}, and this tokenizer cannot encode that "
                     "control token's name as text: leave it out"
@@ -226,12 +225,11 @@ class Tokenizer:
         context: Iterable[int] = (),
         skip_special_tokens: bool = True,
         stop: list[str] = (),
-        include_stop: bool = False,
     ) -> "TextStream":
         """The text of tokens that come behind those of `context`; see TextStream."""
         token_bytes = self.token_bytes if skip_special_tokens else self.spelled_bytes
         errors = "each_byte" if self.falls_back else "replace"
-        stream = TextStream(token_bytes, stop, include_stop, self.opening_bytes, errors)
+        stream = TextStream(token_bytes, stop, self.opening_bytes, errors)
         stream.follow(context)
         return stream
 
@@ -309,8 +307,7 @@ class TextStream:
     `token_bytes(id)` gives the bytes of a token within a text, `opening_bytes(id)` those of one
     that begins it, if they differ; `errors` is the codec's for bytes that are not UTF-8. The text
     ends at the first place where a stop string is complete, so it does not matter how the text is
-    cut into tokens. `matched` is then that string; the text ends before it, or behind it with
-    include_stop.
+    cut into tokens. `matched` is then that string, and the text ends before it.
 
         stream = tokenizer.stream(prompt, stop=["\\n\\n"])
         text = "".join(stream.push(token) for token in tokens) + stream.flush()
@@ -325,14 +322,12 @@ class TextStream:
         self,
         token_bytes: Callable[[int], bytes],
         stop: list[str] = (),
-        include_stop: bool = False,
         opening_bytes: Callable[[int], bytes] | None = None,
         errors: str = "replace",
     ):
         self.token_bytes = token_bytes
         self.opening_bytes = opening_bytes
         self.next_bytes = self._first_bytes if opening_bytes else token_bytes
-        self.include_stop = include_stop
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors)  # holds half characters
         self.num_broken = 0  # U+FFFD that the context ends with, unless a character is completed
         self.num_characters = 0  # decoded so far
@@ -406,7 +401,7 @@ class TextStream:
                 text = text[:end]
                 self.held = ""
                 self.matched = max(filter(text.endswith, self.stop), key=len)
-                return text if self.include_stop else text.removesuffix(self.matched)
+                return text.removesuffix(self.matched)
         # each round releases a character for good, so the work for a character does not grow with
         # the length or number of stop strings
         start = 0
@@ -440,7 +435,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
-        raise TokenizerError(no_tokenizer(path))
+        raise TokenizerError(missing_file(path))
     try:
         backend = open_backend(path)
         config = read_config(path.parent)
@@ -456,23 +451,6 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             f"{path} is not a tokenizer this code reads ({type(error).__name__}: {error}): "
             "restore it"
         ) from error
-
-
-def no_tokenizer(missing: Path) -> str:
-    """What to say of a directory without tokenizer.json: how to get one."""
-    folder = missing.parent
-    for name in FOREIGN_TOKENIZERS:
-        if (folder / name).is_file():
-            return (
-                f"{missing} is missing, the tokenizer is in {name}: let transformers write it: "
-                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-            )
-    if (folder / "config.json").is_file():
-        return f"{missing} is missing: copy it there, from where the model is"
-    if not folder.exists():
-        run = f"run `python train.py --out {folder}`, or name another"
-        return how_to_download(folder) or f"there is no directory {folder}: {run}"
-    return f"no tokenizer in {folder}: name a model's directory, or copy its tokenizer there"
 
 
 def foreign(what: str) -> TokenizerError:
@@ -575,16 +553,17 @@ def named_tokens(config: dict) -> dict[str, str | dict]:
 
 def add_tokens(backend: tokenizers.Tokenizer, config: dict):
     """Add the tokens that tokenizer_config.json alone has, or describes otherwise."""
-    there = [*backend.get_added_tokens_decoder().values()]
+    present = [*backend.get_added_tokens_decoder().values()]
     listed = config.get("added_tokens_decoder", {})
     described = [AddedToken(**listed[i]) for i in sorted(listed, key=int)]
-    names = {token.content for token in there + described}
-    known = {repr(token) for token in there}
-    new = [token for token in described if repr(token) not in known]
+    spelled = {repr(token) for token in present}
+    new = [token for token in described if repr(token) not in spelled]
+    names = {token.content for token in present + described}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     extra = extra if isinstance(extra, list) else []
     for token in [*named_tokens(config).values(), *extra]:
-        token = {"content": token} if isinstance(token, str) else token
+        if isinstance(token, str):
+            token = {"content": token}
         if token["content"] not in names:
             fields = {key: token[key] for key in FIELDS & token.keys()}
             new.append(AddedToken(**fields, special=True))
@@ -600,11 +579,10 @@ def check_fits_model(tokenizer: Tokenizer, directory: Path):
         rows = read_json(directory / "config.json").get("vocab_size")
     except MALFORMED:
         return  # a broken model is reported when the model is loaded
-    if type(rows) is int and rows < tokenizer.vocab_size:
-        ids = tokenizer.backend.get_vocab(with_added_tokens=False).values()
-        needed = max([*ids, tokenizer.eos_token_id or 0]) + 1
-        if rows < needed:
-            raise TokenizerError(
-                f"it has {needed} tokens, but config.json beside it says that the model has "
-                f"{rows}: they do not belong together, copy the model's own tokenizer there"
-            )
+    ids = tokenizer.backend.get_vocab(with_added_tokens=False).values()
+    needed = max([*ids, tokenizer.eos_token_id or 0]) + 1
+    if type(rows) is int and rows < needed:
+        raise TokenizerError(
+            f"it has {needed} tokens, but config.json beside it says that the model has {rows}: "
+            "they do not belong together, copy the model's own tokenizer there"
+        )

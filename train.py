@@ -6,10 +6,9 @@ Train a small GPT and leave a checkpoint directory that serve.py, transformers a
     python train.py --resume                     # continue a run that was stopped or killed
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M
 
-It prepares the corpus if that is missing, times a few steps, chooses a size that fits the time
-(training/sizes.py) and says what it chose. Ctrl-C saves and stops. Everything random is a function
-of (seed, step), so a resumed run sees the losses of an uninterrupted one. Below: knobs, data,
-recipe, the run and its loop; `main` sums up. Letters: B sequences a step, T tokens of each.
+It prepares the corpus if that is missing. Ctrl-C saves and stops. Everything random is a function
+of (seed, step), so a resumed run sees the losses of an uninterrupted one. Below: knobs, recipe,
+the run and its loop; `main` sums up. Letters: B sequences a step, T tokens of each.
 """
 
 import json
@@ -19,35 +18,59 @@ import signal
 import sys
 import textwrap
 import time
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from dataclasses import dataclass
+from argparse import BooleanOptionalAction, Namespace
 from functools import partial
 from pathlib import Path
 
-from commands import SPINS_TRAINING, Help, add_flag, at_least, not_negative, positive
+from common import (
+    SPINS_TRAINING,
+    Help,
+    Parser,
+    add_flag,
+    announce,
+    at_least,
+    end_with_one_line,
+    positive,
+)
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_TRAINING)  # before torch is loaded
+if __name__ == "__main__":
+    end_with_one_line()
+    announce("loading torch")
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import HEAD, save_checkpoint
-from files import write_atomically
-from model import GPT, GPTConfig
+from checkpoint import save_checkpoint
+from common import write_atomically
+from families import FAMILIES
+from model import GPT, GPTConfig, Rope
+from training.batches import Batches
 from training.clock import Clock
 from training.corpus import Corpus, load_corpus
-from training.machine import Process, fit_to_machine, init_process, pick_device
+from training.machine import Process, has_bfloat16, init_process, pick_device
 from training.muon import Muon, maps_of
-from training.report import exit_if_unwritable, introduce, move_bar, progress_bar, report_result
-from training.samples import generate_texts
-from training.sizes import ARCHS, SIZES, model_fields
+from training.report import (
+    exit_if_unwritable,
+    generate_texts,
+    introduce,
+    move_bar,
+    progress_bar,
+    report_result,
+)
 
 # --------------------------------------------------------------------------------------------------
-# Knobs. A flag's default stands in its own line; a preset lists only what it changes, for CPUs and
-# for GPUs. The default run on a CPU is one of the sizes in training/sizes.py, a Llama; what was
-# tuned and measured with GPT-2 keeps it.
+# Knobs. A flag's default stands in its own line; a preset lists only what it changes: on a CPU, on
+# a CPU that multiplies in bfloat16 itself, and on a GPU. A recipe
+# that was tuned with GPT-2 keeps it.
 
+# Tuned for runs of two minutes on two cores: between half and twice these learning rates the
+# result differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat smaller
+# ones even for this model: its logits cost more, but each token is more text.
+SMALL = {"n_layer": 2, "n_embd": 128, "context_length": 512, "batch_size": 4, "eval_every": 200}
+SMALL |= {"short_context": 128, "matrix_lr": 0.012, "vector_lr": 0.02, "momentum": 0.9}
+SMALL |= {"beta2": 0.99, "decay": 0.6}
 # 11M parameters, the size that nanoGPT trains on Shakespeare
 MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
 SHAKESPEARE = {"data": "shakespeare_char", "arch": "gpt2"}
@@ -57,31 +80,36 @@ GPT2 = {"arch": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "context_len
 GPT2 |= {"bias": True, "activation": "gelu_new", "data": "stdlib_gpt2", "batch_size": 32}
 GPT2 |= {"steps": 2000, "matrix_lr": 0.01, "vector_lr": 1e-3}
 PRESETS = {
-    "stdlib": {"cpu": {}, "gpu": MIDDLE_SIZED | {"arch": "gpt2", "dropout": 0.1}},
+    "stdlib": {
+        "cpu": SMALL,
+        "cpu with bfloat16": SMALL | {"n_layer": 3},
+        "gpu": MIDDLE_SIZED | {"arch": "gpt2", "dropout": 0.1},
+    },
     "shakespeare_char": {
         "cpu": SHAKESPEARE | SHAKESPEARE_CPU,
         "gpu": SHAKESPEARE | MIDDLE_SIZED | {"dropout": 0.2},
     },
     "gpt2-124M": {"cpu": GPT2, "gpu": GPT2},
 }
+# by --arch: what it sets where a flag does not
+ARCHS = {"gpt2": {}, "llama": {"activation": "silu"}}
+LONG_SHARE = 0.25  # the last share of a run, in windows of the whole context
 # settings that may differ from the interrupted run when --resume continues it
 RESUMABLE = {"out", "preset", "resume", "device", "threads", "compile"}
 
 
-def build_parser() -> ArgumentParser:
+def build_parser() -> Parser:
     about = (
-        "Train a small GPT. A preset or a size sets some of the flags; those that you give come "
-        "before both. The defaults below hold where neither sets a flag."
+        "Train a small GPT. A preset sets some of the flags; those that you name come before it. "
+        "The defaults below hold where neither sets a flag."
     )
-    parser = ArgumentParser(description=about, allow_abbrev=False, formatter_class=Help)
+    parser = Parser(description=about, allow_abbrev=False, formatter_class=Help)
     with_no = BooleanOptionalAction  # --bias and --no-bias
 
     flag = partial(add_flag, parser)
     about = "a corpus with a model and a recipe sized for the device"
     flag("--preset", about, "stdlib", choices=PRESETS)
-    about = "of the model of preset stdlib; not given: on a CPU, the best that there is time for"
-    flag("--size", about, choices=SIZES)
-    flag("--out", "directory of the checkpoint; not given: out/PRESET")
+    flag("--out", "directory of the checkpoint; default: out/PRESET")
     flag("--resume", "continue the run in --out with its own settings", False)
     flag("--overwrite", "start again in an --out that holds a checkpoint, deleting it", False)
     about = "corpus: a folder under data/, prepared if it is not, or a prepared folder"
@@ -94,9 +122,11 @@ def build_parser() -> ArgumentParser:
     flag("--n_head", "attention heads", 2)
     flag("--n_embd", "width, a multiple of n_head", 256)
     flag("--context_length", "tokens the model sees", 256)
-    about = "function in the MLP: gelu_new, gelu, relu, relu2 or silu; not given, Llama's is silu"
+    about = "tokens of a window until the last quarter of the run; default: --context_length"
+    flag("--short_context", about, kind=positive)
+    about = "function in the MLP: gelu_new, gelu, relu, relu2 or silu; Llama's default is silu"
     flag("--activation", about, "relu2")
-    about = "biases in linear layers and norms, of GPT-2 alone; not given: none"
+    about = "biases in linear layers and norms, of GPT-2 alone"
     flag("--bias", about, False, action=with_no)
     flag("--dropout", "probability of dropout, for corpora that are read many times", 0.0)
 
@@ -108,52 +138,39 @@ def build_parser() -> ArgumentParser:
     flag("--sample_tokens", "tokens of a sample; the last ones are twice as long", 64, at_least(0))
 
     flag = partial(add_flag, parser.add_argument_group("machine"))
-    flag("--device", "cpu, cuda, cuda:1, ...; not given: the first GPU, else the CPU")
-    about = "CPU threads; not given: as many as are fastest, at most one a core"
-    flag("--threads", about, kind=positive)
-    about = "of matrix products; not given: what is faster here"
+    flag("--device", "cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU")
+    flag("--threads", "CPU threads; default: one a core that may be used", kind=positive)
+    about = "of matrix products; default: bfloat16 where the hardware has it"
     flag("--dtype", about, choices=("float32", "bfloat16"))
-    flag("--compile", "torch.compile the model; not given: on GPUs only", action=with_no)
+    flag("--compile", "torch.compile the model; default: on GPUs only", action=with_no)
     return parser
 
 
 def add_recipe_flags(group):
     flag = partial(add_flag, group)
     share = at_least(0, float, below=1)
-    flag("--minutes", "time of the whole run, if --steps is not given", 2.25)
-    about = "the end of a run that goes on for --least_steps; not given: --minutes"
-    flag("--max_minutes", about, kind=not_negative)
-    flag("--least_steps", "with fewer steps done, a run goes on after --minutes", 1)
-    about = "optimizer steps, exactly; not given: as many as there is time for"
+    flag("--minutes", "time of a run without --steps, once the corpus is made", 2.25)
+    about = "optimizer steps, exactly; default: as many as there is time for"
     flag("--steps", about, kind=positive)
-    flag("--batch_size", "sequences a step, over all devices", 8)
+    flag("--batch_size", "sequences of context_length tokens a step, over all devices", 8)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
     flag("--vector_lr", "peak learning rate of AdamW, which trains embeddings and norms", 4e-3)
     flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95, share)
-    flag(
-        "--beta2", "of AdamW: the share of its mean squared gradient that a step keeps", 0.95, share
-    )
+    about = "of AdamW: the share of its mean squared gradient that a step keeps"
+    flag("--beta2", about, 0.95, share)
     flag("--weight_decay", "of Muon, as a share of the learning rate", 0.0)
     flag("--warmup", "steps over which the learning rate rises", 10)
-    flag(
-        "--decay",
-        "last share of the run, over which the learning rate falls to zero",
-        0.8,
-        at_least(0.001, float),
-    )
+    about = "last share of the run, over which the learning rate falls to zero"
+    flag("--decay", about, 0.8, at_least(0.001, float))
     flag("--clip", "largest norm of the gradient", 1.0)
-    flag(
-        "--seed",
-        "of initial weights, order of batches, dropout and samples",
-        1337,
-        at_least(0, below=2**62),
-    )
+    about = "of initial weights, order of batches, dropout and samples"
+    flag("--seed", about, 1337, at_least(0, below=2**62))
 
 
-def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
+def parse_args(argv: list[str] | None) -> Namespace:
     """
-    Flags over size over preset over defaults. `size`: a name in SIZES, used where --size is not
-    given. Exits with a message on unknown flags and impossible combinations.
+    Flags over preset over defaults. Exits with a message on unknown flags and impossible
+    combinations.
     """
     parser = build_parser()
     defaults = vars(parser.parse_args([]))
@@ -167,76 +184,39 @@ def parse_args(argv: list[str] | None, size: str | None = None) -> Namespace:
             "--resume continues a run with the settings it began with: leave out "
             f"{', '.join(fixed)}"
         )
-    size = args.size or size
-    if size and args.preset != "stdlib":
-        parser.error(
-            f"--size is for the preset stdlib, {args.preset} has one size: leave out --size or "
-            "--preset"
-        )
-    if size:
-        settings = SIZES[size].flags() | {"size": size}
-    else:
-        kind = "cpu" if pick_device(args.device).type == "cpu" else "gpu"
-        settings = PRESETS[args.preset][kind]
+    presets = PRESETS[args.preset]
+    device = pick_device(args.device)
+    settings = presets["cpu" if device.type == "cpu" else "gpu"]
+    if device.type == "cpu" and has_bfloat16(device):
+        settings = presets.get("cpu with bfloat16", settings)
     if "minutes" in typed:  # exactly these, also where the preset has steps
-        settings = settings | {"steps": None, "max_minutes": None}
+        settings = settings | {"steps": None}
     arch = (defaults | settings | typed)["arch"]
     if arch == "llama" and args.bias:
         parser.error("--bias: Llama has no biases, leave it out or take --arch gpt2")
     args = Namespace(**defaults | settings | ARCHS[arch] | typed)
     args.out = args.out or f"out/{args.preset}"
-    args.max_minutes = args.max_minutes or args.minutes
+    args.short_context = min(args.short_context or args.context_length, args.context_length)
     return args
 
 
-# --------------------------------------------------------------------------------------------------
-# Data
+def model_fields(args: Namespace) -> dict:
+    """The fields of GPTConfig that the flags decide."""
+    names = GPTConfig.__dataclass_fields__
+    fields = {name: value for name, value in vars(args).items() if name in names}
+    if args.arch == "llama":
+        fields |= {"n_inner": gated_width(args.n_embd), "rope": {0: Rope(10000.0)}}
+    return fields | FAMILIES[args.arch].fields
 
 
-@dataclass
-class Batches:
+def gated_width(n_embd: int) -> int:
     """
-    The training batch of a step as a function of (seed, step). An epoch cuts the corpus into
-    windows of T tokens that do not overlap, from a random offset, and shuffles them: every token
-    once an epoch.
+    How wide an MLP of three matrices is that has as many weights as GPT-2's, of two and 4 n_embd
+    wide: 8 / 3 n_embd, to the nearest multiple of 8, and for the wide models that GPUs train of 64,
+    since they multiply in tiles.
     """
-
-    tokens: np.ndarray
-    B: int  # sequences a step, over all processes
-    T: int  # tokens of each
-    seed: int
-    epoch: int | None = None  # the one that `starts` is of
-    starts: np.ndarray | None = None  # where its windows begin, in their order
-
-    def __post_init__(self):
-        self.windows = (len(self.tokens) - 1) // self.T - 1  # one less than fit: for any offset
-        if self.windows < 1:
-            sys.exit(
-                f"{len(self.tokens)} training tokens are too few for windows of {self.T}: lower "
-                "context_length"
-            )
-
-    def start(self, i: int) -> int:
-        """Where the i-th window of the run begins."""
-        epoch, i = divmod(i, self.windows)
-        if epoch != self.epoch:
-            random = np.random.default_rng((self.seed, epoch))
-            self.epoch = epoch
-            self.starts = random.permutation(self.windows) * self.T + random.integers(self.T)
-        return self.starts[i]
-
-    def __call__(self, step: int, process: Process):
-        """Tokens and targets (B / world, T) int64: this process's share of the batch."""
-        # Windows are numbered from the start of the run, B a step; processes take them in turn.
-        first = step * self.B
-        mine = range(first + process.rank, first + self.B, process.world)
-        starts = [self.start(i) for i in mine]
-        windows = np.stack([self.tokens[s : s + self.T + 1] for s in starts])
-        rows = torch.from_numpy(windows.astype(np.int64))  # (B / world, T + 1)
-        if process.device.type == "cuda":
-            # from pinned memory the copy overlaps with what the GPU still computes
-            rows = rows.pin_memory().to(process.device, non_blocking=True)
-        return rows[:, :-1], rows[:, 1:]  # the target of a token is the one behind it
+    tile = 64 if n_embd >= 384 else 8
+    return max(1, round(8 * n_embd / 3 / tile)) * tile
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,13 +254,16 @@ def learning_rate(step: int, share: float, args: Namespace) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, corpus: Corpus, process: Process, limit: int | None = None):
+def evaluate(
+    model: GPT, corpus: Corpus, process: Process, T: int | None = None, limit: int | None = None
+):
     """
     Cross-entropy on the held-out text: (nats in all, number of tokens scored). The text is cut into
-    windows of T tokens, so that each token is scored once; the first one only where there is an
-    end-of-text token to stand before it. `limit`: about so many tokens, in windows spread evenly.
+    windows of T tokens, by default the model's context. Each token is scored once; the very first
+    only if the tokenizer has an end-of-text token to precede it. With `limit`, score about that
+    many tokens, in evenly spaced windows.
     """
-    T = model.config.context_length
+    T = T or model.config.context_length
     eos = corpus.tokenizer.eos_token_id
     # one long row of tokens, filled up so that it is cut into windows without a rest
     tokens = torch.from_numpy(corpus.val.astype(np.int64))
@@ -312,7 +295,7 @@ def evaluate(model: GPT, corpus: Corpus, process: Process, limit: int | None = N
 
 
 class Run:
-    """What is saved and resumed: weights, optimizers, the step, the settings, the log."""
+    """Everything that is saved and resumed: weights, optimizers, step, settings, log."""
 
     def __init__(self, args: Namespace, corpus: Corpus, process: Process):
         self.args = args
@@ -328,6 +311,11 @@ class Run:
         self.model = GPT(config).to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
         self.step = 0
+        # of a step's sequences, by their length: as many tokens, in more sequences of fewer
+        self.batches = {}
+        for T in {args.short_context, args.context_length}:
+            B = args.batch_size * (args.context_length // T)
+            self.batches[T] = Batches(corpus.train, B, T, args.seed)
         self.share = 0.0  # of the run that is done: of its steps, or of its minutes
         self.saved = 0  # the step of the checkpoint on disk
         self.log = []  # the lines of log.jsonl
@@ -338,6 +326,18 @@ class Run:
         if self.process.world > 1:
             return torch.nn.parallel.DistributedDataParallel(model)
         return model
+
+    def window(self) -> int:
+        """
+        Tokens of each sequence of the next step. Attention over short windows is cheap, so most of
+        a run takes these; a model learns the rest of its context quickly.
+        """
+        is_long = self.share >= 1 - LONG_SHARE
+        return self.args.context_length if is_long else self.args.short_context
+
+    def next_batch(self):
+        """Tokens and targets (B / world, T) int64 of the next step."""
+        return self.batches[self.window()](self.step, self.process)
 
     def update(self, module, x, y) -> torch.Tensor:
         """One step on x, y (B, T) int64; counts it. Returns loss, gradient norm (2,) on device."""
@@ -365,7 +365,7 @@ class Run:
     def record(self, **line):
         """One line of log.jsonl."""
         self.log.append(line)
-        if self.process.leads:
+        if self.process.is_main:
             with exit_if_unwritable(self.out), open(self.out / "log.jsonl", "a") as f:
                 print(json.dumps(line), file=f)
 
@@ -380,18 +380,19 @@ class Run:
                 self.exit_diverged(f"step {i}: loss {loss}, gradient norm {norm}")
             self.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=rate)
 
-    def exit_diverged(self, found: str):
+    def exit_diverged(self, problem: str):
         kept = "nothing is saved yet"
         if self.saved:
             kept = f"the checkpoint of step {self.saved} is in {self.out}"
         sys.exit(
-            f"{found}: stopped, {kept}. Start again with a lower --matrix_lr (now "
+            f"{problem}: stopped, {kept}. Start again with a lower --matrix_lr (now "
             f"{self.args.matrix_lr}) or --vector_lr (now {self.args.vector_lr})"
         )
 
     def evaluate_and_sample(self) -> str:
         """Evaluate on a part of the held-out text, and sample; what to print about it."""
-        nats, count = evaluate(self.model, self.corpus, self.process, self.args.eval_tokens)
+        T = self.window()
+        nats, count = evaluate(self.model, self.corpus, self.process, T, self.args.eval_tokens)
         if not math.isfinite(nats):  # a model that cannot be sampled, and is not to be saved
             self.exit_diverged(f"step {self.step}: held-out loss {nats}")
         self.record(step=self.step, val_loss=round(nats / count, 5))
@@ -409,7 +410,7 @@ class Run:
         reads. A kill between the two leaves them of different steps; both load, and `load` writes
         the checkpoint anew.
         """
-        if self.process.leads:
+        if self.process.is_main:
             state = {
                 "step": self.step,
                 "share": self.share,
@@ -425,15 +426,13 @@ class Run:
 
     def load(self, state: dict):
         """Go on from what `save` wrote."""
-        weights = state["model"]
-        weights.setdefault(HEAD, weights["wte.weight"])  # older states lack it
-        self.model.load_state_dict(weights)
+        self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step = self.saved = state["step"]
         self.share = state["share"]
         self.log = state["log"]
-        if self.process.leads:
+        if self.process.is_main:
             # after a kill, log.jsonl may be ahead of train_state.pt, and the checkpoint behind it
             lines = "".join(json.dumps(line) + "\n" for line in self.log)
             with exit_if_unwritable(self.out):
@@ -472,7 +471,7 @@ def delete_checkpoint(out: Path):
     Delete the model that --overwrite gives up. Called when the new run can begin, so that a
     mistyped flag costs no model.
     """
-    # loss.png tells the Makefile that the training is done, config.json makes a directory a
+    # loss.png shows the Makefile that the training is done, config.json makes a directory a
     # checkpoint: they go first
     for name in ("loss.png", "config.json", "model.safetensors", "train_state.pt", "log.jsonl"):
         (out / name).unlink(missing_ok=True)
@@ -494,7 +493,7 @@ def catch_signals() -> list[int]:
     return caught
 
 
-def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool:
+def train(run: Run, caught: list[int], started: float) -> bool:
     """
     Step until the run is done (True) or a signal was caught (False), and save. Without --steps the
     clock decides how much is done, counted from `started` (time.perf_counter()): the learning rate
@@ -513,8 +512,7 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
     while run.share < 1 and not stop:
         if not pending:
             began = time.perf_counter()
-        x, y = batches(run.step, process)  # (B / world, T)
-        pending.append(run.update(module, x, y))
+        pending.append(run.update(module, *run.next_batch()))
         is_evaluated = run.step % args.eval_every == 0
         if run.step % stride and not is_evaluated and run.share < 1:
             continue
@@ -529,6 +527,8 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
             run.share = 1.0 if part == 1 else run.share + (1 - run.share) * part
         move_bar(bar, run, losses, tokens_per_second)
         ends = run.share == 1 or stop
+        if warning := clock.warning(is_over=run.share == 1):
+            process.print(warning, bar)
         if is_evaluated and not ends:
             process.print(run.evaluate_and_sample(), bar)
         if is_evaluated or ends:
@@ -539,56 +539,52 @@ def train(run: Run, batches: Batches, caught: list[int], started: float) -> bool
 
 
 def main(argv: list[str] | None = None):
-    started = time.perf_counter()  # --minutes begin here: the user waits for the preparation, too
+    began = time.perf_counter()
     args = parse_args(argv)
     caught = catch_signals()
     state = open_out(args)
     if state is not None:  # the settings of the interrupted run, but for the machine's
         now = {name: getattr(args, name) for name in RESUMABLE - {"preset"}}
-        # states from before there was a choice are of GPT-2
-        args = Namespace(**vars(args) | {"arch": "gpt2"} | state["args"] | now)
+        args = Namespace(**vars(args) | state["args"] | now)
 
     # corpus and model
     process = init_process(args)
     try:
         corpus = load_corpus(args.data, process)
-        make_run = partial(Run, corpus=corpus)
-        args, process = fit_to_machine(args, process, started, make_run, partial(parse_args, argv))
+        started = time.perf_counter()  # --minutes begin here: making the corpus is no part of them
         if args.batch_size % process.world:
             sys.exit(
                 f"--batch_size {args.batch_size} does not divide among {process.world} processes: "
                 "take a multiple"
             )
         run = Run(args, corpus, process)
-        batches = Batches(corpus.train, args.batch_size, args.context_length, args.seed)
     except ValueError as error:  # of the tokenizer or the configuration, and written to be read
         sys.exit(str(error))
     if state is not None:
         run.load(state)
-    elif process.leads:
+    elif process.is_main:
         with exit_if_unwritable(run.out):
             delete_checkpoint(run.out)
             corpus.tokenizer.save(run.out)
     process.print(introduce(run))
 
     # loop
-    begun = started
     if args.resume:  # of its minutes, a resumed run has those left that it had not used
-        begun = time.perf_counter() - run.share * 60 * args.minutes
-    if train(run, batches, caught, begun):
+        started = time.perf_counter() - run.share * 60 * args.minutes
+    if train(run, caught, started):
         # every held-out token once, after the last checkpoint was written
         nats, count = evaluate(run.model, corpus, process)
         if not math.isfinite(nats):
             run.exit_diverged(f"held-out loss {nats}")
-        if process.leads:
+        if process.is_main:
             report_result(run, nats, count)
     else:
         process.print(
             f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` "
             "continues"
         )
-    process.print(f"{time.perf_counter() - started:.0f} s in all; checkpoint in {run.out}")
-    process.leave()
+    process.print(f"{time.perf_counter() - began:.0f} s in all; checkpoint in {run.out}")
+    process.shut_down()
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
 """
 One decode step of eight requests, served eleven ways: from no cache at all to what the engine does.
 
-    python walkthrough.py        # stages 0 to 10, half a minute; with 3: that stage alone
+    python walkthrough.py        # stages 0 to 10, half a minute; on a terminal, Enter goes on
+    python walkthrough.py 3      # that stage alone
 
 The prompts have 20 to 400 tokens, and each request has got the first token of its answer: the step
 computes that token, to find the second. The model is small and random: 4 layers, 4 heads of 32, in
-fp32, so keys and values (K and V) of a token take 2 * 4 * 4 * 32 numbers, 4 KiB. Each stage tells
-how many KiB of them it keeps, copies to append a token to each text, and gathers to attend to them;
-all give the same logits. Only naive stages and a small kernel are made here, the rest serves. Each
-ends with a question, which the end of REFERENCE.md answers.
+fp32, so keys and values (K and V) of a token take 2 * 4 * 4 * 32 numbers, 4 KiB. Each stage says
+how many KiB of them it keeps, copies to append a token to each text, and gathers to attend to them,
+and its launches, to store, gather and attend. All give the same logits. Answers: REFERENCE.md.
 """
 
 # ruff: noqa: E402  triton is imported only once it is known where kernels run
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
+
+from common import announce, end_with_one_line
+
+if __name__ == "__main__":
+    end_with_one_line()
+    announce("loading torch")
 
 import torch
 
@@ -24,21 +30,21 @@ os.environ.setdefault("TRITON_INTERPRET", "1" if DEVICE == "cpu" else "0")
 
 import model
 import paged
-from bench import decode_step, fixed_length, median_seconds, next_logits, next_step, step_seconds
-from kernels import jit, prepare_triton, tl, triton
-from serving import gather, inputs
-from serving.engine import Engine
-from serving.settings import Settings
+from bench import decode_step, fixed_length, median_seconds
+from engine.engine import Engine
+from engine.settings import Settings
+from kernels import INTERPRETED, jit, tl, triton
+from ops import gather, inputs
+from ops.choice import TORCH
 
 LENGTHS = (20, 30, 40, 60, 80, 130, 250, 400)  # tokens of the prompts
 REAL = 1018  # tokens that have K and V after the step: the prompts', and one more of each request
 IN_BLOCKS = 16 * 68  # tokens that their 2 + 2 + 3 + 4 + 6 + 9 + 16 + 26 blocks have room for
-GROUPED = 1168  # tokens that serving/gather.py gathers for them, similar lengths padded alike
 L, H, D, S = 4, 4, 32, 16  # layers, heads, head size, block size
 
 
 def prefilled(kind: str) -> Engine:
-    """An engine that has computed the prompts (stage 6 tells how), into blocks in no order."""
+    """An engine that has computed the prompts (see stage 6), into blocks in no order."""
     torch.manual_seed(8)
     gpt = model.GPT(model.GPTConfig(512, 512, n_layer=L, n_head=H, n_embd=H * D)).to(DEVICE)
     for weight in gpt.requires_grad_(False).parameters():
@@ -50,6 +56,36 @@ def prefilled(kind: str) -> Engine:
         engine.add_request(n, torch.randint(512, (n,)).tolist(), fixed_length(100))
     engine.step()
     return engine
+
+
+def next_step(engine, kv=None, **own):
+    """
+    The inputs of the engine's next step, a kernels.Batch, and a function that computes its logits
+    [8, V], of the first eight requests, with plain torch and, in its place, `own` operators; on the
+    pool, or on `kv`, which has something for each layer. The engine itself does not move.
+    """
+    plan = engine.scheduler.plan()
+    runner = engine.runner
+    runner.fill_rows(*plan.admitted or plan.decodes)
+    shape = runner.padded_shape(plan)
+    packed = inputs.pack(plan, shape, runner.padding_row, runner.pool.sink)
+    step = inputs.split(inputs.upload(packed, runner.device), shape)
+    batch = inputs.lay_out(step, shape, plan, runner.known, TORCH._replace(**own))
+    pool = runner.pool.kv
+    batch.prepared = {0: gather.prepare_torch(batch, H, pool[0])}
+
+    def compute():
+        x = runner.model.hidden(batch, pool if kv is None else kv)
+        return runner.model.logits(x[batch.logits_index], batch.ops)[:8]
+
+    return batch, compute
+
+
+def next_logits(engine):
+    """Let the engine launch its next step, overlapped, whose logits these will be."""
+    engine.overlap = True
+    engine.step()
+    return engine.in_flight.logits
 
 
 def row(name: str, values, width: int = 7):
@@ -66,7 +102,6 @@ def no_cache(engine):
     whole = [partial(engine.runner.model, text) for text in texts]
     row("prompt, tokens", LENGTHS)
     row("ms", [f"{1e3 * median_seconds(compute, 3):.1f}" for compute in whole])
-    print("KiB kept 0, copied 0, gathered 0")
     return lambda: torch.cat([compute()[0][:, -1] for compute in whole])
 
 
@@ -86,16 +121,15 @@ def attend_each(q, caches, attn, batch):
 def cat(engine):
     """1. A cache that grows: torch.cat
     K and V are kept, a tensor for each request and layer, and a step computes one token for each
-    request. But a tensor does not grow in place: torch.cat makes a new one, of all that was there
-    and one token more. So a text is copied again for each of its tokens. Better: reserve room.
-    Now read bench.py: append_us. How many tokens does a text of 1,000 copy until it is there?"""
+    request. But a tensor does not grow in place: torch.cat makes a new one, of all tokens so far
+    and one more. So a text is copied again for each of its tokens. Better: reserve room.
+    Now read assets/draw.py: append_us. How many tokens does a text of 1,000 copy in all?"""
     caches = [[kv[:, i, :n] for i, n in enumerate(LENGTHS)] for kv in unpaged(engine)]
 
     def append(k, v, kv, batch):  # k, v [8, H, D]
         new = torch.stack((k, v), 1)[:, :, None]  # [8, 2, 1, H, D]
         return [torch.cat(pair, 1) for pair in zip(kv, new, strict=True)]
 
-    print(f"KiB kept {4 * REAL:,}, copied {4 * sum(LENGTHS):,}, gathered 0")
     return next_step(engine, caches, store_kv=append, attend=attend_each)[1]
 
 
@@ -117,7 +151,6 @@ def slabs(engine):
     used = f"{8 * 'a'}{12 * '.'}{10 * 'c'}{10 * '.'}{12 * 'e'}{6 * '.'}"  # of 50 tokens each
     print(f"{used} 50 tokens each; b, d, f ended: {50 * used.count('.'):,} free, 600 together")
     print(f"{used.replace('.', 'g', 16)} in blocks of 50, g has the {50 * 16} tokens that it wants")
-    print(f"KiB kept {4 * 8 * 512:,}, copied 0, gathered 0")
     return next_step(engine, unpaged(engine), store_kv=store, attend=attend_each)[1]
 
 
@@ -148,18 +181,17 @@ def post(engine):
     print(f"request 2, block table {[a, b, c]}: positions 0 to 15 in slots {a * S} to {a * S + 15}")
     print(f"16 to 31 in {b * S} to {b * S + 15}, 40 in block_table[40 // 16] * 16 + 8: {c * S + 8}")
     print(f"{2 * L * 8 * H} gathers of K or V, filled to {1 - REAL / 8 / longest:.0%} with padding")
-    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * 8 * longest:,}")
     return next_step(engine, attend=attend)[1]
 
 
 def pool(engine):
-    """4. One tensor and a slot mapping
+    """4. One tensor and a slot mapping: a gather for each layer
     The pool is one tensor, so one indexing with all block tables gathers K and V of all requests
     and heads. Writing takes no table: the slots of a step's tokens, the slot mapping, are found
     once for all layers. In a layer's pool, [2, blocks, H, S, D], a slot has a row of D numbers for
     each head: row (block * H + head) * S + offset. In each layer one gather does for the 64 before.
     It still pads, now on the right, so most of what it copies is not real.
-    Now read serving/gather.py: pool_rows. With S = 4 and 2 heads, which are the rows of slot 21?"""
+    Now read ops/gather.py: pool_rows. With S = 4 and 2 heads, which are the rows of slot 21?"""
     kv = engine.runner.pool.kv[0]
     batch, compute = next_step(engine)
     width = batch.block_tables.shape[1] * S
@@ -167,7 +199,6 @@ def pool(engine):
     rows = gather.pool_rows(batch.slot_mapping, kv)[0]
     slot = batch.slot_mapping[2].item()
     print(f"slot {slot}: offset {slot % S} of block {slot // S}; K in rows {rows[:, 2].tolist()}")
-    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * 8 * width:,}")
     return compute
 
 
@@ -187,37 +218,27 @@ def flat(engine):
     row("query_start", batch.query_start.tolist(), 6)
     row("context_lens", batch.context_lens_host, 6)
     print(f"padded 9 * 64 = {9 * max(batch.query_lens_host)} rows, on one axis {len(batch.tokens)}")
-    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * (GROUPED + 64):,}")
     return compute
 
 
 def planned(engine):
     """6. The scheduler: who computes what, in which blocks
     Before each step the scheduler plans it: every running request decodes a token, the rest of a
-    budget (here 16 tokens) goes to chunks of prompts: c[0:+11] computes c's first 11 tokens.
-    Step 1: f is a fork of a, a second answer to its prompt, and shares a's blocks (references 2).
-    The first to write into the half-filled block 2 writes into a copy (copy-on-write, references
-    2 -> 1), the other goes on in block 2. b's prompt is a's first 8 tokens, two cached blocks, but
-    only one is a hit: hits are whole blocks, and the last token's logits are needed, so its block
-    is computed. Step 2: c does not fit and waits (backpressure). a and f end. Step 3: full blocks,
-    once computed, are in the prefix cache (but 2, a twin of 3). Without references they stay there,
-    idle, and can be hit, until no block is free: then the least recently used is evicted, a text's
-    end before its beginning. Step 5: c needs a block and none is left. d came last: it is
-    preempted, gives back its blocks, and keeps its tokens. Step 6: their K and V are computed
-    again, as one prompt, but for two blocks that are still cached.
+    budget (here 16 tokens) goes to chunks of prompts: c[0:+11] computes c's first 11 tokens. Below,
+    four requests and f, a fork of a, have six blocks of four tokens and meet it all: backpressure,
+    a hit, copy-on-write, eviction, preemption, resume. The page's guided tour explains them.
     Now read paged.py: Scheduler._preempt_for. Who would go if d needed a block, not c?"""
     scheduler = paged.Scheduler(max_kv_tokens=24)  # six blocks of four
     prompts = {"a": b"ABCDEFGHIJ", "b": b"ABCDEFGH", "c": b"KLMNOPQRSTU", "d": b"klmnopqrs"}
     print(f"  {'computes':25} {'block tables':29} what happens")
-    for step, coming in enumerate(["a", "b", "cd", "", "", "", "", ""]):
+    for step, coming in enumerate(["a", "b", "cd"] + 5 * [""]):
         for name in coming:
             scheduler.add_request(paged.Request(name, list(prompts[name]), 3))
-        idle = list(scheduler.block_allocator.idle)
         plan = scheduler.plan(step)
         work = " ".join(f"{r.id}[{r.num_filled_slots}:+{n}]" for r, n in plan.work)
         tables = " ".join(f"{r.id}{r.block_table}" for r in scheduler.running)
         notes = [f"{r.id} enters, {r.num_filled_slots} hit" for r in plan.admitted]
-        notes += [f"{block} evicted" for block in idle if block not in scheduler.block_cache.held]
+        notes += [f"{block} evicted" for block in plan.evicted]
         notes += [f"block {old} copied to {new}" for new, old in plan.copies.items()]
         notes += [f"{r.id} preempted" for r in plan.preempted]
         notes += [f"{r.id} waits" for r in scheduler.waiting]
@@ -226,7 +247,6 @@ def planned(engine):
         print(f"{step} {work:25} {tables:29} {', '.join(notes)}")
         if step == 0:
             scheduler.fork(scheduler.active[0], "f")
-    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * GROUPED:,}")
     return partial(next_logits, engine)
 
 
@@ -244,8 +264,8 @@ def online(engine):
         out = torch.empty_like(q)
         for i, r in enumerate(engine.scheduler.active):
             top, weights, total = q.new_tensor(-torch.inf), 0.0, 0.0
-            for block, start in zip(r.block_table, range(0, r.num_tokens, S), strict=True):
-                k, v = kv[:, block, :, : r.num_tokens - start]  # views, [H, 16, D]
+            for j, block in enumerate(r.block_table):
+                k, v = kv[:, block, :, : r.num_tokens - j * S]  # views, [H, 16, D]
                 score = k @ q[i, :, :, None] * attn.scale  # [H, 16, 1]
                 new_top = torch.maximum(top, score.amax(1, keepdim=True))
                 weight = (score - new_top).exp()
@@ -253,7 +273,7 @@ def online(engine):
                 weights = weights * shrink + weight.sum(1, keepdim=True)
                 total = total * shrink + weight.mT @ v  # [H, 1, D]
                 top = new_top
-                states.append([f"{x.flatten()[0]:.3f}" for x in (top, weights, total)])
+                states.append((top, weights, total))
             out[i] = (total / weights)[:, 0]
         return out
 
@@ -261,8 +281,7 @@ def online(engine):
     compute()
     row("request 2", ["maximum", "sum", "total[0]"], 10)
     for block, state in enumerate(states[4:7]):  # in the first layer; requests 0 and 1 have 2 each
-        row(f"after block {block}", state, 10)
-    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered 0")
+        row(f"after block {block}", [f"{x.flatten()[0]:.3f}" for x in state], 10)
     return compute
 
 
@@ -310,11 +329,10 @@ def kernel(engine):
     """8. The same as one kernel: a program for each KV head and request
     A GPU runs a kernel as many programs at once. Here a program is stage 7's inner loop for one KV
     head of one request: it reads the block table, then K and V where they are. So attention of a
-    step is one launch, and copies nothing. (On a CPU Triton interprets it: that shows that it is
+    layer is one launch, and copies nothing. (On a CPU Triton interprets it: that shows that it is
     right, not how fast.) But an H200 has 132 processors, and one request gives 4 of them work.
     Now read kernels.py: decode_kernel. Why are the query heads of one KV head in one program?"""
     print(f"{H} KV heads * 8 requests = {H * 8} programs; {H} for a request alone")
-    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered 0")
     return next_step(engine, attend=partial(launch, splits=1))[1]
 
 
@@ -325,13 +343,9 @@ def splits(engine):
     maximum + log(sum): the logarithm of the sum of its e^score. Its share of the whole softmax is
     e^lse, divided by that of all splits together. The mixtures, weighted by share, are the answer.
     Now read kernels.py: combine_splits. What is the share of a split that has no tile?"""
-    batch, compute = next_step(engine, attend=partial(launch, splits=4))
-    chosen = prepare_triton(batch, H, engine.runner.pool.kv[0]).splits
     print(f"request 7's tiles, by split: {[list(range(split, 7, 4)) for split in range(4)]}")
     print(f"{H} heads * 4 splits * 8 requests = {H * 4 * 8} programs; {H * 4} for a request alone")
-    print(f"decode_kernel would take {chosen} here, with all eight (no GPU: for 8 processors)")
-    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered 0")
-    return compute
+    return next_step(engine, attend=partial(launch, splits=4))[1]
 
 
 def overlapped(engine):
@@ -342,7 +356,7 @@ def overlapped(engine):
     launches on the same memory: recorded once as a CUDA graph, they are one. A plan needs lengths,
     not tokens: the host plans the next step while the device computes this one, with None for a
     token to come (overlap). So a step takes the longer of both times; on a CPU it takes their sum.
-    Now read serving/engine.py: Engine.step. What would a plan have to wait for, without overlap?"""
+    Now read engine/engine.py: Engine.step. What would a plan have to wait for, without overlap?"""
     done = [next_logits(engine).clone()]
     print("request 0's answer while it is computed:", engine.scheduler.active[0].generated_tokens)
     packed = []
@@ -354,14 +368,26 @@ def overlapped(engine):
     print("of 16 numbers sent, so many are new in each step:", *changed.sum(1).tolist())
     host = median_seconds(decode_step(8), 99)
     if DEVICE == "cuda":
-        host = step_seconds(engine, 16, wait_before=True)
+        host = median_seconds(engine.step, 16, torch.cuda.synchronize)
     print(f"the host's part of a step (of a CPU, plan and update alone): {1e3 * host:.3f} ms")
-    print(engine.statement())
-    print(f"KiB kept {4 * IN_BLOCKS:,}, copied 0, gathered {4 * GROUPED * (DEVICE == 'cpu'):,}")
     return lambda: done.pop() if done else next_logits(engine)
 
 
 STAGES = [no_cache, cat, slabs, post, pool, flat, planned, online, kernel, splits, overlapped]
+TABLE = """\
+KiB of K and V in a step, launches      kept    copied  gathered  launches
+0. No cache                                0         0         0        32
+1. A cache that grows                  4,072     4,040         0        64
+2. Slabs against blocks               16,384         0         0        36
+3. The post's pool                     4,352         0    12,832       264
+4. One tensor and a slot mapping       4,352         0    13,312        12
+5. One flat token axis                 4,352         0     4,928        52
+6. The scheduler                       4,352         0     4,672        44
+7. Online softmax                      4,352         0         0       276
+8. The same as one kernel              4,352         0         0         8
+9. Splits                              4,352         0         0        12
+10. Graphs and overlap, with a GPU     4,352         0         0         1
+"""
 
 
 def show(number, before):
@@ -372,9 +398,14 @@ def show(number, before):
         print("the package triton is not installed: this stage is left out\n")
         return before
     compute = STAGES[number](prefilled("auto" if number == 10 else "torch"))
+    heading, *accounts = TABLE.splitlines()
+    print(heading)
+    print(accounts[number])
     logits = compute()
-    seconds = median_seconds(lambda: compute().cpu(), 1 if number in (8, 9) else 3)
-    print(f"{1e3 * seconds:.1f} ms a step")
+    if number in (8, 9) and INTERPRETED:
+        print("interpreted: no time")
+    else:
+        print(f"{1e3 * median_seconds(lambda: compute().cpu(), 3):.1f} ms a step")
     if before is not None:
         torch.testing.assert_close(logits, before, atol=1e-4, rtol=0)
         print(f"logits as before, to {(logits - before).abs().max():.0e}")
@@ -383,18 +414,24 @@ def show(number, before):
 
 
 def main():
-    numbers = [str(number) for number in range(len(STAGES))]
-    wanted = sys.argv[1:] or numbers
-    if not set(wanted) <= set(numbers):
-        sys.exit(f"{' '.join(wanted)}: wanted a stage, 0 to 10, or nothing for all of them")
+    numbers = [str(number) for number in range(11)]
+    chosen = sys.argv[1:] or numbers
+    if not set(chosen) <= set(numbers):
+        sys.exit(f"{' '.join(chosen)}: wanted a stage, 0 to 10, or nothing for all of them")
     torch.set_num_threads(1)  # the tensors are tiny
     logits = None
-    if wanted[0] != "0":
+    if chosen[0] != "0":
         with redirect_stdout(None):
-            logits = show(int(wanted[0]) - 1, None)
-    for number in wanted:
+            logits = show(int(chosen[0]) - 1, None)
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()  # neither is piped
+    for i, number in enumerate(chosen):
+        if i > 0 and on_terminal:
+            input("Enter goes on ")
         logits = show(int(number), logits)
+    if chosen == numbers:
+        print(TABLE)
 
 
 if __name__ == "__main__":
-    main()
+    with suppress(EOFError, KeyboardInterrupt):  # Ctrl-D and Ctrl-C end it
+        main()

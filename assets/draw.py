@@ -1,148 +1,358 @@
 """
-The README's pictures. Each function draws what one command of bench.py has measured:
+The README's pictures, and records to look at; run by hand when one of them changes.
 
-    python bench.py blockmap --out assets/blockmap.png      # block_map
-    python bench.py batching --out assets/batching.png      # ended_requests
-    python bench.py memory --out assets/memory.png          # memory_use
-    python bench.py phases --out assets/phases.png          # phases
+    python assets/draw.py batching      # one by one, in static batches, continuously
+    python assets/draw.py memory        # slabs against blocks: what fits, and what an append costs
+    python assets/draw.py phases        # prefill against decode: tokens per second
+    python assets/draw.py record NAME   # writes a run as a record: tour or preemption
+    python assets/draw.py replay FILE   # draws a record of `serve.py --record`, and counts
+    python assets/draw.py page FILE     # the page of serve.py with a record inside, as one file
 
-matplotlib is imported when a picture is drawn, so the other commands run without it.
+A file goes to out/, or to --out: blockmap.png is assets/preemption.jsonl, replayed. The figures are
+printed as those of bench.py, which measures.
 """
 
-from operator import add
+# ruff: noqa: E402  the root is put on the path before its files are imported
+import math
+import sys
+from collections import Counter
+from functools import partial
+from itertools import count
 from pathlib import Path
+from random import Random
+from statistics import mean
+from time import perf_counter
 
-# for each block, ids of the requests whose tables hold it; which are cached and idle; and how many
-# requests have which status
-Column = tuple[list[list[int]], set[int], dict[str, int]]
-STATUSES = ("active", "ending", "prefilling", "waiting")
-Figures = dict[str, dict]  # name of a row -> its figures
-COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, which is grey
-GREYS = ["0.35", "0.5", "0.7", "0.9"]  # no request's colour
-SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of a pool; in a bar, from below
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from common import announce, end_with_one_line
+
+if __name__ == "__main__":
+    end_with_one_line()
+    announce("loading torch")
+
+import torch
+
+import bench
+from bench import Layer, Work, build_model, even_workload, fixed_length, median_seconds
+from engine.engine import Engine
+from engine.events import Recorder, title
+from engine.replay import RecordError, Tallies, open_record, read_lines, replay
+from engine.settings import Settings
+from engine.sizing import machine_name
+from paged import Request, Scheduler, SchedulerSettings
+from server.welcome import page_with_record
+
+OUT = Path("out")
 
 
-def new_figure():
-    """An empty figure. It draws into memory, so no display is needed."""
+def new_figure(columns: int):
+    """A figure with plots side by side. It draws into memory, so no display is needed."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    return figure, figure.subplots(1, columns)
 
 
 def save(figure, path: Path) -> dict:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return {"picture": path}
+
+
+# --------------------------------------------------------------------------------------------------
+# Continuous batching, blocks, and the two kinds of work
+
+
+def draw_batching(model="1M", device="cpu", out=OUT / "batching.png") -> dict:
     """
-    Write the figure. Returns the path, or why it could not be written: the figures of a long run
-    are printed all the same.
+    96 requests, all waiting at the start: prompts and answers of 12 to 128 tokens (the offline
+    workload's 100 to 1024 over 8), greedy, one model, the same engine and kernels, KV memory for
+    4,096 tokens. One by one; in static batches of 16, a slab of 256 tokens each, padded to the
+    longest prompt and run to the longest answer; continuously, 16 at once; and continuously with as
+    many as blocks of 16 have room for. Only tokens that were asked for count.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the file's ending
-        return {"picture": f"not written to {path} ({error}): choose another --out"}
-    return {"picture": str(path)}
-
-
-def block_map(columns: list[Column], size: tuple[int, int], title: str, path: Path) -> dict:
-    """
-    Who held which block after some of the steps, and below it the requests in each status; `size`:
-    how many steps and blocks there are. A block that several requests share is split among them.
-    """
-    from matplotlib.colors import to_rgb
-
-    image = []  # [step][block and part]
-    for owners, idle, _ in columns:
-        parts = max(1, 480 // len(owners))  # of a block
-        column = []
-        for row, ids in enumerate(owners):
-            unused = "lightgrey" if row in idle else "white"
-            colours = [COLOURS[id % len(COLOURS)] for id in ids] or [unused]
-            column += [to_rgb(colours[part * len(colours) // parts]) for part in range(parts)]
-        image.append(column)
-    figure = new_figure()
-    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    steps, blocks = size
-    options = {"aspect": "auto", "interpolation": "nearest", "origin": "lower"}
-    turned = list(zip(*image, strict=True))
-    axes.imshow(turned, extent=(0, steps, 0, blocks), **options)
-    axes.set_title(f"{title}: a colour is a request, grey is cached and idle")
-    axes.set_ylabel("block")
-    counts = [[statuses.get(name, 0) for *_, statuses in columns] for name in STATUSES]
-    middles = [steps * (i + 0.5) / len(columns) for i in range(len(columns))]
-    below.stackplot(middles, counts, labels=STATUSES, step="mid", colors=GREYS)
-    below.set(xlabel="step", ylabel="requests")
-    below.legend(loc="upper right", ncols=len(STATUSES), fontsize="small")
-    return save(figure, path)
-
-
-def ended_requests(runs: dict[str, list[float]], path: Path) -> dict:
-    """runs: the label of a curve -> seconds from the start at which each request ended, sorted."""
-    figure = new_figure()
-    axes = figure.subplots()
-    for label, ended in runs.items():
-        count = range(len(ended) + 1)
-        axes.step([0, *ended], count, where="post", label=label)
+    gpt = build_model(model, device)
+    work = bench.offline_workload(96, 8, gpt.config.vocab_size)
+    rectangles = [padded(work[i : i + 16]) for i in range(0, 96, 16)]
+    ways = {  # at most so many at once, and batches, one after the other
+        "one by one": (1, [work]),
+        "static batches": (16, rectangles),
+        "continuous, 16 at once": (16, [work]),
+        "continuous": (64, [work]),
+    }
+    _, tokens_out = bench.num_tokens(work)
+    figure, axes = new_figure(1)
+    result = {}
+    for name, (at_once, batches) in ways.items():
+        settings = Settings(num_blocks=256, max_num_seqs=at_once, watermark=0, prefix_cache=False)
+        engine = Engine(gpt, settings)
+        ended_times(engine, [work[:at_once]])  # warm-up
+        ended = ended_times(engine, batches)
+        result[f"{name}, tok/s"] = rate = round(tokens_out / ended[-1])
+        axes.step([0, *ended], range(97), where="post", label=f"{name}: {rate} tok/s")
     axes.set_title("96 requests, the same model, kernels and KV memory")
     axes.set(xlabel="seconds", ylabel="requests ended")
     axes.legend()
-    return save(figure, path)
+    return result | save(figure, out)
 
 
-def memory_use(pools: Figures, appends: dict[int, dict], path: Path) -> dict:
+def ended_times(engine: Engine, batches: list[Work]) -> list[float]:
+    """Serve one batch after the other. Returns when each request ended, in seconds."""
+    ended = []
+    started = perf_counter()
+    for batch in batches:
+        for i, (prompt, answer) in enumerate(batch):
+            engine.add_request(i, prompt, fixed_length(answer))
+        while engine.has_work:
+            outputs = engine.step()
+            now = perf_counter() - started
+            ended += [now for output in outputs if output.finish_reason]
+    return ended
+
+
+def padded(batch: Work) -> Work:
+    """The batch as a rectangle: every prompt as long as the longest, every answer too."""
+    longest = max(len(prompt) for prompt, _ in batch)
+    answer = max(n for _, n in batch)
+    return [([0] * (longest - len(prompt)) + prompt, answer) for prompt, _ in batch]
+
+
+SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of a pool
+
+
+def draw_memory(out=OUT / "memory.png") -> dict:
     """
-    pools: the name of a block size -> its `SHARES` of the pool, and the requests "at once".
-    appends: context length -> {way to append a token: microseconds}.
+    KV memory for 32,768 tokens, as slabs of the longest text (2,048) or as blocks: how many of 256
+    requests (prompts and answers of 100 to 1024 tokens) run at once while others wait; waste inside
+    (taken, but empty) and outside (free, but too little for the next prompt). A slab is
+    a block as long as the longest text. Then one layer of gpt2-124M in fp32 on a CPU: microseconds
+    to append a token to a text, by torch.cat to contiguous K and V, and by store_kv to the pool.
     """
-    figure = new_figure()
-    left, right = figure.subplots(1, 2)
-    draw_shares(left, pools)
-    draw_appends(right, appends)
-    return save(figure, path)
-
-
-def draw_shares(axes, pools: Figures):
-    """Stacked bars, one a pool; in the lowest part, the number of requests that run at once."""
-    ticks = [name.replace(" of ", "\n") for name in pools]
-    bottom = [0.0] * len(pools)
+    pools = {S: fill_pool(S, 32_768) for S in (2048, 128, 64, 32, 16, 8, 4)}
+    appends = {str(context): append_us(context) for context in (128, 256, 512, 1024, 2048)}
+    figure, (left, right) = new_figure(2)
+    ticks = [f"{'slabs' if S == 2048 else 'blocks'}\n{S}" for S in pools]
+    bottom = 0
     for share in SHARES:
-        heights = [row[share] for row in pools.values()]
-        bars = axes.bar(ticks, heights, bottom=bottom, label=share)
+        heights = torch.tensor([pool[share] for pool in pools.values()])
+        bars = left.bar(ticks, heights, bottom=bottom, label=share)
         if share == SHARES[0]:
-            counts = [f"{row['at once']:.0f}" for row in pools.values()]
-            axes.bar_label(bars, counts, label_type="center", color="w")
-        bottom = list(map(add, bottom, heights))
-    axes.set_title("KV memory while others wait;\nin white: requests at once")
-    axes.legend(loc="lower right")
-
-
-def draw_appends(axes, appends: dict[int, dict]):
-    """One line for each way to append a token."""
-    contexts = [str(context) for context in appends]
+            counts = [round(pool["at once"]) for pool in pools.values()]
+            left.bar_label(bars, counts, label_type="center", color="w")
+        bottom = bottom + heights
+    left.set_title("KV memory while others wait;\nin white: requests at once")
+    left.legend(loc="lower right")
     for way in ("torch.cat", "store_kv"):
-        us = [row[way] for row in appends.values()]
-        axes.plot(contexts, us, "o-", label=way)
-    axes.set_title("microseconds of a layer\nto append a token")
-    axes.set(xlabel="tokens so far", yscale="log")
+        right.plot(list(appends), [us[way] for us in appends.values()], "o-", label=way)
+    right.set_title("microseconds of a layer\nto append a token")
+    right.set(xlabel="tokens so far", yscale="log")
+    right.legend()
+    return pools | {"append a token at, us": appends} | save(figure, out)
+
+
+def fill_pool(S: int, room: int) -> dict:
+    """
+    Serve the offline workload from a pool of `room` tokens in blocks of S, by the scheduler and
+    without a model. Returns means over the steps in which a request waits.
+    """
+    budget = 2**20  # tokens a step: any prompt is computed in one
+    settings = SchedulerSettings(prefix_cache=False)
+    scheduler = Scheduler("fcfs", budget, room, S, settings=settings)
+    for i, (prompt, n) in enumerate(bench.offline_workload()):
+        scheduler.add_request(Request(i, prompt, n))
+    allocator = scheduler.block_allocator
+    crowded = []  # of each step in which a request waits: requests, tokens taken, tokens filled
+    while not scheduler.is_done():
+        plan = scheduler.plan()
+        if scheduler.waiting:
+            taken = (allocator.num_blocks - allocator.num_free) * S
+            filled = sum(r.num_filled_slots for r in scheduler.running) + plan.num_tokens
+            crowded.append((len(scheduler.running), taken, filled))
+        scheduler.update(plan, [0] * len(plan.sampled))
+    at_once, taken, filled = map(mean, zip(*crowded, strict=True))
+    shares = [100 * tokens / room for tokens in (filled, taken - filled, room - taken)]
+    row = {"at once": round(at_once, 1)}
+    return row | {name: round(share, 1) for name, share in zip(SHARES, shares, strict=True)}
+
+
+def append_us(context: int) -> dict[str, float]:
+    """Microseconds to append the last of a text's `context` tokens in one layer, two ways."""
+    layer = Layer([(1, context)], bench.GPT2_HEADS)
+    kv = torch.randn(2, 12, context - 1, 64)
+    new = torch.randn(2, 12, 1, 64)
+    ways = {"torch.cat": lambda: torch.cat([kv, new], 2), "store_kv": layer.store}
+    return {name: round(1e6 * median_seconds(way, 100), 1) for name, way in ways.items()}
+
+
+def draw_phases(model="gpt2-124M", device="cpu", out=OUT / "phases.png") -> dict:
+    """
+    Prefill against decode, in tokens per second: steps that compute a whole prompt of 1 to 1,024
+    tokens, and steps of 1 to 64 decodes with contexts of about 128.
+    """
+    gpt = build_model(model, device)
+    options = {"prefix_cache": False, "overlap": False}
+    engine = Engine(gpt, Settings(num_blocks=1024, max_num_seqs=64, token_budget=1024, **options))
+    prompts = {}
+    for n in (1, 4, 16, 64, 256, 1024):
+        ((prompt, _),) = even_workload(1, n, 1, gpt.config.vocab_size)
+        add = partial(engine.add_request, "prompt", prompt, fixed_length(1))
+        prompts[n] = round(n / median_seconds(engine.step, 11, add))
+    decodes = {}
+    for n in (1, 4, 16, 64):
+        bench.let_decode(engine, n, 128)
+        decodes[n] = round(n / median_seconds(engine.step, 11))
+    result = {"a prompt, tok/s": prompts, "decodes, tok/s": decodes}
+    figure, axes = new_figure(1)
+    for label, rates in result.items():
+        axes.plot(list(rates), list(rates.values()), "o-", label=label)
+    axes.set_xscale("log", base=4)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set(xlabel="tokens in the step", yscale="log")
     axes.legend()
+    return result | save(figure, out)
 
 
-def phases(kinds: dict[str, Figures], path: Path) -> dict:
-    """kinds: a prompt, or decodes -> number of tokens in the step -> its figures."""
-    figure = new_figure()
-    left, right = figure.subplots(1, 2)
-    for colour, (kind, rows) in zip(COLOURS, kinds.items(), strict=False):
-        rates = [row["tok/s"] for row in rows.values()]
-        left.plot(list(rows), rates, "o-", color=colour, label=kind)
-        for share, style in ("% of products", "o-"), ("% of memory", "s--"):
-            heights = [row[share] for row in rows.values()]
-            right.plot(list(rows), heights, style, color=colour, label=f"{kind}: {share}")
-    left.set_title("tokens per second")
-    left.set_yscale("log")
-    left.legend()
-    right.set_title("share of the machine's speed, %")
-    right.set_ylim(0, 115)
-    right.legend(loc="upper right")
-    for axes in left, right:
-        axes.set_xscale("log", base=4)
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.set_xlabel("tokens in the step")
-    return save(figure, path)
+# --------------------------------------------------------------------------------------------------
+# Records: runs to look at, and their picture
+
+# Settings, and requests: the step in which each arrives, how many tokens of a common beginning it
+# has, tokens of its own, tokens of the answer, and how many answers.
+TOUR = [
+    (0, 40, 20, 32, 1),
+    (5, 40, 12, 32, 1),
+    (10, 0, 20, 32, 3),
+    (17, 0, 44, 32, 1),
+    (20, 0, 90, 32, 1),
+]
+PREEMPTION = [
+    (0, 0, 8, 29, 1),
+    (4, 12, 7, 13, 1),
+    (8, 0, 21, 34, 1),
+    (12, 12, 7, 30, 1),
+    (16, 0, 11, 13, 1),
+    (20, 12, 6, 26, 1),
+    (24, 0, 19, 34, 1),
+    (28, 12, 11, 31, 1),
+    (32, 0, 4, 18, 1),
+]
+small = partial(Settings, watermark=0, max_num_seqs=8)
+RUNS = {
+    "tour": (small(block_size=8, num_blocks=36, token_budget=32), TOUR),
+    "preemption": (small(block_size=4, num_blocks=32, token_budget=16), PREEMPTION),
+}
+
+
+def recorded(settings: Settings, requests: list[tuple]) -> list[str]:
+    """The lines of a run's record. The tokens are random, and not in it."""
+    engine = Engine(build_model("1M"), settings)
+    engine.recorder = Recorder(engine)
+    lines = [engine.recorder.snapshot()]
+    engine.recorder.listeners.append(lines.append)
+    rng = Random(0)
+    beginning = bench.random_tokens(rng, 40, 64)
+    last, *_ = requests[-1]
+    for turn in count():
+        for id, (arrival, common, own, answer, n) in enumerate(requests):
+            if arrival == turn:
+                prompt = beginning[:common] + bench.random_tokens(rng, own, 64)
+                engine.add_request(id, prompt, fixed_length(answer, 0.8, seed=id), n=n)
+        if turn > last and not engine.has_work:
+            return lines
+        engine.step()
+
+
+def draw_record(name: str, out=OUT / "record.jsonl") -> dict:
+    """
+    A run to look at, written as a record. tour: what can happen to requests; preemption: a tight
+    pool. Those in assets/ are made so; the tour's captions, in its first line, are kept.
+    """
+    with open_record(ROOT / f"assets/{name}.jsonl") as record:
+        _, old = next(read_lines(record))
+    lines = recorded(*RUNS[name])
+    captions = {"tour": old["tour"]} if "tour" in old else {}
+    machine = machine_name(bench.DEVICE)
+    first = title(name=name, model="random weights", machine=machine, **captions)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(f"{line}\n" for line in [first, *lines]))
+    return {"lines": len(lines) + 1}
+
+
+def draw_page(file: str, out=OUT / "page.html") -> dict:
+    """The page of serve.py with a record inside, as one file that can be hosted anywhere."""
+    with open_record(file) as record:
+        page = page_with_record(line for _, line in read_lines(record))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+    return {"page": out}
+
+
+MAX_COLUMNS = 1000  # steps of a picture
+MAX_ROWS = 1024  # and blocks
+PARTS = 384  # of all blocks together: a block has a part for each of those that share it
+COUNTED = {
+    "requests": "new",
+    "preemptions": "preempted",
+    "copies": "copies",
+    "evictions": "evicted",
+}
+COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, which is grey
+
+
+def draw_replay(file: str, out=OUT / "replay.png") -> dict:
+    """
+    What happened in a record, in numbers and as a picture. Colours are requests, grey is cached and
+    idle, white is free; a block that several requests hold is split. At most 1024 of the blocks and
+    1000 of the steps are drawn, evenly spaced.
+    """
+    from matplotlib.colors import to_rgb
+
+    record = open_record(file)
+    counts = Counter()
+    columns = []  # [step][block and part]
+    every = 1  # of so many steps one is drawn
+    for tallies, line in replay(record):
+        if line["event"] != "step":
+            continue
+        for name, field in COUNTED.items():
+            counts[name] += len(line.get(field, ()))
+        counts["tokens in"] += sum(n for _, _, n in line.get("chunks", ()))
+        counts["tokens out"] += line.get("sampled", 0)
+        counts["hit tokens"] += sum(hits for _, hits, _ in line.get("admitted", ()))
+        counts["steps"] += "step" in line
+        if counts["steps"] == every * (len(columns) + 1):
+            columns.append([to_rgb(colour) for colour in column_of(tallies)])
+        if len(columns) > MAX_COLUMNS:
+            columns = columns[1::2]
+            every *= 2
+    if not columns:
+        raise RecordError("no step to draw in this record: its engine has computed none")
+    figure, axes = new_figure(1)
+    size = (0, counts["steps"], 0, tallies.num_blocks)
+    options = {"aspect": "auto", "interpolation": "nearest", "origin": "lower"}
+    axes.imshow(list(zip(*columns, strict=True)), extent=size, **options)
+    axes.set(title="a colour is a request, grey is cached and idle", xlabel="step", ylabel="block")
+    return counts | save(figure, out)
+
+
+def column_of(tallies: Tallies) -> list[str]:
+    """
+    The colours of each block's parts: of those that hold it, or whether it is idle or free. Of a
+    large pool some blocks, evenly spaced.
+    """
+    blocks = range(0, tallies.num_blocks, math.ceil(tallies.num_blocks / MAX_ROWS))
+    owners = {block: [] for block in blocks}
+    for r, table in sorted(tallies.tables.items()):
+        for block in owners.keys() & table:
+            owners[block].append(COLOURS[r % len(COLOURS)])
+    parts = max(1, PARTS // len(owners))  # of a block
+    column = []
+    for block, colours in owners.items():
+        colours = colours or ["lightgrey" if block in tallies.idle else "white"]
+        column += [colours[part * len(colours) // parts] for part in range(parts)]
+    return column
+
+
+if __name__ == "__main__":
+    bench.main(__doc__, bench.commands_of(globals(), "draw_"))

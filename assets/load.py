@@ -176,11 +176,11 @@ def start_client(host: str, port: int) -> subprocess.Popen:
 def percentiles(values: list[float]) -> dict[str, float]:
     """The 50th, 90th and 99th percentile of values in seconds, in milliseconds."""
     ordered = sorted(values) or [math.nan]
-    found = {}
+    result = {}
     for p in (50, 90, 99):
         place = len(ordered) * p // 100
-        found[f"p{p}"] = round(1e3 * ordered[place], 2)
-    return found
+        result[f"p{p}"] = round(1e3 * ordered[place], 2)
+    return result
 
 
 def summary(rows: list[dict]) -> dict:

@@ -88,7 +88,7 @@ class Caller:
         self.is_cut = False  # by a reset
         self.sock = None
         try:
-            self.sock = world.listeners[event["worker"]].connect()
+            self.sock = world.listener.connect()
         except ConnectionRefusedError:
             self.ended_at = world.now
             return
@@ -98,12 +98,6 @@ class Caller:
         if event.get("sip"):
             self.loop.call_later(event["rest"], self.read_slowly)
         self.send()
-
-    @property
-    def process(self):
-        """Who has taken in the connection; if nobody has, who would."""
-        loop = self.sock.peer.loop if self.sock else None
-        return loop.process if loop else self.world.by_number[self.event["worker"]]
 
     @property
     def is_quick(self) -> bool:
@@ -128,8 +122,6 @@ class Caller:
             self.loop.call_later(self.event.get("gap", 0.001), self.send)
         elif self.sent_at is None:
             self.sent_at = self.world.now
-            if self.event.get("half") and self.ended_at is None:
-                self.sock.shutdown()
 
     def look(self):
         if not self.event.get("sip"):
@@ -181,12 +173,12 @@ class Caller:
     def check_forgotten(self):
         """A client that has left is noticed, and nothing is computed for it any more."""
         names = {f"r{call['id']}" for call in self.calls}
-        for process in self.world.processes:
-            for choice in process.client.choices.values() if process.is_running else ():
-                if choice.job.http_id in names:
-                    raise Violation(
-                        f"call {choice.job.http_id} is still in work, its client has left long ago"
-                    )
+        process = self.world.process
+        for choice in process.client.choices.values() if process.is_running else ():
+            if choice.job.http_id in names:
+                raise Violation(
+                    f"call {choice.job.http_id} is still in work, its client has left long ago"
+                )
 
     def finish(self, is_cut=False):
         self.is_cut = is_cut

@@ -123,7 +123,7 @@ def models_are_trained_once(tmp_path_factory):
 
 
 # --------------------------------------------------------------------------------------------------
-# Servers with a fake engine (server.py, which needs the HTTP packages: most tests do not)
+# Servers with a fake engine (fake_server.py, which needs the HTTP packages: most tests do not)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def uvicorn_ends_soon():
 @pytest.fixture(scope="module")
 def server(uvicorn_ends_soon):
     """A server with small limits, for all tests of a file."""
-    from server import Server
+    from fake_server import Server
 
     with Server("--max-num-seqs", "8", "--max-queue", "8", "--max-body-mib", "0.1") as server:
         yield server
@@ -155,7 +155,7 @@ def server(uvicorn_ends_soon):
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory, uvicorn_ends_soon):
     """A server whose checkpoint has a template: it makes the engine say the last message."""
-    from server import Server
+    from fake_server import Server
 
     from training.corpus import bpe_tokenizer
 

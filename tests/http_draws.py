@@ -7,10 +7,9 @@ CALLS = [
     "stream", "n", "stop", "echo", "scored_echo", "logprobs", "chat", "prompts", "salt", "priority",
     "seedless", "ignore_eos", "usage", "long", "big", "chunked", "bad", "get", "tokenize",
 ]  # fmt: skip
-CLIENTS = ["burst", "slow", "vanish", "pieces", "half", "pipeline"]
+CLIENTS = ["burst", "slow", "vanish", "pieces", "pipeline"]
 FAULTS = [
-    "kill_engine", "stall_engine", "cannot_load", "fail_step", "fail_encoder", "stop",
-    "kill_worker", "freeze",
+    "kill_engine", "stall_engine", "cannot_load", "fail_step", "fail_encoder", "stop", "freeze",
 ]  # fmt: skip
 
 
@@ -18,7 +17,7 @@ def draw(seed: int, steps: int) -> tuple[dict, list[dict]]:
     """The settings and the events of a seed."""
     rng = random.Random(seed)
     chosen = {name for name in CALLS + CLIENTS + FAULTS if rng.random() < 0.5}
-    for name in ("stop", "kill_worker", "cannot_load"):  # after these little is left of a run
+    for name in ("stop", "cannot_load"):  # after these little is left of a run
         if rng.random() < 0.5:
             chosen.discard(name)
     settings = draw_settings(rng, seed, chosen)
@@ -43,7 +42,6 @@ def draw_settings(rng: random.Random, seed: int, chosen: set[str]) -> dict:
     block_size = rng.choice([2, 4, 8])
     return {
         "seed": seed,
-        "workers": rng.choice([1, 1, 3]),
         "keys": rng.choice([0, 2]),
         "max_num_seqs": rng.randint(1, 4),
         "max_queue": rng.choice([0, 2, 8, 20]),
@@ -80,10 +78,6 @@ def draw_event(rng: random.Random, number: int, settings: dict, chosen: set[str]
         return draw_visit(rng, number, settings, chosen)
     fault = rng.choice(faults)
     event = {"do": fault}
-    if fault in ("kill_worker", "freeze"):
-        event["worker"] = rng.randrange(settings["workers"])
-        if fault == "kill_worker" and event["worker"] == 0 and rng.random() < 0.8:
-            event["worker"] = settings["workers"] - 1
     if fault in ("stall_engine", "freeze"):
         event["seconds"] = rng.choice([0.05, 0.5, 3.0])
     if fault == "fail_step":
@@ -95,14 +89,12 @@ def draw_visit(rng: random.Random, number: int, settings: dict, chosen: set[str]
     """A client's connection."""
     count = rng.randint(2, 4) if "pipeline" in chosen and rng.random() < 0.3 else 1
     calls = [draw_call(rng, 10 * number + i, settings, chosen) for i in range(count)]
-    event = {"do": "call", "worker": rng.randrange(settings["workers"]), "calls": calls}
+    event = {"do": "call", "calls": calls}
     if "pieces" in chosen and rng.random() < 0.4:
         event |= {"pieces": rng.randint(2, 6), "gap": rng.choice([0.001, 0.01, 0.4])}
     if "slow" in chosen and rng.random() < 0.3:
         sip, rest = rng.choice([(50, 0.02), (300, 0.1), (5000, 1.5)])
         event |= {"sip": sip, "rest": rest}
-    if "half" in chosen and rng.random() < 0.2:
-        event["half"] = True
     if "vanish" in chosen and rng.random() < 0.4:
         kind = rng.choice(["sent", "read", "seconds", "said"])
         amounts = {

@@ -12,10 +12,10 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from engine.engine import Engine
+from engine.settings import Settings
 from model import GPT
-from serving.engine import Engine
-from serving.params import SamplingParams
-from serving.settings import Settings
+from params import SamplingParams
 from test_paged import assert_idle, poison
 
 TOLERANCE = 1e-4  # of log-probabilities; where the best two are as near, a token may be either

@@ -15,8 +15,8 @@ from collections import Counter
 
 import torch
 
-from serving.params import NO_TOKEN, SamplingParams
-from serving.sampling import philox
+from ops.sampling import philox
+from params import NO_TOKEN, SamplingParams
 
 TIE = 1e-4  # of the best two perturbed scores: nearer ones are a tie
 ROUNDING = 2e-5  # of a score to a filter's threshold, and of a share of probability, relative
@@ -45,10 +45,6 @@ def adjusted(logits: torch.Tensor, p: SamplingParams, prompt, generated, stops) 
     seen = count + torch.tensor(list(prompt), dtype=torch.int64).bincount(minlength=V) > 0
     for token, bias in (p.logit_bias or {}).items():
         scores[token] += bias
-    if p.allowed_token_ids is not None:
-        allowed = torch.zeros(V, dtype=torch.bool)
-        allowed[list(p.allowed_token_ids)] = True
-        scores[~allowed] = -torch.inf
     if len(generated) < p.min_tokens:
         scores[[t for t in stops if 0 <= t < V]] = -torch.inf
     repeated = torch.where(scores > 0, scores / p.repetition_penalty, scores * p.repetition_penalty)

@@ -25,6 +25,7 @@ PACKAGES = [
     "uvicorn",
     "httptools",
     "pydantic",
+    "orjson",
 ]
 PACKAGES += [
     "httpx",

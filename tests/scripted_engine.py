@@ -10,17 +10,16 @@ import zlib
 from collections import Counter
 from types import SimpleNamespace
 
-from virtual import (
-    Signal,
-)
+from virtual import Signal
 
+from engine import links
+from engine import process as loop
+from engine.engine import Engine
+from engine.events import Subscribers
+from engine.runner import StepResult
+from engine.settings import Settings
 from paged import Scheduler, SchedulerSettings
-from serving import links, loop
-from serving.engine import Engine
-from serving.events import Audience
-from serving.params import NO_TOKEN
-from serving.runner import StepResult
-from serving.settings import Settings
+from params import NO_TOKEN
 
 EOS = 256
 
@@ -132,7 +131,7 @@ class ScriptedEngine(Engine):
         self.overlap = settings["overlap"]
         self.in_flight = self.recorder = None
         self.requests = {}
-        self.num_choices = {}
+        self.promised = {}
         self.prompt_scores = {}
         self.seeds = random.Random(0)
         self.delays = {"waited": [], "prefilled": []}
@@ -146,7 +145,7 @@ class ScriptedEngine(Engine):
         return stats
 
     def assert_idle(self):
-        for name in ("requests", "num_choices", "prompt_scores"):
+        for name in ("requests", "promised", "prompt_scores"):
             if getattr(self, name):
                 raise Violation(f"the engine is idle, but has {name} {getattr(self, name)}")
         if (
@@ -190,7 +189,7 @@ class EngineProcess:
             return
         self.state = "ready"
         self.engine = ScriptedEngine(self.settings, Runner(self.world))
-        self.audience = Audience(self.engine)
+        self.audience = Subscribers(self.engine)
         self.links.selector.on_ready = self.wake
         limits = {
             "max_model_len": self.engine.max_model_len,
@@ -234,17 +233,13 @@ class EngineProcess:
         nothing else.
         """
         theirs = link.sock.peer
-        owners = [
-            p
-            for p in self.world.processes
-            if p.is_running and p.client.sock is theirs and p.client.transport
-        ]
-        if not owners:
+        process = self.world.process
+        http = process.client
+        if not (process.is_running and http.sock is theirs and http.transport):
             return
-        http = owners[0].client
         mine = {id for id in self.engine.requests if id.startswith(f"{link.number}:")}
-        for first, n in self.engine.num_choices.items():
-            mine |= {f"{first}.{number}" for number in range(1, n) if first in mine}
+        for first, choices in self.engine.promised.items():
+            mine |= {choice.id for choice in choices if first in mine}
         waiting = {f"{link.number}:{id}" for id in http.choices}
         all_heard = not (
             http.unsent or http.transport.unsent or link.sock.arrived or link.incoming.unread
@@ -256,8 +251,7 @@ class EngineProcess:
             raise Violation(f"the engine works at {mine - waiting}, for which nobody waits")
         if all_heard and all_told and waiting - mine:
             raise Violation(
-                f"HTTP process {owners[0].number} waits for {waiting - mine}, of which the engine "
-                "knows nothing"
+                f"the HTTP process waits for {waiting - mine}, of which the engine knows nothing"
             )
 
     def stall(self, seconds: float):

@@ -1,33 +1,36 @@
 """
-A `Runner` without a model, for the simulators: a step takes microseconds, and the right answer is
-known beforehand.
+A `Runner` without a model, the only one of its kind: a step takes microseconds, and the right
+answer is known beforehand.
 
 The pool holds token ids instead of K and V. A step writes each of its tokens at its slot, and the
 next token of a text is a hash of that text *as it is read back through the block table*, or of its
 window, where every layer slides: nothing before that is read. So a wrong table, slot, copy, commit,
-hit or stale row changes an answer, as it would change what a real model says. What the real runner
-does on the host (the layout of a step's inputs, padding, which tokens are wanted) is the real
-runner's; what it does on the device is done here, to the same arrays, in plain Python. Not run by
-itself.
+hit or stale row changes an answer, as it would change what a real model says. The host's work (the
+layout of a step's inputs, padding, which tokens are sampled) is the real runner's; the device's is
+done here, to the same arrays, in plain Python.
 
-There are two smaller ones: pretend.py, for tests of single rules of the engine, uses none of the
-real runner, and has log-probabilities that add up; scripted_engine.py, which is about what becomes
-of tokens, has no slots at all.
+    engine = simulated_engine(num_blocks=8)          # for tests of single rules
+    answer(prompt, max_tokens, stops, key, V)        # and the right answer
+
+The simulator (simulator.py) plays random lives with it. scripted_engine.py has no slots at all: it
+is about what the server makes of tokens.
 """
 
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
+from unittest import mock
 from zlib import crc32
 
 import torch
 
+from engine import engine as engine_module
+from engine.engine import Engine
+from engine.runner import Runner, num_scored, sampling_row
+from engine.settings import Settings
 from model import GPTConfig
+from ops.inputs import StepInputs, StepShape, sizes
 from paged import Plan, Request
-from serving import engine as engine_module
-from serving import runner as runner_module
-from serving.inputs import StepInputs, StepShape, sizes
-from serving.params import NO_TOKEN
-from serving.runner import Runner, num_scored, sampling_row
+from params import GREEDY, NO_TOKEN, SamplingParams
 
 POISON = 255  # what a slot holds that its owner has not written; vocabularies end below
 
@@ -42,11 +45,13 @@ def noise_key(seed: int, choice: int) -> int:
 
 def score(text: bytes, token: int, n: int, V: int) -> list:
     """
-    [log-probability of the token after this text, n likeliest ids, their log-probabilities]: not
-    real ones.
+    [log-probability of the token after this text, n likeliest ids, their log-probabilities]: of no
+    distribution, but negative and in order.
     """
-    crc = crc32(text, token)
-    return [-float(crc), [(crc + i) % V for i in range(n)], [-float(i) for i in range(n)]]
+    crc = crc32(text)
+    scale = 0.1 + crc / 2**32
+    likeliest = [(crc + i) % V for i in range(n)]
+    return [-float(crc32(text, token)), likeliest, [-scale * (i + 1) for i in range(n)]]
 
 
 def scores_of(prompt: list[int], n: int, V: int, window: int = 0) -> list[list]:
@@ -58,12 +63,6 @@ def scores_of(prompt: list[int], n: int, V: int, window: int = 0) -> list[list]:
 def seen(text: bytes, window: int) -> bytes:
     """What its last token sees of it."""
     return text[-window:] if window else text
-
-
-def logits_after(text: bytes, V: int) -> torch.Tensor:
-    """[V], for beam search: between 0 and 4, so that each step has several good ways to go on."""
-    crc = crc32(text)
-    return torch.tensor([crc32(bytes([token]), crc) / 2**30 for token in range(V)])
 
 
 def answer(
@@ -84,22 +83,35 @@ def answer(
 
 
 def beams(
-    prompt: list[int], width: int, max_tokens: int, eos: int | None, V: int, window: int = 0
+    prompt: list[int], width: int, max_tokens: int, ends: set[int], V: int, window: int = 0
 ) -> list[tuple[list[int], float]]:
-    """The right result of a beam search, straight from its definition: no blocks, no forks."""
+    """
+    The right result of a beam search, straight from its definition: all extensions of all beams;
+    no blocks, no forks, no early end. Of the best 2 * width those that end are answers, and the
+    best `width` of the others are the next beams.
+    """
     going = [([], 0.0)]
     answers = []
-    while going and (len(answers) < width or going[0][1] > answers[-1][1]):
-        found = []
+    for length in range(1, max_tokens + 1):
+        extended = []
         for tokens, total in going:
-            logits = logits_after(seen(bytes(prompt + tokens), window), V)
-            scores = logits.log_softmax(-1) + torch.tensor(total)
-            found += [([*tokens, token], score) for token, score in enumerate(scores.tolist())]
-        best = sorted(found, key=lambda one: -one[1])[: 2 * width]
-        ended = [one for one in best if one[0][-1] == eos or len(one[0]) == max_tokens]
+            _, ids, logprobs = score(seen(bytes(prompt + tokens), window), 0, V, V)
+            pairs = zip(ids, logprobs, strict=True)
+            extended += [([*tokens, token], total + logprob) for token, logprob in pairs]
+        best = sorted(extended, key=lambda one: -one[1])[: 2 * width]
+        ended = [one for one in best if one[0][-1] in ends or length == max_tokens]
         going = [one for one in best if one not in ended][:width]
         answers = sorted(answers + ended, key=lambda one: -one[1])[:width]
     return answers
+
+
+def total_logprob(prompt: list[int], tokens: list[int], V: int, window: int = 0) -> float:
+    """Of these tokens after the prompt: as `beams` adds them up."""
+    total = 0.0
+    for i, token in enumerate(tokens):
+        _, ids, logprobs = score(seen(bytes(prompt + tokens[:i]), window), 0, V, V)
+        total += logprobs[ids.index(token)]
+    return total
 
 
 # --------------------------------------------------------------------------------------------------
@@ -118,22 +130,6 @@ class HostTokens(list):
         return self
 
 
-class Texts(list):
-    """
-    Texts up to sampled tokens, in place of the logits after them; beam search asks for these by a
-    list of places.
-    """
-
-    def __init__(self, V: int):
-        super().__init__()
-        self.V = V
-
-    def __getitem__(self, at):
-        if isinstance(at, list):
-            return torch.stack([logits_after(list.__getitem__(self, i), self.V) for i in at])
-        return list.__getitem__(self, at)
-
-
 class Pool:
     """The tokens of all blocks, the sink's last."""
 
@@ -142,10 +138,10 @@ class Pool:
         self.blocks = [bytearray([POISON] * block_size) for _ in range(num_blocks + 1)]
         self.poison = bytes([POISON] * block_size)
 
-    def copy_blocks(self, to: list[int], source: list[int]):
+    def copy_blocks(self, to: torch.Tensor, source: torch.Tensor):
         """All are read before any is written."""
         contents = [bytes(self.blocks[block]) for block in source]
-        for block, content in zip(to, contents, strict=True):
+        for block, content in zip(to.tolist(), contents, strict=True):
             self.blocks[block][:] = content
 
 
@@ -154,13 +150,12 @@ class SimulatedRunner(Runner):
     Its arguments are the real one's, and `padded`: whether steps are padded, as they are on a GPU.
     """
 
-    launch = (
-        Runner.launch.__wrapped__
-    )  # without torch's context, which costs as much as a step here
+    # without torch's context, which costs as much as a step here
+    launch = Runner.launch.__wrapped__
 
     def __init__(self, model, settings, padded=False):
         N = settings.max_num_seqs
-        self.device = "simulated"
+        self.device = "cpu"
         self.V = model.config.vocab_size
         self.block_size = settings.block_size
         self.window = settings.window
@@ -201,8 +196,9 @@ class SimulatedRunner(Runner):
             self.last_token[row] = (r.generated_tokens or r.prompt_tokens)[-1]
             self.context_len[row] = r.num_filled_slots
             self.fill_tables([r])
-            self.key[row] = noise_key(seed, choice)
-            scored = r.params is not None and r.params.logprobs is not None
+            is_greedy = r.params.temperature == 0
+            self.key[row] = noise_key(0, 0) if is_greedy else noise_key(seed, choice)
+            scored = r.params.logprobs is not None
             self.scored_rows.discard(row)
             if scored:
                 self.scored_rows.add(row)
@@ -213,14 +209,14 @@ class SimulatedRunner(Runner):
 
     def compute(self, packed, shape: StepShape, plan: Plan):
         """
-        The arguments are the real one's, but that the inputs are an array. All is written before
-        anything is read. Returns the sampled tokens, and the texts before them in place of logits.
+        All is written before anything is read. Returns the sampled tokens, and the texts before
+        them in place of logits.
         """
         self.poison_new_blocks(plan)
-        step = split_array(packed, shape)
+        step = split_list(packed.tolist(), shape)
         self.write_decodes(step)
         self.write_chunks(step)
-        texts = Texts(self.V)
+        texts = []
         tokens = HostTokens()
         for row in [*step.rows, *step.sampling_rows]:
             text = self.read(row, self.context_len[row])
@@ -304,8 +300,8 @@ class SimulatedRunner(Runner):
         return [HostTokens(column) for column in zip(*rows, strict=True)]
 
 
-def split_array(packed, shape: StepShape) -> StepInputs:
-    """As serving.inputs.split, of an array."""
+def split_list(packed: list[int], shape: StepShape) -> StepInputs:
+    """As ops.inputs.split, of a list."""
     fields = []
     start = 0
     for size in sizes(shape):
@@ -321,8 +317,7 @@ def split_array(packed, shape: StepShape) -> StepInputs:
 class NoModel:
     """What `Engine` asks a model for, besides what only a runner does."""
 
-    def __init__(self, V: int, context_length: int, eos: int | None = None, window: int = 0):
-        ends = () if eos is None else (eos,)
+    def __init__(self, V: int, context_length: int, ends: tuple[int, ...] = (), window: int = 0):
         sizes = {"n_layer": 1, "n_head": 1, "n_embd": 1, "windows": (window,)}
         self.config = GPTConfig(V, context_length, eos_token_ids=ends, **sizes)
         self.wte = torch.nn.Embedding(1, 1)
@@ -343,26 +338,48 @@ class Clock:
     perf_counter = monotonic
 
 
-def upload_where_it_is_simulated(upload, values, device, **options):
-    return values if device == "simulated" else upload(values, device, **options)
-
-
 @contextmanager
 def simulated(clock: Clock, build=SimulatedRunner):
-    """
-    Inside, `Engine` takes its time from `clock`, and `build`s its runner; one that is simulated
-    uploads nothing.
-    """
-    replaced = {
-        (engine_module, "time"): clock,
-        (engine_module, "Runner"): build,
-        (runner_module, "upload"): partial(upload_where_it_is_simulated, runner_module.upload),
-    }
-    real = {place: getattr(*place) for place in replaced}
-    try:
-        for place, value in replaced.items():
-            setattr(*place, value)
+    """Inside, `Engine` takes its time from `clock`, and its runner from `build`."""
+    with mock.patch.multiple(engine_module, time=clock, Runner=build):
         yield
-    finally:
-        for place, value in real.items():
-            setattr(*place, value)
+
+
+# --------------------------------------------------------------------------------------------------
+# For tests of single rules
+
+VOCABULARY = 12
+
+
+def simulated_engine(
+    eos: tuple = (), context_length: int = 64, build=SimulatedRunner, window=0, **settings
+) -> Engine:
+    sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 16}
+    model = NoModel(VOCABULARY, context_length, eos, window)
+    with mock.patch.object(engine_module, "Runner", build):
+        return Engine(model, Settings(**(sizes | {"check": True} | settings)))
+
+
+def finish(engine: Engine) -> list:
+    """All outputs until it is idle."""
+    outputs = []
+    turns = 0
+    while engine.has_work:
+        outputs += engine.step()
+        turns += 1
+        assert turns < 1000, f"{[*engine.requests]} never end"
+    return outputs
+
+
+def tokens_of(outputs: list, id: str) -> list[int]:
+    return [token for output in outputs if output.id == id for token in output.tokens]
+
+
+def greedy(max_tokens: int, **others) -> SamplingParams:
+    return replace(GREEDY, max_tokens=max_tokens, **others)
+
+
+def greedy_answer(prompt: list[int], max_tokens: int) -> list[int]:
+    """Of `simulated_engine` to `greedy(max_tokens)`."""
+    tokens, _ = answer(prompt, max_tokens, set(), noise_key(0, 0), VOCABULARY)
+    return tokens

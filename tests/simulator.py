@@ -35,13 +35,17 @@ from itertools import count, product
 from math import inf
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
+import pytest
+
+from engine import engine as engine_module
+from engine import process as loop
+from engine.events import Recorder
+from engine.replay import Tallies
+from engine.settings import Settings
+from examples.beam_search import beam_search
 from paged import Plan, Request
-from serving import engine as engine_module
-from serving import loop
-from serving.beam import beam_search
-from serving.events import Recorder
-from serving.settings import Settings
 from tests.shrink import shrink
 from tests.simulated_runner import (
     Clock,
@@ -54,6 +58,7 @@ from tests.simulated_runner import (
     scores_of,
     seen,
     simulated,
+    total_logprob,
 )
 from tests.swarm import (
     FAULTS,
@@ -101,6 +106,9 @@ class Text:
     admitted: float | None = None  # when
     broken_at: int | None = None  # which of its tokens came from logits that are not numbers
 
+    def writer(self, index: int) -> "Writer":
+        return Writer(self.prompt, self.tokens, self.salt, index)
+
 
 ALL_THE_TIME = {
     "overlap",
@@ -116,10 +124,25 @@ URGENCY = {  # the smallest goes first: written anew from the README, in seconds
 }
 
 
-class Faulty:
-    """What makes a runner, simulated or real, raise and be late when its `world` says so."""
+class Writer(NamedTuple):
+    """Who has written a block last, and which block of its text that is."""
 
-    world: "World"
+    prompt: list[int]
+    answer: list[int]
+    salt: str
+    index: int
+
+    def text(self, S: int) -> tuple[str, bytes]:
+        """Salt and text up to the end of the block: what a hit must have in common with it."""
+        return self.salt, bytes((self.prompt + self.answer)[: (self.index + 1) * S])
+
+
+class FaultyRunner(SimulatedRunner):
+    """Raises and is late when its `world` says so."""
+
+    def __init__(self, *args, world: "World"):
+        super().__init__(*args, padded=world.settings["padded"])
+        self.world = world
 
     def launch(self, plan: Plan):
         fault = None
@@ -137,16 +160,10 @@ class Faulty:
     def wait_for(self, flight):
         world = self.world
         world.clock.now += world.armed.pop("late", 0.0)
-        if world.armed.pop("collect", None):
+        if not world.has_beams and world.armed.pop("collect", None):
             world.must_fail(flight.plan)
             raise FloatingPointError("simulated, when it was waited for")
         return super().wait_for(flight)
-
-
-class FaultyRunner(Faulty, SimulatedRunner):
-    def __init__(self, *args, world: "World", **options):
-        super().__init__(*args, padded=world.settings["padded"], **options)
-        self.world = world
 
     def breaks(self, request: Request):
         text = self.world.live[request.id]
@@ -175,15 +192,15 @@ class World:
     AssertionError for what is not as it must be.
     """
 
-    def __init__(self, settings: dict, events: list[dict], build=FaultyRunner):
+    def __init__(self, settings: dict, events: list[dict]):
         self.settings = settings
         self.events = events
-        self.build = build
         self.clock = Clock()
         self.V = settings["V"]
         self.S = settings["engine"]["block_size"]
         self.overlap = settings["engine"]["overlap"]
         self.window = settings.get("window", 0)  # older traces have none
+        self.eos = set() if settings["eos"] is None else {settings["eos"]}
         self.urgency = URGENCY[settings["engine"]["policy"]]
         self.next_event = 0
         self.countdown = 0  # steps until the next event
@@ -202,7 +219,8 @@ class World:
         self.waited: list[float] = []  # what its stats must say, since they were last asked for
         self.prefilled: list[float] = []
         self.failing: list[Text] = []  # those that must get an error in this step
-        self.salt_of: dict[int, str] = {}  # block -> of whom wrote it last
+        self.writers: dict[int, Writer] = {}  # block -> of whom wrote it last
+        self.in_need: set[Request] = set()  # gave back blocks of a step under way, to grow
         self.everybody: list[Text] = []
         self.told_idle = True
         self.restarting = False
@@ -212,31 +230,45 @@ class World:
     def run(self) -> Counter:
         """Play all events. Returns how often what happened."""
         settings = self.settings
-        build = partial(self.build, world=self)
-        with simulated(self.clock, build):
+        with simulated(self.clock, partial(FaultyRunner, world=self)):
             while not self.is_over:
                 self.renew()
-                self.engine = engine_module.Engine(self.model(), Settings(**settings["engine"]))
+                model = NoModel(self.V, settings["context"], tuple(self.eos), self.window)
+                self.engine = engine_module.Engine(model, Settings(**settings["engine"]))
                 self.longest = longest_text(settings)
-                self.watch_plans()
+                self.watch_scheduler()
                 loop.serve(self.engine, self, settings["max_queue"])
         self.counts["steps"] = self.steps
         self.counts |= {name: 1 for name in ALL_THE_TIME if name in settings["features"]}
         return self.counts
 
-    def model(self):
-        return NoModel(self.V, self.settings["context"], self.settings["eos"], self.window)
-
-    def watch_plans(self):
+    def watch_scheduler(self):
         scheduler = self.engine.scheduler
         plan = scheduler.plan
+        resolve = scheduler.resolve
 
         def watched(step: int) -> Plan:
+            # their blocks come back with the step under way: nobody need be sent away for these
+            ending = [r.id for r in scheduler.ending]
+            before = {r: self.num_left(r) for r in scheduler.running}
             made = plan(step)
+            self.in_need |= {r for r in before if self.num_left(r) > before[r]}
+            assert not (ending and made.preempted), f"preempted, while {ending} are about to end"
             self.saw(made)
             return made
 
+        def resolved(plan: Plan, tokens: list[int]) -> list[Request]:
+            filled = self.filled_by(plan)
+            finished = resolve(plan, tokens)
+            self.check_cached(filled)
+            return finished
+
         scheduler.plan = watched
+        scheduler.resolve = resolved
+
+    def num_left(self, request: Request) -> int:
+        """Blocks behind its window, given back."""
+        return request.block_table.count(self.engine.num_blocks)
 
     # -- the engine's links ------------------------------------------------------------------------
 
@@ -337,8 +369,8 @@ class World:
 
     def accept(self, ids: list[str], prompt: list[int], params: dict, options: dict):
         stops = set(params.get("stop_token_ids", ()))
-        if self.settings["eos"] is not None and not params.get("ignore_eos"):
-            stops.add(self.settings["eos"])
+        if not params.get("ignore_eos"):
+            stops |= self.eos
         shared = {
             "prompt": prompt,
             "params": params,
@@ -460,7 +492,10 @@ class World:
         if parent is None or self.overlap or not engine.scheduler.free_rows:
             return ()
         child = engine.scheduler.fork(
-            engine.requests[parent.id], f"{parent.id}/{event['id']}", choice=event["choice"]
+            engine.requests[parent.id],
+            f"{parent.id}/{event['id']}",
+            choice=event["choice"],
+            prompt_logprobs=None,
         )
         engine.requests[child.id] = child
         engine.runner.fill_rows(child)
@@ -485,10 +520,16 @@ class World:
             assert not possible, f"beam search was refused: {error}"
         else:
             assert possible, f"beam search of {arguments} was not refused"
-            right = beams(*arguments, self.settings["eos"], self.V, self.window)
-            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in right], (
+            right = beams(*arguments, self.eos, self.V, self.window)
+            # of two beams that are as good either may be taken, so these are judged one by one
+            scores = [score for _, score in found]
+            same = scores == pytest.approx([score for _, score in right])
+            assert same and len({bytes(tokens) for tokens, _ in found}) == len(found), (
                 f"beams {found}, right: {right}"
             )
+            for tokens, logprob in found:
+                right = total_logprob(event["prompt"], tokens, self.V, self.window)
+                assert logprob == pytest.approx(right), f"beam {tokens}: {logprob}, right: {right}"
             self.counts["beams"] += 1
         self.has_beams = False
         return ()
@@ -517,7 +558,8 @@ class World:
         assert text not in self.failing and text.told != text.broken_at, (
             f"{text.id} was to fail, and got {row}"
         )
-        wanted, end = self.right(text, tokens)
+        wanted = text.tokens[text.told]
+        end = text.reason if text.told + 1 == len(text.tokens) else None
         assert tokens == [wanted], f"{id} got {tokens} after {text.told} tokens, right is {wanted}"
         assert reason == end, f"{id} ends with {reason}, right is {end}"
         assert cached == text.hits, f"{id}: {cached} cached tokens, {text.hits} were found at first"
@@ -527,14 +569,6 @@ class World:
         if end:
             self.counts["stop tokens" if reason == "stop" else "full length"] += 1
             self.ends(text)
-
-    def right(self, text: Text, tokens: list[int]) -> tuple[int, str | None]:
-        """
-        The next token, and how the text ends with it, if it does. What the engine says, `tokens`,
-        counts only where several are right: see test_simulator_gpu.py.
-        """
-        last = text.told + 1 == len(text.tokens)
-        return text.tokens[text.told], text.reason if last else None
 
     def check_scores(self, text: Text, token: int, logprobs, prompt_logprobs):
         right = None
@@ -609,7 +643,11 @@ class World:
             self.truth["hit tokens"] += request.num_filled_slots
         scheduler.check_plan(plan)
         if self.has_beams:
-            self.salt_of |= {block: "" for r in scheduler.running for block in r.block_table}
+            for r in scheduler.running:
+                for i in range(r.num_filled_slots // self.S, len(r.block_table)):
+                    self.writers[r.block_table[i]] = Writer(
+                        r.prompt_tokens, r.generated_tokens, "", i
+                    )
             return
         assert computes or scheduler.is_done() or self.engine.in_flight, (
             "a step without a token, while there is work"
@@ -623,11 +661,10 @@ class World:
             self.check_admitted(self.live[request.id], request)
         if scheduler.waiting:
             self.check_queue(plan)
-        for request in plan.decodes:
-            self.salt_of[request.block_table[-1]] = self.live[request.id].salt
-        for request, _ in plan.chunks:
-            written = request.block_table[request.num_filled_slots // self.S :]
-            self.salt_of |= dict.fromkeys(written, self.live[request.id].salt)
+        for request, _ in plan.work:
+            text = self.live[request.id]
+            for i in range(request.num_filled_slots // self.S, len(request.block_table)):
+                self.writers[request.block_table[i]] = text.writer(i)
 
     def check_preempted(self, plan: Plan):
         """Whoever was sent away is behind all who stay."""
@@ -653,28 +690,42 @@ class World:
         text.runs = True
         S = self.S
         found = request.num_filled_slots
-        may_hit = self.settings["engine"]["prefix_cache"] and text.prompt_logprobs is None
-        most = (len(text.prompt) + text.told - 1) // S * S if may_hit else 0
-        assert found <= most and found % S == 0, (
-            f"{text.id}: {found} tokens found in the cache, at most {most}"
-        )
+        right = self.longest_hit(text, request.num_tokens)
+        assert found == right, f"{text.id}: {found} tokens found in the cache, {right} are there"
         first = max(0, found - self.window + 1) // S if self.window else 0
         sink = self.engine.num_blocks
         given_back = [index for index, block in enumerate(request.block_table) if block == sink]
         assert given_back == [*range(first)], (
             f"{text.id} is without blocks {given_back}, and does not see the first {first}"
         )
-        for index, block in enumerate(request.block_table[first:], first):
-            if index < found // S:
-                assert self.salt_of[block] == text.salt, (
-                    f"{text.id} of salt {text.salt!r} finds {self.salt_of[block]!r}"
-                )
-            self.salt_of[block] = text.salt
+        for index in range(first, found // S):
+            writer = self.writers[request.block_table[index]]
+            assert writer.text(S) == text.writer(index).text(S), (
+                f"{text.id} of salt {text.salt!r} finds {writer.text(S)}"
+            )
         self.counts["prefix cache"] += found > 0
         if text.hits is None:
             text.hits = found
             text.admitted = self.clock.now
             self.waited.append(self.clock.now - text.arrival)
+
+    def longest_hit(self, text: Text, num_tokens: int) -> int:
+        """
+        How many of its first tokens the cache holds, in whole blocks; at least one is computed.
+        With a window it needs to hold only what the first of the others sees.
+        """
+        if not self.settings["engine"]["prefix_cache"] or text.prompt_logprobs is not None:
+            return 0
+        S = self.S
+        held = self.engine.scheduler.block_cache.held
+        cached = {self.writers[block].text(S) for block in held}
+        most = (num_tokens - 1) // S
+        has = [text.writer(i).text(S) in cached for i in range(most)]
+        for n in range(most, 0, -1):
+            first = max(0, n * S - self.window + 1) // S if self.window else 0
+            if all(has[first:n]):
+                return n * S
+        return 0
 
     def must_fail(self, plan: Plan):
         """This step raises: whoever takes part must hear of it before the step is over."""
@@ -695,8 +746,48 @@ class World:
             f"scores of {[*engine.prompt_scores]} are kept"
         )
         self.check_stats(stats)
+        if self.window:
+            self.check_windows()
+        counts = engine.counts()
+        right = {name: self.truth[name] for name in counts}
+        assert counts == right, f"counts {counts}, right: {right}"
         if self.steps % 64 == 0 and self.live:
             self.check_age(next(iter(self.live.values())))
+
+    def filled_by(self, plan: Plan) -> list[Writer]:
+        """
+        The blocks that a step has filled, which must be in the cache once it is resolved: unless
+        others hold them, too, or no block was free when they were left.
+        """
+        if self.has_beams or not self.settings["engine"]["prefix_cache"]:
+            return []
+        filled = []
+        for request, n in plan.work:
+            if request.row is None:
+                continue  # preempted or aborted meanwhile
+            num_full = (request.num_computed_slots + n) // self.S
+            for i in range(request.num_committed, num_full):
+                block = request.block_table[i]
+                is_lost = request in self.in_need
+                if block != self.engine.num_blocks:
+                    is_lost = self.engine.scheduler.block_allocator.ref_counts[block] > 1
+                if not is_lost:
+                    filled.append(self.live[request.id].writer(i))
+        return filled
+
+    def check_cached(self, filled: list[Writer]):
+        held = self.engine.scheduler.block_cache.held
+        cached = {self.writers[block].text(self.S) for block in held}
+        for block in filled:
+            assert block.text(self.S) in cached, f"{block} was filled, and is not in the cache"
+
+    def check_windows(self):
+        """Blocks that no token sees any more were given back."""
+        for request in self.engine.scheduler.running:
+            ended = request.num_computed_slots // self.S * self.S
+            first = max(0, ended - self.window + 1) // self.S
+            left = self.num_left(request)
+            assert left >= first, f"{request.id} holds block {left}, and sees no token of it"
 
     def check_stats(self, stats: dict):
         engine = self.engine
@@ -752,11 +843,8 @@ class World:
         assert allocator.num_free == engine.num_blocks, (
             f"{allocator.num_free} of {engine.num_blocks} blocks are free"
         )
-        left = [engine.requests, engine.num_choices, engine.prompt_scores]
+        left = [engine.requests, engine.promised, engine.prompt_scores]
         assert not any(left), f"the engine is idle, and has kept {left}"
-        counts = engine.counts()
-        right = {name: self.truth[name] for name in counts}
-        assert counts == right, f"counts {counts}, right: {right}"
         assert self.told_idle, "the engine is idle, and nobody was told"
 
 
@@ -805,20 +893,51 @@ def read_trace(path: str) -> tuple[dict, list[dict]]:
 
 
 class RecordedWorld(World):
-    """Keeps a record of all that its engines do, as `serve.py --record` would write it."""
+    """
+    Keeps a record of all that its engines do, as `serve.py --record` would write it, and reads it
+    as it comes: after every step a reader's tallies must be the allocator's own.
+    """
 
     def __init__(self, *life):
         super().__init__(*life)
         self.lines: list[str] = []
+        self.tallies: Tallies | None = None
 
-    def watch_plans(self):
-        super().watch_plans()
+    def watch_scheduler(self):
+        super().watch_scheduler()
         self.begin_record()
 
     def begin_record(self):
         self.recorder = self.engine.recorder = Recorder(self.engine, tokens=True)
-        self.lines.append(self.recorder.snapshot())
-        self.recorder.listeners.append(self.lines.append)
+        self.hear(self.recorder.snapshot())
+        self.recorder.listeners.append(self.hear)
+
+    def hear(self, text: str):
+        self.lines.append(text)
+        line = json.loads(text)
+        if line["event"] == "snapshot":
+            self.tallies = Tallies(line)
+        elif line["event"] == "step":
+            self.tallies.apply(line)
+
+    def flush(self, stats: dict):
+        super().flush(stats)
+        self.check_tallies()
+
+    def check_tallies(self):
+        """What the lines so far tell is so."""
+        scheduler = self.engine.scheduler
+        allocator = scheduler.block_allocator
+        everyone = scheduler.waiting + scheduler.running
+        found = self.tallies
+        tables = {r.arrival_number: r.block_table for r in everyone}
+        assert found.tables == tables, f"tables {found.tables}, right: {tables}"
+        counts = Counter(dict(enumerate(allocator.ref_counts)))
+        assert found.references == counts, f"references {found.references}, right: {counts}"
+        held = allocator.block_cache.held
+        assert found.committed == held.keys(), f"committed {found.committed}, right: {held.keys()}"
+        idle = [*allocator.idle]
+        assert [*found.idle] == idle, f"idle {[*found.idle]}, right: {idle}"
 
     def fork(self, event: dict):
         """Of a running request, which only tests do between two steps."""
@@ -829,13 +948,14 @@ class RecordedWorld(World):
         """These steps are not the engine's own: a snapshot says where they have led."""
         yield from super().beam(event)
         self.recorder.failed()
+        self.recorder.end_step()
 
     def record(self) -> bytes:
         return "".join(f"{line}\n" for line in self.lines).encode()
 
 
 def write_record(path: str, settings: dict, events: list[dict]):
-    """The record of a life, as far as it goes: `python bench.py replay` shows what the pool did."""
+    """The record of a life, as far as it goes; `python assets/draw.py replay` draws it."""
     world = RecordedWorld(settings, events)
     with suppress(Exception):
         world.run()
@@ -985,7 +1105,7 @@ def main() -> int:
     print(f"seed {summary.last} fails, {summary.failure}\nshrinking ..", flush=True)
     why, path, events = shrunk_trace(summary.last)
     print(f"{events} events are enough: {why}\npython -m tests.simulator --replay {path}")
-    print(f"python bench.py replay record-{summary.last}.jsonl")
+    print(f"python assets/draw.py replay record-{summary.last}.jsonl")
     return 1
 
 

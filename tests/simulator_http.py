@@ -1,7 +1,6 @@
 """
-The HTTP side through a million faults: real gate, jobs, connections, clients and links, one or
-three HTTP processes, the real scheduler behind them, and clients of every kind, all on a virtual
-clock.
+The HTTP side through a million faults: real gate, jobs, connections, client and links, the real
+scheduler behind them, and callers of every kind, all on a virtual clock.
 
     python -m tests.simulator_http --seed 7                 # one run; prints what happened
     python -m tests.simulator_http --seed 7 --minutes 30    # seed 7, 8, 9 .. for so long
@@ -36,27 +35,21 @@ import uvicorn.server
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 from callers import Caller, answers
+from fake_server import ByteTokenizer
 from http_draws import KEYS, draw
 from http_oracle import Books, Judge, prompts_of
 from scripted_engine import EngineProcess, FakeChat, Violation, call_of
-from server import ByteTokenizer
 from shrink import shrink
-from virtual import (
-    Listener,
-    Machine,
-    Share,
-    Signal,
-    make_pipe,
-    os_of_pipes,
-    pair,
-    selectors_of_memory,
-)
+from virtual import Listener, Machine, pair, selectors_of_memory
 
 import serve
-from serving import answers as answers_module
-from serving import api, client, connection, encoder, engine, gate, links, metrics, site, workers
-from serving import loop as serving_loop
-from serving.engine import Engine
+from engine import engine, links
+from engine import process as serving_loop
+from engine.engine import Engine
+from server import answers as answers_module
+from server import app as api
+from server import client, connection, gate, metrics
+from server import text as encoder
 
 QUIET_SECONDS = 30.0  # after the last event all may take so long, besides what settings allow
 
@@ -76,18 +69,12 @@ class NumberedConnection(connection.Connection):
 
 
 class InlineEncoder(encoder.Encoder):
-    """Its process's jobs are done here, after the time that they take."""
+    """Its thread's jobs are done here, after the time that they take."""
 
-    def __init__(self, world: "World"):
+    def __init__(self):
         super().__init__("/nowhere", ByteTokenizer())
         self.has_chat = True
-        self.world = world
-
-    def _exchange(self, job):
-        if self.world.encoder_fault:
-            self.world.encoder_fault = False
-            raise RuntimeError("the encoding process ended (exit code -9)")
-        return encoder.do_job(job, self.tokenizer, FakeChat())
+        self.tools = self.tokenizer, FakeChat()
 
 
 class WatchedClient(client.EngineClient):
@@ -103,17 +90,12 @@ class WatchedClient(client.EngineClient):
 
 
 class HttpProcess:
-    """What serve.py runs in an HTTP process, on a loop of its own; number 0 leads."""
+    """What serve.py runs in its first HTTP process, on a loop of its own."""
 
-    def __init__(self, world: "World", number: int, orders=None):
+    def __init__(self, world: "World"):
         self.world = world
-        self.number = number
-        self.listening = Share(world.listeners[number])
-        self.orders = orders
-        self.pid = number
-        self.exitcode: int | None = None
-        self.sentinel = Signal()
-        self.was_killed = False
+        self.is_running = True
+        self.ended_at = 0.0
         self.loop = world.machine.new_loop()
         self.loop.process = self
         self.loop.high = world.settings["link_high"]
@@ -122,20 +104,11 @@ class HttpProcess:
         self.refused: Counter = Counter()  # calls by status
         self.is_known = True  # of all calls that are not logged, what they were told
         self.states: list[tuple[float, str]] = [(world.now, "loading")]
-        world.processes.append(self)
-        world.by_number[number] = self
-        self.client = WatchedClient(self, world.start_engine if number == 0 else lambda: None)
-        self.workers = None
-        if number == 0:
-            sockets = [Share(listener) for listener in world.listeners[1:]]
-            self.workers = workers.Workers(world.start_worker, sockets, world.counts)
-        seat = workers.Seat(number, world.counts, orders)
-        self.encoder = InlineEncoder(world)
-        self.service = api.Service(
-            self.client, self.encoder, world.args, world.keys, "", seat, self.workers
-        )
+        self.client = WatchedClient(self, world.start_engine)
+        self.encoder = InlineEncoder()
+        self.service = api.Service(self.client, self.encoder, world.args, world.keys)
         self.client.on_state = self.note_state
-        self.task = self.loop.create_task(self.service.run(self.listening))
+        self.task = self.loop.create_task(self.service.run(world.listener))
         self.task.add_done_callback(self.end)
 
     def note_state(self, state: str):
@@ -154,41 +127,18 @@ class HttpProcess:
                 f"{len(self.client.choices)} choices are in work, at most {most} may be"
             )
 
-    @property
-    def is_running(self) -> bool:
-        return self.exitcode is None
-
     def end(self, task: asyncio.Task):
         """It has come to its end by itself."""
         if not task.cancelled() and task.exception():
-            self.world.broken(f"HTTP process {self.number} ended by {task.exception()!r}")
-        self.leave(0)
-
-    def kill(self):
-        if self.is_running:
-            self.was_killed = True
-            self.leave(-9)
-
-    def leave(self, code: int):
-        self.exitcode = code
+            self.world.broken(f"the HTTP process ended by {task.exception()!r}")
+        self.is_running = False
         self.ended_at = self.world.now
         self.loop.kill()
-        self.listening.close()
-        if self.workers:
-            for sock in self.workers.sockets:
-                sock.close()
-            for orders in self.workers.orders.values():
-                orders.close()
-        if self.orders:
-            self.orders.signal.is_broken = True
-        self.sentinel.end()
-
-    def join(self):
-        pass
+        self.world.listener.close()
 
 
 class World:
-    """One run: all processes and clients of some settings, and the events that happen to them."""
+    """One run: the processes and clients of some settings, and the events that happen to them."""
 
     def __init__(self, settings: dict, events: list[dict]):
         self.settings = settings
@@ -200,7 +150,6 @@ class World:
         self.start = self.machine.clock.now
         self.rng = random.Random(settings["seed"])  # of sizes of pieces, and of seeds
         self.keys = KEYS[: settings["keys"]]
-        self.counts = workers.Counts([0] * settings["workers"], [0] * settings["workers"])
         self.room = settings["num_blocks"] * settings["block_size"]
         flags = ["--model", "sim", "--no-access-log"]
         for name in (
@@ -213,10 +162,8 @@ class World:
             flags += ["--" + name.replace("_", "-"), str(settings[name])]
         self.args = serve.parse_args(flags)
         self.args.access_log = True  # it comes to `log`
-        self.listeners = [self.listener("tcp", True) for _ in range(settings["workers"])]
-        self.link_listener = self.listener("link", False)
-        self.processes: list[HttpProcess] = []
-        self.by_number: dict[int, HttpProcess] = {}
+        self.listener = self.make_listener("tcp", True)
+        self.link_listener = self.make_listener("link", False)
         self.engines: list[EngineProcess] = []
         self.callers: list[Caller] = []
         self.calls: dict[int, dict] = {}
@@ -224,11 +171,8 @@ class World:
         self.seen: Counter = Counter()
         self.counts_of: Counter = Counter()
         self.failed: set[int] = set()  # calls whose steps have failed
-        self.encoder_fault = False
-        self.encoder_faults = 0
         self.stopped_at: float | None = None
         self.drained_at = math.inf  # when the server may end what still runs
-        self.leader_died = False
         self.num_happened = 0
         self.problems: list[str] = []
         stops = [event["seconds"] for event in events if event["do"] in ("freeze", "stall_engine")]
@@ -241,7 +185,7 @@ class World:
     def now(self) -> float:
         return self.machine.clock.now
 
-    def listener(self, kind: str, hard: bool) -> Listener:
+    def make_listener(self, kind: str, hard: bool) -> Listener:
         most = self.settings[f"{kind}_piece"]
         return Listener(
             lambda: pair(self.settings[f"{kind}_room"], lambda: self.rng.randint(1, most), hard)
@@ -250,7 +194,7 @@ class World:
     def broken(self, what: str):
         self.problems.append(what)
 
-    # what the HTTP processes ask for
+    # what the HTTP process asks for
 
     def start_engine(self) -> EngineProcess:
         self.engines.append(EngineProcess(self))
@@ -258,15 +202,11 @@ class World:
             self.broken("an engine that dies for the second time is started again")
         return self.engines[-1]
 
-    def start_worker(self, sock: Share, seat: workers.Seat) -> HttpProcess:
-        return HttpProcess(self, seat.number, seat.orders)
-
     def log(self, event: str, **fields):
         if event == "access" and "id" in fields:
             self.access.setdefault(fields["id"], []).append(fields)
-        process = asyncio.get_running_loop().process
         if event == "access" and fields["status"] >= 400 and fields["status"] != 499:
-            process.refused[fields["status"]] += 1
+            self.process.refused[fields["status"]] += 1
 
     def salt_of(self, call: dict) -> str:
         name = f"key {KEYS.index(call['key'])}" if self.keys and call.get("key") in KEYS else ""
@@ -313,18 +253,11 @@ class World:
                 if running.engine:
                     running.engine.runner.fault = event["where"]
             case "fail_encoder":
-                self.encoder_fault = True
-                self.encoder_faults += 1
+                pass  # its thread cannot end; drawn all the same, so that seeds keep their runs
             case "stop":
                 self.stop()
-            case "kill_worker":
-                if event["worker"] == 0:
-                    self.leader_died = True
-                    self.drained_at = self.now
-                    self.stopped_at = self.stopped_at or self.now
-                self.by_number[event["worker"]].kill()
             case "freeze":
-                self.by_number[event["worker"]].loop.frozen_until = self.now + event["seconds"]
+                self.process.loop.frozen_until = self.now + event["seconds"]
 
     def call(self, event: dict):
         for call in event["calls"]:
@@ -333,13 +266,13 @@ class World:
 
     def stop(self):
         """SIGTERM."""
-        if self.by_number[0].is_running:
+        if self.process.is_running:
             is_second = self.stopped_at is not None
             self.stopped_at = self.stopped_at or self.now
             self.drained_at = min(
                 self.drained_at, self.now + (0.0 if is_second else self.settings["drain_seconds"])
             )
-            self.by_number[0].service.on_signal()
+            self.process.service.on_signal()
 
     # the run
 
@@ -355,7 +288,7 @@ class World:
                     loop.bury()
 
     def play(self):
-        HttpProcess(self, 0)
+        self.process = HttpProcess(self)
         for event in self.events:
             self.loop.call_at(self.start + event["t"], self.happen, event)
         last = max((event["t"] for event in self.events), default=0)
@@ -427,15 +360,11 @@ class World:
 
     def is_serving(self) -> bool:
         """Nobody has stopped it, and the engine lives."""
-        return self.stopped_at is None and all(
-            p.is_running and p.client.state == "ready" for p in self.living()
-        )
-
-    def living(self) -> list[HttpProcess]:
-        return list(self.by_number.values())
+        is_ready = self.process.is_running and self.process.client.state == "ready"
+        return self.stopped_at is None and is_ready
 
     def has_ended(self) -> bool:
-        return not any(process.is_running for process in self.living()) and self.engines[-1].is_dead
+        return not self.process.is_running and self.engines[-1].is_dead
 
     def judge(self):
         for caller in self.callers:
@@ -453,33 +382,23 @@ class World:
 
     def probe(self):
         """Now that all is quiet, everybody is served again."""
-        before = len(self.callers)
-        self.encoder_fault = False
         self.engines[-1].engine.runner.fault = ""
         # what full links hold is read first, a piece in a few turns
         pieces = self.settings["link_room"] / self.settings["link_piece"]
         self.rest(4 * pieces * self.settings["turn_seconds"])
-        for number in range(self.settings["workers"]):
-            self.ask(number, 10_000 + number)
-            self.wait(5.0, self.is_quiet, "the server serves nobody any more")
-            self.rest(0.5)
-        for caller in self.callers[before:]:
-            (answer,) = answers(caller.received)
-            if answer.status != 200:
-                raise Violation(f"when all is quiet, a call is refused: {answer.body.decode()}")
-        del self.callers[before:]
-        self.rest(1.0)
+        caller = self.ask(10_000)
+        self.wait(5.0, self.is_quiet, "the server serves nobody any more")
+        (answer,) = answers(caller.received)
+        if answer.status != 200:
+            raise Violation(f"when all is quiet, a call is refused: {answer.body.decode()}")
+        self.callers.pop()
+        self.rest(1.5)
 
-    def ask(self, worker: int, id: int, max_tokens: int = 2) -> Caller:
+    def ask(self, id: int, max_tokens: int = 2) -> Caller:
         """A call like any other."""
         body = {"prompt": f"~{id}", "max_tokens": max_tokens, "seed": 1, "ignore_eos": True}
         key = self.keys[0] if self.keys else None
-        self.call(
-            {
-                "worker": worker,
-                "calls": [{"id": id, "path": "/v1/completions", "body": body, "key": key}],
-            }
-        )
+        self.call({"calls": [{"id": id, "path": "/v1/completions", "body": body, "key": key}]})
         return self.callers[-1]
 
     def probe_failure(self):
@@ -487,20 +406,19 @@ class World:
         if self.settings["max_num_seqs"] < 2 or self.settings["request_seconds"] < 10:
             return
         self.engines[-1].engine.runner.fault = "one of many"
-        asked = [self.ask(0, 14_000 + number, max_tokens=20) for number in range(2)]
+        asked = [self.ask(14_000 + number, max_tokens=20) for number in range(2)]
         self.rest(8.0)
         for caller in asked:
             (answer,) = answers(caller.received)
             Judge(self, caller, caller.calls[0], answer).check()
 
     def probe_limit(self):
-        """An engine that does nothing for a while: the calls end when their time is over."""
+        """An engine that does nothing for a while: a call ends when its time is over."""
         seconds = self.settings["request_seconds"]
         self.engines[-1].stall(seconds + 5.0)
-        asked = [self.ask(number, 11_000 + number) for number in range(self.settings["workers"])]
+        caller = self.ask(11_000)
         self.rest(seconds + 4.0)
-        for caller in asked:
-            self.expect_refusal(caller, "timeout", "queue_full")
+        self.expect_refusal(caller, "timeout", "queue_full")
         self.rest(4.0)
 
     def expect_refusal(self, caller: Caller, *codes: str):
@@ -522,7 +440,7 @@ class World:
     def part(self):
         """In three ways, each while something is in work that takes too long."""
         self.engines[-1].stall(self.settings["drain_seconds"] + 10.0)
-        asked = [self.ask(number, 12_000 + number) for number in range(self.settings["workers"])]
+        asked = self.ask(12_000)
         self.rest(self.settings["encode_seconds"] + 0.5)
         way = self.settings["seed"] % 3
         if way == 2:
@@ -530,21 +448,14 @@ class World:
         self.stop()
         if self.settings["drain_seconds"]:
             self.rest(0.5)
-            # one more than --max-connections would be closed, without an answer
-            room = self.settings["max_connections"] - len(asked)
-            newcomers = [
-                self.ask(number, 13_000 + number)
-                for number in range(min(room, self.settings["workers"]))
-            ]
+            newcomer = self.ask(13_000)
             self.rest(0.4)
-            for caller in newcomers:
-                self.expect_refusal(caller, "draining")
+            self.expect_refusal(newcomer, "draining")
         if way == 1:
             self.stop()
         self.rest(self.drained_at - self.now + 0.5)
-        is_timed_out = asked[0].began + self.settings["request_seconds"] < self.drained_at
-        for caller in asked:
-            self.expect_refusal(caller, "timeout" if is_timed_out else "stopping", "queue_full")
+        is_timed_out = asked.began + self.settings["request_seconds"] < self.drained_at
+        self.expect_refusal(asked, "timeout" if is_timed_out else "stopping", "queue_full")
 
     def lose_engines(self):
         """The engine dies, and the next one too, before it has taken in any link."""
@@ -557,38 +468,29 @@ class World:
 
     def check_idle(self):
         self.engines[-1].engine.assert_idle()
-        for process in self.living():
-            service = process.service
-            left = {
-                "choices": process.client.choices,
-                "messages to the engine": process.client.unsent,
-                "characters that wait to be encoded": process.encoder.waiting,
-                "long answers": api.MAX_LONG_ANSWERS - service.long_answers._value,
-                "connections": service.server.server_state.connections,
-                "calls": service.server.server_state.tasks,
-                "open connections in the count": self.counts.open[process.number],
-                "idle connections in the count": self.counts.idle[process.number],
-            }
-            for name, value in left.items():
-                if value:
-                    raise Violation(
-                        f"HTTP process {process.number} is idle, but has {name}: {value}"
-                    )
-            tasks = sorted(task.get_coro().__qualname__ for task in asyncio.all_tasks(process.loop))
-            wanted = ["Service.keep_room"] * (self.settings["workers"] > 1) + ["Service.run"]
-            if tasks != wanted:
-                raise Violation(f"HTTP process {process.number} is idle, but runs {tasks}")
+        process = self.process
+        service = process.service
+        left = {
+            "choices": process.client.choices,
+            "messages to the engine": process.client.unsent,
+            "characters that wait to be encoded": process.encoder.waiting,
+            "long answers": api.MAX_LONG_ANSWERS - service.long_answers._value,
+            "connections": service.server.server_state.connections,
+            "calls": service.server.server_state.tasks,
+        }
+        for name, value in left.items():
+            if value:
+                raise Violation(f"the HTTP process is idle, but has {name}: {value}")
+        tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks(process.loop)]
+        if tasks != ["Service.run"]:
+            raise Violation(f"the HTTP process is idle, but runs {tasks}")
 
     def check_metrics(self):
-        for process in self.living():
-            Books(process).check()
-        self.check_engines_metrics()
-
-    def check_engines_metrics(self):
-        books = Books(self.by_number[0])
+        books = Books(self.process)
+        books.check()
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             books.expect(name, 0)
-        if len(self.engines) > 1 or self.by_number[0].was_killed:
+        if len(self.engines) > 1:
             return
         running = self.engines[0].engine
         books.expect("prefix_cache_queries_total", running.scheduler.num_queried_tokens)
@@ -599,17 +501,11 @@ class World:
 
     def check_end(self):
         """The server was stopped, or its engine is gone for good."""
-        for process in self.processes:
-            if process.was_killed:
-                continue
-            late = process.ended_at - self.drained_at
-            if late > 3 * site.LINGER_SECONDS + 3 + self.pause:
-                raise Violation(f"HTTP process {process.number} ends {late:.1f} s after it had to")
-            if process.client.choices:
-                raise Violation(
-                    f"HTTP process {process.number} has ended, but has choices "
-                    f"{process.client.choices}"
-                )
+        late = self.process.ended_at - self.drained_at
+        if late > 3 * api.LINGER_SECONDS + 3 + self.pause:
+            raise Violation(f"the HTTP process ends {late:.1f} s after it had to")
+        if self.process.client.choices:
+            raise Violation(f"the HTTP process has ended, but has {self.process.client.choices}")
 
 
 class NotedJob(api.Job):
@@ -636,7 +532,6 @@ def stand_ins(world: World):
     changes = {
         api: {
             "time": clock,
-            "os": os_of_pipes,
             "log": world.log,
             "print": lambda *args, **options: None,
             "Job": NotedJob,
@@ -646,10 +541,8 @@ def stand_ins(world: World):
             "time": clock,
             "secrets": chance,
             "PING_SECONDS": settings["ping_seconds"],
-            "SCORES_IN_PLACE": settings["scores_in_place"],
         },
-        site: {"Connection": NumberedConnection},
-        gate: {"time": clock, "log": world.log},
+        gate: {"time": clock, "log": world.log, "Connection": NumberedConnection},
         metrics: {"time": clock},
         client: {
             "time": clock,
@@ -657,11 +550,10 @@ def stand_ins(world: World):
             "STALL_SECONDS": settings["stall_seconds"],
         },
         links: {"time": clock, "selectors": selectors_of_memory},
-        connection: {"time": clock, "uuid": ids},
+        connection: {"uuid": ids},
         engine: {"time": clock},
         serving_loop: {"handle_message": world.handle_message},
         encoder: {"SHORT": settings["short"], "MAX_WAITING": settings["max_waiting"]},
-        workers: {"os": os_of_pipes, "context": SimpleNamespace(Pipe=make_pipe)},
         prometheus_client.metrics: {"time": clock},
         uvicorn.server: {"time": clock, "HANDLED_SIGNALS": ()},
     }

@@ -1,23 +1,125 @@
-"""
-What docstrings draw is what the code does: their numbers are read from the drawing and found again
-in a run. (The examples in docstrings are run by test_kernels.py.)
-"""
+"""Drawings: assets/draw.py, and docstrings whose numbers are read and seen again in a run."""
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from test_kernels import Shape, Step
 
-import kernels
+import bench
 import paged
-from kernels import decode_kernel
+from assets import draw
+from engine.engine import Engine
+from engine.events import VERSION
+from engine.replay import RecordError
 from model import GPT, GPTConfig
 from paged import TO_COME, Request, Scheduler
-from serving.engine import Engine
-from serving.params import SamplingParams
+from params import SamplingParams
+from server import welcome
+
+ROOT = Path(__file__).parents[1]
+PREEMPTION = ROOT / "assets/preemption.jsonl"
+ANY = {"time": 0, "date": "", "machine": "", "engine": 0}  # differ from run to run
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(text) for text in path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["tour", "preemption"])
+def test_a_record_in_assets_is_made_by_its_command(name, tmp_path):
+    """Captions included."""
+    out = tmp_path / "x.jsonl"
+    draw.draw_record(name, out)
+    kept = lines_of(ROOT / f"assets/{name}.jsonl")
+    assert [line | ANY for line in lines_of(out)] == [line | ANY for line in kept]
+
+
+def test_replay_counts_and_draws(tmp_path, monkeypatch, capsys):
+    """By the command line, into out/ below the folder where it runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["draw.py", "replay", str(PREEMPTION)])
+    bench.main(draw.__doc__, bench.commands_of(vars(draw), "draw_"))
+    figures = json.loads(capsys.readouterr().out)
+    counts = {"requests": 9, "preemptions": 3, "copies": 0, "evictions": 56, "steps": 76}
+    counts |= {"tokens in": 145, "tokens out": 228, "hit tokens": 60}
+    assert figures.items() >= counts.items()
+    assert (tmp_path / "out/replay.png").read_bytes().startswith(b"\x89PNG")
+    first = tmp_path / "first.jsonl"
+    first.write_bytes(b"".join(PREEMPTION.read_bytes().splitlines(keepends=True)[:2]))
+    with pytest.raises(RecordError, match="no step to draw"):
+        draw.draw_replay(first)
+
+
+def test_a_picture_has_bounded_size(monkeypatch, tmp_path):
+    """Some steps and some blocks: each column has the last ones, and each block its owners."""
+    from matplotlib.axes import Axes
+    from matplotlib.colors import to_rgb
+
+    images = []
+    monkeypatch.setattr(Axes, "imshow", lambda self, image, **options: images.append(image))
+    for name, value in {"MAX_COLUMNS": 8, "MAX_ROWS": 4, "PARTS": 8}.items():
+        monkeypatch.setattr(draw, name, value)
+    snapshot = {"event": "snapshot", "version": VERSION, "num_blocks": 8, "committed": [6]}
+    snapshot |= {"idle": [6], "requests": [{"r": 1, "table": [0, 1]}, {"r": 2, "table": [0, 2]}]}
+    record = tmp_path / "x.jsonl"
+    lines = [snapshot, *({"event": "step", "step": i} for i in range(50))]
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert draw.draw_replay(record, tmp_path / "x.png")["steps"] == 50
+    (image,) = images
+    assert len(image) == 8 and all(4 <= len(row) <= 8 for row in image)
+    # blocks 0, 2, 4 and 6: two owners, one, free, idle
+    colours = ["C1", "C2", "C2", "C2", "white", "white", "lightgrey", "lightgrey"]
+    assert [row[-1] for row in image] == [to_rgb(colour) for colour in colours]
+
+
+def test_the_page_with_a_record_inside(tmp_path):
+    """One file: the record cannot leave its element, and the policy allows the page's own code."""
+    record, out = tmp_path / "a.jsonl", tmp_path / "page.html"
+    record.write_bytes(PREEMPTION.read_bytes().replace(b"random", b"</script><!-- \\u2028"))
+    draw.draw_page(str(record), out)
+    page = out.read_text(encoding="utf-8")
+    assert page.count("</script") == welcome.page().count("</script") + 1
+    pattern = r'<script type="application/json" id="record">(.*?)</script>'
+    (inside,) = re.findall(pattern, page, re.DOTALL)
+    assert json.loads(inside) == lines_of(record)
+    assert page.index('id="record"') < page.index("<script>"), "it is there when the script runs"
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="(.*?)">', page)
+    assert policy == welcome.content_policy(page) == welcome.content_policy(welcome.page())
+
+
+def test_a_padded_batch_is_a_rectangle():
+    """Were a short one to end early, a static batch would look better than it is."""
+    assert draw.padded([([1, 2, 3], 4), ([5], 9)]) == [([1, 2, 3], 9), ([0, 0, 5], 9)]
+
+
+@pytest.mark.parametrize(("S", "at_once", "inside"), [(2048, 16, 56.3), (16, 36.2, 0.8)])
+def test_waste_is_half_a_block_of_each_text(S, at_once, inside):
+    """Slabs: 32,768 / 2,048 requests. Blocks: S / 2 tokens of each of 36 requests."""
+    pool = draw.fill_pool(S, 32_768)
+    assert (pool["at once"], pool["waste inside, %"]) == (at_once, inside)
+    assert sum(pool[share] for share in draw.SHARES) == pytest.approx(100, abs=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["batching", "memory", "phases"])
+def test_a_picture_is_drawn(name, monkeypatch, tmp_path):
+    """Of a toy, each measured once."""
+    toy = GPTConfig(65, 1025, n_layer=1, n_head=2, n_embd=32)
+    models = dict.fromkeys(("1M", "gpt2-124M"), toy)
+    monkeypatch.setattr(bench, "MODELS", models)
+    seconds = bench.median_seconds
+    monkeypatch.setattr(
+        draw, "median_seconds", lambda call, repeats, *rest: seconds(call, 1, *rest)
+    )
+    out = tmp_path / "x.png"
+    assert getattr(draw, f"draw_{name}")(out=out)["picture"] == out
+    assert out.stat().st_size > 1000
+
+
+# --------------------------------------------------------------------------------------------------
+# Docstrings
 
 
 def numbers(line: str) -> list[int]:
@@ -43,48 +145,19 @@ def test_the_ruler_of_cursors():
         under_way = plan
     assert numbers(drawn["position"]) == list(range(4 * len(request.block_table)))
     assert numbers(drawn["block"]) == request.block_table
-    for name, reached in {
-        "committed": 4 * request.num_committed,
-        "computed": request.num_computed_slots,
-        "filled": request.num_filled_slots,
-        "allocated": 4 * len(request.block_table),
-    }.items():
-        assert numbers(drawn[name])[0] == reached
-        assert drawn[name].index(">") == drawn["position"].index(f" {reached - 1}") + len(
-            str(reached - 1)
-        )
+    reached = {"committed": 4 * request.num_committed, "computed": request.num_computed_slots}
+    reached |= {"filled": request.num_filled_slots, "allocated": 4 * len(request.block_table)}
+    for name, end in reached.items():
+        assert numbers(drawn[name])[0] == end
+        last = f" {end - 1}"
+        assert drawn[name].index(">") == drawn["position"].index(last) + len(last) - 1
     assert request.tokens_so_far[10] is TO_COME and request.num_tokens == 11
-
-
-@pytest.mark.skipif(not kernels.triton, reason="decode_kernel needs triton")
-def test_the_tiles_of_each_split():
-    """Each split attends to the tiles drawn for it: v is one-hot in the number of its tile."""
-    lines = decode_kernel.fn.__doc__.splitlines()
-    (top,) = (i for i, line in enumerate(lines) if "TILE = " in line)
-    keys, *splits = lines[top : top + 3]
-    *edges, tile = numbers(keys)
-    firsts = edges[::2]
-    context = edges[-1] + 1
-    assert tile == kernels.TILE and firsts == list(range(0, context, tile))
-    assert f"{context} keys of one request" in lines[top - 2]
-    step = Step(Shape([(1, context)], 1, H=1, Hk=1), "triton")
-    table = step.batch.block_tables[0].long()
-    kv = torch.zeros_like(step.kv, device=table.device)
-    for position in range(context):
-        kv[1, table[position // 16], :, position % 16, position // tile] = 1.0
-    parts = torch.full((len(splits), 32), torch.nan, device=table.device)
-    plan = step.batch.prepared[0]._replace(splits=len(splits), partial_out=parts)
-    step.batch.prepared = {0: plan}
-    kernels.paged_attention_triton(step.q.to(table.device), kv, step.attn, step.batch)
-    places = [keys.index(f"{first} ..") for first in firsts]
-    for split, seen in zip(splits, parts.tolist(), strict=True):
-        assert [split[place] == "█" for place in places] == [weight > 0 for weight in seen[:5]]
 
 
 def test_which_of_the_posts_names_serving_runs():
     """A reader who sets a breakpoint in one that is only to be read waits for ever."""
     comment = Path(paged.__file__).read_text().partition("Of the post's names")[2]
-    comment = comment.partition("\n\n\n")[0]
+    comment = comment.partition("#   examples/post.py")[0]
     runs, read = comment.split("to be read:")
     names = re.findall(r"[a-z_]+", runs.partition("serving runs:")[2])
     engine = Engine(GPT(GPTConfig(vocab_size=32, n_layer=1, n_head=1, n_embd=8)))

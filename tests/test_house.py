@@ -19,8 +19,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CODE = [
     path
-    for pattern in ("*.py", "serving/*.py", "training/*.py", "data/*/prepare.py")
-    for path in sorted(ROOT.glob(pattern))
+    for folder in ("", "ops/", "engine/", "server/", "training/", "examples/", "data/*/")
+    for path in sorted(ROOT.glob(f"{folder}*.py"))
     if path.name not in ("bench.py", "test_paged.py")
 ]
 
@@ -36,29 +36,29 @@ ARGUMENTS = 8  # the most, without self
 
 # Each may import only those before it, also inside its functions.
 ORDER = [
-    "commands", "files", "paged", "tokenizer", "training.corpus", "model", "families", "checkpoint",
-    "kernels", "serving.gather",
-    "training.fast", "training.sizes", "training.samples", "training.clock", "training.machine",
-    "training.muon", "training.report", "serving.welcome", "train",
-    "serving.settings", "serving.workers", "serving.params", "serving.inputs",
-    "serving.sampling", "serving.sampling_kernels", "serving.int8", "serving.cpu", "serving.flex",
-    "serving.linear", "serving.fused", "serving.ops", "serving.compiled", "serving.runner",
-    "serving.sizing", "serving.links", "serving.events", "serving.engine", "serving.loop",
-    "serving.beam", "serving.chat", "serving.flags", "serving.encoder", "serving.protocol",
-    "serving.connection", "serving.gate", "serving.client", "serving.metrics", "serving.record",
-    "serving.replay", "serving.site", "serving.answers", "serving.listeners", "serving.api",
-    "serving.terminal", "serve", "bench", "walkthrough",
+    "common", "params", "paged", "tokenizer", "training.corpus", "model", "families",
+    "checkpoint", "kernels",
+    "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.cpu",
+    "ops.flex", "ops.linear", "ops.fused", "ops.choice", "ops.compiled",
+    "engine.settings", "engine.runner", "engine.sizing", "engine.links", "engine.events",
+    "engine.engine", "engine.process", "engine.replay",
+    "server.welcome", "server.workers", "server.text", "server.protocol",
+    "server.connection", "server.metrics", "server.gate", "server.client",
+    "server.answers", "server.live", "server.app", "server.terminal", "flags", "serve",
+    "training.fast", "training.machine", "training.batches", "training.muon", "training.report",
+    "training.clock", "train",
+    "bench", "walkthrough", "examples.beam_search", "examples.from_nanogpt", "examples.post",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "paged",
     "tokenizer",
     "serve",
-    "serving.params",
-    "serving.settings",
-    "serving.flags",
-    "serving.replay",
-    "serving.api",
-    "serving.encoder",
+    "params",
+    "engine.settings",
+    "flags",
+    "engine.replay",
+    "server.app",
+    "server.text",
 ]
 
 
@@ -180,7 +180,7 @@ def test_functions_have_few_arguments():
 @pytest.mark.slow
 def test_the_way_of_a_token_is_short():
     """As tests/walk.py measures it, over a real request on the CPU."""
-    command = [sys.executable, "tests/walk.py", "--short"]
+    command = [sys.executable, "tests/walk.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     *_, functions, changes = re.findall(r"\d+", done.stdout)
@@ -211,7 +211,8 @@ def imports(path: Path) -> set[str]:
 
 
 def test_the_order_names_every_module():
-    paths = [*ROOT.glob("*.py"), *ROOT.glob("serving/*.py"), *ROOT.glob("training/*.py")]
+    folders = ["ops", "engine", "server", "training", "examples"]
+    paths = [*ROOT.glob("*.py"), *(path for f in folders for path in ROOT.glob(f"{f}/*.py"))]
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     names = {name for name in names if "__init__" not in name}
     assert names - {"test_paged"} == set(ORDER)
@@ -223,6 +224,15 @@ def test_nothing_imports_upwards(name):
     after = ORDER[ORDER.index(name) :]
     found = imports(ROOT / f"{name.replace('.', '/')}.py")
     assert not found.intersection(after)
+
+
+def test_drawers_stand_on_each_other():
+    """server/ on engine/ by its links alone, engine/ on ops/, and ops/ on the files of the root."""
+    allowed = {"ops": ("ops",), "engine": ("ops", "engine"), "server": ("server", "engine.links")}
+    for drawer, below in allowed.items():
+        for path in (ROOT / drawer).glob("*.py"):
+            modules = {name for name in imports(path) if name.partition(".")[0] in allowed}
+            assert all(name.startswith(below) for name in modules), path
 
 
 def test_an_installation_brings_packages_alone():

@@ -1,12 +1,19 @@
 """serve.py: the address it listens at, the ranges of its flags, and what it imports."""
 
 import contextlib
+import os
+import re
 import socket
+import subprocess
+import sys
+from urllib.request import urlopen
 
 import pytest
-from server import python
+from fake_server import ROOT, python
 
 import serve
+from server import terminal
+from training.corpus import bpe_tokenizer
 
 
 def test_answers_do_not_wait_for_acknowledgements():
@@ -25,19 +32,19 @@ def test_answers_do_not_wait_for_acknowledgements():
 
 
 def test_a_port_in_use_is_told():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(SystemExit, match="choose another --port"),
-    ):
-        serve.listen(serve.parse_args(["--port", str(taken.getsockname()[1])]))
+    """The address once, and not the system's number of the error."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as end:
+        port = taken.getsockname()[1]
+        serve.listen(serve.parse_args(["--port", str(port)]))
+    assert end.value.code == (
+        f"cannot listen at 127.0.0.1:{port}: Address already in use; stop what is there, or choose "
+        "another --port"
+    )
 
 
-@pytest.mark.parametrize("port", ["-1", "70000"])
-def test_a_port_that_does_not_exist_is_refused(port, capsys):
-    """The resolver takes ports modulo 65536, so --port 70000 listened at 4464."""
-    with pytest.raises(SystemExit):
-        serve.parse_args(["--port", port])
-    assert f"argument --port: {port} is too" in capsys.readouterr().err
+def test_a_host_that_is_none_is_told():
+    with pytest.raises(SystemExit, match=r"cannot listen at no\.invalid:0: \w.*; stop what is"):
+        serve.listen(serve.parse_args(["--host", "no.invalid", "--port", "0"]))
 
 
 @pytest.mark.parametrize(
@@ -53,50 +60,193 @@ def test_other_machines_are_let_in_when_forced():
     serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0", "--allow-remote"])).close()
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_all_addresses_are_those_of_ipv4_too():
+    with serve.listen(serve.parse_args(["--host", "::", "--port", "0", "--allow-remote"])) as sock:
+        socket.create_connection(("127.0.0.1", sock.getsockname()[1])).close()
+
+
+def test_a_key_on_the_command_line_goes_before_the_environments(monkeypatch):
+    monkeypatch.setenv(serve.KEY_VARIABLE, " of the environment\n")
+    assert serve.api_keys(serve.parse_args(["--api-key", "of the command"])) == ["of the command"]
+    assert serve.api_keys(serve.parse_args([])) == ["of the environment"]
+
+
+ENDS = [None, "a message", ValueError("v"), RuntimeError("r"), OSError("o"), KeyboardInterrupt()]
+
+
 @pytest.mark.parametrize(
-    "flag", ["--block-size", "--kv-blocks", "--max-model-len", "--max-num-seqs", "--token-budget"]
+    ("typed", "place"),
+    [([], "http"), (["--prompt", ""], "terminal"), (["--chat"], "terminal")],
 )
-def test_sizes_are_positive(flag, capsys):
-    """A block size of 0 used to end in a ZeroDivisionError in the engine's process."""
-    assert serve.parse_args([flag, "1"])
+@pytest.mark.parametrize("end", ENDS)
+def test_where_it_runs_and_what_becomes_its_exit(monkeypatch, typed, place, end):
+    """One message, never a traceback, for what a user can change."""
+    ran = []
+
+    def run(where):
+        def run(*args):
+            ran.append(where)
+            if isinstance(end, BaseException):
+                raise end
+            return end
+
+        return run
+
+    monkeypatch.setattr(serve, "serve_http", run("http"))
+    monkeypatch.setattr(terminal, "run", run("terminal"))
+    with pytest.raises(SystemExit) as ended:
+        serve.main(typed)
+    message = str(end) if isinstance(end, Exception) else end
+    if isinstance(end, KeyboardInterrupt):
+        message = "interrupted"
+    assert ran == [place] and ended.value.code == message
+
+
+@pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7", "LRU_CACHE_CAPACITY": "7"}])
+def test_what_torch_reads_when_it_is_loaded(monkeypatch, own):
+    """Threads that wait spin less, and oneDNN keeps little code; what is set already stays."""
+    values = {"GOMP_SPINCOUNT": "100000", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+    values |= {"LRU_CACHE_CAPACITY": "64"} | own
+    monkeypatch.setattr(serve, "serve_http", lambda args: None)
+    monkeypatch.setattr(os, "environ", dict(own))
     with pytest.raises(SystemExit):
-        serve.parse_args([flag, "0"])
-    assert f"argument {flag}: 0 is too small, wanted at least 1" in capsys.readouterr().err
+        serve.main([])
+    assert os.environ == values
 
 
-@pytest.mark.parametrize("flag", ["--max-queue", "--max-body-mib", "--drain-seconds"])
-def test_limits_are_not_negative(flag, capsys):
-    """
-    --max-body-mib nan and inf ended in a traceback, and a negative queue refused every request.
-    """
-    assert serve.parse_args([flag, "0"])
-    for value in ["-1"] if flag == "--max-queue" else ["-0.1", "nan"]:
-        with pytest.raises(SystemExit):
-            serve.parse_args([flag, value])
-        assert (
-            f"argument {flag}: {value} is too small, wanted at least 0" in capsys.readouterr().err
-        )
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve.py --port 0 --model MODEL",
+        "serve.py --prompt x --model MODEL",
+        "train.py",
+        "bench.py scheduler",
+        "walkthrough.py",
+    ],
+)
+def test_a_first_line_comes_before_torch(command, tmp_path):
+    """To import torch takes ten seconds on a busy machine, in which nothing was to be seen."""
+    bpe_tokenizer([]).save(tmp_path)
+    (tmp_path / "torch.py").write_text("import sys; sys.exit('torch is imported')")
+    done = subprocess.run(
+        [sys.executable, *command.replace("MODEL", str(tmp_path)).split()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    first, second = done.stderr.splitlines()[:2]
+    assert first in (f"loading {tmp_path} ..", "loading torch ..")
+    assert second == "torch is imported" and done.stdout == ""
 
 
 def test_http_process_imports_no_torch():
     """The HTTP process must start at once and stay small; only the engine's process needs torch."""
-    done = python("import sys, serve, serving.api; assert 'torch' not in sys.modules")
+    done = python("import sys, serve, server.app; assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 
-def test_serve_itself_imports_no_http_packages():
+def test_serve_itself_imports_no_packages():
     """
     `--prompt` and the engine's process do without starlette, uvicorn and pydantic; serving says
-    what to install.
+    which is missing.
     """
-    without = "; ".join(
-        f"sys.modules[{name!r}] = None" for name in ("starlette", "uvicorn", "pydantic")
+    done = python("import sys, serve; print(*sys.modules)")
+    imported = set(done.stdout.split())
+    assert done.returncode == 0 and "flags" in imported
+    packages = {"starlette", "uvicorn", "pydantic", "orjson", "tokenizers", "numpy", "torch"}
+    assert not packages & imported
+    done = python(
+        "import sys; sys.modules['pydantic'] = None; import serve; serve.main(['--port', '0'])"
     )
-    code = f"import sys; {without}; import serve"
-    assert python(code).returncode == 0
-    done = python(f"{code}; serve.main([])")
-    assert (
-        done.returncode == 1
-        and done.stderr.count("\n") == 1
-        and "pip install starlette pydantic uvicorn" in done.stderr
+    assert_one_line(done, "pydantic")
+
+
+def test_without_http_its_packages_are_not_needed():
+    """`train.py`, `test_paged.py` and `serve.py --prompt` run without them."""
+    packages = ["orjson", "starlette", "uvicorn", "httptools", "pydantic", "prometheus_client"]
+    modules = "train, test_paged, engine.engine, server.text, server.terminal"
+    done = python(f"import sys; sys.modules |= dict.fromkeys({packages}); import {modules}")
+    assert done.returncode == 0, done.stderr
+
+
+COMMANDS = {  # what is typed -> the packages that it may lack first
+    "serve.py --port 0": "prometheus_client",
+    "serve.py --prompt x": "tokenizers",
+    "serve.py --chat": "tokenizers",
+    "serve.py --replay assets/tour.jsonl --port 0": "uvicorn",
+    "train.py": "numpy",
+    "bench.py scheduler": "torch",
+    "test_paged.py": "torch",
+    "walkthrough.py 3": "torch",
+    "examples/post.py": "torch",
+    "tests/walk.py": "httpx",
+    "data/stdlib/prepare.py": "tokenizers",
+    "data/stdlib_gpt2/prepare.py": "numpy",
+    "data/shakespeare_char/prepare.py": "numpy",
+}
+
+
+def assert_one_line(done: subprocess.CompletedProcess, package: str):
+    """
+    It names the package, the interpreter, and each of the ways out. Before it may stand what is
+    being loaded.
+    """
+    *before, line = done.stderr.splitlines()
+    assert done.returncode == 1 and len(before) <= 1, done.stderr
+    assert all(first.endswith(" ..") for first in before), done.stderr
+    assert line.startswith(f"{package} is not installed for this Python, {sys.executable}: ")
+    for way in "`source .venv/bin/activate`", ".venv/bin/python ", "`make run`", "pip install -r":
+        assert way in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_the_virtual_environment_one_line_says_what_to_do(command):
+    """Whoever forgot to activate it met a traceback, in each of the commands."""
+    program, *flags = command.split()
+    bare = [sys.executable, "-S", "-E", str(ROOT / program), *flags]
+    done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert_one_line(done, COMMANDS[command])
+    assert not done.stdout
+
+
+def test_an_error_of_another_kind_keeps_its_traceback():
+    """It is a bug, and the traceback says where. Ctrl-C while torch is imported is none."""
+    code = "from common import end_with_one_line as f; f(); import json; json.loads('')"
+    done = python(code)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "JSONDecodeError" in done.stderr
+    done = python("from common import end_with_one_line as f; f(); raise KeyboardInterrupt")
+    assert done.returncode and done.stderr == "interrupted\n"
+
+
+def test_a_missing_package_of_the_engine_is_one_line(tmp_path):
+    """The engine's process imports them; the HTTP processes, which need none, print it."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
+    bpe_tokenizer([]).save(tmp_path)
+    command = [sys.executable, "serve.py", "--port", "0", "--model", str(tmp_path)]
+    where = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
+    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=60)
+    assert_one_line(done, "torch")
+
+
+def test_a_replay_needs_what_http_needs_and_no_more():
+    """No tokenizer, no torch: a record is shown without a model."""
+    others = ["tokenizers", "torch", "numpy", "safetensors", "jinja2", "tqdm", "tiktoken"]
+    others += ["transformers", "triton", "matplotlib"]
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({others}); import serve; "
+        "serve.main(['--replay', 'assets/tour.jsonl', '--port', '0'])"
     )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes) as process:
+        line = process.stdout.readline()
+        try:
+            address = re.search("http://[0-9.:]+", line)[0]
+            with urlopen(f"{address}/record") as answer:
+                assert answer.read() == (ROOT / "assets/tour.jsonl").read_bytes()
+        finally:
+            process.terminate()
+            errors = process.stderr.read()
+    assert process.returncode == 0 and '"path": "/record"' in errors.splitlines()[-1], errors

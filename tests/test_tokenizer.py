@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kinds import KINDS, random_texts, save
 
-import tokenizer as module
-from tokenizer import TextStream, Tokenizer, TokenizerError, load_tokenizer
+from tokenizer import TextStream, Tokenizer, TokenizerError, load_tokenizer, token_name
 from training.corpus import bpe_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,53 +70,32 @@ def test_any_text_comes_back_and_bytes_of_text_are_that_text(bpe, text):
     assert b"".join(map(bpe.token_bytes, ids)) == text.encode()
 
 
-@pytest.mark.parametrize(
-    "data", [b"\xff", b"ok \xe2\x82 cut", b"\xed\xa0\x80", b"\xc0\xaf", bytes(range(256))]
-)
-def test_bytes_that_are_not_utf8_come_back(bpe, data):
-    assert bpe.decode_bytes(bpe.encode(data)) == data
-
-
-def test_lone_surrogate_is_read_as_the_replacement_character(bpe):
+def test_texts_that_stop_others_come_back(bpe):
     """
-    JSON can carry half of a surrogate pair, which no UTF-8 can: the server must not fall over it.
+    Half of a surrogate pair, which JSON can carry and UTF-8 cannot; a million blanks, on which some
+    regular expressions panic.
     """
     assert bpe.decode(bpe.encode("a\ud800b")) == "a\ufffdb"
-
-
-def test_endless_blanks_come_back(bpe):
-    """Some regular expressions panic on a million blanks; anyone may send such a prompt."""
     text = "def f():" + " " * 600_000 + "x"
     assert bpe.decode(bpe.encode(text)) == text
 
 
-def test_transformers_reads_our_bpe_with_the_same_ids(bpe, tmp_path):
-    assert_same_as_transformers(bpe, tmp_path)
-
-
-def test_transformers_reads_our_gpt2_with_the_same_ids(gpt2, tmp_path):
-    assert_same_as_transformers(gpt2, tmp_path)
-
-
-def assert_same_as_transformers(ours: Tokenizer, directory: Path):
+@pytest.mark.parametrize("name", ["bpe", "gpt2"])
+def test_transformers_reads_ours_with_the_same_ids(name, request, tmp_path):
+    """It always reads a spelt control token as one."""
     from transformers import AutoTokenizer
 
-    ours.save(directory)
-    theirs, again = AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+    ours = request.getfixturevalue(name)
+    ours.save(tmp_path)
+    theirs, again = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     assert len(theirs) == ours.vocab_size
     assert theirs.eos_token_id == ours.eos_token_id == again.eos_token_id
     # the characters where Unicode tables of two libraries could differ: each once beside a letter,
     # a digit, a space
-    every = [
-        f"a{chr(c)}1{chr(c)} {chr(c)}" for c in range(0, 0x30000, 37) if not 0xD800 <= c < 0xE000
-    ]
-    for text in [*NASTY, *every]:
-        ids = ours.encode(
-            text, allow_special=True
-        )  # transformers always reads a spelt control token as one
-        assert ids == theirs.encode(text), text
-        assert ids == again.encode(text, allow_special=True)
-    for text in NASTY:
+    points = [code for code in range(0, 0x30000, 37) if not 0xD800 <= code < 0xE000]
+    for text in [*NASTY, *(f"a{chr(code)}1{chr(code)} {chr(code)}" for code in points)]:
+        ids = ours.encode(text, allow_special=True)
+        assert ids == theirs.encode(text) == again.encode(text, allow_special=True), text
         assert theirs.decode(ours.encode(text)) == text
 
 
@@ -130,26 +108,21 @@ def test_gpt2_ids_are_those_of_tiktoken(gpt2):
         assert gpt2.encode(text) == reference.encode_ordinary(text)
 
 
-def test_spelt_control_token_is_text_unless_asked(bpe):
-    text = f"a{END}b"
-    assert bpe.eos_token_id not in bpe.encode(text)
-    assert bpe.eos_token_id not in bpe.encode(text.encode())
-    assert bpe.decode(bpe.encode(text)) == text
-    assert bpe.encode(text, allow_special=True) == [
-        *bpe.encode("a"),
-        bpe.eos_token_id,
-        *bpe.encode("b"),
-    ]
-
-
-def test_control_token_has_no_text(bpe):
-    assert bpe.token_bytes(bpe.eos_token_id) == b""
-    assert bpe.decode([*bpe.encode("a"), bpe.eos_token_id, *bpe.encode("b")]) == "ab"
-
-
-def test_bytes_are_the_first_tokens_and_the_end_is_the_last(bpe):
+def test_a_spelt_control_token_is_text_unless_asked(bpe):
+    """In texts and in bytes. The token itself has no text, where its name is not asked for."""
+    end = bpe.eos_token_id
+    assert end == bpe.vocab_size - 1 == 699
     assert [bpe.token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
-    assert bpe.eos_token_id == bpe.vocab_size - 1 == 699
+    for data, ids in (f"a{END}b", [97, end, 98]), (f"a{END}".encode() + b"\xff", [97, end, 255]):
+        plain = bpe.encode(data)
+        assert end not in plain
+        assert bpe.decode_bytes(plain) == (data.encode() if isinstance(data, str) else data)
+        assert bpe.encode(data, allow_special=True) == ids
+        assert b"".join(map(bpe.spelled_bytes, ids)) == bpe.decode_bytes(plain)
+    assert bpe.token_bytes(end) == b"" and bpe.decode([97, end, 98]) == "ab"
+    # the first two of the three bytes of \u20ac are one replacement character, as everywhere
+    assert bpe.decode([97, 0xE2, 0x82, 98]) == "a\ufffdb"
+    assert bpe.decode_bytes([0xE2, 0x82]) == b"\xe2\x82"
 
 
 def test_characters(tmp_path):
@@ -162,63 +135,30 @@ def test_characters(tmp_path):
     chars.save(tmp_path)
     theirs, again = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     for part in (text, text[::-1], "  ", ""):
-        assert (
-            chars.encode(part)
-            == theirs.encode(part)
-            == again.encode(part)
-            == chars.encode(part.encode())
-        )
-        assert chars.decode(chars.encode(part)) == theirs.decode(chars.encode(part)) == part
+        ids = theirs.encode(part)
+        assert chars.encode(part) == again.encode(part) == chars.encode(part.encode()) == ids
+        assert chars.decode(ids) == theirs.decode(ids) == part
 
 
-def test_names_of_control_tokens_in_bytes(bpe):
-    """As in texts: they are text, and with allow_special=True the tokens."""
-    data = f"a{END}b".encode() + b"\xff" + END.encode()
-    assert bpe.eos_token_id not in bpe.encode(data) and bpe.decode_bytes(bpe.encode(data)) == data
-    ids = bpe.encode(data, allow_special=True)
-    assert ids == [97, bpe.eos_token_id, 98, 255, bpe.eos_token_id]
-    assert b"".join(map(bpe.spelled_bytes, ids)) == data
+NAMES = {b"": "", b"a b": "a b", "é".encode(): "é"}
+NAMES |= {b"\xc3": "bytes:\\xc3", b"\n\xff": "bytes:\\x0a\\xff"}
 
 
-def test_bytes_that_are_no_character_are_shown(bpe):
-    """The first two of the three bytes of \u20ac are one replacement character, as everywhere."""
-    assert (
-        bpe.decode([97, 0xE2, 0x82, 98]) == "a\ufffdb"
-        and bpe.decode_bytes([0xE2, 0x82]) == b"\xe2\x82"
-    )
-
-
-@pytest.mark.parametrize(
-    ("data", "name"),
-    [
-        (b"", ""),
-        (b"a b", "a b"),
-        ("é".encode(), "é"),
-        (b"\xc3", "bytes:\\xc3"),
-        (b"\n\xff", "bytes:\\x0a\\xff"),
-    ],
-)
-def test_names_of_tokens(data, name):
+@pytest.mark.parametrize("data", NAMES)
+def test_names_of_tokens(data):
     """Two digits for each byte: no two tokens are called the same."""
-    assert module.token_name(data) == name
+    assert token_name(data) == NAMES[data]
 
 
-@pytest.mark.parametrize("include_stop", [False, True])
-def test_a_stream_ends_once(include_stop):
+def test_a_stream_ends_once():
     """What was held is given out once; what a stop string left is nothing."""
-    stream = TextStream(lambda token: bytes([token]), ["ab"], include_stop)
+    stream = TextStream(lambda token: bytes([token]), ["ab"])
     assert [stream.push(token) for token in b"xaya"] == ["x", "", "ay", ""]
     assert stream.flush() == "a" and stream.flush() == "" and stream.matched is None
-    stream = TextStream(lambda token: bytes([token]), ["ab", "b", "cab"], include_stop)
-    assert "".join(stream.push(token) for token in b"xcab") == ("xcab" if include_stop else "x")
+    stream = TextStream(lambda token: bytes([token]), ["ab", "b", "cab"])
+    assert "".join(stream.push(token) for token in b"xcab") == "x"
     assert stream.matched == "cab" and stream.flush() == ""
     assert stream.num_characters == 4
-
-
-def test_a_stream_that_is_pushed_all_at_once_counts_its_characters():
-    stream = TextStream(lambda token: bytes([token]))
-    assert stream.push_all([*"aé€".encode()[:-1]]) == "aé" and stream.num_characters == 2
-    assert stream.push(0xAC) == "€" and stream.num_characters == 3
 
 
 def test_unknown_character_is_named():
@@ -238,51 +178,14 @@ def test_offline_gpt2_says_what_to_set(monkeypatch):
         gpt2_tokenizer()
 
 
-@pytest.mark.parametrize("make", [lambda: char_tokenizer("abc"), lambda: bpe_tokenizer([])])
-def test_ids_beyond_the_vocabulary_have_no_text(make):
-    """
-    A model may have more rows than there are tokens. Its sampling one left the server's client
-    waiting for ever.
-    """
-    tokenizer = make()
-    first, beyond = tokenizer.token_bytes(0), tokenizer.vocab_size
-    assert (
-        first
-        and tokenizer.token_bytes(beyond) == b""
-        and tokenizer.decode_bytes([0, beyond, 0]) == first * 2
-    )
-
-
-def test_downloads_without_a_tokenizer_are_not_told_to_train(tmp_path):
-    """train.py would have trained another model over the download."""
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(
-        TokenizerError, match=r"tokenizer\.json is missing: copy it there, from where the model is"
-    ):
+def test_a_broken_tokenizer(bpe, tmp_path):
+    with pytest.raises(TokenizerError, match=r"no model in .*: tokenizer\.json is missing"):
         load_tokenizer(tmp_path)
-    (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(
-        TokenizerError, match=r"the tokenizer is in vocab\.json: let transformers write it: Auto"
-    ):
-        load_tokenizer(tmp_path)
-
-
-def test_directories_that_hold_no_tokenizer(bpe, tmp_path):
-    with pytest.raises(TokenizerError, match=r"no tokenizer in .*: name a model's directory"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(TokenizerError, match=r"no directory .*/none: run `python train\.py --out"):
-        load_tokenizer(tmp_path / "none")
-    path = tmp_path / "tokenizer.json"
-    for broken in (
-        "{",
-        "[]",
-        "{}",
-        bpe.backend.to_str()[:-9],
-        bpe.backend.to_str().replace('"merges"', '"merged"'),
-        bpe.backend.to_str(pretty=True).replace("699", "-1"),
-        "[" * 100_000,
-    ):
-        path.write_text(broken)
+    text = bpe.backend.to_str()
+    broken = ["{", "[]", "{}", "[" * 100_000, text[:-9], text.replace('"merges"', '"merged"')]
+    broken.append(bpe.backend.to_str(pretty=True).replace("699", "-1"))
+    for content in broken:
+        (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(TokenizerError, match="restore it"):
             load_tokenizer(tmp_path)
 
@@ -308,6 +211,35 @@ def test_merges_may_be_texts(bpe, tmp_path):
     merges = [" ".join(pair) for pair in spec_of(bpe)["model"]["merges"]]
     write_changed(bpe, tmp_path, model={"merges": merges})
     assert all(load_tokenizer(tmp_path).encode(text) == bpe.encode(text) for text in NASTY)
+
+
+def test_added_tokens_that_the_configuration_lists_keep_their_numbers(bpe, tmp_path):
+    """
+    Sorted as text, 1000 came before 999, and each was taken for the other. The file may list them
+    in any order.
+    """
+    numbers = [*range(700, 1002)]
+    random.Random(0).shuffle(numbers)
+    listed = {str(i): {"content": f"<{i}>", "special": i % 2 == 0} for i in numbers}
+    write_changed(bpe, tmp_path, config={"added_tokens_decoder": listed})
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("".join(f"<{i}>" for i in numbers), allow_special=True) == numbers
+    assert {f"<{i}>": i for i in numbers if i % 2 == 0}.items() <= tokenizer.control.items()
+    assert "<701>" not in tokenizer.control
+
+
+def test_named_tokens_are_added_in_transformers_order(bpe, tmp_path):
+    """Whatever the order in the file: the seven names first, then those that only it knows."""
+    from transformers import AutoTokenizer
+
+    config = {"mask_token": "<m>", "image_token": "<i>", "eos_token": "<e>", "cls_token": "<c>"}
+    config |= {"extra_special_tokens": ["<y>", "<x>"], "bos_token": "<b>"}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<e>"}
+    write_changed(bpe, tmp_path, config=config)
+    text = "<x><y><i><m><c><e><b>"
+    ids = load_tokenizer(tmp_path).encode(text, allow_special=True)
+    assert ids == AutoTokenizer.from_pretrained(tmp_path).encode(text)
+    assert sorted(ids) == [*range(700, 707)] and ids[:2] == [706, 705]
 
 
 def test_the_end_of_text_is_the_one_that_is_named(bpe, tmp_path):
@@ -363,46 +295,30 @@ def test_only_plain_characters_are_read_by_us(tmp_path, changes):
 
 def test_an_id_may_be_left_out(bpe, tmp_path):
     """
-    The size is that of the highest id: the model needs so many rows. An id without a token has no
-    text.
+    The size is that of the highest id: the model needs so many rows. An id without a token, which a
+    model with more rows may sample, has no text; nor has a control token that the vocabulary has,
+    as in the hub's GPT-2.
     """
     vocab = spec_of(bpe)["model"]["vocab"] | {END: 699, "zz": 705}
     write_changed(bpe, tmp_path, model={"vocab": vocab})
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (706, 699)
-    assert [tokenizer.spelled_bytes(i) for i in (699, 704, 705, 706)] == [
-        END.encode(),
-        b"",
-        b"zz",
-        b"",
-    ]
+    names = [tokenizer.spelled_bytes(i) for i in (699, 704, 705, 706)]
+    assert names == [END.encode(), b"", b"zz", b""]
+    assert tokenizer.decode_bytes([97, 704, 699, 706]) == b"a"
+    assert tokenizer.decode([97, 699]) == "a"
 
 
-def test_a_control_token_that_is_in_the_vocabulary_too_has_no_text(bpe, tmp_path):
-    """The hub's GPT-2 has it in both places."""
-    write_changed(bpe, tmp_path, model={"vocab": spec_of(bpe)["model"]["vocab"] | {END: 699}})
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.decode([*tokenizer.encode("a"), 699]) == "a"
-    assert (tokenizer.token_bytes(699), tokenizer.spelled_bytes(699)) == (b"", END.encode())
-
-
-def test_what_is_saved(bpe, tmp_path):
-    """All that transformers reads, as it is written, and no file that was only on the way."""
+def test_the_files_that_are_saved(tmp_path):
+    """All that transformers reads, to be read by people, too; and no file of the way there."""
+    char_tokenizer("aé").save(tmp_path / "new")
+    assert "é" in (tmp_path / "new" / "tokenizer.json").read_text(encoding="utf-8")
+    bpe_tokenizer([]).save(tmp_path)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"tokenizer.json", "tokenizer_config.json", "new"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for tokenizer, more in (
-        (bpe, {"bos_token": END, "eos_token": END}),
-        (char_tokenizer("aé"), {}),
-    ):
-        folder = tmp_path / type(tokenizer).__name__ / "new"
-        tokenizer.save(folder)
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "tokenizer.json",
-            "tokenizer_config.json",
-        ]
-        assert json.loads((folder / "tokenizer_config.json").read_text()) == config | more
-        saved = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        assert saved == spec_of(tokenizer)
-    assert "é" in (folder / "tokenizer.json").read_text(encoding="utf-8")  # to be read by people
+    config |= dict.fromkeys(["bos_token", "eos_token"], END)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == config
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(bpe, tmp_path):
@@ -411,13 +327,8 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(bpe, tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 699}')
     with pytest.raises(TokenizerError, match=r"it has 700 tokens, .* the model has 699"):
         load_tokenizer(tmp_path)
-    for fine in (
-        '{"vocab_size": 700}',
-        '{"vocab_size": 704}',
-        "{}",
-        "{",
-        "[]",
-    ):  # what is broken, the model's loader says
+    # a broken file is reported by the model's loader
+    for fine in ('{"vocab_size": 700}', '{"vocab_size": 704}', "{}", "{", "[]"):
         (tmp_path / "config.json").write_text(fine)
         assert load_tokenizer(tmp_path).vocab_size == 700
     # Gemma 3 adds a token of images, of which models of text have no row: prompts are checked
@@ -456,15 +367,17 @@ def test_a_step_that_nobody_knows_is_named(bpe, tmp_path, changes):
         load_tokenizer(tmp_path)
 
 
-def test_a_step_that_is_broken_is_said(bpe, tmp_path):
-    write_changed(bpe, tmp_path, pre_tokenizer=SPLIT | {"pattern": {"Regex": "("}})
-    with pytest.raises(TokenizerError, match=r"unmatched parenthesis.*restore it"):
-        load_tokenizer(tmp_path)
-
-
-def test_a_model_that_draws_lots_is_refused(bpe, tmp_path):
-    write_changed(bpe, tmp_path, model={"dropout": 0.1})
-    with pytest.raises(TokenizerError, match="is a BPE with dropout"):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pre_tokenizer": SPLIT | {"pattern": {"Regex": "("}}}, "unmatched parenthesis.*restore"),
+        ({"model": {"dropout": 0.1}}, "is a BPE with dropout"),
+        ({"token": {"content": "x" * 1025}}, "has an added token of 1025 characters"),
+    ],
+)
+def test_a_step_that_cannot_be_run_is_refused(bpe, tmp_path, changes, words):
+    write_changed(bpe, tmp_path, **changes)
+    with pytest.raises(TokenizerError, match=words):
         load_tokenizer(tmp_path)
 
 
@@ -549,12 +462,6 @@ def test_every_kind_has_the_ids_and_texts_of_transformers(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_has_all_ids_and_texts_of_transformers(kind, tmp_path):
-    assert_same(save(kind, tmp_path), TEXTS)
-
-
-@pytest.mark.slow
 @pytest.mark.real_models
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_real_tokenizers_have_the_ids_and_texts_of_transformers(name):
@@ -588,35 +495,6 @@ def test_transformers_reads_a_gpt2_tokenizer_as_we_do(bpe, tmp_path):
     assert all(ours.encode(text, allow_special=True) == theirs.encode(text) for text in NASTY)
 
 
-PIECES = st.one_of(
-    st.text(max_size=6),
-    st.text(" \n\t\r\u00a0\u3000\x85\x1c'sdlrevm019-_<|>aé語", max_size=12),
-    st.sampled_from(
-        [END, "<|endof", "text|>", "def ", "    ", "\n\n\n", "😀", "e\u0301", "'ll", "١٢"]
-    ),
-)
-
-
-@pytest.fixture(scope="module")
-def theirs(bpe, tmp_path_factory):
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("saved")
-    bpe.save(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@given(st.lists(PIECES, max_size=8).map("".join))
-@settings(max_examples=500, deadline=None)
-def test_any_text_has_the_ids_of_transformers(bpe, theirs, text):
-    """
-    Control tokens in a prompt are tokens, with add_special_tokens or without: <|endoftext|> was
-    seven of text.
-    """
-    ids = bpe.encode(text, allow_special=True)
-    assert ids == theirs.encode(text) == theirs.encode(text, add_special_tokens=False)
-
-
 # --------------------------------------------------------------------------------------------------
 # Streams of tokens whose text depends on where they stand
 
@@ -647,13 +525,43 @@ def test_an_answer_behind_a_text_keeps_its_blank(kind, tmp_path):
     assert shown == [f" {two}", ""]
 
 
-def test_an_answer_completes_a_character_that_the_prompt_begins(bpe):
-    """Once a server answered such a prompt, of token ids, with the prompt itself."""
-    prompt = [*b"prompt ", *"€".encode()[:2], bpe.eos_token_id, bpe.eos_token_id]
-    assert pushed(bpe.stream(prompt), [0xAC, 97]) == ["€", "a", ""]
-    assert pushed(bpe.stream(prompt), [97]) == ["a", ""]  # the U+FFFD is the prompt's
-    assert pushed(bpe.stream(prompt), []) == [""]
-    assert pushed(bpe.stream(prompt[:-4]), [0xAC]) == ["\ufffd", ""]
+@pytest.mark.parametrize("kind", ["gpt2", "llama2"])
+@pytest.mark.parametrize("character", ["é", "€", "😀"], ids=["2 bytes", "3 bytes", "4 bytes"])
+def test_an_answer_completes_a_character_wherever_it_is_cut(kind, character, tmp_path):
+    """
+    Once a server answered such a prompt with the prompt itself; and after three of an emoji's four
+    bytes the answer began with U+FFFD: too little of the prompt was read.
+    """
+    tokenizer = load(kind, tmp_path)
+    data = character.encode()
+    for before in "", "a", "é", "😀", "\ufffd", "a" * 9:
+        ids = [tokenizer._byte_token(byte) for byte in (before + character).encode()]
+        for cut in range(len(before.encode()) + 1, len(ids)):
+            rest = pushed(tokenizer.stream(ids[:cut]), [*ids[cut:], *ids[-len(data) :]])
+            assert "".join(rest) == 2 * character
+            assert pushed(tokenizer.stream(ids[:cut]), []) == [""]  # the prompt has shown it
+            assert pushed(tokenizer.stream(ids[:cut]), ids[-len(data) :])[-2] == character
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama2"])
+def test_broken_characters_are_shown_once(kind, tmp_path):
+    """
+    Those that the prompt ends with it has shown. One more byte of them makes no text yet, and what
+    is broken later is the answer's own.
+    """
+    tokenizer = load(kind, tmp_path)
+    errors = "replace" if kind == "gpt2" else "each_byte"
+    answers = [b"\x9fa", b"\x9f\x98\x80\xffa", b"\x98\x80\xf0\x9fa", b"a\xff\xff", b"\x80\xe2"]
+    for end in b"\xf0", b"\xf0\x9f", b"\xf0\x9f\x98":
+        for answer in answers:
+            prompt = b"a" + end
+            shown = (prompt + answer).decode("utf-8", errors)
+            before = prompt.decode("utf-8", errors)
+            # of a character that the answer completes the prompt has shown nothing that is right
+            wanted = shown[len(before) if shown.startswith(before) else 1 :]
+            stream = tokenizer.stream([*map(tokenizer._byte_token, prompt)])
+            got = "".join(pushed(stream, [*map(tokenizer._byte_token, answer)]))
+            assert got == wanted, (prompt, answer)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama2"])
@@ -749,9 +657,7 @@ COSTLY = [
     " \n",
     "a1 -",
     "<",
-    "<|",
     END,
-    "\ud800",
 ]
 
 

@@ -5,11 +5,16 @@ test_paged.py.
 """
 
 import inspect
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
+from engine.engine import flat_batch, interleaved_generate
+from engine.runner import Runner
+from engine.settings import Settings
+from ops import inputs
 from paged import (
+    POLICIES,
     BlockAllocator,
     KVBlockPool,
     Request,
@@ -20,8 +25,14 @@ from paged import (
     root_key,
     write_kv_to_pool,
 )
-from serving.engine import interleaved_generate
-from test_paged import CONTEXT, prompt, raises, trained_model
+from test_paged import (
+    CONTEXT,
+    assert_equals_dense,
+    mixed_params,
+    prompt,
+    raises,
+    trained_model,
+)
 
 
 def positional(function) -> list[tuple]:
@@ -147,6 +158,14 @@ def test_request_fields():
     assert request.is_done, "done means enough tokens, or the status"
     assert request.status == "waiting"
     assert replace(request, generated_tokens=[], status="done").is_done
+
+
+def test_the_posts_fields_stand_first():
+    """A reader looks for these eight, not for one of ours among them."""
+    names = [field.name for field in fields(Request)]
+    assert names[:3] == ["id", "prompt_tokens", "max_new_tokens"]
+    assert names[3:5] == ["generated_tokens", "status"]
+    assert names[5:8] == ["prefill_cursor", "block_table", "num_filled_slots"]
 
 
 def test_maybe_allocate_block():
@@ -305,3 +324,60 @@ def test_interleaved_generate_returns_the_scheduler():
     assert fits.num_generated == 3
     with raises(ValueError, "unknown policy 'lifo'"):
         interleaved_generate(trained_model(), [], policy="lifo")
+
+
+def test_interleaved_generate_uses_what_it_is_given():
+    """
+    Would catch: a policy or a budget that is taken and does nothing, fewer rows than requests.
+    """
+    requests = [Request(i, prompt(i, 6), 3, arrival_time=float(i)) for i in range(3)]
+    scheduler = interleaved_generate(trained_model(), requests, "priority", 5, 48)
+    assert scheduler.queue_key is POLICIES["priority"] and scheduler.token_budget == 5
+    assert (scheduler.block_allocator.num_blocks, scheduler.max_num_seqs) == (12, 3)
+
+
+def test_interleaved_generate_samples_by_params():
+    """Would catch: greedy for all, the noise of another request, row or position."""
+    model = trained_model()
+    params = mixed_params(10, 5)
+    prompts = [prompt(20 + i, 5 + 3 * i) for i in range(5)]
+    requests = [Request(i, prompts[i], 10, params=params[i]) for i in range(5)]
+    scheduler = interleaved_generate(model, requests, max_kv_tokens=56)
+    assert scheduler.num_preemptions > 0
+    for request in requests:
+        assert_equals_dense(model, request.prompt_tokens, request.generated_tokens, request.params)
+
+
+def test_the_flat_batch_is_the_runners():
+    """The one made of lists, to be read, and the one made on the device: decodes and chunks."""
+    model = trained_model()
+    scheduler = Scheduler(token_budget=12)
+    runner = Runner(model, Settings(max_num_seqs=256, num_blocks=64, block_size=4, token_budget=12))
+    for i, length in enumerate((3, 6, 14)):
+        scheduler.add_request(Request(i, prompt(i, length), 9))
+    kinds = set()
+    for step in range(5):
+        plan = scheduler.plan(step)
+        if plan.admitted:
+            runner.fill_rows(*plan.admitted)
+        kinds.add((len(plan.decodes), len(plan.chunks)))
+        ours = flat_batch(plan, model, runner.pool)
+        chunk_tokens = sum(n for _, n in plan.chunks)
+        shape = inputs.StepShape(len(plan.decodes), len(plan.chunks), chunk_tokens)
+        packed = inputs.pack(plan, shape, runner.padding_row, runner.pool.sink)
+        step_inputs = inputs.split(inputs.upload(packed, runner.device), shape)
+        theirs = inputs.lay_out(step_inputs, shape, plan, runner.known, ours.ops)
+        sampled = [i for i, (r, _) in enumerate(plan.work) if r in plan.sampled]
+        assert torch.equal(ours.logits_index, theirs.logits_index[sampled])
+        for name in ("tokens", "positions", "slot_mapping", "query_start", "context_lens"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+            assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+        M = theirs.block_tables.shape[1]
+        assert torch.equal(ours.block_tables[:, :M], theirs.block_tables)
+        for name in ("num_decodes", "query_lens_host", "context_lens_host"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        tokens = list(range(len(plan.sampled)))
+        for request, token in zip(plan.sampled, tokens, strict=True):
+            runner.known.last_token[request.row] = token
+        scheduler.update(plan, tokens)
+    assert any(decodes and chunks for decodes, chunks in kinds)

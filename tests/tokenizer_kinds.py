@@ -19,36 +19,36 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-WORDS = ["the", "The ", "def", "self", " in", "'ll", "don't", "ǅ", "naïve", "ﬁ", "e\u0301"]
+WORDS = ["the", "The ", "def", "self", " in", "'ll", "don't", "naïve", "e\u0301", "語と文字"]
 WORDS += [
-    "\u0301",
-    "字",
-    "語と文字",
     "中文，测试。",
     "שלום",
     "हिन्दी",
     "ไทย",
-    "😀",
     "👩\u200d👧",
     "🇨🇭",
+    "½²Ⅷ",
+    "12",
+    "1234",
+    "١٢٣",
+    "3.14",
 ]
-WORDS += ["\U0010ffff", "𝄞", "½²Ⅷ", "1", "12", "1234", "١٢٣", "3.14", " ", "  ", "   ", "\n"]
-WORDS += ["\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "\x85", "\x00", "\x7f", "\ufffd", "▁"]
 WORDS += [
+    "  ",
+    "   ",
+    "\n\n",
+    "\r\n",
     "▁▁",
-    "Ġ",
     "<0x41>",
     "##",
-    ".",
     "!?",
-    "…",
     "<s>",
     "</s>",
     "<|end|>",
     "<think>",
-    "</think>",
 ]
-WORDS += ["<|en", "[MASK]", "[mask]", "<b>", "a", "_", "-", "//"]
+WORDS += ["</think>", "<|en", "[MASK]", "[mask]", "<b>", "//"]
+WORDS += list("ǅﬁ\u0301字😀\U0010ffff𝄞1 \n\t\u00a0\u3000\u200b\x85\x00\x7f\ufffd▁Ġ.…a_-")
 TEMPLATE = {"single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}]}
 TEMPLATE["single"] += [{"Sequence": {"id": "A", "type_id": 0}}]
 TEMPLATE |= {"type": "TemplateProcessing", "pair": TEMPLATE["single"]}

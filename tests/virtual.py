@@ -1,6 +1,5 @@
 """
-Processes, sockets and time in memory: what asyncio and the engine's links need of a system, without
-one.
+Sockets and time in memory: what asyncio and the engine's links need of a system, without one.
 
     machine = Machine()                         # the clock, and all event loops
     loop = machine.new_loop()                   # of one process
@@ -16,6 +15,7 @@ import asyncio
 import heapq
 import itertools
 import math
+import time
 from asyncio import events
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -38,6 +38,9 @@ class Clock:
 
     def time(self) -> float:
         return EPOCH + self.now - START
+
+    def strftime(self, form: str) -> str:
+        return time.strftime(form, time.gmtime(self.time()))
 
 
 class Task(asyncio.Task):
@@ -66,7 +69,6 @@ class Loop(asyncio.BaseEventLoop):
         self.is_dead = False
         self.sockets: list[Socket] = []  # all that the process ever had
         self.errors: list[dict] = []  # what nobody caught
-        self.readers: dict[object, tuple] = {}
         self.executors: dict[int, float] = {}  # when each will have done its jobs
         self.job_seconds = 0.0
         self.high = 2**16  # bytes that a Unix connection keeps before it asks its protocol to pause
@@ -136,20 +138,12 @@ class Loop(asyncio.BaseEventLoop):
     # what programs ask
 
     def add_reader(self, source: "Signal", callback: Callable, *args):
-        self.readers[source] = callback, args
-        source.on_change = lambda: self.call_soon(self._read, source)
-        if source.is_readable:
-            source.on_change()
+        source.on_end = lambda: self.call_soon(callback, *args)
+        if source.has_ended:
+            source.on_end()
 
     def remove_reader(self, source: "Signal"):
-        self.readers.pop(source, None)
-
-    def _read(self, source: "Signal"):
-        if source in self.readers and source.is_readable:
-            callback, args = self.readers[source]
-            callback(*args)
-            if source in self.readers and source.is_readable:
-                self.call_soon(self._read, source)
+        source.on_end = lambda: None
 
     def run_in_executor(self, executor, function: Callable, *args):
         """A thread's work takes `job_seconds`, and one thread does one job after the other."""
@@ -177,7 +171,7 @@ class Loop(asyncio.BaseEventLoop):
         await made
         return transport, protocol
 
-    async def create_server(self, factory: Callable, *, sock: "Share", **options):
+    async def create_server(self, factory: Callable, *, sock: "Listener", **options):
         sock.serve(lambda connection: Transport(self, connection, factory()), self)
         return sock
 
@@ -215,70 +209,16 @@ class Machine:
                 return
 
 
-# --------------------------------------------------------------------------------------------------
-# What a process can wait for
-
-
 class Signal:
-    """
-    Something that becomes readable: a process's end, or bytes in a pipe. It is its own file
-    descriptor.
-    """
+    """The end of a process, which a loop can wait for. It is its own file descriptor."""
 
     def __init__(self):
-        self.data = b""
         self.has_ended = False
-        self.is_broken = False  # nobody reads it any more
-        self.on_change: Callable = lambda: None
-
-    @property
-    def is_readable(self) -> bool:
-        return bool(self.data) or self.has_ended
-
-    def write(self, data: bytes):
-        self.data += data
-        self.on_change()
+        self.on_end: Callable = lambda: None
 
     def end(self):
         self.has_ended = True
-        self.on_change()
-
-    def read(self, size: int) -> bytes:
-        data = self.data[:size]
-        self.data = self.data[size:]
-        return data
-
-
-class PipeEnd:
-    """One end of a pipe, as multiprocessing's connections are."""
-
-    def __init__(self, signal: Signal, is_writer: bool):
-        self.signal = signal
-        self.is_writer = is_writer
-
-    def fileno(self):
-        return self if self.is_writer else self.signal
-
-    def write(self, data: bytes):
-        if self.signal.is_broken:
-            raise BrokenPipeError
-        self.signal.write(data)
-
-    def close(self):
-        if self.is_writer:  # of a reader the other process has its own
-            self.signal.end()
-
-
-def make_pipe(duplex: bool) -> tuple[PipeEnd, PipeEnd]:
-    signal = Signal()
-    return PipeEnd(signal, False), PipeEnd(signal, True)
-
-
-os_of_pipes = SimpleNamespace(
-    read=lambda end, size: end.read(size),
-    write=lambda end, data: end.write(data),
-    environ={},
-)
+        self.on_end()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -383,7 +323,6 @@ class Listener:
         self.make_pair = make_pair
         self.backlog: list[Socket] = []
         self.is_closed = False
-        self.num_shares = 0
         self.take: Callable | None = None
         self.on_change: Callable = lambda: None
 
@@ -425,44 +364,12 @@ class Listener:
             loop.sockets.append(connection)
             self.take(connection)
 
-    def forget(self):
-        """Whoever served here is gone, the socket stays open."""
-        self.take = None
-        self.on_change = lambda: None
-
     def close(self):
         self.is_closed = True
-        self.forget()
+        self.take = None
         for connection in self.backlog:
             connection.peer.reset()
         self.backlog.clear()
-
-
-class Share:
-    """One process's descriptor of a listening socket, which is closed with the last of them."""
-
-    def __init__(self, listener: Listener):
-        self.listener = listener
-        self.is_closed = False
-        self.serves = False
-        listener.num_shares += 1
-
-    def getsockname(self) -> tuple[str, int]:
-        return "127.0.0.1", 8000
-
-    def serve(self, take: Callable, loop: Loop):
-        self.serves = True
-        self.listener.serve(take, loop)
-
-    def close(self):
-        if self.is_closed:
-            return
-        self.is_closed = True
-        self.listener.num_shares -= 1
-        if self.serves:
-            self.listener.forget()
-        if not self.listener.num_shares:
-            self.listener.close()
 
     async def wait_closed(self):
         pass

@@ -1,18 +1,16 @@
 """
 The way of a token, measured: which functions of this repo run, in their order, while a server
-answers one streamed request.
+decodes one token of a streamed answer.
 
-    python tests/walk.py            # the way of a request, and that of one decoded token
-    python tests/walk.py --short    # how many functions and changes of file alone
+    python tests/walk.py
 
-A server and a real engine with a tiny model run in threads of one process, on the CPU. The way of a
-request has three parts: the request through the HTTP process, its steps in the engine, its tokens
-back through the HTTP process. The way of a decoded token begins where the engine plans its step,
-and each process is done with it where it turns to the next round. Each function counts once, at its
-first call, properties too; lambdas and comprehensions belong to the function that they are in. Of
-coroutines that wait for one another the innermost counts: to resume it, Python calls all of them.
-What also runs without a request does not count. On a GPU the operators of serving/ops.py launch
-kernels, which a profile of Python does not show.
+A server and a real engine with a tiny model run in threads of one process, on the CPU. The way
+begins where the engine plans the token's step, and each process is done with it where it turns to
+the next round. Each function counts once, at its first call, properties too; lambdas and
+comprehensions belong to the function that they are in. Of coroutines that wait for one another the
+innermost counts: to resume it, Python calls all of them. Functions that also run without a request
+do not count. On a GPU the operators of ops/choice.py launch kernels, which a profile of Python does
+not show.
 """
 
 import sys
@@ -25,24 +23,27 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from common import end_with_one_line
+
+if __name__ == "__main__":
+    end_with_one_line()
+
 import httpx
 import torch
-from server import FakeEngine, Server
+from fake_server import FakeEngine, Server
 
+from engine import process
+from engine.engine import Engine
+from engine.settings import Settings
 from model import GPT, GPTConfig
-from serving import loop
-from serving.engine import Engine
-from serving.settings import Settings
 from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
-TOKENS = 8  # of the answer: one comes with the prompt, the others are decoded
 PACE = 0.02  # seconds from step to step
 # where a round begins, where the next one does, and where its token goes
-ENGINE_ROUND = ("Engine.step", "Links.is_wanted", "serving/links.py")
-CLIENT_ROUND = ("EngineClient.data_received", "EngineClient._pause", "serving/connection.py")
-OF_TESTS = str(ROOT / "tests")
-OF_PACKAGES = str(ROOT / ".venv")
+ENGINE_ROUND = ("Engine.step", "Links.is_wanted", "engine/links.py")
+CLIENT_ROUND = ("EngineClient.data_received", "EngineClient._pause", "server/connection.py")
+NOT_OURS = (str(ROOT / "tests"), str(ROOT / ".venv"))
 
 
 class Call(NamedTuple):
@@ -80,7 +81,7 @@ class Walk:
 
 
 def is_ours(file: str) -> bool:
-    return file.startswith(str(ROOT)) and not file.startswith((OF_TESTS, OF_PACKAGES))
+    return file.startswith(str(ROOT)) and not file.startswith(NOT_OURS)
 
 
 class RealEngine(FakeEngine):
@@ -89,7 +90,6 @@ class RealEngine(FakeEngine):
     def __init__(self):
         super().__init__()
         config = GPTConfig(vocab_size=257, context_length=64, n_layer=2, n_head=2, n_embd=32)
-        torch.manual_seed(0)
         settings = Settings(num_blocks=16, max_num_seqs=4, token_budget=64)
         self.engine = Engine(GPT(config).eval(), settings)
 
@@ -97,18 +97,19 @@ class RealEngine(FakeEngine):
         step = self.engine.step
 
         def slow_step():
-            time.sleep(PACE)  # a client has heard of each token before the next
+            time.sleep(PACE)  # a client receives each token before the next
             return step()
 
         self.engine.step = slow_step
-        loop.serve(self.engine, self.links)
+        process.serve(self.engine, self.links)
 
 
 def record() -> tuple[list[Call], list[Call]]:
-    """The calls of a second of waiting, and those of a request of the same length after that."""
+    """The calls of a second of waiting, and those of a request after that."""
     walk = Walk()
     tokenizer = bpe_tokenizer([])
-    body = {"prompt": "hello", "max_tokens": TOKENS, "stream": True, "ignore_eos": True, "seed": 1}
+    body = {"prompt": "hello", "max_tokens": 8, "stream": True, "ignore_eos": True, "seed": 1}
+    torch.manual_seed(0)
     threading.setprofile(walk.note)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
@@ -127,28 +128,6 @@ def record() -> tuple[list[Call], list[Call]]:
     return list(filter(None, walk.calls[:idle])), list(filter(None, walk.calls[idle:]))
 
 
-def request_way(calls: list[Call]) -> list[Call]:
-    """All functions of a request, part by part, in the order of their first call."""
-    engine = engine_thread(calls)
-    first_step = next(i for i, call in enumerate(calls) if call.thread == engine)
-    inwards = [call for call in calls[:first_step] if call.thread != engine]
-    steps = [call for call in calls if call.thread == engine]
-    outwards = [call for call in calls[first_step:] if call.thread != engine]
-    return inwards + steps + outwards
-
-
-def token_way(calls: list[Call]) -> list[Call]:
-    """Those of one decoded token: a round of the engine's loop, and one of its client."""
-    engine = engine_thread(calls)
-    step = one_round([call for call in calls if call.thread == engine], *ENGINE_ROUND)
-    others = [call for call in calls if call.thread != engine]
-    return step + one_round(others, *CLIENT_ROUND)
-
-
-def engine_thread(calls: list[Call]) -> str:
-    return next(call.thread for call in calls if call.file == "paged.py")
-
-
 def one_round(calls: list[Call], first: str, end: str, to: str) -> list[Call]:
     """
     From a call of the function `first` to the next one of `end`. Of all such rounds that reach the
@@ -158,35 +137,25 @@ def one_round(calls: list[Call], first: str, end: str, to: str) -> list[Call]:
     ends = [i for i, call in enumerate(calls) if call.name == end]
     rounds = []
     for start in starts[1:]:
-        end_of_round = next((i for i in ends if i > start), None)
-        if end_of_round:
-            rounds.append(calls[start:end_of_round])
-    there = [calls for calls in rounds if any(call.file == to for call in calls)]
-    return min(there, key=lambda calls: len(set(calls)))
-
-
-def report(title: str, calls: list[Call], short: bool):
-    """Print the functions in the order of their first calls, and how many there are."""
-    functions = list(dict.fromkeys((call.file, call.name) for call in calls))
-    files = [file for file, _ in functions]
-    changes = sum(a != b for a, b in pairwise(files))
-    print(f"{title}: {len(functions)} functions, {changes} changes of file")
-    if short:
-        return
-    before = ""
-    for file, name in functions:
-        print(f"    {file if file != before else '':24} {name}")
-        before = file
-    print()
+        stop = next((i for i in ends if i > start), start)
+        if any(call.file == to for call in calls[start:stop]):
+            rounds.append(calls[start:stop])
+    return min(rounds, key=lambda calls: len(set(calls)))
 
 
 def main():
     idle, calls = record()
     always = {(call.file, call.name) for call in idle}
-    short = "--short" in sys.argv
     own = [call for call in calls if (call.file, call.name) not in always]
-    report("the way of a request", request_way(own), short)
-    report("the way of a decoded token", token_way(own), short)
+    engine = next(call.thread for call in own if call.file == "paged.py")
+    way = one_round([call for call in own if call.thread == engine], *ENGINE_ROUND)
+    way += one_round([call for call in own if call.thread != engine], *CLIENT_ROUND)
+    functions = list(dict.fromkeys((call.file, call.name) for call in way))
+    for file, name in functions:
+        print(f"{file:24} {name}")
+    files = [file for file, _ in functions]
+    changes = sum(a != b for a, b in pairwise(files))
+    print(f"{len(functions)} functions, {changes} changes of file")
 
 
 if __name__ == "__main__":

@@ -22,18 +22,19 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
-from server import EOS, ByteTokenizer, bytes_directory
+from fake_server import EOS, ByteTokenizer, bytes_directory
 from uvicorn.server import ServerState
 from virtual import Loop, Machine
 
 import serve
-from serving import answers, api, connection, gate, metrics
-from serving import client as client_module
-from serving.client import EngineClient
-from serving.connection import Connection
-from serving.encoder import Encoder
-from serving.links import to_line
-from serving.workers import Seat
+from engine.links import to_line
+from server import answers, gate, metrics
+from server import app as api
+from server import client as client_module
+from server.client import EngineClient
+from server.connection import Connection
+from server.text import Encoder
+from server.workers import Seat
 
 MAX_TURNS = 10_000  # of the event loop, without any time passing
 
@@ -156,15 +157,8 @@ class Caller:
         self.do(self.wire.abort)
 
     def end_side(self):
-        """
-        It has nothing more to ask, as `printf ... | nc -N`, or is gone: at first nobody can tell.
-        """
-
-        def end():
-            if not self.wire.protocol.eof_received():
-                self.wire.close()
-
-        self.do(end)
+        """It sends no more."""
+        self.do(self.wire.protocol.eof_received)
 
     def stop_reading(self):
         """What it was sent fills the system's buffers: asyncio says so."""
@@ -264,7 +258,7 @@ class Engine:
         A step that brings each request these bytes, or lists of token ids; `finish` is of all of
         them.
         """
-        rows = [[id, list(data), finish, cached] for id, data in (tokens or {}).items()]
+        rows = [[id, list(data), finish, cached, None, None] for id, data in (tokens or {}).items()]
         self.say({"op": "step", "out": rows, "stats": self.stats | stats})
 
     def die(self):
@@ -298,7 +292,7 @@ class House:
         self.service.loop = self.clock
 
     def patch_clocks(self):
-        for module in (answers, api, client_module, connection, gate, metrics):
+        for module in (answers, api, client_module, gate, metrics):
             self.patches.setattr(module, "time", self.clock.clock)
         self.patches.setattr(client_module, "connect", self.connect_engine)
 

@@ -1,1 +1,1 @@
-"""What only a training needs: the rooms behind train.py and the recipes in data/."""
+"""The rooms behind train.py and the recipes in data/."""

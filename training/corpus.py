@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from files import write_atomically, write_json
+from common import write_atomically, write_json
 from tokenizer import (
     ALPHABET,
     END_OF_TEXT,
@@ -161,7 +161,7 @@ def read_corpus(directory: Path, split: str) -> np.ndarray:
 
 @dataclass
 class Corpus:
-    """What a run trains on, and what it is measured with."""
+    """The tokens of a run: to train on, and held out to measure it with."""
 
     tokenizer: Tokenizer
     train: np.ndarray  # memory-mapped tokens
@@ -169,8 +169,8 @@ class Corpus:
 
     def scored_bytes(self, count: int) -> bytes:
         """
-        The text of the `count` held-out tokens that `evaluate` scored. Where no end-of-text token
-        could stand before it, the first token has no score, and its bytes are not in the text.
+        The text of the `count` held-out tokens that `evaluate` scored. Without an end-of-text token
+        to precede it, the first token has no score, and its bytes are not in the text.
         """
         return self.tokenizer.decode_bytes(self.val[-count:].tolist())
 
@@ -184,12 +184,12 @@ def load_corpus(name: str, process) -> Corpus:
     if not (folder / "meta.json").is_file():
         recipe = folder / "prepare.py"
         if not recipe.is_file():
-            there = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
+            names = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
             sys.exit(
                 f"--data {name}: {folder} has neither meta.json nor prepare.py; there is "
-                f"{', '.join(there)}"
+                f"{', '.join(names)}"
             )
-        if process.leads:
+        if process.is_main:
             runpy.run_path(str(recipe))["prepare"]()
     process.wait()  # until the first process has prepared it
     return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))

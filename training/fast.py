@@ -113,7 +113,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
             rows = slice(first, first + ROWS)
             x_rows = x[rows].to(dtype)
             t = targets[rows, None]
-            there = t >= 0
+            is_scored = t >= 0
             t = t.clamp(min=0)
             # one buffer (rows, V) is in turn logits, exponentials and gradient: each pass finds it
             # in the cache
@@ -123,10 +123,10 @@ class ChunkedHeadLoss(torch.autograd.Function):
             scores.exp_()
             norm = scores.sum(-1, keepdim=True)
             losses = norm.log() - target_scores
-            total += (losses * there).sum()
+            total += (losses * is_scored).sum()
             if any(ctx.needs_input_grad):
-                scores *= there / norm
-                scores.scatter_add_(1, t, -there.float())
+                scores *= is_scored / norm
+                scores.scatter_add_(1, t, -is_scored.float())
                 grad = scores.to(dtype)
                 dx[rows] = grad @ w
                 dw += grad.T @ x_rows
@@ -141,7 +141,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# What Llama has and GPT-2 has not: autograd would pass over memory for each small operation
+# Operators of Llama alone: autograd would pass over memory for each small operation
 
 
 def add_rms_norm(x, delta, norm: torch.nn.Module):

@@ -1,49 +1,40 @@
 """
-What a training run computes on: the processes of torchrun, their devices, and on a CPU the number
-of threads, the dtype and the model size that a few timed steps show to be best.
+The machine of a training run: the processes of torchrun, their devices, and on a CPU the number
+of threads.
 
     process = init_process(args)
-    args, process = fit_to_machine(args, process, started, make_run, with_size)
 
 `process` goes wherever something depends on it: no function asks torch.distributed or the
 environment again.
 """
 
-import math
 import os
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from statistics import median
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from common import plural
 from model import TORCH, Ops
-from training.clock import CLOSING_SECONDS
 from training.fast import training_ops
-from training.sizes import PROBE, SIZES, choose_size
-
-PROBE_SECONDS = 0.3  # for each of two or three ways to train: together about a second
-LOOKING_STEPS = 20  # evaluations and samples of a run take as long as so many steps, about
 
 
 @dataclass
 class Process:
-    """Where this process computes, and its place among those that torchrun started."""
+    """The device of this process, and its place among those that torchrun started."""
 
     device: torch.device
     dtype: torch.dtype  # of matrix products: weights, gradients and optimizer state are float32
     compile: bool
     rank: int = 0
     world: int = 1  # how many processes there are
-    ops: Ops = TORCH  # what the model computes with
+    ops: Ops = TORCH  # the model's operators
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the one process that prints and writes."""
         return self.rank == 0
 
@@ -59,7 +50,7 @@ class Process:
         return x
 
     def mean_of(self, *values) -> list[float]:
-        """Average plain numbers over the processes: what all decide by must be the same for all."""
+        """Average plain numbers over the processes: all must decide alike."""
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
         return self.mean(x).tolist()
 
@@ -68,7 +59,7 @@ class Process:
         if self.world > 1:
             dist.barrier()
 
-    def leave(self):
+    def shut_down(self):
         """The end: a process that left while another still talks to it might be aborted."""
         self.wait()
         if self.world > 1:
@@ -76,7 +67,7 @@ class Process:
 
     def print(self, text: str, bar=None):
         """Print from one process, above tqdm's bar if there is one."""
-        if not self.leads:
+        if not self.is_main:
             return
         if bar is None:
             print(text, flush=True)
@@ -84,10 +75,9 @@ class Process:
             bar.write(text)
 
     def __str__(self) -> str:
-        """As train.py says it: "CPU, 2 threads, bfloat16"."""
+        """As train.py prints it: "CPU, 2 threads, bfloat16"."""
         if self.device.type == "cpu":
-            threads = torch.get_num_threads()
-            name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+            name = f"CPU, {plural(torch.get_num_threads(), 'thread')}"
         else:
             name = torch.cuda.get_device_name(self.device)
         processes = f" x {self.world}" if self.world > 1 else ""
@@ -111,6 +101,44 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies matrices in bfloat16 itself: emulated, it would be slow."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    features = torch.cpu.get_capabilities()
+    in_hardware = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    # oneDNN, which multiplies, may have been limited by ONEDNN_MAX_CPU_ISA
+    return bool(in_hardware) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def count_cores() -> int:
+    """
+    The CPUs that this process may use, one a physical core where there are more than two: those of
+    one core share its arithmetic. torch's own number where OMP_NUM_THREADS decides, as torchrun
+    sets it, or where the system does not say.
+    """
+    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):  # macOS
+        return torch.get_num_threads()
+    cpus = os.sched_getaffinity(0)
+    count = len(cpus)
+    if count > 2:
+        topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+        count = len({read(topology.format(cpu)) or cpu for cpu in cpus})
+    # a container's share of the CPUs, in microseconds: "200000 100000" are two
+    quota, _, period = read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit():
+        count = min(count, int(quota) // int(period))
+    return max(1, count)
+
+
+def read(path: str) -> str:
+    """The text of a file of the system, "" where there is none."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
 def init_process(args: Namespace) -> Process:
     """
     Join the other processes of torchrun; take the device and what the flags say about it. Exits
@@ -118,9 +146,7 @@ def init_process(args: Namespace) -> Process:
     """
     device = pick_device(args.device)
     if device.type == "cpu":
-        has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
-        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-        torch.set_num_threads(args.threads or min(torch.get_num_threads(), cores))
+        torch.set_num_threads(args.threads or count_cores())
     else:
         count = torch.cuda.device_count()
         if device.index >= count:
@@ -128,82 +154,12 @@ def init_process(args: Namespace) -> Process:
             sys.exit(f"--device {device}: the number of GPUs here is {count}; {leave_out}")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 where products are in float32
-        if args.dtype is None:
-            in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
-            args.dtype = "bfloat16" if in_hardware else "float32"
+    if args.dtype is None:
+        args.dtype = "bfloat16" if has_bfloat16(device) else "float32"
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
         dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     compiled = device.type == "cuda" if args.compile is None else args.compile
-    dtype = getattr(torch, args.dtype or "float32")
+    dtype = getattr(torch, args.dtype)
     rank = int(os.environ.get("RANK", 0))
     return Process(device, dtype, compiled, rank, world, training_ops(device))
-
-
-def fit_to_machine(
-    args: Namespace, process: Process, started: float, make_run: Callable, with_size: Callable
-):
-    """
-    Choose what the flags leave open on a CPU, by training steps that are timed: how many threads,
-    the dtype, the size. Sets the threads; returns the arguments and the process.
-
-    started: time.perf_counter() when --minutes began
-    make_run(args=.., process=..): a `Run` to be timed
-    with_size(name): the arguments of a run of that size
-    """
-    size_is_open = args.preset == "stdlib" and args.size is None and not args.resume
-    threads = torch.get_num_threads()
-    threads_are_open = args.threads is None and threads > 1
-    is_open = size_is_open or threads_are_open or args.dtype is None
-    if process.device.type != "cpu" or not is_open:
-        return args, process
-
-    # Where another process keeps a core busy, one thread less is faster: a step waits for its
-    # slowest thread.
-    counts = [threads, threads - 1] if threads_are_open else [threads]
-    dtype = args.dtype or "float32"
-    time_probe = partial(time_step, args, process, make_run)
-    seconds = {(dtype, n): time_probe(dtype, n) for n in counts}
-    best = min(seconds, key=seconds.get)
-    if args.dtype is None:  # bfloat16 is slow where the CPU lacks AVX512-BF16, AMX or SVE
-        _, threads = best
-        seconds["bfloat16", threads] = time_probe("bfloat16", threads, to_beat=seconds[best])
-        best = min(seconds, key=seconds.get)
-
-    # all processes must choose the same size: near a limit their clocks could differ
-    step_seconds = seconds[best]
-    (elapsed,) = process.mean_of(time.perf_counter() - started)
-    seconds_left = 60 * args.minutes - elapsed - CLOSING_SECONDS - LOOKING_STEPS * step_seconds
-    if size_is_open:
-        args = with_size(choose_size(step_seconds, seconds_left))
-    if args.size and not args.resume:
-        size = SIZES[args.size]
-        args.expected = size.expected(args.arch, seconds_left / (size.cost * step_seconds))
-    args.dtype, threads = best
-    torch.set_num_threads(threads)
-    return args, replace(process, dtype=getattr(torch, args.dtype))
-
-
-def time_step(args, process, make_run, dtype: str, threads: int, to_beat=math.inf) -> float:
-    """
-    Seconds of a training step of the size PROBE: the median of those in PROBE_SECONDS, averaged
-    over the processes. The first step allocates, and does not count, unless it takes more than
-    three times as long as `to_beat`, the seconds of the best way so far: then it decides alone.
-    """
-    torch.set_num_threads(threads)
-    args = Namespace(**vars(args) | SIZES[PROBE].flags())
-    run = make_run(args=args, process=replace(process, dtype=getattr(torch, dtype)))
-    # random tokens, for how long a step takes does not depend on them
-    shape = (2, args.batch_size, args.context_length)
-    x, y = torch.randint(run.model.config.vocab_size, shape)
-    seconds = []
-    is_warm = False
-    while sum(seconds) < PROBE_SECONDS:
-        began = time.perf_counter()
-        run.update(run.model, x, y)
-        took = time.perf_counter() - began
-        if is_warm or took > 3 * to_beat:
-            seconds.append(took)
-        is_warm = True
-    (mean,) = process.mean_of(median(seconds))
-    return mean

@@ -20,19 +20,15 @@ B = -4.7750
 C = 2.0315
 
 
-def maps_of(block: Block) -> dict[Tensor, list[int]]:
+def maps_of(block: Block) -> dict[Tensor, int]:
     """
-    The matrices of a block, each with the number of rows of every map that is stacked in it: to
-    queries, keys and values, which grouped heads make unequal, and to the gate and what it lets
-    through.
+    The matrices of a block, each with the number of maps that are stacked in it: to queries, keys
+    and values, and to the gate and the values that it lets through.
     """
-    maps = {p: [len(p)] for p in block.parameters() if p.ndim == 2}
-    attn = block.attn
-    heads = (attn.H, attn.Hk, attn.Hk)
-    maps[attn.c_attn.weight] = [n * attn.D for n in heads]
+    maps = {p: 1 for p in block.parameters() if p.ndim == 2}
+    maps[block.attn.c_attn.weight] = 3
     if block.mlp.gated:
-        wide = block.mlp.c_fc.weight
-        maps[wide] = [len(wide) // 2] * 2
+        maps[block.mlp.c_fc.weight] = 2
     return maps
 
 
@@ -42,14 +38,14 @@ class Muon(torch.optim.Optimizer):
     Parameters are matrices (rows, columns), those of one shape are updated as one batch.
     """
 
-    def __init__(self, matrices: dict[Tensor, list[int]], dtype: torch.dtype, **settings: float):
+    def __init__(self, matrices: dict[Tensor, int], dtype: torch.dtype, **settings: float):
         """
         matrices: see `maps_of`
         settings: lr, momentum, weight_decay
         """
         alike: dict[tuple, list] = {}
         for p, maps in matrices.items():
-            alike.setdefault((p.shape, *maps), []).append(p)
+            alike.setdefault((p.shape, maps), []).append(p)
         groups = [{"params": same} for same in alike.values()]
         super().__init__(groups, settings)
         self.dtype = dtype
@@ -62,24 +58,19 @@ class Muon(torch.optim.Optimizer):
 
     def update_group(self, params: list, lr: float, momentum: float, weight_decay: float):
         """Update N matrices of one shape (rows, columns) in place, by their gradients."""
-        maps = self.maps[params[0]]
-        targets = []
         updates = []
         for p in params:
             mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
             mean.lerp_(p.grad, 1 - momentum)
-            update = p.grad.lerp(mean, momentum)  # Nesterov: one step ahead
+            updates.append(p.grad.lerp(mean, momentum))  # Nesterov: one step ahead
+        rows, columns = params[0].shape
+        rows //= self.maps[params[0]]  # each map is orthogonalized on its own, all as one batch
+        batch = torch.stack(updates).view(-1, rows, columns)
+        batch = orthogonalize(batch.to(self.dtype)).float()
+        stretch = max(1, rows / columns) ** 0.5
+        for p, update in zip(params, batch.reshape(len(params), *params[0].shape), strict=True):
             p.mul_(1 - lr * weight_decay)
-            targets += p.split(maps)
-            updates += update.split(maps)
-        # each map is orthogonalized on its own; those of one shape are one batch
-        for rows in dict.fromkeys(maps):
-            same = [i for i, update in enumerate(updates) if len(update) == rows]
-            batch = torch.stack([updates[i] for i in same])  # (maps, rows, columns)
-            batch = orthogonalize(batch.to(self.dtype))
-            stretch = max(1, rows / batch.shape[-1]) ** 0.5
-            for i, update in zip(same, batch.float(), strict=True):
-                targets[i].sub_(update, alpha=lr * stretch)
+            p.sub_(update, alpha=lr * stretch)
 
 
 def orthogonalize(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from files import write_atomically  # noqa: E402
+from common import end_with_one_line  # noqa: E402
+
+if __name__ == "__main__":
+    end_with_one_line()
+
+from common import write_atomically  # noqa: E402
 from training.corpus import char_tokenizer, write_corpus  # noqa: E402
 
 ADDRESS = (

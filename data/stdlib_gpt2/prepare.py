@@ -14,6 +14,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from common import end_with_one_line  # noqa: E402
+
+if __name__ == "__main__":
+    end_with_one_line()
+
 from training.corpus import gpt2_tokenizer  # noqa: E402
 
 

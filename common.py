@@ -1,0 +1,212 @@
+"""
+Small helpers of all commands: files that are never half written, flags and their help, messages,
+and settings that must be made before torch is loaded (nothing here loads it).
+
+    write_json(Path("out/stdlib/config.json"), {"n_layer": 4})
+    read_json(Path("out/stdlib/config.json"))       # {} if there is no such file
+
+    announce("loading torch")
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)
+    parser = Parser(formatter_class=Help)
+    add_flag(parser, "--port", "port to listen at; 0: any free one", 8000, at_least(0))
+"""
+
+import argparse
+import difflib
+import gc
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+# raised where a file is broken, or its content is not what is looked for
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]):
+    """
+    Let `write` fill a temporary file beside `path`, flush it to disk, then rename it: a reader sees
+    the old file or the new one, never half of one, whenever the process dies.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # on a full disk it takes the rest of the room
+        raise
+
+
+def write_json(path: Path, content: dict):
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: Path) -> dict:
+    """The content of a file, {} where there is none. Raises what is in MALFORMED."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def missing_file(path: Path) -> str:
+    """
+    The message for a model's directory that lacks a file. A name that may be one of the Hugging
+    Face Hub (OWNER/NAME; train.py writes to out/NAME) gets the way to download it.
+    """
+    folder = path.parent
+    id = folder.as_posix()
+    is_hub_name = re.fullmatch(r"(?!out/)[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", id, re.ASCII)
+    if is_hub_name and not folder.exists():
+        return (
+            f"there is no directory {id}; if it is a model of the Hugging Face Hub, run `hf "
+            f"download {id} --local-dir {folder.name}`, then `python serve.py --model "
+            f"{folder.name}`"
+        )
+    names = sorted(entry.name for entry in folder.glob("*"))
+    available = ", ".join(names[:9]) or "nothing"
+    return (
+        f"no model in {folder}: {path.name} is missing. A model is config.json, tokenizer.json and "
+        f"safetensors files (several with their index), there is {available}: copy or download the "
+        "rest, let transformers write it (from_pretrained(DIR).save_pretrained(NEW)), or run "
+        f"`python train.py --out {'NEW' if names else folder}`"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The process: first lines, messages, threads, garbage
+
+# Values of GOMP_SPINCOUNT: for how many rounds a thread of OpenMP that waits for the others spins
+# before it sleeps. Without a limit, one other busy process on two cores can make a training step of
+# 0.2 s take 2 s, and a decode step of 10 ms take 500.
+SPINS_TRAINING = "10000"  # sleeping at once would make every training step a third slower
+SPINS_SERVING = "100000"  # with a tenth of it a token that is generated alone takes 15% longer
+
+
+def announce(what: str):
+    """
+    Print the first line of a command: to import torch takes seconds, on a busy machine ten. Under
+    torchrun one process prints it.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{what} ..", file=sys.stderr, flush=True)
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: "1 block", "6,400 blocks"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def not_installed(error: ModuleNotFoundError) -> str:
+    """One line about a missing package. Mostly, the virtual environment is not active."""
+    package = error.name.partition(".")[0] if error.name else error
+    return (
+        f"{package} is not installed for this Python, {sys.executable}: `source "
+        ".venv/bin/activate` first, or start .venv/bin/python in its place (`make run` makes "
+        ".venv; or `pip install -r requirements.txt`)"
+    )
+
+
+def end_with_one_line():
+    """
+    From here on a package that is missing, and Ctrl-C, end the program with one line, not a
+    traceback.
+    """
+
+    def explain(kind, error, traceback):
+        if issubclass(kind, ModuleNotFoundError):
+            print(not_installed(error), file=sys.stderr)
+        elif issubclass(kind, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, traceback)
+
+    sys.excepthook = explain
+
+
+COLLECT_AFTER = 50_000  # objects; Python's own threshold is 700
+
+
+def collect_garbage_rarely():
+    """
+    Have Python look for garbage seldom. With none of it an H200 made 1.4% more tokens a second, and
+    2.4% more with --record; a body of a million lists was parsed in 0.2 s, not 0.6, in which no
+    other client is served.
+    """
+    gc.set_threshold(COLLECT_AFTER)
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses what is wrong in one line; argparse would print the usage of all flags before it."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            message = f"unrecognized arguments: {' '.join(unknown)}"
+            for word in unknown:
+                flag = word.partition("=")[0]
+                for match in difflib.get_close_matches(flag, self._option_string_actions, 1):
+                    message += f"; did you mean {match}?"
+            self.error(message)
+        return found, unknown
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists the flags\n")
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """
+    Adds "(default: 8000)" to the help of a flag whose default is worth naming: not of a switch, and
+    not None or [], where the help itself says what happens without the flag.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        is_switch = action.nargs == 0
+        if is_switch or action.default is None or action.default == []:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def at_least(
+    least: float, number: type = int, below: float | None = None
+) -> Callable[[str], float]:
+    """
+    The type of a flag, for argparse: numbers from `least` on and less than `below`. Without `below`
+    whole numbers are less than 2**31, as no tensor is larger. NaN is an error.
+    """
+    if below is None and number is int:
+        below = 2**31
+
+    def parse(text: str):
+        value = number(text)
+        if not value >= least:  # "not", so that NaN is refused, too
+            raise argparse.ArgumentTypeError(f"{text} is too small, wanted at least {least}")
+        if below is not None and value >= below:
+            raise argparse.ArgumentTypeError(f"{text} is too large, wanted less than {below}")
+        return value
+
+    parse.__name__ = number.__name__  # argparse: "invalid int value"
+    return parse
+
+
+positive = at_least(1)
+not_negative = at_least(0, float)
+
+
+def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = None, **options):
+    """
+    One flag. `kind` makes a value of the text; not given, it is the default's type: for an int
+    whole numbers from 1 on, for a float numbers from 0 on. A default of False or True makes a
+    switch, unless `action` is given.
+    """
+    if isinstance(default, bool):
+        options.setdefault("action", "store_false" if default else "store_true")
+    elif "action" not in options:
+        kinds = {int: positive, float: not_negative}
+        options["type"] = kind or kinds.get(type(default), str)
+    group.add_argument(flag, default=default, help=help, **options)

@@ -1,0 +1,401 @@
+"""
+The device side of a step: what the scheduler's `Plan` says, computed and sampled.
+
+The `Runner` has the model, the KV pool and what the device must know of each running request, so a
+plan carries only what changed. inputs.py lays a plan out on the flat token axis. On a GPU a step is
+one launch, of a CUDA graph. `launch` starts a step and `wait_for` waits for it: between the two the
+engine (engine.py) plans the next one.
+Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary; N rows, one for each
+request that may run at once, and row N for padding; of a step, n decodes and C chunks.
+"""
+
+import gc
+import time
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.settings import Settings
+from model import GPT
+from ops.choice import choose_ops
+from ops.compiled import check_can_compile, compile_decode_one
+from ops.inputs import (
+    KnownRows,
+    StepShape,
+    check_ranges,
+    lay_out,
+    pack,
+    sizes,
+    split,
+    upload,
+)
+from ops.sampling import Row, SamplingRows, logprobs
+from paged import KVBlockPool, Plan, Request
+from params import GREEDY, NO_TOKEN
+
+
+def kv_dtype(model: GPT) -> torch.dtype:
+    """
+    The dtype of the KV pool: the weights', but fp32 on a CPU, where attention of one query in bf16
+    is slow.
+    """
+    weight = model.wte.weight
+    return torch.float32 if weight.device.type == "cpu" else weight.dtype
+
+
+@dataclass
+class InFlight:
+    """A step under way: its plan, and where its results arrive, in tensors on the host."""
+
+    plan: Plan
+    wanted: list[int]  # where plan.sampled are among the n decodes, with padding, and C chunks
+    logits: Tensor  # [n + C, V], on the device until the next step: for walkthrough.py
+    tokens: Tensor  # [n + C]
+    # requests that want their token scored, and what `logprobs` gives for these tokens
+    sampled_scores: tuple[list[Request], list[Tensor]] | None = None
+    # request, start, and what `logprobs` gives for its prompt's tokens start + 1 ..
+    prompt_scores: list[tuple[Request, int, list[Tensor]]] = field(default_factory=list)
+    done: torch.cuda.Event | None = None
+
+
+class StepResult(NamedTuple):
+    """
+    What a step has brought. A score: [log-probability of the token, ids of the likeliest tokens,
+    log-probabilities of these].
+    """
+
+    tokens: list[int]  # of plan.sampled, in its order; that of a `broken` request is no token id
+    broken: list[Request]  # their logits are not numbers
+    logprobs: dict[Request, list]  # the score of the sampled token, of requests that asked
+    prompt_scores: dict[Request, tuple[int, list]]  # (start, scores of prompt tokens start + 1 ..)
+
+
+FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; the next ones are twice as large
+COARSE = (8, 32, 64, 128, 256)  # decodes beside chunks: a step of many tokens bears more padding
+TOKENS_OF_A_CHUNK = 64  # a shape of T chunk tokens has room for T / this chunks, at least 8
+
+
+def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
+    """
+    The shapes that steps of at most N decodes are padded to, graphs or not: without chunks, then
+    with chunks of up to `token_budget` tokens together; by tokens of chunks, then by decodes.
+    """
+    decodes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N]
+    decodes.append(N)
+    tokens = []
+    T = FIRST_SHAPE_WITH_CHUNKS
+    while token_budget > T:
+        tokens.append(T)
+        T *= 2
+    tokens.append(token_budget)
+    shapes = [StepShape(n, 0, 0) for n in decodes]
+    for T in tokens:
+        for n in decodes:
+            if n in COARSE or n == N:  # with N, no step has too many decodes
+                shapes.append(StepShape(n, max(8, T // TOKENS_OF_A_CHUNK), T))
+    return shapes
+
+
+class Runner:
+    """
+    The model, the KV pool, and what the device must know of each running request, in arrays indexed
+    by its row. A plan carries only what changed; the last token, its position and the block table
+    are already here. Nothing in a step waits for the device but `wait_for`. The last row belongs to
+    padding, and its block table is all sink.
+
+    Where the operators allow it (`Ops.fixed_shapes`), steps are padded to a few shapes, each
+    captured once as a CUDA graph: forward, sampling and the update of these arrays are one launch.
+    """
+
+    def __init__(self, model: GPT, settings: Settings):
+        """
+        In `settings` the sizes are numbers, not None (sizing.py). Raises ValueError for operators
+        that do not work here, and if the compiler of `settings.compile` fails.
+        """
+        config = model.config
+        device = model.wte.weight.device
+        self.device = device
+        self.ops, self.reason = choose_ops(settings.attention, device)
+        self.model = self.ops.pack_weights(model, settings.quantize)
+        self.pool = KVBlockPool(
+            settings.num_blocks,
+            settings.block_size,
+            config.n_layer,
+            config.n_kv_head,
+            config.head_size,
+            device,
+            kv_dtype(model),
+        )
+        self.windows = set(config.windows)
+        N = settings.max_num_seqs
+        M = -(-(settings.max_model_len or config.context_length) // settings.block_size)
+        self.padding_row = N
+        self.sampling = SamplingRows(N + 1, config.vocab_size, device)
+        self.known = KnownRows(
+            last_token=self.sampling.last_token,
+            context_len=torch.zeros(N + 1, dtype=torch.int64, device=device),
+            block_tables=torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device),
+            counting=torch.arange(N + 1, dtype=torch.int32, device=device),
+            S=settings.block_size,
+        )
+        self.window = settings.window
+        self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
+        self.shapes = []  # to which steps are padded, if they are
+        if self.ops.fixed_shapes and device.type == "cuda":
+            self.shapes = padded_shapes(N, settings.token_budget)
+        self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
+        self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
+        self.decode_one = None  # or a compiled step of one request
+        if settings.compile:
+            check_can_compile(self.ops, device)
+            self.decode_one = compile_decode_one(model, settings.quantize, self.pool.kv)
+        if settings.graphs and self.shapes:
+            self.capture_all()
+
+    # -- host to device ----------------------------------------------------------------------------
+
+    def fill_rows(self, *requests: Request):
+        """Fill the rows of requests that start to run, start again, or were forked."""
+        starts = []
+        for r in requests:
+            tokens = r.generated_tokens or r.prompt_tokens
+            starts.append((r.row, tokens[-1], r.num_filled_slots))
+        rows, last_token, context_len = upload(starts, self.device).unbind(1)
+        self.known.last_token[rows] = last_token
+        self.known.context_len[rows] = context_len
+        self.fill_tables(requests)
+        self.sampling.fill(*map(sampling_row, requests))
+        for r in requests:
+            self.scored_rows.discard(r.row)
+            if r.params is not None and r.params.logprobs is not None:
+                self.scored_rows.add(r.row)
+
+    def fill_tables(self, requests: Iterable[Request]):
+        """Fill the block tables of requests, up to the longest: behind the others goes the sink."""
+        M = max(len(r.block_table) for r in requests)
+        tables = array("q")
+        for r in requests:
+            missing = M - len(r.block_table)
+            tables.extend([r.row, *r.block_table] + [self.pool.sink] * missing)
+        tables = upload(tables, self.device).view(-1, 1 + M)
+        self.known.block_tables[tables[:, 0], :M] = tables[:, 1:].int()
+
+    def padded_shape(self, plan: Plan) -> StepShape:
+        """
+        The smallest padded shape that holds a plan. Where none does, the plan's own, its decodes
+        alone padded, if steps are padded at all.
+        """
+        n = len(plan.decodes)
+        C = len(plan.chunks)
+        T = sum(m for _, m in plan.chunks)
+        for shape in self.shapes:  # the smallest come first
+            if shape.n >= n and shape.C >= C and shape.T >= T:
+                return shape
+        if n and self.shapes:
+            n = min(shape.n for shape in self.shapes if shape.n >= n)
+        return StepShape(n, C, T)
+
+    # -- a step on the device ----------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> InFlight:
+        """
+        Start to compute a plan: write the K, V of its tokens, sample, and bring the results to the
+        host.
+        """
+        if plan.copies:  # copy-on-write, before the step writes into them
+            to = upload(list(plan.copies), self.device)
+            source = upload(list(plan.copies.values()), self.device)
+            self.pool.copy_blocks(to, source)
+        if plan.admitted:
+            self.fill_rows(*plan.admitted)
+        if self.window and plan.chunks:  # a long prompt gets its blocks chunk by chunk
+            self.fill_tables([r for r, _ in plan.chunks])
+        shape = self.padded_shape(plan)
+        wanted = list(range(len(plan.decodes)))
+        wanted += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
+        packed = pack(plan, shape, self.padding_row, self.pool.sink)
+        if shape in self.graphs:
+            graph, *outputs = self.graphs[shape]
+            if packed != self.last_inputs:  # else the same requests decode on in their blocks
+                upload(packed, self.device, to=self.static_inputs)
+                self.last_inputs = packed
+            graph.replay()
+        else:
+            outputs = self.compute(upload(packed, self.device), shape, plan)
+        tokens, logits, x = outputs
+        flight = InFlight(plan, wanted, logits, tokens.to("cpu", non_blocking=True))
+        if self.scored_rows:
+            flight.sampled_scores = self.score_sampled(plan, wanted, tokens, logits)
+        if plan.chunks:
+            flight.prompt_scores = self.score_prompts(plan, shape.n, x)
+        if tokens.is_cuda:
+            flight.done = torch.cuda.Event()
+            flight.done.record()
+        return flight
+
+    def compute(self, packed: Tensor, shape: StepShape, plan: Plan | None = None):
+        """
+        A step of n decodes and C chunks of T tokens together. Returns the sampled tokens [n + C] of
+        all of them, their logits [n + C, V], and the hidden states of the last layer [n + T,
+        width], or None after a compiled step. With `fixed_shapes` the host does not wait for the
+        device, so a CUDA graph can hold it; `plan` (None at a capture) tells what can be skipped.
+        """
+        step = split(packed, shape)
+        batch = lay_out(step, shape, plan, self.known, self.ops)
+        H = self.model.config.n_head
+        kv = self.pool.kv[0]
+        check_ranges(batch, H, kv)
+        batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
+        if self.decode_one and shape.n == 1 and not shape.C:
+            x = None
+            logits = self.decode_one(batch)
+        else:
+            x = self.model.hidden(batch, self.pool.kv)
+            wanted = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
+            logits = self.model.logits(wanted, self.ops)
+        rows = step.rows
+        if shape.C:
+            rows = torch.cat([rows, step.sampling_rows])
+        # a request without params is greedy, which asks for nothing
+        asked = [r.params for r in plan.sampled if r.params] if plan else None
+        sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
+        return sampled, logits, x
+
+    def score_sampled(self, plan: Plan, wanted: list[int], tokens, logits):
+        """
+        Start to score sampled tokens. Returns None, or the requests that want it and, for these in
+        order, the tensors of `logprobs`, under way to the host.
+        """
+        places = zip(plan.sampled, wanted, strict=True)
+        asked = [(r, i) for r, i in places if r.row in self.scored_rows]
+        if not asked:
+            return None
+        requests = [r for r, _ in asked]
+        at = upload([i for _, i in asked], self.device)
+        most = max(r.params.logprobs for r in requests)
+        return requests, to_host(logprobs(logits[at], tokens[at], most))
+
+    def score_prompts(self, plan: Plan, first: int, x) -> list[tuple[Request, int, list]]:
+        """
+        Start to score prompts, whose chunks begin at row `first` of the hidden states x [n + T,
+        width]. Returns (request, start, the scores of its prompt tokens start + 1 .., under way to
+        the host) of each.
+        """
+        found = []
+        for request, n in plan.chunks:
+            count = num_scored(request, n)
+            if count:
+                start = request.prefill_cursor
+                targets = request.prompt_tokens[start + 1 : start + 1 + count]
+                logits = self.model.logits(x[first : first + count], self.ops)
+                scores = logprobs(logits, upload(targets, self.device), request.prompt_logprobs)
+                found.append((request, start, to_host(scores)))
+            first += n
+        return found
+
+    def wait_for(self, flight: InFlight) -> StepResult:
+        """Wait until a step is done; what it has brought."""
+        if flight.done:
+            flight.done.synchronize()
+        plan = flight.plan
+        computed = flight.tokens.tolist()
+        n = len(plan.decodes)
+        tokens = computed[:n] + [computed[i] for i in flight.wanted[n:]]
+        result = StepResult(tokens, [], {}, {})
+        if NO_TOKEN in tokens:
+            pairs = zip(plan.sampled, tokens, strict=True)
+            result.broken.extend(r for r, token in pairs if token == NO_TOKEN)
+        if flight.sampled_scores:
+            requests, tensors = flight.sampled_scores
+            for request, score in zip(requests, rows_of(tensors), strict=True):
+                # as many candidates were found as any of the requests wants
+                most = request.params.logprobs
+                result.logprobs[request] = [score[0], score[1][:most], score[2][:most]]
+        for request, start, tensors in flight.prompt_scores:
+            result.prompt_scores[request] = start, rows_of(tensors)
+        return result
+
+    # -- CUDA graphs -------------------------------------------------------------------------------
+
+    def padding(self, shape: StepShape) -> array:
+        """The inputs of a step of padding alone."""
+        return pack(Plan(), shape, self.padding_row, self.pool.sink)
+
+    @torch.inference_mode()
+    def warm_up(self):
+        """
+        Compute the largest step there is, of padding alone: so its kernels are compiled, and its
+        memory is taken. Does nothing where steps are not padded.
+        """
+        if self.shapes:
+            largest = max(self.shapes, key=lambda shape: shape.n + shape.T)
+            self.compute(upload(self.padding(largest), self.device), largest)
+            torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def capture_all(self):
+        """
+        Capture every shape as a CUDA graph, the largest first, so that the smaller ones reuse their
+        memory. A step runs once before: that compiles its kernels. At the end all objects of the
+        process are exempt from garbage collection.
+        """
+        longest = max(sum(sizes(shape)) for shape in self.shapes)
+        self.static_inputs = torch.full((longest,), self.padding_row, device=self.device)
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        reserved = torch.cuda.memory_reserved()
+        started = time.perf_counter()
+        largest_first = sorted(self.shapes, key=lambda shape: -shape.n - shape.T)
+        for shape in tqdm(largest_first, "CUDA graphs", leave=False, disable=None):
+            packed = upload(self.padding(shape), self.device, to=self.static_inputs)
+            stream.wait_stream(torch.cuda.current_stream())  # where all that it reads was made
+            with torch.cuda.stream(stream):
+                self.compute(packed, shape)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                outputs = self.compute(packed, shape)
+            self.graphs[shape] = graph, *outputs
+        gc.collect()
+        # what is there by now stays: to look through all of it would hold up a step for 50 ms
+        gc.freeze()
+        memory = (torch.cuda.memory_reserved() - reserved) / 2**20
+        seconds = time.perf_counter() - started
+        self.graph_statement = (
+            f"{len(self.graphs)} CUDA graphs, {memory:,.0f} MiB, captured in {seconds:.1f} s"
+        )
+
+
+def to_host(tensors) -> list[Tensor]:
+    """Start to copy tensors to the host: they are valid once the step's event is done."""
+    return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+
+
+def rows_of(tensors: list[Tensor]) -> list[list]:
+    """Tensors [R, ..] as R lists of what each has for a row."""
+    columns = [tensor.tolist() for tensor in tensors]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def sampling_row(r: Request) -> Row:
+    params = r.params or GREEDY
+    seed = params.seed or 0
+    texts = (r.prompt_tokens, r.generated_tokens)
+    return Row(r.row, params, seed, r.choice, *texts, r.stop_token_ids)
+
+
+def num_scored(request: Request, n: int) -> int:
+    """
+    How many of a request's next n prefill tokens predict a token of its prompt that is to be
+    scored.
+    """
+    # after a preemption, with tokens generated before it, the prompt was scored already
+    if request.prompt_logprobs is None or request.generated_tokens:
+        return 0
+    return min(n, len(request.prompt_tokens) - 1 - request.prefill_cursor)

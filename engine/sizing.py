@@ -1,0 +1,161 @@
+"""
+How large the engine is: what `Settings` leaves open, found from the model and the device's memory.
+"""
+
+import os
+import platform
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from common import plural
+from engine.runner import kv_dtype
+from engine.settings import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
+from model import GPT, GPTConfig
+from paged import blocks_held
+
+# The pool's share, by default, of the memory that is free: on a GPU the rest is for CUDA graphs, on
+# a CPU for other programs.
+POOL_SHARE = {"cuda": 0.9, "cpu": 0.25}
+SHORT_TEXT = 256  # tokens: a server with less room is of no use
+
+
+def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
+    """
+    Fill in max_num_seqs and token_budget. Raises ValueError for a token budget in which not every
+    running request can decode.
+    """
+    max_num_seqs = settings.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
+    tokens = GPU_TOKENS if on_gpu else CPU_TOKENS
+    token_budget = settings.token_budget or max(tokens, max_num_seqs)
+    if token_budget < max_num_seqs:
+        raise ValueError(
+            f"token_budget is {token_budget}, wanted at least max_num_seqs, {max_num_seqs}, so "
+            "that every running request can decode in every step: raise --token-budget or lower "
+            "--max-num-seqs"
+        )
+    return replace(settings, max_num_seqs=max_num_seqs, token_budget=token_budget)
+
+
+def with_pool_size(settings: Settings, model: GPT) -> Settings:
+    """
+    Fill in num_blocks, by default enough for max_num_seqs texts of full length, on a CPU for three
+    quarters of them, limited by free memory; and max_model_len. Raises ValueError for what the
+    device cannot hold.
+    """
+    S = settings.block_size
+    context_length = model.config.context_length
+    num_blocks = settings.num_blocks
+    device = model.wte.weight.device
+    free, total = memory_of(device)
+    size = bytes_per_block(model, S)
+    if num_blocks is None:
+        text = -(-context_length // S)
+        useful = settings.max_num_seqs * text
+        if device.type == "cpu":
+            # Few texts are of full length. And so the pool of a small model, which memory does not
+            # limit, can overflow: with room for all, nobody would ever see a preemption.
+            useful = max(text, useful * 3 // 4)
+        possible = int(POOL_SHARE[device.type] * free // size)
+        num_blocks = max(1, min(useful, possible))
+    wanted = num_blocks * size
+    if wanted > total:  # a process may reserve that much, and is killed once it uses it
+        raise ValueError(
+            f"a KV pool of {plural(num_blocks, 'block')} of {S} tokens takes "
+            f"{wanted / 2**30:,.1f} GiB, {device} has {total / 2**30:,.1f}: lower --kv-blocks or "
+            "--block-size"
+        )
+    longest = context_length
+    if blocks_held(context_length, S, settings.window) > num_blocks:
+        longest = num_blocks * S
+    max_model_len = settings.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, possible is 1 to {longest} (context length "
+            f"{context_length}, KV pool of {plural(num_blocks, 'block')} of {S}): lower "
+            "--max-model-len or raise --kv-blocks"
+        )
+    return replace(settings, num_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def bytes_per_block(model: GPT, block_size: int) -> int:
+    return numbers_per_block(model.config, block_size) * kv_dtype(model).itemsize
+
+
+def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
+    """
+    Raises ValueError, before anything is loaded, where the device has no memory for the weights of
+    a model and a KV pool for one short text. A CPU takes as much again, at least: matrices are
+    packed beside the weights that were loaded, and embeddings are fp32.
+    """
+    device = torch.device(device)
+    config = model.config
+    weights = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    kv_itemsize = dtype.itemsize
+    how = ""
+    if device.type == "cpu":
+        weights *= 2
+        if dtype != torch.float32:
+            weights += 4 * model.wte.weight.numel()
+        kv_itemsize = 4
+        how = ", loaded and packed,"
+    tokens = min(settings.max_model_len or SHORT_TEXT, config.context_length)
+    num_blocks = settings.num_blocks or -(-tokens // settings.block_size)
+    pool = num_blocks * numbers_per_block(config, settings.block_size) * kv_itemsize
+    free, _ = memory_of(device)
+    if weights + pool > free:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the model does not fit: its weights in {name}{how} take {weights / 2**20:,.0f} MiB "
+            f"and the smallest KV pool {pool / 2**20:,.0f}, {device} has {free / 2**20:,.0f} free: "
+            "end other programs, lower --kv-blocks or --max-model-len, or choose --dtype bf16 or a "
+            "smaller model"
+        )
+
+
+def numbers_per_block(config: GPTConfig, block_size: int) -> int:
+    """
+    2 (K and V) * layers * KV heads * head size * block size. So a token of Llama-2-7B takes half a
+    MiB in fp16, and a text of 4,096 tokens 2 GiB:
+
+    >>> llama_2_7b = GPTConfig(n_layer=32, n_head=32, n_embd=4096)
+    >>> 2 * numbers_per_block(llama_2_7b, block_size=1) / 2**20
+    0.5
+    >>> 2 * numbers_per_block(llama_2_7b, block_size=4096) / 2**30
+    2.0
+    """
+    return 2 * config.n_layer * config.n_kv_head * config.head_size * block_size
+
+
+def memory_of(device: torch.device) -> tuple[float, float]:
+    """How many bytes are free, and how many the device has. Files that are cached are free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/proc/meminfo") as f:
+            lines = dict(line.split(":") for line in f)
+        return 1024 * int(lines["MemAvailable"].split()[0]), total
+    except OSError:  # macOS does not count the free pages
+        return total, total
+
+
+@contextmanager
+def explain_lack_of_memory(what: str):
+    """Turn torch's out-of-memory error in the body into a ValueError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"the GPU has no memory for {what}: lower --kv-blocks, --max-num-seqs or "
+            f"--token-budget, or try --no-graphs ({error})"
+        ) from error
+
+
+def machine_name(device: str) -> str:
+    """What figures and records are of: "NVIDIA H200", "x86_64 CPU, 2 threads"."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {plural(torch.get_num_threads(), 'thread')}"

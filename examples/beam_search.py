@@ -1,0 +1,117 @@
+"""
+Beam search: what `Scheduler.fork` is for. The beams share the blocks of what they have in common,
+and copy-on-write gives each its own last block. Each beam asks for the log-probabilities of its
+likeliest next tokens, as any request may. Shown here, not served.
+
+    answers = beam_search(engine, prompt_tokens, width=4, max_tokens=32)
+"""
+
+from dataclasses import replace
+
+from common import plural
+from engine.engine import Engine
+from paged import Plan, Request, blocks_held
+from params import GREEDY
+
+Answer = tuple[list[int], float]  # tokens, log-probability
+MOST_BEAMS = 10  # each asks for twice as many candidates: what `SamplingParams` allows
+
+
+def beam_search(
+    engine: Engine, prompt_tokens: list[int], width: int, max_tokens: int
+) -> list[Answer]:
+    """
+    The `width` likeliest answers that beam search finds, best first, each with its log-probability;
+    an answer ends at max_tokens or after the end-of-text token. Needs the engine for itself; raises
+    ValueError for what does not fit.
+    """
+    check_beams_fit(engine, len(prompt_tokens), width, max_tokens)
+    candidates = min(2 * width, engine.config.vocab_size)  # at most `width` of them are ends
+    params = replace(GREEDY, max_tokens=max_tokens, ignore_eos=True, logprobs=candidates)
+    beams = {engine.add_request("beam", prompt_tokens, params): 0.0}  # request -> log-probability
+    answers: list[Answer] = []  # best first
+    try:
+        # log-probabilities only fall: a beam behind the worst of enough answers stays behind
+        while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
+            plan = engine.scheduler.plan(engine.num_steps)
+            engine.num_steps += 1
+            result = engine.runner.wait_for(engine.runner.launch(plan))
+            if not plan.sampled:  # a long prompt takes several steps
+                engine.scheduler.update(plan, [])
+                continue
+            beams, ended = extend_beams(engine, plan, beams, result.logprobs, width)
+            answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
+    finally:
+        for request in list(engine.requests.values()):
+            engine.abort(request.id)
+    return answers
+
+
+def check_beams_fit(engine: Engine, P: int, width: int, max_tokens: int):
+    """Raises ValueError unless `width` beams of P + max_tokens tokens have rows and blocks."""
+    scheduler = engine.scheduler
+    rows = min(scheduler.max_num_seqs, MOST_BEAMS)
+    if engine.has_work:
+        raise ValueError(
+            "beam search needs the engine for itself, not beside "
+            f"{plural(len(engine.requests), 'request')}"
+        )
+    if not 1 <= width <= rows:
+        raise ValueError(
+            f"a beam width of {width}: wanted 1 to {rows}, the rows of the engine and at most "
+            f"{MOST_BEAMS}"
+        )
+    shared = P // scheduler.block_size  # full blocks of the prompt
+    needed = shared + width * (scheduler.blocks_for(P + max_tokens) - shared)
+    held = blocks_held(P + max_tokens, scheduler.block_size, scheduler.window)
+    needed = min(needed, width * held)
+    if needed > engine.num_blocks:
+        raise ValueError(
+            f"{width} beams need {needed} blocks, the pool has {engine.num_blocks}: change width "
+            "or pool"
+        )
+
+
+def extend_beams(
+    engine: Engine,
+    plan: Plan,
+    beams: dict[Request, float],
+    scores: dict[Request, list],
+    width: int,
+) -> tuple[dict[Request, float], list[Answer]]:
+    """
+    Replace the beams by their best `width` extensions, by the scores of their candidates
+    (`runner.StepResult`). Returns these, {request: log-probability}, and the answers that end here.
+    """
+    extensions: list[tuple[Request, int, float]] = []  # beam, next token, log-probability
+    for beam in plan.sampled:
+        _, ids, logprobs = scores[beam]
+        for token, logprob in zip(ids, logprobs, strict=True):
+            extensions.append((beam, token, beams[beam] + logprob))
+    extensions.sort(key=lambda extension: -extension[2])
+    answers: list[Answer] = []
+    going: list[tuple[Request, int, float]] = []
+    for beam, token, score in extensions[: 2 * width]:
+        is_last = beam.num_generated + 1 == beam.max_new_tokens
+        if is_last or token in engine.config.eos_token_ids:
+            answers.append(([*beam.generated_tokens, token], score))
+        else:
+            going.append((beam, token, score))
+    going = going[:width]
+    if not going:
+        return {}, answers
+    # each beam goes on with its best token itself, which is the first in `going`
+    own = {beam: token for beam, token, _ in reversed(going)}
+    engine.scheduler.update(plan, [own.get(beam, 0) for beam in plan.sampled])
+    for beam in plan.sampled:
+        if beam not in own:
+            engine.abort(beam.id)
+    extended: dict[Request, float] = {}
+    for beam, token, score in going:
+        if beam in extended:  # a fork of it goes the other ways
+            beam = engine.scheduler.fork(beam, f"beam-{engine.scheduler.num_forks}")
+            beam.generated_tokens[-1] = token
+            engine.requests[beam.id] = beam
+        engine.runner.fill_rows(beam)
+        extended[beam] = score
+    return extended, answers

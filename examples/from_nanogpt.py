@@ -1,0 +1,87 @@
+"""
+A checkpoint of nanoGPT's becomes a directory that serve.py opens:
+
+    python examples/from_nanogpt.py out-shakespeare-char/ckpt.pt DIR
+    python serve.py --model DIR
+
+Beside ckpt.pt lies its tokenizer: the meta.pkl of nanoGPT's corpus (characters), or GPT-2's files
+(`hf download openai-community/gpt2 tokenizer.json tokenizer_config.json --local-dir out-NAME`). No
+code that may be in a file is run.
+"""
+
+import pickle
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import end_with_one_line
+
+if __name__ == "__main__":
+    end_with_one_line()
+
+import torch
+
+from checkpoint import empty_model, save_checkpoint
+from model import GPTConfig
+from tokenizer import Tokenizer, load_tokenizer
+from training.corpus import char_tokenizer
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads a pickle of dicts, texts and numbers, and refuses to import anything."""
+
+    def find_class(self, module: str, name: str):
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which could run any code")
+
+
+def convert(path: Path, directory: Path):
+    """Raises ValueError, OSError, and others for a broken file."""
+    if directory.exists():
+        raise ValueError(f"{directory} exists: name a new directory")
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    args = saved["model_args"]
+    tokenizer = read_tokenizer(path.parent)
+    end = tokenizer.eos_token_id
+    config = GPTConfig(
+        **{name: args[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")},
+        context_length=args["block_size"],
+        activation="gelu",  # the exact one
+        eos_token_ids=() if end is None else (end,),
+    )
+    if tokenizer.vocab_size > config.vocab_size:
+        rows = config.vocab_size
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {rows}")
+    weights = {}
+    for name, weight in saved["model"].items():
+        if not name.endswith(".attn.bias"):  # a causal mask
+            weights[name.removeprefix("_orig_mod.").removeprefix("transformer.")] = weight
+    model = empty_model(config)
+    model.load_state_dict(weights, assign=True)
+    tokenizer.save(directory)
+    save_checkpoint(model, directory)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    meta = folder / "meta.pkl"
+    if not meta.exists():
+        return load_tokenizer(folder)
+    with meta.open("rb") as file:
+        itos = PlainUnpickler(file).load()["itos"]
+    tokenizer = char_tokenizer("".join(itos.values()))
+    if tokenizer.vocab != {character: i for i, character in itos.items()}:
+        raise ValueError(f"{meta} has other than single characters in their order")
+    return tokenizer
+
+
+def main(argv: list[str] | None = None):
+    checkpoint, directory = sys.argv[1:] if argv is None else argv
+    try:
+        convert(Path(checkpoint), Path(directory))
+    except Exception as error:  # of torch.load, many kinds
+        sys.exit(f"{checkpoint} is not converted: {error}")
+    print(f"python serve.py --model {directory}")
+
+
+if __name__ == "__main__":
+    main()

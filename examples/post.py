@@ -1,0 +1,271 @@
+"""
+The loop of "Adding Paged Attention to NanoGPT" (the post) as its reader has typed it, on the pool,
+allocator, requests and scheduler of paged.py. Each function ends with what replaces it here.
+
+    python examples/post.py                                       # random weights: noise
+    python examples/post.py --model out/stdlib --prompt "def "    # a trained one
+
+A step, beside the same step of `interleaved_generate` at the end of engine/engine.py:
+
+    the post                                          this repo
+    schedule                                          Scheduler.plan
+    find_cached_prefix, load_cached_blocks            in it: a hit goes into the block table
+    ensure_blocks_for_new_tokens                      in it: a new block where the last is full
+    assemble_fused_batch, with assemble_paged_cache   flat_batch: one axis, no padding, no gathering
+    the model: the head sees K and V side by side     the same model: its head reads the pool
+    disassemble_paged_fused                           in the model: each layer stores its K and V
+    softmax, multinomial                              sample_torch
+
+Letters: B requests, T new tokens of the longest, P past tokens of the longest, L layers, H query
+heads, Hk KV heads, D head size, V vocabulary.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import end_with_one_line
+
+if __name__ == "__main__":
+    end_with_one_line()
+
+import torch
+import torch.nn.functional as F
+
+from checkpoint import load_checkpoint
+from model import GPT, TORCH, GPTConfig, WholeTexts, attention
+from paged import (
+    KVBlockPool,
+    Request,
+    Scheduler,
+    SchedulerSettings,
+    commit_completed_blocks,
+    gather_kv_from_pool,
+    write_kv_to_pool,
+)
+from tokenizer import load_tokenizer
+from training.corpus import bpe_tokenizer
+
+# --------------------------------------------------------------------------------------------------
+# Before the model
+
+
+def find_cached_prefix(request, block_cache, block_size):
+    """
+    The cached blocks with the beginning of a request's text, as far as they are there without a
+    gap; never its last token, whose logits are needed. In this repo: `Scheduler._find_prefix`.
+    """
+    blocks = []
+    for index in range((request.num_tokens - 1) // block_size):
+        block = block_cache.lookup(request.content_of(index, block_size))
+        if block is None:
+            break
+        blocks.append(block)
+    return blocks
+
+
+def load_cached_blocks(request, blocks, pool, block_size):
+    """
+    Copy cached blocks into the request's own first ones, and count their tokens as computed. In
+    this repo nothing is loaded: `Scheduler._admit` puts the cached blocks themselves into the block
+    table, and counts one reference more.
+    """
+    pool.copy_blocks(request.block_table[: len(blocks)], blocks)
+    request.num_filled_slots = request.prefill_cursor = len(blocks) * block_size
+
+
+def ensure_blocks_for_new_tokens(request, num_new, block_allocator, block_size):
+    """
+    Lengthen a block table until it has room for num_new tokens more. RuntimeError where the pool
+    is exhausted. In this repo `Scheduler.plan` has done so (admission for a whole prompt,
+    `_make_room` for a decode), and so has `schedule`: the loop below finds the room there.
+    """
+    while len(request.block_table) * block_size < request.num_filled_slots + num_new:
+        request.block_table.append(block_allocator.allocate_one())
+
+
+def assemble_paged_cache(requests, pool, block_size):
+    """
+    Gather what the pool has of each request, padded on the left to the longest. Returns
+    past_kvs[layer][head], K and V [B, P, D] each; a mask [B, 1, P], True where that is no padding;
+    and how much of it is, for each request. In this repo: nothing; attention reads the pool through
+    the block tables (kernels.py, `decode_kernel`).
+    """
+    longest = max(request.num_filled_slots for request in requests)
+    pad_lengths = [longest - request.num_filled_slots for request in requests]
+    past_kvs = [[] for _ in pool.kv]
+    for layer, head in pool.k_pool:
+        keys = []
+        values = []
+        for i, request in enumerate(requests):
+            where = request.block_table, block_size, request.num_filled_slots
+            k, v = gather_kv_from_pool(pool, *where, layer, head)  # [1, filled slots, D]
+            keys.append(F.pad(k, (0, 0, pad_lengths[i], 0)))
+            values.append(F.pad(v, (0, 0, pad_lengths[i], 0)))
+        past_kvs[layer].append((torch.cat(keys), torch.cat(values)))
+    mask = torch.arange(longest) >= torch.tensor(pad_lengths)[:, None, None]
+    return past_kvs, mask, pad_lengths
+
+
+def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size):
+    """
+    A rectangle of one token of each decode and a chunk of a prompt, padded on the left, too.
+    Returns tokens and positions [B, T], past_kvs, a mask [B, 1, T, P + T], True where a token may
+    see a key, and pad_lengths. In this repo: `flat_batch` in engine/engine.py, all new tokens on
+    one axis without padding; to serve, `lay_out` in ops/inputs.py, from arrays on the device.
+    """
+    requests = list(decode_reqs)
+    num_new = [1] * len(decode_reqs)
+    if prefill_req is not None:
+        requests.append(prefill_req)
+        num_new.append(chunk_size)
+    past_kvs, past_mask, pad_lengths = assemble_paged_cache(requests, pool, block_size)
+    T = max(num_new)
+    tokens = torch.zeros(len(requests), T, dtype=torch.int64)
+    positions = torch.zeros_like(tokens)
+    seen = torch.eye(T, dtype=torch.bool).repeat(len(requests), 1, 1)
+    for i, request in enumerate(requests):
+        n = num_new[i]
+        start = request.num_filled_slots
+        tokens[i, -n:] = torch.tensor(request.tokens_between(start, start + n))
+        positions[i, -n:] = torch.arange(start, start + n)
+        seen[i, -n:, -n:] = torch.ones(n, n).tril()  # causal; padding sees itself, for no NaN
+    mask = torch.cat((past_mask.expand(-1, T, -1), seen), 2)
+    return tokens, positions, past_kvs, mask[:, None], pad_lengths
+
+
+# --------------------------------------------------------------------------------------------------
+# The model, and after it
+
+
+def call_model(model, tokens, pos, past_kvs, attn_mask):
+    """
+    The post's `model(tokens, pos=pos, past_kvs=past_kvs, attn_mask=attn_mask)`: logits [B, V] of
+    each last token, and new_kvs[layer][head], K and V [B, T, D] each. Its head need not know of
+    blocks: K and V are side by side, and written later. In this repo it does change: in
+    `Attention.forward` (model.py) `project_qkv` writes the pool and `attend` reads it.
+    """
+    new_kvs = []
+
+    def store_kv(k, v, past, batch):  # k, v [B, T, Hk, D]
+        new_kvs.append(list(zip(k.unbind(2), v.unbind(2), strict=True)))
+        past_k, past_v = (torch.stack(heads, 2) for heads in zip(*past, strict=True))
+        return torch.cat((past_k, k), 1), torch.cat((past_v, v), 1)
+
+    def attend(q, kv, attn, batch):
+        G = attn.H // attn.Hk  # query heads that share a KV head
+        k, v = (x.transpose(1, 2).repeat_interleave(G, 1) for x in kv)  # [B, H, P + T, D]
+        mask = torch.zeros(attn_mask.shape).masked_fill(~attn_mask, -torch.inf)
+        q = q.transpose(1, 2)  # [B, H, T, D]
+        return attention(q, k, v, mask, attn.scale, softcap=attn.softcap).transpose(1, 2)
+
+    batch = WholeTexts(tokens, pos, TORCH._replace(store_kv=store_kv, attend=attend))
+    x = model.hidden(batch, past_kvs)
+    return model.logits(x[:, -1], TORCH), new_kvs
+
+
+def disassemble_paged_fused(all_reqs, new_kvs, num_new_per_req, pool, block_size):
+    """
+    Write the new K and V into each request's blocks, and count them. In this repo each layer stores
+    its own, at the batch's `slot_mapping` (kernels.py, `store_kv_kernel`), and `Scheduler.advance`
+    counts.
+    """
+    for layer, heads in enumerate(new_kvs):
+        for head, (k, v) in enumerate(heads):
+            for i, request in enumerate(all_reqs):
+                n = num_new_per_req[i]
+                new = k[i : i + 1, -n:], v[i : i + 1, -n:]  # padding is on the left
+                where = request.block_table, block_size, request.num_filled_slots
+                write_kv_to_pool(pool, *where, *new, layer, head)
+    for i, request in enumerate(all_reqs):
+        request.num_filled_slots += num_new_per_req[i]
+
+
+@torch.no_grad()
+def interleaved_generate(
+    model, requests, policy="fcfs", token_budget=16, max_kv_tokens=256, temperature=1.0
+):
+    """
+    Serve all requests; the answers are in their `generated_tokens`. ValueError for a model with
+    sliding windows, which this mask does not know. In this repo: `interleaved_generate` in
+    engine/engine.py, and `Engine.step` for requests that come and go.
+    """
+    config = model.config
+    if any(config.windows):
+        raise ValueError("the post has no sliding windows: serve this model with serve.py")
+    # the scheduler's own prefix cache would share what the loop is to find and to load
+    settings = SchedulerSettings(prefix_cache=False)
+    scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
+    S = scheduler.block_size
+    allocator = scheduler.block_allocator
+    sizes = config.n_layer, config.n_kv_head, config.head_size
+    pool = KVBlockPool(allocator.num_blocks, S, *sizes, "cpu")
+    for request in requests:
+        scheduler.add_request(request)
+    step = 0
+    while not scheduler.is_done():
+        prefill_req, decode_reqs = scheduler.schedule(step)
+        all_reqs = list(decode_reqs)
+        num_new = [1] * len(decode_reqs)
+        chunk_size = 0
+        if prefill_req is not None:
+            if prefill_req.prefill_cursor == 0:
+                hits = find_cached_prefix(prefill_req, scheduler.block_cache, S)
+                load_cached_blocks(prefill_req, hits, pool, S)
+            tokens_left = prefill_req.prefill_target - prefill_req.prefill_cursor
+            chunk_size = min(token_budget - len(decode_reqs), tokens_left)
+            all_reqs.append(prefill_req)
+            num_new.append(chunk_size)
+        for i, request in enumerate(all_reqs):
+            ensure_blocks_for_new_tokens(request, num_new[i], allocator, S)
+
+        tokens, positions, past_kvs, attn_mask, _ = assemble_fused_batch(
+            decode_reqs, prefill_req, chunk_size, pool, S
+        )
+        logits, new_kvs = call_model(model, tokens, positions, past_kvs, attn_mask)
+        disassemble_paged_fused(all_reqs, new_kvs, num_new, pool, S)
+
+        # In this repo: sample_torch (ops/sampling.py). A request's noise depends on its seed
+        # and position there, here on all that was drawn before.
+        idx_next = logits.argmax(-1)  # [B]
+        if temperature > 0:
+            probs = F.softmax(logits / temperature, dim=-1)
+            idx_next = torch.multinomial(probs, num_samples=1)[:, 0]
+        for i, request in enumerate(all_reqs):
+            if request is prefill_req:
+                request.prefill_cursor += chunk_size
+                if not request.is_fully_prefilled:
+                    continue  # these logits are of a token in the middle of its prompt
+                commit_completed_blocks(request, scheduler.block_cache, S, pool)
+                scheduler.promote(request)
+            request.generated_tokens.append(idx_next[i].item())
+            if request.is_done:
+                scheduler.complete(request)
+        step += 1
+    return scheduler
+
+
+def main():
+    parser = argparse.ArgumentParser(description="The loop of the post, on this repo's pool.")
+    parser.add_argument("--model", help="a checkpoint directory (default: small and random)")
+    parser.add_argument("--prompt", default="def add(a, b):", help="a text to continue three times")
+    args = parser.parse_args()
+    tokenizer = bpe_tokenizer([])  # a token for each byte
+    model = GPT(GPTConfig(257, 128, n_layer=2, n_head=2, n_embd=32)).eval()
+    try:
+        if args.model:
+            tokenizer = load_tokenizer(args.model)
+            model = load_checkpoint(args.model)
+        prompt = tokenizer.encode(args.prompt)
+        requests = [Request(i, prompt, 24) for i in range(3)]
+        interleaved_generate(model, requests)
+    except ValueError as error:
+        sys.exit(str(error))
+    for request in requests:
+        print(repr(tokenizer.decode(request.generated_tokens)))
+
+
+if __name__ == "__main__":
+    main()

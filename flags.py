@@ -1,0 +1,239 @@
+"""
+The command line of serve.py: every flag, its default and its meaning.
+
+    args = parse_args(["--port", "9000"])       # python serve.py --port 9000
+    engine = Engine(model, engine_settings(args))
+
+The engine's flags are the fields of `Settings` (engine/settings.py), where their defaults are;
+those of the HTTP server and of the terminal are stated here. Imports no torch.
+"""
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import fields
+from functools import partial
+from typing import get_args
+
+from common import Help, Parser, add_flag, at_least, positive
+from engine.settings import Settings
+from params import check_variables, model_defaults
+from server.workers import CORES_EACH, MAX_BY_DEFAULT
+
+KEY_VARIABLE = "PAGEDGPT_API_KEY"
+TEMPERATURE = 0.8  # at the terminal, where neither a flag nor the model has another
+ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
+# flags of a site without a model
+REPLAY_FLAGS = {"--replay", "--host", "--port", "--api-key-file", "--api-key", "--allow-remote"}
+REPLAY_FLAGS |= {"--allowed-hosts", "--allowed-origins", "--no-access-log", "--max-body-mib"}
+REPLAY_FLAGS |= {"--max-connections", "--client-seconds"}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """
+    The flags, with their defaults; and `sampling`, the defaults that the model itself brings, with
+    `sampling_note`, the line to print of them. Exits with a message about what is wrong.
+    """
+    about = "Serve a model over HTTP, or talk to it at the terminal."
+    parser = Parser(description=about, formatter_class=Help)
+    add_model_flags(partial(add_flag, parser))
+    add_engine_flags(parser.add_argument_group("engine"))
+    add_http_flags(parser.add_argument_group("HTTP"))
+    add_limits(partial(add_flag, parser.add_argument_group("limits of HTTP clients")))
+    add_terminal_flags(parser.add_argument_group("at the terminal"))
+    args = parser.parse_args(argv)
+    args.sampling, args.sampling_note = {}, ""
+    try:
+        if args.replay is None:
+            args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)
+        else:
+            check_replay(parser, args)
+    except ValueError as error:
+        sys.exit(str(error))
+    if args.temperature is None:  # 0 is typed
+        args.temperature = args.sampling.get("temperature", TEMPERATURE)
+    return args
+
+
+def check_replay(parser: argparse.ArgumentParser, args: argparse.Namespace):
+    """Raises ValueError for flags without a meaning under --replay, such as those of the model."""
+    ignored = []
+    for action in parser._actions:
+        flag = action.option_strings[-1]
+        is_set = action.dest != "help" and getattr(args, action.dest) != action.default
+        if is_set and flag not in REPLAY_FLAGS:
+            ignored.append(flag)
+    if ignored:
+        raise ValueError(f"--replay shows a record without a model: leave out {', '.join(ignored)}")
+
+
+def engine_settings(args: argparse.Namespace) -> Settings:
+    """Raises ValueError for what is out of range."""
+    return Settings(**{field.name: getattr(args, field.name) for field in ENGINE_FLAGS})
+
+
+# --------------------------------------------------------------------------------------------------
+# The flags, group by group
+
+
+def add_model_flags(add):
+    add(
+        "--model",
+        "directory of a model: of train.py, or downloaded from the Hugging Face Hub",
+        "out/stdlib",
+    )
+    add("--device", "cpu, cuda, cuda:1; not given: a GPU where there is one")
+    dtypes = ["auto", "fp32", "bf16", "fp16"]
+    add("--dtype", "of the weights; auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
+    add(
+        "--generation-config",
+        "whose generation_config.json has defaults for requests: auto, the model's; vllm, none; or "
+        "that of a directory",
+        "auto",
+        metavar="auto|vllm|DIR",
+    )
+    add(
+        "--default-chat-template-kwargs",
+        "variables for the chat template, as JSON, such as '{\"enable_thinking\": false}'",
+        None,
+        template_variables,
+        metavar="JSON",
+    )
+    add(
+        "--record",
+        "write to a new FILE what each step does, about 0.3 KB a step, for --replay; it has token "
+        "ids only under --log-requests",
+        metavar="FILE",
+    )
+    add("--replay", "show the page with this record, without a model", metavar="FILE")
+
+
+def template_variables(text: str) -> dict:
+    """The type, for argparse, of --default-chat-template-kwargs."""
+    try:
+        return check_variables(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.200}: {error}") from None
+
+
+def add_engine_flags(group):
+    """A flag for each field of `Settings` that has a help text."""
+    for field in ENGINE_FLAGS:
+        about = field.metadata
+        flag = about.get("flag", "--" + field.name.replace("_", "-"))
+        options = {"dest": field.name}
+        if "choices" in about:
+            options["choices"] = about["choices"]
+        kind = (get_args(field.type) or [field.type])[0]  # of `int | None` it is int
+        if "least" in about:
+            kind = at_least(about["least"], kind)
+        add_flag(group, flag, about["help"], field.default, kind, **options)
+
+
+def add_http_flags(group):
+    add = partial(add_flag, group)
+    add(
+        "--host",
+        "address to listen at; one that other machines reach wants an API key",
+        "127.0.0.1",
+    )
+    add("--port", "port to listen at; 0: any free one", 8000, at_least(0, below=65536))
+    add_key = partial(add_flag, group.add_mutually_exclusive_group())
+    add_key(
+        "--api-key-file",
+        f"API keys, one a line; not given: that in ${KEY_VARIABLE}, or none",
+        metavar="FILE",
+    )
+    add_key(
+        "--api-key",
+        "one API key; all users of this machine see it in `ps`, a file is safer",
+        metavar="KEY",
+    )
+    add("--allow-remote", "let other machines in without an API key", False)
+    add(
+        "--allowed-hosts", "more names that the Host header may have", [], nargs="*", metavar="NAME"
+    )
+    add(
+        "--allowed-origins",
+        "web pages that may call the server from a browser (CORS), by their origin, such as "
+        "http://localhost:3000, tauri://localhost or null; *: any page, which without an API key "
+        "opens the model to every page you visit",
+        [],
+        origin,
+        nargs="*",
+        metavar="ORIGIN",
+    )
+    add("--served-model-name", "the model's name in the API; not given: what --model says")
+    add("--log-requests", "log the fields of each request, texts included", False)
+    add("--no-access-log", "log no line for each request", True, dest="access_log")
+    add(
+        "--http-workers",
+        f"HTTP processes on the port; not given: one for every {CORES_EACH} cores, 1 to "
+        f"{MAX_BY_DEFAULT}",
+        None,
+        positive,
+    )
+
+
+def origin(text: str) -> str:
+    """
+    The type, for argparse, of --allowed-origins. Returns the origin as browsers send it: in lower
+    case, without a path and without the scheme's usual port.
+    """
+    if text in ("*", "null"):
+        return text
+    parts = re.fullmatch(r"([^:/\s]+)://([^/?#@*\s]+)", text.lower())
+    if parts is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no origin, wanted SCHEME://HOST or SCHEME://HOST:PORT without a path, "
+            "null or *"
+        )
+    scheme, host = parts.groups()
+    usual_port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return f"{scheme}://{host.removesuffix(usual_port)}"
+
+
+def add_limits(add):
+    add(
+        "--max-queue",
+        "answers that may wait for their turn (n in a request: n answers); for more, a 429",
+        256,
+        at_least(0),
+    )
+    add("--max-body-mib", "largest body of a request, in MiB; for a larger one, a 413", 4.0)
+    add("--max-connections", "connections at once; more are refused (503)", 512)
+    add(
+        "--client-seconds",
+        "how long a client may take to send a request, or to read what was sent to it",
+        30.0,
+    )
+    add("--request-seconds", "how long an answer may take, its waiting included", 600.0)
+    add("--drain-seconds", "how long running requests may go on after SIGTERM", 30.0)
+
+
+def add_terminal_flags(group):
+    add_mode = partial(add_flag, group.add_mutually_exclusive_group())
+    add_mode(
+        "--prompt",
+        "answer TEXT here and now instead of serving HTTP; -: all of standard input",
+        metavar="TEXT",
+    )
+    add_mode("--chat", "a conversation, line by line; needs a chat template", False)
+    add = partial(add_flag, group)
+    add("--raw", "continue the text of --prompt as it stands, though there is a template", False)
+    add(
+        "--max-tokens",
+        "length of an answer; not given: what the model's generation_config.json says, else with a "
+        "chat template as far as the context goes, without up to 200",
+        None,
+        positive,
+    )
+    add(
+        "--temperature",
+        "0: always the most likely token; not given: what the model's generation_config.json "
+        f"says, else {TEMPERATURE}",
+        None,
+        float,
+    )
+    add("--seed", "same seed, same text; not given: a random one, which is shown", None, int)

@@ -1,0 +1,98 @@
+"""
+The tables of operators (`Ops`), one for each kind of device, and the choice of one, made once, when
+an engine is built.
+
+    ops, reason = choose_ops("auto", "cuda")      # the table, and why this one
+
+    TORCH     model.TORCH, and torch for what serving adds: the reference, on any device
+    CPU       packed weights, scaled dot-product attention of gathered K and V
+    TRITON    fused kernels that read K and V where they are; CUDA graphs can hold a step
+    flex      the device's own table with FlexAttention
+
+Each batch carries its table, so no code further down asks which device it is on.
+"""
+
+from functools import partial
+
+import torch
+
+import kernels
+import model
+from model import Ops
+from ops import cpu, flex, fused, gather, inputs, linear, sampling, sampling_kernels
+
+TORCH = model.TORCH._replace(
+    store_kv=gather.store_kv_torch,
+    attend=partial(gather.paged_attention_torch, attention=model.attention),
+    prepare=gather.prepare_torch,
+    decode_inputs=inputs.decode_inputs,
+    sample=sampling.sample_torch,
+    pack_weights=cpu.pack_if_quantized,
+)
+CPU = TORCH._replace(
+    name="cpu",
+    attend=gather.paged_attention_torch,
+    pack_weights=cpu.packed_for_cpu,
+)
+TRITON = TORCH._replace(
+    name="triton",
+    embed=fused.embed,
+    rotation=fused.rotation,
+    add_norm=linear.add_norm,
+    project_qkv=fused.project_qkv,
+    store_kv=kernels.store_kv_triton,
+    attend=kernels.paged_attention_triton,
+    linear=linear.linear,
+    head=linear.head,
+    prepare=kernels.prepare_triton,
+    decode_inputs=fused.decode_inputs,
+    sample=sampling_kernels.sample_triton,
+    fixed_shapes=True,
+)
+NEEDS = {
+    "triton": "needs a CUDA device and the package triton",
+    "flex": "needs triton on CUDA, a C++ compiler elsewhere",
+}
+
+
+def tables_for(on_gpu: bool) -> dict[str, Ops]:
+    """What works on such a device: the fastest first, then torch."""
+    compiler = cpu.cpp_compiler()
+    fastest = CPU
+    if on_gpu:
+        compiler = kernels.triton
+        fastest = TRITON if kernels.triton else TORCH
+    tables = {fastest.name: fastest, "torch": TORCH}
+    if compiler:
+        tables["flex"] = fastest._replace(
+            name="flex",
+            prepare=flex.prepare_flex,
+            attend=flex.paged_attention_flex,
+            fixed_shapes=False,
+        )
+    if kernels.triton and kernels.INTERPRETED:
+        tables["triton"] = TRITON
+    return tables
+
+
+def choose_ops(attention: str = "auto", device: str | torch.device = "cpu") -> tuple[Ops, str]:
+    """
+    The table of that name, or with "auto" the fastest for the device, and why. Raises ValueError
+    where it does not work.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    tables = tables_for(on_gpu)
+    if attention in tables:
+        return tables[attention], "as asked"
+    if attention != "auto":
+        why = NEEDS.get(attention, "is unknown")
+        there = ", ".join(["auto", *tables])
+        raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {there}")
+    fastest = next(iter(tables.values()))
+    if not on_gpu:
+        reason = "the fastest on a CPU"
+    elif fastest is TORCH:
+        reason = "the package triton is not installed"
+    else:
+        reason = "the fastest on CUDA"
+    return fastest, reason

@@ -1,0 +1,216 @@
+"""
+The fused Triton operators of a step besides its linear layers and norms (linear.py): inputs,
+embeddings, and the way of q, k and v from their product to the attention kernel. In plain torch a
+decode step of a small model is some 230 launches and spends its time on them; here it is 70 to 90,
+and programmatic dependent launch overlaps most. Attention and the KV pool are in kernels.py;
+ops/choice.py makes a table of all of them.
+
+    q, kv = project_qkv(y, attn, kv, batch)    # one launch or two, which also store K and V
+
+Each has the signature of its torch twin in model.py. Letters: n requests that decode, M blocks per
+table, S block size, R rows, P parts of a sum (split-K).
+"""
+
+from torch import Tensor
+
+import model
+from kernels import Batch, gdc_wait, jit, pdl_options, pdl_wait, pool_offset, tl, triton
+from ops.inputs import KnownRows, ModelInputs
+from ops.linear import QKVTargets, launch_linear, linear, use_triton
+
+# --------------------------------------------------------------------------------------------------
+# Inputs and embeddings
+
+
+@jit
+def decode_inputs_kernel(
+    rows, last_blocks, last_token, context_len, block_tables,
+    tokens, positions, slots, lens, tables, padding_row, M,
+    WIDTH: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (n,): a program does what decode_inputs does for one request."""
+    pdl_wait(PDL)
+    i = tl.program_id(0)
+    m = tl.arange(0, WIDTH)
+    row = tl.load(rows + i)
+    last_block = tl.load(last_blocks + i)
+    position = tl.load(context_len + row)
+    table = block_tables + row * M
+    blocks = tl.load(table + m, mask=m < M, other=0).to(tl.int64)
+    blocks = tl.where(m == position // S, last_block, blocks)
+    tl.store(table + position // S, last_block.to(tl.int32))
+    tl.store(tables + i.to(tl.int64) * M + m, blocks.to(tl.int32), mask=m < M)
+    tl.store(tokens + i, tl.load(last_token + row))
+    tl.store(positions + i, position)
+    tl.store(slots + i, last_block * S + position % S)
+    tl.store(lens + i, (position + 1).to(tl.int32))
+    tl.store(context_len + row, position + 1, mask=row != padding_row)
+
+
+def decode_inputs(rows: Tensor, last_blocks: Tensor, known: KnownRows) -> ModelInputs:
+    """As inputs.decode_inputs, in one launch instead of a dozen."""
+    last_token, context_len, block_tables, _, S = known
+    n = len(rows)
+    M = block_tables.shape[1]
+    tokens, positions, slots = rows.new_empty(3, n)
+    lens = block_tables.new_empty(n)
+    tables = block_tables.new_empty(n, M)
+    found = ModelInputs(tokens, positions, slots, lens, tables)
+    if n == 0:
+        return found
+    given = (rows, last_blocks, last_token, context_len, block_tables)
+    padding_row = len(last_token) - 1
+    width = triton.next_power_of_2(M)
+    shape = {"WIDTH": width, "S": S}
+    decode_inputs_kernel[(n,)](*given, *found, padding_row, M, **shape, **pdl_options(rows))
+    return found
+
+
+@jit
+def embed_kernel(
+    tokens, positions, wte, wpe, out, scale,
+    C: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (T,): a program does what embed does for one token. Does not let its successor start early,
+    unlike pdl_wait: later kernels read the step's inputs without waiting, which is safe only if
+    everything before this kernel has ended.
+    """
+    if PDL:
+        gdc_wait()
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, WIDTH)
+    x = tl.load(wte + tl.load(tokens + t) * C + c, mask=c < C).to(tl.float32) * scale
+    if wpe is not None:
+        x += tl.load(wpe + tl.load(positions + t) * C + c, mask=c < C).to(tl.float32)
+    tl.store(out + t * C + c, x.to(out.dtype.element_ty), mask=c < C)
+
+
+def embed(tokens: Tensor, positions: Tensor, wte, wpe, scale: float) -> Tensor:
+    """scale * wte(tokens) + wpe(positions), if there is one: [T] int64 each -> [T, C]."""
+    assert wte.weight.is_contiguous(), "embeddings must be contiguous"
+    wpe_weight = None
+    if wpe is not None:
+        wpe_weight = wpe.weight
+        assert wpe_weight.is_contiguous(), "embeddings must be contiguous"
+    T = len(tokens)
+    C = wte.weight.shape[1]
+    out = wte.weight.new_empty(T, C)
+    given = (tokens, positions, wte.weight, wpe_weight)
+    width = triton.next_power_of_2(C)
+    shape = {"C": C, "WIDTH": width}
+    embed_kernel[(T,)](*given, out, scale, **shape, **pdl_options(out))
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
+# Queries, keys and values
+
+HEADS_AT_ONCE = 4  # that a program of norm_rope_store_kernel takes
+
+
+def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """As model.rotation, but the kernels that rotate make cosines and sines for themselves."""
+    return positions, frequencies
+
+
+@jit
+def weights_of(q_weight, k_weight, i, HALF: tl.constexpr, is_q):
+    """Half of the weights of a norm: q's where is_q, else k's."""
+    of_q = tl.load(q_weight + i, mask=i < HALF)[None, :]
+    of_k = tl.load(k_weight + i, mask=i < HALF)[None, :]
+    return tl.where(is_q, of_q, of_k)
+
+
+@jit
+def norm_rope_store_kernel(
+    parts, positions, frequencies, q_weight, k_weight, q, kv, slot_mapping, k_to_v, eps, R,
+    P: tl.constexpr, H: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (R, (H + 2 Hk) / HEADS): a program takes HEADS heads of one token from parts [P, R, (H + 2
+    Hk) D], adds up the P parts, normalises the heads of q and k with q_weight and k_weight (None:
+    does not), rotates them as model.rotate does, and stores q to [R, H, D], k and v to their slots
+    in the layer's pool.
+    """
+    ALL: tl.constexpr = H + 2 * Hk
+    HALF: tl.constexpr = D // 2
+    r = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    i = tl.arange(0, WIDTH)
+    real = (h < ALL)[:, None] & (i < HALF)[None, :]
+    slot = tl.load(slot_mapping + r)
+    angle = tl.load(positions + r).to(tl.float32)
+    angle *= tl.load(frequencies + i, mask=i < HALF, other=0.0)
+    cos = tl.cos(angle)[None, :]
+    sin = tl.sin(angle)[None, :]
+    pdl_wait(PDL)
+    at = parts + (r * ALL + h)[:, None] * D + i[None, :]
+    first = tl.zeros([HEADS, WIDTH], tl.float32)
+    second = tl.zeros([HEADS, WIDTH], tl.float32)
+    for part in tl.static_range(P):
+        of_part = at + part * R * ALL * D
+        first += tl.load(of_part, mask=real, other=0.0).to(tl.float32)
+        second += tl.load(of_part + HALF, mask=real, other=0.0).to(tl.float32)
+    is_q = (h < H)[:, None]
+    is_v = (h >= H + Hk)[:, None]
+    x = first
+    y = second
+    if q_weight is not None:
+        scale = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / D + eps)[:, None]
+        x *= scale * weights_of(q_weight, k_weight, i, HALF, is_q)
+        y *= scale * weights_of(q_weight + HALF, k_weight + HALF, i, HALF, is_q)
+    turned = x * cos - y * sin
+    y = tl.where(is_v, second, y * cos + x * sin)
+    x = tl.where(is_v, first, turned)
+    to_q = q + (r * H + h)[:, None] * D + i[None, :]
+    tl.store(to_q, x.to(q.dtype.element_ty), mask=real & is_q)
+    tl.store(to_q + HALF, y.to(q.dtype.element_ty), mask=real & is_q)
+    to_kv = kv + pool_offset(slot // S, slot % S, (h - H) % Hk, Hk, S, D)[:, None] + i[None, :]
+    to_kv += tl.where(is_v, k_to_v, 0)
+    tl.store(to_kv, x.to(kv.dtype.element_ty), mask=real & ~is_q)
+    tl.store(to_kv + HALF, y.to(kv.dtype.element_ty), mask=real & ~is_q)
+
+
+def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Batch) -> Tensor:
+    """
+    Queries [R, H, D], in the dtype of the weights, from parts [R, (H + 2 Hk) D] or [P, R, ..],
+    normalised and rotated; keys, likewise, and values go to their slots in one layer's pool kv.
+    """
+    R, N = parts.shape[-2:]
+    heads = HEADS_AT_ONCE if R > 8 else 1
+    all_heads = attn.H + 2 * attn.Hk
+    assert parts.is_contiguous() and kv.is_contiguous(), "parts and the pool must be contiguous"
+    norms = (None, None)
+    eps = 0.0
+    if attn.q_norm is not None:
+        norms = (attn.q_norm.weight, attn.k_norm.weight)
+        eps = attn.q_norm.eps
+    q = attn.c_attn.weight.new_empty(R, attn.H, attn.D)
+    given = (parts, *batch.rotations[attn.window], *norms)
+    pool = (kv, batch.slot_mapping, kv.stride(0))
+    shape = {"H": attn.H, "Hk": attn.Hk, "S": kv.shape[3], "D": attn.D}
+    width = triton.next_power_of_2(attn.D // 2)
+    cut = {"HEADS": heads, "WIDTH": width, "num_warps": heads}
+    P = parts.numel() // (R * N)
+    grid = (R, triton.cdiv(all_heads, heads))
+    norm_rope_store_kernel[grid](*given, q, *pool, eps, R, P=P, **shape, **cut, **pdl_options(q))
+    return q
+
+
+def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
+    """
+    Queries [T, H, D] of y [T, C]; keys and values go to their slots in one layer's pool kv [2,
+    num_blocks + 1, Hk, S, D], which is returned, too.
+    """
+    rotation = batch.rotations.get(attn.window)
+    is_simple = attn.q_norm is None and attn.c_attn.bias is None
+    is_alone = len(y) == 1 and is_simple
+    if rotation and not is_alone:
+        parts = linear(y, attn.c_attn, partial_sums=True)
+        return norm_rope_store(parts, attn, kv, batch), kv
+    if not use_triton(len(y), attn.c_attn) or attn.q_norm is not None:
+        return model.project_qkv(y, attn, kv, batch)
+    q = launch_linear(y, attn.c_attn, targets=QKVTargets(kv, batch.slot_mapping, rotation))
+    return q.view(len(y), attn.H, attn.D), kv

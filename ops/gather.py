@@ -1,0 +1,183 @@
+"""
+Attention through block tables in torch: gather the context of each request, then scaled
+dot-product attention. It runs anywhere; ops/choice.py takes it for CPUs and for `--attention
+torch`. Its twins in kernels.py, in Triton, have the same signatures and in-place effects, and read
+K and V where they are.
+
+    batch.prepared = {0: prepare_torch(batch, H, kv)}   # once a step and window: the pool's rows
+    store_kv_torch(k, v, kv, batch)                     # in each layer
+    y = paged_attention_torch(q, kv, attn, batch)
+
+Letters: T tokens, H query heads, Hk KV heads, G = H / Hk, D head size, M blocks per table, S block
+size, b requests of a call with n queries each, C context length (padded).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import model
+from kernels import Batch
+
+
+class Gather(NamedTuple):
+    """Requests that attend in one call: b requests of n queries each, contexts padded to C."""
+
+    tokens: slice | Tensor  # where their b * n queries are on the flat axis
+    kv_rows: Tensor  # [2, b, Hk, C] int64: rows of K and V, as `pool_rows`
+    mask: Tensor | None  # [b, 1, G * n, C]: 0 where a query may see a key, else -inf; None: all
+
+
+class GatherPlan(NamedTuple):
+    """What `prepare_torch` leaves in batch.prepared, for a window."""
+
+    store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
+    gathers: list[Gather]
+
+
+def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
+    """
+    One layer's pool kv [2, num_blocks + 1, Hk, S, D] seen as a table of rows of D numbers: which of
+    them belong to slots [..., C]. Returns [2, ..., Hk, C]: of K and of V, for each head. In a pool
+    of 6 blocks and the sink, with S = 4 and Hk = 2, slot 21 is in block 5, at offset 1:
+
+        rows of K    .. | 40 [41] 42 43   44 [45] 46 47 | 48 ..       V: 7 * 2 * 4 = 56 rows on
+        block 5         |     head 0          head 1    | the sink
+
+    >>> pool_rows(torch.tensor([21]), torch.zeros(2, 7, 2, 4, 1)).tolist()
+    [[[41], [45]], [[97], [101]]]
+    """
+    _, all_blocks, Hk, S, _ = kv.shape  # the sink included
+    blocks = slots // S
+    of_other_heads = (Hk - 1) * S
+    first = slots + blocks * of_other_heads  # the row of head 0: block * Hk * S + offset
+    heads = torch.arange(0, Hk * S, S, device=slots.device)
+    k_rows = first[..., None, :] + heads[:, None]
+    v_rows = k_rows + all_blocks * Hk * S
+    return torch.stack((k_rows, v_rows))
+
+
+def length_classes(lens: list[int]) -> list[list[int]]:
+    """
+    Group requests so that padding each to the longest of its group at most doubles the memory: all
+    together where that holds already, else by the bits of their context lengths, so in at most
+    log2(longest) + 1 groups.
+
+    >>> length_classes([500, 512, 300]), length_classes([4096, 16, 17, 31])
+    ([[0, 1, 2]], [[0], [1, 2, 3]])
+    """
+    count = len(lens)
+    if lens and max(lens) * count <= 2 * sum(lens):
+        return [list(range(count))]
+    classes = defaultdict(list)
+    for i, n in enumerate(lens):
+        classes[n.bit_length()].append(i)
+    return list(classes.values())
+
+
+def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
+    """Work out, once for all layers, which rows of the pool the step writes and which it reads."""
+    lens = batch.context_lens_host
+    gathers = []
+    num_decodes = batch.num_decodes
+    decodes = [i for i in range(num_decodes) if lens[i]]  # the others are padding
+    seen = [min(lens[i], window or lens[i]) for i in decodes]
+    for group in length_classes(seen):
+        requests = [decodes[i] for i in group]
+        longest = max(seen[i] for i in group)
+        # a decode has one token, so its place on the token axis is its number
+        places = slice(0, len(requests))
+        if len(requests) < num_decodes:
+            places = torch.tensor(requests, device=batch.tokens.device)
+        gathers.append(gather(batch, places, places, longest, H, kv, window))
+    start = num_decodes
+    for i in range(num_decodes, len(lens)):
+        end = start + batch.query_lens_host[i]
+        chunk = slice(i, i + 1)
+        tokens = slice(start, end)
+        gathers.append(gather(batch, chunk, tokens, lens[i], H, kv, window))
+        start = end
+    store_rows = pool_rows(batch.slot_mapping[:, None], kv).flatten()
+    return GatherPlan(store_rows, gathers)
+
+
+def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, window: int) -> Gather:
+    """
+    Plan one call, for these requests of the batch and these tokens on the flat axis (slices, or
+    tensors of places). A context shorter than `longest` is padded with its own last token, masked,
+    so no slot of another request is ever read.
+    """
+    Hk, S = kv.shape[2:4]
+    lens = batch.context_lens[requests].long()[:, None]  # [b, 1]
+    positions = batch.positions[tokens]
+    positions = positions.view(len(lens), -1)  # [b, n]
+    n = positions.shape[1]
+    keys = torch.arange(longest, device=lens.device)[None]  # [1, C]
+    if window:
+        first_seen = positions[:, :1] - window + 1  # [b, 1] by any query
+        keys = first_seen.clamp(min=0) + keys[:, : window + n - 1]
+    real_keys = torch.minimum(keys, lens - 1)  # [b, C]
+    blocks = batch.block_tables[requests].long().gather(1, real_keys // S)
+    rows = pool_rows(blocks * S + real_keys % S, kv)
+    if positions.numel() == 1:  # one token, which sees all
+        return Gather(tokens, rows, None)
+    seen = model.may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]
+    mask = torch.zeros_like(seen, dtype=kv.dtype)
+    mask.masked_fill_(~seen, -torch.inf)
+    mask = mask.repeat(1, H // Hk, 1)  # [b, G * n, C]
+    return Gather(tokens, rows, mask[:, None])
+
+
+def store_kv_torch(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+    """
+    Write k, v [T, Hk, D] into one layer's pool kv [2, num_blocks + 1, Hk, S, D], in place, at
+    `slot_mapping`. Returns the pool.
+    """
+    D = k.shape[-1]
+    pool = kv.view(-1, D)
+    new = torch.stack((k, v)).to(kv.dtype)
+    plan = next(iter(batch.prepared.values()))  # the rows to write are those of any window
+    pool.index_copy_(0, plan.store_rows, new.view(-1, D))
+    return kv
+
+
+def paged_attention_torch(
+    q: Tensor,
+    kv: Tensor,
+    attn: model.Attention,
+    batch: Batch,
+    attention: Callable = F.scaled_dot_product_attention,
+) -> Tensor:
+    """
+    Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables.
+    The G query heads that share a KV head become G * n queries of it, so K and V are gathered once
+    and not repeated. `attention(q, k, v, attn_mask=, scale=)` is torch's, or `model.attention`,
+    which spells it out, and alone caps scores. Returns [T, H, D], zeros for padding.
+    """
+    _, H, D = q.shape
+    if attn.softcap:
+        attention = partial(model.attention, softcap=attn.softcap)
+    pool = kv.view(-1, D)
+    out = None
+    for tokens, kv_rows, mask in batch.prepared[attn.window].gathers:
+        _, b, Hk, _ = kv_rows.shape
+        G = H // Hk
+        k, v = F.embedding(kv_rows, pool).unbind()  # [b, Hk, C, D] each
+        queries = q[tokens].reshape(b, -1, Hk, G, D)  # [b, n, Hk, G, D]
+        queries = queries.permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
+        grouped = queries.flatten(2, 3).to(k.dtype)  # [b, Hk, G * n, D]
+        mixed = attention(grouped, k, v, attn_mask=mask, scale=attn.scale)
+        mixed = mixed.view(queries.shape)  # [b, Hk, G, n, D]
+        mixed = mixed.permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
+        mixed = mixed.reshape(-1, H, D).to(q.dtype)
+        if len(mixed) == len(q):  # these are all requests
+            return mixed
+        if out is None:
+            out = torch.zeros_like(q)
+        out[tokens] = mixed
+    return torch.zeros_like(q) if out is None else out

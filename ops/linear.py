@@ -1,0 +1,484 @@
+"""
+The norms and linear layers of a step in Triton, for GPUs: few and fused launches, as a small
+model's decode step spends its time on them.
+
+    x, y = add_norm(x, delta, norm)                 # x += delta; y = norm(x)
+    y = linear(y, layer, activation="gelu_new")     # one launch, the activation in its epilogue
+    y = linear(y, layer, "silu", gated=True)        # gate and up are one launch, too
+    delta = linear(y, layer, partial_sums=True)     # split-K: more programs at once
+
+Each has the signature of its torch twin in model.py. For one row the product that reads a norm
+computes it, see `LazyNorm`. Letters: of a layer, R rows, K inputs, N outputs, P parts of a sum
+(split-K).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import model
+from kernels import jit, padded, pdl_options, pdl_wait, pool_offset, shared_memory, tl, triton
+
+# --------------------------------------------------------------------------------------------------
+# Norms
+
+
+@jit
+def normalised(value, weight, bias, eps, k, K: tl.constexpr, RMS: tl.constexpr):
+    """A row of K numbers, zeros behind them, as nn.LayerNorm or model.RMSNorm normalises it."""
+    if not RMS:
+        value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
+    value *= tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + k, mask=k < K, other=0.0).to(tl.float32)
+    return value
+
+
+@jit
+def add_norm_kernel(
+    x, delta, weight, bias, out, eps, R,
+    P: tl.constexpr, K: tl.constexpr, RMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (R,): a program adds P rows, those of delta [P, R, K], to its row of x [R, K], and
+    normalises that to `out` as nn.LayerNorm does, or model.RMSNorm; bias may be None.
+    """
+    pdl_wait(PDL)
+    k = tl.arange(0, WIDTH)
+    at = tl.program_id(0).to(tl.int64) * K + k
+    value = tl.load(x + at, mask=k < K, other=0.0).to(tl.float32)
+    for part in tl.static_range(P):
+        value += tl.load(delta + part * R * K + at, mask=k < K, other=0.0).to(tl.float32)
+    if P:
+        tl.store(x + at, value.to(x.dtype.element_ty), mask=k < K)
+    value = normalised(value, weight, bias, eps, k, K, RMS)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=k < K)
+
+
+@dataclass
+class LazyNorm:
+    """
+    norm(x + delta) of one row, x [1, K], not computed yet: the product that reads it does so, which
+    is one launch less, and writes x + delta to `total` [1, K].
+    """
+
+    x: Tensor
+    delta: Tensor
+    norm: nn.Module
+    total: Tensor
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index) -> Tensor:
+        """Some rows of it, normalised now; x stays, as this may be asked again."""
+        _, y = norm_now(self.x.clone(), self.delta, self.norm)
+        return y[index]
+
+
+def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module):
+    """
+    Add delta [R, K], [P, R, K] or None to x [R, K]. Returns the sum, which may be x, changed in
+    place, and norm(sum): for one row `LazyNorm`, which `linear`, `head` and `project_qkv` take.
+    """
+    if len(x) > 1 or delta is None or x.shape[1] > NORMED_ROW:
+        return norm_now(x, delta, norm)
+    total = torch.empty_like(x)
+    return total, LazyNorm(x, delta, norm, total)
+
+
+def norm_now(x: Tensor, delta: Tensor | None, norm: nn.Module):
+    """As add_norm, in place and at once."""
+    contiguous = x.is_contiguous() and (delta is None or delta.is_contiguous())
+    assert contiguous, "x and delta must be contiguous"
+    R, K = x.shape
+    P = 0 if delta is None else delta.numel() // x.numel()
+    y = torch.empty_like(x)
+    given = (x, delta, norm.weight, norm.bias)
+    width = triton.next_power_of_2(K)
+    shape = {"P": P, "K": K, "RMS": isinstance(norm, model.RMSNorm), "WIDTH": width}
+    add_norm_kernel[(R,)](*given, y, norm.eps, R, **shape, **pdl_options(x))
+    return x, y
+
+
+# --------------------------------------------------------------------------------------------------
+# Linear layers: the kernels
+
+
+@jit
+def activate(y, ACTIVATION: tl.constexpr):
+    """As model.ACTIVATIONS; GELU's tanh(u) is 2 sigmoid(2 u) - 1."""
+    if ACTIVATION == "gelu_new":
+        return y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))  # 2 sqrt(2 / pi)
+    if ACTIVATION == "gelu":
+        return 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    if ACTIVATION == "silu":
+        return y * tl.sigmoid(y)
+    y = tl.maximum(y, 0.0)
+    return y * y if ACTIVATION == "relu2" else y
+
+
+@jit
+def epilogue(
+    acc, up, bias, out, kv, slot_mapping, k_to_v, r, n, part, R,
+    N: tl.constexpr, ACTIVATION: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """
+    Epilogue of both matrix kernels, for rows r and columns n: add the bias (part 0 only; None: no
+    bias), apply the activation, multiply by `up`, the product with the other half of the layer's
+    rows, if it is gated (else None), store to that part of out [P, R, N]. For the QKV product (kv
+    given) q goes to out [R, H D], k and v straight to their slots in the layer's pool.
+    """
+    if bias is not None:
+        of_part_0 = tl.load(bias + n, mask=n + part * N < N, other=0.0).to(tl.float32)
+        acc += of_part_0[None, :]
+    if ACTIVATION is not None:
+        acc = activate(acc, ACTIVATION)
+    if up is not None:
+        if bias is not None:
+            up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        acc *= up
+    real, wide = (r < R)[:, None] & (n < N)[None, :], N
+    if kv is not None:
+        wide = N - 2 * Hk * D  # columns of q
+        i, slot = n[None, :] - wide, tl.load(slot_mapping + r, mask=r < R, other=0)[:, None]
+        of_k = pool_offset(slot // S, slot % S, i // D % Hk, Hk, S, D) + i % D
+        to = kv + i // (Hk * D) * k_to_v + of_k
+        tl.store(to, acc.to(kv.dtype.element_ty), mask=real & (i >= 0))
+        real &= i < 0
+    at = (part * R + r).to(tl.int64)[:, None] * wide + n[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
+
+
+@jit
+def sum_of(x, delta, k, P: tl.constexpr, K: tl.constexpr):
+    """Numbers k of x [K] plus the P rows of delta [P, K]."""
+    value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    for part in tl.static_range(P):
+        value += tl.load(delta + part * K + k, mask=k < K, other=0.0).to(tl.float32)
+    return value
+
+
+@jit
+def vector_kernel(
+    x, delta, norm_weight, norm_bias, total, eps, positions, frequencies,
+    weight, bias, out, kv, slot_mapping, k_to_v,
+    P: tl.constexpr, RMS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    COLS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """
+    Matrix-vector product (GEMV). Grid (N / COLS,): a program computes COLS outputs of the one row
+    there is, too little for tensor cores. Its first weights are under way before it waits for its
+    predecessor. With frequencies the outputs are q, k and v, of which q and k are rotated: a
+    program has both numbers of each pair. With norm_weight the row is norm(x + delta), see
+    `LazyNorm`: each program normalises it for itself, the first one stores x + delta.
+    """
+    n, k = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, BLOCK)
+    if frequencies is not None:  # n are pairs, side by side: numbers i and i + D / 2 of a head
+        head = n // D
+        i = n // 2 % (D // 2)
+        n = head * D + i + n % 2 * (D // 2)
+        angle = tl.load(positions).to(tl.float32) * tl.load(frequencies + i)
+        angle = tl.where(head < N // D - Hk, angle, 0.0)  # not v
+    weight += n.to(tl.int64)[:, None] * K
+    up_weight = weight + N * K
+    real = (n < N)[:, None] & (k < K)[None, :]
+    w = tl.load(weight + k[None, :], mask=real, other=0.0)
+    if GATED:
+        up_w = tl.load(up_weight + k[None, :], mask=real, other=0.0)
+    pdl_wait(PDL)
+    acc = tl.zeros([COLS, BLOCK], tl.float32)
+    up = tl.zeros([COLS, BLOCK], tl.float32)
+    for _ in range(0, K, BLOCK):
+        value = sum_of(x, delta, k, P, K)
+        if norm_weight is not None:  # BLOCK >= K: this is the whole row
+            if tl.program_id(0) == 0:
+                tl.store(total + k, value.to(total.dtype.element_ty), mask=k < K)
+            value = normalised(value, norm_weight, norm_bias, eps, k, K, RMS)
+        k += BLOCK
+        real = (n < N)[:, None] & (k < K)[None, :]
+        acc += w.to(tl.float32) * value[None, :]
+        w = tl.load(weight + k[None, :], mask=real, other=0.0)
+        if GATED:
+            up += up_w.to(tl.float32) * value[None, :]
+            up_w = tl.load(up_weight + k[None, :], mask=real, other=0.0)
+    acc = tl.sum(acc, axis=1)
+    if frequencies is not None:
+        first, second = tl.split(tl.reshape(acc, [COLS // 2, 2]))
+        cos, _ = tl.split(tl.reshape(tl.cos(angle), [COLS // 2, 2]))
+        sin, _ = tl.split(tl.reshape(tl.sin(angle), [COLS // 2, 2]))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        acc = tl.reshape(turned, [COLS])
+    acc = acc[None, :]
+    up = tl.sum(up, axis=1)[None, :] if GATED else None
+    row = tl.arange(0, 1)
+    epilogue(acc, up, bias, out, kv, slot_mapping, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
+
+
+@jit
+def load_weights(weight, n, k, N: tl.constexpr, K: tl.constexpr, masked: tl.constexpr):
+    """A tile of the rows n at `weight`, inputs k; a load without a mask is faster."""
+    if masked:
+        w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+    else:
+        w = tl.load(weight + k[None, :])
+    return w
+
+
+@jit
+def dot(x, w, acc, SWAPPED: tl.constexpr):
+    if SWAPPED:
+        acc = tl.dot(w, x.T, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, w.T, acc, input_precision="ieee")
+    return acc
+
+
+@jit
+def matrix_kernel(
+    x, weight, bias, out, kv, slot_mapping, k_to_v, R,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """
+    Split-K matrix product. Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS
+    rows from LENGTH = K / P inputs, BLOCK at a time: one of the P parts of out [P, R, N]. SWAPPED
+    computes the transposed product: Hopper's tensor cores want 64 rows of the first factor, which
+    the weights have even where x has few.
+    """
+    pdl_wait(PDL)
+    r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    part = tl.program_id(2)
+    x += r.to(tl.int64)[:, None] * K
+    weight += n.to(tl.int64)[:, None] * K
+    first: tl.constexpr = COLS if SWAPPED else ROWS
+    second: tl.constexpr = ROWS if SWAPPED else COLS
+    masked: tl.constexpr = K % BLOCK != 0 or N % COLS != 0
+    acc = tl.zeros([first, second], tl.float32)
+    up = tl.zeros([first, second], tl.float32) if GATED else None
+    for start in range(part * LENGTH, tl.minimum(part * LENGTH + LENGTH, K), BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
+        w = load_weights(weight, n, k, N, K, masked)
+        acc = dot(value, w, acc, SWAPPED)
+        if GATED:
+            w = load_weights(weight + N * K, n, k, N, K, masked)
+            up = dot(value, w, up, SWAPPED)
+    if SWAPPED:
+        acc = acc.T
+        up = up.T if GATED else None
+    epilogue(acc, up, bias, out, kv, slot_mapping, k_to_v, r, n, part, R, N, ACTIVATION, Hk, S, D)
+
+
+@jit
+def gate_kernel(x, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (R, N / BLOCK): to out [R, N] activation(gate) * up, the two halves of x [R, 2 N]."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x + 2 * row * N + n, mask=n < N).to(tl.float32)
+    up = tl.load(x + (2 * row + 1) * N + n, mask=n < N).to(tl.float32)
+    y = activate(gate, ACTIVATION) * up
+    tl.store(out + row * N + n, y.to(out.dtype.element_ty), mask=n < N)
+
+
+def gate(x: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, of x [R, 2 N]: gate and up side by side -> [R, N]."""
+    R = len(x)
+    N = x.shape[1] // 2
+    out = x.new_empty(R, N)
+    gate_kernel[(R, triton.cdiv(N, 1024))](x, out, N, ACTIVATION=activation, BLOCK=1024)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
+# Linear layers: which kernel, how it is cut, and the launches
+
+# Tuned on an H200, 2026-11-22, for the sizes of gpt2-124M, SmolLM2-135M, Qwen3-0.6B and
+# Llama-3.2-1B: `python bench.py overhead` measures the time of all linear layers.
+LINEAR_ROWS = 256  # up to here these kernels; beyond, the products fill the chip and are cuBLAS's
+FEW_ROWS = 64  # up to here whatever the size; beyond, up to so many products of two numbers:
+LINEAR_PRODUCTS = 600_000_000
+SMALL_WEIGHT = 2_000_000  # numbers of a weight matrix that takes small tiles even for many rows
+TILES_MEMORY = 210_000  # bytes of shared memory that the tiles under way may take
+SPLIT_K = 256  # inputs of a part, at least
+ENOUGH_PROGRAMS = 95  # with more, K is not split further
+NORMED_ROW = 1024  # numbers of a row that a product normalises itself, at most
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: ROWS x COLS outputs to a program, from BLOCK inputs at a time."""
+
+    rows: int
+    cols: int
+    block: int
+    warps: int
+    stages: int = 1  # tiles under way at once
+    swapped: bool = False
+
+    def options(self) -> dict:
+        return {"COLS": self.cols, "BLOCK": self.block, "num_warps": self.warps}
+
+
+def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bool) -> Tiles:
+    """As tuned, for one row."""
+    if isinstance(x, LazyNorm):  # the whole row at once
+        return Tiles(1, 4, triton.next_power_of_2(K), warps=4)
+    if is_head:
+        return Tiles(1, 4, 512, warps=2)
+    if K > 4096:
+        return Tiles(1, 2, 2048, warps=4)
+    if K > 1024 and (gated or N <= 1024):
+        return Tiles(1, 1, 1024, warps=4)
+    return Tiles(1, 2, 1024, warps=4)
+
+
+def layer_tiles(R: int, N: int, numbers: int) -> Tiles:
+    """As tuned, for R rows, N outputs of each, and so many numbers of the weights."""
+    if R <= 32:
+        return Tiles(padded(R), 64, 128, warps=4, stages=5, swapped=True)
+    if R <= 64 and N <= 4096:
+        return Tiles(64, 32, 128, warps=4, stages=6)
+    if R <= 128 or numbers <= SMALL_WEIGHT:
+        return Tiles(64, 64, 64, warps=4, stages=8, swapped=True)
+    return Tiles(128, 64, 64, warps=8, stages=6)
+
+
+def head_tiles(R: int) -> Tiles:
+    """The same for the head, whose outputs are many more."""
+    rows = min(256, padded(R))
+    warps = 8 if rows >= 128 else 4
+    return Tiles(rows, 128, 64, warps, stages=3)
+
+
+def num_parts(K: int, programs: int) -> int:
+    """Split-K: into how many parts the K inputs are cut so that more programs run at once."""
+    P = 1
+    while programs * P <= ENOUGH_PROGRAMS and K >= 2 * P * SPLIT_K:
+        P *= 2
+    return P
+
+
+def use_triton(R: int, layer: nn.Module) -> bool:
+    """Whether these kernels are faster than cuBLAS for R rows."""
+    return R <= FEW_ROWS or (R <= LINEAR_ROWS and R * layer.weight.numel() <= LINEAR_PRODUCTS)
+
+
+def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
+    """
+    activation(layer(x)): x [R, K], a layer with weight [N, K] and bias [N] or None -> [R, N]; if it
+    is gated, of a layer with twice as many rows, activation(gate) * up. With `partial_sums` the
+    result may also be several fp32 matrices [P, R, N], for `add_norm` to add up.
+    """
+    if use_triton(len(x), layer):
+        return launch_linear(x, layer, activation, gated, partial_sums)
+    if gated:
+        return gate(layer(x), activation)
+    if activation == "gelu_new" and layer.bias is not None:  # cuBLAS has an epilogue for it
+        return torch._addmm_activation(layer.bias, x, layer.weight.T, use_gelu=True)
+    return model.linear(x, layer, activation)
+
+
+def head(x: Tensor | LazyNorm, layer) -> Tensor:
+    """
+    Logits [R, V] of x [R, K], by these kernels where cuBLAS is no faster. In 16 bits it takes five
+    times as long where 8 does not divide the vocabulary.
+    """
+    in_16_bits = layer.weight.element_size() == 2
+    if len(x) == 1 or (in_16_bits and (len(x) <= FEW_ROWS or len(layer.weight) % 8)):
+        return launch_linear(x, layer, is_head=True)
+    return layer(x)
+
+
+class QKVTargets(NamedTuple):
+    """Where a QKV product puts keys and values, and how it rotates."""
+
+    kv: Tensor  # one layer's pool
+    slots: Tensor  # [R]
+    rotation: tuple | None  # see `rotation`; for one row alone
+
+
+def launch_linear(
+    x: Tensor | LazyNorm,
+    layer,
+    activation: str | None = None,
+    gated=False,
+    partial_sums=False,
+    targets: QKVTargets | None = None,
+    is_head=False,
+) -> Tensor:
+    """As linear; or, with `targets`, as project_qkv, but q is [R, H D]."""
+    N, K = layer.weight.shape
+    if gated:
+        N //= 2
+    assert layer.weight.is_contiguous(), "weights must be contiguous"
+    assert not (partial_sums and activation), "the activation is of the sum, not of its parts"
+    # D is 0 without a pool: no columns are of k and v
+    shape = {"N": N, "K": K, "ACTIVATION": activation, "GATED": gated, "Hk": 1, "S": 1, "D": 0}
+    pool = (None, None, None)
+    if targets:
+        kv, slots, _ = targets
+        assert kv.is_contiguous(), "the pool of a layer must be contiguous"
+        shape["Hk"], shape["S"], shape["D"] = kv.shape[2:]
+        pool = (kv, slots, kv.stride(0))  # from K to V
+    width = N - 2 * shape["Hk"] * shape["D"]  # columns of the result
+    dtype = torch.float32 if partial_sums else layer.weight.dtype
+    if len(x) == 1:
+        out = layer.weight.new_empty(1, width, dtype=dtype)
+        rotation = targets.rotation if targets else None
+        tiles = one_row_tiles(x, N, K, gated, is_head)
+        if rotation:  # which turns pairs of columns
+            tiles = tiles._replace(cols=max(2, tiles.cols))
+        launch_vector(x, layer, out, pool, shape, rotation, tiles)
+        return out
+    R = len(x)
+    tiles = head_tiles(R) if is_head else layer_tiles(R, N, layer.weight.numel())
+    programs = triton.cdiv(N, tiles.cols) * triton.cdiv(R, tiles.rows)
+    P = num_parts(K, programs) if partial_sums else 1
+    out = x.new_empty(P, R, width, dtype=dtype)
+    launch_matrix(x, layer, out, pool, shape, tiles)
+    return out if partial_sums else out[0]
+
+
+def launch_vector(x, layer, out, pool: tuple, shape: dict, rotation, tiles: Tiles):
+    """vector_kernel, for the one row of x."""
+    assert rotation is None or layer.bias is None, "a bias is added before the rotation"
+    row = (x, None, None, None, None, 0.0)
+    P = 0
+    rms = False
+    if isinstance(x, LazyNorm):
+        norm = x.norm
+        row = (x.x, x.delta, norm.weight, norm.bias, x.total, norm.eps)
+        P = x.delta.numel() // x.total.numel()
+        rms = isinstance(norm, model.RMSNorm)
+    programs = triton.cdiv(shape["N"], tiles.cols)
+    vector_kernel[(programs,)](
+        *row, *(rotation or (None, None)), layer.weight, layer.bias, out, *pool,
+        P=P, RMS=rms, **shape, **tiles.options(), **pdl_options(out),
+    )  # fmt: skip
+
+
+def launch_matrix(x: Tensor, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles):
+    """matrix_kernel, for the R rows of x, to out [P, R, columns]."""
+    assert x.is_contiguous(), "rows must be contiguous"
+    P, R, _ = out.shape
+    column_tiles = triton.cdiv(shape["N"], tiles.cols)
+    row_tiles = triton.cdiv(R, tiles.rows)
+    blocks = triton.cdiv(triton.cdiv(shape["K"], P), tiles.block)  # of a part
+    weight_tiles = 2 * tiles.cols if shape["GATED"] else tiles.cols
+    stage_bytes = (tiles.rows + weight_tiles) * tiles.block * x.element_size()
+    room = min(TILES_MEMORY, shared_memory(x.device))
+    stages = max(1, min(tiles.stages, room // stage_bytes))
+    matrix_kernel[(column_tiles, row_tiles, P)](
+        x, layer.weight, layer.bias, out, *pool, R, **shape, **tiles.options(),
+        ROWS=tiles.rows, LENGTH=blocks * tiles.block, SWAPPED=tiles.swapped, num_stages=stages,
+        **pdl_options(x),
+    )  # fmt: skip

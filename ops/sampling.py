@@ -1,0 +1,314 @@
+"""
+From logits to tokens, for a batch in which every request has its own parameters.
+
+Randomness is a function, not a state: the noise of a token depends on the request's seed, its
+position and the choice index, never on what else is in the batch. So the same request with the same
+seed gives the same tokens, alone or in a crowd, preempted or not. Letters: R rows of logits, V
+vocabulary.
+
+    rows = SamplingRows(num_rows=4, vocab_size=V, device="cpu")
+    rows.fill(Row(2, SamplingParams(top_p=0.9), seed=7))
+    tokens = sample_torch(logits, torch.tensor([2]), positions, rows)     # [1, V], [1] -> [1]
+
+`sample_torch` is the reference and runs anywhere. On a GPU its twin in sampling_kernels.py does the
+same in two launches whatever the batch asks for, so that a CUDA graph can hold it.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.inputs import upload
+from params import GREEDY_BELOW, LOWEST_LOGPROB, NO_TOKEN, SamplingParams
+
+# --------------------------------------------------------------------------------------------------
+# What the device knows of each request
+
+
+class Floats(NamedTuple):
+    """
+    A request's parameters that the device has in fp32, in the order that the kernels rely on. In
+    SamplingRows each field is a column, with a number for each row.
+    """
+
+    temperature: float
+    top_p: float
+    min_p: float
+    repetition: float
+    frequency: float
+    presence: float
+
+
+class Ints(NamedTuple):
+    """Likewise those that it has in int64."""
+
+    top_k: int  # 0: all tokens
+    seed: int
+    choice: int
+    stop_from: int  # the position of the first token that may be a stop token
+    biased: bool  # has a logit_bias
+    penalised: bool  # has any of the three penalties
+
+
+class Row(NamedTuple):
+    """A request that gets a row of `SamplingRows`."""
+
+    row: int
+    params: SamplingParams
+    seed: int
+    choice: int = 0  # which answer to its prompt, the first is 0
+    prompt_tokens: Sequence[int] = ()
+    generated_tokens: Sequence[int] = ()  # so far, after a preemption
+    stop_token_ids: Iterable[int] = ()
+
+    def floats(self) -> Floats:
+        p = self.params
+        repetition = max(p.repetition_penalty, 1e-6)  # divided by less, logits would overflow
+        return Floats(
+            p.temperature, p.top_p, p.min_p, repetition, p.frequency_penalty, p.presence_penalty
+        )
+
+    def ints(self) -> Ints:
+        p = self.params
+        stop_from = 0
+        if p.min_tokens:
+            stop_from = len(self.prompt_tokens) + p.min_tokens
+        return Ints(p.top_k, self.seed, self.choice, stop_from, p.biases, p.penalises)
+
+
+def bias_vector(params: SamplingParams, V: int) -> Tensor:
+    """[V] fp32: logit_bias."""
+    bias = torch.zeros(V)
+    if params.logit_bias:
+        values = list(params.logit_bias.values())
+        bias[list(params.logit_bias)] += torch.tensor(values)
+    return bias
+
+
+def token_marks(request: Row, V: int) -> Tensor:
+    """A request's row of SamplingRows.marks: [V] int64."""
+    generated = torch.tensor(request.generated_tokens, dtype=torch.int64)
+    marks = 4 * generated.bincount(minlength=V)
+    stops = [token for token in set(request.stop_token_ids) if 0 <= token < V]
+    marks[stops] += 2
+    marks[list(request.prompt_tokens)] += 1  # once, also for a token that is there several times
+    return marks
+
+
+class SamplingRows:
+    """
+    The parameters of every running request, and its last token, in device arrays, indexed by the
+    request's row. The tensors are never replaced, for CUDA graphs know them by their addresses.
+    What a row does not ask for is never read, so never cleared either.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device):
+        zeros = partial(torch.zeros, device=device)
+        self.packed_floats = zeros(num_rows, len(Floats._fields))
+        self.packed_ints = zeros(num_rows, len(Ints._fields), dtype=torch.int64)
+        # the same numbers by name, each column [num_rows]
+        self.floats = Floats(*self.packed_floats.unbind(1))
+        self.ints = Ints(*self.packed_ints.unbind(1))
+        self.bias = zeros(num_rows, vocab_size)
+        # of each token: 4 * times generated + 2 if a stop token + 1 if in the prompt
+        self.marks = zeros(num_rows, vocab_size, dtype=torch.int32)
+        self.last_token = zeros(num_rows, dtype=torch.int64)  # the next input of a decode
+
+    def fill(self, *requests: Row):
+        """
+        Fill the requests' rows, in place: two small uploads for all of them, and one of V numbers
+        each for the bias and the marks of those that need them. The host does not wait.
+        """
+        device = self.bias.device
+        V = self.bias.shape[1]
+        for request in requests:
+            row = request.row
+            params = request.params
+            if params.biases:
+                self.bias[row] = upload(bias_vector(params, V), device, torch.float32)
+            if params.penalises or params.min_tokens:
+                self.marks[row] = upload(token_marks(request, V), device, torch.int32)
+        ints = upload([[r.row, *r.ints()] for r in requests], device)
+        floats = upload([r.floats() for r in requests], device, torch.float32)
+        rows = ints[:, 0]
+        self.packed_ints[rows] = ints[:, 1:]
+        self.packed_floats[rows] = floats
+
+
+# --------------------------------------------------------------------------------------------------
+# The reference
+
+
+def sample_torch(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    per_row: SamplingRows,
+    asked: Sequence[SamplingParams] | None = None,
+) -> Tensor:
+    """
+    Pick a token for each row of logits [R, V] (fp32, bf16 or fp16): argmax of logits / temperature
+    + Gumbel noise, over the tokens that the filters keep, is a sample of the softmax (the
+    Gumbel-max trick, Gumbel 1954). rows [R] are the requests' rows in `per_row`, positions [R] the
+    places of the new tokens in their texts; `asked`, the SamplingParams of the rows, spares work
+    that no row wants. Returns [R] int64: of a tie the lowest token, and NO_TOKEN for a row without
+    a finite maximum (NaN anywhere, all -inf). In place: per_row.last_token gets the tokens (0 for
+    NO_TOKEN), and per_row.marks counts them in rows with penalties.
+    """
+    # what any row may ask for, by the attributes of SamplingParams that say so
+    names = ("adjusts", "temperature", "filters", "penalises")
+    wanted = {name for name in names if asked is None or any(map(attrgetter(name), asked))}
+    floats = per_row.floats
+    ints = per_row.ints
+    scores = logits.float()
+    if "adjusts" in wanted:
+        scores = adjust(scores, rows, positions, per_row)
+    if "temperature" in wanted:
+        temperature = floats.temperature[rows][:, None]  # [R, 1]
+        greedy = temperature < GREEDY_BELOW
+        scores = scores / torch.where(greedy, 1.0, temperature)
+        if "filters" in wanted:  # top_k, top_p, min_p
+            lowest = threshold(scores, ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
+            scores = scores.masked_fill(scores < lowest[:, None], -torch.inf)
+        noise = gumbel_noise(ints.seed[rows], positions, ints.choice[rows], logits.shape[1])
+        scores = torch.where(greedy, scores, scores + noise)
+    best, tokens = scores.max(-1)
+    valid = best.isfinite()
+    if "penalises" in wanted:
+        counted = valid * ints.penalised[rows]
+        per_row.marks.index_put_((rows, tokens), 4 * counted.int(), accumulate=True)
+    per_row.last_token[rows] = torch.where(valid, tokens, 0)
+    return torch.where(valid, tokens, NO_TOKEN)
+
+
+def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRows) -> Tensor:
+    """
+    scores [R, V] fp32 after bias, ban of stop tokens and penalties; the formulas are vLLM's. A
+    forbidden token gets -inf added, not assigned: a NaN stays one, and makes its row invalid.
+    """
+
+    def column(values: Tensor) -> Tensor:
+        return values[rows][:, None]  # [R, 1]
+
+    floats = per_row.floats
+    ints = per_row.ints
+    marks = per_row.marks[rows]
+    times = marks >> 2  # that each token was generated
+    is_stop = marks & 2 > 0
+    in_text = (marks & 1) + times > 0
+
+    # logit_bias
+    scores = scores + torch.where(column(ints.biased) > 0, per_row.bias[rows], 0.0)
+
+    # min_tokens
+    banned = is_stop & (positions[:, None] < column(ints.stop_from))
+    scores = scores + torch.where(banned, -torch.inf, 0.0)
+
+    # the penalties: repetition, frequency, presence
+    repetition = torch.where(in_text, column(floats.repetition), 1.0)
+    scores = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores = scores - column(floats.frequency) * times
+    return scores - column(floats.presence) * (times > 0)
+
+
+def threshold(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """
+    The least score [R] that all filters [R] keep, of scores [R, V]: the largest of what each of the
+    three gives. Scores that tie with it stay, so the best token always does.
+    """
+    V = scores.shape[1]
+    ranked = scores.sort(dim=1, descending=True).values
+    best = ranked[:, :1]  # [R, 1]
+
+    # top_k: the k-th largest score; 0 keeps all
+    k = torch.where(top_k > 0, top_k, V).clamp(max=V)
+    of_top_k = ranked.gather(1, k[:, None] - 1)
+
+    # top_p (nucleus sampling, Holtzman et al. 2020): the score of the last token that is needed for
+    # this share of the probability of what top_k keeps
+    weights = (ranked - best).exp()
+    weights = weights.masked_fill(ranked < of_top_k, 0.0)
+    mass = weights.cumsum(1)
+    share = top_p[:, None]
+    needed = mass - weights < share * mass[:, -1:]  # the more likely tokens are not enough
+    last = needed.sum(1, keepdim=True).clamp(min=1) - 1
+    of_top_p = ranked.gather(1, last)
+    # a top_p of 1 keeps all: with rounding, the sum reaches the whole before the last token
+    of_top_p = torch.where(share < 1, of_top_p, -torch.inf)
+
+    # min_p (Nguyen et al. 2024): the score at this share of the best token's probability
+    of_min_p = best + min_p.log()[:, None]
+    highest = torch.maximum(of_top_k, of_top_p)
+    return torch.maximum(highest, of_min_p)[:, 0]
+
+
+def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Log-softmax of the raw logits [R, V], before temperature and penalties: of the chosen tokens [R]
+    -> [R] fp32, and the n largest, [R, n] token ids and [R, n] fp32, best first. LOWEST_LOGPROB is
+    the least, also where a row has NaN or its token is NO_TOKEN.
+    """
+
+    total = logits.float().logsumexp(1, keepdim=True)  # [R, 1]
+
+    def relative(x: Tensor) -> Tensor:
+        difference = (x.float() - total).nan_to_num(LOWEST_LOGPROB)
+        return difference.clamp(LOWEST_LOGPROB, 0.0)
+
+    best, best_ids = logits.topk(min(n, logits.shape[1]))
+    chosen = logits.gather(1, tokens.clamp(min=0)[:, None])
+    return relative(chosen)[:, 0], best_ids, relative(best)
+
+
+# --------------------------------------------------------------------------------------------------
+# Noise: Philox4x32-10, a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as
+# easy as 1, 2, 3")
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+MASK32 = 0xFFFFFFFF
+ROUNDS = 10
+
+
+def philox(counter: tuple, key: tuple) -> tuple:
+    """
+    Four random words from four 32-bit counter words and two key words, all int64 tensors that
+    broadcast. Words 0 and 2 go through a round alike, and so do 1 and 3: each pair is one tensor,
+    which halves the operations.
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    even = torch.stack([c0, c2])  # [2, ...]
+    odd = torch.stack([c1, c3])
+    round_key = torch.stack(torch.broadcast_tensors(*key))
+    constants = torch.tensor((MULTIPLIERS, KEY_STEPS), device=c0.device)
+    multipliers, key_steps = constants.view(2, 2, *[1] * c0.dim())  # [2, 1, ...] each
+    for _ in range(ROUNDS):
+        product = even * multipliers  # 64 bits; the sign bit is a bit like any other
+        high = (product >> 32) & MASK32
+        even = high.flip(0) ^ odd ^ round_key
+        odd = (product & MASK32).flip(0)
+        round_key = (round_key + key_steps) & MASK32
+    return even[0], odd[0], even[1], odd[1]
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, choices: Tensor, V: int) -> Tensor:
+    """
+    Standard Gumbel noise [R, V] fp32 for seeds, positions and choices [R] int64. Key: the seed.
+    Counter: (token id // 4, position, choice, 0); token id t takes word t % 4. A word's upper 23
+    bits are a u in (0, 1), exact in fp32.
+    """
+    quads = torch.arange(math.ceil(V / 4), device=seeds.device)  # [V / 4]
+    zero = torch.zeros_like(quads)
+    positions = positions[:, None].long() & MASK32
+    choices = choices[:, None] & MASK32
+    low = seeds[:, None] & MASK32
+    high = (seeds[:, None] >> 32) & MASK32
+    words = philox((quads, positions, choices, zero), (low, high))
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :V]  # [R, V / 4, 4] -> [R, V]
+    u = ((bits >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(u))

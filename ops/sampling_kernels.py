@@ -1,0 +1,357 @@
+"""
+The sampler's Triton twin: the tokens of `sampling.sample_torch`, in two launches that depend on the
+shapes alone, so one CUDA graph of them serves whatever is asked. Nothing is sorted, and what a row
+did not ask for is skipped on the device.
+
+    threshold_kernel     the least score that a row's top_k, top_p and min_p keep
+    gumbel_max_kernel    argmax of the kept scores over temperature, plus Gumbel noise
+
+Not run by itself. Letters: R rows of logits, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+import params
+from kernels import INF, INTERPRETED, finishes_last, jit, pdl_options, pdl_wait, tl, triton
+from ops.sampling import Floats, Ints, SamplingRows
+
+# Tuned on an H200, 2026-11-21, for GPT-2's vocabulary and 1 to 256 rows; `python bench.py overhead`
+# there measures the time of both kernels in a decode step ("sampling").
+THRESHOLD_WIDTH = 2048  # tokens that a program takes at a time
+THRESHOLD_WARPS = 16
+QUADS = 256  # Philox calls that a program takes at a time, four tokens each
+GUMBEL_MAX_WARPS = 4
+GUMBEL_MAX_PROGRAMS = 4096  # four times what the chip runs at a time
+
+GREEDY_BELOW = tl.constexpr(params.GREEDY_BELOW)
+NO_TOKEN = tl.constexpr(params.NO_TOKEN)
+# Columns: the fields of sampling.Floats and sampling.Ints, in their order
+FLOATS = range(len(Floats._fields))
+TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = map(tl.constexpr, FLOATS)
+INTS = range(len(Ints._fields))
+TOP_K, SEED, CHOICE, STOP_FROM, BIASED, PENALISED = map(tl.constexpr, INTS)
+NUM_FLOATS = tl.constexpr(len(FLOATS))
+NUM_INTS = tl.constexpr(len(INTS))
+
+
+@jit
+def row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
+    """
+    Row r of logits and what is asked of it, as `load_adjusted` wants them: pointers to the row's
+    own numbers, and whether the row is biased, may not stop yet, and is penalised.
+    """
+    row = tl.load(rows + r)
+    floats, ints = floats + row * NUM_FLOATS, ints + row * NUM_INTS
+    logits += r.to(tl.int64) * stride
+    banned = tl.load(positions + r) < tl.load(ints + STOP_FROM)
+    biased, penalised = tl.load(ints + BIASED) != 0, tl.load(ints + PENALISED) != 0
+    return logits, floats, ints, bias + row * V, marks + row * V, V, biased, banned, penalised
+
+
+@jit
+def load_adjusted(view, t):
+    """
+    As `sampling.adjust`: logits of tokens t, fp32, after bias, ban of stop tokens and penalties;
+    -inf beyond the last token.
+    """
+    logits, floats, _, bias, marks, V, biased, banned, penalised = view
+    score = tl.load(logits + t, mask=t < V, other=-INF).to(tl.float32)
+    if biased:
+        score += tl.load(bias + t, mask=t < V, other=0.0)
+    if banned | penalised:
+        mark = tl.load(marks + t, mask=t < V, other=0)
+        count = mark >> 2
+        score += tl.where(((mark & 2) > 0) & banned, -INF, 0.0)
+        repetition = tl.where((mark & 1) + count > 0, tl.load(floats + REPETITION), 1.0)
+        score = tl.where(score > 0, score / repetition, score * repetition)
+        taken = tl.load(floats + FREQUENCY) * count.to(tl.float32)
+        score -= taken + tl.where(count > 0, tl.load(floats + PRESENCE), 0.0)
+    return score
+
+
+# --------------------------------------------------------------------------------------------------
+# The filters
+
+
+@jit
+def weight_above(
+    scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr
+):
+    """
+    One pass over n scores: the weight at or above each of three pivots, which is the number of
+    scores or, if WEIGHTED, their probability times a constant, the sum of 2^((score - top) * rate)
+    with rate = log2(e) / temperature. Also the smallest score from `low` on and the largest below
+    `high`.
+    """
+    above1 = tl.zeros([WIDTH], tl.float32)
+    above2 = tl.zeros([WIDTH], tl.float32)
+    above3 = tl.zeros([WIDTH], tl.float32)
+    smallest = tl.full([WIDTH], INF, tl.float32)
+    largest = tl.full([WIDTH], -INF, tl.float32)
+    for start in range(0, n, WIDTH):
+        score = tl.load(scores + start + tl.arange(0, WIDTH))
+        weight = tl.exp2((score - top) * rate) if WEIGHTED else 1.0
+        above1 += tl.where(score >= p1, weight, 0.0)
+        above2 += tl.where(score >= p2, weight, 0.0)
+        above3 += tl.where(score >= p3, weight, 0.0)
+        smallest = tl.minimum(smallest, tl.where(score >= low, score, INF))
+        largest = tl.maximum(largest, tl.where(score < high, score, -INF))
+    return (
+        tl.sum(above1, axis=0),
+        tl.sum(above2, axis=0),
+        tl.sum(above3, axis=0),
+        tl.min(smallest, axis=0),
+        tl.max(largest, axis=0),
+    )
+
+
+@jit
+def find_threshold(
+    scores, n, smallest, top, wanted, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr
+):
+    """
+    The largest of n scores, among `smallest` .. `top`, with a weight of at least `wanted` (k, or a
+    share of the mass) at or above it, see weight_above. Each pass cuts the bracket low <= answer <
+    high into four, and also finds the smallest and the largest score inside the bracket before:
+    when these two are equal, that score is the answer.
+    """
+    low, high, largest, rounds = smallest, top + INF, top, 0
+    # fp32 has 2^8 binades: 300 rounds are never needed, but no row may make a kernel hang
+    while (smallest < largest) & (rounds < 300):
+        step = largest * 0.25 - smallest * 0.25
+        p1, p2, p3 = smallest + step, smallest + 2 * step, smallest + 3 * step
+        above1, above2, above3, smallest, largest = weight_above(
+            scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED, WIDTH
+        )
+        low = tl.where(
+            above3 >= wanted,
+            p3,
+            tl.where(above2 >= wanted, p2, tl.where(above1 >= wanted, p1, low)),
+        )
+        high = tl.where(
+            above1 < wanted,
+            p1,
+            tl.where(above2 < wanted, p2, tl.where(above3 < wanted, p3, high)),
+        )
+        smallest, largest = tl.maximum(smallest, low), tl.minimum(largest, high)
+        rounds += 1
+    return smallest
+
+
+@jit
+def compact(view, V, floor, scores, WIDTH: tl.constexpr):
+    """
+    Copy a row's scores from `floor` on to `scores`, WIDTH columns side by side. Each lane fills its
+    own column, so no lane waits for another; shorter columns are padded with -inf. Returns how many
+    numbers `scores` has now, padding included.
+    """
+    lane = tl.arange(0, WIDTH)
+    height = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, V, WIDTH):
+        score = load_adjusted(view, start + lane)
+        tl.store(scores + height * WIDTH + lane, score, mask=score >= floor)
+        height += (score >= floor).to(tl.int32)
+    highest = tl.max(height, axis=0)
+    nothing = tl.full([WIDTH], -INF, tl.float32)
+    for i in range(0, highest):
+        tl.store(scores + i * WIDTH + lane, nothing, mask=i >= height)
+    tl.debug_barrier()  # other threads will read them
+    return highest * WIDTH
+
+
+@jit
+def threshold_kernel(
+    logits, rows, positions, floats, ints, bias, marks, thresholds, finished, scratch,
+    stride, scratch_stride, V,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (R,): a program finds the least score that the filters of its row keep, as
+    `sampling.threshold` but before the temperature; -inf where there is nothing to filter. One or
+    two passes over the row give bounds, a last one copies only the scores that may be the answer to
+    `scratch`, and these few are searched. Also sets `finished` to zero, for gumbel_max_kernel.
+    """
+    pdl_wait(PDL)
+    r, lane = tl.program_id(0), tl.arange(0, WIDTH)
+    view = row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
+    floats, ints, scratch = view[1], view[2], scratch + r.to(tl.int64) * scratch_stride
+    temperature, top_p = tl.load(floats + TEMPERATURE), tl.load(floats + TOP_P)
+    min_p, k = tl.load(floats + MIN_P), tl.load(ints + TOP_K)
+    limited = (k > 0) & (k < V)
+    tl.store(finished + r, 0)
+    tl.store(thresholds + r, -INF)
+    if (temperature < GREEDY_BELOW) | ((top_p >= 1) & (min_p <= 0) & (limited == 0)):
+        return
+
+    peak = tl.full([WIDTH], -INF, tl.float32)  # the best score of each lane
+    least = tl.full([WIDTH], INF, tl.float32)
+    for start in range(0, V, WIDTH):
+        score = load_adjusted(view, start + lane)
+        peak = tl.maximum(peak, score)
+        least = tl.minimum(least, tl.where(score > -INF, score, INF))
+    top, floor = tl.max(peak, axis=0), tl.min(least, axis=0)
+    # a row with an infinite score has no token: leave nothing to search
+    floor = tl.where(top < INF, floor, top)
+    rate = 1.4426950408889634 / temperature  # log2(e): weights are powers of two
+    if limited | (top_p < 1):
+        mass = 0.0
+        # First a bound from below, cheaply. top_k: with at least k lanes, the k-th best of their
+        # peaks. top_p: V tokens of a weight below (1 - top_p) * mass / V together weigh less than
+        # what top_p drops.
+        if limited:
+            if tl.sum((peak > -INF).to(tl.int32), axis=0) >= k:
+                tl.store(scratch + lane, peak)
+                tl.debug_barrier()
+                floor = find_threshold(
+                    scratch, WIDTH, floor, top, k.to(tl.float32), rate, False, WIDTH
+                )
+        else:
+            weights = tl.zeros([WIDTH], tl.float32)
+            for start in range(0, V, WIDTH):
+                score = load_adjusted(view, start + lane)
+                weights += tl.exp2((score - top) * rate)
+            mass = tl.sum(weights, axis=0)
+            floor = tl.maximum(floor, top + (tl.log2((1 - top_p) * mass / V) - 0.01) / rate)
+        n = compact(view, V, floor, scratch, WIDTH)
+        if limited:
+            floor = find_threshold(scratch, n, floor, top, k.to(tl.float32), rate, False, WIDTH)
+            mass = weight_above(
+                scratch, n, floor, floor, floor, floor, floor, top, rate, True, WIDTH
+            )[0]
+        if top_p < 1:  # of what top_k left
+            floor = find_threshold(scratch, n, floor, top, top_p * mass, rate, True, WIDTH)
+    if min_p > 0:
+        floor = tl.maximum(floor, top + tl.log(min_p) * temperature)
+    tl.store(thresholds + r, floor)
+
+
+# --------------------------------------------------------------------------------------------------
+# Noise
+
+
+@jit
+def philox_words(seed, quad, position, choice):
+    """
+    The words of tokens 4 * quad .. 4 * quad + 3, uint32 each, as in `sampling.gumbel_noise`;
+    tl.philox has the same rounds.
+    """
+    return tl.philox(seed, quad, position.to(tl.int32), choice.to(tl.int32), 0)
+
+
+if triton and not INTERPRETED:
+    from triton.language.extra.cuda.libdevice import fast_log2f as fast_log2
+else:
+
+    @jit
+    def fast_log2(x):
+        return tl.log2(x)
+
+
+@jit
+def gumbel(word):
+    """
+    Gumbel noise of words uint32, as in `sampling.gumbel_noise`: -log(E) with E = -log(u). The
+    chip's own logarithm is three times as fast as an exact one, but inaccurate for u close to 1,
+    which the tokens that win have: there E is a series in 1 - u.
+    """
+    v = ((~word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 1 - u, exactly; 2^-23
+    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6 + v / 7))))))
+    minus_log_2: tl.constexpr = -0.6931471805599453
+    return minus_log_2 * fast_log2(tl.where(v < 0.125, series, minus_log_2 * fast_log2(1.0 - v)))
+
+
+@jit
+def running_argmax(best, token, score, t, noise, inverse, floor):
+    """
+    The best perturbed score and its token so far, each lane its own, after tokens t; `inverse` is 1
+    / temperature. A NaN counts as infinity, so it wins and makes the row invalid.
+    """
+    score = tl.where(score < floor, -INF, score * inverse + noise)
+    score = tl.where(score == score, score, INF)
+    return tl.where(score > best, score, best), tl.where(score > best, t, token)
+
+
+@jit
+def gumbel_max_kernel(
+    logits, rows, positions, floats, ints, bias, marks, thresholds, finished,
+    partial, partial_token, tokens, last_token, stride, V,
+    SPLITS: tl.constexpr, QUADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (R, SPLITS): a program searches every SPLITS-th tile of a row, QUADS Philox calls with four
+    tokens each. The last program of a row to finish compares the bests of all, stores the winner in
+    `tokens` and `last_token`, and counts it in `marks` if the row has penalties. `finished` is zero
+    before.
+    """
+    pdl_wait(PDL)
+    r, split = tl.program_id(0), tl.program_id(1)
+    view = row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
+    _, floats, ints, _, marks, _, _, _, penalised = view
+    seed, choice, position = tl.load(ints + SEED), tl.load(ints + CHOICE), tl.load(positions + r)
+    temperature, floor = tl.load(floats + TEMPERATURE), tl.load(thresholds + r)
+    drawn = temperature >= GREEDY_BELOW
+    inverse = 1.0 / tl.where(drawn, temperature, 1.0)
+    best, token = tl.full([QUADS], -INF, tl.float32), tl.zeros([QUADS], tl.int32)
+    for start in range(split * QUADS * 4, V, SPLITS * QUADS * 4):
+        quad = start // 4 + tl.arange(0, QUADS)
+        t, zero = 4 * quad, tl.zeros([QUADS], tl.float32)
+        s0, s1 = load_adjusted(view, t), load_adjusted(view, t + 1)
+        s2, s3 = load_adjusted(view, t + 2), load_adjusted(view, t + 3)
+        noise = zero, zero, zero, zero
+        # noise is most of the work, and few tiles have a token that the filters keep
+        noisy = drawn
+        if floor > -INF:
+            noisy = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0) >= floor
+        if noisy:
+            w0, w1, w2, w3 = philox_words(seed, quad, position, choice)
+            noise = gumbel(w0), gumbel(w1), gumbel(w2), gumbel(w3)
+        scores = s0, s1, s2, s3
+        for i in tl.static_range(4):
+            best, token = running_argmax(best, token, scores[i], t + i, noise[i], inverse, floor)
+    highest = tl.max(best, axis=0)
+    tl.store(partial + r * SPLITS + split, highest)
+    first = tl.min(tl.where(best == highest, token, V), axis=0)  # of a tie the lowest token
+    tl.store(partial_token + r * SPLITS + split, first)
+    if finishes_last(finished + r, SPLITS):
+        part = r * SPLITS + tl.arange(0, SPLITS)
+        scores = tl.load(partial + part, cache_modifier=".cg")
+        found = tl.load(partial_token + part, cache_modifier=".cg")
+        highest = tl.max(scores, axis=0)
+        winner = tl.min(tl.where(scores == highest, found, V), axis=0)
+        valid = (highest > -INF) & (highest < INF)
+        tl.store(tokens + r, tl.where(valid, winner, NO_TOKEN).to(tl.int64))
+        tl.store(last_token + tl.load(rows + r), tl.where(valid, winner, 0).to(tl.int64))
+        if valid & penalised:
+            tl.atomic_add(marks + winner, 4)
+
+
+def sample_triton(logits, rows, positions, per_row: SamplingRows, asked=None) -> Tensor:
+    """As `sampling.sample_torch`, on CUDA; `asked` changes nothing here."""
+    R, V = logits.shape
+    assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: wanted whole rows"
+    assert per_row.bias.shape[1] == V, f"logits for {V} tokens, rows for {per_row.bias.shape[1]}"
+    contiguous = rows.is_contiguous() and positions.is_contiguous()
+    assert contiguous, "rows and positions must be contiguous"
+    tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
+    quads = min(QUADS, triton.next_power_of_2(triton.cdiv(V, 4)))
+    tiles = triton.cdiv(V, 4 * quads)
+    splits = triton.next_power_of_2(max(1, min(GUMBEL_MAX_PROGRAMS // R, tiles)))
+    width = min(THRESHOLD_WIDTH, triton.next_power_of_2(V))
+    thresholds = logits.new_empty(R, dtype=torch.float32)
+    scratch = thresholds.new_empty(R, triton.cdiv(V, width) * width)  # of which little is written
+    finished = tokens.new_empty(R, dtype=torch.int32)
+    partial = thresholds.new_empty(R * splits)
+    partial_token = finished.new_empty(R * splits)
+    stride = logits.stride(0)
+    pdl = pdl_options(logits)
+    known = per_row.packed_floats, per_row.packed_ints, per_row.bias, per_row.marks
+    given = logits, rows, positions, *known, thresholds, finished
+    threshold_kernel[(R,)](
+        *given, scratch, stride, scratch.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS, **pdl
+    )
+    found = partial, partial_token, tokens, per_row.last_token
+    gumbel_max_kernel[(R, splits)](
+        *given, *found, stride, V, SPLITS=splits, QUADS=quads, num_warps=GUMBEL_MAX_WARPS, **pdl
+    )
+    return tokens

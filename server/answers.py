@@ -1,0 +1,460 @@
+"""
+The way of the engine's tokens to the client's answer: text, log-probabilities, JSON, events.
+
+    choice = CompletionChoice(job, 0, body, prompt, tokenizer, eos)     # or ChatChoice
+    choice.add_tokens([12, 7], None, 0)        # what a step brought
+    choice.text, choice.chunks()               # not sent yet; as the JSON of events
+    choice.mark_sent()
+
+A call is a `Job`, with a `Choice` for each of n continuations of each prompt. `EngineClient`
+(client.py) hands every step's tokens to `Job.on_tokens`; the choice makes text of them, finds stop
+strings and counts; the job, an ASGI application, sends all choices as one answer, or their
+news as server-sent events. The shapes of answers are those of OpenAI's API, and vLLM's.
+Not run by itself: app.py makes a Job for each completion.
+"""
+
+import asyncio
+import secrets
+import time
+
+import orjson
+
+from server.protocol import ApiError, ChatRequest, ClientGone, CompletionRequest, error_body
+from tokenizer import token_name
+
+PING_SECONDS = 10  # how often a silent stream sends a comment, or proxies would take it for dead
+PING = b": ping\n\n"
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+SEED_BITS = 48  # of drawn seeds: readers of JSON that take numbers for doubles keep 53 exactly
+SLICE = 2**18  # bytes of a long answer that go out at a time
+
+
+# --------------------------------------------------------------------------------------------------
+# One continuation of a prompt
+
+
+class Choice:
+    """
+    One continuation of a prompt: steps of the engine put tokens in; `text`, `tokens` and `entries`
+    (the log-probabilities of each token, if asked for, in the shape of the answer) were not sent
+    yet, `prompt_entries` are those of an echoed prompt. The JSON of entries is made as their
+    tokens come: all of a long answer's at its end would hold up the event loop for a second.
+
+    A subclass for each path knows the shapes of its answers.
+    """
+
+    def __init__(self, job, index: int, body, prompt: list[int], tokenizer, eos: list[int]):
+        self.job = job
+        self.index = index
+        self.body = body  # protocol.SamplingRequest
+        self.prompt = prompt
+        self.num_logprobs = body.num_logprobs
+        # An end of text, whichever of several, is a stop without a reason; with ignore_eos it is a
+        # token like any other.
+        self.eos = () if body.ignore_eos else eos
+        self.siblings = [self]  # all choices of the prompt
+        self.engine_id = None  # its name in the engine
+        self.num_tokens = 0  # of the answer; tokens after a stop string do not count
+        self.cached_tokens = 0  # of the prompt
+        self.prompt_entries = []
+        self.finish_reason = None  # "stop" or "length", once it has ended
+        self.stop_reason = None  # of a "stop": the stop string or id; None: the end of text
+        self.first_step = self.last_step = 0.0  # when tokens came; metrics.py keeps these
+        self.spell = tokenizer.spelled_bytes  # of control tokens too: "<|endoftext|>"
+        context = () if body.echo else prompt
+        self.stream = tokenizer.stream(context, body.skip_special_tokens and not body.echo)
+        self.mark_sent()
+        self.is_first = True  # nothing was sent yet
+        if body.echo:
+            self._echo(tokenizer)
+
+    def _echo(self, tokenizer):
+        """
+        Begin with the prompt as it was sent: with the names of control tokens, but without a BOS
+        that encoding has added. It is not searched for stop strings, but a character may begin in
+        it and end in the answer. Where log-probabilities are asked for it goes token by token,
+        because each has an offset: their number is limited, other prompts may be long.
+        """
+        was_text = isinstance(self.body.prompt[0], str) and self.body.add_special_tokens
+        was_added = was_text and self.prompt[:1] == tokenizer.bos != []
+        self.prompt_offsets = []
+        if self.num_logprobs is None:
+            self.text = self.stream.push_all(self.prompt[was_added:])
+        else:
+            for number, token in enumerate(self.prompt):
+                self.prompt_offsets.append(self.stream.num_characters)
+                if number or not was_added:
+                    self.text += self.stream.push(token)
+            self.prompt_entries = [self.entry(self.prompt[0], None, 0)]  # nothing predicts it
+        if self.body.skip_special_tokens:  # in the answer; the echo has their names
+            self.stream.spell_with(tokenizer.token_bytes)
+
+    def add_tokens(self, tokens, finish_reason, cached_tokens, scores=None, prompt_scores=None):
+        """
+        Make text of the tokens that one step brought, or several; search it for stop strings. With
+        finish_reason "stop" the last is a stop token, which is no text. `scores`, if asked for, has
+        one for each token: [log-probability of the token, the likeliest ids, their
+        log-probabilities]. prompt_scores has one for each token of the prompt but the first, and
+        comes once, with the first tokens of one of the prompt's choices.
+        """
+        self.cached_tokens = cached_tokens
+        if prompt_scores:
+            rows = zip(self.prompt[1:], prompt_scores, self.prompt_offsets[1:], strict=True)
+            entries = self.prompt_entries[:1] + [self.entry(*row) for row in rows]
+            for sibling in self.siblings:
+                sibling.prompt_entries = entries
+        if self.body.max_tokens == 0:  # the prompt's scores were all that was asked for
+            tokens = []
+            finish_reason = "length"
+        num_shown = len(tokens) - (finish_reason == "stop")  # whose text is part of the answer
+        for number, token in enumerate(tokens):
+            self.num_tokens += 1
+            self.tokens.append(token)
+            if scores:
+                self.entries.append(self.entry(token, scores[number], self.stream.num_characters))
+            if self.num_tokens == self.body.min_tokens + 1:
+                self.stream.stop_at(self.body.stop)  # not before: no stop string ends fewer tokens
+            if number < num_shown:
+                self.text += self.stream.push(token)
+            if self.stream.matched is not None:
+                self.finish_reason = "stop"
+                self.stop_reason = self.stream.matched
+                return  # the tokens after a stop string do not count
+        if finish_reason:
+            self.text += self.stream.flush()
+            self.finish_reason = finish_reason
+            if finish_reason == "stop" and tokens[-1] not in self.eos:
+                self.stop_reason = tokens[-1]
+
+    def has_unsent(self) -> bool:
+        """Whether there is something to send: text, the end, or tokens if they were asked for."""
+        if self.finish_reason:
+            return not self.is_end_sent
+        if self.tokens and (self.body.return_token_ids or self.num_logprobs is not None):
+            return True
+        # an echo waits for its prompt's scores, which come with the first token
+        waits = self.prompt_entries and not self.tokens
+        return bool(self.text) and not waits
+
+    def mark_sent(self):
+        """Forget text, tokens and their entries: the client was sent them."""
+        self.text = ""
+        self.tokens = []
+        self.entries = []
+        self.is_first = False
+        self.is_end_sent = self.finish_reason is not None
+
+    # its answer, as plain dictionaries; each subclass has its own `chunks`
+
+    def chunk(self, content, tokens, finish_reason, num_tokens) -> dict:
+        """
+        One event, as a dictionary: `content` is what differs between the paths, `tokens` are what
+        is new, and num_tokens, for its usage, counts all tokens up to here. An answer that is no
+        stream is made of one such chunk for each choice.
+        """
+        logprobs = None if self.num_logprobs is None else self.logprobs(tokens)
+        choice = {"index": self.index, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice["stop_reason"] = self.stop_reason if finish_reason else None
+        if self.body.return_token_ids:
+            choice["token_ids"] = tokens
+        chunk = {"choices": [content | choice]}
+        options = self.body.stream_options
+        if options.include_usage and options.continuous_usage_stats:  # vLLM's
+            chunk["usage"] = token_counts(len(self.prompt), num_tokens)
+        return chunk
+
+    def prompt_fields(self) -> dict:
+        """The fields about the prompt, which come once."""
+        return {"prompt_token_ids": self.prompt} if self.body.return_token_ids else {}
+
+    def name(self, token) -> str:
+        return token_name(self.spell(token))
+
+
+def token_counts(prompt_tokens, completion_tokens) -> dict:
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    return counts | {"total_tokens": prompt_tokens + completion_tokens}
+
+
+def likeliest(token, score, n) -> dict[int, float]:
+    """{id: log-probability} of the n likeliest tokens and of the token itself, likeliest first."""
+    logprob, ids, logprobs = score
+    candidates = dict(zip(ids[:n], logprobs[:n], strict=True))
+    candidates.setdefault(token, logprob)
+    return candidates
+
+
+class CompletionChoice(Choice):
+    """A choice, in the shape of /v1/completions."""
+
+    id_prefix = "cmpl-"
+    objects = ("text_completion", "text_completion")  # of a whole answer, of a chunk
+
+    def chunks(self) -> list[dict]:
+        """All that is new, for one event each."""
+        content = {"text": self.text}
+        if self.is_first:
+            content |= self.prompt_fields()
+        return [self.chunk(content, self.tokens, self.finish_reason, self.num_tokens)]
+
+    def entry(self, token, score, offset) -> tuple:
+        """A token's place in the four lists of `logprobs`."""
+        if not score:
+            return self.name(token), None, None, offset
+        candidates = likeliest(token, score, self.num_logprobs)
+        top = {self.name(i): p for i, p in candidates.items()}
+        return self.name(token), candidates[token], orjson.Fragment(orjson.dumps(top)), offset
+
+    def logprobs(self, tokens) -> dict:
+        """
+        OpenAI's shape for completions: four lists with an entry for each token, those of an echoed
+        prompt included. The entry of a prompt's first token is null: nothing predicts it.
+        """
+        entries = self.prompt_entries + self.entries if self.is_first else self.entries
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [entry[i] for entry in entries] for i, name in enumerate(names)}
+
+
+class ChatChoice(Choice):
+    """A choice, in the shape of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    objects = ("chat.completion", "chat.completion.chunk")
+
+    def chunks(self) -> list[dict]:
+        """
+        All that is new. In a stream the first event has the role alone, the last the finish_reason
+        alone, those between have the text. Fields about the prompt stand beside `choices`, as a
+        chat is one prompt. An answer that is no stream has one chunk with the whole message.
+        """
+        new = self.tokens, self.finish_reason, self.num_tokens
+        if not self.body.stream:
+            content = {"message": {"role": "assistant", "content": self.text}}
+            return [self.chunk(content, *new) | self.prompt_fields()]
+        chunks = []
+        if self.is_first:
+            role = {"delta": {"role": "assistant", "content": ""}}
+            num_before = self.num_tokens - len(self.tokens)
+            chunks.append(self.chunk(role, [], None, num_before) | self.prompt_fields())
+        if self.text or self.tokens:
+            text = {"delta": {"content": self.text}}
+            chunks.append(self.chunk(text, self.tokens, None, self.num_tokens))
+        if self.finish_reason:
+            chunks.append(self.chunk({"delta": {}}, [], *new[1:]))
+        return chunks
+
+    def entry(self, token, score, offset) -> orjson.Fragment:
+        """OpenAI's object for a token."""
+        candidates = likeliest(token, score, self.num_logprobs)
+        top = [self.scored(*item) for item in list(candidates.items())[: self.num_logprobs]]
+        entry = self.scored(token, candidates[token]) | {"top_logprobs": top}
+        return orjson.Fragment(orjson.dumps(entry))
+
+    def logprobs(self, tokens) -> dict | None:
+        return {"content": self.entries, "refusal": None} if tokens else None
+
+    def scored(self, token, logprob) -> dict:
+        data = self.spell(token)
+        return {"token": token_name(data), "logprob": logprob, "bytes": list(data)}
+
+
+# --------------------------------------------------------------------------------------------------
+# The answer to a call
+
+CHOICES = {CompletionRequest: CompletionChoice, ChatRequest: ChatChoice}
+
+# HTTP status and code for each kind of refusal by the engine or its client; all others are a 500
+REFUSALS = {"invalid": (400, None), "full": (429, "queue_full")}
+REFUSALS |= {"engine_dead": (500, "engine_dead"), "stopping": (503, "stopping")}
+
+
+class Job:
+    """
+    The answer to one call, as an ASGI application: whole, or a stream of server-sent events. While
+    a client reads slowly `send` waits and tokens gather (backpressure); they then go out as one
+    event. However it ends, nothing of it goes on running in the engine.
+
+    `service` is app.Service, `salt` that of the prefix cache of the client's key, `id` the call's
+    X-Request-Id.
+    """
+
+    def __init__(self, service, body, prompts: list[list[int]], salt: str, id: str):
+        self.service = service
+        self.client = service.client
+        self.body = body
+        self.salt = salt
+        self.call_id = id
+        self.started = time.monotonic()
+        self.changed = asyncio.Event()  # there may be something to send
+        self.is_silent = False  # if there is nothing, send a ping
+        self.is_done = False  # all choices have ended, or there is an error
+        self.error = None  # an ApiError
+        self.seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
+        kind = CHOICES[type(body)]
+        tokenizer = service.encoder.tokenizer
+        eos = self.client.info["eos_token_ids"]
+        self.choices = []
+        for number, prompt in enumerate(prompts):
+            own = body
+            if body.seed is None:  # or equal prompts of a call would get equal answers
+                own = body.model_copy(update={"seed": self.seed + number})
+            first = number * body.n
+            siblings = [kind(self, first + i, own, prompt, tokenizer, eos) for i in range(body.n)]
+            for choice in siblings:
+                choice.siblings = siblings
+            self.choices += siblings
+        self.num_unfinished = len(self.choices)
+        self.id = f"{kind.id_prefix}{body.request_id or id}"
+        self.head = {"id": self.id, "object": kind.objects[body.stream]}
+        self.head |= {"created": int(time.time()), "model": service.name}
+        # where usage is asked for, chunks before the last have it, too, as null
+        usage = {"usage": None} if body.stream_options.include_usage else {}
+        self.chunk_head = self.head | usage
+
+    async def __call__(self, scope, receive, send):
+        # now: nothing is awaited between this and the submission, so a burst cannot pass the queue
+        self.service.check_room(len(self.choices))
+        self.submit()
+        tasks = [asyncio.create_task(self.watch(receive))]
+        try:
+            if self.body.stream:
+                tasks.append(asyncio.create_task(self.ping()))
+                await self.send_stream(send)
+            else:
+                await self.changed.wait()
+                await self.send_whole(send)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.abort()
+            scope["logged"]["tokens"] = sum(choice.num_tokens for choice in self.choices)
+
+    def submit(self):
+        if self.body.max_tokens == 0 and self.body.num_prompt_logprobs is None:
+            for choice in self.choices:  # an echo of the prompt alone is no work for the engine
+                self.on_tokens(choice, [], "length", 0)
+        else:
+            for choice in self.choices[:: self.body.n]:
+                self.client.submit(choice.siblings)
+
+    # called by the engine's client
+
+    def on_tokens(self, choice, tokens, *output):
+        """A step brought these tokens of a choice, and the rest of its row."""
+        choice.add_tokens(tokens, *output)
+        self.service.metrics.count_tokens(choice, len(tokens))
+        self.num_unfinished -= choice.finish_reason is not None
+        self.is_done = self.num_unfinished == 0
+        if self.body.stream or self.is_done:
+            self.changed.set()  # a task sends it, once all messages of this round are read
+
+    def on_refusal(self, kind, message):
+        """The engine does not accept a choice, failed at it, or is gone: the call fails."""
+        status, code = REFUSALS.get(kind, (500, None))
+        self.fail(ApiError(status, message, code=code))
+
+    # its end
+
+    def fail(self, error: ApiError):
+        """End the call, all its choices; of several errors the first counts."""
+        self.error = self.error or error
+        self.is_done = True
+        self.abort()
+        self.changed.set()
+
+    def abort(self):
+        is_gone = isinstance(self.error, ClientGone | None)
+        reason = "abort" if is_gone else "error"
+        for choice in self.choices:
+            if self.client.abort(choice):
+                self.service.metrics.finished[reason].inc()
+
+    async def watch(self, receive):
+        """
+        End the call when it takes too long, or when the client hangs up, which ASGI says only when
+        it is asked.
+        """
+        limit = self.service.args.request_seconds
+        try:
+            async with asyncio.timeout(limit):
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+            self.fail(ClientGone())
+        except TimeoutError:
+            message = f"not finished within {limit:g} s, what the server allows"
+            self.fail(ApiError(503, message, code="timeout"))
+
+    # a whole answer
+
+    async def send_whole(self, send):
+        if self.error:
+            raise self.error
+        chunks = [choice.chunks()[0] for choice in self.choices]
+        choices = [chunk.pop("choices")[0] for chunk in chunks]
+        answer = self.head | {"choices": choices} | chunks[0] | {"usage": self.usage()}
+        await send_json(send, orjson.dumps(answer))
+
+    def usage(self) -> dict:
+        firsts = self.choices[:: self.body.n]
+        prompt = sum(len(choice.prompt) for choice in firsts)
+        cached = sum(choice.cached_tokens for choice in firsts)
+        counts = token_counts(prompt, sum(choice.num_tokens for choice in self.choices))
+        return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+    # a stream
+
+    async def ping(self):
+        """
+        Keep-alive: every PING_SECONDS have `send_stream` send a comment if there is nothing else.
+        One timer: a timeout around each wait for a token would cost more than the token.
+        """
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            self.is_silent = True
+            self.changed.set()
+
+    async def send_stream(self, send):
+        """
+        Server-sent events until all choices have ended, each time all that is new. Headers go out
+        with the first event, so an error before it still has an HTTP status of its own; a later one
+        is the last event.
+        """
+        is_started = is_done = False
+        while not is_done:
+            await self.changed.wait()
+            if self.error and not is_started:
+                raise self.error
+            choices = [choice for choice in self.choices if choice.has_unsent()]
+            chunks = [self.chunk_head | chunk for choice in choices for chunk in choice.chunks()]
+            for choice in choices:
+                choice.mark_sent()
+            is_done = self.is_done
+            events = [*map(orjson.dumps, chunks), *(self.last_events() if is_done else ())]
+            idle = PING if self.is_silent else b""  # b"": new text is all held back
+            self.is_silent = False
+            self.changed.clear()
+            data = b"".join(b"data: %b\n\n" % event for event in events) or idle
+            if not data:
+                continue
+            if not is_started:
+                is_started = True
+                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+            await send({"type": "http.response.body", "body": data, "more_body": not is_done})
+
+    def last_events(self) -> list[bytes]:
+        """After the last tokens the usage, if asked for, and the end."""
+        if self.error:
+            return [error_body(self.error)]
+        if self.body.stream_options.include_usage:
+            return [orjson.dumps(self.head | {"choices": [], "usage": self.usage()}), b"[DONE]"]
+        return [b"[DONE]"]
+
+
+async def send_json(send, data: bytes):
+    """Send JSON, perhaps long, in slices: each `send` waits until the one before is on its way."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for start in range(0, len(data), SLICE):
+        end = start + SLICE
+        message = {"type": "http.response.body", "body": data[start:end]}
+        await send(message | {"more_body": end < len(data)})

@@ -1,0 +1,375 @@
+"""
+The OpenAI-compatible HTTP interface: what each path answers, and how the server starts and drains.
+
+The way of a call: a `Connection` (connection.py) reads it, the `Gate` (gate.py) checks who sends
+it, Starlette's router finds the method of `Service` that answers its path, protocol.py parses its
+body. A completion is a `Job` (answers.py), where the engine's tokens become text. Not run by
+itself: serve.py starts a Service in each HTTP process.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from functools import partial
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from common import plural
+from server import protocol, welcome
+from server.answers import Job, send_json
+from server.gate import LINGER_SECONDS, STOPPED, Site, log
+from server.live import Listeners
+from server.protocol import ApiError
+from server.text import EncoderBusy
+from server.workers import Seat, Workers
+from tokenizer import TokenizerError
+
+MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize and /detokenize
+
+
+class Service(Site):
+    """
+    What all calls share: the engine's client, the encoder, the flags, and whether new work is
+    accepted.
+
+    client, encoder    EngineClient and Encoder
+    args, keys         the flags, and the API keys
+    seat               the place of this HTTP process among all
+    workers            the HTTP processes that the first one has started; None in all others
+    """
+
+    def __init__(self, client, encoder, args, keys, seat=None, workers=None):
+        name = args.served_model_name or args.model
+        self.name = name.encode(errors="replace").decode()  # JSON is UTF-8, a path may not be
+        super().__init__(args, keys, self.name, seat or Seat(), self.routes())
+        self.client = client
+        self.encoder = encoder
+        self.workers = workers or Workers(None, [])
+        self.created = int(time.time())
+        self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
+        self.listeners = Listeners(client, args.log_requests)
+        self.draining = False
+        client.on_state = self.engine_changed
+        if self.seat.is_first:  # every process hears them, but they count once
+            client.on_stats = self.metrics.update
+
+    def check_ready(self):
+        """Raises ApiError (503) while no work is accepted: loading, draining or dead."""
+        state = "draining" if self.draining else self.client.state
+        if state != "ready":
+            why = self.client.reason or "try again later"
+            raise ApiError(503, f"the server is {state}: {why}", code=state)
+
+    def check_room(self, count: int):
+        """Raises ApiError for more choices than the queue has room for, now (429) or ever (400)."""
+        self.check_ready()  # again: the engine may have died while the prompts were encoded
+        # Choices of other HTTP processes are known from the engine's last message. The engine has
+        # the last word, see Job.on_refusal.
+        waiting = max(len(self.client.choices), self.client.at_work)
+        capacity = self.client.info["max_num_seqs"] + self.args.max_queue
+        if count > capacity:
+            message = f"{count} prompts x n in one call, at most {capacity} are taken: split it"
+            raise ApiError(400, message, "prompt")
+        if count + waiting > capacity:
+            choices = plural(count, "choice")
+            message = f"{choices} beside {waiting} in work: at most {capacity} are taken"
+            raise ApiError(429, f"{message}, try again later", code="queue_full")
+
+    async def parse_body(self, http, kind):
+        """The call's JSON, as one of protocol.py's bodies, for this model. Raises ApiError."""
+        # Against CSRF: a page of another origin may send other types without asking first.
+        media_type = http.headers.get("content-type", "").partition(";")[0]
+        if media_type.strip().lower() != "application/json":
+            message = "the body must be JSON, sent with the header Content-Type: application/json"
+            raise ApiError(400, message)
+        self.check_ready()  # before the body is read, as it is long perhaps
+        limit = self.args.max_body_mib * 2**20
+        message = f"the body has more than {int(limit)} bytes: shorten it or raise --max-body-mib"
+        too_long = ApiError(413, message)
+        if int(http.headers.get("content-length", 0)) > limit:
+            raise too_long
+        data = bytearray()
+        async for part in http.stream():  # counted: a chunked body announces no length
+            data += part
+            if len(data) > limit:
+                raise too_long
+        try:
+            body = kind.model_validate_json(data, context=self.args.sampling)
+        except ValidationError as found:
+            raise protocol.body_refusal(found) from None
+        self.check_ready()
+        self.check_model(body.model)
+        return body
+
+    def check_model(self, name):
+        """Raises ApiError (404) for another model than the one there is; None is that one."""
+        if name not in (None, self.name):
+            message = f"there is no model {name!r:.200} here; there is {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def encoder_job(self, body):
+        """The encoder's job for a body's texts or messages. Raises ApiError."""
+        add = not body.messages if body.add_special_tokens is None else body.add_special_tokens
+        if not body.messages:
+            texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+            return {"texts": texts, "add_special_tokens": add}
+        if not self.encoder.has_chat:
+            raise ApiError(
+                400,
+                f"{self.name} has no chat template: use /v1/completions or put one into the "
+                "checkpoint",
+                "messages",
+            )
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        options = {"add_generation_prompt": body.add_generation_prompt}
+        options = body.chat_template_kwargs | options
+        return {"messages": messages, "options": options, "add_special_tokens": add}
+
+    async def ask_encoder(self, job):
+        """
+        The result of `encoder.ask`. Raises ApiError: 400 about the field that the job came from,
+        429 where too much waits.
+        """
+        try:
+            return await self.encoder.ask(job)
+        except TokenizerError as error:
+            # the first name in a job says what it is of: texts, messages or tokens
+            field = "prompt" if "texts" in job else next(iter(job))
+            raise ApiError(400, str(error), field) from None
+        except EncoderBusy as error:
+            raise ApiError(429, str(error), code="encoder_busy") from None
+
+    async def encode(self, body):
+        """Token ids of each prompt. Raises ApiError."""
+        if not body.messages and isinstance(body.prompt[0], list):
+            return body.prompt  # given as token ids
+        limit = self.client.info["max_model_len"]
+        prompts = await self.ask_encoder(self.encoder_job(body))
+        body.check_length(max(map(len, prompts)), limit)
+        return prompts
+
+    # What answers a path: an ASGI application. `http` is Starlette's request, `kind` the class of
+    # its body.
+
+    def routes(self) -> list[Route]:
+        def post(path, call, kind):
+            return Route(path, partial(call, kind), methods=["POST"])
+
+        return [
+            post("/v1/completions", self.complete, protocol.CompletionRequest),
+            post("/v1/chat/completions", self.complete, protocol.ChatRequest),
+            post("/tokenize", self.tokenize, protocol.TokenizeRequest),
+            post("/detokenize", self.detokenize, protocol.DetokenizeRequest),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{id:path}", self.show_model),  # a name may have slashes
+            Route("/", self.show_page),
+            Route("/events", self.show_events),
+            Route("/livez", self.show_liveness),
+            Route("/readyz", self.show_readiness),
+            Route("/health", self.show_readiness),
+            Route("/metrics", self.show_metrics),
+            Route("/openapi.json", self.show_openapi),
+        ]
+
+    async def complete(self, kind, http) -> Job:
+        body = await self.parse_body(http, kind)
+        num_prompts = 1 if body.messages else len(body.prompt)
+        self.check_room(num_prompts * body.n)  # now: to encode a million prompts takes seconds
+        prompts = await self.encode(body)
+        info = self.client.info
+        body.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
+        salt = f"{http.scope['salt']}:{body.cache_salt or ''}"
+        job = Job(self, body, prompts, salt, http.scope["request_id"])
+        http.scope["logged"]["seed"] = job.seed  # sent with it, a call gets this answer again
+        if self.args.log_requests:
+            # with the model's own defaults; without the salt, a secret
+            fields = body.model_dump(exclude_unset=True, exclude={"cache_salt"})
+            log("request", id=job.id, **fields | {"seed": job.seed})
+        http.scope["job"] = job
+        return job
+
+    async def tokenize(self, kind, http):
+        body = await self.parse_body(http, kind)
+        limit = self.client.info["max_model_len"]
+        answer = {"names": body.return_token_strs, "max_model_len": limit}
+        return self.encoders_answer(self.encoder_job(body) | {"answer": answer})
+
+    async def detokenize(self, kind, http):
+        body = await self.parse_body(http, kind)
+        protocol.check_vocabulary("tokens", body.tokens, self.client.info["vocab_size"])
+        return self.encoders_answer({"tokens": body.tokens})
+
+    def encoders_answer(self, job):
+        """
+        The ASGI application that answers with the JSON which the encoder makes. At most
+        MAX_LONG_ANSWERS long ones are in memory at once, from the encoding until the client has
+        read them: each may have 30 MB.
+        """
+        is_short = self.encoder.is_short(job)
+
+        async def answer(scope, receive, send):
+            async with contextlib.nullcontext() if is_short else self.long_answers:
+                await send_json(send, await self.ask_encoder(job))
+
+        return answer
+
+    async def list_models(self, http):
+        return JSONResponse({"object": "list", "data": [self.describe_model()]})
+
+    async def show_model(self, http):
+        if not http.path_params["id"]:
+            raise HTTPException(404)
+        self.check_model(http.path_params["id"])
+        return JSONResponse(self.describe_model())
+
+    def describe_model(self) -> dict:
+        """The model, as OpenAI's API describes one. Raises ApiError (503)."""
+        self.check_ready()
+        limit = self.client.info["max_model_len"]
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "max_model_len": limit,
+            "owned_by": "pagedgpt",
+            "chat": self.encoder.has_chat,  # else chat completions are refused: no template
+        }
+
+    async def show_events(self, http):
+        self.check_ready()
+        if http.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        return self.listeners.join(http.scope["salt"])
+
+    async def show_readiness(self, http):
+        self.check_ready()
+        return JSONResponse({"status": "ready"})
+
+    async def show_liveness(self, http):
+        if trouble := self.client.trouble():
+            raise ApiError(503, f"the engine is not alive: {trouble}", code="dead")
+        return JSONResponse({"status": "alive"})
+
+    async def show_metrics(self, http):
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def show_openapi(self, http):
+        return JSONResponse(openapi(self.router.routes))
+
+    # its life
+
+    async def run(self, sock) -> str | None:
+        """
+        Serve until a signal or until the engine is gone for good. Returns what went wrong, None if
+        nothing did.
+        """
+        self.server = self.make_server(self.on_signal)  # ours drains first
+        self.loop = asyncio.get_running_loop()
+        self.sock = sock
+        if self.seat.orders:
+            self.loop.add_reader(self.seat.orders.fileno(), self.on_order)
+        self.workers.on_death = lambda process: log(
+            "worker_died", pid=process.pid, code=process.exitcode
+        )
+        self.workers.watch()
+        # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
+        await self.client.attach()
+        if not self.seat.is_first:
+            await self.wait_for_greeting()
+        await self.server.serve(sockets=[sock])
+        self.workers.stop()
+        await self.workers.end_within(LINGER_SECONDS + 1)
+        self.client.close()
+        self.encoder.close()
+        return self.client.reason if self.client.state == "dead" else None
+
+    async def wait_for_greeting(self):
+        """
+        A process that starts after the engine has loaded is greeted at once. Until then connections
+        wait in its socket: answered now, they would be refused with "loading".
+        """
+        for _ in range(50):
+            if self.client.state != "loading":
+                return
+            await asyncio.sleep(0.02)
+
+    def on_signal(self, *_):
+        """Signals are for the first HTTP process; the others get its orders."""
+        if self.seat.is_first:
+            self.loop.call_soon_threadsafe(self.stop)
+
+    def on_order(self):
+        """
+        Stop, as the first HTTP process orders: a byte comes for each of its own stops. At the end
+        of the file that process is gone: stop at once.
+        """
+        orders = self.seat.orders.fileno()
+        if not os.read(orders, 1):
+            self.loop.remove_reader(orders)
+            self.stop()
+        self.stop()
+
+    def engine_changed(self, state):
+        """The client's `on_state`: greet when the engine is ready, log its restart, end with it."""
+        if state == "ready":
+            self.listeners.engine_started()
+        else:
+            self.listeners.engine_ended()
+        if state == "dead":
+            self.listeners.end()
+            self.server.should_exit = True
+        elif not self.seat.is_first:
+            return  # one process says it
+        elif state == "ready" and not self.draining:
+            url = welcome.base_url(self.sock)
+            greeting = welcome.greeting(self.name, url, self.encoder.has_chat, bool(self.keys))
+            print(greeting, flush=True)
+        elif state == "restarting":
+            log("engine_died", reason=self.client.reason)
+
+    def stop(self):
+        """
+        Drain: accept no new work, and let calls that run finish, for at most --drain-seconds. The
+        second time: end them now.
+        """
+        self.workers.stop()
+        if self.draining:
+            self.deadline = 0.0
+            return
+        self.draining = True
+        self.deadline = time.monotonic() + self.args.drain_seconds
+        running = max(len(self.client.choices), self.client.at_work)
+        if running and self.seat.is_first:
+            requests = plural(running, "request")
+            print(f"finishing {requests}; a second signal ends them", file=sys.stderr)
+        # kept: the loop itself holds tasks weakly
+        self.drainer = asyncio.create_task(self._drain())
+
+    async def _drain(self):
+        # while something runs here, or, for the first HTTP process, in another one
+        while (self.client.choices or self.workers.processes) and time.monotonic() < self.deadline:
+            await asyncio.sleep(0.02)
+        self.client.refuse_all("stopping", STOPPED)
+        self.listeners.end()
+        # uvicorn closes its sockets and waits until the last answers are out
+        self.server.should_exit = True
+
+
+def openapi(routes: list[Route]) -> dict:
+    """The OpenAPI document: all paths, and pydantic's schemas of the bodies that they take."""
+    kinds = {route.path: route.endpoint.args[0] for route in routes if "POST" in route.methods}
+    bodies = [(kind, "validation") for kind in kinds.values()]
+    refs, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+    paths = {route.path_format: {"get": {}} for route in routes if route.path not in kinds}
+    for path, kind in kinds.items():
+        content = {"application/json": {"schema": refs[kind, "validation"]}}
+        paths[path] = {"post": {"requestBody": {"content": content}}}
+    document = {"openapi": "3.1.0", "info": {"title": "pagedGPT", "version": "1"}, "paths": paths}
+    return document | {"components": {"schemas": schemas["$defs"]}}

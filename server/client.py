@@ -1,0 +1,286 @@
+"""
+The HTTP processes' end of the link to the engine: requests go out, tokens come in, in rounds.
+
+    client = EngineClient(path, start)     # before the event loop runs: the engine loads meanwhile
+    await client.attach()                  # in the event loop
+    client.submit(choices)                 # a job's `on_tokens` or `on_refusal` is called in return
+
+Not run by itself: serve.py makes one for each HTTP process. links.py is the other end, and
+defines the messages. answers.py makes text of the tokens.
+"""
+
+import asyncio
+import itertools
+import socket
+import time
+from operator import itemgetter
+
+from engine.links import Messages, join_rows, to_line
+
+STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
+CRASHED = "the engine stopped unexpectedly"
+LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until all that it said was read
+
+# Backpressure: writes are batched by how busy this process is. A round: all that the engine has
+# sent is read, and written to its streams. A write to a stream costs much more than a token: with
+# one for each token of 256 streams an HTTP process would do nothing else, and requests that have
+# arrived would wait to be read until the streams before them have ended. So after a round the
+# engine's messages are left unread for as long as the round took, up to a limit. A round lasts
+# until the event loop has run everything that was ready, other work included: the further behind
+# this process is, the more tokens are joined (here, and by the engine once the link is full), and
+# what arrives is read between two rounds. A single stream never waits: its rounds are shorter than
+# timers can resolve.
+MIN_PAUSE = 0.001  # seconds: timers resolve no less
+MAX_PAUSE = 0.02  # seconds, by which a gap between tokens may grow
+
+
+def connect(path: str) -> socket.socket:
+    """
+    A link to the engine whose listening socket is at `path`; it may still be loading, or about to
+    be started.
+    """
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)
+    return sock
+
+
+class EngineClient(asyncio.Protocol):
+    """
+    The link to the engine, and the table of the choices that wait for tokens. It belongs to the
+    event loop and never blocks it.
+
+        HTTP process  ------- add, abort, listen ------>  engine process
+                      <-- ready, step, error, events, fatal --
+
+    `start()` starts the engine's process and returns it (multiprocessing's Process); it is called
+    once, and once more if the engine dies. In all HTTP processes but the first it does nothing.
+
+    state      loading -> ready -> restarting -> ready -> dead
+    info       the engine's message "ready": max_model_len and other limits
+    reason     why the engine is gone; "": it is not
+    at_work    choices that wait or run in the engine, of all HTTP processes, by its last message
+
+    `on_state(state)` and `on_stats(stats)` are called with what changed, and, after `listen`,
+    `on_events(lines)` with the engine's record (events.py); no lines: it publishes no more.
+    """
+
+    def __init__(self, path: str, start=lambda: None):
+        self.path = path
+        self.start = start
+        self.may_restart = True
+        self.state = "loading"
+        self.info = {}
+        self.reason = ""
+        self.at_work = 0
+        self.choices = {}  # the request's id -> the answers.Choice that waits for its tokens
+        self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
+        self.heard = time.monotonic()  # the last word of the engine, or the first request since
+        self.is_paused = False  # between two rounds
+        self.on_state = self.on_stats = self.on_events = lambda *news: None
+        self._connect()
+
+    def _connect(self):
+        self.incoming = Messages()
+        # messages that the link has no room for, by operation and request: "abort 5.1"
+        self.unsent = {}
+        self.is_full = False
+        self.last_words = ""
+        self.transport = None
+        # before the start: an engine whose last link is closed ends, so it cannot be left behind
+        self.sock = connect(self.path)
+        self.process = self.start()
+
+    async def attach(self):
+        """Begin to read."""
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self, sock=self.sock)
+        if self.process:
+            loop.add_reader(self.process.sentinel, self._process_ended, self.process)
+
+    def close(self):
+        """End the link. An engine whose last link ends does so too."""
+        transport = self.transport
+        self.transport = None  # so `connection_lost` sees that this side closed it
+        if transport:
+            transport.close()
+
+    def submit(self, choices):
+        """Have the choices of one prompt computed."""
+        # an idle engine says nothing: its silence counts from its first request
+        if not self.choices:
+            self.heard = time.monotonic()
+        id = next(self.ids)
+        for number, choice in enumerate(choices):  # the engine names its forks so, too
+            choice.engine_id = f"{id}.{number}" if number else id
+            self.choices[choice.engine_id] = choice
+        first = choices[0]
+        body = first.body
+        options = {"n": len(choices), "priority": body.priority, "name": first.job.call_id}
+        options |= {"cache_salt": first.job.salt, "prompt_logprobs": body.num_prompt_logprobs}
+        params = body.sampling_params(len(first.prompt), self.info["max_model_len"])
+        self._write(op="add", id=id, prompt=first.prompt, params=params, options=options)
+
+    def abort(self, choice) -> bool:
+        """
+        Stop a choice's request; what it still sends is dropped. False if it has ended or was never
+        submitted.
+        """
+        if not self.choices.pop(choice.engine_id, None):
+            return False
+        self._write(op="abort", id=choice.engine_id)
+        self._forget_unsent(choice)
+        return True
+
+    def _forget_unsent(self, choice):
+        """
+        Drop the unsent "add" and "abort" messages of a prompt for which no choice waits any more.
+        An engine that does not read, as in a long step, would later compute it for nothing; and
+        clients that come and go meanwhile would fill the memory here.
+        """
+        ids = [sibling.engine_id for sibling in choice.siblings]
+        add = f"add {ids[0]}"
+        if add in self.unsent and not any(id in self.choices for id in ids):
+            del self.unsent[add]
+            for id in ids:
+                self.unsent.pop(f"abort {id}", None)
+
+    def listen(self, is_on: bool, tokens: bool = False):
+        """Have the engine publish its record, from a snapshot on; or no listener is left."""
+        self._write(op="listen", on=is_on, tokens=tokens)
+
+    def refuse_all(self, kind, message):
+        """End everything that waits, as if the engine refused it."""
+        for choice in list(self.choices.values()):
+            choice.job.on_refusal(kind, message)
+
+    def trouble(self) -> str:
+        """
+        Why the engine is not alive: it is gone, or has work and said nothing for STALL_SECONDS. ""
+        if it is.
+        """
+        stalls = self.choices and time.monotonic() - self.heard > STALL_SECONDS
+        return self.reason or (f"no step in {STALL_SECONDS} s" if stalls else "")
+
+    def _write(self, **message):
+        if not self.transport:
+            return  # the engine is gone, and forgets by itself what it did
+        if self.is_full:
+            self.unsent[f"{message['op']} {message.get('id')}"] = to_line(message)
+        else:
+            self.transport.write(to_line(message))
+
+    # called by asyncio
+
+    def pause_writing(self):
+        self.is_full = True
+
+    def resume_writing(self):
+        self.is_full = False
+        while self.transport and self.unsent and not self.is_full:  # after `close`, too
+            first = next(iter(self.unsent))
+            self.transport.write(self.unsent.pop(first))
+
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def data_received(self, data: bytes):
+        """
+        A round: all messages that have come. The tokens of several steps for a request are
+        delivered at once.
+        """
+        started = time.monotonic()
+        messages = self.incoming.read(data)
+        if not messages:
+            return
+        self.heard = started
+        for op, run in itertools.groupby(messages, itemgetter("op")):
+            if op != "step":  # an error comes after the tokens before it
+                for message in run:
+                    self._on_message(message)
+                continue
+            steps = list(run)
+            rows = {}  # by request: its rows of these steps, joined
+            for step in steps:
+                for row in step["out"]:
+                    earlier = rows.setdefault(row[0], row)
+                    if earlier is not row:
+                        join_rows(earlier, row)
+            for id, tokens, finish_reason, *more in rows.values():
+                choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
+                if not choice:
+                    continue  # it was aborted, and this was already under way
+                choice.job.on_tokens(choice, tokens, finish_reason, *more)
+                if choice.finish_reason:  # perhaps for a stop string, unknown to the engine
+                    self.abort(choice)
+            for step in steps:
+                self.at_work = step["stats"]["at_work"]
+                self.on_stats(step["stats"])
+        # The round ends two turns of the event loop from now: in the first the tasks that this woke
+        # run, and write; then what has arrived meanwhile is read; then `_pause` is called.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._pause, self.transport, started)
+
+    def connection_lost(self, error):
+        if self.transport:  # else `close` did it
+            self.transport = None
+            self._end(self.last_words or CRASHED)
+
+    # messages of the engine
+
+    def _on_message(self, message):
+        match message.pop("op"):
+            case "ready":
+                self.state = "ready"
+                self.reason = ""
+                self.info = message
+                self.on_state("ready")
+            case "events":
+                self.on_events(message["lines"].split("\n") if message["lines"] else [])
+            case "error":
+                if choice := self.choices.get(message["id"]):
+                    choice.job.on_refusal(message["kind"], message["message"])
+            case "fatal":
+                self.last_words = message["message"]
+
+    def _pause(self, transport, started: float):
+        """
+        End a round that began at `started`: leave the link unread (backpressure) for as long as the
+        round took.
+        """
+        pause = min(MAX_PAUSE, time.monotonic() - started)
+        if pause >= MIN_PAUSE and transport is self.transport and not self.is_paused:
+            self.is_paused = True
+            transport.pause_reading()
+            asyncio.get_running_loop().call_later(pause, self._resume, transport)
+
+    def _resume(self, transport):
+        self.is_paused = False
+        if transport is self.transport:  # else it is closed
+            transport.resume_reading()
+
+    def _process_ended(self, process):
+        """
+        The engine's process has ended. If it did before it accepted this link, the link stays open
+        and nothing ever comes over it, so it is ended here, LAST_WORDS_SECONDS later.
+        """
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(process.sentinel)
+        loop.call_later(LAST_WORDS_SECONDS, self._end_unheard, process)
+
+    def _end_unheard(self, process):
+        if process is self.process and self.state in ("loading", "restarting"):
+            self._end(CRASHED)
+
+    def _end(self, reason: str):
+        """The engine is gone: so is all it was working at. The first time, start another one."""
+        restart = self.state == "ready" and self.may_restart
+        self.reason = f"{reason}, a new one is starting" if restart else reason
+        self.state = "restarting" if restart else "dead"
+        self.at_work = 0
+        self.on_state(self.state)
+        self.refuse_all("engine_dead", self.reason)
+        if restart:
+            self.may_restart = False
+            self._connect()
+            # kept: the loop itself holds tasks weakly
+            self.attaching = asyncio.create_task(self.attach())

@@ -1,0 +1,244 @@
+"""
+A client's connection, and what it may cost: uvicorn's HTTP protocol with limits.
+
+    uvicorn.Config(Gate(service), http=Connection)      # the ASGI application of gate.py
+
+Not run by itself: app.py puts it in front of the Gate. No client has shown an API key yet, so
+everything is bounded (against Slowloris and its kin): the bytes and number of headers, the time to
+send a request and to read an answer, the requests that wait in a connection, the number of
+connections. It assumes nothing about what requests mean.
+"""
+
+import asyncio
+import contextlib
+import re
+import uuid
+from collections import deque
+from collections.abc import Callable
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from server.protocol import ApiError, error_response
+
+MAX_HEAD = 2**16  # bytes of a request without its body: its first line, headers and trailers
+MAX_HEADERS = 128  # each costs 20 times its bytes in memory
+MAX_PIPELINED = 8  # requests of one connection that wait for the answer to the first
+REQUEST_ID = b"x-request-id"  # names a call, for its client and in the log
+
+# Against request smuggling: headers that decide which server is asked, by whom, and where a request
+# ends. Of two headers of one kind a proxy in front of this server may have obeyed the other.
+SINGLE_HEADERS = {
+    b"host",
+    b"authorization",
+    b"origin",
+    b"content-length",
+    b"content-type",
+    b"transfer-encoding",
+}
+
+
+def check_head(headers: list[tuple[bytes, bytes]]):
+    """
+    Raises ApiError (400, 431) for headers that are too many or that contradict each other. Names
+    are in lower case.
+    """
+    if len(headers) > MAX_HEADERS:
+        raise ApiError(431, f"the request has more than {MAX_HEADERS} headers: send fewer")
+    names = [name for name, _ in headers]
+    for name in SINGLE_HEADERS:
+        count = names.count(name)
+        if count > 1:
+            message = f"the header {name.decode()} is there {count} times: send it once"
+            raise ApiError(400, message)
+
+
+def request_id(name: bytes) -> str:
+    """The client's own X-Request-Id if it is printable ASCII and not long, else a new one."""
+    return name.decode() if re.fullmatch(b"[!-~]{1,128}", name) else uuid.uuid4().hex
+
+
+def close_after_early_answer(scope, receive, send, limit: float) -> tuple[Callable, Callable]:
+    """
+    ASGI's `receive` and `send` for a call. An answer that begins before the whole body was read
+    (mostly it is a refusal) is the connection's last. Closing with bytes unread would reset the
+    connection, and a client that is still sending would lose the answer: so first drop up to
+    `limit` bytes of the body. scope["has_answer"] is set when the answer begins.
+    """
+    headers = dict(scope["headers"])
+    has_length = headers.get(b"content-length", b"0").strip(b"0") != b""
+    unread = has_length or b"transfer-encoding" in headers
+    closes = False
+
+    async def receive_part():
+        nonlocal unread
+        message = await receive()
+        unread = message.get("more_body", False)
+        return message
+
+    async def send_part(message):
+        nonlocal closes
+        if message["type"] == "http.response.start":
+            scope["has_answer"] = True
+            closes = unread
+            if closes:
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+        elif closes and not message.get("more_body"):
+            # the whole answer goes out now, and its end, with which uvicorn closes the connection,
+            # when the body has been dropped
+            await send(message | {"more_body": True})
+            dropped = 0
+            with contextlib.suppress(asyncio.CancelledError):  # the server stops
+                while unread and dropped <= limit:
+                    dropped += len((await receive_part()).get("body", b""))
+            message = {"type": "http.response.body"}
+        await send(message)
+
+    return receive_part, send_part
+
+
+class Connection(HttpToolsProtocol):
+    """
+    uvicorn's connection, closed when the client takes longer than --client-seconds to send a whole
+    request or to read what waits for it, sends too much besides bodies, or is one too many. When a
+    connection ends, so does everything that was being computed for it.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        gate = self.config.app
+        self.args = gate.args
+        self.note_end = gate.note_end
+        self.max_connections = gate.service.max_connections
+        self.sending = self.reading = None  # timers: the client sends a request, reads an answer
+        self.in_body = False  # the head of the request that is being parsed is complete
+        self.head_size = 0  # bytes of the request's head and trailers that the parser has reported
+        self.unparsed = 0  # bytes received since its last report
+        self.unanswered: deque = deque()  # uvicorn's cycles; the first is being answered
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # pause writing while the client does not read
+        self.sending = self.close_later()
+        if len(self.connections) > self.max_connections:
+            message = f"more than {self.max_connections} connections: try again later"
+            self.refuse(ApiError(503, message, code="too_many_connections"))
+
+    def close_later(self):
+        return self.loop.call_later(self.args.client_seconds, self.transport.abort)
+
+    # what the client sends
+
+    def data_received(self, data):
+        self.sending = self.sending or self.close_later()
+        self._unset_keepalive_if_required()
+        self.unparsed += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self.ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.refuse(ApiError(400, "Invalid HTTP request received."))
+        if self.head_size + self.unparsed > MAX_HEAD:
+            self.transport.abort()
+
+    def on_message_begin(self):
+        super().on_message_begin()
+        self.in_body = False
+        self.head_size = self.unparsed = 0
+
+    def on_url(self, url):
+        super().on_url(url)
+        self.head_size += len(url)
+        self.unparsed = 0
+
+    def on_header(self, name, value):
+        self.head_size += len(name) + len(value) + len(": \r\n")
+        self.unparsed = 0
+        # trailers, the headers after a chunked body, are counted and forgotten
+        if not self.in_body and len(self.headers) <= MAX_HEADERS:
+            super().on_header(name, value)
+
+    def on_headers_complete(self):
+        self.in_body = True
+        if self.parser.should_upgrade() or self.transport.is_closing():
+            return
+        super().on_headers_complete()
+        name = request_id(dict(self.headers).get(REQUEST_ID, b""))
+        self.scope["request_id"] = name
+        self.cycle.default_headers = [*self.cycle.default_headers, (REQUEST_ID, name.encode())]
+        self.unanswered.append(self.cycle)
+        if len(self.unanswered) > 1 + MAX_PIPELINED:
+            self.transport.abort()
+        # uvicorn stops reading while requests wait, and would not notice a client that hangs up
+        self.flow.resume_reading()
+
+    def on_body(self, body):
+        self.unparsed = 0
+        super().on_body(body)
+        if len(self.unanswered) > 1:
+            self.flow.resume_reading()
+            if len(self.cycle.body) > self.args.max_body_mib * 2**20:
+                self.transport.abort()
+
+    def on_message_complete(self):
+        if self.parser.should_upgrade() or self.transport.is_closing():
+            return
+        super().on_message_complete()
+        if self.sending:
+            self.sending.cancel()
+            self.sending = None
+
+    def ignore_upgrade(self, rest: bytes):
+        """
+        Answer in HTTP/1.1 a client that offers to go on in HTTP/2 (h2c) or as a WebSocket, as if it
+        had not. The parser takes such a request to end with its head, so a new parser gets the
+        request again, without the offer.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            return self.refuse(ApiError(400, "This is no proxy: CONNECT is not served."))
+        if self.transport.is_closing():
+            return
+        head = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, self.url, b"".join(head), rest))
+
+    def eof_received(self):
+        """The client sends no more: it has hung up, also where requests still wait."""
+        self.transport.abort()
+
+    # what it is sent
+
+    def on_response_complete(self):
+        self.unanswered.popleft()
+        super().on_response_complete()
+
+    def pause_writing(self):
+        super().pause_writing()
+        self.reading = self.reading or self.close_later()
+
+    def resume_writing(self):
+        super().resume_writing()
+        if self.reading:
+            self.reading.cancel()
+            self.reading = None
+
+    def connection_lost(self, exc):
+        super().connection_lost(exc)
+        for cycle in self.unanswered:  # uvicorn tells only the last one
+            cycle.disconnected = True
+            cycle.message_event.set()
+        for timer in (self.sending, self.reading):
+            if timer:
+                timer.cancel()
+
+    def refuse(self, error: ApiError):
+        """Answer what is no call, because it is not HTTP or one connection too many, and close."""
+        self.note_end(self.client, error.status, {"error": error.reason})
+        response = error_response(error)
+        response.headers["x-request-id"] = request_id(b"")
+        response.headers["connection"] = "close"
+        head = b"".join(b"%s: %s\r\n" % header for header in response.raw_headers)
+        self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + response.body)
+        self.transport.close()

@@ -1,0 +1,313 @@
+"""
+Which calls are let in: API keys, host names, origins of web pages; and the log, a line a call.
+Behind the Gate is a `Site`: app.py's Service, or the page with a record, which needs no model.
+
+    uvicorn.Config(Gate(service), http=Connection)      # app.py's Service answers what passes
+
+Not run by itself: a Site makes the Gate, which is the ASGI application of an HTTP process.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import BinaryIO
+
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route, Router
+
+from common import plural
+from server import welcome
+from server.connection import Connection, check_head, close_after_early_answer
+from server.metrics import Metrics
+from server.protocol import ApiError, ClientGone, error_response
+from server.workers import Seat
+
+LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
+CHUNK = 2**18  # bytes of a record that are read at a time
+OPEN_PATHS = ("/livez", "/readyz", "/")  # for supervisors and newcomers: they need no key
+# What the page at / calls by itself: on a terminal it would drown what somebody asked for.
+PAGE_PATHS = ("/events", "/v1/models", "/tokenize", "/detokenize")
+STOPPED = "the server stopped before this was finished"
+
+
+def log(event: str, **fields):
+    """
+    One line on stderr, JSON unless that is a terminal: nothing that a client sends can look like a
+    line of its own.
+    """
+    if sys.stderr.isatty():
+        line = f"{time.strftime('%H:%M:%S')} {short(event, fields)}"
+    else:
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
+    print(line, file=sys.stderr, flush=True)
+
+
+def short(event: str, fields: dict) -> str:
+    """For a reader at a terminal: "POST /v1/completions 200 0.8 s 64 tokens"."""
+    if event == "access":
+        words = [str(fields[name]) for name in ("method", "path", "status") if name in fields]
+        if "ms" in fields:
+            words.append(f"{fields['ms'] / 1000:.1f} s")
+        if "tokens" in fields:
+            words.append(plural(fields["tokens"], "token"))
+        if "error" in fields:
+            words.append(f"({fields['error']})")
+    else:
+        words = [event.replace("_", " "), *(f"{name}={value}" for name, value in fields.items())]
+    return ascii(" ".join(words))[1:-1]  # without line ends, and what else steers a terminal
+
+
+class Gate:
+    """
+    The ASGI application: lets calls in, gives errors the one shape that all have, and writes a line
+    of log for each call.
+    """
+
+    def __init__(self, service):
+        self.service = service
+        self.args = service.args
+        self.unlogged = OPEN_PATHS + PAGE_PATHS if sys.stderr.isatty() else OPEN_PATHS
+        self.salts = {}  # of prefix caches, by the digest of the key
+        for number, key in enumerate(service.keys):
+            self.salts[hashlib.sha256(key.encode()).digest()] = f"key {number}"
+        hosts = ["localhost", self.args.host, *self.args.allowed_hosts]
+        self.hosts = set(map(str.lower, hosts))
+        # CORS: pages of --allowed-origins may read answers, errors included. Their preflights
+        # (OPTIONS, to ask whether they may) carry no key: they are answered before it is checked.
+        self.cors = CORSMiddleware(
+            self.respond,
+            allow_origins=self.args.allowed_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+            allow_private_network=True,
+        )
+
+    async def __call__(self, scope, receive, send):
+        """Answer a call; where it comes from a page of an allowed origin, with CORS headers."""
+        limit = 2 * self.args.max_body_mib * 2**20
+        receive, send = close_after_early_answer(scope, receive, send, limit)
+        origin = dict(scope["headers"]).get(b"origin")
+        respond = self.cors if self.is_allowed(origin) else self.respond
+        await respond(scope, receive, send)
+
+    async def respond(self, scope, receive, send):
+        """
+        Answer a call that may come in; where something is raised, send its error instead. Count and
+        log the call when it has ended.
+        """
+        started = time.perf_counter()
+        status = 200
+        error = None
+        # what the log is to say of this call; its answer adds more
+        logged = {"method": scope["method"], "path": scope["path"][:200], "id": scope["request_id"]}
+        scope |= {"logged": logged, "app": self}  # with an "app", the router raises HTTPException
+        try:
+            check_head(scope["headers"])
+            scope["salt"] = self.admit(scope)
+            await self.service.router(scope, receive, send)
+            error = getattr(scope.get("job"), "error", None)  # of a stream that had begun
+        except (Exception, asyncio.CancelledError) as problem:
+            error = refusal_of(problem, scope)
+            status = error.status
+            if not isinstance(error, ClientGone):
+                await error_response(error)(scope, receive, send)
+            if status == 500 and error is not problem:
+                raise  # a bug: uvicorn logs its traceback
+        finally:
+            logged["ms"] = round(1000 * (time.perf_counter() - started), 1)
+            if error:
+                logged["error"] = error.reason
+            self.note_end(scope["client"], status, logged)
+
+    def note_end(self, client, status, logged):
+        """Count and log what has ended: a call, or a connection that did not speak HTTP."""
+        self.service.metrics.count_answer(status)
+        if self.args.access_log and logged.get("path") not in self.unlogged:
+            log("access", client=client and client[0], status=status, **logged)
+
+    def is_allowed(self, origin) -> bool:
+        """
+        Whether --allowed-origins has the origin of the page that calls. "null", that of files and
+        of sandboxed frames, is one like any other; None, of programs that are no browser, is not.
+        """
+        return origin is not None and self.cors.is_allowed_origin(origin.decode("latin-1"))
+
+    def admit(self, scope) -> str:
+        """
+        Check the Host, the Origin and the API key: raises ApiError (401, 403). Returns the salt of
+        the key's part of the prefix cache, "" where there are no keys: keys share no prompts.
+        """
+        headers = dict(scope["headers"])
+        self.check_host(host_name(headers.get(b"host", b"")))
+        self.check_origin(scope["scheme"], headers)
+        if not self.salts or scope["path"] in OPEN_PATHS:
+            return ""
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
+        for digest, salt in self.salts.items():
+            if hmac.compare_digest(digest, given):
+                return salt
+        message = "send a valid API key: Authorization: Bearer KEY"
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, message, code="invalid_api_key", headers=headers)
+
+    def check_host(self, host: str):
+        """
+        Against DNS rebinding: a web page can point a host name of its own at 127.0.0.1, so without
+        an API key only known names are served. Raises ApiError (403).
+        """
+        if not (self.salts or host in self.hosts or is_address(host)):
+            message = f"the Host {host!r:.200} is not served here: --allowed-hosts adds names"
+            raise ApiError(403, message)
+
+    def check_origin(self, scheme, headers):
+        """
+        Against CSRF: raises ApiError (403) for a page of another origin (scheme, host and port)
+        than ours and those allowed.
+        """
+        origin = headers.get(b"origin")
+        ours = scheme.encode() + b"://" + headers.get(b"host", b"")
+        if origin is None or origin.lower() == ours.lower() or self.is_allowed(origin):
+            return
+        name = origin.decode("latin-1")[:200]
+        raise ApiError(
+            403,
+            f"pages of another origin, {name!r}, are not served here: --allowed-origins {name} "
+            "would let them in",
+        )
+
+
+def refusal_of(problem, scope) -> ApiError:
+    """The error that a client gets when this exception has ended its call."""
+    match problem:
+        case ApiError():
+            return problem
+        case HTTPException():  # of the router: no such path, or not by this method
+            message = welcome.not_found(scope["method"], scope["path"], calls_of(scope["router"]))
+            return ApiError(problem.status_code, message, headers=problem.headers)
+        case ClientDisconnect():
+            return ClientGone()
+        case asyncio.CancelledError():  # the server stops
+            is_unread = "has_answer" in scope  # it has begun: the client does not read it
+            return ClientGone() if is_unread else ApiError(503, STOPPED, code="stopping")
+        case _:
+            return ApiError(500, f"a bug of this server: {type(problem).__name__}")
+
+
+def calls_of(router) -> list[tuple[str, str]]:
+    """What a router answers: pairs of a method and a path."""
+    return [
+        (method, route.path_format)
+        for route in router.routes
+        for method in route.methods - {"HEAD"}
+    ]
+
+
+def host_name(value: bytes) -> str:
+    """The name in a Host header: without the port, and without the brackets of an IPv6 address."""
+    text = value.decode("latin-1").lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.rpartition(":")[0] or text
+
+
+def is_address(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
+
+
+# --------------------------------------------------------------------------------------------------
+# Behind the gate
+
+
+class Site:
+    """
+    What the Gate and the connections ask for: the flags, the API keys, the share of the connections
+    that this HTTP process may have, the counts of answers, and the router to what answers a call.
+    """
+
+    def __init__(self, args, keys: list[str], name: str, seat: Seat, routes: list[Route]):
+        self.args = args
+        self.keys = keys
+        self.seat = seat
+        self.max_connections = max(1, args.max_connections // seat.num_processes)
+        self.metrics = Metrics(name)
+        self.router = Router(routes, redirect_slashes=False)
+
+    async def show_page(self, http):
+        """The page is the same for all: it asks for the key, and for what happens, by itself."""
+        page = welcome.page()
+        return Response(page, headers=welcome.page_headers(page), media_type="text/html")
+
+    def make_server(self, on_signal: Callable) -> uvicorn.Server:
+        """The HTTP server in front of this site; signals are for on_signal."""
+        config = uvicorn.Config(
+            Gate(self),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=LINGER_SECONDS,
+        )
+        server = uvicorn.Server(config)
+        server.handle_exit = on_signal
+        return server
+
+
+class ReplaySite(Site):
+    """
+    The page, and the record of --replay, which `open_record` opens: it may have texts in it, so it
+    is behind the key.
+    """
+
+    def __init__(self, args, keys: list[str], open_record: Callable[[], BinaryIO]):
+        routes = [
+            Route("/", self.show_page),
+            Route("/record", self.show_record),
+            Route("/livez", self.show_liveness),
+        ]
+        super().__init__(args, keys, args.replay, Seat(), routes)
+        self.open_record = open_record
+
+    async def show_page(self, http):
+        if "replay" not in http.query_params:
+            return RedirectResponse("./?replay=record")  # relative: a proxy may add a path
+        return await super().show_page(http)
+
+    async def show_record(self, http):
+        """In chunks: it may be larger than the memory, and still grow."""
+        try:
+            file = self.open_record()
+        except ValueError as error:  # somebody has taken it away
+            raise ApiError(404, str(error)) from None
+        headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+        return StreamingResponse(chunks(file), headers=headers, media_type="application/jsonl")
+
+    async def show_liveness(self, http):
+        return JSONResponse({"status": "alive"})
+
+    async def run(self, sock):
+        """Serve until a signal."""
+        server = self.make_server(lambda *_: setattr(server, "should_exit", True))
+        print(f"showing {self.args.replay} at {welcome.base_url(sock)}", flush=True)
+        await server.serve(sockets=[sock])
+
+
+def chunks(file: BinaryIO) -> Iterator[bytes]:
+    """All of a file, which is closed with the last of it, or with the answer that it is for."""
+    with file:
+        yield from iter(partial(file.read, CHUNK), b"")

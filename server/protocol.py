@@ -1,0 +1,564 @@
+"""
+The bodies of calls: their fields, kinds and limits, and the words of refusals.
+
+    body = CompletionRequest.model_validate_json(b'{"prompt": "def ", "max_tokens": 8}')
+    body.prompt, body.sampling_params(4, 99)   # ["def "], {"temperature": 1.0, "max_tokens": 8, ..}
+
+Not run by itself: app.py parses each call with it. Fields follow OpenAI's API and vLLM's extras;
+the defaults and ranges of sampling are those of `SamplingParams` (params.py), but for defaults that
+the model brings, which are pydantic's `context`. Three rules hold for every field: types are strict
+(a bool is no int), numbers are finite and in a stated range, and `null` means "not given". Bad
+input is a 400 that names the field, because clients retry 408, 409, 429 and everything from 500 up.
+
+Three things could be called a request. In the rooms of HTTP a `body` is the parsed JSON, `http` is
+Starlette's request, and the engine's is `paged.Request`.
+"""
+
+import difflib
+import json
+import reprlib
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from starlette.responses import Response
+
+from common import plural
+from params import BIAS, RANGES, SamplingParams, check_variables
+
+# OpenAI's names for kinds of errors; a client library turns status and type into an exception of
+# its own.
+ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+RETRY = {"Retry-After": "1"}  # seconds; for 429 and 503, which are trouble that passes
+
+# Accepted and ignored: they change nothing in the answer. They are about bills, caches and
+# statistics, are hints that a server may follow or not (verbosity, prediction), or mean nothing
+# without tools (parallel_tool_calls).
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"}
+IGNORED |= {"prediction", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+IGNORED |= {"include_obfuscation", "parallel_tool_calls"}
+
+# Fields that would change the answer and are not served, each with its neutral value, which asks
+# for nothing and is accepted (None: only null is). To implement one, make it a field of a body:
+# what a body has as a field is not looked up here.
+NOT_SERVED = {
+    # OpenAI's and vLLM's, of the answer
+    "best_of": 1,
+    "suffix": "",
+    "echo": False,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "reasoning_effort": None,
+    "web_search_options": None,
+    "audio": None,
+    "moderation": None,
+    # vLLM's
+    "use_beam_search": False,
+    "length_penalty": 1,
+    "early_stopping": False,
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "prompt_logprobs": None,
+    "return_token_strs": False,
+    # of templates
+    "chat_template": None,
+    "continue_final_message": False,
+    # of tools and messages
+    "tools": [],
+    "tool_choice": "none",
+    "tool_calls": [],
+    "functions": [],
+    "function_call": "none",
+    "images": [],
+    "prefix": False,
+}
+
+# The way out without a field, where leaving it out is not all there is to say.
+NO_TOOLS = (
+    "leave tools and tool_choice out and ask for the form of the answer in a message, or use vLLM"
+)
+NO_IMAGES = "only text is, send parts of the type text"
+REMEDIES = dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), NO_TOOLS)
+
+MAX_STOPS = 64
+MAX_STOP_BYTES = 2**14  # of all stop strings of a call: as much of a text may be held back
+MAX_SCORES = 2**18  # log-probabilities in one answer, prompts' and generated: 18 MB of JSON
+MAX_STOP_IDS = 64
+MAX_BIASES = 1024
+MAX_CHOICES = 128  # of a prompt: `n`
+MAX_PROMPTS = 4096
+MAX_MESSAGES = 4096
+MAX_PRIORITY = 1000
+INT32 = 2**31  # counts are below: numbers in JSON have no limit, and sums of them must be printed
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """A refusal. `param` names the field at fault, `code` is for programs ("model_not_found")."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] | None = None
+
+    @property
+    def reason(self) -> str:
+        """
+        For the log: the code, else the message without the value that it quotes, which may be a
+        client's text.
+        """
+        return self.code or self.message.partition(", got ")[0][:200]
+
+
+class ClientGone(ApiError):
+    """The client hung up: the status is nginx's, and only the log gets to see it."""
+
+    def __init__(self):
+        super().__init__(499, "the client is gone")
+
+
+def error_body(error: ApiError) -> bytes:
+    """The one shape of every error."""
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error")
+    shown = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return json.dumps({"error": shown}).encode()
+
+
+def error_response(error: ApiError) -> Response:
+    headers = RETRY if error.status in (429, 503) else error.headers
+    return Response(error_body(error), error.status, headers, "application/json")
+
+
+def bad_field(name: str, problem: str) -> ApiError:
+    return ApiError(400, f"{name} {problem}", name)
+
+
+class Refused(ValueError):
+    """
+    How validators refuse: with the words that follow the field's name. pydantic knows the way to
+    the object or value that is validated, such as ("messages", 0); `path` goes on from there.
+    """
+
+    def __init__(self, problem: str, *path):
+        super().__init__(problem)
+        self.path = path
+
+
+def body_refusal(findings: ValidationError) -> ApiError:
+    """Turn pydantic's findings on a body into one 400 about the first of them."""
+    error = findings.errors(include_url=False)[0]
+    reason = error.get("ctx", {}).get("error")
+    path = [*error["loc"], *getattr(reason, "path", ())]
+    path = [str(part)[:200] for part in path]  # a name may be as long as the body
+    name = ".".join(path)  # stop.1
+    match error["type"]:
+        case "json_invalid":
+            message = f"the body is not JSON: {reason}"
+        case "missing":
+            message = f"{name} is missing"
+        case "value_error":
+            message = f"{name} {reason}"
+        case _ if not path:
+            message = "the body must be a JSON object"
+        case _:
+            message = f"{name}: {error['msg'].lower()}, got {reprlib.repr(error['input'])}"
+    return ApiError(400, message, path[0] if path else None)
+
+
+# --------------------------------------------------------------------------------------------------
+# The kinds of values
+
+
+def is_list_of(kind: type, items) -> bool:
+    """Whether it is a list of this very type; isinstance would take True for an int."""
+    return isinstance(items, list) and set(map(type, items)) <= {kind}
+
+
+def list_of_prompts(value) -> list:
+    """
+    Bring the four forms of `prompt` into one: a list of texts, or a list of lists of token ids.
+    """
+    is_one = isinstance(value, str) or is_list_of(int, value)
+    prompts = [value] if is_one else value
+    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:  # before each is looked at
+        raise Refused(f"has {len(prompts)} prompts, at most {MAX_PROMPTS} are taken: split it")
+    of_ids = is_list_of(list, prompts) and all(is_list_of(int, prompt) for prompt in prompts)
+    if not (of_ids or is_list_of(str, prompts)):
+        forms = "a string, a list of strings, a list of token ids, or a list of such lists"
+        raise Refused(f"must be {forms}")
+    if not all(prompts):
+        raise Refused("is empty: give at least one character or token id for each answer")
+    return prompts
+
+
+def bias_of_ids(value) -> dict[int, float]:
+    """JSON's keys are texts: {"50256": -100} becomes {50256: -100.0}."""
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise Refused(f"must be an object of at most {MAX_BIASES} token ids")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 12):
+            raise Refused("is no token id", token)
+        if not BIAS.admits(bias):
+            least, most = BIAS.bounds["ge"], BIAS.bounds["le"]
+            raise Refused(f"is no number from {least} to {most}, got {reprlib.repr(bias)}", token)
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def content_text(value):
+    """A message's content: a text, or parts of which each is a text."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+            continue
+        # a part is named like what it has: {"type": "image_url", "image_url": ..}
+        field = kind if isinstance(kind, str) and kind in part else "type"
+        raise Refused(f"is not served here: {NO_IMAGES}", number, field)
+    return "".join(texts)
+
+
+def stops_that_fit(stops: list[str]) -> list[str]:
+    total = sum(len(stop.encode()) for stop in stops)
+    if total > MAX_STOP_BYTES:
+        raise Refused(f"has {total} bytes, at most {MAX_STOP_BYTES} are taken: shorten it")
+    return stops
+
+
+def check_vocabulary(param, tokens, vocab_size):
+    """Raises ApiError (400), about the field `param`, for ids outside 0..vocab_size-1."""
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < vocab_size:
+            ids = f"the vocabulary, 0..{vocab_size - 1}"
+            raise ApiError(400, f"token id {reprlib.repr(token)} is outside {ids}", param)
+
+
+AnyPrompt = str | list[str] | list[int] | list[list[int]]
+Prompts = Annotated[list, PlainValidator(list_of_prompts, json_schema_input_type=AnyPrompt)]
+# fail_fast: a finding for each of a million wrong items would hold up the event loop for seconds
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    AfterValidator(stops_that_fit),
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=str | list[str],
+    ),
+]
+Bias = Annotated[
+    dict[int, float], PlainValidator(bias_of_ids, json_schema_input_type=dict[str, float])
+]
+AnyContent = str | list[dict[str, str]]
+Content = Annotated[str, BeforeValidator(content_text, json_schema_input_type=AnyContent)]
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_variables)]
+NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
+
+
+def sampling_field(name: str):
+    """A field with the default and the range that it has in SamplingParams."""
+    return Field(getattr(SamplingParams, name), **RANGES[name].bounds)
+
+
+# --------------------------------------------------------------------------------------------------
+# The bodies
+
+
+class Body(BaseModel):
+    """
+    A JSON object with no other fields than ours. Nulls, ignored fields and neutral values count as
+    not sent.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_neutral(cls, body):
+        """
+        The JSON object without nulls, ignored fields and neutral values. Refuses the first field
+        that is unknown or not served: pydantic would first collect all of them, which takes seconds
+        for the hundred thousands that a body can hold.
+        """
+        if not isinstance(body, dict):
+            return body
+        fields = {}
+        # Clients that send tools send fields beside them that mean nothing without: the refusal is
+        # to be about the tools.
+        for name in [*(body.keys() & {"tools"}), *body]:
+            value = body[name]
+            if value is None or name in IGNORED:
+                continue
+            if name in cls.model_fields:
+                fields[name] = value
+            elif name in NOT_SERVED:
+                check_neutral(name, value)
+            elif cls.model_config["extra"] == "forbid":
+                raise Refused(f"is no field here{cls.hint(name)}", name)
+        return fields
+
+    @classmethod
+    def hint(cls, name: str) -> str:
+        """The name that an unknown one may have meant."""
+        names = [*cls.model_fields, *NOT_SERVED]
+        close = difflib.get_close_matches(name[:50], names, 1, cutoff=0.85)
+        return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_neutral(name: str, value):
+    neutral = NOT_SERVED[name]
+    same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # to Python True is 1
+    if value != neutral or not same_kind:
+        remedy = REMEDIES.get(name, f"leave it out or send {json.dumps(neutral)}")
+        raise Refused(f"is not served here: {remedy}", name)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # only beside include_usage, as in vLLM
+
+
+class SamplingRequest(Body):
+    """The fields that both kinds of completions share. Raises pydantic's ValidationError."""
+
+    model: str | None = None  # None: the one model there is
+    max_tokens: int | None = Field(None, ge=0, lt=INT32)
+    temperature: float = sampling_field("temperature")
+    top_p: float = sampling_field("top_p")
+    top_k: int = Field(SamplingParams.top_k, ge=-1, lt=INT32)  # 0 and, as in vLLM, -1: all tokens
+    min_p: float = sampling_field("min_p")
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: int | None = sampling_field("seed")
+    presence_penalty: float = sampling_field("presence_penalty")
+    frequency_penalty: float = sampling_field("frequency_penalty")
+    repetition_penalty: float = sampling_field("repetition_penalty")
+    logit_bias: Bias | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    stop: Stops = []
+    stop_token_ids: Ids = Field([], max_length=MAX_STOP_IDS)
+    ignore_eos: bool = False
+    min_tokens: int = sampling_field("min_tokens")
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is served first
+    # prefixes are shared within one salt
+    cache_salt: str | None = Field(None, min_length=1, max_length=1000)
+    # printable ASCII: it becomes the answer's id
+    request_id: str | None = Field(None, pattern="^[!-~]{1,128}$")
+
+    # a limit of the model's own, for answers without max_tokens; where max_tokens has a default it
+    # goes before this, as in vLLM
+    _usual_tokens: int = PrivateAttr(INT32)
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_in(cls, body, info: ValidationInfo):
+        """Fields that the request leaves out take the model's defaults."""
+        if not isinstance(body, dict):
+            return body
+        unset = {name for name in info.context or () if body.get(name) is None}
+        return body | {name: info.context[name] for name in unset - {"max_tokens"}}
+
+    @model_validator(mode="after")
+    def check_combinations(self, info: ValidationInfo):
+        self._usual_tokens = (info.context or {}).get("max_tokens", INT32)
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise Refused("is for streams: send stream true or leave it out", "stream_options")
+        if self.max_tokens == 0 and not self.echo:
+            raise Refused("is 0, wanted at least 1; 0 is only for echo", "max_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise Refused(
+                f"is {self.min_tokens}, above max_tokens, {self.max_tokens}", "min_tokens"
+            )
+        return self
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """
+        How many log-probabilities an echo has at each place of the prompt, besides its token's;
+        None: the prompt is not scored.
+        """
+        return self.num_logprobs if self.echo else None
+
+    def sampling_params(self, prompt_length: int, max_model_len: int) -> dict:
+        """The fields of SamplingParams, as plain data for the engine's process."""
+        params = {field.name: getattr(self, field.name) for field in fields(SamplingParams)}
+        params["max_tokens"] = max(1, self.most_tokens(prompt_length, max_model_len))
+        params["logprobs"] = self.num_logprobs
+        params["top_k"] = max(self.top_k, 0)
+        return params
+
+    def check_fits(self, prompts, vocab_size: int, max_model_len: int, eos_token_ids=()):
+        """
+        Refuse at once what the model can never take: ApiError (400) with the number asked for, the
+        limit, and what to change.
+        """
+        for name in ("stop_token_ids", "logit_bias"):
+            check_vocabulary(name, getattr(self, name) or (), vocab_size)
+        for prompt in prompts:
+            check_vocabulary("prompt", prompt, vocab_size)
+        stops = {*self.stop_token_ids, *eos_token_ids}
+        if self.min_tokens and stops.issuperset(range(vocab_size)):
+            raise bad_field("min_tokens", "is above 0, but all tokens are stop tokens")
+        self.check_length(max(map(len, prompts)), max_model_len)
+        scores = sum(self.num_scores(len(prompt), max_model_len) for prompt in prompts)
+        if scores > MAX_SCORES:
+            message = f"{scores} log-probabilities in one answer, at most {MAX_SCORES} are sent: "
+            message += "lower max_tokens, n or the number of log-probabilities, or split the call"
+            raise ApiError(400, message, "prompt" if self.echo else "logprobs")
+
+    def check_length(self, longest: int, max_model_len: int):
+        """
+        Raises ApiError if a prompt of so many tokens, and the tokens asked for, are more than the
+        model takes.
+        """
+        wanted = self.max_tokens
+        if wanted is None:
+            wanted = max(1, self.min_tokens)
+        elif wanted == 0 and self.num_prompt_logprobs is not None:
+            wanted = 1  # the prompt's scores take a step, and that makes a token
+        total = longest + wanted
+        if total > max_model_len:
+            # client libraries look for these very words, and for the code
+            limit = f"this model's maximum context length is {max_model_len} tokens"
+            prompt = plural(longest, "prompt token")
+            numbers = f"{prompt} and max_tokens {wanted:,} make {total:,}"
+            message = f"{limit}, {numbers}: shorten the prompt or lower max_tokens"
+            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+
+    def num_scores(self, prompt_length: int, max_model_len: int) -> int:
+        """
+        The most log-probabilities that an answer to such a prompt can have; each choice repeats
+        those of an echoed prompt.
+        """
+        if self.num_logprobs is None:
+            return 0
+        places = self.most_tokens(prompt_length, max_model_len) + self.echo * prompt_length
+        return self.n * places * (1 + self.num_logprobs)
+
+    def most_tokens(self, prompt_length: int, max_model_len: int) -> int:
+        """
+        The length of an answer: max_tokens. A chat without it may use all that the context has room
+        for, but no more than the model's own limit, nor than MAX_SCORES allows (in a context of
+        131,072 tokens every chat with log-probabilities would be refused).
+        """
+        if self.max_tokens is not None:
+            return self.max_tokens
+        most = min(self._usual_tokens, max_model_len - prompt_length)
+        if self.num_logprobs is not None:
+            most = min(most, MAX_SCORES // (self.n * (1 + self.num_logprobs)))
+        return max(1, self.min_tokens, most)
+
+
+class CompletionRequest(SamplingRequest):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    max_tokens: int | None = Field(SamplingParams.max_tokens, ge=0, lt=INT32)  # 0: score the prompt
+    # of the model's distribution, before temperature and penalties
+    logprobs: NumLogprobs | None = None
+    echo: bool = False
+    add_special_tokens: bool = True  # those that the tokenizer puts around a text: its BOS, if any
+    messages: ClassVar = ()
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """
+        How many log-probabilities are wanted besides the chosen token's; None: not even that.
+        """
+        return self.logprobs
+
+
+class Message(Body):
+    model_config = ConfigDict(extra="ignore")  # clients send back whole answers, with all fields
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = None
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True)]
+
+
+class ChatRequest(SamplingRequest):
+    """
+    POST /v1/chat/completions. Without max_completion_tokens an answer may be as long as the context
+    allows.
+    """
+
+    echo: ClassVar = False
+
+    messages: Messages = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
+    # goes before the older max_tokens
+    max_completion_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
+    logprobs: bool = False
+    top_logprobs: NumLogprobs | None = None
+    add_generation_prompt: bool = True
+    # variables of the template, such as Qwen3's enable_thinking
+    chat_template_kwargs: TemplateVariables = {}
+    add_special_tokens: bool = False  # beside those of the template: most write a BOS themselves
+
+    @model_validator(mode="before")
+    @classmethod
+    def prefer_the_newer_name(cls, body):
+        if isinstance(body, dict) and body.get("max_completion_tokens") is not None:
+            return body | {"max_tokens": body["max_completion_tokens"]}
+        return body
+
+    @model_validator(mode="after")
+    def check_logprobs(self):
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refused("needs logprobs: send logprobs true or leave it out", "top_logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in completions."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages = Field([], min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None  # true for a prompt, false for messages
+    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables = {}  # as in chats
+    return_token_strs: bool = False  # the page names a prompt's tokens with it
+
+    @model_validator(mode="after")
+    def check_one(self):
+        if (self.prompt is None) == (not self.messages):
+            raise Refused("or messages must be sent, and not both", "prompt")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=INT32)]], Field(fail_fast=True)]

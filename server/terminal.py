@@ -1,0 +1,221 @@
+"""
+The model at the terminal, with the engine in this process: a prompt answered, or a conversation.
+
+    python serve.py --prompt "def "       # the answer on stdout, how long it took on stderr
+    python serve.py --prompt - < FILE     # all of standard input, exactly
+    python serve.py --chat                # line by line; Ctrl-C stops an answer, Ctrl-D ends
+
+If the checkpoint has a chat template, a prompt is a user's message; without one, or with --raw, it
+is a text to continue. Not run by itself: the flags are in serve.py.
+"""
+
+import contextlib
+import os
+import random
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common import plural
+from params import SamplingParams
+from server.text import Chat, Messages, load_chat
+from tokenizer import TextStream, Tokenizer, load_tokenizer
+
+ENDINGS = {"length": ", cut off", "interrupted": ", stopped"}  # where the model did not end it
+PLAIN_TOKENS = 200  # length of a continuation: unlike answers of a chat, texts need not end
+# Terminal escape injection: control characters in a model's text would move the cursor, or worse.
+# Their pictures (Unicode's Control Pictures) are shown instead.
+PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+PICTURES |= dict.fromkeys(range(127, 160), "\ufffd")
+
+
+def note(text: str):
+    """Write to stderr what is not the model's: stdout is for texts."""
+    print(f"[{text}]", file=sys.stderr, flush=True)
+
+
+def show(text: str):
+    if sys.stdout.isatty():
+        text = text.translate(PICTURES)
+    print(text, end="", flush=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# One answer
+
+
+@dataclass
+class Answer:
+    """An answer, shown while it grows."""
+
+    stream: TextStream
+    text: str = ""
+    num_tokens: int = 0  # without the token that ended the text
+    finish_reason: str = "interrupted"  # stop, length or interrupted
+
+    def take(self, output):
+        """Add the tokens of a step. Raises RuntimeError for a step that failed."""
+        if output.error:
+            raise RuntimeError(output.error)
+        self.finish_reason = output.finish_reason or self.finish_reason
+        tokens = output.tokens[: -1 if output.finish_reason == "stop" else None]
+        self.num_tokens += len(tokens)
+        self.add("".join(map(self.stream.push, tokens)))
+
+    def add(self, text: str):
+        self.text += text
+        show(text)
+
+
+def stream_answer(
+    engine, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer, opening: str = ""
+) -> Answer:
+    """
+    Show the opening, then an answer as its tokens come. Ctrl-C ends the answer, not the program;
+    its blocks are freed however it ends. Raises ValueError for a request that can never be served
+    and RuntimeError for a step that failed.
+    """
+    # a new id each time: a late token of an interrupted answer is none of the next answer's
+    id = f"answer {engine.num_steps}"
+    engine.add_request(id, prompt, params)
+    answer = Answer(tokenizer.stream(prompt))
+    show(opening)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            while engine.has_work:
+                for output in engine.step():
+                    answer.take(output)
+    finally:
+        engine.abort(id)
+    answer.add(answer.stream.flush())
+    show("\n")
+    return answer
+
+
+def sampling_params(args: Namespace, room: int, usual: int) -> SamplingParams:
+    """
+    By the flags, else by the model's own defaults; a seed is drawn. `usual` is the length where
+    neither says one, `room` what the context has left.
+    """
+    length = args.max_tokens or args.sampling.get("max_tokens", usual)
+    seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
+    own = {"temperature": args.temperature, "max_tokens": min(length, room), "seed": seed}
+    return SamplingParams(**args.sampling | own)
+
+
+def answer_with_rate(
+    args: Namespace, engine, prompt: list[int], tokenizer: Tokenizer, usual: int, opening: str = ""
+) -> Answer:
+    """`stream_answer`, and a note with its speed and the seed that reproduces it."""
+    # at least 1: the engine refuses a prompt that is too long, with the numbers
+    room = max(1, engine.max_model_len - len(prompt))
+    params = sampling_params(args, room, usual)
+    started = time.perf_counter()
+    answer = stream_answer(engine, prompt, params, tokenizer, opening)
+    rate = answer.num_tokens / (time.perf_counter() - started)
+    ending = ENDINGS.get(answer.finish_reason, "")
+    tokens = plural(answer.num_tokens, "token")
+    note(f"{tokens}, {rate:.1f} a second, seed {params.seed}{ending}")
+    return answer
+
+
+# --------------------------------------------------------------------------------------------------
+# One prompt
+
+
+def read_prompt(args: Namespace) -> str:
+    """The text of --prompt, or with "-" all of standard input. Raises ValueError."""
+    if args.prompt != "-":
+        return args.prompt
+    try:
+        return sys.stdin.buffer.read().decode()  # in text mode line ends would change
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt -: standard input is not UTF-8 ({error}): convert it first"
+        ) from None
+
+
+def answer_prompt(args: Namespace, build_engine: Callable, tokenizer: Tokenizer, chat: Chat | None):
+    """Answer --prompt. Raises ValueError, with what to change, and RuntimeError."""
+    text = read_prompt(args)
+    if chat:
+        prompt = chat.encode([{"role": "user", "content": text}], add_generation_prompt=True)
+        engine = build_engine(args)
+        answer_with_rate(args, engine, prompt, tokenizer, engine.max_model_len)
+    else:
+        prompt = tokenizer.encode(text, True, add_special_tokens=True)
+        answer_with_rate(args, build_engine(args), prompt, tokenizer, PLAIN_TOKENS, text)
+
+
+# --------------------------------------------------------------------------------------------------
+# A conversation
+
+
+def converse(args: Namespace, engine, chat: Chat):
+    """Read lines and answer them until the end of input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  `input` then edits lines, and remembers them
+
+    note(f"{args.model}: Ctrl-C stops an answer, Ctrl-D ends")
+    messages: Messages = []
+    while True:
+        try:
+            line = input(">>> " if sys.stdin.isatty() else "")
+            if line:
+                asked = [*messages, {"role": "user", "content": line}]
+                messages = add_answer(args, engine, chat, asked)
+        except EOFError:
+            if sys.stdin.isatty():  # the shell's own prompt gets a line of its own
+                print()
+            return
+        except KeyboardInterrupt:  # at the prompt, or before an answer begins
+            print()
+            note("Ctrl-D ends")
+        except (ValueError, RuntimeError) as error:  # the line is forgotten
+            note(str(error))
+
+
+def add_answer(args: Namespace, engine, chat: Chat, messages: Messages) -> Messages:
+    """
+    Answer a conversation. Returns it with the answer, and without its oldest turns where the
+    context is full. Raises ValueError if the last message alone does not fit, and RuntimeError.
+    """
+    limit = engine.max_model_len
+    reserve = min(args.max_tokens or PLAIN_TOKENS, limit // 4)  # tokens for the answer
+    first = 0
+    prompt = chat.encode(messages, add_generation_prompt=True)
+    while len(prompt) > limit - reserve and first < len(messages) - 1:
+        first += 2  # a question and its answer
+        prompt = chat.encode(messages[first:], add_generation_prompt=True)
+    answer = answer_with_rate(args, engine, prompt, chat.tokenizer, limit)
+    if first:
+        note(f"the context is full: forgot the {first} oldest messages")
+    return [*messages[first:], {"role": "assistant", "content": answer.text}]
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def run(args: Namespace, build_engine: Callable):
+    """Answer --prompt, or the lines of --chat. `build_engine(args)` loads the model."""
+    # a terminal that cannot show a character shows another
+    sys.stdout.reconfigure(errors="replace")
+    try:
+        tokenizer = load_tokenizer(args.model)
+        variables = args.default_chat_template_kwargs
+        chat = None if args.raw else load_chat(args.model, tokenizer, variables)
+        if not args.chat:
+            answer_prompt(args, build_engine, tokenizer, chat)
+        elif chat:
+            sys.stdin.reconfigure(errors="replace")
+            converse(args, build_engine(args), chat)
+        else:
+            raise ValueError(
+                f"--chat needs a chat template, {args.model} has none (or --raw is set): continue "
+                "a text with --prompt"
+            )
+    except BrokenPipeError:  # the reader has ended, as in `| head`
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # or Python complains when it flushes

@@ -1,0 +1,398 @@
+"""
+Texts and conversations -> token ids, and back.
+
+    chat = load_chat("out/chatty", tokenizer)      # None without a chat template
+    ids = chat.encode([{"role": "user", "content": "hello"}])
+
+    encoder = Encoder("out/chatty")                # for an event loop: long jobs run in a thread
+    [ids] = await encoder.ask({"texts": ["def "]})
+
+The `tokenizers` library releases the GIL while it encodes, so one thread is enough to keep a long
+text from blocking the event loop. A chat template is a program that comes with the checkpoint: it
+runs in jinja2's sandbox, sees the variables that transformers shows it, and its text becomes the
+same tokens. Against prompt injection, a user's text never becomes a control token (`disguise`).
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from itertools import chain
+from pathlib import Path
+
+from common import MALFORMED, read_json
+from tokenizer import (
+    Tokenizer,
+    TokenizerError,
+    load_tokenizer,
+    named_tokens,
+    read_config,
+    token_name,
+    token_text,
+)
+
+# Encoding takes 0.1 to 2 us a character, whatever the text: for 1,024 or so many ids at most 2 ms.
+SHORT = 1024
+MAX_WAITING = 2**26  # characters and ids of all jobs in the thread's queue: they are in memory
+MAX_NAMES = 2**18  # tokens that one answer names: 4 million would take a minute
+PRIVATE_USE = "[\U000f0000-\U0010fffd]"  # characters without a meaning, 131,070 of them
+
+Messages = list[dict[str, str]]  # [{"role", "content"}, ..], perhaps with a "name"
+
+
+# --------------------------------------------------------------------------------------------------
+# Without blocking the event loop
+
+
+class EncoderBusy(RuntimeError):
+    """Too much is waiting to be encoded."""
+
+
+class Encoder:
+    """
+    A checkpoint's tokenizer and chat template for an event loop: short texts are encoded in place,
+    long ones and all conversations in a thread, one after the other. `variables`: see Chat. Raises
+    TokenizerError.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        tokenizer: Tokenizer | None = None,
+        variables: dict | None = None,
+    ):
+        self.directory = directory
+        self.tokenizer = tokenizer or load_tokenizer(directory)
+        self.has_chat = read_template(directory) is not None
+        self.variables = variables
+        self.waiting = 0  # characters and ids
+        self.thread = ThreadPoolExecutor(1)
+        # Encoding changes fields of a tokenizer, so the thread has one of its own.
+        self.tools: tuple[Tokenizer, Chat | None] | None = None
+
+    def check(self):
+        """
+        Read what the thread needs now, not at the first job. Raises TokenizerError for a chat
+        template that is broken, or missing.
+        """
+        self.thread.submit(self._load).result()
+
+    async def ask(self, job: dict) -> list[list[int]] | bytes:
+        """
+        Do a job, see `do_job`. Raises TokenizerError for what the client can change, EncoderBusy if
+        too much waits already.
+        """
+        if self.is_short(job):
+            return do_job(job, self.tokenizer, None)
+        size = size_of(job)
+        if self.waiting + size > MAX_WAITING:
+            raise EncoderBusy("too much text is waiting to be encoded: try again later")
+        self.waiting += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.thread, self._work, job)
+        finally:
+            self.waiting -= size
+
+    def is_short(self, job: dict) -> bool:
+        """
+        Whether a job takes at most 2 ms. That is not known of a chat template, which is a program,
+        nor of a regular expression that the checkpoint brings.
+        """
+        if "messages" in job or not self.tokenizer.has_known_pattern:
+            return False
+        # beside its characters, each text costs a call: as much as some 16 characters
+        return size_of(job) + 16 * len(job.get("texts", ())) <= SHORT
+
+    def close(self):
+        """Drop the jobs that have not begun."""
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
+    # In the thread
+
+    def _load(self):
+        tokenizer = load_tokenizer(self.directory)
+        self.tools = tokenizer, load_chat(self.directory, tokenizer, self.variables)
+
+    def _work(self, job: dict):
+        if self.tools is None:
+            self._load()
+        return do_job(job, *self.tools)
+
+
+def size_of(job: dict) -> int:
+    """How many characters, or ids, a job has."""
+    texts = [*job.get("texts", ())]
+    for message in job.get("messages", ()):
+        texts += message.values()
+    return sum(map(len, texts)) + len(job.get("tokens", ()))
+
+
+def do_job(job: dict, tokenizer: Tokenizer, chat: "Chat | None") -> list[list[int]] | bytes:
+    """
+    Do one job. Raises TokenizerError.
+
+        {"texts": [..]}                           -> ids of each text
+        {"messages": [..], "options": {..}}       -> ids of the conversation, as those of one text
+        the same and "add_special_tokens": whether to add the BOS of a tokenizer that has one
+        the same and "answer": fields, with "names": whether to name the tokens
+                                                  -> the JSON of /tokenize
+        {"tokens": [..]}                          -> the JSON of /detokenize
+    """
+    if "tokens" in job:
+        text = tokenizer.decode(job["tokens"], skip_special_tokens=False)
+        return json.dumps({"prompt": text}, ensure_ascii=False).encode()
+    add = job.get("add_special_tokens", False)
+    if "messages" in job:
+        ids = [chat.encode(job["messages"], add, **job["options"])]
+    else:
+        ids = [tokenizer.encode(text, True, add_special_tokens=add) for text in job["texts"]]
+    return tokenize_answer(ids[0], tokenizer, **job["answer"]) if "answer" in job else ids
+
+
+def tokenize_answer(ids: list[int], tokenizer: Tokenizer, names: bool, **fields) -> bytes:
+    """The JSON of /tokenize."""
+    if names and len(ids) > MAX_NAMES:
+        message = f"return_token_strs for {len(ids)} tokens, at most {MAX_NAMES} are named"
+        raise TokenizerError(f"{message}: leave it out")
+    strings = [token_name(tokenizer.spelled_bytes(i)) for i in ids] if names else None
+    answer = {"count": len(ids)} | fields | {"tokens": ids, "token_strs": strings}
+    return json.dumps(answer, separators=(",", ":")).encode()
+
+
+# --------------------------------------------------------------------------------------------------
+# Chat templates
+
+
+def read_template(directory: str | Path) -> str | None:
+    """
+    The template's source, None where there is none: a file of its own, or what the tokenizer's
+    configuration has; of several templates the one named "default". Raises TokenizerError for a
+    template that is no text.
+    """
+    path = Path(directory) / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    path = Path(directory) / "tokenizer_config.json"
+    try:
+        template = read_json(path).get("chat_template")
+        if isinstance(template, list):  # several, each with a name
+            template = {t["name"]: t["template"] for t in template}
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not isinstance(template, str | None):
+            raise TypeError("its chat_template is no text")
+    except MALFORMED as error:
+        raise TokenizerError(
+            f"{path} is broken ({type(error).__name__}: {error}): restore it"
+        ) from None
+    return template
+
+
+def load_chat(
+    directory: str | Path, tokenizer: Tokenizer, variables: dict | None = None
+) -> "Chat | None":
+    """
+    The chat of a checkpoint directory, None without a template. Raises TokenizerError for a
+    template that is broken, and for variables without a template.
+    """
+    source = read_template(directory)
+    if source is None:
+        if variables:
+            raise TokenizerError(
+                f"--default-chat-template-kwargs: {directory} has no chat template, leave it out"
+            )
+        return None
+    named = named_tokens(read_config(Path(directory)))
+    names = {name: token_text(value) for name, value in named.items()}
+    return Chat(source, {"bos_token": "", "eos_token": ""} | names, tokenizer, variables)
+
+
+class Chat:
+    """
+    A compiled template, and the tokenizer of its text. `variables` are those of the template that
+    a conversation does not set itself.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        token_names: dict[str, str],
+        tokenizer: Tokenizer,
+        variables: dict | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.variables = variables or {}
+        self.control_names = ControlNames(tokenizer.control)
+        environment = make_environment()
+        environment.globals |= token_names
+        try:
+            self.template = environment.from_string(source)
+        except Exception as error:  # jinja2's own, and those of constants that it computes
+            raise TokenizerError(f"the chat template is broken: {error}") from None
+
+    def encode(
+        self, messages: Messages, add_special_tokens: bool = False, /, **options
+    ) -> list[int]:
+        """
+        Token ids of a conversation. Options, such as add_generation_prompt, are variables of the
+        template. The template writes its own control tokens, BOS included; add_special_tokens would
+        add a second BOS. Raises TokenizerError.
+
+        Against prompt injection: the name of a control token becomes that token only in the
+        template's own text and in roles. In all else, options too, it stays text, so that a user
+        cannot end the turn and speak as the system.
+        """
+        options = self.variables | options
+        disguised, options, originals = disguise(messages, options, self.control_names)
+        text = self.render(disguised, **options)
+        ids = self.tokenizer.encode(text, True, add_special_tokens, originals)
+        if not ids:
+            raise TokenizerError("the chat template makes no text of this conversation")
+        return ids
+
+    def render(self, messages: Messages, /, **options) -> str:
+        """The text of a conversation. Raises TokenizerError where the template fails at it."""
+        options |= {"messages": messages, "tools": None, "documents": None}
+        try:
+            return self.template.render(options)
+        except TokenizerError:
+            raise
+        except Exception as error:  # a template is a program, so any exception may come
+            raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
+
+
+def make_environment():
+    """jinja2's sandbox with what transformers adds to it, so that the hub's templates run."""
+    try:
+        from jinja2 import nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise TokenizerError(
+            "this checkpoint has a chat template, which needs jinja2: `pip install jinja2`, or add "
+            "--raw to have text continued as it stands at the terminal"
+        ) from None
+
+    class Generation(Extension):
+        """
+        {% generation %} .. {% endgeneration %} marks the model's words, for training. Here they are
+        just text.
+        """
+
+        tags = frozenset(["generation"])
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        # jinja2's own filter would escape for HTML
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    def raise_exception(message: str):
+        raise TokenizerError(message)
+
+    extensions = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+# --------------------------------------------------------------------------------------------------
+# Against prompt injection: what users write stays text
+
+
+class ControlNames:
+    """Finds where a text spells names of control (special) tokens."""
+
+    def __init__(self, names):
+        self.names = [*names]
+        # a name may begin in one message and end in the next, or in the template's own text
+        self.beginnings = {name[:n] for name in names for n in range(1, len(name))}
+        self.ends = {name[n:] for name in names for n in range(1, len(name))}
+        self.longest = max(map(len, names), default=0)
+
+    def starts(self, text: str) -> set[int]:
+        """The places where names begin in a text; parts of names at its ends count, too."""
+        starts = set(chain.from_iterable(occurrences(name, text) for name in self.names))
+        for n in range(1, min(self.longest, len(text) + 1)):
+            if text[-n:] in self.beginnings:
+                starts.add(len(text) - n)
+            if text[:n] in self.ends:
+                starts.add(0)
+        return starts
+
+
+def occurrences(name: str, text: str) -> Iterator[int]:
+    """
+    The places where a name begins in a text; in <<< the name << begins twice. (One regular
+    expression of all 256 names of a tokenizer would hold the GIL for seconds over 4 MiB.)
+    """
+    start = text.find(name)
+    while start >= 0:
+        yield start
+        start = text.find(name, start + 1)
+
+
+def disguise(
+    messages: Messages, options: dict, names: ControlNames
+) -> tuple[Messages, dict, dict[int, str]]:
+    """
+    Replace, in all that users write freely, the first character of each control token's name by a
+    stand-in: a private-use character that occurs nowhere in this conversation. The template may
+    then do what it likes with the messages and options: all names in its text are its own. Returns
+    both, and a table for `str.translate` that turns stand-ins back.
+
+    Marking where messages begin and end would not do: templates strip messages, split and compare
+    them. Nor would encoding messages apart from the template's text: a token may reach from one
+    into the other.
+    """
+    everything = json.dumps([messages, options], ensure_ascii=False)
+    used = set(re.findall(PRIVATE_USE, everything))
+    unused = (c for c in map(chr, range(0xF0000, 0x10FFFE)) if c not in used)
+    stand_ins: dict[str, str] = {}
+
+    def disguised(text: str) -> str:
+        pieces = []
+        end = 0
+        for start in sorted(names.starts(text)):
+            original = text[start]
+            if original not in stand_ins:
+                stand_ins[original] = next(unused, "")
+            pieces += [text[end:start], stand_ins[original]]
+            end = start + 1
+        return "".join([*pieces, text[end:]])
+
+    def all_disguised(value):
+        """The same for plain data: each text in it."""
+        if isinstance(value, list):
+            return [all_disguised(item) for item in value]
+        if isinstance(value, dict):
+            return {disguised(name): all_disguised(item) for name, item in value.items()}
+        return disguised(value) if isinstance(value, str) else value
+
+    # a template looks its variables up by their names: these stay
+    options = {name: all_disguised(value) for name, value in options.items()}
+    # a role is one of a few words, of which templates make control tokens
+    messages = [
+        message | {field: disguised(text) for field, text in message.items() if field != "role"}
+        for message in messages
+    ]
+    if "" in stand_ins.values():
+        raise TokenizerError(
+            "this conversation uses all private-use characters of Unicode: leave some out"
+        )
+    return messages, options, {ord(stand_in): original for original, stand_in in stand_ins.items()}

@@ -1,0 +1,136 @@
+"""
+The live page in a real browser, Debian's chromium, headless, driven by playwright: what the tests
+of its parts share. Without chromium they are skipped.
+
+    page = open_page(server.url)        # the fixture: a page that may not complain
+    wait_for(page, "tape.at >= 0")
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from fake_server import wait_until
+from test_end_to_end import Process
+
+from checkpoint import save_checkpoint
+from model import GPT, GPTConfig
+from server import welcome
+from training.corpus import bpe_tokenizer
+
+ROOT = Path(__file__).parents[1]
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+ORIGIN = "http://page.test"  # of pages without a server: the test answers
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+NUM_BLOCKS = 24
+in_browser = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM, reason="no chromium here: apt-get install chromium"),
+]
+
+
+def browser_test(function):
+    for mark in in_browser:
+        function = mark(function)
+    return function
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def wait_for(page, condition: str):
+    """Until this is true there. Playwright's own wait is what the page's policy forbids."""
+    wait_until(lambda: page.evaluate(f"Boolean({condition})"))
+
+
+@pytest.fixture
+def open_page(chromium):
+    """
+    open_page(url, ..) is a new page there. Afterwards none of them may have complained, nor asked
+    another origin: `page.expected` is a pattern of complaints that belong to the test.
+    """
+    contexts = []
+    complaints = []
+
+    def open_page(url=ORIGIN, told=None, inside="", wait="tape.at >= 0", size=(1440, 900), **more):
+        width, height = size
+        context = chromium.new_context(viewport={"width": width, "height": height}, **more)
+        contexts.append(context)
+        page = context.new_page()
+        page.expected = None
+        page.on("pageerror", lambda error: complaints.append((page, f"error: {error}")))
+        page.on(
+            "console",
+            lambda said: said.type in ("error", "warning") and complaints.append((page, said.text)),
+        )
+        origin = re.match(r"https?://[^/]+", url)[0]
+
+        def note_request(request):
+            if not request.url.startswith((origin, "data:", "blob:")):
+                complaints.append((page, f"asks {request.url}"))
+
+        page.on("request", note_request)
+        if url.startswith(ORIGIN):
+            page.route("**/*", lambda route: answer(route, told, inside))
+        page.goto(url)
+        wait_for(page, wait)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    bad = [text for page, text in complaints if not re.search(page.expected or "^$", text)]
+    assert not bad, bad
+
+
+def answer(route, told, inside):
+    """What a server without a model answers: the page, and a record [(line, ..), ..]."""
+    path = route.request.url.removeprefix(ORIGIN)
+    html = welcome.page()
+    if path.partition("?")[0] in ("", "/"):
+        body = html.replace("</body>", f"{inside}</body>")
+        route.fulfill(body=body, content_type="text/html", headers=welcome.page_headers(html))
+    elif path == "/record.jsonl":
+        text = "".join(json.dumps(line) + "\n" for line, *_ in told)
+        route.fulfill(body=text, content_type="application/jsonl")
+    else:
+        route.fulfill(status=404, body=json.dumps({"error": {"message": f"no {path}"}}))
+
+
+def save_random_model(folder, template: str = "", context_length: int = 256):
+    """A model whose tokens are bytes and whose answers do not end before their length."""
+    tokenizer = bpe_tokenizer([])
+    sizes = {"context_length": context_length, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    model = GPT(GPTConfig(tokenizer.vocab_size, **sizes))
+    with torch.no_grad():  # the logit of the end is about -32
+        model.ln_f.bias += 1
+        model.wte.weight[tokenizer.eos_token_id] = -1
+    save_checkpoint(model, folder)
+    tokenizer.save(folder)
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """PAGE_MODEL, or a random model with a chat template."""
+    if os.environ.get("PAGE_MODEL"):
+        return ROOT / os.environ["PAGE_MODEL"]
+    return save_random_model(tmp_path_factory.mktemp("random"), CHAT)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with Process(checkpoint, "--kv-blocks", str(NUM_BLOCKS)) as server:
+        yield server

@@ -1,0 +1,508 @@
+"""
+The device's side of a step: whatever the runner pads, replays or computes by other kernels, the
+answers are the dense model's.
+
+A `Scenario` lets requests of every kind come, hang up and fail while others run, and judges each
+token, score and log-probability that the engine gives out by the dense model's logits of the same
+text (oracle.py). The same events run in plain torch, with the padding of a GPU, with graphs that
+are replayed, in Triton's interpreter and, where there is one, on a GPU.
+"""
+
+import random
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+
+import oracle
+import pytest
+import torch
+
+import kernels
+from engine import runner as runner_module
+from engine.engine import Engine, Output
+from engine.runner import Runner, padded_shapes
+from engine.settings import Settings
+from model import GPT, GPTConfig
+from ops import gather
+from ops.inputs import StepShape, upload
+from paged import Plan, Request
+from params import SamplingParams
+from test_paged import CONTEXT, VOCABULARY, assert_idle, new_engine, prompt, trained_model
+
+# --------------------------------------------------------------------------------------------------
+# What a GPU does, on a CPU
+
+
+def prepare_from_device(batch: kernels.Batch, H: int, kv: torch.Tensor, window: int = 0):
+    """
+    As `prepare_torch`, for a replayed step: what the host's lists say was true when the step was
+    captured.
+    """
+    batch.context_lens_host = batch.context_lens.tolist()
+    batch.query_lens_host = batch.query_start.diff().tolist()
+    return gather.prepare_torch(batch, H, kv, window)
+
+
+class Replay:
+    """
+    In the place of a CUDA graph: the same step again, from the same inputs into the same outputs.
+    """
+
+    def __init__(self, runner: Runner, shape: StepShape):
+        packed = upload(runner.padding(shape), runner.device, to=runner.static_inputs)
+        self.step = partial(runner.compute, packed, shape)
+        self.outputs = [x.clone() for x in self.step()]
+
+    def replay(self):
+        for output, new in zip(self.outputs, self.step(), strict=True):
+            output.copy_(new)
+
+
+def pad(engine: Engine):
+    """Let the engine pad its steps as on a GPU."""
+    runner, scheduler = engine.runner, engine.scheduler
+    runner.ops = runner.ops._replace(fixed_shapes=True)
+    runner.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
+
+
+@torch.inference_mode()
+def capture(engine: Engine):
+    """And replay them."""
+    pad(engine)
+    runner = engine.runner
+    if runner.ops.name != "triton":
+        runner.ops = runner.ops._replace(prepare=prepare_from_device)
+    runner.static_inputs = torch.full((10_000,), runner.padding_row)
+    for shape in runner.shapes:
+        graph = Replay(runner, shape)
+        runner.graphs[shape] = graph, *graph.outputs
+    launch = runner.launch
+
+    def launch_and_copy(plan: Plan):
+        flight = launch(plan)
+        flight.tokens = (
+            flight.tokens.clone()
+        )  # a GPU copies them to the host before the next replay
+        return flight
+
+    runner.launch = launch_and_copy
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests that come and go
+
+
+@dataclass
+class Client:
+    """A choice of a request, and what it was told so far."""
+
+    prompt: list[int]
+    params: SamplingParams
+    choice: int
+    stops: frozenset[int]
+    prompt_logprobs: int | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    prompt_scores: list | None = None
+    cached_tokens: int = 0
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    choose = rng.choice
+    drawn = {
+        "top_k": choose([0, 3, 12]),
+        "top_p": choose([1, 0.7, 0.97]),
+        "min_p": choose([0, 0.05]),
+        "presence_penalty": 1.0,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": choose([0.7, 1.4]),
+        "logit_bias": {3: 4.0, 5: -4.0},
+    }
+    names = rng.sample(sorted(drawn), rng.choice([0, 1, 1, 2]))
+    max_tokens = rng.randint(1, 16)
+    return SamplingParams(
+        temperature=choose([0.0, 0.0, 0.6, 1.0, 1.7]),
+        seed=rng.getrandbits(64) - 2**63,
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
+        stop_token_ids=tuple(rng.sample(range(VOCABULARY), choose([0, 0, 2]))),
+        logprobs=choose([None, None, 0, 1, 5]),
+        **{name: drawn[name] for name in names},
+    )
+
+
+class Scenario:
+    """
+    Random requests, aborts and failures, as `seed` says: `run` takes `steps` steps and then waits
+    for the last answer.
+    """
+
+    def __init__(self, engine: Engine, seed: int, dense=None):
+        self.engine, self.rng, self.dense = engine, random.Random(seed), dense or engine.reference
+        self.clients: dict[str, Client] = {}
+        self.gone: set[str] = set()
+        self.counts = Counter()
+
+    def run(self, steps: int):
+        engine = self.engine
+        for step in range(steps):
+            self.happen()
+            if step % 40 == 20:
+                self.break_next_launch()
+            self.step()
+        limit = engine.num_steps + 2000
+        while engine.has_work:
+            self.step()
+            assert engine.num_steps < limit, f"{list(self.clients)} never end"
+        assert not self.clients, f"{list(self.clients)} never ended"
+        assert not engine.promised and not engine.prompt_scores
+        assert_idle(engine)
+
+    def happen(self):
+        rng, engine = self.rng, self.engine
+        while rng.random() < 0.3 and engine.num_at_work < 14:
+            self.arrive()
+        if self.clients and rng.random() < 0.06:
+            self.hang_up(rng.choice(sorted(self.clients)))
+
+    def arrive(self):
+        rng = self.rng
+        id, n = f"r{self.counts['requests']}", rng.choice([1, 1, 1, 2, 3])
+        if rng.random() < 0.2 and self.gone:
+            id = rng.choice(sorted(self.gone))  # a name that is free again
+        text = prompt(rng.randrange(4), rng.choice([1, 4, 7, 8, 16, 21, 37]))
+        if rng.random() < 0.5:
+            text[-1] = rng.randrange(VOCABULARY)
+        params, scored = random_params(rng), rng.choice([None, None, 0, 2])
+        self.add(
+            id, text, params, n, prompt_logprobs=scored, cache_salt=rng.choice(["", "", "salt"])
+        )
+
+    def add(
+        self,
+        id: str,
+        text: list[int],
+        params: SamplingParams,
+        n=1,
+        prompt_logprobs=None,
+        cache_salt="",
+    ):
+        request = self.engine.add_request(
+            id, text, params, n=n, prompt_logprobs=prompt_logprobs, cache_salt=cache_salt
+        )
+        self.counts["requests"] += 1
+        for choice in range(n):
+            name = f"{id}.{choice}" if choice else id
+            own = None if choice else prompt_logprobs  # the first choice alone scores the prompt
+            self.clients[name] = Client(text, request.params, choice, request.stop_token_ids, own)
+            self.gone.discard(name)
+
+    def hang_up(self, id: str):
+        """Of a request that is still to be forked, all choices go."""
+        lost = [id]
+        if id in self.engine.promised:
+            lost += [choice.id for choice in self.engine.promised[id]]
+        elif id not in self.engine.requests:
+            return  # a choice that is still to be forked
+        self.engine.abort(id)
+        self.counts["aborts"] += 1
+        self.forget(lost)
+
+    def forget(self, ids: list[str]):
+        for id in ids:
+            del self.clients[id]
+        self.gone.update(id for id in ids if "." not in id)
+        taken = {id.partition(".")[0] for id in self.clients}
+        self.gone -= taken
+
+    def break_next_launch(self):
+        engine = self.engine
+        launch = engine.runner.launch
+
+        def broken(plan: Plan):
+            engine.runner.launch = launch
+            raise FloatingPointError("planted")
+
+        engine.runner.launch = broken
+
+    def step(self):
+        promised = dict(self.engine.promised)
+        for output in self.engine.step():
+            if output.error:
+                assert "planted" in output.error, output.error
+                self.counts["failed"] += 1
+                others = [choice.id for choice in promised.get(output.id, ())]
+                self.forget([output.id, *(id for id in others if id not in self.engine.requests)])
+            else:
+                self.take_in(output)
+
+    def take_in(self, output: Output):
+        client = self.clients[output.id]
+        assert len(output.tokens) == 1
+        client.tokens += output.tokens
+        if output.prompt_logprobs is not None:
+            assert client.prompt_scores is None and len(client.tokens) == 1, (
+                "scores come once, with the first token"
+            )
+            client.prompt_scores = output.prompt_logprobs
+        client.logprobs.append(output.logprobs)
+        if output.finish_reason:
+            self.judge(output.id, client, output)
+            self.forget([output.id])
+
+    @torch.inference_mode()
+    def judge(self, id: str, client: Client, output: Output):
+        """Everything that a client was told, against the dense model's logits of its text."""
+        P, tokens, p = len(client.prompt), client.tokens, client.params
+        text = client.prompt + tokens
+        device = self.dense.wte.weight.device
+        logits = self.dense(torch.tensor([text[:-1]], device=device))[0][0].cpu()
+        before = oracle.counts["ties"]
+        for i, token in enumerate(tokens):
+            texts = {"prompt": client.prompt, "generated": tokens[:i], "stops": client.stops}
+            near = {"rounding": 1e-4, "choice": client.choice}
+            possible = oracle.possible_tokens(logits[P - 1 + i], p, P + i, **texts, **near)
+            assert token in possible, (
+                f"{id} got {token} as token {i}, the dense model has {possible}: {client}"
+            )
+        self.counts["tokens"] += len(tokens)
+        self.counts["ties"] += oracle.counts["ties"] - before
+        may_stop = [token in client.stops and i >= p.min_tokens for i, token in enumerate(tokens)]
+        assert not any(may_stop[:-1]), f"{id} went on after a stop token: {client}"
+        assert output.finish_reason == ("stop" if may_stop[-1] else "length"), f"{id}: {client}"
+        assert may_stop[-1] or len(tokens) == p.max_tokens
+        block_size = self.engine.scheduler.block_size
+        assert output.cached_tokens % block_size == 0 and output.cached_tokens < P
+        self.counts["cached"] += output.cached_tokens
+        scores = logits.log_softmax(-1)
+        for i, found in enumerate(client.logprobs):
+            self.judge_score(found, p.logprobs, scores[P - 1 + i], tokens[i])
+        if client.prompt_logprobs is None:
+            assert client.prompt_scores is None, f"{id} never asked for scores"
+            return
+        assert output.cached_tokens == 0, "a score needs the logits of every token"
+        assert len(client.prompt_scores or []) == P - 1, f"{id}: scores are missing"
+        for i, found in enumerate(client.prompt_scores or []):
+            self.judge_score(found, client.prompt_logprobs, scores[i], text[i + 1])
+        self.counts["scored"] += 1
+
+    def judge_score(self, found: list | None, n: int | None, scores: torch.Tensor, token: int):
+        if n is None:
+            assert found is None, "a log-probability that nobody asked for"
+            return
+        logprob, ids, top = found
+        assert len(ids) == len(top) == n and len(set(ids)) == n
+        assert logprob == pytest.approx(scores[token].item(), abs=1e-3)
+        assert top == pytest.approx(scores.topk(n).values.tolist(), abs=1e-3)
+        assert top == pytest.approx(scores[ids].tolist(), abs=1e-3)
+
+
+needs_interpreter = pytest.mark.skipif(
+    not kernels.INTERPRETED,
+    reason="needs Triton's interpreter; where there is a GPU, a test below runs the same on it",
+)
+SIZES = {
+    "max_num_seqs": 6,
+    "token_budget": 16,
+}  # small: prompts come in chunks, and choices wait for rows
+
+
+FAST = [(None, True, 15), (pad, False, 15), (capture, True, 15), (capture, False, 60)]
+ALL = list(product((None, pad, capture), (False, True), (15, 60)))
+NAMES = {None: "plain", pad: "padded", capture: "replayed"}
+
+
+def cases() -> list:
+    """A few seconds of them, and the others in `make test-all`."""
+    quick = [pytest.param(*case, 60, marks=on_a_cpu(case), id=case_id(case)) for case in FAST]
+    slow = [pytest.mark.slow]
+    return quick + [
+        pytest.param(*case, 3000, marks=on_a_cpu(case) + slow, id=case_id(case) + "-long")
+        for case in ALL
+    ]
+
+
+def on_a_cpu(case: tuple) -> list:
+    return [needs_interpreter] if case[0] else []
+
+
+def case_id(case: tuple) -> str:
+    ready, overlap, num_blocks = case
+    return f"{NAMES[ready]}-{'overlap' if overlap else 'in turn'}-{num_blocks}"
+
+
+@pytest.mark.parametrize(("ready", "overlap", "num_blocks", "steps"), cases())
+def test_whatever_happens_the_answers_are_the_dense_models(ready, overlap, num_blocks, steps):
+    """
+    Would catch: a row of the padding that is somebody's, inputs of the step before replayed, a row
+    that keeps what it was told of its last owner, scores of a neighbour, a copy that comes too
+    late, a chunk that samples too early.
+    """
+    engine = new_engine(trained_model(), overlap=overlap, num_blocks=num_blocks, **SIZES)
+    if ready:
+        ready(engine)
+    scenario = Scenario(engine, seed=2 + steps + num_blocks + overlap)
+    scenario.run(steps)
+    counts, scheduler = scenario.counts, engine.scheduler
+    print(dict(counts))
+    assert counts["ties"] <= 0.05 * counts["tokens"], f"{counts}: what is compared must be decided"
+    assert min(counts[kind] for kind in ("aborts", "failed", "cached", "scored")) > 0, counts
+    assert scheduler.num_forks > 0 and (scheduler.num_preemptions > 0 or num_blocks > 15)
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_a_few_steps_of_kernels_alone_are_the_dense_models():
+    """
+    The whole of a GPU's step in the interpreter: chunks, decodes, both, and their padding. Would
+    catch: a kernel that is right alone, but not with what its neighbours hand it.
+    """
+    config = GPTConfig(
+        VOCABULARY, CONTEXT, n_layer=1, n_head=2, n_embd=32, n_kv_head=1, norm_epsilon=0.01
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT(config).requires_grad_(False).eval()
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, std=0.4)
+    engine = new_engine(model, attention="triton", num_blocks=12, max_num_seqs=2, token_budget=6)
+    pad(engine)
+    scenario = Scenario(engine, seed=3)
+    params = SamplingParams(
+        temperature=1.7, top_p=0.9, min_p=0.02, max_tokens=3, seed=5, logprobs=2
+    )
+    scenario.add("a", prompt(0, 7), params)
+    scenario.step()
+    scenario.add("b", prompt(1, 2), replace(params, presence_penalty=1.0), prompt_logprobs=1)
+    scenario.run(0)
+    assert scenario.counts["tokens"] == 6
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: CUDA graphs, and kernels compiled for it"
+)
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "launches"])
+@pytest.mark.parametrize("num_blocks", [15, 60])
+def test_whatever_happens_a_gpus_answers_are_the_dense_models(num_blocks, graphs):
+    """In fp32, with what serves there by default: overlap, padding, CUDA graphs, Triton."""
+    model = deepcopy(trained_model()).cuda()
+    engine = Engine(
+        model, Settings(block_size=4, num_blocks=num_blocks, graphs=graphs, check=True, **SIZES)
+    )
+    scenario = Scenario(engine, seed=num_blocks, dense=trained_model())
+    scenario.run(2000)
+    counts = scenario.counts
+    print(dict(counts), engine.num_steps, "steps", engine.scheduler.num_preemptions, "preemptions")
+    assert engine.overlap and bool(engine.runner.graphs) == graphs
+    assert counts["ties"] <= 0.05 * counts["tokens"], f"{counts}: what is compared must be decided"
+
+
+def test_a_preempted_request_keeps_what_it_is_penalised_for():
+    """
+    Its tokens are computed again in another row, which must be told what was generated and when a
+    stop is banned.
+    """
+    engine = new_engine(trained_model(), num_blocks=8, watermark=0)
+    scenario = Scenario(engine, seed=0)
+    for i in range(2):
+        text = prompt(i, 13)
+        penalties = {"frequency_penalty": 1.0, "presence_penalty": 2.0, "repetition_penalty": 1.2}
+        stops = {"stop_token_ids": tuple(text[5:8]), "min_tokens": 12}
+        scenario.add(
+            f"{i}", text, SamplingParams(temperature=0, seed=i, max_tokens=16, **penalties, **stops)
+        )
+    scenario.run(0)
+    assert engine.scheduler.num_preemptions > 0
+
+
+@needs_interpreter
+def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
+    """
+    While the same requests decode on in their blocks, the device knows it all: an upload in each
+    step is a third of a small model's. A new block, or a request that ends, is told.
+    """
+    engine = new_engine(trained_model(), block_size=16, num_blocks=8, max_num_seqs=2)
+    capture(engine)
+    uploads, upload = [], runner_module.upload
+    monkeypatch.setattr(
+        runner_module, "upload", lambda *a, **k: uploads.append(engine.num_steps) or upload(*a, **k)
+    )
+    for id, max_tokens in (("a", 9), ("b", 20)):
+        engine.add_request(id, prompt(0, 4), SamplingParams(temperature=0, max_tokens=max_tokens))
+    while engine.has_work:
+        engine.step()
+    # admission; both decode on; the first has ended; the second begins a block
+    assert sorted({step for step in uploads if step > 1}) == [2, 10, 14]
+
+
+# --------------------------------------------------------------------------------------------------
+# To what a step is padded
+
+
+def test_the_sizes_that_steps_are_padded_to():
+    """
+    Would catch: a largest size that is missing, so that a full batch is captured for no graph; one
+    that no batch can reach; a budget without a key of its own.
+    """
+    decodes = [(n, 0, 0) for n in (1, 2, 4, 8, 16, 20)]
+    assert padded_shapes(20, 300) == [
+        *decodes,
+        (8, 8, 128),
+        (20, 8, 128),
+        (8, 8, 256),
+        (20, 8, 256),
+        (8, 8, 300),
+        (20, 8, 300),
+    ]
+    assert padded_shapes(1, 128) == [(1, 0, 0), (1, 8, 128)]
+    shapes = padded_shapes(256, 8192)
+    decodes = [1, 2, 4, *range(8, 257, 8)]
+    assert shapes[: len(decodes)] == [(n, 0, 0) for n in decodes]
+    chunks = {128: 8, 256: 8, 512: 8, 1024: 16, 2048: 32, 4096: 64, 8192: 128}
+    assert set(shapes[len(decodes) :]) == {
+        (n, C, T) for n in (8, 32, 64, 128, 256) for T, C in chunks.items()
+    }
+
+
+def planned(num_decodes: int, *chunks: int) -> Plan:
+    requests = [Request(i, [1] * 2000, 5) for i in range(num_decodes + len(chunks))]
+    return Plan(
+        decodes=requests[:num_decodes],
+        chunks=list(zip(requests[num_decodes:], chunks, strict=True)),
+    )
+
+
+def test_a_step_takes_the_smallest_size_that_holds_it():
+    """
+    Would catch: a step cut to a size below its own; one padded to thousands of tokens where a
+    hundred would do; decodes padded to a key with chunks.
+    """
+    engine = new_engine(trained_model(), num_blocks=8)
+    runner = engine.runner
+    assert runner.padded_shape(planned(3, 5)) == (3, 1, 5), "on a CPU nothing is padded"
+    # decodes: 1, 2, 4, 8, 16, 24, 32, 40, with chunks 8, 32, 40
+    runner.shapes = padded_shapes(40, 1000)
+    for plan, wanted in (
+        (planned(1), (1, 0, 0)),
+        (planned(3), (4, 0, 0)),
+        (planned(4), (4, 0, 0)),
+        (planned(17), (24, 0, 0)),
+        (planned(40), (40, 0, 0)),
+        (planned(0, 1), (8, 8, 128)),
+        (planned(8, 100, 28), (8, 8, 128)),
+        (planned(8, 100, 29), (8, 8, 256)),
+        (planned(9, 100, 28), (32, 8, 128)),
+        (planned(33, 500, 400), (40, 15, 1000)),
+        (planned(0, *[1] * 8), (8, 8, 128)),
+        # too many chunks for any key but the largest's 15, or for any at all: decodes are padded
+        # alone
+        (planned(5, *[1] * 9), (8, 15, 1000)),
+        (planned(5, *[1] * 16), (8, 16, 16)),
+        (planned(0, *[1] * 16), (0, 16, 16)),
+        (planned(9, 700, 400), (16, 2, 1100)),
+    ):
+        assert runner.padded_shape(plan) == wanted, (
+            f"{len(plan.decodes)} decodes, chunks {plan.chunks}"
+        )

@@ -1,0 +1,107 @@
+"""
+The simulator (simulator.py) as a test: some thousand steps of random lives, the failures that it
+has found so far, and that it can fail at all. `python -m tests.simulator` runs more of it.
+"""
+
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+
+import paged
+from tests.simulator import FAULTS, FEATURES, World, campaign, fails, main, play, read_trace
+from tests.swarm import a_life
+
+TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("first", range(0, 60, 30))
+def test_random_lives(first):
+    """
+    Would catch: whatever makes an answer, a count or the order of service wrong, or keeps what
+    nobody needs.
+    """
+    for seed in range(first, first + 30):
+        settings, events = a_life(seed)
+        assert not fails(settings, events), f"python -m tests.simulator --seed {seed}"
+
+
+@pytest.mark.slow
+def test_a_million_steps_of_random_lives():
+    """
+    The same, long enough for what happens once in 100,000 steps; and every feature meets every
+    fault in it.
+    """
+    summary = campaign(10**6, steps=1e6, seconds=3600, processes=2)
+    print(f"\n{summary}")
+    assert not summary.failure, (
+        f"python -m tests.simulator --seed {summary.last}: {summary.failure}"
+    )
+    rare = [pair for pair in summary.steps_with if summary.steps_with[pair] < 1000]
+    assert len(summary.steps_with) == len(FEATURES) * len(FAULTS) and not rare, (
+        f"hardly met: {rare}"
+    )
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+def test_what_it_has_found_stays_mended(path):
+    """The shrunk traces of failures of earlier days, each in a file named for the bug."""
+    assert not fails(*read_trace(path))
+
+
+class Listening(World):
+    """Remembers all that it hears."""
+
+    def __init__(self, *life):
+        super().__init__(*life)
+        self.heard = []
+
+    def hears_row(self, link, row):
+        super().hears_row(link, row)
+        self.heard.append((link, row, self.steps, self.clock.now))
+
+    def hears_error(self, link, message):
+        super().hears_error(link, message)
+        self.heard.append((link, message, self.steps, self.clock.now))
+
+
+def test_a_seed_is_the_same_life_on_any_machine():
+    """
+    Would catch: anything in it that depends on a clock, the order of a set, or hash(), which
+    differs by process.
+    """
+    heard = []
+    for seed in range(5):
+        world = Listening(*a_life(seed))
+        world.run()
+        heard.append(world.heard)
+    assert crc32(repr(heard).encode()) == 4053111577
+    assert len(heard[0]) > 100
+
+
+def test_a_failure_is_shrunk_and_played_again(monkeypatch, capsys, tmp_path):
+    """
+    A bug is planted: the simulator must find it, and leave a trace that plays it again in a few
+    events.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(paged.Request, "clear_cache", forgets_the_last_block)
+    monkeypatch.setattr("sys.argv", ["simulator", "--steps", "10000", "--processes", "1"])
+    assert main() == 1
+    (trace,) = tmp_path.glob("simulator-*.jsonl")
+    assert f"--replay {trace.name}" in capsys.readouterr().out
+    settings, events = read_trace(trace)
+    assert 1 <= len(events) <= 3
+    monkeypatch.setattr("sys.argv", ["simulator", "--replay", str(trace)])
+    assert main() == 1
+    assert "block tables hold" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert play(settings, events).steps, "without the bug it does not fail"
+
+
+def forgets_the_last_block(request, block_allocator):
+    block_allocator.free_blocks_for_request(request.block_table[:-1])
+    request.block_table = []
+    request.num_filled_slots = request.num_computed_slots = request.prefill_cursor = (
+        request.num_committed
+    ) = 0

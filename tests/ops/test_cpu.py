@@ -1,0 +1,332 @@
+"""
+Weights in bf16 and int8 on a CPU: what the two layers compute, and that an engine with them is the
+same model run densely, whatever shares the batch.
+"""
+
+import inspect
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from checkpoint import serving_dtype
+from engine.engine import Engine
+from engine.settings import Settings
+from model import GPT, RMSNorm
+from ops import compiled, cpu
+from ops.cpu import (
+    Int8Linear,
+    PackedLinear,
+    ShortRMSNorm,
+    UnpackedLinear,
+    can_pack,
+    int8_is_exact,
+    packed_for_cpu,
+)
+from params import SamplingParams
+from test_paged import echo_text, prompt, raises, trained_model
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+ROOT = Path(__file__).parents[2]
+needs_vnni = pytest.mark.skipif(not int8_is_exact(), reason="needs a CPU with VNNI")
+needs_compiler = pytest.mark.skipif(not cpu.cpp_compiler(), reason="needs a C++ compiler")
+ROWS = (1, 3, 8, 64, 257)
+FORMATS = [
+    pytest.param("fp32", "none"),
+    pytest.param("bf16", "none"),
+    pytest.param("fp32", "int8", marks=needs_vnni),
+    pytest.param("bf16", "int8", marks=needs_vnni),
+]
+
+
+def layer(out: int, into: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, one output ten times as large as the next, and biases."""
+    generator = torch.Generator().manual_seed(out)
+    weight = torch.randn(out, into, generator=generator) * 0.02
+    weight[::2] *= 10
+    weight[5] = 0
+    return weight, torch.randn(out, generator=generator)
+
+
+def rows(count: int, into: int) -> torch.Tensor:
+    """Rows of very different size, one of them zero where there are several."""
+    x = torch.randn(count, into, generator=torch.Generator().manual_seed(count))
+    x *= 10.0 ** (torch.arange(count) % 5 - 2)[:, None]
+    x[1:2] = 0
+    return x
+
+
+def model_in(dtype: str) -> GPT:
+    model = GPT(trained_model().config).eval()
+    model.load_state_dict(trained_model().state_dict())
+    return model.to(serving_dtype(dtype, "cpu"))
+
+
+@needs_vnni
+@pytest.mark.parametrize("count", ROWS)
+@pytest.mark.parametrize(("out", "into"), [(339, 799), (64, 48)])
+def test_int8_errs_by_half_steps(count, out, into):
+    """
+    Weights and rows are off by at most half a step of their own scales; the product of the integers
+    is exact.
+    """
+    (weight, bias), x = layer(out, into), rows(count, into)
+    w_half = weight.abs().amax(1) / 254
+    x_half = x.abs().amax(1, keepdim=True) / 254
+    bound = (
+        x.abs().sum(1, keepdim=True) * w_half
+        + x_half * weight.abs().sum(1)
+        + into * x_half * w_half
+    )
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    got = Int8Linear(weight, bias)(x)
+    assert got.dtype == torch.float32
+    assert ((got - exact).abs() <= 1.001 * bound + 1e-6).all()
+    typical = (got - exact)[x.any(1)].norm(dim=1) / (exact - bias)[x.any(1)].norm(dim=1)
+    assert typical.max() < 0.02
+    assert torch.equal(Int8Linear(weight, None)(x) + bias, got)
+
+
+@pytest.mark.parametrize("linear", [PackedLinear, UnpackedLinear])
+@pytest.mark.parametrize("count", ROWS)
+def test_bf16_errs_as_torch(count, linear):
+    """At most twice the error of plain torch in bf16, against fp64 with the same weights."""
+    if linear is PackedLinear and not can_pack(torch.ones(1, dtype=torch.bfloat16)):
+        pytest.skip("oneDNN packs bf16 on CPUs with AVX-512")
+    (weight, bias), x = layer(339, 799), rows(count, 799)
+    weight, bias = weight.bfloat16(), bias.bfloat16()
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    torchs = (F.linear(x.bfloat16(), weight, bias) - exact).norm()
+    got = linear(weight, bias)(x)
+    assert got.dtype == torch.float32
+    assert (got - exact).norm() <= 2 * torchs
+
+
+@needs_vnni
+def test_int8_rows_do_not_meet():
+    """One scale for all rows would let a neighbour's large values round a row to nothing."""
+    (weight, bias), x = layer(339, 799), rows(257, 799)
+    linear = Int8Linear(weight, bias)
+    together = linear(x)
+    for i in (0, 2, 100, 256):
+        assert torch.equal(linear(x[i : i + 1])[0], together[i])
+    assert torch.equal(linear(x[:256].view(4, 64, -1)).flatten(0, 1), together[:256])
+
+
+@pytest.mark.parametrize("count", ROWS)
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_rms_norm_errs_as_torch(count, eps):
+    """At most twice the error of torch's own against fp64; a row of zeros stays zero."""
+    norm = RMSNorm(576, eps)
+    norm.weight.data = layer(576, 1)[0][:, 0] * 1e2
+    x = rows(count, 576)
+    exact = F.rms_norm(x.double(), (576,), norm.weight.double(), eps)
+    short = ShortRMSNorm(norm)(x)
+    scale = exact.abs().amax(1, keepdim=True).clamp(min=1e-30)
+    torchs = ((norm(x) - exact) / scale).abs().max()
+    assert ((short - exact) / scale).abs().max() <= 2 * torchs + 1e-7
+    assert torch.equal(x, rows(count, 576))
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
+def test_engine_is_the_same_model_run_densely(dtype, quantize):
+    """
+    Alone and in a batch of decodes and chunks. Where rounding may choose, the best two logits are
+    this close.
+    """
+    tie = {"fp32": 1e-4, "bf16": 0.05}[dtype] if quantize == "none" else 0.05
+    model = model_in(dtype)
+    reference = packed_for_cpu(model, quantize)
+    params, prompts = (
+        SamplingParams(temperature=0, max_tokens=24),
+        [prompt(i, 5 + 5 * i) for i in range(8)],
+    )
+    engine = Engine(
+        model,
+        Settings(block_size=4, max_num_seqs=5, token_budget=16, quantize=quantize, check=True),
+    )
+    answers = engine.generate(prompts, params, progress=False)
+    answers += engine.generate(prompts[3:4], params, progress=False)
+    answers += Engine(model, Settings(quantize=quantize)).generate(prompts, params, progress=False)
+    check_greedy(reference, prompts + prompts[3:4] + prompts, answers, tie)
+
+
+def check_greedy(reference: GPT, prompts: list[list[int]], answers: list[list[int]], tie: float):
+    """
+    That answers are the likeliest tokens of the model run densely; of two within `tie`, now and
+    then the other.
+    """
+    equal = count = 0
+    with torch.no_grad():
+        for text, answer in zip(prompts, answers, strict=True):
+            logits = reference(torch.tensor([text + answer]))[0][0, len(text) - 1 : -1]
+            chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            assert (logits.amax(1) - chosen).max() <= tie
+            equal, count = (
+                equal + (logits.argmax(1) == torch.tensor(answer)).sum().item(),
+                count + len(answer),
+            )
+    assert equal >= 0.99 * count
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dtype", "quantize"), FORMATS[:3])
+def test_compiled_steps_are_the_same_model(dtype, quantize, compiler, monkeypatch):
+    """
+    Alone, after others and beside them, a prompt of one token too; a second engine's model is not
+    taken for the first's, though both compile the same function. "eager" runs the graph that was
+    captured as it is: writing C++ for it takes ten seconds a format, in `make test-all`.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
+    tie = {"fp32": 1e-4, "bf16": 0.05}[dtype] if quantize == "none" else 0.05
+    prompts = [prompt(i, n) for i, n in enumerate((1, 2, 17, 30))]
+    for sign in 1, -1:
+        model = model_in(dtype)
+        model.wpe.weight.data *= sign
+        reference = packed_for_cpu(model, quantize)
+        engine = Engine(model, Settings(block_size=4, quantize=quantize, compile=True, check=True))
+        calls, decode_one = [], engine.runner.decode_one
+        engine.runner.decode_one = lambda batch, calls=calls, f=decode_one: (
+            calls.append(1) or f(batch)
+        )
+        params = [SamplingParams(temperature=0, max_tokens=n) for n in (24, 9, 20, 30)]
+        alone = [
+            engine.generate([text], p, progress=False)[0]
+            for text, p in zip(prompts, params, strict=True)
+        ]
+        assert len(calls) == sum(p.max_tokens - 1 for p in params)
+        together = engine.generate(prompts, params, progress=False)
+        assert len(calls) > sum(p.max_tokens - 1 for p in params)  # the longest ends alone
+        check_greedy(reference, prompts + prompts, alone + together, tie)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "bound"),
+    [("bf16", "none", 0.003), pytest.param("fp32", "int8", 0.01, marks=needs_vnni)],
+)
+def test_loss_rises_little(dtype, quantize, bound):
+    """Nats a token over held-out text; the loss of a packed model is that of its packed head."""
+    text = echo_text(64, 65, 0.1, torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        exact = trained_model()(text[:, :-1], text[:, 1:])[1]
+        packed = packed_for_cpu(model_in(dtype), quantize)
+        logits, loss = packed(text[:, :-1])[0], packed(text[:, :-1], text[:, 1:])[1]
+    assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()))
+    assert loss != exact and abs(loss - exact) < bound
+
+
+@pytest.mark.parametrize("plain_rows", [0, 1, 16])
+def test_few_rows_take_the_plain_weights_where_those_are_faster(plain_rows, monkeypatch):
+    """
+    The packed product of one row took 1.2 times Hugging Face's time with AVX2. Whichever product a
+    CPU is found to prefer, the model stays the same, few rows take that one, and the head's plain
+    weights are the embedding's, no copy.
+    """
+    monkeypatch.setattr("ops.cpu.rows_of_plain", lambda weight: plain_rows)
+    model = model_in("fp32")
+    packed = packed_for_cpu(model)
+    if plain_rows:
+        assert packed.lm_head.plain.data_ptr() == packed.wte.weight.data_ptr()
+    else:
+        assert packed.lm_head.plain is None
+    layer, theirs = packed.h[0].mlp.c_fc, model.h[0].mlp.c_fc
+    for count in ROWS:
+        x = rows(count, theirs.in_features)
+        layer.weight, kept = (
+            None if count <= plain_rows else layer.weight,
+            layer.weight,
+        )  # None: a use of it fails
+        error = (layer(x) - F.linear(x, theirs.weight, theirs.bias)).norm()
+        layer.weight = kept
+        assert error <= 1e-5 * x.norm()
+
+
+@pytest.mark.parametrize(("fast", "wanted"), [((1, 16), 16), ((1,), 1), ((), 0)])
+def test_the_faster_product_is_found_by_measuring(fast, wanted, monkeypatch):
+    """
+    For 16 rows, else for one, else for none; a gain of less than 15% is not worth weights kept
+    twice.
+    """
+    from ops import cpu as module
+
+    def repeat(sweep, number, repeat):
+        seen = inspect.getclosurevars(sweep).nonlocals
+        x = seen["inputs"][0]
+        plain = not isinstance(seen["layers"][0], PackedLinear)
+        return [0.8 if plain and len(x) in fast else 0.9 if plain else 1.0]
+
+    monkeypatch.setattr(module.timeit, "repeat", repeat)
+    assert module.rows_of_plain([torch.ones(64, 48)] * 2) == wanted
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "AVX512_CORE_VNNI"])
+def test_int8_is_refused_where_its_sums_overflow(isa):
+    """
+    The refusal asked what the CPU has, not what oneDNN uses of it: with the second alone limited,
+    sums of the largest products were wrong, and nothing was refused.
+    """
+    script = (
+        "import torch; from ops.cpu import Int8Linear, int8_is_exact as exact; "
+        "y = Int8Linear(torch.ones(3, 64), None)(torch.ones(2, 64)); "
+        "assert exact() == bool((y - 64).abs().max() < 0.01), y; print(exact())"
+    )
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa}
+    command = [sys.executable, "-c", script]
+    said = subprocess.run(command, env=environment, cwd=ROOT, check=True, capture_output=True)
+    if "VNNI" not in isa:
+        assert said.stdout == b"False\n"
+
+
+@needs_vnni
+def test_packing_leaves_the_model_alone():
+    model = model_in("bf16")
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    packed = packed_for_cpu(model, "int8")
+    assert all(
+        torch.equal(w, before[name]) and w.dtype == torch.bfloat16
+        for name, w in model.state_dict().items()
+    )
+    assert {w.dtype for w in packed.parameters()} == {torch.float32}
+    assert sum(isinstance(m, Int8Linear) for m in packed.modules()) == 4 * model.config.n_layer + 1
+
+
+def test_refusals(monkeypatch):
+    assert (
+        serving_dtype("auto", "cpu") == torch.float32
+        and serving_dtype("auto", "cuda:1") == torch.bfloat16
+    )
+    with raises(ValueError, "fp16", "fp32 or bf16"):
+        serving_dtype("fp16", "cpu")
+    monkeypatch.setattr(cpu, "int8_is_exact", lambda: False)
+    with raises(ValueError, "int4", "none and int8"):
+        Engine(trained_model(), Settings(quantize="int4"))
+    with raises(ValueError, "--quantize int8", "VNNI"):
+        Engine(trained_model(), Settings(quantize="int8"))
+
+
+def test_refusals_of_compile(monkeypatch):
+    """Without a compiler, or with one that fails, one message says what to change."""
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: "/usr/bin/" + name)
+    with raises(ValueError, "--compile", "not flex", "leave one of them out"):
+        Engine(trained_model(), Settings(compile=True, attention="flex"))
+
+    def broken(*_):
+        raise RuntimeError(
+            "backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand: g++ .."
+        )
+
+    monkeypatch.setattr(compiled, "compiled_step", lambda *_: broken)
+    with raises(
+        ValueError, "--compile", "CppCompileError: C++ compile error)", "TORCHINDUCTOR_CACHE_DIR"
+    ):
+        Engine(trained_model(), Settings(compile=True))
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CXX", "/nowhere")
+    with raises(ValueError, "--compile", "C++ compiler", "'/nowhere'", "leave --compile out"):
+        Engine(trained_model(), Settings(compile=True))

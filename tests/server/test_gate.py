@@ -1,0 +1,431 @@
+"""
+Which calls are let in: keys, host names (DNS rebinding), origins of web pages (CSRF, CORS); and the
+log, a line a call.
+"""
+
+import json
+import re
+import sys
+
+import pytest
+from wires import House, request
+
+import serve
+from server import gate
+
+KEY = {"Authorization": "Bearer sesame"}
+ASK = request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 4})
+ORIGINS = [
+    "http://localhost:3000",
+    "moz-extension://1f",
+    "chrome-extension://abc",
+    "tauri://localhost",
+    "null",
+]
+
+
+@pytest.fixture(scope="module")
+def locked():
+    flags = ["--max-num-seqs", "1", "--max-queue", "0", "--allowed-origins", *ORIGINS]
+    with House(*flags, keys=["sesame", "simsim"]) as house:
+        yield house
+
+
+def error_of(answer) -> dict:
+    """The error of an answer, after a check that it has OpenAI's shape and nothing else."""
+    assert list(answer.json) == ["error"]
+    assert list(answer.json["error"]) == ["message", "type", "param", "code"]
+    return answer.json["error"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys
+
+
+def test_every_path_but_three_needs_the_key(locked):
+    """Also paths that are not there, and other methods."""
+    calls = [
+        *gate.calls_of(locked.service.router),
+        ("GET", "/nowhere"),
+        ("DELETE", "/"),
+        ("GET", "/livez/"),
+        ("GET", "/livez%0a"),
+        ("GET", "/V1/models"),
+    ]
+    calls += [("HEAD", path) for method, path in calls if method == "GET"]
+    for method, path in calls:
+        caller = locked.call(method, path)
+        answer = caller.answer(method)
+        caller.hang_up()
+        assert (answer.status == 401) == (path not in ("/livez", "/readyz", "/")), path
+        if answer.status == 401:
+            assert answer.headers["www-authenticate"] == "Bearer"
+        caller = locked.call(method, path, **KEY)
+        assert caller.said.startswith("HTTP/1.1 ") and " 401 " not in caller.said
+        caller.hang_up()
+
+
+@pytest.mark.parametrize("key", ["Bearer sesame", "bearer  sesame ", "BEARER simsim"])
+def test_a_key_is_one_of_the_keys(locked, key):
+    assert locked.get("/v1/models", Authorization=key).status == 200
+
+
+NO_KEYS = ["", "Bearer", "Bearer ", "sesame", "Basic sesame", "Bearer sesam", "Bearer sesamee"]
+NO_KEYS += ["Bearer Sesame", "Bearer sesame simsim", "Bearer key 0", "Bearer s\u00e9same"]
+
+
+@pytest.mark.parametrize("key", NO_KEYS)
+def test_what_is_no_key_is_refused_before_the_body_comes(locked, key):
+    caller = locked.connect()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\nAuthorization: "
+    caller.send(head + key.encode() + b"\r\n\r\n")
+    assert caller.answer().status == 401
+    error = error_of(caller.answer())
+    assert error["code"] == "invalid_api_key"
+    assert error["message"] == "send a valid API key: Authorization: Bearer KEY"
+    caller.hang_up()
+
+
+def test_keys_have_prefix_caches_of_their_own(locked):
+    """The salt says which key it was, not what the key is, and then the client's own."""
+    salts = []
+    for key in ("sesame", "simsim"):
+        for fields in ({}, {"cache_salt": "x"}):
+            body = {"prompt": "ab", "max_tokens": 1} | fields
+            caller = locked.call("POST", "/v1/completions", body, Authorization=f"Bearer {key}")
+            salts.append(locked.engine.of("add")[-1]["options"]["cache_salt"])
+            caller.hang_up()
+    assert salts == ["key 0:", "key 0:x", "key 1:", "key 1:x"]
+
+
+def test_keys_come_from_a_flag_the_environment_or_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+
+    def keys(*flags):
+        return serve.api_keys(serve.parse_args(["--port", "0", *flags]))
+
+    assert keys("--api-key", " sesame ") == ["sesame"]
+    file.write_text("\ufeffone\n\n  two \none\n")
+    assert keys("--api-key-file", str(file)) == ["one", "two"]
+    monkeypatch.setenv("PAGEDGPT_API_KEY", "one")
+    assert keys() == ["one"]
+    file.write_text("\n")
+    for flags, words in (
+        (["--api-key", " "], "--api-key is blank"),
+        (["--api-key-file", str(file)], "has no key in it"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            keys(*flags)
+    for blank in ("", " \n"):  # a secret that was not filled in must not open the server
+        monkeypatch.setenv("PAGEDGPT_API_KEY", blank)
+        with pytest.raises(ValueError, match="PAGEDGPT_API_KEY is blank"):
+            serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0"]))
+    with pytest.raises(SystemExit):
+        keys("--api-key", "a", "--api-key-file", "f")
+
+
+def test_with_a_key_other_machines_may_be_let_in(monkeypatch):
+    args = serve.parse_args(["--host", "0.0.0.0", "--port", "0"])
+    monkeypatch.setenv("PAGEDGPT_API_KEY", "one")
+    serve.listen(args).close()
+
+
+def test_a_key_file_that_others_can_read_is_reported(tmp_path, capsys):
+    path = tmp_path / "keys"
+    path.write_text("sesame")
+    for mode, is_open in ((0o600, False), (0o400, False), (0o640, True), (0o604, True)):
+        path.chmod(mode)
+        serve.warn_of_readable_keys(path)
+        assert (f"chmod 600 {path}" in capsys.readouterr().err) == is_open
+
+
+# --------------------------------------------------------------------------------------------------
+# Hosts and origins
+
+
+CALLS = [  # Host, Origin, status
+    ("localhost", None, 200),
+    ("LOCALHOST:8000", None, 200),
+    ("127.0.0.1:1", None, 200),
+    ("127.0.0.1", None, 200),
+    ("[::1]:8000", None, 200),
+    ("[::1]", None, 200),
+    ("10.0.0.7", None, 200),
+    ("gpt.EXAMPLE:80", None, 200),
+    ("gpt.local", None, 200),
+    ("gpt", None, 403),
+    ("evil.example", None, 403),
+    ("localhost.evil.example", None, 403),
+    ("1.2.3", None, 403),
+    (":80", None, 403),
+    ("", None, 403),
+    ("localhost:8", "http://localhost:8", 200),
+    ("localhost:8", "HTTP://LocalHost:8", 200),
+    ("localhost:8", "http://localhost:9", 403),
+    ("localhost:8", "http://localhost", 403),
+    ("localhost:8", "https://localhost:8", 403),
+    ("localhost:8", "http://127.0.0.1:8", 403),
+    ("localhost:8", "http://localhost:8.evil.example", 403),
+    ("localhost:8", "tauri://localhost", 200),
+    ("localhost:8", "tauri://localhost:8", 403),
+    ("localhost:8", "null", 403),
+    ("localhost:8", "", 403),
+    ("evil.example", "tauri://localhost", 403),
+    ("gpt.example", "http://gpt.example", 200),
+    ("gpt.example", "http://evilgpt.example", 403),  # ends like ours
+    ("gpt.example", "http://gpt.example.evil", 403),  # begins like ours
+    ("gpt.example", "http://a.gpt.example", 403),
+    ("gpt.example", "gpt.example", 403),
+]
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    flags = ["--allowed-hosts", "GPT.example", "--allowed-origins", "tauri://localhost"]
+    with House("--host", "GPT.local", *flags) as house:
+        yield house
+
+
+@pytest.mark.parametrize("host, origin, status", CALLS)
+def test_hosts_and_origins_are_checked(guarded, host, origin, status):
+    """
+    A page on the web can make its own name point to 127.0.0.1: its requests then say so in Host or
+    Origin. An origin is a scheme, a host and a port: each of them counts.
+    """
+    answer = guarded.get("/v1/models", Host=host, Origin=origin)
+    assert answer.status == status
+    if status == 403:
+        flag = "--allowed-hosts" if "Host" in error_of(answer)["message"] else "--allowed-origins"
+        assert flag in error_of(answer)["message"]
+
+
+def test_with_a_key_any_host_is_served_but_no_other_origin(locked):
+    """Where a browser keeps a key, it must not lend it to another page."""
+    own = "http://any.example"
+    for origin, status in ((None, 200), (own, 200), ("http://evil.example", 403)):
+        answer = locked.get("/v1/models", Host="any.example", Origin=origin, **KEY)
+        assert answer.status == status
+    assert locked.get("/livez", Origin="http://evil.example").status == 403
+
+
+PREFLIGHT = {
+    "Access_Control_Request_Method": "POST",
+    "Access_Control_Request_Headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_pages_of_allowed_origins_are_served(locked, origin):
+    """
+    A browser first asks, without the key, and shows the page nothing that does not name its origin:
+    errors do too, so that it can say what was wrong.
+    """
+    asked = locked.call("OPTIONS", "/v1/completions", Origin=origin, **PREFLIGHT).answer()
+    assert (asked.status, asked.headers["access-control-allow-origin"]) == (200, origin)
+    assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert "POST" in asked.headers["access-control-allow-methods"] and asked.headers["x-request-id"]
+    keyed = {"Origin": origin} | KEY
+    body = {"prompt": "ab", "max_tokens": 9, "stream": True}
+    first = locked.call("POST", "/v1/completions", body, **keyed)
+    callers = {
+        429: locked.call("POST", "/v1/completions", body, **keyed),
+        401: locked.call("POST", "/v1/completions", body, Origin=origin),
+        400: locked.call("POST", "/v1/completions", {"prompt": 3}, **keyed),
+        404: locked.call("GET", "/nowhere", **keyed),
+        200: first,
+    }
+    locked.engine.step(dict.fromkeys(locked.choices, b"x"), "length")
+    for status, caller in callers.items():
+        answer = caller.answer()
+        assert answer.status == status
+        assert answer.headers["access-control-allow-origin"] == origin
+        assert answer.headers["vary"] == "Origin"
+        assert answer.headers["access-control-expose-headers"] == "x-request-id, retry-after"
+        caller.hang_up()
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3001", "https://localhost:3000"])
+def test_pages_of_other_origins_learn_of_the_flag(locked, origin):
+    for method, headers in (("GET", {}), ("OPTIONS", PREFLIGHT), ("GET", KEY)):
+        answer = locked.call(method, "/v1/models", Origin=origin, **headers).answer()
+        assert answer.status == 403 and "access-control-allow-origin" not in answer.headers
+        assert f"--allowed-origins {origin} would" in error_of(answer)["message"]
+
+
+def test_any_origin_may_be_allowed():
+    with House("--allowed-origins", "*") as house:
+        for origin in ("http://any.example", "null"):
+            answer = house.get("/v1/models", Origin=origin)
+            assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
+        assert house.get("/livez", Host="evil.example").status == 403
+
+
+def test_without_the_flag_no_header_is_about_origins():
+    with House() as house:
+        answer = house.get("/v1/models", Origin="http://localhost")
+        assert answer.status == 200
+        assert not any(name.startswith("access-control") for name in answer.headers)
+        asked = house.call("OPTIONS", "/v1/models", Origin="http://localhost", **PREFLIGHT)
+        assert asked.answer().status == 405
+
+
+@pytest.mark.parametrize(
+    "text, origin",
+    [
+        ("http://LocalHost:3000", "http://localhost:3000"),
+        ("http://a.example:80", "http://a.example"),
+        ("https://a.example:443", "https://a.example"),
+        ("https://a.example:80", "https://a.example:80"),
+        ("http://[::1]:80", "http://[::1]"),
+        ("null", "null"),
+        ("*", "*"),
+        *((text, None) for text in ("localhost:3000", "http://localhost:3000/", "http://", "")),
+        *((text, None) for text in ("https://*.example", "http://a://b")),
+    ],
+)
+def test_origins_are_taken_as_browsers_send_them(text, origin, capsys):
+    """With a path, or without a scheme, one would never match."""
+    if origin:
+        assert serve.parse_args(["--allowed-origins", text]).allowed_origins == [origin]
+    else:
+        with pytest.raises(SystemExit):
+            serve.parse_args(["--allowed-origins", text])
+        assert f"{text!r} is no origin" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# The log
+
+
+@pytest.fixture
+def logged(capfd):
+    """A function: the lines since it was called last."""
+
+    def lines() -> list[dict]:
+        err = capfd.readouterr().err
+        return [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+
+    return lines
+
+
+@pytest.fixture
+def house():
+    with House() as house:
+        house.args.access_log = True
+        yield house
+
+
+def test_a_call_has_its_line_when_it_has_ended(house, logged):
+    """Its time, client, method, path, status, duration, id and seed; and why it was refused."""
+    caller = house.ask()
+    seed = house.engine.of("add")[0]["params"]["seed"]
+    assert logged() == []
+    house.clock.run(1.5)
+    house.engine.step({"0": b"x"}, "length")
+    house.call("POST", "/v1/completions", {"prompt": 3}, X_Request_Id="mine")
+    house.call("GET", f"/v1/x%0d%0a{'x' * 300}")
+    done, refused, missing = logged()
+    post = {"time": 1_700_000_001.5, "event": "access", "client": "127.0.0.1"}
+    post |= {"method": "POST", "path": "/v1/completions"}
+    id = caller.answer().headers["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{32}", id) and caller.answer().json["id"] == f"cmpl-{id}"
+    assert done == post | {"status": 200, "ms": 1500.0, "id": id, "seed": seed, "tokens": 1}
+    assert refused.pop("error").startswith("prompt must be a string")
+    assert refused == post | {"status": 400, "ms": 0.0, "id": "mine"}
+    assert missing["path"] == f"/v1/x\r\n{'x' * 300}"[:200] and missing["status"] == 404
+    assert len(missing["error"]) == 200
+
+
+def test_the_log_says_why_a_call_ended_and_quotes_no_texts(house, logged):
+    """A client that hung up is nginx's 499; where a status was out already, that one."""
+    house.call("POST", "/v1/completions", {"prompt": "a", "model": 'x"}\n{"event": "forged"}'})
+    house.call("POST", "/v1/completions", {"prompt": "a", "temperature": "secret"})
+    callers = [house.ask("secret"), house.ask(stream=True), house.connect(), house.ask(stream=True)]
+    callers[2].send(ASK[:-3])
+    house.engine.step({"1": b"x", "2": b"x"})
+    house.engine.say({"op": "error", "id": "2", "message": "the step failed", "kind": "internal"})
+    for caller in callers[:3]:
+        caller.hang_up()
+    house.connect().send(b"this is no HTTP\r\n\r\n")
+    lines = logged()
+    gone = "the client is gone"
+    assert [(line["status"], line["error"]) for line in lines] == [
+        (404, "model_not_found"),
+        (400, "temperature: input should be a valid number"),
+        (200, "the step failed"),
+        (499, gone),
+        (200, gone),
+        (499, gone),
+        (400, "Invalid HTTP request received."),
+    ]
+    assert "secret" not in str(lines)
+
+
+def test_texts_are_logged_when_asked_for(logged):
+    """Fields that were not given are left out, and the salt, which is a secret."""
+    with House("--log-requests") as house:
+        house.ask("ab", user="me", request_id="r", cache_salt="secret", temperature=0.5)
+    (line,) = logged()
+    seed = house.engine.of("add")[0]["params"]["seed"]
+    del line["time"]
+    asked = {"prompt": ["ab"], "max_tokens": 4, "request_id": "r", "temperature": 0.5}
+    assert line == asked | {"event": "request", "id": "cmpl-r", "seed": seed}
+
+
+@pytest.mark.parametrize("text", ["a", "x" * 128, "my-request:1", "!~"])
+def test_a_clients_own_id_is_taken(house, text):
+    assert house.get("/livez", X_Request_Id=text).headers["x-request-id"] == text
+
+
+@pytest.mark.parametrize("text", ["x" * 129, "", "a b", "caf\xe9"])
+def test_an_id_that_can_be_no_header_is_replaced(house, text):
+    caller = house.connect()
+    head = "GET /nowhere HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {}\r\n\r\n"
+    caller.send(head.format(text).encode("latin-1"))
+    assert re.fullmatch("[0-9a-f]{32}", caller.answer().headers["x-request-id"])
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_calls_that_nobody_asked_for_are_not_logged(capfd, monkeypatch, is_terminal):
+    """
+    Those of supervisors, and on a terminal those of the page. There a line is short, and nothing
+    that a client sends makes a line of its own, or steers the terminal.
+    """
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with House() as house:
+        house.args.access_log = True
+        for path in ("/", "/livez", "/readyz", "/v1/models", "/metrics", "/v1/x%0a%1b[2Jevil"):
+            house.get(path)
+        house.call("HEAD", "/events")
+        house.call("POST", "/tokenize", {"prompt": "a"})
+        house.ask()
+        house.engine.step({"0": b"xy"}, "length")
+        house.ask()
+        house.engine.step({"1": b"x"}, "length")
+    lines = [line for line in capfd.readouterr().err.splitlines() if line]
+    if not is_terminal:
+        calls = [json.loads(line) for line in lines]
+        paths = ["/v1/models", "/metrics", "/v1/x\n\x1b[2Jevil", "/events", "/tokenize"]
+        assert [call["path"] for call in calls] == paths + ["/v1/completions"] * 2
+        return
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+    missing = r"there is no GET /v1/x\n\x1b[2Jevil here; /openapi.json lists what there is"
+    assert [line[9:] for line in lines] == [
+        "GET /metrics 200 0.0 s",
+        rf"GET /v1/x\n\x1b[2Jevil 404 0.0 s ({missing})",
+        "POST /v1/completions 200 0.0 s 2 tokens",
+        "POST /v1/completions 200 0.0 s 1 token",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "line"),
+    [
+        ("access", {"client": None, "status": 400, "error": "no HTTP"}, "400 (no HTTP)"),
+        ("engine_died", {"reason": "it stopped"}, "engine died reason=it stopped"),
+        ("worker_died", {"pid": 12, "code": -9}, "worker died pid=12 code=-9"),
+        ("request", {"id": "r", "prompt": ["\x1b\n"]}, r"request id=r prompt=['\\x1b\\n']"),
+    ],
+)
+def test_every_event_has_a_short_line(event, fields, line):
+    assert gate.short(event, fields) == line

@@ -1,0 +1,713 @@
+"""
+The talking half of the live page, in a real browser (browser.py) with a real server: the form by
+keyboard and mouse as people use it, the transcript, probabilities, the chat, the demos and the
+tour. What is typed is typed key by key: once every key was dead in the form and each test, which
+filled it by a script, was green.
+"""
+
+import re
+
+import pytest
+from browser import (  # noqa: F401  fixtures
+    ORIGIN,
+    browser_test,
+    checkpoint,
+    chromium,
+    open_page,
+    save_random_model,
+    server,
+    wait_for,
+)
+from test_end_to_end import Process
+
+READABLE = re.compile(r"[ -~]")  # of a random model most tokens are parts of characters
+MUCH = "\n---\n".join("abcdefghijklmnopqrst")  # with 200 tokens each far more than the pool holds
+IS_OVER = "stops.size === 0 && calls.size"
+# All of it is on the tape, too, whose lines come apart from the answers, and has been played.
+IS_PLAYED = f"""{IS_OVER} && tape.lines.at(-1).event === "idle" && tape.at === tape.lines.length - 1
+    && tape.lines.flatMap((line) => line.new ?? []).filter((q) => calls.has(q.name)).length
+        === [...calls.values()].flat().length"""
+CONTEXT = 512  # the default model's
+BLOCKS = 64 * CONTEXT // 16 * 3 // 4  # of 16 tokens: three quarters of what its 64 texts can need
+
+
+@pytest.fixture
+def live(open_page, server):  # noqa: F811
+    page = open_page(server.url, wait="state.num_blocks")
+    yield page
+    page.evaluate("stopAll(); leaveTour(); goLive()")
+    wait_for(page, "state.requests.size === 0")
+
+
+@pytest.fixture(scope="module")
+def small_server(tmp_path_factory):
+    """A model without a chat template, as large as the default one where it matters."""
+    model = save_random_model(tmp_path_factory.mktemp("small"), context_length=CONTEXT)
+    with Process(model, "--kv-blocks", str(BLOCKS)) as server:  # noqa: F811
+        yield server
+
+
+def prompt(page) -> str:
+    return page.input_value("[name=prompt]")
+
+
+def write(page, text: str):
+    """Into the prompt's box, in place of what it has."""
+    page.click("[name=prompt]")
+    page.keyboard.press("Control+A")
+    page.keyboard.press("Delete")
+    page.keyboard.type(text)
+
+
+def set_knob(page, name: str, value: str):
+    """By the mouse and the keyboard, in the settings."""
+    if not page.is_visible(f"[name={name}]"):
+        page.click("#settings summary")
+    page.click(f"[name={name}]", click_count=3)
+    page.keyboard.type(value)
+
+
+def focused(page) -> str:
+    return page.evaluate("document.activeElement.id || document.activeElement.name")
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys
+
+
+@browser_test
+def test_keys_work_in_the_form(live):
+    """Letters, blanks, Backspace and arrows; none of them is the player's there."""
+    write(live, "hello  world")
+    live.keyboard.press("Backspace")
+    live.keyboard.press("ArrowLeft")
+    live.keyboard.press("ArrowLeft")
+    live.keyboard.type("XY ")
+    live.keyboard.press("Home")
+    live.keyboard.type(">")
+    live.keyboard.press("Enter")
+    live.keyboard.press("End")
+    live.keyboard.press("Delete")
+    assert prompt(live) == ">\nhello  woXY rl"
+    assert not live.evaluate("player.isPaused") and live.evaluate("calls.size") == 0
+    set_knob(live, "max_tokens", "17")
+    live.keyboard.press("ArrowUp")
+    assert live.input_value("[name=max_tokens]") == "18"
+
+
+@browser_test
+def test_tab_goes_through_the_form_and_leaves_it(live):
+    live.click("[name=prompt]")
+    seen = []
+    while len(seen) < 9 and "pool" not in seen:
+        live.keyboard.press("Tab")
+        seen.append(focused(live))
+    assert seen[0] == "send" and "pool" in seen, seen
+    for _ in seen:
+        live.keyboard.press("Shift+Tab")
+    assert focused(live) == "prompt" and prompt(live) == "def "
+    before = ["alike", "fork", "flood", "probabilities", "answers", "kind"]
+    for name in reversed(before):
+        live.keyboard.press("Shift+Tab")
+        assert focused(live) == name
+
+
+@browser_test
+@pytest.mark.parametrize("way", ["Control+Enter", "Enter on Send", "Space on Send", "mouse"])
+def test_sending(live, way):
+    """The box is empty then, and the settings, which are folded, are those that were chosen."""
+    assert not live.is_visible("[name=max_tokens]")
+    live.focus("#settings summary")
+    live.keyboard.press("Enter")
+    set_knob(live, "max_tokens", "5")
+    write(live, "text")
+    if way == "Control+Enter":
+        live.keyboard.press(way)
+    elif way == "mouse":
+        live.click("#send")
+    else:
+        live.keyboard.press("Tab")
+        live.keyboard.press(way.split()[0])
+    wait_for(live, IS_OVER)
+    assert prompt(live) == ""
+    assert live.locator(".asked").all_inner_texts() == ["text"]
+    assert live.locator(".progress span").all_inner_texts() == ["stopped at 5 tokens"]
+    assert live.locator(".token").count() == 5
+
+
+@browser_test
+def test_the_choice_of_chat_by_keyboard(live):
+    live.focus("[value=text]")
+    live.keyboard.press("ArrowRight")
+    assert live.is_checked("[value=chat]") and live.is_visible("#new-chat")
+    live.keyboard.press("ArrowLeft")
+    assert live.is_checked("[value=text]") and not live.is_visible("#new-chat")
+
+
+# --------------------------------------------------------------------------------------------------
+# The transcript
+
+
+PROGRESS = """
+    window.told = [];
+    new MutationObserver(() => told.push(...[...document.querySelectorAll(".progress span")]
+        .map((element) => element.textContent)))
+        .observe($("answers"), { childList: true, subtree: true, characterData: true });
+"""
+
+
+@browser_test
+def test_how_far_an_answer_is(live):
+    live.evaluate(PROGRESS)
+    set_knob(live, "max_tokens", "60")
+    write(live, "far")
+    live.keyboard.press("Control+Enter")
+    wait_for(live, IS_OVER)
+    told = list(dict.fromkeys(live.evaluate("told")))
+    assert told[0] == "waiting for its first token" and told[-1] == "stopped at 60 tokens"
+    assert len(told) > 2 and all(re.fullmatch(r"\d+ of 60 tokens", text) for text in told[1:-1])
+
+
+@browser_test
+def test_stop(live):
+    """Of more than is done before one can press it."""
+    assert live.is_disabled("#stop")
+    set_knob(live, "max_tokens", "200")
+    write(live, MUCH)
+    live.keyboard.press("Control+Enter")
+    wait_for(live, "document.querySelector('.token')")
+    live.click("#stop")
+    wait_for(live, IS_PLAYED)
+    told = live.locator(".progress span").all_text_contents()
+    assert len(told) == 20 and "stopped" in told
+    assert live.is_disabled("#stop") and live.locator("#answers .error").count() == 0
+
+
+@browser_test
+def test_the_oldest_is_first_and_the_newest_in_view(live):
+    """It scrolls inside, also while one has scrolled back to read: then it stays where it is."""
+    for text in ("one", "two", "three", "four", "five"):
+        write(live, f"{text} <b>is</b> text\n" * 4)
+        live.keyboard.press("Control+Enter")
+        wait_for(live, IS_OVER)
+    asked = live.locator(".asked").all_inner_texts()
+    assert [text.split()[0] for text in asked] == ["one", "two", "three", "four", "five"]
+    assert asked[0].startswith("one <b>is</b> text") and live.locator(".asked b").count() == 0
+    answers = live.locator("#answers").bounding_box()
+    last = live.locator(".progress >> nth=-1").bounding_box()
+    assert answers["y"] < last["y"] < answers["y"] + answers["height"]
+    assert live.evaluate("document.documentElement.scrollHeight <= innerHeight")
+    live.hover("#answers")
+    live.mouse.wheel(0, -10000)
+    first = ".asked >> nth=0"
+    wait_for(live, "$('answers').scrollTop < -100")
+    place = live.locator(first).bounding_box()
+    live.evaluate("$('articles').append('more')")
+    assert live.locator(first).bounding_box()["y"] == pytest.approx(place["y"], abs=2)
+    assert answers["y"] + answers["height"] <= live.locator("#ask").bounding_box()["y"] + 1
+
+
+@browser_test
+def test_several_prompts_and_several_answers(live):
+    set_knob(live, "max_tokens", "4")
+    write(live, "one\n---\ntwo\nlines\n---\nthree")
+    live.keyboard.press("Control+Enter")
+    wait_for(live, IS_OVER)
+    assert live.locator(".asked").all_inner_texts() == ["one", "two\nlines", "three"]
+    assert live.evaluate("calls.size") == 1  # a browser has few connections
+    set_knob(live, "n", "2")
+    write(live, "four\n---\nfive")
+    live.keyboard.press("Control+Enter")
+    wait_for(live, f"{IS_OVER} && calls.size === 3")
+    assert live.locator(".answer").count() == 7
+    wait_for(live, IS_PLAYED)
+    wait_for(live, "[...document.querySelectorAll('.progress b')].every((b) => b.textContent)")
+    numbers = [int(text) for text in live.locator(".progress b").all_inner_texts()]
+    assert len(set(numbers)) == 7
+    assert live.locator("summary:visible", has_text="answers").count() == 0
+    set_knob(live, "n", "5")
+    write(live, "six")
+    live.keyboard.press("Control+Enter")
+    wait_for(live, f"{IS_OVER} && calls.size === 4")
+    assert live.locator("summary:visible", has_text="5 answers").count() == 1  # many are folded
+    assert live.locator(".answer:visible").count() == 7
+
+
+@browser_test
+def test_the_tokens_of_a_request_are_known(live):
+    """
+    Of the prompt from /tokenize, of the answer as they came; for several prompts of one call, each
+    its own. Looked at when all is over, at a place of the tape where they ran.
+    """
+    set_knob(live, "max_tokens", "6")
+    write(live, "0123456789abcdefghij\n---\nklmnop")
+    live.keyboard.press("Control+Enter")
+    wait_for(live, IS_PLAYED)
+    wait_for(live, "[...calls.values()].flat().every(({ prompt }) => prompt.length)")
+    live.evaluate("seek(tape.lines.findLastIndex((line) => line.ended) - 1)")
+    known = live.evaluate(
+        "[...state.requests.values()].map(ownOf).map((own) => own.prompt.join(''))"
+    )
+    assert known and set(known) <= {"0123456789abcdefghij", "klmnop"}
+    live.evaluate("seek(tape.lines.findLastIndex((line) => line.chunks))")
+    known = live.evaluate(
+        "[...state.requests.values()].map((q) => [q.prompt, ownOf(q).prompt.length])"
+    )
+    assert {tuple(lengths) for lengths in known} == {(20, 20), (6, 6)}
+    assert live.evaluate("[...calls.values()].flat()[0].answer.length") == 6
+
+
+@browser_test
+def test_the_number_of_a_calls_first_request_is_kept(live):
+    """A later snapshot may have the second alone, which was then taken for the first."""
+    texts = live.evaluate(
+        """() => { calls.set("a call", addArticle([{ text: "one" }, { text: "two" }], 1));
+            const second = { name: "a call", choice: 0, r: 8 };
+            return [ownOf({ ...second, first: 7 }), ownOf({ ...second, first: 8 })]
+                .map((own) => own.asked.text); }"""
+    )
+    assert texts == ["two", "two"]
+
+
+@browser_test
+def test_an_answer_and_its_blocks_are_lit_together(live):
+    set_knob(live, "max_tokens", "200")
+    write(live, "one\n---\ntwo")
+    live.keyboard.press("Control+Enter")
+    wait_for(live, IS_PLAYED)
+    live.evaluate("seek(tape.lines.findLastIndex((line) => line.new))")
+    wait_for(live, "document.querySelectorAll('.answer.runs').length === 2")
+    live.hover(".answer >> nth=1")
+    number = int(live.inner_text(".progress b >> nth=1"))
+    assert live.evaluate("lit") == number
+    colours = "(all) => all.map((text) => getComputedStyle(text).color)"
+    dimmed, bright = live.locator(".text").evaluate_all(colours)
+    assert dimmed != bright
+    live.hover("#send")
+    assert live.evaluate("lit") is None
+    assert live.locator(".text").evaluate_all(colours) == [bright, bright]
+    border = "getComputedStyle(document.querySelector('.answer')).borderLeftColor"
+    colour = live.evaluate(border)
+    live.click("#live")
+    wait_for(live, "!document.querySelector('.answer.runs')")
+    assert live.evaluate(border) != colour  # a hue is another's when its request has ended
+
+
+# --------------------------------------------------------------------------------------------------
+# Probabilities
+
+
+@browser_test
+def test_probabilities_are_shown_when_they_are_wanted(live):
+    set_knob(live, "max_tokens", "60")  # of twelve tokens all may be parts of characters
+    write(live, "some")
+    live.keyboard.press("Control+Enter")
+    wait_for(live, IS_OVER)
+    token = live.locator(".token", has_text=READABLE).first
+    background = "(token) => getComputedStyle(token).backgroundColor"
+    assert token.evaluate(background) == "rgba(0, 0, 0, 0)" and not live.is_visible("#scale")
+    token.click()
+    assert not live.is_visible("#likeliest") and token.get_attribute("role") is None
+    live.focus("#probabilities")
+    live.keyboard.press("Space")
+    assert live.inner_text("#scale").split() == ["likely", "surprising"]
+    r, g, b = map(float, re.findall(r"[\d.]+", token.evaluate(background))[:3])
+    assert b > g > r  # not the colour of warnings
+    token.click()
+    assert live.is_visible("#likeliest") and live.locator("#likeliest li").count() in (5, 6)
+    assert live.locator("#likeliest .chosen").count() == 1
+    assert re.search(r"\d\.\d%", live.inner_text("#likeliest"))
+    live.keyboard.press("Escape")
+    assert not live.is_visible("#likeliest")
+    live.focus(".token >> nth=0")  # one stop of Tab for an answer, the arrows inside
+    assert live.locator(".token[tabindex='0']").count() == 1
+    live.keyboard.press("ArrowRight")
+    live.keyboard.press("ArrowRight")
+    live.keyboard.press("ArrowLeft")
+    assert token.evaluate("() => document.activeElement === document.querySelectorAll('.token')[1]")
+    live.keyboard.press("Enter")
+    assert live.is_visible("#likeliest")
+    assert not live.evaluate("player.isPaused")
+    live.keyboard.press("Escape")
+    live.click("#probabilities")
+    assert live.locator(".token[role]").count() == 0 and not live.is_visible("#scale")
+
+
+@browser_test
+def test_blanks_can_be_told_apart(live):
+    """Four alternatives once all read as a newline and a blank."""
+    shown = {"\n ": "↵␣", "\n        ": "↵␣×8", "\t if": "⇥␣if", " a  b": "␣a␣×2b", "x": "x"}
+    assert {text: live.evaluate("visible", text) for text in shown} == shown
+    live.evaluate(
+        """() => { const [answer] = addArticle([{ text: "" }], 1);
+            $("probabilities").click();
+            const others = [["\\n  ", -1], ["\\n    ", -2]];
+            addToken(answer, { name: "\\n    ", logprob: -2, others }); }"""
+    )
+    live.locator(".token").evaluate("(token) => showLikeliest(token)")
+    assert live.locator("#likeliest code").all_inner_texts() == ["↵␣×2", "↵␣×4"]
+    assert live.inner_text("#likeliest .chosen code") == "↵␣×4"
+
+
+@browser_test
+def test_end_tokens_are_dim_and_parts_of_a_character_wait_for_the_last(live):
+    names = ["Hi", "<|im_end|>", "</s>", "<end_of_turn>", "<b>", "<", "|>"]
+    names += ["bytes:\\xe2\\x98", "bytes:\\x83"]
+    live.evaluate(
+        """(names) => { const [answer] = addArticle([{ text: "" }], 1);
+            for (const name of names) addToken(answer, { name, logprob: -1, others: [] }); }""",
+        names,
+    )
+    assert live.locator(".token.end").all_inner_texts() == ["<|im_end|>", "</s>", "<end_of_turn>"]
+    assert live.inner_text(".text").endswith("|>☃")
+    colours = live.locator(".token").evaluate_all(
+        "(all) => all.map((t) => getComputedStyle(t).color)"
+    )
+    assert colours[0] != colours[1] and colours[0] == colours[4]
+
+
+# --------------------------------------------------------------------------------------------------
+# Chat
+
+
+def say(page, text: str):
+    """And wait for the whole answer."""
+    calls = page.evaluate("calls.size")
+    write(page, text)
+    page.keyboard.press("Control+Enter")
+    wait_for(page, f"calls.size > {calls} && stops.size === 0")
+
+
+@browser_test
+def test_a_chat_goes_on_until_a_new_one_begins(live):
+    live.click(".kinds >> text=Chat")
+    set_knob(live, "max_tokens", "6")
+    for text in ("hello", "---", "again"):
+        say(live, text)
+    roles = "conversation.map((message) => message.role)"
+    assert live.evaluate(roles) == ["user", "assistant"] * 3
+    assert live.locator(".asked").all_inner_texts() == ["hello", "---", "again"]
+    said = live.evaluate("conversation[1].content")
+    assert said and said == live.evaluate("[...calls.values()].flat()[0].said")
+    live.click("text=Continue a text")  # looking away ends no chat
+    live.click(".kinds >> text=Chat")
+    assert live.evaluate(roles) == ["user", "assistant"] * 3
+    live.click("#new-chat")
+    assert live.evaluate("conversation.length") == 0 and focused(live) == "prompt"
+    say(live, "another")
+    assert live.evaluate(roles) == ["user", "assistant"]
+
+
+@browser_test
+def test_a_chat_has_one_answer_at_a_time(live):
+    """And an answer under way is no part of the chat that has begun meanwhile."""
+    live.click(".kinds >> text=Chat")
+    set_knob(live, "max_tokens", "200")
+    set_knob(live, "n", "20")  # so it is long under way
+    write(live, "hello")
+    live.keyboard.press("Control+Enter")
+    wait_for(live, "[...calls.values()][0]?.[0].said")
+    assert live.is_disabled("#send")
+    live.keyboard.type("more")
+    live.keyboard.press("Control+Enter")
+    assert prompt(live) == "more" and live.evaluate("calls.size") == 1
+    live.click("#new-chat")
+    wait_for(live, IS_OVER)
+    assert live.evaluate("conversation.length") == 0 and live.is_enabled("#send")
+
+
+@browser_test
+def test_chat_is_disabled_with_the_reason_where_there_is_no_template(open_page, small_server):  # noqa: F811
+    page = open_page(small_server.url, wait="state.num_blocks")
+    assert page.is_disabled("[value=chat]") and page.is_checked("[value=text]")
+    assert "no chat template" in page.inner_text("#no-chat")
+
+
+@browser_test
+def test_chat_is_offered_where_there_is_a_template(live):
+    assert live.is_enabled("[value=chat]") and not live.is_visible("#no-chat")
+
+
+# --------------------------------------------------------------------------------------------------
+# What goes wrong
+
+
+@browser_test
+def test_a_refusal_is_told_and_the_prompt_comes_back(live):
+    live.expected = "400"  # Chromium's own words in the console
+    set_knob(live, "max_tokens", "100000")
+    write(live, "too much")
+    live.keyboard.press("Control+Enter")
+    wait_for(live, IS_OVER)
+    assert "maximum context length" in live.inner_text("#answers .error")
+    assert prompt(live) == "too much"
+
+
+@browser_test
+def test_a_server_that_does_not_answer(open_page, checkpoint):  # noqa: F811
+    """Before an answer and in its middle, in words, not the browser's "Failed to fetch"."""
+    with Process(checkpoint, "--kv-blocks", "16") as server:  # noqa: F811
+        page = open_page(server.url, wait="state.num_blocks")
+        page.expected = "ERR_|Failed to load"
+        set_knob(page, "max_tokens", "200")
+        write(page, MUCH)
+        page.keyboard.press("Control+Enter")
+        wait_for(page, "document.querySelector('.token')")
+    wait_for(page, IS_OVER)
+    assert page.inner_text("#answers .error").startswith("The server does not answer.")
+    assert prompt(page) == MUCH
+    page.click("#send")
+    wait_for(page, f"{IS_OVER} && calls.size === 2")
+    assert page.locator("#answers .error").count() == 2 and prompt(page) == MUCH
+    page.click("#fork")
+    wait_for(page, "$('moment').textContent.startsWith('The server does not answer.')")
+    assert page.evaluate("player.until") is None
+
+
+@browser_test
+def test_without_events_it_still_talks(open_page, server):  # noqa: F811
+    page = open_page(server.url, wait="true")
+    page.expected = "net::ERR_FAILED|Failed to load"
+    page.route("**/events", lambda route: route.abort())
+    page.reload()
+    write(page, "text")
+    page.keyboard.press("Control+Enter")
+    wait_for(page, IS_OVER)
+    assert page.locator(".token").count() == 64
+    page.click("#fork")  # there is nothing to watch
+    assert page.evaluate("calls.size") == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Demos
+
+
+DEMO_IS_OVER = "!player.until && !$('moment').textContent.startsWith('At ten steps')"
+
+
+def moment(page, demo: str) -> tuple[dict, str]:
+    """The line at which a demo has stopped, and what it says of it."""
+    page.click(f"#{demo}")
+    wait_for(page, DEMO_IS_OVER)
+    assert page.evaluate("player.isPaused"), page.inner_text("#moment")
+    return page.evaluate("tape.lines[tape.at]"), page.inner_text("#moment")
+
+
+@pytest.fixture
+def demo_page(open_page, small_server):  # noqa: F811
+    page = open_page(small_server.url, wait="state.num_blocks")
+    yield page
+    page.evaluate("stopAll(); goLive()")
+    wait_for(page, "state.requests.size === 0")
+
+
+@browser_test
+def test_eight_prompts_that_begin_alike(demo_page):
+    """It stops when seven have found three blocks, with the context of the default model."""
+    line, said = moment(demo_page, "alike")
+    hits = [hit for _, hit, _ in line["admitted"]]
+    assert hits and all(hit >= 48 for hit in hits)
+    assert "Seven have found 48 tokens cached, in 3 blocks" in said and "Paused: press" in said
+    mine = """tape.lines.flatMap((line) => line.new ?? []).filter((q) => calls.has(q.name))
+        .map((q) => q.r)"""
+    before = "tape.lines.slice(0, tape.at + 1).flatMap((line) => line.admitted ?? [])"
+    found = f"{before}.filter(([r, hit]) => {mine}.includes(r) && hit >= 48)"
+    assert demo_page.evaluate(f"{found}.length") == 7
+    assert demo_page.evaluate(f"{mine}.includes(lit)")
+    demo_page.evaluate("goLive()")
+    wait_for(demo_page, IS_OVER)
+    assert (
+        demo_page.locator("#answers .error").count() == 0 and demo_page.evaluate("calls.size") == 2
+    )
+    assert {len(text) for text in demo_page.locator(".asked").all_text_contents()} == {65}
+
+
+@browser_test
+def test_a_demo_that_is_left_says_nothing_more(demo_page):
+    """ "At ten steps a second .." stayed for ever."""
+    said = demo_page.evaluate("$('flood').click(), $('moment').textContent")
+    assert said.startswith("At ten steps a second")
+    demo_page.click("#pause")
+    assert demo_page.evaluate("player.until") is None
+    assert demo_page.inner_text("#moment") == ""
+
+
+@browser_test
+def test_four_answers_to_one_prompt(demo_page):
+    """It stops where a copy is made: of the half full block that they share."""
+    line, said = moment(demo_page, "fork")
+    r, block, source = line["copies"][0]
+    assert f"Request {r} must write into block {source}" in said and f"copy, {block}." in said
+    assert demo_page.evaluate("lit") == r
+    assert demo_page.evaluate(f"state.requests.get({r}).prompt") == 40
+    kept = "[...$('effects').children].map((path) => path.className.baseVal)"
+    if not demo_page.evaluate("still.matches"):  # the arrow stays in sight until the next step
+        wait_for(demo_page, "!$('effects').querySelector(':not(.kept)')")
+        assert demo_page.evaluate(kept) == ["copied kept"] * len(line["copies"])
+        demo_page.click("#forth")
+        wait_for(demo_page, "!document.querySelector('.kept')")
+    wait_for(demo_page, IS_OVER)
+    assert demo_page.locator(".answer:visible").count() == 4
+
+
+@browser_test
+def test_more_than_the_pool_can_hold(demo_page):
+    """It stops at a preemption, in the pool that such a model has by default."""
+    line, said = moment(demo_page, "flood")
+    assert f"so request {line['preempted'][0]} gave its blocks back" in said
+    assert demo_page.evaluate("lit") == line["preempted"][0]
+    assert demo_page.evaluate("state.references.filter((n) => n > 1).length") == 0
+    assert demo_page.locator("summary", has_text="60 answers").is_visible()
+    wait_for(demo_page, IS_OVER)
+    assert demo_page.locator("#answers .error").count() == 0
+
+
+@browser_test
+def test_demos_in_another_pool(live):
+    """A smaller one, of a longer context."""
+    for demo, has in (("alike", "admitted"), ("fork", "copies"), ("flood", "preempted")):
+        line, _ = moment(live, demo)
+        assert line[has]
+        live.evaluate("stopAll(); goLive()")
+        wait_for(live, IS_PLAYED)
+
+
+@browser_test
+def test_a_demo_that_does_not_come_to_its_moment_ends(demo_page):
+    """Here it is stopped at once: what runs later plays as before."""
+    demo_page.evaluate("demos.flood = null")
+    demo_page.evaluate(
+        "demonstrate(1, () => [], () => '', () => ask([{ text: 'x' }], false, { max_tokens: 3 }))"
+    )
+    wait_for(demo_page, DEMO_IS_OVER)
+    assert "All have ended without it" in demo_page.inner_text("#moment")
+    assert not demo_page.evaluate("player.isPaused")
+
+
+# --------------------------------------------------------------------------------------------------
+# The tour
+
+
+CAPTIONS = ["admission", "chunk", "first decode", "hit", "fork", "copy-on-write", "preemption"]
+CAPTIONS += ["resume"]
+
+
+@browser_test
+def test_the_tour(live):
+    """Offered to a new visitor; by keyboard and mouse; then the live tape is as it was."""
+    captions = live.evaluate("JSON.parse($('tour-lines').textContent)[0].tour")
+    for (_, _, text), word in zip(captions, CAPTIONS, strict=True):
+        assert word in text.partition(".")[0].lower()
+    write(live, "before the tour")
+    live.keyboard.press("Control+Enter")
+    wait_for(live, IS_PLAYED)
+    live.evaluate("seek(5)")
+    place = "[tape.at, tape.lines.length, player.isPaused, state.step, state.engine]"
+    before = live.evaluate(place)
+    live.click("#take-tour")
+    keys = ["Space", "ArrowRight", "ArrowLeft", "ArrowRight"]
+    at = 0
+    for key in [*keys, *["Space"] * 5, None]:
+        step, r, text = captions[at]
+        assert live.inner_text("#caption") == text
+        assert live.inner_text("#caption-number") == f"{at + 1} of 8"
+        assert live.evaluate("[state.step, lit, player.isPaused]") == [step, r, True]
+        if key:
+            live.keyboard.press(key)
+            at += -1 if key == "ArrowLeft" else 1
+    assert at == 7
+    live.click("#previous")
+    live.click("#next")
+    assert live.inner_text("#caption-number") == "8 of 8"
+    live.keyboard.press("Escape")
+    assert not live.is_visible("#tour")
+    assert live.evaluate(place) == before and live.evaluate("lit") is None
+    say(live, "after it")  # the stream is there again
+    wait_for(live, f"tape.lines.length > {before[1]}")
+    assert live.evaluate("tape.at") == before[0]
+
+
+@browser_test
+@pytest.mark.parametrize("way", ["#leave", "#next"])
+def test_the_tour_has_an_end(live, way):
+    live.click("#take-tour")
+    live.evaluate("showCaption(7)")
+    live.click(way)
+    assert not live.is_visible("#tour") and live.evaluate("player.isLive && !player.isPaused")
+
+
+@browser_test
+def test_only_a_new_visitor_is_offered_the_tour_twice(open_page, checkpoint):  # noqa: F811
+    with Process(checkpoint, "--kv-blocks", "16") as server:  # noqa: F811
+        page = open_page(server.url, wait="state.num_blocks")
+        page.expected = "ERR_"
+        wait_for(page, "$('offer-tour').checkVisibility()")
+        assert page.is_visible("#take-tour")
+        page.click("#offer-tour")
+        assert page.inner_text("#caption-number") == "1 of 8" and focused(page) == "next"
+        page.keyboard.press("Escape")
+        write(page, "work")
+        page.keyboard.press("Control+Enter")
+        wait_for(page, IS_OVER)
+        wait_for(page, "$('offer-tour').checkVisibility() === false")
+        assert page.is_visible("#take-tour")
+
+
+# --------------------------------------------------------------------------------------------------
+# How it looks
+
+
+@browser_test
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_accessible(live, scheme):
+    """Axe finds nothing in the form and the transcript, with a list of likely tokens, on a tour."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    live.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    live.evaluate(
+        """() => { const [answer] = addArticle([{ text: "def " }], 1);
+            for (const [i, name] of ["f", "(", "):", "\\n    ", " ", "<|im_end|>"].entries())
+                addToken(answer, { name, logprob: -i, others: [[name, -i], ["\\t", -9]] }); }"""
+    )
+    live.click("#probabilities")
+
+    def violations():
+        axe = Axe()
+        found = axe.run(live, "#talk, #tour").response["violations"]
+        return [(v["id"], [node["html"] for node in v["nodes"]]) for v in found]
+
+    assert violations() == []
+    live.click(".token >> nth=3")
+    assert live.is_visible("#likeliest")
+    assert violations() == []
+    live.keyboard.press("Escape")
+    live.click("#take-tour")
+    assert violations() == []
+
+
+@browser_test
+@pytest.mark.parametrize("size", [(1440, 900), (1024, 768), (390, 844)])
+def test_prompt_send_and_demos_are_in_view(live, size):
+    live.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
+    least = 44 if size[0] == 390 else 24
+    names = [
+        "#alike",
+        "#fork",
+        "#flood",
+        "[name=prompt]",
+        "#send",
+        "#stop",
+        "label:has(#probabilities)",
+    ]
+    for name in [*names, ".kinds label >> nth=0"]:
+        box = live.locator(name).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= size[0], name
+        assert box["y"] >= 0 and box["y"] + box["height"] <= size[1], name
+        assert box["height"] >= least, name
+    box = live.locator("#answers").bounding_box()
+    assert box["height"] >= 90
+    live.click("#take-tour")
+    live.keyboard.press("Space")
+    box = live.locator("#next").bounding_box()
+    assert box["x"] + box["width"] <= size[0] and box["y"] + box["height"] <= size[1]
+    assert live.evaluate("document.body.scrollWidth") <= size[0]

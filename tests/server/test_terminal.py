@@ -1,0 +1,424 @@
+"""
+The terminal: prompts and conversations, with a real engine in this process or, through a pty, in
+one of its own.
+"""
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import serve
+from checkpoint import load_checkpoint, save_checkpoint
+from model import GPT, GPTConfig
+from params import SamplingParams
+from server import terminal
+from server.terminal import stream_answer
+from server.text import load_chat
+from test_paged import assert_idle, new_engine, prompt, trained_model
+from tokenizer import TextStream, load_tokenizer
+from training.corpus import train_bpe
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<answer>{% endif %}{{ mood }}"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """
+    Random weights that go on for ever (no token ends a text), a context of 4,000 tokens and a chat
+    template. The weights are large, so that each token of the context changes the answer.
+    """
+    folder = tmp_path_factory.mktemp("terminal")
+    tokenizer = train_bpe([(ROOT / "paged.py").read_text()], 300)
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(tokenizer.vocab_size, 4000, n_layer=1, n_head=2, n_embd=32))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    save_checkpoint(model, folder)
+    return folder
+
+
+@pytest.fixture
+def run(checkpoint, monkeypatch, capfd):
+    """Runs `serve.py --model CHECKPOINT ..` in this process: its output and its exit message."""
+
+    def run(*flags, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        always = ["--model", str(checkpoint), "--temperature", "0", "--kv-blocks", "300"]
+        with pytest.raises(SystemExit) as ended:
+            serve.main([*always, *flags])
+        out, err = capfd.readouterr()
+        return SimpleNamespace(out=out, err=err, problem=ended.value.code)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """expected(text, count): the dense model's greedy continuation of a text."""
+    model = load_checkpoint(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+
+    def expected(text: str, count: int) -> str:
+        ids = tokenizer.encode(text)
+        return tokenizer.decode(model.generate(torch.tensor([ids]), count)[0, len(ids) :].tolist())
+
+    return expected
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers, from the command line to stdout
+
+MOOD = ["--default-chat-template-kwargs", '{"mood": "<good>"}']
+LINES = "a\r\n\r\n  b = '\u20ac'\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "before", "context"),
+    [
+        (["--prompt", "def f"], "", "", "<user>def f<answer>"),
+        (["--prompt", "def f", *MOOD], "", "", "<user>def f<answer><good>"),
+        (["--prompt", "def f", "--raw"], "", "def f", "def f"),
+        (["--prompt", "-", "--raw"], LINES, LINES, LINES),  # all of it, exactly
+        (["--chat"], "\ndef f\n", "", "<user>def f<answer>"),  # an empty line asks for nothing
+        (["--chat", *MOOD], "def f", "", "<user>def f<answer><good>"),
+    ],
+)
+def test_answers(run, expected, flags, stdin, before, context):
+    result = run(*flags, "--max-tokens", "8", stdin=stdin.encode())
+    assert result.out == before + expected(context, 8) + "\n"
+    assert result.problem is None and "[8 tokens, " in result.err
+
+
+def test_each_answer_follows_the_conversation(run, expected):
+    """A message that fits no context is refused and forgotten; bytes that are no UTF-8 are read."""
+    lines = b"one\n" + b"x " * 5000 + b"\ntwo\nth\xffree"
+    result = run("--chat", "--max-tokens", "4", stdin=lines)
+    text = ""
+    answers = ""
+    for question in ("one", "two", "th\ufffdree"):
+        text += f"<user>{question}"
+        answer = expected(f"{text}<answer>", 4)
+        answers += f"{answer}\n"
+        text += f"<assistant>{answer}"
+    assert result.out == answers and result.problem is None
+    assert "4,000" in result.err and "forgot" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "problem"),
+    [
+        (["--prompt", "-", "--raw"], b"", "the prompt is empty"),
+        (["--prompt", "-"], b"\xff", "standard input is not UTF-8"),
+        (["--prompt", "-"], b"x " * 5000, "4,000"),
+        (["--chat", "--raw"], b"", "--chat needs a chat template, "),
+    ],
+)
+def test_refusals_print_nothing_else(run, flags, stdin, problem):
+    result = run(*flags, stdin=stdin)
+    assert problem in result.problem and result.out == ""
+    assert result.err.count("\n") == 1 and result.err.startswith("loading ")
+
+
+def test_variables_want_a_template(run, checkpoint, tmp_path):
+    load_tokenizer(checkpoint).save(tmp_path)
+    result = run("--model", str(tmp_path), "--prompt", "x", *MOOD)
+    assert result.problem.startswith("--default-chat-template-kwargs: ")
+    assert run("--prompt", "x", "--chat").problem == 2  # one of the two
+
+
+def test_the_seed_that_is_shown_gives_the_same_text(run):
+    """Of a prompt, and of both answers of a conversation."""
+    hot = ["--max-tokens", "20", "--temperature", "1"]
+    first = run("--prompt", "def f", *hot)
+    (seed,) = re.findall(r", seed (\d+)[],]", first.err)
+    assert run("--prompt", "def f", *hot, "--seed", seed).out == first.out
+    assert run("--prompt", "def f", *hot, "--seed", str(int(seed) + 1)).out != first.out
+    unseeded = run("--chat", *hot, stdin=b"one\ntwo\n")
+    assert len(set(re.findall(r", seed (\d+)[],]", unseeded.err))) == 2
+    zero, again, one = (
+        run("--chat", *hot, "--seed", seed, stdin=b"one\ntwo\n") for seed in ("0", "0", "1")
+    )
+    assert zero.out == again.out != one.out and zero.err.count(", seed 0") == 2
+
+
+def test_without_jinja2_raw_text_is_continued_all_the_same(run, monkeypatch):
+    """The message comes before the model is loaded; `--raw` needs no template."""
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(serve, "build_engine", lambda args: pytest.fail("the model is loaded"))
+        problem = run("--prompt", "x").problem
+    assert "needs jinja2: `pip install jinja2`, or add --raw" in problem
+    assert run("--prompt", "x", "--raw", "--max-tokens", "2").problem is None
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(checkpoint):
+    """`python serve.py --prompt x | head -1` ended in "[Errno 32] Broken pipe"."""
+    command = [sys.executable, "serve.py", "--model", checkpoint, "--prompt", "x\n", "--raw"]
+    command += ["--max-tokens", "3000"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        assert process.stdout.readline() == b"x\n"
+        process.stdout.close()
+        assert process.stderr.read().count(b"\n") == 1
+    assert process.returncode == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# The parts
+
+
+class Fake:
+    """An engine that returns `tokens` in one step."""
+
+    num_steps = 0
+    has_work = False
+
+    def __init__(self, tokens=(120,), max_model_len=1000, finish_reason="length"):
+        self.tokens = list(tokens)
+        self.max_model_len = max_model_len
+        self.finish_reason = finish_reason
+
+    def add_request(self, id, prompt, params):
+        self.has_work = True
+
+    def step(self):
+        self.has_work = False
+        return [SimpleNamespace(error=None, tokens=self.tokens, finish_reason=self.finish_reason)]
+
+    def abort(self, id):
+        pass
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+ARGS = {"max_tokens": None, "temperature": 0.5, "seed": 3, "sampling": {}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "room", "length"),
+    [
+        ({}, 1000, 200),
+        ({}, 100, 100),
+        ({"max_tokens": 7}, 1000, 7),
+        ({"max_tokens": 7}, 6, 6),
+        ({"sampling": {"max_tokens": 300}}, 1000, 300),
+        ({"sampling": {"max_tokens": 300}}, 299, 299),
+        ({"sampling": {"max_tokens": 300}, "max_tokens": 5}, 1000, 5),
+        ({"sampling": {"temperature": 1.5, "top_k": 4}, "seed": 0, "temperature": 0}, 999, 200),
+    ],
+)
+def test_flags_go_before_the_models_defaults(flags, room, length):
+    args = SimpleNamespace(**ARGS | flags)
+    own = {"max_tokens": length, "temperature": args.temperature, "seed": args.seed}
+    wanted = SamplingParams(**args.sampling | own)
+    assert terminal.sampling_params(args, room, 200) == wanted
+
+
+@pytest.mark.parametrize("max_tokens", [None, 10])
+def test_the_oldest_turns_make_room_for_new_ones(checkpoint, max_tokens, capsys):
+    """As few as must, a question with its answer; what is left for an answer is a quarter or so."""
+    chat = load_chat(checkpoint, load_tokenizer(checkpoint))
+    args = SimpleNamespace(**ARGS | {"max_tokens": max_tokens})
+    engine = Fake(max_model_len=120)
+    messages, lengths = [], set()
+    for number in range(20):
+        messages.append({"role": "user", "content": f"question {number}" * (number % 3 + 1)})
+        suffixes = [messages[first:] for first in range(0, len(messages), 2)]
+        room = 120 - (max_tokens or 30)
+        fitting = next(
+            some for some in suffixes if len(chat.encode(some, add_generation_prompt=True)) <= room
+        )
+        messages = terminal.add_answer(args, engine, chat, messages)
+        assert messages[:-1] == fitting and messages[-1]["role"] == "assistant"
+        lengths.add(len(messages))
+    assert len(lengths) > 2 and "forgot the 2 oldest messages" in capsys.readouterr().err
+
+
+def test_a_question_that_is_interrupted_before_its_answer_is_forgotten(monkeypatch, capsys):
+    lines = iter(["one", KeyboardInterrupt(), "two", "three", EOFError()])
+    asked = []
+
+    def read(prompt):
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    def answer(args, engine, chat, messages):
+        asked.append([message["content"] for message in messages])
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return [*messages, {"role": "assistant", "content": "yes"}]
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(terminal, "add_answer", answer)
+    terminal.converse(SimpleNamespace(model="m"), None, None)
+    assert asked == [["one"], ["one", "yes", "two"], ["one", "yes", "three"]]
+
+
+def test_ctrl_c_stops_an_answer_and_frees_its_blocks(capsys):
+    """The part is kept, and the next answer is computed as if nothing had happened."""
+    engine = new_engine(trained_model())
+    spell = SimpleNamespace(stream=lambda prompt: TextStream(lambda token: b"<%d>" % token))
+    whole = stream_answer(engine, prompt(0, 10), GREEDY, spell)
+    step = engine.step
+    before = engine.num_steps
+
+    def interrupted():
+        if engine.num_steps == before + 5:
+            raise KeyboardInterrupt
+        return step()
+
+    engine.step = interrupted
+    part = stream_answer(engine, prompt(0, 10), GREEDY, spell)
+    assert (part.finish_reason, part.num_tokens) == ("interrupted", 5)
+    assert part.text == "".join(re.findall("<.*?>", whole.text)[:5])
+    assert_idle(engine)
+    engine.step = step
+    assert stream_answer(engine, prompt(0, 10), GREEDY, spell).text == whole.text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish_reason", "text"),
+    [
+        ("aé".encode()[:-1], "length", "a\ufffd"),  # the half character that was shown is kept
+        ("aé".encode(), "length", "aé"),
+        (b"ab", "stop", "a"),  # the token that ends a text is no part of it
+    ],
+)
+def test_the_answer_is_the_text_that_was_shown(tokens, finish_reason, text, capsys):
+    spell = SimpleNamespace(stream=lambda prompt: TextStream(lambda token: bytes([token])))
+    answer = stream_answer(Fake(tokens, finish_reason=finish_reason), [1], GREEDY, spell)
+    assert (answer.text, answer.finish_reason) == (text, finish_reason)
+    assert answer.num_tokens == len(tokens) - (finish_reason == "stop")
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_each_answer_is_a_request_of_its_own_and_may_fail(capsys):
+    """A late token of an interrupted answer must not be one of the next."""
+    engine = Fake()
+    ids = []
+    engine.abort = ids.append
+    spell = SimpleNamespace(stream=lambda prompt: TextStream(lambda token: b"x"))
+    stream_answer(engine, [1], GREEDY, spell)
+    engine.num_steps += 1
+    engine.step = lambda: [SimpleNamespace(error="out of memory")]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        stream_answer(engine, [1], GREEDY, spell)
+    assert len(set(ids)) == 2
+
+
+def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
+    """
+    A terminal shows a picture of each control character, carriage returns too, which would write
+    over the line; only line ends and tabs are obeyed. A file gets the text as it is.
+    """
+    every = "".join(map(chr, range(256)))
+    terminal.show(every)
+    assert capsys.readouterr().out == every
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    terminal.show(every)
+    pictures = [chr(0x2400 + code) for code in range(32)]
+    pictures[9], pictures[10] = "\t", "\n"
+    wanted = [*pictures, *map(chr, range(32, 127)), *["\ufffd"] * 33, *map(chr, range(160, 256))]
+    assert capsys.readouterr().out == "".join(wanted)
+
+
+def test_a_terminal_that_cannot_show_a_character_shows_another(checkpoint, monkeypatch):
+    """In the C locale an answer with a \u20ac ended in a UnicodeEncodeError."""
+    data = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="ascii"))
+    monkeypatch.setattr(terminal, "answer_prompt", lambda *_: terminal.show("a\u20acb"))
+    flags = ["--model", str(checkpoint), "--prompt", "x"]
+    terminal.run(serve.parse_args(flags), None)
+    assert data.getvalue() == b"a?b"
+
+
+# --------------------------------------------------------------------------------------------------
+# A real terminal
+
+# Typed Ctrl-C goes to the process whose terminal it is: serve.py must first make this one its own.
+OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Session:
+    """serve.py on a terminal of its own, where typed Ctrl-C and Ctrl-D have their effects."""
+
+    def __init__(self, *flags):
+        self.terminal, end = pty.openpty()
+        command = [sys.executable, "-c", OWN_TERMINAL, sys.executable, "serve.py", *flags]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
+        streams = {"stdin": end, "stdout": end, "stderr": end}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, start_new_session=True, **streams
+        )
+        os.close(end)
+        self.unread = ""
+
+    def type(self, keys: str):
+        os.write(self.terminal, keys.encode())
+
+    def read_until(self, end: str, again: str = "") -> str:
+        """
+        The output since the last call, to `end`. `again` is typed each second: readline sees no
+        Ctrl-C that comes just before it begins to wait.
+        """
+        for _ in range(60):
+            while end not in self.unread and select.select([self.terminal], [], [], 1)[0]:
+                self.unread += os.read(self.terminal, 65536).decode("utf-8", "replace")
+            if end in self.unread:
+                text, _, self.unread = self.unread.partition(end)
+                return text
+            self.type(again)
+        raise AssertionError(f"{end!r} does not come after {self.unread!r}")
+
+    def wait_for_text(self):
+        while not self.unread:
+            assert select.select([self.terminal], [], [], 60)[0], "it writes nothing"
+            self.unread += os.read(self.terminal, 65536).decode("utf-8", "replace")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.process.kill()
+        self.process.wait(10)
+        os.close(self.terminal)
+
+
+def test_a_conversation_at_a_real_terminal(checkpoint):
+    """Ctrl-C in an answer and at the prompt, the arrow that brings the last line back, Ctrl-D."""
+    with Session("--model", str(checkpoint), "--chat") as session:
+        session.read_until(">>> ")
+        for keys in ("hello\r", "\x1b[A\r"):
+            session.type(keys)
+            session.read_until("hello\r\n")
+            session.wait_for_text()  # an answer has begun, of 3,900 tokens
+            session.type("\x03")
+            ended = session.read_until(">>> ")
+            summary = r"\[([\d,]+) tokens?, [\d.,]+ a second, seed \d+, stopped\]"
+            count = re.search(summary, ended)
+            assert count and 0 < int(count[1].replace(",", "")) < 3900, ended[-200:]
+        session.type("half a line\x03")
+        session.read_until("[Ctrl-D ends]", again="\x03")
+        session.read_until(">>> ")
+        session.type("\x04")
+        session.read_until("\n")  # or the shell's prompt would follow ">>> "
+        assert session.process.wait(30) == 0

@@ -1,0 +1,194 @@
+"""
+examples/post.py: the post's loop answers as the engine does, and each of its functions does what
+the post means.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import save_checkpoint
+from examples import post
+from model import GPT, GPTConfig, Rope
+from paged import BlockAllocator, KVBlockPool, Request, Scheduler, commit_completed_blocks
+from params import GREEDY
+from test_paged import assert_equals_dense, new_engine, prompt, raises, trained_model
+from training.corpus import bpe_tokenizer
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_pools(monkeypatch):
+    """NaN in every slot: one that was not written cannot be read without being noticed."""
+
+    def make_pool(*sizes):
+        pool = KVBlockPool(*sizes)
+        pool.kv.fill_(torch.nan)
+        return pool
+
+    monkeypatch.setattr(post, "KVBlockPool", make_pool)
+
+
+def alike(count: int) -> list[list[int]]:
+    """Prompts of many lengths, of which every second begins like the first."""
+    first = prompt(1, 30)
+    lengths = [5 + 7 * i % 23 for i in range(count)]
+    return [first[:n] if i % 2 else prompt(90 + i, n) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "max_kv_tokens", "preempts"), [(16, 256, False), (5, 256, False), (16, 44, True)]
+)
+def test_its_greedy_answers_are_the_engines(budget, max_kv_tokens, preempts, monkeypatch):
+    """Would catch: a slot, mask, position, chunk, hit or resumption that is wrong."""
+    loaded = []
+    load = post.load_cached_blocks
+    monkeypatch.setattr(
+        post,
+        "load_cached_blocks",
+        lambda r, blocks, *a: (loaded.extend(blocks), load(r, blocks, *a)),
+    )
+    model = trained_model()
+    prompts = alike(9)
+    requests = [Request(i, tokens, 12, arrival_time=i) for i, tokens in enumerate(prompts)]
+    scheduler = post.interleaved_generate(model, requests, "fcfs", budget, max_kv_tokens, 0.0)
+    engine = new_engine(model)
+    expected = engine.generate(prompts, replace(GREEDY, max_tokens=12), progress=False)
+    assert [r.generated_tokens for r in requests] == expected
+    for r in requests:
+        assert_equals_dense(model, r.prompt_tokens, r.generated_tokens, GREEDY)
+    assert loaded and (scheduler.num_preemptions > 0) == preempts
+    scheduler.check()
+    assert scheduler.block_allocator.num_free == scheduler.block_allocator.num_blocks
+
+
+def test_rotary_positions_of_a_rectangle():
+    """Each row has positions of its own: as in the model's dense pass."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(64, 64, n_layer=2, n_head=2, n_embd=32, rope={0: Rope(1e4)})).eval()
+    for weight in model.requires_grad_(False).parameters():
+        weight *= 20 if weight.dim() == 2 else 1  # else attention would hardly change a token
+    prompts = [[7 * i + j * j % (11 + i) for j in range(11 - 4 * i)] for i in range(3)]
+    requests = [Request(i, tokens, 16) for i, tokens in enumerate(prompts)]
+    post.interleaved_generate(model, requests, temperature=0.0)
+    for r in requests:
+        assert_equals_dense(model, r.prompt_tokens, r.generated_tokens, GREEDY)
+
+
+def test_it_samples_as_the_post_does(monkeypatch):
+    """softmax and multinomial, by default at temperature 1; 0.5 is sharper."""
+    drawn = []
+    multinomial = torch.multinomial
+
+    def note(probs, num_samples):
+        drawn.append(probs[-1])
+        return multinomial(probs, num_samples)
+
+    monkeypatch.setattr(torch, "multinomial", note)
+    model = trained_model()
+    tokens = prompt(5, 9)
+    logits = model(torch.tensor([tokens]))[0][0, -1]
+    for temperature in 1.0, 0.5:
+        drawn.clear()
+        request = Request(0, tokens, 1)
+        post.interleaved_generate(model, [request], temperature=temperature)
+        torch.testing.assert_close(drawn[0], (logits / temperature).softmax(-1))
+        assert len(drawn) == 1 and request.num_generated == 1
+    drawn.clear()
+    post.interleaved_generate(model, [Request(0, tokens, 2)])
+    torch.testing.assert_close(drawn[0], logits.softmax(-1))
+
+
+def test_find_and_load_a_prefix():
+    """Would catch: a hit of the whole prompt, one after a gap, a copy into another's block."""
+    scheduler = Scheduler()
+    pool = KVBlockPool(8, 4, 2, 1, 3, "cpu")
+    torch.manual_seed(0)
+    pool.kv.normal_()
+    before = pool.kv.clone()
+    first = Request("first", list(range(12)), 1, block_table=[5, 2, 7], num_filled_slots=12)
+    commit_completed_blocks(first, scheduler.block_cache, 4)
+    for length, hits in (4, []), (5, [5]), (8, [5]), (9, [5, 2]), (12, [5, 2]), (13, [5, 2, 7]):
+        tokens = [*range(12), 99][:length]
+        found = post.find_cached_prefix(Request("r", tokens, 1), scheduler.block_cache, 4)
+        assert found == hits
+    scheduler.block_cache.forget(2)
+    request = Request("r", list(range(13)), 1, block_table=[0, 1, 3, 4])
+    assert post.find_cached_prefix(request, scheduler.block_cache, 4) == [5]
+    post.load_cached_blocks(request, [5, 2], pool, 4)
+    assert request.prefill_cursor == request.num_filled_slots == 8
+    assert torch.equal(pool.kv[:, :, [0, 1]], before[:, :, [5, 2]])
+    assert torch.equal(pool.kv[:, :, 2:], before[:, :, 2:])
+
+
+def test_ensure_blocks_for_new_tokens():
+    """Would catch: a block too many or too few, at the edges of blocks."""
+    for filled, new, blocks in (0, 1, 1), (3, 1, 1), (4, 1, 2), (3, 6, 3), (4, 8, 3), (2, 0, 1):
+        allocator = BlockAllocator(3)
+        table = allocator.allocate_n(-(-filled // 4))
+        request = Request("r", [1], 9, block_table=table, num_filled_slots=filled)
+        post.ensure_blocks_for_new_tokens(request, new, allocator, 4)
+        assert len(request.block_table) == blocks == 3 - allocator.num_free
+    with raises(RuntimeError, "wanted 1", "available 0 of 3"):
+        post.ensure_blocks_for_new_tokens(Request("r", [1], 99), 13, BlockAllocator(3), 4)
+
+
+def test_assemble_and_disassemble():
+    """A decode with 6 tokens in the pool, and a chunk of 3 after the 1 that a prompt has there."""
+    pool = KVBlockPool(6, 4, 2, 2, 3, "cpu")
+    pool.kv.fill_(torch.nan)
+    decode = Request("d", [10, 11, 12, 13, 14, 15], 9, generated_tokens=[16], block_table=[3, 1])
+    decode.num_filled_slots = 6
+    chunk = Request("c", [20, 21, 22, 23, 24], 9, block_table=[5, 2], num_filled_slots=1)
+    kept = torch.randn(2, 2, 2, 7, 3)  # [layer, K or V, head, six and one, D]
+    slots = [(3, 0), (3, 1), (3, 2), (3, 3), (1, 0), (1, 1), (5, 0)]
+    for i, (block, offset) in enumerate(slots):
+        pool.kv[:, :, block, :, offset] = kept[:, :, :, i]
+    tokens, positions, past, mask, pads = post.assemble_fused_batch([decode], chunk, 3, pool, 4)
+    assert tokens.tolist() == [[0, 0, 16], [21, 22, 23]]
+    assert positions.tolist() == [[0, 0, 6], [1, 2, 3]] and pads == [0, 5]
+    assert mask.int().tolist() == [
+        [[[1, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0, 1]]],
+        [[[0, 0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1, 1, 1, 1]]],
+    ]
+    for layer in range(2):
+        for head in range(2):
+            for kind in range(2):
+                whole = past[layer][head][kind]
+                assert torch.equal(whole[0], kept[layer, kind, head, :6])
+                assert torch.equal(whole[1, 5:], kept[layer, kind, head, 6:])
+                assert (whole[1, :5] == 0).all()
+    new = torch.randn(2, 2, 2, 2, 3, 3)  # [layer, head, K or V, request, T, D]
+    post.disassemble_paged_fused([decode, chunk], new, [1, 3], pool, 4)
+    assert (decode.num_filled_slots, chunk.num_filled_slots) == (7, 4)
+    written = pool.kv.permute(0, 3, 1, 2, 4, 5)  # [layer, head, K or V, block, offset, D]
+    assert torch.equal(written[..., 1, 2, :], new[..., 0, 2, :])
+    assert torch.equal(written[..., 5, 1:4, :], new[..., 1, :, :])
+    assert pool.kv[:, :, 0].isnan().all() and pool.kv[:, :, 1, :, 3].isnan().all()
+
+
+def test_a_model_with_windows_is_refused():
+    model = GPT(GPTConfig(16, 32, n_layer=2, n_head=1, n_embd=8, windows=(8, 0)))
+    with raises(ValueError, "no sliding windows", "serve.py"):
+        post.interleaved_generate(model, [Request(0, [1], 2)])
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """In another folder, with a model of its own; with a given one; with one that is missing."""
+    command = [sys.executable, str(ROOT / "examples/post.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 3)
+    torch.manual_seed(0)
+    save_checkpoint(GPT(GPTConfig(257, 64, n_layer=1, n_head=1, n_embd=8)), tmp_path)
+    bpe_tokenizer([]).save(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["post.py", "--model", str(tmp_path), "--prompt", "a"])
+    post.main()
+    assert capsys.readouterr().out.count("\n") == 3
+    monkeypatch.setattr(sys, "argv", ["post.py", "--model", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit, match=r"no model in .*nowhere"):
+        post.main()

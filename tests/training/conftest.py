@@ -1,0 +1,48 @@
+"""For each test of a training: a corpus, the flags of a tiny run, and no lasting traces."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from runs import ROOT, TINY
+
+from training.corpus import train_bpe, write_corpus
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A prepared folder: this repo's own sources in 300 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text = "".join(path.read_text() for path in sorted(ROOT.glob("*.py")))
+    tokenizer = train_bpe([text], 300)
+    ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    write_corpus(folder, tokenizer, ids[:-1001], ids[-1001:])
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def tiny(corpus, out) -> list[str]:
+    """The flags of a run of milliseconds into `out`."""
+    return [*TINY, f"--data={corpus}", f"--out={out}"]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """A run with --device=cpu that is resumed without that flag would go on there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def leave_signals_alone():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -1,0 +1,72 @@
+"""Runs of milliseconds, for the tests of train.py."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+import train
+from checkpoint import load_checkpoint
+from tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = train.Process(torch.device("cpu"), torch.float32, compile=False)
+FLAGS = """--n_layer=1 --n_head=2 --n_embd=16 --context_length=32 --short_context=16 --batch_size=4
+    --warmup=2 --dropout=0.1 --dtype=float32 --threads=1 --device=cpu --eval_every=5
+    --eval_tokens=64 --sample_tokens=4"""
+TINY = FLAGS.split()
+
+
+def new_run(flags: list[str], corpus: Path, machine: train.Process = MACHINE) -> train.Run:
+    return train.Run(train.parse_args(flags), train.load_corpus(str(corpus), MACHINE), machine)
+
+
+def after_update(monkeypatch, react):
+    """Have `react(run, result)` called after each step; it may return another result."""
+    update = train.Run.update
+
+    def update_and_react(self, *batch):
+        result = update(self, *batch)
+        replaced = react(self, result)
+        return result if replaced is None else replaced
+
+    monkeypatch.setattr(train.Run, "update", update_and_react)
+
+
+def stop_after(monkeypatch, steps):
+    """SIGTERM in the middle of each of these steps."""
+
+    def react(run, result):
+        if run.step in steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    after_update(monkeypatch, react)
+
+
+def read_log(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[dict]:
+    """The log without the speed of each step."""
+    rows = read_log(out)
+    for row in rows:
+        row.pop("tokens_per_second", None)
+    return rows
+
+
+def assert_loads(out: Path) -> dict:
+    """All three ways to open the directory work, and its model is no wreck. The state."""
+    model, tokenizer = load_checkpoint(out), load_tokenizer(out)
+    state = torch.load(out / "train_state.pt", "cpu", weights_only=True)
+    assert model.config.vocab_size == tokenizer.vocab_size == 300
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 299
+    assert all(w.isfinite().all() for w in [*model.state_dict().values(), *state["model"].values()])
+    return state
+
+
+def same(a: dict, b: dict) -> bool:
+    """Whether two state dictionaries hold the same weights."""
+    return all(a[name].shape == b[name].shape and torch.equal(a[name], b[name]) for name in a)

@@ -1,0 +1,229 @@
+"""
+clock.py: a run of so many minutes ends in time and well, whatever else slows it down, and too few
+minutes are warned of.
+"""
+
+import math
+from unittest.mock import MagicMock
+
+import pytest
+from runs import after_update, assert_loads, new_run, read_log, stop_after
+
+import train
+from training import clock, report
+
+
+class Time:
+    """A clock on which a training step takes `step_seconds` and nothing else any time."""
+
+    def __init__(self):
+        self.now = 1000.0
+        self.step_seconds = lambda step: 1.0
+        self.steps = []  # of each step: the share of the run before it, the learning rate's factor
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def seconds(monkeypatch) -> Time:
+    time = Time()
+    share = train.learning_rate
+
+    def noted(step, share_done, args):
+        factor = share(step, share_done, args)
+        time.steps.append((share_done, factor))
+        return factor
+
+    def pass_time(run, result):
+        time.now += time.step_seconds(run.step)
+
+    for module in (train, clock):
+        monkeypatch.setattr(module, "time", time)
+    monkeypatch.setattr(train, "learning_rate", noted)
+    monkeypatch.setattr(clock, "closing_seconds", lambda run, step_seconds: 3.0)
+    after_update(monkeypatch, pass_time)
+    return time
+
+
+def slowly(monkeypatch, owner, name: str, time: Time, seconds: float):
+    """Have a function take so long."""
+    function = getattr(owner, name)
+
+    def take_time(*arguments):
+        time.now += seconds
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, take_time)
+
+
+def test_the_clock_keeps_time_for_the_end(tiny, corpus):
+    """
+    Steps of 4 x 32 tokens, 0.4 of one for a forward pass: of 1,001 held-out tokens, and of 3
+    samples that grow from 8 tokens by 8. And 4 seconds for the rest.
+    """
+    forward = 0.4 * 2.0 * (1001 + 3 * 8 * 12) / 128
+    assert clock.closing_seconds(new_run(tiny, corpus), 2.0) == pytest.approx(forward + 4)
+
+
+def test_minutes_end_a_real_run_in_time(tiny, out):
+    train.main([*tiny, "--minutes=0.08"])
+    state = assert_loads(out)
+    assert state["share"] == 1 and state["step"] > 5
+    rates = [group["lr"] for o in state["optimizers"] for group in o["param_groups"]]
+    assert max(rates) < 0.01
+
+
+# a step's seconds -> steps done in a minute of which three seconds are kept for the end
+PACES = {
+    "steady": (lambda step: 1.0, 57),
+    "a slow first step": (lambda step: 20.0 if step == 1 else 1.0, 38),
+    "busy from the tenth step on": (lambda step: 1.0 if step < 10 else 2.5, 29),
+    "far too busy": (lambda step: 1.0 if step < 10 else 20.0, 12),
+}
+
+
+@pytest.mark.parametrize(("step_seconds", "steps"), PACES.values(), ids=PACES)
+def test_a_busy_machine_does_fewer_steps_and_ends_well(tiny, out, seconds, step_seconds, steps):
+    """Before, a slow first step, which allocates, ended the run."""
+    seconds.step_seconds = step_seconds
+    train.main([*tiny, "--minutes=1", "--eval_every=1000"])
+    assert assert_loads(out)["step"] == steps
+    assert 57 <= seconds.now - 1000 < 57 + step_seconds(steps)
+    [*_, (share, factor)] = seconds.steps
+    last_part = step_seconds(steps) / (57 - step_seconds(1))
+    assert share > 1 - 2 * last_part and factor == pytest.approx(min(1, (1 - share) / 0.6))
+
+
+def test_the_minutes_begin_when_the_corpus_is_made(tiny, out, monkeypatch, seconds, capsys):
+    """In a fresh clone the corpus took most of the minutes: 2 steps, noise, and no word of it."""
+    monkeypatch.setattr(clock, "LEAST_STEPS", 20)
+    slowly(monkeypatch, train, "load_corpus", seconds, 46)
+    began = seconds.now
+    train.main([*tiny, "--minutes=0.8"])
+    assert assert_loads(out)["step"] == 45  # of 48 seconds three are for the end
+    printed = capsys.readouterr().out
+    assert f"\n{seconds.now - began:.0f} s in all; checkpoint in" in printed
+    assert "warning: only about" not in printed
+
+
+FEW = "warning: only about 57 steps fit into 1 minutes, and in fewer than {} a model learns "
+FEW += "little: --minutes {} or more makes sense"
+
+
+@pytest.mark.parametrize(
+    ("least", "flags", "warning"),
+    [
+        (58, "--minutes=1", FEW.format(58, 1.2)),  # 58 steps, 15% more, and 3 s: 69.7 s
+        (400, "--minutes=1", FEW.format(400, 7.8)),
+        (57, "--minutes=1", None),
+        (400, "--steps=30", None),  # as asked for
+    ],
+    ids=["one short", "far", "just enough", "steps"],
+)
+def test_too_few_minutes_are_warned_of(tiny, monkeypatch, seconds, capsys, least, flags, warning):
+    """Once, and while there is time to begin again."""
+    monkeypatch.setattr(clock, "LEAST_STEPS", least)
+    train.main([*tiny, flags, "--eval_every=10"])
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert [line for line in lines if "warning" in line] == [warning] * (warning is not None)
+    if warning:
+        assert printed.index(warning) < printed.index("step 10, ")
+
+
+def test_a_run_of_two_steps_warns_at_its_end_and_a_resumed_one_not(
+    tiny, out, monkeypatch, seconds, capsys
+):
+    train.main([*tiny, "--minutes=0.08"])
+    assert "warning: only about 2 steps fit into 0.08 minutes" in capsys.readouterr().out
+    stop_after(monkeypatch, [12])
+    train.main([*tiny, "--minutes=0.5", "--overwrite"])
+    assert "warning" in capsys.readouterr().out
+    train.main(["--resume", f"--out={out}"])
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_what_a_run_does_between_steps_is_part_of_its_time(tiny, monkeypatch, seconds):
+    """
+    Only the steps' own time made the learning rate fall: with evaluations in between, and on a GPU,
+    where each tenth step alone is timed, a run ended at nearly its peak.
+    """
+    slowly(monkeypatch, train.Run, "evaluate_and_sample", seconds, 4.0)
+    train.main([*tiny, "--minutes=1", "--eval_every=5"])
+    shares = [share for share, _ in seconds.steps]
+    # a step takes a second, each fifth is followed by four: 57 s are 33 steps and 6 evaluations ..
+    assert len(shares) == 33 and seconds.now - 1000 == 57
+    # .. and the first second, in which nothing is known yet, counts for the steps that follow
+    for step, share in enumerate(shares):
+        most = max(0, (step + 4 * (step // 5) - 1) / 56)
+        # an evaluation is seen after the step behind it
+        assert max(0, most - 4 / 56) - 1e-9 <= share <= most + 1e-9
+
+
+def shares_of(begin: float, left: float) -> list[float]:
+    """
+    The share of a timed run that is done before each of its steps, of a second each, if it goes on
+    from `begin` with so many seconds left. The first step does not count, for it may be slow; then
+    each is its part of what is left.
+    """
+    steps = range(math.ceil(left) - 1)
+    return [begin, *(begin + (1 - begin) * step / (left - 1) for step in steps)]
+
+
+@pytest.mark.parametrize("stops", [(), (12,), (1, 7, 8, 20, 30)], ids=["never", "once", "often"])
+def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
+    tiny, out, monkeypatch, seconds, stops
+):
+    """A resumed run took all its --minutes again. Loading does not count."""
+    slowly(monkeypatch, train, "load_corpus", seconds, 10)
+    stop_after(monkeypatch, stops)
+    train.main([*tiny, "--minutes=0.75", "--eval_every=1000"])
+    for _ in stops:
+        seconds.now += 3600  # however long it lay there
+        train.main(["--resume", f"--out={out}"])
+    expected = shares_of(0.0, 45 - 3.0)
+    for stop in stops:
+        begin = expected[stop]
+        expected[stop:] = shares_of(begin, 45 * (1 - begin) - 3.0)
+    assert [share for share, _ in seconds.steps] == pytest.approx(expected)
+
+
+def test_the_log_holds_the_numbers_of_each_step(tiny, out, monkeypatch, seconds):
+    """Its loss, the norm of its gradient, and how many tokens a second that was."""
+    results = []
+    after_update(monkeypatch, lambda run, result: results.append(result.tolist()))
+    train.main([*tiny, "--steps=6"])
+    steps = [line for line in read_log(out) if "loss" in line]
+    logged = [[line["loss"], line["norm"]] for line in steps]
+    assert logged == [pytest.approx(result, abs=1e-4) for result in results]
+    assert {line["tokens_per_second"] for line in steps} == {4 * 32}
+
+
+def test_a_progress_bar_counts_the_steps(tiny, out, monkeypatch, seconds, capsys):
+    """
+    To the number of --steps; without, to as many as there will be at this speed, which is unknown
+    after the first step: there, the default run died of a division by zero.
+    """
+    bars = []
+
+    def tqdm(total, initial, **style):
+        bars.append(MagicMock(total=total, initial=initial))
+        return bars[-1]
+
+    monkeypatch.setattr(report, "tqdm", tqdm)
+    train.main([*tiny, "--steps=2"])
+    assert bars == []  # the output goes to no terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with monkeypatch.context() as patch:
+        stop_after(patch, [2])
+        train.main([*tiny, "--steps=7", "--overwrite"])
+    capsys.readouterr()
+    train.main(["--resume", f"--out={out}"])
+    train.main([*tiny, "--minutes=0.5", "--overwrite", "--eval_every=100"])
+    moved = [sum(call.args[0] for call in bar.update.call_args_list) for bar in bars]
+    assert [(bar.initial, bar.total) for bar in bars] == [(0, 7), (2, 7), (0, 27)]
+    assert moved == [2, 5, 27] and all(bar.close.called for bar in bars)
+    assert bars[1].set_postfix_str.call_args.args[0].endswith(", 0.1k tokens/s")
+    assert "step 5, 71% of the run: held-out loss" in bars[1].write.call_args.args[0]
+    assert "held-out loss" not in capsys.readouterr().out  # it would tear the bar

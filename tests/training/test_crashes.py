@@ -1,0 +1,268 @@
+"""
+Kills at each write: whatever training writes, a process that dies between two operations on files,
+or a machine that loses power there, leaves a directory that is whole: served, resumed or begun
+anew, never a mixture.
+
+Nothing is killed. A `Disk` notes what is on disk around each operation, while a training runs once,
+undisturbed; each of these moments is then laid out in a directory of its own, and opened in all
+ways.
+"""
+
+import io
+import os
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+from runs import MACHINE, losses, same
+from test_data import shakespeare
+
+import train
+from checkpoint import CheckpointError, load_checkpoint
+from tokenizer import load_tokenizer
+from training.corpus import char_tokenizer, write_corpus
+
+FLAGS = """--device=cpu --dtype=float32 --threads=1 --n_layer=1 --n_head=1 --n_embd=16
+    --context_length=16 --batch_size=2 --sample_tokens=0 --eval_tokens=32 --eval_every=1"""
+PICTURE = b"the curve of a loss"
+TEXT = "a tale told by an idiot, full of sound and fury, signifying nothing. " * 9
+TEXTS = {1: TEXT, 2: TEXT.upper()}
+
+
+class Disk:
+    """
+    The files that a crash would leave in a folder, at each moment since this was made: `moments`
+    are dictionaries, name -> bytes.
+
+    A killed process leaves all that it has written. A power cut leaves whole only what was flushed
+    to disk by fsync: of all else, also under the name to which it was renamed later, the second
+    half is missing.
+    """
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.folder = folder
+        self.moments: list[dict[str, bytes]] = []
+        self.flushed = self.files()  # name -> what is safe of it
+        for name in ("fsync", "replace", "rename", "unlink", "remove"):
+            monkeypatch.setattr(os, name, self.noted(name, getattr(os, name)))
+        self.look()
+
+    def files(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self.folder.iterdir() if path.is_file()}
+
+    def look(self):
+        """Note what a kill and what a power cut would leave now."""
+        written = self.files()
+        safe = {
+            name: content if self.flushed.get(name) == content else content[: len(content) // 2]
+            for name, content in written.items()
+        }
+        for files in (written, safe):
+            if files not in self.moments[-2:]:
+                self.moments.append(files)
+
+    def noted(self, name: str, function):
+        """An operation on files that takes notes before and after it is done."""
+
+        def operate(*arguments, **named):
+            self.look()
+            if name == "fsync":  # of this disk, not of the real one
+                self.flush(*arguments)
+                result = None
+            else:
+                result = function(*arguments, **named)
+                self.move(*(Path(path).name for path in arguments))
+            self.look()
+            return result
+
+        return operate
+
+    def flush(self, fd: int):
+        inode = os.fstat(fd).st_ino
+        for path in self.folder.iterdir():
+            if path.stat().st_ino == inode:
+                self.flushed[path.name] = path.read_bytes()
+
+    def move(self, old: str, new: str | None = None):
+        """To another name, or, for None, away."""
+        content = self.flushed.pop(old, b"")
+        if new is not None:
+            self.flushed[new] = content
+
+    def distinct(self) -> list[dict[str, bytes]]:
+        """
+        The moments, of those that differ only in what nobody reads (temporary files, the log) one.
+        """
+        read = [
+            name
+            for files in self.moments
+            for name in files
+            if not name.endswith((".tmp", ".jsonl"))
+        ]
+        kept = {
+            tuple(files.get(name) for name in dict.fromkeys(read)): files for files in self.moments
+        }
+        return list(kept.values())
+
+
+def lay_out(files: dict[str, bytes], folder: Path) -> Path:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture
+def corpora(tmp_path) -> dict[int, Path]:
+    """Two corpora of as many characters, but others: one for each seed."""
+    folders = {}
+    for seed, text in TEXTS.items():
+        folders[seed] = tmp_path / f"corpus{seed}"
+        folders[seed].mkdir()
+        tokenizer = char_tokenizer(text)
+        write_corpus(folders[seed], tokenizer, tokenizer.encode(text), tokenizer.encode(text[:100]))
+    return folders
+
+
+@pytest.fixture(autouse=True)
+def nothing_slow(monkeypatch):
+    """The real disk's fsync, matplotlib's lines and letters."""
+    figure = MagicMock()
+    figure.savefig.side_effect = lambda path, **how: Path(path).write_bytes(PICTURE)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", MagicMock(Figure=lambda **size: figure))
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def saved(monkeypatch) -> dict:
+    """The weights of each save: (seed, step) -> {name: tensor}."""
+    save, weights = train.Run.save, {}
+
+    def noted(self):
+        weights[self.args.seed, self.step] = {
+            name: w.clone() for name, w in self.model.state_dict().items()
+        }
+        save(self)
+
+    monkeypatch.setattr(train.Run, "save", noted)
+    return weights
+
+
+def whose(folder: Path, saved: dict) -> tuple | None:
+    """(seed, step) of the save that serving finds in a folder, None if it finds no model."""
+    try:
+        found = load_checkpoint(folder).state_dict()
+    except CheckpointError as error:
+        assert "config.json is missing" in str(error)
+        return None
+    (place,) = [place for place, weights in saved.items() if same(weights, found)]
+    seed, _ = place
+    assert set(load_tokenizer(folder).decode(range(19))) == set(TEXTS[seed])
+    return place
+
+
+def resumed(folder: Path, saved: dict) -> tuple | None:
+    """(seed, step) of the save to which --resume comes, None where it finds nothing to resume."""
+    try:
+        train.main(["--resume", "--out", str(folder)])
+    except SystemExit as error:
+        assert "nothing to resume" in str(error)
+        return None
+    return whose(folder, saved)
+
+
+def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(
+    tmp_path, corpora, saved
+):
+    """
+    A first training, and then another in its place by --overwrite. When --overwrite left
+    train_state.pt behind and was killed before its first save, --resume brought the training back
+    that it was to replace.
+    """
+    out = tmp_path / "out"
+    out.mkdir()
+    moments, logs = [], {}
+    for seed, corpus in corpora.items():
+        flags = [*FLAGS.split(), "--steps=2", f"--seed={seed}", f"--data={corpus}", f"--out={out}"]
+        with pytest.MonkeyPatch.context() as patch:
+            disk = Disk(out, patch)
+            train.main(flags if seed == 1 else [*flags, "--overwrite"])
+            disk.look()
+        assert not [name for name in disk.files() if name.endswith(".tmp")]
+        moments += disk.distinct()
+        logs[seed] = losses(out)
+    verdicts = []
+    for i, files in enumerate(moments):
+        folder = lay_out(files, tmp_path / str(i))
+        served = whose(folder, saved)
+        if "loss.png" in files:  # for the Makefile: this training is done, and may be served
+            assert files["loss.png"] == PICTURE and served[1] == 2
+        if served is None:
+            assert (
+                train.open_out(train.parse_args(["--out", str(folder)])) is None
+            )  # a new training may begin
+        else:
+            with pytest.raises(SystemExit, match="holds a model"):
+                train.open_out(train.parse_args(["--out", str(folder)]))
+        end = resumed(folder, saved)
+        assert end is None or losses(folder) == logs[end[0]], (
+            "an interrupted training learns something else"
+        )
+        if (served, end) not in verdicts[-1:]:
+            verdicts.append((served, end))
+    assert verdicts == [
+        (None, None),
+        (None, (1, 2)),  # train_state.pt comes first
+        ((1, 1), (1, 2)),
+        ((1, 2), (1, 2)),
+        (None, (1, 2)),  # --overwrite: config.json goes first
+        (None, None),
+        (None, (2, 2)),
+        ((2, 1), (2, 2)),
+        ((2, 2), (2, 2)),
+    ]
+
+
+def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(tmp_path):
+    """
+    Prepared again with other characters: one's tokens with the other's tokenizer would be nonsense.
+    """
+    folder, moments = tmp_path / "corpus", []
+    folder.mkdir()
+    for text in TEXTS.values():
+        tokenizer = char_tokenizer(text)
+        with pytest.MonkeyPatch.context() as patch:
+            disk = Disk(folder, patch)
+            write_corpus(folder, tokenizer, tokenizer.encode(text), tokenizer.encode(text[::-1]))
+            disk.look()
+        moments += disk.moments
+    verdicts = []
+    for i, files in enumerate(moments):
+        there = lay_out(files, tmp_path / str(i))
+        try:
+            corpus = train.load_corpus(str(there), MACHINE)
+            val, found = (
+                corpus.tokenizer.decode(ids.tolist()) for ids in (corpus.val, corpus.train)
+            )
+            assert val == found[::-1]
+            verdict = next(seed for seed, text in TEXTS.items() if text == found)
+        except SystemExit as error:
+            assert "has neither meta.json nor prepare.py" in str(error)
+            verdict = None
+        if verdict not in verdicts[-1:]:
+            verdicts.append(verdict)
+    assert verdicts == [None, 1, None, 2]
+
+
+def test_a_fetched_text_is_whole_or_absent(tmp_path, monkeypatch):
+    """Half a text would be taken for the corpus from then on."""
+    monkeypatch.setattr(
+        "urllib.request.urlopen", lambda address, timeout: io.BytesIO(TEXT.encode())
+    )
+    disk = Disk(tmp_path, monkeypatch)
+    assert shakespeare["fetch"](tmp_path / "input.txt") == TEXT
+    disk.look()
+    assert {files.get("input.txt") for files in disk.moments} == {None, TEXT.encode()}
+    monkeypatch.setattr("urllib.request.urlopen", None)
+    assert shakespeare["fetch"](tmp_path / "input.txt") == TEXT  # once

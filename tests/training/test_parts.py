@@ -1,0 +1,213 @@
+"""
+The parts of a training, each against another way to compute the same: batches, the evaluation, the
+schedule, Muon, and the operators that train against those of model.py.
+"""
+
+import math
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import MACHINE, new_run
+
+import train
+from model import GPT, TORCH, GPTConfig, Rope
+from training import report
+from training.fast import training_ops
+
+# --------------------------------------------------------------------------------------------------
+# Batches
+
+
+def test_an_epoch_is_every_window_once_in_another_order():
+    tokens = np.arange(1005, dtype=np.uint16)
+    batches = train.Batches(tokens, 9, 10, seed=3)
+    assert batches.windows == 99
+    epochs = [[batches.start(i) for i in range(e * 99, (e + 1) * 99)] for e in range(2)]
+    for starts in epochs:
+        offset = min(starts)
+        assert 0 <= offset < 10 and sorted(starts) == list(range(offset, offset + 990, 10))
+    assert epochs[0] != epochs[1]
+    # whatever the offset, every token comes: no two epochs cut the text at the same places
+    assert {batches.start(e * 99) % 10 for e in range(60)} == set(range(10))
+    x, y = batches(13, MACHINE)  # of the second epoch
+    assert x[:, 0].tolist() == epochs[1][18:27] and torch.equal(y, x + 1)
+
+
+def test_the_shortest_corpus_is_two_windows_and_a_target():
+    tokens = np.arange(21, dtype=np.uint16)
+    x, y = train.Batches(tokens, 3, 10, seed=1)(0, MACHINE)
+    assert x.dtype == torch.int64 and x.shape == (3, 10) and torch.equal(y, x + 1) and y.max() <= 20
+    with pytest.raises(SystemExit, match="20 training tokens are too few for windows of 10: lower"):
+        train.Batches(tokens[:20], 3, 10, seed=1)
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    tokens = np.arange(5000, dtype=np.uint16)
+
+    def first(step, seed=1):
+        return train.Batches(tokens, 8, 16, seed)(step, MACHINE)[0]
+
+    forward = train.Batches(tokens, 8, 16, 1)
+    in_order = [forward(step, MACHINE)[0] for step in range(60)]
+    assert all(torch.equal(first(step), in_order[step]) for step in (59, 3, 40))
+    assert not torch.equal(first(3), first(3, seed=2))
+    halves = torch.cat([forward(7, replace(MACHINE, rank=rank, world=2))[0] for rank in (0, 1)])
+    assert sorted(halves[:, 0].tolist()) == sorted(in_order[7][:, 0].tolist())
+
+
+# --------------------------------------------------------------------------------------------------
+# The recipe
+
+
+def small_gpt2(**fields) -> GPT:
+    return GPT(GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16, **fields))
+
+
+def test_evaluation_scores_every_token_once(corpus):
+    """
+    Against one window at a time, in plain torch: the last one is short, the first starts from the
+    end of a text.
+    """
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    torch.manual_seed(0)
+    model = small_gpt2()
+    stream = torch.tensor([299, *loaded.val.tolist()])
+
+    def expected(T: int) -> float:
+        nats = 0.0
+        for i in range(0, len(stream) - 1, T):
+            targets = stream[i + 1 : i + T + 1]
+            logits = model(stream[None, i : i + len(targets)])[0][0]
+            nats += F.cross_entropy(logits, targets, reduction="sum").item()
+        return nats
+
+    with torch.no_grad():
+        model.wte.weight.mul_(20)  # far from uniform, so that each token counts
+        for T in (32, 20):
+            assert train.evaluate(model, loaded, MACHINE, T) == (
+                pytest.approx(expected(T), rel=1e-5),
+                1001,
+            )
+    assert train.evaluate(model, loaded, MACHINE)[0] == pytest.approx(expected(32), rel=1e-5)
+    # first, middle and last window
+    assert train.evaluate(model, loaded, MACHINE, limit=96)[1] == 96 - 32 + 1001 % 32
+    assert train.evaluate(model, loaded, MACHINE, limit=1)[1] == 32
+
+
+def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
+    """Neither in an evaluation nor in a sample; afterwards training drops again."""
+    run = new_run([*tiny, "--arch=gpt2", "--dropout=0.5"], corpus)
+    calm = small_gpt2(activation="relu2", bias=False)
+    calm.load_state_dict(run.model.state_dict())
+    scores = [train.evaluate(model, run.corpus, MACHINE, limit=96) for model in (run.model, calm)]
+    assert scores[0] == scores[1] and run.model.training
+    modes = []
+    run.model.register_forward_hook(lambda model, inputs, output: modes.append(model.training))
+    report.generate_texts(run, [[299]], 2)
+    assert modes == [False, False] and run.model.training
+
+
+# --------------------------------------------------------------------------------------------------
+# Operators
+
+
+NEEDS_COMPILER = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),
+]
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
+def test_a_compiled_step_is_the_step(arch, backend, tiny, corpus, monkeypatch):
+    """
+    With the operators of a GPU, where a model is trained so; in windows of both lengths. As one
+    graph: Python between two would wait for the device.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    results = []
+    for compiled in (False, True):
+        machine = replace(MACHINE, compile=compiled, ops=training_ops("cuda"))
+        run = new_run([*tiny, f"--arch={arch}", "--steps=6", "--dropout=0"], corpus, machine)
+        module = run.forward_module()
+        assert (module is not run.model) == compiled
+        results.append([run.update(module, *run.next_batch()).tolist() for _ in range(6)])
+    assert results[1] == [pytest.approx(step, rel=1e-3) for step in results[0]]
+    assert run.next_batch()[0].shape == (4, 32)
+
+
+LLAMA = {"norm": "rms", "gated": True, "activation": "silu", "rope": {0: Rope(100.0)}}
+LLAMA |= {"n_kv_head": 2, "n_inner": 40, "bias": False}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "fields",
+    [LLAMA, LLAMA | {"n_kv_head": 4, "dropout": 0.3}, {"n_inner": 40}],
+    ids=["llama", "dropout", "gpt2"],
+)
+def test_operators_that_train_are_the_references(fields, device, dtype):
+    """
+    The loss and all gradients: within rounding in fp32, and in bfloat16 within twice the error of
+    plain torch. With unequal numbers of heads, with targets left out, with more tokens than a chunk
+    of the loss, and with the same numbers drawn for dropout.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(77, 128, n_layer=2, n_head=4, n_embd=32, **fields))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    tokens = torch.randint(77, (3, 101))
+    targets = tokens[:, 1:].clone()
+    targets[0, :50] = -100
+
+    def gradients(ops, dtype) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            _, loss = model(tokens[:, :-1], targets, ops)
+        return [loss, *torch.autograd.grad(3 * loss, model.parameters())]
+
+    exact = gradients(TORCH, torch.float32)
+    plain = gradients(TORCH, dtype)
+    fast = gradients(training_ops(device), dtype)
+    unit = 1e-4 if dtype == torch.float32 else 2**-9  # for errors that cancel in plain torch
+    for e, p, f in zip(exact, plain, fast, strict=True):
+        assert (f - e).norm() <= 2 * (p - e).norm() + unit * e.norm()
+
+
+# --------------------------------------------------------------------------------------------------
+# The model that training begins with
+
+
+def test_a_text_longer_than_the_context_is_refused_and_none_is_written():
+    model = GPT(GPTConfig(50, context_length=8, n_layer=1, n_head=1, n_embd=16)).eval()
+    with pytest.raises(ValueError, match="9 tokens do not fit the model's context_length of 8"):
+        model(torch.zeros(2, 9, dtype=torch.int64))
+    prompts = torch.tensor([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
+    text = model.generate(prompts, 100, lambda logits, i: torch.tensor([i, i + 1]))
+    assert text.tolist() == [[1, 2, 3, 4, 5, 5, 6, 7], [5, 4, 3, 2, 1, 6, 7, 8]]
+    assert model.generate(prompts, 2).shape == (2, 7)
+
+
+def test_initial_weights_are_gpt2s_and_follow_the_seed(tiny, corpus):
+    """
+    N(0, 0.02), but the projections into the residual stream, of which two a layer add up, less;
+    biases zero.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(500, context_length=200, n_layer=3, n_head=2, n_embd=64))
+    for name, w in model.named_parameters():
+        if w.ndim == 2:
+            spread = 0.02 / math.sqrt(6) if "c_proj" in name else 0.02
+            assert w.std().item() == pytest.approx(spread, rel=0.05), name
+            assert abs(w.mean()) < 0.1 * spread, name
+        else:
+            assert torch.all(w == (1 if "ln_" in name and name.endswith("weight") else 0)), name
+    seeds = [new_run([*tiny, f"--seed={seed}"], corpus).model.wte.weight for seed in (3, 3, 4)]
+    assert torch.equal(seeds[0], seeds[1]) and not torch.equal(seeds[0], seeds[2])
