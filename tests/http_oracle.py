@@ -398,10 +398,14 @@ class Judge:
         """The engine has not done all of it, or its answer is long, or read slowly, or late."""
         jobs = [job for job in self.process.jobs if job.http_id == f"r{self.call['id']}"]
         choices = [choice for job in jobs for choice in job.choices]
+        frozen = any(
+            start <= self.caller.ended_at and end >= self.caller.began
+            for start, end in self.world.freezes
+        )  # timers come first
         return (
             any(not choice.finish_reason for choice in choices)
             or "sip" in self.caller.event
-            or any(event["do"] == "freeze" for event in self.world.events)  # timers come first
+            or frozen
         )
 
     def may_be_full(self, message: str) -> bool:

@@ -175,6 +175,7 @@ class World:
         self.drained_at = math.inf  # when the server may end what still runs
         self.num_happened = 0
         self.problems: list[str] = []
+        self.freezes: list[tuple[float, float]] = []  # (start, end) of each
         stops = [event["seconds"] for event in events if event["do"] in ("freeze", "stall_engine")]
         self.pause = sum(stops)
         self.lag = (
@@ -257,7 +258,9 @@ class World:
             case "stop":
                 self.stop()
             case "freeze":
-                self.process.loop.frozen_until = self.now + event["seconds"]
+                frozen_until = self.now + event["seconds"]
+                self.process.loop.frozen_until = frozen_until
+                self.freezes.append((self.now, frozen_until))
 
     def call(self, event: dict):
         for call in event["calls"]:

@@ -220,14 +220,17 @@ def test_control_tokens_in_prompts_are_tokens(server, client, checkpoint, expect
 
 
 def test_greedy_stream_is_the_models(client, checkpoint, expected):
-    usage = {"stream_options": {"include_usage": True}}
     stream = client.completions.create(
-        model=str(checkpoint), prompt=PROMPTS[0], stream=True, **usage, **GREEDY
+        model=str(checkpoint),
+        prompt=PROMPTS[0],
+        stream=True,
+        stream_options={"include_usage": True},
+        **GREEDY | {"max_tokens": 200},
     )
     *chunks, last = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == expected(PROMPTS[0])
-    assert chunks[-1].choices[0].finish_reason == "length" and last.usage.completion_tokens == 24
-    assert len(chunks) > 2, "it came in one piece"  # on a busy machine steps are sent together
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected(PROMPTS[0], 200)
+    assert chunks[-1].choices[0].finish_reason == "length" and last.usage.completion_tokens == 200
+    assert len(chunks) > 5, "it came in one piece"  # on a busy machine steps are sent together
 
 
 def test_many_at_once_are_each_the_models(server, checkpoint, expected):
