@@ -172,215 +172,159 @@ def expected(checkpoint):
 GREEDY = {"temperature": 0, "max_tokens": 24}
 
 
+@pytest.fixture
+def complete(client, checkpoint):
+    """A completion of 24 greedy tokens, unless the call says otherwise."""
+    return partial(client.completions.create, model=str(checkpoint), **GREEDY)
+
+
 def test_greeting(server, checkpoint):
     """One line that says what is served and where: people and scripts wait for it."""
     assert server.greeting == f"serving {checkpoint} at {server.url}\n"
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_text_is_the_models(client, checkpoint, expected, prompt):
-    answer = client.completions.create(model=str(checkpoint), prompt=prompt, **GREEDY)
+def test_greedy_text_is_the_models(complete, checkpoint, expected, prompt):
+    answer = complete(prompt=prompt)
     assert answer.choices[0].text == expected(prompt)
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 24
     assert answer.usage.prompt_tokens == len(load_tokenizer(checkpoint).encode(prompt))
 
 
-def test_control_tokens_in_prompts_are_tokens(server, client, checkpoint, expected):
+def test_control_tokens_in_prompts_are_tokens(server, complete, checkpoint):
     """
     As in transformers and vLLM, whatever add_special_tokens says. <|endoftext|> in a prompt was
     seven tokens of text: lm-eval, which begins each prompt with it, measured 7.77 bits a byte in
     place of 2.10.
     """
     tokenizer = load_tokenizer(checkpoint)
-    name, eos, text = "<|endoftext|>", tokenizer.eos_token_id, PROMPTS[0]
+    name, eos = "<|endoftext|>", tokenizer.eos_token_id
+    ids = [eos, *tokenizer.encode("def ")]
     for add_special_tokens in (True, False):
-        fields = {
-            "prompt": name + text,
-            "add_special_tokens": add_special_tokens,
-        }
-        answer = httpx.post(f"{server.url}/tokenize", json=fields).json()
-        assert answer["tokens"] == [eos, *tokenizer.encode(text)]
-    fields = {
-        "model": str(checkpoint),
-        "prompt": name + text,
-        "echo": True,
-        "logprobs": 1,
-        **GREEDY,
-    }
-    (choice,) = client.completions.create(**fields).choices
-    ids = [eos, *tokenizer.encode(text)]
-    assert choice.text.startswith(name + text) and choice.logprobs.tokens[:2] == [
-        name,
-        tokenizer.decode(ids[1:2]),
-    ]
+        fields = {"prompt": name + "def ", "add_special_tokens": add_special_tokens}
+        assert httpx.post(f"{server.url}/tokenize", json=fields).json()["tokens"] == ids
+    (choice,) = complete(prompt=name + "def ", echo=True, logprobs=1).choices
+    assert choice.text.startswith(name + "def ")
+    assert choice.logprobs.tokens[:2] == [name, tokenizer.decode(ids[1:2])]
     assert choice.logprobs.text_offset[:2] == [0, len(name)]
     logprobs = load_checkpoint(checkpoint)(torch.tensor([ids]))[0][0].log_softmax(-1)
-    wanted = logprobs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
-    assert choice.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(wanted, abs=1e-3)
+    of_prompt = logprobs[range(len(ids) - 1), ids[1:]].tolist()
+    assert choice.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(of_prompt, abs=1e-3)
 
 
-def test_greedy_stream_is_the_models(client, checkpoint, expected):
-    stream = client.completions.create(
-        model=str(checkpoint),
-        prompt=PROMPTS[0],
-        stream=True,
-        stream_options={"include_usage": True},
-        **GREEDY | {"max_tokens": 200},
-    )
+def test_greedy_stream_is_the_models(complete, expected):
+    options = {"include_usage": True}
+    stream = complete(prompt="def ", stream=True, stream_options=options, max_tokens=200)
     *chunks, last = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == expected(PROMPTS[0], 200)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected("def ", 200)
     assert chunks[-1].choices[0].finish_reason == "length" and last.usage.completion_tokens == 200
     assert len(chunks) > 5, "it came in one piece"  # on a busy machine steps are sent together
 
 
-def test_many_at_once_are_each_the_models(server, checkpoint, expected):
+def test_many_at_once_are_each_the_models(complete, expected):
     """
     Batched with others, streaming or not, with prefix hits and seeded neighbours: the same greedy
     text.
     """
 
-    async def ask(client, prompt, stream):
-        answer = await client.completions.create(
-            model=str(checkpoint), prompt=prompt, stream=stream, **GREEDY
-        )
-        return (
-            "".join([c.choices[0].text async for c in answer]) if stream else answer.choices[0].text
-        )
+    def ask(prompt, stream):
+        answer = complete(prompt=prompt, stream=stream)
+        pieces = answer if stream else [answer]
+        return "".join(piece.choices[0].text for piece in pieces)
 
-    async def ask_all():
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0
-        ) as client:
-            noise = client.completions.create(
-                model=str(checkpoint), prompt=["noise"] * 4, max_tokens=40, seed=1
-            )
-            asked = [
-                ask(client, prompt * 20, stream) for prompt in PROMPTS for stream in (False, True)
-            ]
-            return (await asyncio.gather(noise, *asked))[1:]
-
-    wanted = [text for prompt in PROMPTS for text in [expected(prompt * 20)] * 2]
-    assert asyncio.run(ask_all()) == wanted
-    assert asyncio.run(ask_all()) == wanted  # again, with every prompt in the prefix cache
+    prompts = [prompt * 20 for prompt in PROMPTS for _ in range(2)]
+    texts = [expected(prompt) for prompt in prompts]
+    for _ in range(2):  # the second time with every prompt in the prefix cache
+        with ThreadPoolExecutor(13) as pool:
+            noise = {"temperature": 1, "max_tokens": 40, "seed": 1}
+            pool.submit(complete, prompt=["noise"] * 4, **noise)
+            assert list(pool.map(ask, prompts, [False, True] * len(PROMPTS))) == texts
 
 
-def test_prefix_hits_are_reported(client, checkpoint):
+def test_prefix_hits_are_reported(complete):
     """The second time a prompt is asked, its whole blocks are found, all but the last token's."""
-    model, prompt = str(checkpoint), "for i in range(10):\n" * 8
-    first, second = [
-        client.completions.create(model=model, prompt=prompt, **GREEDY) for _ in range(2)
-    ]
+    first, second = [complete(prompt="for i in range(10):\n" * 8) for _ in range(2)]
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     blocks = (first.usage.prompt_tokens - 1) // 16
     assert second.usage.prompt_tokens_details.cached_tokens == blocks * 16 > 0
     assert first.choices[0].text == second.choices[0].text
 
 
-def test_seed_decides(client, checkpoint):
-    def text(seed):
-        model = str(checkpoint)
-        return (
-            client.completions.create(model=model, prompt="def ", max_tokens=24, seed=seed)
-            .choices[0]
-            .text
-        )
-
-    assert text(1) == text(1) != text(2)
-
-
-def test_stop_string(client, checkpoint, expected):
-    stop = expected(PROMPTS[0])[5:8]
-    answer = client.completions.create(
-        model=str(checkpoint), prompt=PROMPTS[0], stop=stop, **GREEDY
-    )
-    assert answer.choices[0].text == expected(PROMPTS[0]).partition(stop)[0]
+def test_stop_string(complete, expected):
+    stop = expected("def ")[5:8]
+    answer = complete(prompt="def ", stop=stop)
+    assert answer.choices[0].text == expected("def ").partition(stop)[0]
     assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens < 24
 
 
-def test_choices(client, checkpoint):
+def test_choices(complete):
     """
     Choices of a seed differ from each other, not from those of another call; greedy ones do not
-    differ.
+    differ. Without a seed each call has its own.
     """
-    model, prompt = str(checkpoint), "class Request:\n    def "
+    prompts = ["class Request:\n    def ", "x"]
 
-    def texts(n, **fields):
-        answer = client.completions.create(
-            model=model, prompt=[prompt, "x"], n=n, max_tokens=24, **fields
-        )
-        assert [c.index for c in answer.choices] == list(range(2 * n))
+    def texts(n, temperature=1, **fields):
+        body = {"ignore_eos": True}
+        fields |= {"temperature": temperature, "extra_body": body}
+        answer = complete(prompt=prompts, n=n, **fields)
+        assert [choice.index for choice in answer.choices] == list(range(2 * n))
         assert answer.usage.completion_tokens == 48 * n
-        return [c.text for c in answer.choices]
+        return [choice.text for choice in answer.choices]
 
-    five = texts(5, seed=3, extra_body={"ignore_eos": True})
-    assert len(set(five)) == 10 and texts(5, seed=3, extra_body={"ignore_eos": True}) == five
-    assert texts(1, seed=3, extra_body={"ignore_eos": True}) == [five[0], five[5]]
+    five = texts(5, seed=3)
+    assert len(set(five)) == 10 and texts(5, seed=3) == five
+    assert texts(1, seed=3) == [five[0], five[5]] != texts(1, seed=4)
     assert len(set(texts(4, temperature=0))) == 2
+    assert len({*texts(2), *texts(2)}) == 8
 
 
-def test_logprobs_are_the_models(client, checkpoint):
+def test_logprobs_are_the_models(complete, checkpoint):
     """
     Of the prompt and of the answer, by echo, also without an answer; of the tokens, not of their
     pieces of text. Three candidates, and the token itself where it is none of them, though the
     prompt is scored with nine.
     """
     ids = load_tokenizer(checkpoint).encode("import torch\nimport ")
-    fields = {
-        "model": str(checkpoint),
-        "prompt": ids,
-        "logprobs": 3,
-        "echo": True,
-        "temperature": 0,
-    }
-    more = {"return_token_ids": True}
-    answer = client.completions.create(max_tokens=6, **fields, extra_body=more).choices[0]
+    fields = {"prompt": ids, "logprobs": 3, "echo": True}
+    answer = complete(max_tokens=6, extra_body={"return_token_ids": True}, **fields).choices[0]
     tokens = ids + answer.token_ids
     dense = load_checkpoint(checkpoint)(torch.tensor([tokens]))[0][0].log_softmax(-1)
     logprobs = answer.logprobs
     assert "".join(logprobs.tokens) == answer.text and logprobs.token_logprobs[0] is None
-    wanted = dense[range(len(tokens) - 1), tokens[1:]].tolist()
-    assert logprobs.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
+    of_tokens = dense[range(len(tokens) - 1), tokens[1:]].tolist()
+    assert logprobs.token_logprobs[1:] == pytest.approx(of_tokens, abs=1e-3)
     for top, row, token in zip(logprobs.top_logprobs[1:], dense[:-1], tokens[1:], strict=True):
         ids_of_top = {*row.topk(3).indices.tolist(), token}
         likeliest = sorted(row[[*ids_of_top]].tolist(), reverse=True)
         assert sorted(top.values(), reverse=True) == pytest.approx(likeliest, abs=1e-3)
-    alone = client.completions.create(max_tokens=0, **fields).choices[0]
+    alone = complete(max_tokens=0, **fields).choices[0]
     assert alone.logprobs.tokens == logprobs.tokens[: len(ids)] and alone.finish_reason == "length"
-    assert alone.logprobs.token_logprobs[1:] == pytest.approx(wanted[: len(ids) - 1], abs=1e-3)
+    of_prompt = pytest.approx(of_tokens[: len(ids) - 1], abs=1e-3)
+    assert alone.logprobs.token_logprobs[1:] == of_prompt
 
 
-def test_other_parameters(client, checkpoint, expected):
+def test_other_parameters(complete, checkpoint, expected):
     """Each does something that can be seen in the answer."""
 
     def tokens(**fields):
         fields["return_token_ids"] = True
-        answer = client.completions.create(
-            model=str(checkpoint), prompt="def ", **GREEDY, extra_body=fields
-        )
-        return answer.choices[0].token_ids
+        return complete(prompt="def ", extra_body=fields).choices[0].token_ids
 
     plain = tokens()
     assert load_tokenizer(checkpoint).decode(plain) == expected("def ")
     assert tokens(logit_bias={"7": 100}) == [7] * 24
     stopped = tokens(stop_token_ids=[plain[2]])
     assert len(stopped) <= 3 and len(tokens(stop_token_ids=[plain[2]], min_tokens=10)) >= 10
-    for penalty in (
-        {"presence_penalty": 2.0},
-        {"frequency_penalty": 2.0},
-        {"repetition_penalty": 2.0},
-    ):
-        assert len(set(tokens(**penalty))) > len(set(plain))
+    for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert len(set(tokens(**{penalty: 2.0}))) > len(set(plain))
     assert tokens(priority=-3, cache_salt="mine", request_id="r") == plain
 
 
-def test_prefixes_are_shared_within_a_salt(client, checkpoint):
+def test_prefixes_are_shared_within_a_salt(complete):
     def cached(salt):
-        answer = client.completions.create(
-            model=str(checkpoint),
-            prompt="for salt in range(10):\n" * 5,
-            **GREEDY,
-            extra_body={"cache_salt": salt},
-        )
+        prompt = "for salt in range(10):\n" * 5
+        answer = complete(prompt=prompt, extra_body={"cache_salt": salt})
         return answer.usage.prompt_tokens_details.cached_tokens
 
     assert cached("a") == 0 and cached("a") > 0 and cached("b") == 0
@@ -447,19 +391,17 @@ def test_control_tokens_in_chats_are_text(chat_server, checkpoint):
     )
 
 
-def test_errors_as_the_client_sees_them(client, checkpoint):
+def test_errors_as_the_client_sees_them(complete):
     """The client turns status and body into exceptions, and none of these makes it try again."""
-    model = str(checkpoint)
     with pytest.raises(openai.NotFoundError) as missing:
-        client.completions.create(model="gpt-5", prompt="x")
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(
-        openai.BadRequestError, match=r"context length is 512 tokens, .* make 513"
-    ) as long:
-        client.completions.create(model=model, prompt=[1] * 500, max_tokens=13)
+        complete(model="gpt-5", prompt="x")
+    assert missing.value.code == "model_not_found" and len(missing.value.request_id) == 32
+    too_long = r"context length is 512 tokens, .* make 513"
+    with pytest.raises(openai.BadRequestError, match=too_long) as long:
+        complete(prompt=[1] * 500, max_tokens=13)
     assert long.value.param == "max_tokens"
     with pytest.raises(openai.BadRequestError, match="best_of is not served here"):
-        client.completions.create(model=model, prompt="x", best_of=2)
+        complete(prompt="x", best_of=2)
 
 
 def test_models(client, checkpoint):
@@ -471,33 +413,17 @@ def test_models(client, checkpoint):
 
 
 def test_every_answer_has_an_id(client, checkpoint):
-    fields = {"model": str(checkpoint), "prompt": "x", **GREEDY}
     raw = client.completions.with_raw_response.create(
-        **fields, extra_headers={"X-Request-Id": "mine"}
+        model=str(checkpoint), prompt="x", extra_headers={"X-Request-Id": "mine"}
     )
     assert raw.request_id == "mine" and raw.parse().id == "cmpl-mine"
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(**fields, stop=["x"] * 65)
-    assert len(refused.value.request_id) == 32
 
 
-def test_usage_in_every_chunk(client, checkpoint):
-    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    stream = client.completions.create(
-        model=str(checkpoint), prompt="x", stream=True, **usage, **GREEDY
-    )
+def test_usage_in_every_chunk(complete):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = complete(prompt="x", stream=True, stream_options=options)
     counts = [chunk.usage.completion_tokens for chunk in stream]
     assert counts == sorted(counts) and counts[-2:] == [24, 24]
-
-
-def test_unseeded_answers_differ(client, checkpoint):
-    def text():
-        answer = client.completions.create(
-            model=str(checkpoint), prompt=["class "] * 2, max_tokens=24
-        )
-        return [choice.text for choice in answer.choices]
-
-    assert len({*text(), *text()}) == 4
 
 
 def http_processes(port: int) -> list[int]:
