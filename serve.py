@@ -42,7 +42,7 @@ from common import (
 if __name__ == "__main__":
     end_with_one_line()
 
-from engine.replay import open_record
+from engine.events import open_record, record_to
 from flags import KEY_VARIABLE, engine_settings, parse_args
 from server.workers import (
     METRICS_FOLDER,
@@ -67,7 +67,6 @@ def build_engine(args: Namespace):
 
     from checkpoint import load_checkpoint, serving_dtype
     from engine.engine import Engine
-    from engine.events import record_to
     from engine.sizing import check_fits, machine_name
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -37,8 +37,15 @@ import torch
 import bench
 from bench import Layer, Work, build_model, even_workload, fixed_length, median_seconds
 from engine.engine import Engine
-from engine.events import Recorder, title
-from engine.replay import RecordError, Tallies, open_record, read_lines, replay
+from engine.events import (
+    Recorder,
+    RecordError,
+    Tallies,
+    open_record,
+    read_lines,
+    replay,
+    title,
+)
 from engine.settings import Settings
 from engine.sizing import machine_name
 from paged import Request, Scheduler, SchedulerSettings

@@ -1,49 +1,54 @@
 """
-What the engine does, told line by line: to the page at /, to who asks for GET /events, to a file.
+Records: what the engine does, line by line; written, sent to the page at /, and read again.
 
     engine.recorder = Recorder(engine)
     engine.recorder.listeners.append(print)     # a line for each step, as JSON
 
-While there is no Recorder nothing is computed. A record begins with a snapshot, of which the lines
-after it tell the changes: what the step's `Plan` says, and whose block tables are others now.
+    with open_record("FILE.jsonl") as file:     # a file of `serve.py --record`, or one of assets/
+        for tallies, line in replay(file):      # raises RecordError for a bad one
+            print(line["event"], tallies.tables, tallies.idle)
+
+Without a Recorder nothing is computed. A record begins with a snapshot; each line after it has the
+changes of a step: what its `Plan` says, and the block tables that differ.
 
     {"event": "snapshot", "num_blocks": 32, "block_size": 16, .., "requests": [], "idle": []}
     {"event": "step", "new": [{"r": 1, "prompt": 20, ..}], "step": 0, "admitted": [[1, 0, 20]],
      "chunks": [[1, 0, 20]], "resolved": 0, "sampled": 1, "tables": [[1, 0, [0, 1]]], ..}
     {"event": "idle"}
 
-REFERENCE.md has all fields. A reader keeps three tallies: block tables, how many of them hold each
-block, and which blocks are committed, in the order in which they became idle (replay.py, and the
-page's state.js). Imports no torch.
+REFERENCE.md lists all fields. A reader keeps three tallies (`Tallies`; in the page, state.js):
+block tables, how many of them hold each block, and which blocks are committed, in the order in
+which they became idle. Imports no torch.
 """
 
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date
-from functools import cache
-from itertools import takewhile
+from itertools import count, islice, takewhile
+from pathlib import Path
+from typing import BinaryIO
 
 from paged import Plan, Request
 from params import NO_TOKEN
 
 VERSION = 2  # of the lines
 SETTINGS = ("num_blocks", "block_size", "token_budget", "max_num_seqs", "max_model_len", "window")
-LINES_A_SNAPSHOT = 1000  # whoever keeps the last lines can begin with a snapshot
+LINES_A_SNAPSHOT = 1000  # a reader can begin at any snapshot
 PUBLISH_SECONDS = 0.1  # between two messages to listeners
-KEEP_SECONDS = 600  # that the engine goes on to tell without listeners: one may reload its page
+KEEP_SECONDS = 600  # for which lines are still published without listeners: pages are reloaded
 FLUSH_SECONDS = 0.1  # the end of a record that a killed process loses
+MAX_LINE = 2**24  # bytes that are read at once
 compact_json = json.JSONEncoder(separators=(",", ":")).encode
-IDLE = '{"event":"idle"'
 
 
 class Recorder:
     """
-    Tells `listeners`, functions of a text, what the engine does. The engine calls `planned`,
-    `resolved` and `failed` during a step, and `end_step` after it. With `tokens` the lines have
-    token ids, which are text.
+    Calls `listeners`, functions of a text, with each line. The engine calls `planned`, `resolved`
+    and `failed` during a step, and `end_step` after it. With `tokens` the lines have token ids,
+    which reveal text.
     """
 
     def __init__(self, engine, tokens: bool = False):
@@ -56,11 +61,11 @@ class Recorder:
         self._take_stock()
 
     def _take_stock(self):
-        """From here on changes are told to what is now, which a snapshot tells."""
+        """The lines from here on tell the changes since now, which a snapshot describes."""
         scheduler = self.scheduler
         everyone = scheduler.waiting + scheduler.running
-        self.tables = {r: r.block_table.copy() for r in everyone}  # as they were told
-        self.changed: list[Request] = []  # whose tables may be others now
+        self.tables = {r: r.block_table.copy() for r in everyone}  # as the lines so far have them
+        self.changed: list[Request] = []  # whose tables may differ from that
         self.decodes: list[Request] = []
         self.num_added = scheduler.num_added
         self.num_idled = scheduler.block_allocator.num_idled
@@ -71,16 +76,16 @@ class Recorder:
     def planned(self, plan: Plan):
         """
         A step was started, and its tokens are not counted as filled yet; or a plan with nothing to
-        compute has preempted somebody.
+        compute has preempted a request.
         """
-        self._tell_new()  # now: who ends with this step is no longer there afterwards
+        self._add_new()  # now: a request that ends with this step is gone afterwards
         if plan.decodes or plan.chunks:
             self.line["step"] = plan.step
             if plan.decodes != self.decodes:
                 self.decodes = plan.decodes.copy()
                 self.line["decodes"] = numbers(plan.decodes)
         admitted = [[r.arrival_number, r.num_filled_slots, r.num_tokens] for r in plan.admitted]
-        # by its new block; one that was preempted after all has no use for it
+        # by its new block, which a request that was preempted after all no longer has
         writers = {r.block_table[-1]: r.arrival_number for r in plan.grown if r.block_table}
         copies = [[writers[to], to, of] for to, of in plan.copies.items() if to in writers]
         self._add("preempted", numbers(plan.preempted))
@@ -102,15 +107,15 @@ class Recorder:
             self._add("tokens", tokens)
 
     def failed(self):
-        """A step failed: what its plan has moved is in no line, so a snapshot follows."""
+        """A step failed: no line has what its plan moved, so a snapshot follows."""
         self.lines_left = 0
 
     def end_step(self):
         """Write the line of what has changed since the last one, if anything has."""
-        self._tell_new()
-        self._tell_tables()
-        self._tell_ended()
-        self._tell_idle()
+        self._add_new()
+        self._add_tables()
+        self._add_ended()
+        self._add_idle()
         if self.line:
             self._write(self._line("step") | self.line)
             self.line = {}
@@ -123,7 +128,7 @@ class Recorder:
             self.is_idle = True
 
     def snapshot(self) -> str:
-        """A line with all that is, to be asked for between two steps."""
+        """A line with the whole state; valid between two steps."""
         return compact_json(self._snapshot())
 
     # -- a line ------------------------------------------------------------------------------------
@@ -142,8 +147,8 @@ class Recorder:
         if values:
             self.line[name] = values
 
-    def _tell_new(self):
-        """Requests that came since the last line: to the queue, or forked from an active one."""
+    def _add_new(self):
+        """Requests since the last line: queued, or forked from an active one."""
         scheduler = self.scheduler
         if scheduler.num_added == self.num_added:
             return
@@ -151,33 +156,33 @@ class Recorder:
         new = [r for r in everyone if r.arrival_number > self.num_added]
         self.num_added = scheduler.num_added
         self.changed += new
-        told = self.line.setdefault("new", [])
+        lines = self.line.setdefault("new", [])
         for r in new:
             self.tables[r] = []
             # a fork is active from its beginning; any other was admitted at most
-            as_fork = {"status": "active", "filled": r.num_filled_slots}
-            as_others = {"status": "waiting", "filled": 0}
-            told.append(identity(r) | (as_fork if r.status == "active" else as_others))
+            is_fork = r.status == "active"
+            state = {"status": r.status, "filled": r.num_filled_slots}
+            lines.append(identity(r) | (state if is_fork else {"status": "waiting", "filled": 0}))
 
-    def _tell_tables(self):
-        """Which block tables are others than was told, from where on."""
+    def _add_tables(self):
+        """The block tables that differ from the lines so far, and from which entry on."""
         if self.scheduler.window:  # any may have left blocks behind
             self.changed = self.scheduler.running + self.changed
         tables = []
         for r in dict.fromkeys(self.changed):
-            told = self.tables.get(r)
-            if told is None or r.block_table == told:  # it has ended, or is as it was
+            sent = self.tables.get(r)
+            if sent is None or r.block_table == sent:  # it has ended, or is as it was
                 continue
             # mostly it has grown, or its last block is a copy
-            start = max(0, min(len(told), len(r.block_table)) - 1)
-            if told[:start] != r.block_table[:start]:
+            start = max(0, min(len(sent), len(r.block_table)) - 1)
+            if sent[:start] != r.block_table[:start]:
                 start = 0
-            told[start:] = r.block_table[start:]
-            tables.append([r.arrival_number, start, told[start:]])
+            sent[start:] = r.block_table[start:]
+            tables.append([r.arrival_number, start, sent[start:]])
         self.changed = []
         self._add("tables", tables)
 
-    def _tell_ended(self):
+    def _add_ended(self):
         scheduler = self.scheduler
         num_alive = len(scheduler.waiting) + scheduler.max_num_seqs - len(scheduler.free_rows)
         if num_alive == len(self.tables):
@@ -187,8 +192,8 @@ class Recorder:
             del self.tables[r]
         self._add("ended", [[r.arrival_number, r.finish_reason, r.num_generated] for r in ended])
 
-    def _tell_idle(self):
-        """The blocks that have become idle, in the order in which they did."""
+    def _add_idle(self):
+        """The blocks that have become idle, in that order."""
         allocator = self.scheduler.block_allocator
         newest_first = reversed(allocator.idle.items())
         new = takewhile(lambda item: item[1] > self.num_idled, newest_first)
@@ -201,7 +206,7 @@ class Recorder:
             line[name] = getattr(self.engine.settings, name)
         return line | {
             "version": VERSION,
-            # not its process id, which a container that is started again has again
+            # not its process id: a restarted container has the same again
             "engine": round(self.engine.started * 1e6),
             "step": self.engine.num_steps,
             "overlap": self.engine.overlap,
@@ -229,7 +234,7 @@ class Recorder:
 
 
 def identity(r: Request) -> dict:
-    """What never changes of a request. Its key, of the prefix cache, names the API key."""
+    """Its fields that never change. The key, of the prefix cache, names the API key."""
     return {
         "r": r.arrival_number,
         "name": r.name,
@@ -255,20 +260,19 @@ def title(**fields) -> str:
 
 class Subscribers:
     """
-    The HTTP processes' links. As soon as one of them has listeners, all are sent the lines since
+    The HTTP processes' links. As soon as one of them has listeners, all of them get the lines since
     the last message, every PUBLISH_SECONDS at most. A link that is new, or had not read its last
-    message when the next one was due, is sent a snapshot in their place. KEEP_SECONDS after the
-    last listener has left, a message without lines is the last one, and nothing is computed any
-    more.
+    message when the next one was due, gets a snapshot instead. KEEP_SECONDS after the last listener
+    has left, a message without lines is the last one, and recording ends.
     """
 
     def __init__(self, engine):
         self.engine = engine
         self.is_on = False
-        self.listening = set()  # whose HTTP processes have listeners
+        self.listening = set()  # links of HTTP processes that have listeners
         self.left_at = 0.0  # when the last one of them left
-        self.up_to_date = set()  # that were sent all lines so far
-        self.lines: list[str] = []  # since the last time
+        self.up_to_date = set()  # links that got all lines so far
+        self.lines: list[str] = []  # since the last message
         self.sent_at = 0.0
 
     def join(self, link, tokens: bool):
@@ -282,13 +286,13 @@ class Subscribers:
         self.engine.recorder.listeners.append(self.lines.append)
 
     def leave(self, link):
-        """It has none any more, or is gone."""
+        """It has no listeners any more, or is gone."""
         if link in self.listening:
             self.listening.remove(link)
             self.left_at = time.monotonic()
 
     def due_in(self, links) -> float | None:
-        """Seconds until something is to be sent; None: nothing is."""
+        """Seconds until a message is due; None: there is nothing to send."""
         if not self.is_on or not (self.lines or {*links.links.values()} - self.up_to_date):
             return None
         return max(0.0, self.sent_at + PUBLISH_SECONDS - time.monotonic())
@@ -297,81 +301,178 @@ class Subscribers:
         """Send what is due, between two steps."""
         if self.due_in(links) == 0:
             self.sent_at = time.monotonic()
-            news = to_message(self.lines)
-            snapshot = cache(self.engine.recorder.snapshot)
             ready = {link for link in links.links.values() if not link.unsent}
-            for link in ready & self.up_to_date if self.lines else ():
-                links.send(link, news)
-            for link in ready - self.up_to_date:
-                links.send(link, to_message([snapshot()]))
+            late = ready - self.up_to_date
+            if self.lines:
+                send_lines(links, ready - late, self.lines)
+            if late:
+                send_lines(links, late, [self.engine.recorder.snapshot()])
             self.up_to_date = ready
             self.lines.clear()
         if self.is_on and not self.listening and time.monotonic() > self.left_at + KEEP_SECONDS:
             self.end(links)
 
     def end(self, links):
-        """Without listeners there is no Recorder, and nothing is computed."""
         recorder = self.engine.recorder
         recorder.listeners.remove(self.lines.append)
         if not recorder.listeners:
             self.engine.recorder = None
-        for link in self.up_to_date & {*links.links.values()}:
-            links.send(link, to_message([]))
+        send_lines(links, self.up_to_date & {*links.links.values()}, [])
         self.is_on = False
         self.up_to_date = set()
         self.lines.clear()
 
 
-def to_message(lines: list[str]) -> dict:
-    """
-    Lines as a message of the link. They go as one text, so that an HTTP process can hand them on
-    without parsing them.
-    """
-    return {"op": "events", "lines": "\n".join(lines)}
+def send_lines(links, receivers: set, lines: list[str]):
+    """As one text, so that an HTTP process can hand the lines on without parsing them."""
+    for link in receivers:
+        links.send(link, {"op": "events", "lines": "\n".join(lines)})
 
 
 class RecordFile:
     """
-    The file of --record, a listener that writes FLUSH_SECONDS at a time. When that fails, it says
-    so, and the server goes on.
+    The file of --record, a listener that writes every FLUSH_SECONDS. When that fails, it prints why
+    and closes, and the server goes on.
     """
 
     def __init__(self, path: str):
-        self.path = path
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the engine)
         self.unwritten: list[str] = []
         self.written_at = 0.0
-        self.is_broken = False
 
     def write(self, line: str):
-        if self.is_broken:
+        if self.file.closed:
             return
         self.unwritten.append(line + "\n")
         now = time.monotonic()
-        if now - self.written_at < FLUSH_SECONDS and not line.startswith(IDLE):
+        if now - self.written_at < FLUSH_SECONDS and not line.startswith('{"event":"idle"'):
             return
         self.written_at = now
         data = "".join(self.unwritten).encode()
-        try:
-            # not made anew where somebody has taken it away: it would begin without a snapshot
-            with open(self.path, "r+b", buffering=0) as file:
-                end = file.seek(0, os.SEEK_END)
-                # at once, so that what a killed process leaves are whole lines
-                if file.write(data) < len(data):
-                    file.truncate(end)
-                    raise OSError("no space is left for the next lines")
-        except OSError as error:
-            self.is_broken = True
-            print(f"--record {self.path} ends here: {error}", file=sys.stderr, flush=True)
         self.unwritten = []
+        try:
+            end = self.file.tell()
+            # at once, so that a killed process leaves whole lines
+            if self.file.write(data) < len(data):
+                self.file.truncate(end)
+                raise OSError("no space is left for the next lines")
+        except OSError as error:
+            print(f"--record {self.file.name} ends here: {error}", file=sys.stderr, flush=True)
+            self.file.close()
 
 
 def record_to(path: str, engine, tokens: bool = False, **fields):
     """
-    Have an engine write every step to a file that is there, after what is in it. The fields are
-    those of its title: which model, what machine.
+    Have an engine append every step to a file. The fields are those of its title: which model, what
+    machine.
     """
     engine.recorder = Recorder(engine, tokens)
     file = RecordFile(path)
     file.write(title(**fields))
     file.write(engine.recorder.snapshot())
     engine.recorder.listeners.append(file.write)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading a record. A file may come from anybody: nothing grows faster than what was read of it
+
+
+class RecordError(ValueError):
+    """The mistake, and the line of the file that has it."""
+
+
+class Tallies:
+    """
+    The state after a snapshot and the lines that followed it: which blocks each request holds, how
+    many hold each block, and which blocks are committed, in the order in which they became idle.
+    """
+
+    def __init__(self, snapshot: dict):
+        version = snapshot["version"]
+        if version != VERSION:
+            raise RecordError(f"this reads version {VERSION}, there is {version!r:.20}")
+        self.num_blocks = snapshot["num_blocks"]  # an entry of this number is no block
+        if type(self.num_blocks) is not int or self.num_blocks < 1:
+            raise RecordError(f"a pool of {self.num_blocks!r:.20} blocks")
+        self.tables: dict[int, list[int]] = {}  # request -> its block table
+        self.references: Counter[int] = Counter()  # block -> block tables that hold it
+        self.committed = set(snapshot["committed"])
+        self.idle = dict.fromkeys(snapshot["idle"])  # the next to be evicted first
+        for q in snapshot["requests"]:
+            self.tables[q["r"]] = []
+            self._hold(q["r"], 0, q["table"])
+
+    def apply(self, line: dict):
+        """The changes of a step."""
+        for q in line.get("new", ()):
+            self.tables[q["r"]] = []
+        for block in line.get("evicted", ()):
+            self.committed.discard(block)
+            self.idle.pop(block, None)
+        for r, start, blocks in line.get("tables", ()):
+            self._hold(r, start, blocks)
+        self.committed.update(line.get("committed", ()))
+        for r, *_ in line.get("ended", ()):
+            self._hold(r, 0, [])
+            del self.tables[r]
+        for block in line.get("idle", ()):
+            self.idle.pop(block, None)
+            self.idle[block] = None
+
+    def _hold(self, r: int, start: int, blocks: list[int]):
+        """Replace the table's entries from logical block `start` on."""
+        table = self.tables[r]
+        self.references.subtract(block for block in table[start:] if block != self.num_blocks)
+        table[start:] = blocks
+        for block in blocks:
+            self.idle.pop(block, None)
+        self.references.update(block for block in blocks if block != self.num_blocks)
+
+
+def replay(file: BinaryIO) -> Iterator[tuple[Tallies | None, dict]]:
+    """
+    Each line, and the tallies after it: one object that changes, until a snapshot brings another;
+    None before the first. Raises RecordError.
+    """
+    tallies = None
+    for number, line in read_lines(file):
+        try:
+            if line["event"] == "snapshot":
+                tallies = Tallies(line)
+            elif tallies is None and line["event"] != "title":
+                raise RecordError("this is no record: it does not begin with a snapshot")
+            elif line["event"] == "step":
+                tallies.apply(line)
+        except RecordError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise RecordError(f"line {number} contradicts itself or others: {error!r}") from None
+        yield tallies, line
+
+
+def read_lines(file: BinaryIO) -> Iterator[tuple[int, dict]]:
+    """
+    The number and the content of each line, except a last one that was cut off when the server was
+    killed. Raises RecordError for other files.
+    """
+    for number in count(1):
+        data = file.readline(MAX_LINE)
+        try:
+            yield number, dict(json.loads(data))
+        except (ValueError, TypeError, RecursionError):
+            if number > 1 and len(data) < MAX_LINE and not data.endswith(b"\n"):
+                return  # or there is none
+            raise RecordError(f"this is no record: line {number} is {data[:60]!r}") from None
+
+
+def open_record(path: str | Path) -> BinaryIO:
+    """Open a file that begins as a record does. Raises RecordError."""
+    try:
+        file = Path(path).open("rb")  # noqa: SIM115 (the caller closes it)
+        if not any(tallies for tallies, _ in islice(replay(file), 2)):
+            raise RecordError("this is no record: it does not begin with a snapshot")
+        file.seek(0)
+        return file
+    except (OSError, RecordError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RecordError(f"{path}: {why}; name a file of serve.py --record") from None

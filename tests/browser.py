@@ -107,6 +107,34 @@ def answer(route, told, inside):
         route.fulfill(status=404, body=json.dumps({"error": {"message": f"no {path}"}}))
 
 
+def visit(open_page, server):
+    """A page of a server, which is idle again afterwards."""
+    page = open_page(server.url, wait="state.num_blocks")
+    yield page
+    page.evaluate("stopAll(); leaveTour(); goLive()")
+    wait_for(page, "state.requests.size === 0")
+
+
+def write(page, text: str):
+    """Into the prompt's box, in place of what it has, key by key."""
+    page.click("[name=prompt]")
+    page.keyboard.press("Control+A")
+    page.keyboard.press("Delete")
+    page.keyboard.type(text)
+
+
+def send(page, text: str):
+    write(page, text)
+    page.keyboard.press("Control+Enter")
+
+
+def violations(page, part: str | None = None) -> list:
+    """Axe's, of accessibility."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    found = axe.run(page, part).response["violations"]
+    return [(one["id"], [node["html"][:120] for node in one["nodes"]]) for one in found]
+
+
 def save_random_model(folder, template: str = "", context_length: int = 256):
     """A model whose tokens are bytes and whose answers do not end before their length."""
     tokenizer = bpe_tokenizer([])
@@ -134,3 +162,8 @@ def checkpoint(tmp_path_factory):
 def server(checkpoint):
     with Process(checkpoint, "--kv-blocks", str(NUM_BLOCKS)) as server:
         yield server
+
+
+@pytest.fixture
+def live(open_page, server):
+    yield from visit(open_page, server)

@@ -41,8 +41,7 @@ import pytest
 
 from engine import engine as engine_module
 from engine import process as loop
-from engine.events import Recorder
-from engine.replay import Tallies
+from engine.events import Recorder, Tallies
 from engine.settings import Settings
 from examples.beam_search import beam_search
 from paged import Plan, Request

@@ -11,8 +11,7 @@ import bench
 import paged
 from assets import draw
 from engine.engine import Engine
-from engine.events import VERSION
-from engine.replay import RecordError
+from engine.events import VERSION, RecordError
 from model import GPT, GPTConfig
 from paged import TO_COME, Request, Scheduler
 from params import SamplingParams

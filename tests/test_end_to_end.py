@@ -29,7 +29,7 @@ import torch
 from fake_server import wait_until
 
 from checkpoint import load_checkpoint, load_config, save_checkpoint
-from engine.replay import open_record, replay
+from engine.events import open_record, replay
 from model import GPT
 from server.workers import can_share_port
 from tokenizer import load_tokenizer

@@ -41,7 +41,7 @@ ORDER = [
     "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.cpu",
     "ops.flex", "ops.linear", "ops.fused", "ops.choice", "ops.compiled",
     "engine.settings", "engine.runner", "engine.sizing", "engine.links", "engine.events",
-    "engine.engine", "engine.process", "engine.replay",
+    "engine.engine", "engine.process",
     "server.welcome", "server.workers", "server.text", "server.protocol",
     "server.connection", "server.metrics", "server.gate", "server.client",
     "server.answers", "server.live", "server.app", "server.terminal", "flags", "serve",
@@ -56,7 +56,7 @@ WITHOUT_TORCH = [
     "params",
     "engine.settings",
     "flags",
-    "engine.replay",
+    "engine.events",
     "server.app",
     "server.text",
 ]

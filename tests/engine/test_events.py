@@ -1,671 +1,753 @@
 """
-The engine tells what it does: to nobody, to listeners of GET /events, to a file. That what it tells
-is right and complete is for test_replay.py and the simulator to say.
+Records: which lines an engine writes, to whom they are sent, and how they are read again. Each
+scene below is a table: a command, and after the arrow all that it brings.
 """
 
+import io
 import json
+import re
 import resource
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections import Counter
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from wires import House
 
 import serve
-from engine import events
-from engine import process as loop
-from engine.events import Recorder, Subscribers, record_to
-from paged import TO_COME
-from server import live as listeners
+from engine import events, process
+from engine.events import Recorder, RecordError, Subscribers, open_record, record_to, replay
+from server import live, welcome
 from tests.simulated_runner import finish, greedy, simulated_engine
+from tests.simulator import RecordedWorld
+from tests.swarm import a_life
 
-SALT = "key 1:"
-
-
-@pytest.fixture
-def told():
-    """told(engine, ..) is the list that the lines of a new Recorder go to, parsed."""
-
-    def listen(engine, tokens=False) -> list[dict]:
-        lines = []
-        engine.recorder = Recorder(engine, tokens)
-        engine.recorder.listeners.append(lambda text: lines.append(json.loads(text)))
-        return lines
-
-    return listen
+ROOT = Path(__file__).parents[2]
+RECORDS = sorted((ROOT / "assets").glob("*.jsonl"))
 
 
-def changes(line: dict) -> dict:
-    """A line without its time."""
-    return {name: value for name, value in line.items() if name != "time"}
+def play(scene: str, act, news):
+    """Each row: act(*command) leads to the news after its arrow."""
+    for row in scene.strip().splitlines():
+        command, _, expected = row.partition("=>")
+        act(*command.split())
+        assert news() == expected.strip(), row
 
 
 # --------------------------------------------------------------------------------------------------
 # Lines
 
-
-def test_a_request_from_its_arrival_to_its_end(told):
-    """Literally, as REFERENCE.md tells it: a pool of 8 blocks of 4, a prompt of 6, 3 tokens."""
-    engine = simulated_engine(num_blocks=8, block_size=4, overlap=False)
-    lines = told(engine)
-    engine.add_request("a", [1, 2, 3, 4, 5, 6], greedy(3), name="call", cache_salt=SALT)
-    finish(engine)
-    first, second, third, idle = map(changes, lines)
-    new = {"r": 1, "name": "call", "key": "key 1", "choice": 0, "prompt": 6, "max_tokens": 3}
-    assert first == {
-        "event": "step",
-        "new": [new | {"status": "waiting", "filled": 0}],
-        "step": 0,
-        "admitted": [[1, 0, 6]],
-        "chunks": [[1, 0, 6]],
-        "resolved": 0,
-        "sampled": 1,
-        "committed": [0],
-        "tables": [[1, 0, [0, 1]]],
-    }
-    assert second == {"event": "step", "step": 1, "decodes": [1], "resolved": 1, "sampled": 1}
-    assert third == {
-        "event": "step",
-        "step": 2,
-        "resolved": 2,
-        "sampled": 1,
-        "committed": [1],
-        "ended": [[1, "length", 3]],
-        "idle": [1, 0],  # its tail is evicted first
-    }
-    assert idle == {"event": "idle"}
+LINES = """
+{"event":"step","new":[{"r":2,"name":"","key":"","choice":0,"prompt":25,"max_tokens":1,"status":"waiting","filled":0},{"r":1,"name":"call","key":"key 1","choice":0,"prompt":6,"max_tokens":3,"status":"waiting","filled":0}],"step":0,"admitted":[[1,0,6]],"chunks":[[1,0,6]],"lack":[2,7,6],"tables":[[1,0,[0,1]]]}
+{"event":"step","step":1,"decodes":[1],"lack":[2,7,6],"resolved":0,"sampled":1,"committed":[0],"tokens":[[1,7]],"new":[{"r":3,"name":"call","key":"key 1","choice":1,"prompt":6,"max_tokens":3,"status":"active","filled":5}],"tables":[[3,0,[0,1]]]}
+{"event":"snapshot","num_blocks":8,"block_size":4,"token_budget":16,"max_num_seqs":3,"max_model_len":32,"window":0,"version":2,"step":2,"overlap":true,"requests":[{"r":2,"name":"","key":"","choice":0,"prompt":25,"max_tokens":1,"status":"waiting","filled":0,"target":25,"committed":0,"hits":0,"preemptions":0,"generated":0,"table":[],"tokens":[7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7]},{"r":1,"name":"call","key":"key 1","choice":0,"prompt":6,"max_tokens":3,"status":"active","filled":7,"target":6,"committed":1,"hits":0,"preemptions":0,"generated":2,"table":[0,1],"tokens":[1,2,3,4,5,6,7]},{"r":3,"name":"call","key":"key 1","choice":1,"prompt":6,"max_tokens":3,"status":"active","filled":5,"target":6,"committed":1,"hits":0,"preemptions":0,"generated":0,"table":[0,1],"tokens":[1,2,3,4,5,6]}],"decodes":[1],"committed":[0],"idle":[],"totals":{"steps":2,"prefill tokens":6,"decode tokens":1,"preemptions":0,"queried tokens":6,"hit tokens":0}}
+{"event":"step","step":2,"decodes":[1,3],"copies":[[1,2,1]],"lack":[2,7,5],"resolved":1,"sampled":1,"tokens":[[1,10]],"tables":[[1,1,[2]]]}
+{"event":"step","step":3,"decodes":[3],"lack":[2,7,5],"resolved":2,"sampled":2,"committed":[2],"tokens":[[1,10],[3,7]],"ended":[[1,"length",3]],"idle":[2]}
+{"event":"step","step":4,"lack":[2,7,6],"resolved":3,"sampled":1,"tokens":[[3,10]]}
+{"event":"step","resolved":4,"sampled":1,"tokens":[[3,10]],"ended":[[3,"length",3]],"idle":[0]}
+{"event":"step","step":5,"decodes":[],"admitted":[[2,0,25]],"chunks":[[2,0,16]],"evicted":[2],"tables":[[2,0,[1,3,4,5,6,7,2]]]}
+{"event":"step","step":6,"chunks":[[2,16,9]],"resolved":5,"sampled":0,"committed":[1,3,4,5]}
+{"event":"step","resolved":6,"sampled":1,"committed":[6,7],"tokens":[[2,0]],"ended":[[2,"length",1]],"idle":[7,6,5,4,3,1]}
+{"event":"idle"}
+"""  # noqa: E501
 
 
-def test_token_ids_are_texts_and_told_only_where_asked_for(told):
-    """In the lines of steps, and in snapshots: those of /events and the first of --record."""
-    engine = simulated_engine(num_blocks=8, block_size=4)
-    lines = told(engine, tokens=True)
-    request = engine.add_request("a", [1, 2, 3], greedy(4))
+@pytest.mark.parametrize("tokens", [True, False])
+def test_the_lines_of_a_run_are_those_of_the_reference(tokens):
+    """
+    A call of two choices, and one that waits for 7 blocks of 8: its tail is evicted first. Token
+    ids are texts: without `tokens` no line has them. A snapshot is asked for in mid-run.
+    """
+    engine = simulated_engine(num_blocks=8, max_num_seqs=3, watermark=0, overlap=True)
+    lines = []
+    engine.recorder = Recorder(engine, tokens)
+    engine.recorder.listeners.append(lines.append)
+    engine.add_request("a", [1, 2, 3, 4, 5, 6], greedy(3), name="call", cache_salt="key 1:x", n=2)
+    engine.add_request("b", [7] * 25, greedy(1))
     engine.step()
-    assert json.loads(engine.recorder.snapshot())["requests"][0]["tokens"][:3] == [1, 2, 3]
-    finish(engine)
-    assert [t for line in lines for t in line.get("tokens", [])] == [
-        [1, token] for token in request.generated_tokens
-    ]
-    lines = told(engine)
-    engine.add_request("b", [1, 2, 3], greedy(4))
     engine.step()
-    snapshot = json.loads(engine.recorder.snapshot())
+    lines.append(engine.recorder.snapshot())
     finish(engine)
-    assert len(snapshot["requests"]) == 1
-    for line in [*lines, snapshot]:
-        assert "tokens" not in line and "tokens" not in str(line.get("requests", [])).replace(
-            "max_tokens", ""
-        )
+    expected = LINES if tokens else re.sub(r',"tokens":(\[\[.*?\]\]|\[.*?\])', "", LINES)
+    changing = r',"(time|engine)":[\d.]+'
+    assert re.sub(changing, "", "\n".join(lines)) == expected.strip()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_snapshot_is_all_there_is(told, overlap):
-    """Taken in the middle of an answer, with tokens under way."""
-    engine = simulated_engine(num_blocks=8, block_size=4, overlap=overlap, max_num_seqs=1)
-    told(engine, tokens=True)
-    request = engine.add_request("a", [1, 2, 3, 4, 5], greedy(9))
-    engine.add_request("b", [7], greedy(1))
-    for _ in range(4):
-        engine.step()
-    line = json.loads(engine.recorder.snapshot())
-    first, second = sorted(line["requests"], key=lambda q: q["r"])
-    assert line["version"] == 2 and line["step"] == 4 and line["decodes"] == [1]
-    assert (first["generated"], first["filled"], first["target"]) == (4, 5 + 3, 5)
-    assert first["tokens"] == [t for t in request.tokens_so_far if t is not TO_COME]
-    assert len(first["tokens"]) == 5 + 4 - overlap
-    assert first["table"] == request.block_table
-    assert (second["status"], second["table"]) == ("waiting", [])
-    assert line["committed"] == request.block_table[: request.num_committed]
+EVERYTHING = """copies
+preempted
+evicted
+lack
+committed
+idle
+overlap
+window
+ended: stop
+ended: length
+ended: abort
+ended: error
+new: waiting
+new: active"""
 
 
-def test_why_the_first_in_the_queue_waits(told):
-    """It needs 3 blocks (and leaves none of the pool's 8 in reserve), 2 are spare."""
-    engine = simulated_engine(num_blocks=8, block_size=4, watermark=0, overlap=False)
-    lines = told(engine)
-    engine.add_request("a", [1, 2, 3] * 7, greedy(3))
-    engine.add_request("b", [5] * 10, greedy(1))
-    engine.step()
-    assert lines[-1]["lack"] == [2, 3, 2]
-    finish(engine)
-    assert "lack" not in lines[-2]
+@pytest.mark.parametrize("seeds", [range(1, 13), pytest.param(range(400), marks=pytest.mark.slow)])
+def test_tallies_drawn_from_the_lines_are_the_allocators_own(seeds, monkeypatch):
+    """
+    After each step; see RecordedWorld. All that a line can tell happens in these lives: overlap,
+    windows, forks, preemptions, failed steps. 22: many preemptions; 128: a window leaves blocks
+    while a plan is made.
+    """
+    seen = Counter()
+    for seed in (*seeds, 22, 128):
+        life = RecordedWorld(*a_life(seed))
+        life.run()
+        for line in map(json.loads, life.lines):
+            seen.update(name for name, value in line.items() if value)
+            seen.update(f"ended: {reason}" for _, reason, _ in line.get("ended", ()))
+            seen.update(f"new: {q['status']}" for q in line.get("new", ()))
+    assert not [name for name in EVERYTHING.splitlines() if seen[name] < 3], seen
 
 
-def test_a_failed_step_is_followed_by_a_snapshot(told):
-    """What its plan has moved no table shows: evicted blocks, hits that were given back."""
-    engine = simulated_engine(num_blocks=8, block_size=4, overlap=False)
-    lines = told(engine)
-    engine.add_request("a", [1, 2, 3], greedy(4))
-    launch = engine.runner.launch
+class Joined(RecordedWorld):
+    """Somebody asks for a snapshot while steps are under way, and reads on from there."""
 
-    def break_down(plan):
-        engine.runner.launch = launch
-        raise RuntimeError("out of luck")
+    def check_tallies(self):
+        super().check_tallies()
+        if self.steps % 7 == 0:
+            self.hear(self.recorder.snapshot())
+            super().check_tallies()
 
-    engine.runner.launch = break_down
-    engine.step()
-    step, snapshot, idle = lines
-    assert snapshot["event"] == "snapshot" and snapshot["requests"] == []
-    assert "step" not in step and idle["event"] == "idle"
+
+class Renewed(RecordedWorld):
+    """A recording begins while steps are under way that were planned before it."""
+
+    def check_tallies(self):
+        super().check_tallies()
+        if self.steps % 5 == 0:
+            self.begin_record()
+
+
+class Long(RecordedWorld):
+    """A snapshot follows every so many lines, so that a reader can begin there."""
+
+    def run(self):
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(events, "LINES_A_SNAPSHOT", 7)
+            super().run()
+        assert not re.search(r"(\n(?!.*snapshot).*){10}", self.record().decode())
+
+
+@pytest.mark.parametrize("world", [Joined, Renewed, Long])
+def test_a_reader_may_begin_at_any_time(world):
+    for seed in range(1, 13):
+        life = world(*a_life(seed))
+        life.run()
+        assert sum('"snapshot"' in line for line in life.lines) > 3, f"life {seed}"
 
 
 # --------------------------------------------------------------------------------------------------
 # To HTTP processes
 
 
-class FakeLinks:
-    def __init__(self, count: int):
-        self.links = {number: FakeLink() for number in range(count)}
+class Link:
+    """What the engine sends to an HTTP process."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.unsent = b""
+
+    def queue_row(self, row: list):
+        pass
+
+
+class Stage:
+    """The loop of an engine, its links 0 and 1, and a clock: one command is one turn of it."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(events, "time", self)
+        self.now = 1000.0
+        self.engine = simulated_engine(num_blocks=8, overlap=False)
+        self.subscribers = Subscribers(self.engine)
+        self.all = [Link(0), Link(1)]
+        self.links = dict(enumerate(self.all))
+        self.messages = []
+        self.sent = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def receive(self, timeout):
+        return self.messages
+
+    def flush(self, stats):
+        pass
 
     def send(self, link, message: dict):
-        lines = message["lines"]
-        link.told.append([json.loads(line) for line in lines.split("\n")] if lines else [])
+        names = [json.loads(line)["event"] for line in message["lines"].split("\n") if line]
+        self.sent.append(f"{link.number}: {' '.join(names) or 'end'}")
+
+    def act(self, command: str, argument="0"):
+        link = self.all[int(float(argument)) % 2]
+        self.messages = []
+        if command == "wait":
+            self.now += float(argument)
+        elif command == "request":
+            self.engine.add_request("0:a", [1, 2, 3], greedy(20))
+        elif command == "record":
+            self.engine.recorder = Recorder(self.engine)
+            self.engine.recorder.listeners.append(str)
+        elif command == "clog":
+            link.unsent = b"the end of a message"
+        elif command == "read":
+            link.unsent = b""
+        elif command == "join":
+            self.messages = [(link, {"op": "listen", "on": True, "tokens": False})]
+        elif command == "leave":
+            self.messages = [(link, {"op": "listen", "on": False})]
+        elif command == "gone":
+            self.messages = [(link, {"op": "gone"})]
+            del self.links[link.number]
+        process.serve_step(self.engine, self, self.subscribers, None)
+
+    def news(self) -> str:
+        """Messages, and whether the engine records, and in how many seconds one is due."""
+        words = sorted(self.sent)
+        self.sent.clear()
+        if not self.engine.recorder:
+            words.append("off")
+        due = self.subscribers.due_in(self)
+        return "; ".join(words if due is None else [*words, f"due in {due:.2f}"])
 
 
-class FakeLink:
-    def __init__(self):
-        self.unsent = b""
-        self.told = []
-
-    def take(self) -> list[list[str]]:
-        """The events of the messages since the last time."""
-        told = [[line["event"] for line in lines] for lines in self.told]
-        self.told.clear()
-        return told
-
-
-class Told:
-    """An engine, its Subscribers, and links, at a clock that the test counts."""
-
-    def __init__(self, num_links: int = 1):
-        self.engine = simulated_engine(num_blocks=8, block_size=4, overlap=False)
-        self.audience = Subscribers(self.engine)
-        self.links = FakeLinks(num_links)
-
-    def step(self):
-        self.engine.step()
-        self.audience.publish(self.links)
-
-    def tell_after(self, clock, seconds: float):
-        clock.now += seconds
-        self.audience.publish(self.links)
-
-    def begin(self, clock, prompt=(1, 2, 3), max_tokens=20):
-        """The first link listens; all were sent their snapshots, and a request is there."""
-        self.audience.join(self.links.links[0], False)
-        self.tell_after(clock, 1)
-        for link in self.links.links.values():
-            assert link.take() == [["snapshot"]]
-        self.engine.add_request("1:a", [*prompt], greedy(max_tokens))
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds, which the test counts."""
-
-    class Clock:
-        now = 1000.0
-
-        def monotonic(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(events, "time", clock)
-    return clock
-
-
-def test_nothing_is_computed_before_somebody_listens(clock):
-    told = Told()
-    told.engine.add_request("a", [1, 2, 3], greedy(9))
-    told.step()
-    told.audience.leave(told.links.links[0])  # of a link that never listened, too
-    told.tell_after(clock, 1)
-    assert told.engine.recorder is None and told.audience.due_in(told.links) is None
-    assert not told.links.links[0].told
+SCENES = {
+    # nothing is computed before; then a snapshot at once, to all links; lines at most every 0.1 s
+    "ten messages a second, to all": """
+        request     => off
+        leave 0     => off
+        join 0      => 0: snapshot; 1: snapshot
+        turn        => due in 0.10
+        wait 0.06   => due in 0.04
+        wait 0.06   => 0: step step step; 1: step step step
+        wait 0.2    => 0: step; 1: step
+    """,
+    # its lines are not kept for it; it got a whole snapshot ten times a second for ever
+    "a link that is behind gets one snapshot": """
+        join 0      => 0: snapshot; 1: snapshot
+        request     => due in 0.10
+        clog 0      => due in 0.10
+        wait 0.2    => 1: step step step; due in 0.10
+        read 0      => due in 0.10
+        wait 0.2    => 0: snapshot; 1: step step
+        wait 0.2    => 0: step; 1: step
+        wait 0.2    => 0: step; 1: step
+    """,
+    # a page that is loaded again finds what happened meanwhile
+    "ten minutes after the last listener recording ends": """
+        join 0      => 0: snapshot; 1: snapshot
+        join 1      =>
+        leave 0     =>
+        wait 1000   =>
+        leave 1     =>
+        wait 599    =>
+        request     => 0: step; 1: step
+        join 0      => due in 0.10
+        leave 0     => due in 0.10
+        wait 599    => 0: step step step; 1: step step step
+        wait 2      => 0: end; 0: step; 1: end; 1: step; off
+        wait 1      => off
+        join 1      => 0: snapshot; 1: snapshot
+    """,
+    # the engine wrote to its closed socket, and died
+    "a link that dies while it listens is forgotten": """
+        request     => off
+        join 0      => 0: snapshot; 1: snapshot
+        gone 0      => due in 0.10
+        wait 1      => 1: step idle
+        wait 601    => 1: end; off
+    """,
+    "a file is written without listeners": """
+        record      =>
+        join 0      => 0: snapshot; 1: snapshot
+        leave 0     =>
+        wait 601    => 0: end; 1: end
+    """,
+}
 
 
-def test_ten_minutes_after_the_last_listener_nothing_is_computed_any_more(clock):
-    """Whoever comes back before that finds what happened meanwhile; then all are told the end."""
-    told = Told(2)
-    told.begin(clock)
-    first, second = told.links.links.values()
-    told.audience.join(second, False)
-    told.audience.leave(first)
-    told.tell_after(clock, 1000)  # one listens on
-    told.audience.leave(second)
-    told.tell_after(clock, 599)
-    told.step()
-    assert told.engine.recorder is not None and first.take() == second.take() == [["step"]]
-    told.audience.join(first, False)
-    told.audience.leave(first)
-    told.tell_after(clock, 599)
-    assert told.engine.recorder is not None
-    told.tell_after(clock, 2)
-    assert told.engine.recorder is None and first.take() == second.take() == [[]]
-    told.step()
-    told.tell_after(clock, 1)
-    assert not first.told and told.audience.due_in(told.links) is None
-    told.audience.join(second, False)  # and from a snapshot on again
-    told.tell_after(clock, 1)
-    assert first.take() == second.take() == [["snapshot"]]
+@pytest.mark.parametrize("title", SCENES)
+def test_http_processes_get_lines_while_one_has_listeners(title, monkeypatch):
+    stage = Stage(monkeypatch)
+    play(SCENES[title], stage.act, stage.news)
 
 
-def test_the_time_goes_on_where_nobody_listened(clock):
-    """A page that slept for an hour took what it was told then for lines that it had."""
-    told = Told()
-    first, second = (json.loads(snapshot_at(told, clock, seconds)) for seconds in (5, 3600))
-    assert (
-        second["time"] - first["time"] == pytest.approx(3600)
-        and first["engine"] == second["engine"]
-    )
-    other = json.loads(snapshot_at(Told(), clock, 1))
-    assert other["engine"] != first["engine"]  # in the same process, as in a new container
-
-
-def snapshot_at(told, clock, seconds: float) -> str:
-    clock.now += seconds
-    return Recorder(told.engine).snapshot()
-
-
-def test_a_file_goes_on_without_listeners(clock, tmp_path):
-    path = tmp_path / "run.jsonl"
-    path.touch()
-    told = Told()
-    record_to(str(path), told.engine)
-    recorder = told.engine.recorder
-    told.begin(clock)
-    told.audience.leave(told.links.links[0])
-    told.tell_after(clock, 601)
-    assert told.engine.recorder is recorder and len(recorder.listeners) == 1
-
-
-def test_links_are_told_ten_times_a_second_and_in_order(clock):
-    """The first is a snapshot, at once; then all lines since the last time, as one message."""
-    told = Told()
-    link = told.links.links[0]
-    told.audience.join(link, False)
-    assert told.audience.due_in(told.links) == 0
-    told.audience.publish(told.links)
-    assert link.take() == [["snapshot"]]
-    assert told.audience.due_in(told.links) is None
-    told.engine.add_request("a", [1, 2, 3], greedy(5))
-    for _ in range(3):
-        told.step()
-    assert not link.told and told.audience.due_in(told.links) == pytest.approx(0.1)
-    told.tell_after(clock, 0.11)
-    assert [line["step"] for line in link.told.pop()] == [0, 1, 2]
-    finish(told.engine)
-    told.tell_after(clock, 0.05)
-    assert not link.told and told.audience.due_in(told.links) == pytest.approx(0.05)
-    told.tell_after(clock, 0.06)
-    assert link.take() == [["step", "step", "idle"]]
-
-
-def test_all_http_processes_are_told_when_one_has_listeners(clock):
-    """A page that is loaded again may reach another process; one that comes later is told, too."""
-    told = Told(2)
-    told.begin(clock)
-    told.step()
-    told.links.links[2] = FakeLink()
-    told.tell_after(clock, 0.2)
-    assert [link.take() for link in told.links.links.values()] == [
-        [["step"]],
-        [["step"]],
-        [["snapshot"]],
-    ]
-    told.step()
-    told.tell_after(clock, 0.2)
-    assert [link.take() for link in told.links.links.values()] == [[["step"]]] * 3
-
-
-def test_a_link_that_is_behind_gets_one_snapshot_and_then_lines_again(clock):
-    """
-    Its lines are not kept for it: memory is not for a reader that sleeps. It got a whole snapshot
-    ten times a second for ever.
-    """
-    told = Told(2)
-    told.begin(clock)
-    slow, quick = told.links.links.values()
-    slow.unsent = b"the end of a message"
-    told.step()
-    told.tell_after(clock, 0.2)
-    assert not slow.told and quick.take() == [["step"]] and not told.audience.lines
-    slow.unsent = b""
-    told.step()
-    told.tell_after(clock, 0.2)
-    assert slow.take() == [["snapshot"]] and quick.take() == [["step"]]
-    for _ in range(3):
-        told.step()
-        told.tell_after(clock, 0.2)
-        assert slow.take() == quick.take() == [["step"]]
-    told.tell_after(clock, 0.2)
-    assert not slow.told and told.audience.due_in(told.links) is None
-
-
-def test_a_link_that_dies_while_it_listens_is_forgotten(clock):
-    """By the loop: the engine wrote to its closed socket, and died. Nobody is left: it ends."""
-    told = Told(2)
-    told.begin(clock)
-    first, second = told.links.links.values()
-    told.links.receive = lambda timeout: [(first, {"op": "gone"})]
-    told.links.flush = lambda stats: None
-    first.number = 0
-    second.queue_row = lambda row: None
-    del told.links.links[0]
-    loop.serve_step(told.engine, told.links, told.audience, None)
-    told.links.receive = lambda timeout: []
-    clock.now += 1
-    loop.serve_step(told.engine, told.links, told.audience, None)
-    assert not told.audience.listening and first not in told.audience.up_to_date
-    assert not first.told and second.take() == [["step", "step"]]
-    told.tell_after(clock, 601)
-    assert told.engine.recorder is None and not first.told
+def test_the_time_goes_on_while_nobody_listens(monkeypatch):
+    """A page that slept for an hour took the new lines for those that it had."""
+    stages = [Stage(monkeypatch), Stage(monkeypatch)]
+    lines = []
+    for stage, seconds in ((stages[0], 5), (stages[0], 3600), (stages[1], 1)):
+        stages[1].now += seconds
+        lines.append(json.loads(Recorder(stage.engine).snapshot()))
+    first, second, other = lines
+    assert second["time"] - first["time"] == pytest.approx(3600)
+    assert second["engine"] == first["engine"] != other["engine"], "as in another container"
 
 
 # --------------------------------------------------------------------------------------------------
 # GET /events
 
-KEYS = ("one", "two")
-NEW = {"status": "waiting", "filled": 0, "choice": 0, "prompt": 3, "max_tokens": 4}
 
-
-def snapshot(*requests: dict, **more) -> dict:
-    return {"event": "snapshot", "requests": list(requests), **more}
-
-
-def step(number: int, **more) -> dict:
-    return {"event": "step", "step": number, **more}
-
-
-def say(house, *lines: dict):
+def say(house, *lines):
+    """Lines of the engine; a number is that of a step, a text the name of an event."""
+    lines = [{"event": "step", "step": x} if isinstance(x, int) else x for x in lines]
+    lines = [{"event": x, "requests": []} if isinstance(x, str) else x for x in lines]
     text = "\n".join(json.dumps(line, separators=(",", ":")) for line in lines)
     house.engine.say({"op": "events", "lines": text})
 
 
-def told_to(caller) -> list:
+def lines_of(caller) -> list:
     """The lines that a client has got, each as its event, or as the number of its step."""
     return [line.get("step", line["event"]) for lines in caller.events for line in lines]
 
 
-ON = {"op": "listen", "on": True, "tokens": False}
-OFF = ON | {"on": False}
+EVENTS = {
+    "from a snapshot on, the history first": """
+        call a                  => listens
+        say snapshot            => a: snapshot
+        say 5                   => a: 5
+        say 6 idle              => a: 6 idle
+        call b                  => b: snapshot 5 6 idle
+        say 7                   => a: 7; b: 7
+        hang a                  =>
+        hang b                  => left
+        say 8                   =>
+        call c                  => c: snapshot 5 6 idle 7 8; listens
+    """,
+    "history ends where the engine publishes no more": """
+        call a                  => listens
+        say snapshot 1          => a: snapshot 1
+        hang a                  => left
+        say                     =>
+        call b                  => listens
+        say snapshot 9          => b: snapshot 9
+    """,
+    # the page showed a frozen picture for seconds; the next engine knows nothing of listeners
+    "a dead engine is an event": """
+        call a                  => listens
+        say snapshot 1          => a: snapshot 1
+        die                     => a: engine
+        ready                   => listens
+        say snapshot 0          => a: snapshot 0
+        call b                  => b: snapshot 1 engine snapshot 0
+        hang a                  =>
+        hang b                  => left
+        die                     =>
+        wait 9                  =>
+    """,
+    "another engine is asked for lines while there is a history": """
+        call a                  => listens
+        say snapshot 1          => a: snapshot 1
+        hang a                  => left
+        die                     =>
+        ready                   => listens; left
+    """,
+    "another engine is not asked where nobody ever listened": """
+        die                     =>
+        ready                   =>
+        call a                  => listens
+    """,
+    # it was cut two seconds later, and the log said that the application had a bug
+    "the stream ends with the last engine": """
+        call a                  => listens
+        say snapshot            => a: snapshot
+        die                     => a: engine
+        ready                   => listens
+        die                     => a: engine over
+    """,
+    "the stream ends with the server; a silent one is pinged": """
+        call a                  => listens
+        say snapshot            => a: snapshot
+        wait 25                 => a: ping ping
+        stop                    => a: over; left
+    """,
+    "the first sixteen are served": """
+        calls 16                => listens
+        refused                 =>
+        hang 3                  =>
+        call a                  =>
+    """,
+}
 
 
-def test_a_listener_is_told_from_a_snapshot_on():
+class Audience:
+    """Clients of GET /events, by name."""
+
+    def __init__(self, house: House):
+        self.house = house
+        self.callers = {}
+        self.known = Counter()  # words of each that are no news
+
+    def act(self, command: str, *words: str):
+        house = self.house
+        if command == "call":
+            self.callers[words[0]] = house.call("GET", "/events")
+        elif command == "calls":
+            self.callers |= {str(i): house.call("GET", "/events") for i in range(int(words[0]))}
+        elif command == "refused":
+            answer = house.get("/events")
+            assert (answer.status, answer.json["error"]["code"]) == (429, "too_many_listeners")
+        elif command == "hang":
+            self.callers[words[0]].hang_up()
+        elif command == "say":
+            say(house, *(int(word) if word.isdecimal() else word for word in words))
+        elif command == "wait":
+            house.clock.run(float(words[0]))
+        elif command == "stop":
+            house.clock.call_soon(house.service.stop)
+            house.clock.run(0.1)
+        else:
+            getattr(house.engine, command)()
+
+    def news(self) -> str:
+        news = []
+        for name, caller in self.callers.items():
+            assert "200 OK" in caller.said and "text/event-stream" in caller.said
+            words = [*lines_of(caller), *["ping"] * caller.said.count(": ping")]
+            words += ["over"] if caller.said.endswith("0\r\n\r\n") else []
+            fresh = words[self.known[name] :]
+            self.known[name] = len(words)
+            if fresh:
+                news.append(f"{name}: {' '.join(map(str, fresh))}")
+        heard = self.house.engine.of("listen")
+        fresh = heard[self.known[self.house.engine] :]
+        self.known[self.house.engine] = len(heard)
+        return "; ".join(news + ["listens" if message["on"] else "left" for message in fresh])
+
+
+@pytest.mark.parametrize("title", EVENTS)
+def test_listeners_are_sent_lines(title):
     with House() as house:
-        assert not house.engine.of("listen")
-        caller = house.call("GET", "/events")
-        assert house.engine.of("listen") == [ON]
-        assert "200 OK" in caller.said and "text/event-stream" in caller.said
-        say(house, snapshot())
-        say(house, step(5))
-        say(house, step(6), {"event": "idle"})
-        events = [[line["event"] for line in lines] for lines in caller.events]
-        assert events == [["snapshot"], ["step"], ["step", "idle"]]
-        second = house.call("GET", "/events")
-        assert told_to(second) == ["snapshot", 5, 6, "idle"], "the history"
-        say(house, step(7))
-        assert told_to(caller) == told_to(second) == ["snapshot", 5, 6, "idle", 7]
-        caller.hang_up()
-        assert house.engine.of("listen") == [ON]
-        second.hang_up()
-        assert house.engine.of("listen") == [ON, OFF]
+        audience = Audience(house)
+        play(EVENTS[title], audience.act, audience.news)
 
 
-def test_who_comes_back_has_the_history():
-    """A page that is loaded again; what happened without it, too."""
-    with House() as house:
-        caller = house.call("GET", "/events")
-        say(house, snapshot(), step(1))
-        caller.hang_up()
-        say(house, step(2))
-        assert told_to(house.call("GET", "/events")) == ["snapshot", 1, 2]
-        assert house.engine.of("listen") == [ON, OFF, ON]
-
-
-def test_history_ends_where_the_engine_tells_no_more():
-    """Ten minutes after the last listener: what it tells later does not follow."""
-    with House() as house:
-        caller = house.call("GET", "/events")
-        say(house, snapshot(), step(1))
-        caller.hang_up()
-        say(house)  # no lines
-        caller = house.call("GET", "/events")
-        assert told_to(caller) == []
-        say(house, snapshot(), step(9))
-        assert told_to(caller) == ["snapshot", 9]
-
-
-def test_the_last_lines_are_kept_from_a_snapshot_on():
+def test_the_last_lines_are_kept_from_a_snapshot_on_and_come_in_parts():
+    """Other calls are answered in between."""
     with House() as house:
         house.call("GET", "/events")
         for number in range(4000):
             if number % 1000 == 0:
-                say(house, snapshot())
-            say(house, step(number))
-        kept = told_to(house.call("GET", "/events"))
-        assert kept[0] == "snapshot" and 2000 <= len(kept) <= 3001
-        assert kept[-1] == 3999 and kept[1] == 2000
-        assert [n for n in kept if n != "snapshot"] == [*range(kept[1], 4000)]
-
-
-def test_a_long_history_comes_in_parts():
-    """Other calls are answered in between."""
-    with House() as house:
-        house.call("GET", "/events")
-        say(house, snapshot(), *map(step, range(999)))
-        lengths = [len(lines) for lines in house.call("GET", "/events").events]
-        assert lengths == [listeners.LINES_AN_EVENT] * 5
-
-
-def test_a_silent_stream_says_that_it_lives():
-    with House() as house:
+                say(house, "snapshot")
+            say(house, number)
         caller = house.call("GET", "/events")
-        house.clock.run(25)
-        assert caller.said.count(": ping") == 2
+        parts = [len(lines) for lines in caller.events]
+        assert lines_of(caller) == ["snapshot", *range(2000, 3000), "snapshot", *range(3000, 4000)]
+        assert parts == [live.LINES_AN_EVENT] * 10 + [2]
+
+
+KEPT = [
+    '{"r": 1, "name": "a", "key": "key 1", "tokens": [5]}',
+    '{"r": 2, "name": "b", "key": "key 0", "tokens": [6]}',
+    '{"r": 3, "name": "c", "key": "key 1"}',
+    '{"r": 4, "name": "d", "key": "key 0"}',
+]
 
 
 def test_keys_do_not_read_each_other():
-    """What requests of another key are called, and say, stays theirs: their numbers are told."""
-    with House("--log-requests", keys=KEYS) as house:
-        caller = house.call("GET", "/events", Authorization="Bearer two")
-        assert house.engine.of("listen") == [ON | {"tokens": True}]
-        mine = {"r": 1, "name": "a", "key": "key 1", "tokens": [5]}
-        other = {"r": 2, "name": "b", "key": "key 0", "tokens": [6]}
-        say(house, snapshot(mine, other))
-        new = [NEW | {"r": r, "name": f"n{r}", "key": f"key {r % 2}"} for r in (3, 4)]
-        tokens = [[1, 7], [2, 8], [3, 9], [4, 10]]
-        say(house, step(0, new=new, tokens=tokens, ended=[[1, "stop", 1]]))
-        say(house, step(1, tokens=[[1, 7], [3, 9]]))
-        for told in (caller, house.call("GET", "/events", Authorization="Bearer two")):
-            first, second, third = (line for lines in told.events for line in lines)
-            assert first["requests"] == [{"r": 1, "name": "a", "tokens": [5]}, {"r": 2}]
-            assert second["new"] == [NEW | {"r": 3, "name": "n3"}, NEW | {"r": 4}]
-            assert second["tokens"] == [[1, 7], [3, 9]] and third["tokens"] == [[3, 9]]
-
-
-def test_keys_do_not_read_each_other_after_a_restart():
     """
-    Another engine's numbers begin at 1 again: a listener was told the tokens of another key's
-    request that has the number of one of its own.
+    Names and tokens of another key's requests are hidden, also after a restart, whose numbers begin
+    at 1 again, and in the history. Without a key nothing is sent.
     """
-    with House("--log-requests", keys=KEYS) as house:
+    mine, other, my_new, other_new = map(json.loads, KEPT)
+    tokens = [[1, 7], [2, 8], [3, 9], [4, 10]]
+    step = {"event": "step", "new": [my_new, other_new], "tokens": tokens}
+    with House("--log-requests", keys=("one", "two")) as house:
+        assert house.get("/events").status == 401 and not house.engine.of("listen")
         caller = house.call("GET", "/events", Authorization="Bearer two")
-        say(house, snapshot({"r": 1, "name": "a", "key": "key 1", "tokens": [5]}, engine=1))
+        assert house.engine.of("listen") == [{"op": "listen", "on": True, "tokens": True}]
+        say(house, {"event": "snapshot", "engine": 1, "requests": [mine, other]})
+        say(house, step | {"ended": [[1, "stop", 1]]}, {"event": "step", "tokens": tokens})
         house.engine.die()
         house.engine.ready()
-        say(house, snapshot(engine=2))
-        new = [NEW | {"r": 1, "name": "theirs", "key": "key 0"}]
-        say(house, step(0, new=new, tokens=[[1, 7]]))
-        for told in (caller, house.call("GET", "/events", Authorization="Bearer two")):
-            last = told.events[-1][-1]
-            assert last["tokens"] == [] and last["new"] == [NEW | {"r": 1}]
-
-
-def test_it_stands_behind_the_key():
-    with House(keys=KEYS) as house:
-        assert house.get("/events").status == 401
-        assert not house.engine.of("listen")
-
-
-def test_a_loading_server_has_nothing_to_tell():
-    with House(ready=False) as house:
-        assert house.get("/events").status == 503
-
-
-def test_only_so_many_listen():
-    with House() as house:
-        callers = [house.call("GET", "/events") for _ in range(listeners.MAX_LISTENERS)]
-        answer = house.get("/events")
-        assert answer.status == 429 and answer.json["error"]["code"] == "too_many_listeners"
-        callers[0].hang_up()
-        assert "200 OK" in house.call("GET", "/events").said
+        say(house, {"event": "snapshot", "engine": 2, "requests": []})
+        say(house, {"event": "step", "new": [other | {"r": 3}], "tokens": tokens})
+        for reader in (caller, house.call("GET", "/events", Authorization="Bearer two")):
+            first, second, third, _, _, last = (line for lines in reader.events for line in lines)
+            assert first["requests"] == [{"r": 1, "name": "a", "tokens": [5]}, {"r": 2}]
+            assert second["new"] == [{"r": 3, "name": "c"}, {"r": 4}]
+            assert second["tokens"] == [[1, 7], [3, 9]] and third["tokens"] == [[3, 9]]
+            assert last["new"] == [{"r": 3}] and last["tokens"] == []
 
 
 def test_a_slow_client_goes_on_from_a_snapshot(monkeypatch):
-    """When the next line that it wants is kept no more. Then it gets lines again, each once."""
-    monkeypatch.setattr(listeners, "KEPT_LINES", 20)
+    """When its next line is kept no more. Then it gets lines again, each once."""
+    monkeypatch.setattr(live, "KEPT_LINES", 20)
     with House() as house:
         caller = house.call("GET", "/events")
-        say(house, snapshot())
+        say(house, "snapshot")
         caller.stop_reading()
-        filler = "x" * 20_000  # so that the connection is full at once
         for number in range(100):
             if number % 10 == 9:
-                say(house, snapshot())
-            say(house, step(number, filler=filler))
+                say(house, "snapshot")
+            # so that the connection is full at once
+            say(house, {"event": "step", "step": number, "filler": "x" * 20_000})
         caller.read_on()
-        told = told_to(caller)
-        steps = [n for n in told if n != "snapshot"]
-        assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 99
-        gap = next(i for i, n in enumerate(steps) if n > i)
-        assert gap < 20 and told[told.index(steps[gap]) - 1] == "snapshot"
-        say(house, step(100))
-        assert told_to(caller)[-2:] == [99, 100]
+        kept = [*range(79, 89), "snapshot", *range(89, 99), "snapshot", 99]
+        assert lines_of(caller) == ["snapshot", 0, "snapshot", *kept]
+        say(house, 100)
+        assert lines_of(caller)[-2:] == [99, 100]
 
 
-def test_head_is_no_listener():
+def test_a_head_or_a_call_while_loading_is_no_listener():
     with House() as house:
         assert "text/event-stream" in house.call("HEAD", "/events").said
         assert not house.service.listeners.all and not house.engine.of("listen")
-
-
-def test_a_dead_engine_is_told_at_once_and_the_next_one_listened_to():
-    """Who watches saw a frozen picture for seconds. What was before is still there afterwards."""
-    with House() as house:
-        caller = house.call("GET", "/events")
-        say(house, snapshot(engine=1), step(1))
-        house.engine.die()
-        assert caller.events[-1] == [{"event": "engine", "state": "ended"}]
-        house.engine.ready()
-        assert house.engine.of("listen") == [ON]
-        say(house, snapshot(engine=2), step(0))
-        wanted = ["snapshot", 1, "engine", "snapshot", 0]
-        assert told_to(caller) == told_to(house.call("GET", "/events")) == wanted
-
-
-def test_another_engine_tells_though_nobody_listens_just_now():
-    """A page that is loaded again meanwhile finds its history whole; after a while it ends."""
-    with House() as house:
-        caller = house.call("GET", "/events")
-        say(house, snapshot(), step(1))
-        caller.hang_up()
-        house.engine.die()
-        house.engine.ready()
-        assert house.engine.of("listen") == [ON, OFF]
-
-
-def test_another_engine_is_not_asked_where_nobody_ever_listened():
-    with House() as house:
-        house.engine.die()
-        house.engine.ready()
-        assert house.engine.of("listen") == [] and not house.service.listeners.lines
-
-
-def test_the_stream_ends_with_the_last_engine():
-    """It was cut two seconds later, and the log said that the application had a bug."""
-    with House() as house:
-        caller = house.call("GET", "/events")
-        say(house, snapshot())
-        house.engine.die()
-        house.engine.ready()
-        house.engine.die()
-        assert house.service.client.state == "dead"
-        house.clock.run(0.1)
-        assert caller.said.endswith("0\r\n\r\n") and not house.service.listeners.all
-        assert told_to(caller) == ["snapshot", "engine", "engine"]
-
-
-def test_the_stream_ends_with_the_server():
-    with House() as house:
-        caller = house.call("GET", "/events")
-        say(house, snapshot())
-        house.clock.call_soon(house.service.stop)
-        house.clock.run(0.1)
-        assert caller.said.endswith("0\r\n\r\n") and not house.service.listeners.all
+    with House(ready=False) as house:
+        assert house.get("/events").status == 503
 
 
 # --------------------------------------------------------------------------------------------------
 # --record
 
 
-def test_a_record_begins_with_a_snapshot_and_ends_idle(tmp_path):
+def test_a_record_is_a_title_a_snapshot_and_lines_until_the_disk_is_full(tmp_path, capsys):
+    """
+    Then it ends with a whole line, and the server goes on: half a one stayed, to which the next
+    engine would have added its first. (A limit of this process stands for the disk.)
+    """
     path = tmp_path / "run.jsonl"
-    path.touch()
-    engine = simulated_engine(num_blocks=8, block_size=4)
+    engine = simulated_engine(num_blocks=8)
     record_to(str(path), engine, model="small")
-    engine.add_request("a", [1, 2, 3], greedy(4))
-    finish(engine)
-    title, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert title["event"] == "title" and title["date"] and title["model"] == "small"
-    assert [lines[0]["event"], lines[-1]["event"]] == ["snapshot", "idle"]
-    assert sum(line.get("sampled", 0) for line in lines) == 4
-
-
-def test_a_full_disk_ends_the_record_and_not_the_server(tmp_path, capsys):
-    """
-    With a whole line: half a one stayed, to which the next engine would have added its first. (A
-    limit of this process stands for the disk.)
-    """
-    path = tmp_path / "run.jsonl"
-    path.touch()
-    engine = simulated_engine(num_blocks=8, block_size=4)
-    record_to(str(path), engine)
-    size = path.stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
-    try:
+    for room in (2**20, 20):
         engine.add_request("a", [1, 2, 3], greedy(4))
-        assert finish(engine)[-1].finish_reason == "length"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1]))
+        try:
+            assert finish(engine)[-1].finish_reason == "length"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        title, *lines = map(json.loads, path.read_text().splitlines())
+        assert title["event"] == "title" and title["date"] and title["model"] == "small"
+        assert [lines[0]["event"], lines[-1]["event"]] == ["snapshot", "idle"]
+        assert sum(line.get("sampled", 0) for line in lines) == 4
     assert capsys.readouterr().err.count(f"--record {path} ends here") == 1
-    assert path.stat().st_size == size
 
 
-def test_a_record_that_is_taken_away_is_not_begun_in_its_middle(tmp_path, capsys):
-    """The next lines made a file without a snapshot, which nothing can read."""
-    path = tmp_path / "run.jsonl"
-    path.touch()
-    engine = simulated_engine(num_blocks=8, block_size=4)
-    record_to(str(path), engine)
-    path.unlink()
-    engine.add_request("a", [1, 2, 3], greedy(4))
-    finish(engine)
-    assert not path.exists() and f"--record {path} ends here" in capsys.readouterr().err
-
-
-def test_a_start_that_failed_can_be_tried_again(tmp_path):
-    """With its mistake mended, the record's name is still free: the file is empty."""
-    record = ["--record", str(tmp_path / "r.jsonl"), "--model", "none"]
-    for _ in range(2):
-        with pytest.raises(SystemExit, match="none"):
-            serve.main([*record, "--prompt", "x"])
-
-
-@pytest.mark.parametrize("name", ["there.jsonl", "nowhere/run.jsonl", ""])
+@pytest.mark.parametrize("name", ["old.jsonl", "nowhere/run.jsonl", "", "new.jsonl"])
 def test_a_record_is_written_to_a_new_file_or_nothing_is_loaded(tmp_path, name):
-    there = tmp_path / "there.jsonl"
-    there.write_text("what was")
-    with pytest.raises(SystemExit) as ended:
-        serve.main(["--record", str(tmp_path / name), "--prompt", "x", "--model", "none"])
-    assert str(tmp_path / name) in str(ended.value) and "name" in str(ended.value)
-    assert there.read_text() == "what was"
+    """A start that fails leaves an empty file, whose name is still free."""
+    old = tmp_path / "old.jsonl"
+    old.write_text("what was")
+    says = "none" if name == "new.jsonl" else f"{tmp_path / name}.*name"
+    for _ in range(2):
+        with pytest.raises(SystemExit, match=says):
+            serve.main(["--record", str(tmp_path / name), "--prompt", "x", "--model", "none"])
+    assert old.read_text() == "what was"
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+TITLE = '{"event": "title", "name": "a"}'
+_, SNAPSHOT, STEP, *_ = (ROOT / "assets/tour.jsonl").read_text().splitlines()
+BAD = [
+    ("", "no record: line 1 is b''"),
+    ("# pagedGPT", "no record: line 1 is b'# pagedGPT"),
+    ("[1, 2]", "no record: line 1 is"),
+    ("\x89PNG\r\n\x1a\n\xff\xfe", "no record: line 1 is"),
+    ("[" * 10**6, "no record: line 1 is"),
+    (TITLE, "it does not begin with a snapshot"),
+    (f"{TITLE}\n{STEP}", "it does not begin with a snapshot"),
+    ('{"event": ["snapshot"]}', "it does not begin with a snapshot"),
+    ("{}", "line 1 contradicts itself or others: KeyError"),
+    ('{"event": "snapshot", "version": 1}', "this reads version 2, there is 1"),
+    ('{"event": "snapshot", "version": 2, "num_blocks": 0}', "a pool of 0 blocks"),
+    ('{"event": "snapshot"}', "line 1 contradicts itself or others: KeyError"),
+    (f'{SNAPSHOT}\n{{"event": "step", "ended": [[7, "abort", 0]]}}', "line 2 contradicts"),
+    (f'{SNAPSHOT}\n{{"event": "step", "tables": [[9, 0, [1]]]}}', "line 2 contradicts"),
+    (f'{SNAPSHOT}\n{{"event": "idle", "x": "{"y" * 20_000}"}}', "no record: line 2 is"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), BAD, ids=range(len(BAD)))
+def test_a_file_that_is_no_record_is_refused(text, says, tmp_path, monkeypatch):
+    """A line without an end is not read whole."""
+    monkeypatch.setattr(events, "MAX_LINE", 15_000)
+    path = tmp_path / "file"
+    path.write_text(text + "\n" * bool(text))
+    with pytest.raises(RecordError, match=re.escape(says)), open_record(path) as file:
+        [*replay(file)]
+
+
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path):
+    with pytest.raises(RecordError, match="nowhere: No such file or directory; name a file of"):
+        open_record(tmp_path / "nowhere")
+    with pytest.raises(RecordError, match="Is a directory"):
+        open_record(tmp_path)
+
+
+def read(text: str) -> list[dict]:
+    return [line for _, line in replay(io.BytesIO(text.encode()))]
+
+
+def test_only_the_last_line_may_be_cut_off():
+    """By the end of the server; it may also lack nothing but its line break."""
+    cut = f"{TITLE}\n{SNAPSHOT}\n{STEP}"
+    assert [line["event"] for line in read(cut)] == ["title", "snapshot", "step"]
+    assert [line["event"] for line in read(cut[:-5])] == ["title", "snapshot"]
+    with pytest.raises(RecordError, match="this is no record: line 3 is"):
+        read(f"{cut[:-5]}\n{STEP}\n")
+
+
+VALUES = """
+-1 1152921504606846976 1.5 Infinity NaN true null "1" [] {} [[]] [[1]] [{}] [-1] [["1",2,3]]
+[[1,2,3,4]] [9007199254740992] [[4503599627370496,4503599627370496,1]] [[1,1,[1]]]
+"""
+
+
+def test_whatever_a_line_says_only_record_errors_are_raised():
+    """
+    Would catch: a traceback, and memory that a number asks for. Each field of the first lines of a
+    record gets values of other types, negative and huge ones.
+    """
+    snapshot, step = map(json.loads, (SNAPSHOT, STEP))
+    (request,) = step["new"]
+    records = [[snapshot | {"num_blocks": 2**52}, step]]  # only blocks in use are kept
+    for value in map(json.loads, VALUES.split()):
+        records += [[snapshot | {name: value}, step] for name in snapshot]
+        records += [[snapshot, step | {name: value}] for name in [*step, "copies", "ended"]]
+        requests = [request | {"table": [], name: value} for name in [*request, "table"]]
+        records += [[snapshot | {"requests": [q]}] for q in requests]
+        records += [[snapshot, step | {"new": [q]}] for q in requests]
+    for lines in records:
+        with suppress(RecordError):
+            read("\n".join(map(json.dumps, lines)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Records in assets, and how they are shown
+
+
+def test_records_in_assets_are_small_and_show_what_they_are_for():
+    """And they have no texts."""
+    seen = {path.stem: Counter() for path in RECORDS}
+    for path in RECORDS:
+        with open_record(path) as record:
+            (_, title), *lines = replay(record)
+        assert title["name"] == path.stem and title["model"] and title["machine"] and title["date"]
+        for _, line in lines:
+            assert "tokens" not in line
+            seen[path.stem].update({name: len(v) for name, v in line.items() if type(v) is list})
+    assert seen["preemption"]["preempted"] >= 2 and seen["preemption"]["evicted"] >= 10
+    assert seen["h200"]["new"] == 256
+    assert sum(path.stat().st_size for path in RECORDS) <= 350_000
+
+
+TOUR = """
+Admission: new admitted chunks
+A chunk: new admitted chunks
+The first decode: decodes
+A prefix hit: new admitted chunks hit
+A fork: new
+Copy-on-write: copies decodes
+Preemption: preempted
+Resume: admitted chunks hit
+"""
+
+
+def test_each_caption_of_the_tour_stands_at_what_it_tells():
+    """[step, request, text]: what its step does with the request. Two sentences each."""
+    title, *lines = map(json.loads, (ROOT / "assets/tour.jsonl").read_text().splitlines())
+    steps = {line.get("step"): line for line in lines if line["event"] == "step"}
+    shown = []
+    for step, r, text in title["tour"]:
+        line = steps[step]
+        rows = {"new": [[q["r"]] for q in line.get("new", [])]}
+        rows |= {name: line.get(name, []) for name in ("admitted", "chunks", "copies")}
+        rows |= {"hit": [row for row in rows["admitted"] if row[1] >= 16]}
+        rows |= {name: [[q] for q in line.get(name, [])] for name in ("decodes", "preempted")}
+        kinds = [name for name in rows if r in [row[0] for row in rows[name]]]
+        shown.append(f"{text.split('.')[0]}: {' '.join(kinds)}\n")
+        assert len(re.findall(r"[.:](?: |$)", text)) >= 3 and len(text) < 220
+    assert "".join(shown) == TOUR.lstrip()
+    order = [step for step, *_ in title["tour"]]
+    assert order == sorted(order)
+
+
+@contextmanager
+def serving(*flags):
+    """`serve.py` with these flags, where torch cannot be imported."""
+    code = "import sys; sys.modules['torch'] = None; import serve; serve.main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "--port", "0", *map(str, flags)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as server:
+        try:
+            yield server
+        finally:
+            server.terminate()
+
+
+def get(url: str, **headers) -> tuple[int, dict, bytes]:
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read()
+
+
+def test_serve_replay_shows_the_page_and_the_record_behind_the_key(tmp_path):
+    """Without a model, without torch."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(RECORDS[1].read_bytes())
+    with serving("--replay", path, "--api-key-file", keys) as server:
+        greeting = server.stdout.readline().strip()
+        assert greeting.startswith(f"showing {path} at http://127.0.0.1:")
+        url = greeting.rpartition(" ")[2]
+        with urllib.request.urlopen(url, timeout=30) as page:  # follows the redirect
+            assert page.url == f"{url}/?replay=record"
+            assert page.read() == welcome.page().encode()
+            assert "script-src 'sha256-" in page.headers["Content-Security-Policy"]
+        bearer = {"Authorization": "Bearer secret"}
+        for _ in range(2):
+            status, headers, content = get(f"{url}/record", **bearer)
+            assert (status, content) == (200, path.read_bytes())
+            with path.open("ab") as record:  # it is served as it is by now
+                record.write(b"\n")
+        assert headers["content-type"] == "application/jsonl"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert get(f"{url}/livez")[0] == 200
+        assert get(f"{url}/record")[0] == 401
+        status, _, message = get(f"{url}/v1/models", **bearer)
+        assert status == 404 and b"there is /, /record, /livez" in message
+        path.unlink()
+        assert get(f"{url}/record", **bearer)[0] == 404
+        server.terminate()
+        assert server.wait(30) == 0
+
+
+def test_without_a_key_other_pages_cannot_read_a_record():
+    """It may have texts in it."""
+    with serving("--replay", "assets/tour.jsonl") as server:
+        url = server.stdout.readline().strip().rpartition(" ")[2]
+        assert get(f"{url}/record")[0] == 200
+        assert get(f"{url}/record", Host="evil.example")[0] == 403
+        assert get(f"{url}/record", Origin="http://evil.example")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("nowhere", "nowhere: No such file or directory"),
+        ("assets/tour.jsonl --chat --model x", "leave out --model, --chat"),
+    ],
+)
+def test_serve_replay_refuses_before_it_listens(flags, says):
+    with serving("--replay", *flags.split()) as server:
+        _, printed = server.communicate(timeout=60)
+        assert server.returncode == 1 and printed.count("\n") == 1 and says in printed

@@ -4,6 +4,7 @@ come from the real engine without a model (simulated_runner.py), live streams fr
 with a random model, or line by line from the test.
 """
 
+# ruff: noqa: F811  fixtures of browser.py
 import json
 import os
 import random
@@ -14,14 +15,17 @@ from functools import cache
 from unittest import mock
 
 import pytest
-from browser import (  # noqa: F401  fixtures
+from browser import (  # noqa: F401
     ORIGIN,
     ROOT,
     browser_test,
     checkpoint,
     chromium,
+    live,
     open_page,
+    send,
     server,
+    violations,
     wait_for,
 )
 from test_end_to_end import Process
@@ -157,7 +161,7 @@ def place_of(told, field: str, since: int = 0) -> int:
 
 
 @pytest.fixture
-def open_record(open_page):  # noqa: F811
+def open_record(open_page):
     """A page that replays a record, paused at its first line."""
 
     def open_record(told, **options):
@@ -336,7 +340,7 @@ def test_keys_of_a_field_are_the_fields(open_record):
     assert page.evaluate("tape.at") == 5
 
 
-def live_page(open_page):  # noqa: F811
+def live_page(open_page):
     """A page whose server tells what the test says, by takeIn(lines)."""
     page = open_page(wait="document.title")
     page.expected = "404"
@@ -349,7 +353,7 @@ def say(page, lines: list[dict]):
 
 
 @browser_test
-def test_pause_pauses_where_it_is(open_page):  # noqa: F811
+def test_pause_pauses_where_it_is(open_page):
     """It jumped to the first step whenever the page was up to date."""
     lines = lines_of(small_record())
     page = live_page(open_page)
@@ -369,7 +373,7 @@ def test_pause_pauses_where_it_is(open_page):  # noqa: F811
 
 
 @browser_test
-def test_live_moves_to_the_end_and_follows(open_page):  # noqa: F811
+def test_live_moves_to_the_end_and_follows(open_page):
     lines = lines_of(small_record())
     page = live_page(open_page)
     say(page, lines[:20])
@@ -383,7 +387,7 @@ def test_live_moves_to_the_end_and_follows(open_page):  # noqa: F811
 
 
 @browser_test
-def test_until_plays_slowly_and_stops_behind_its_line(open_page):  # noqa: F811
+def test_until_plays_slowly_and_stops_behind_its_line(open_page):
     told = small_record()
     lines = lines_of(told)
     page = live_page(open_page)
@@ -406,7 +410,7 @@ def record_with(*kinds: str) -> list[tuple]:
 
 
 @browser_test
-def test_a_replay_begins_paused_at_its_most_telling_step(open_page):  # noqa: F811
+def test_a_replay_begins_paused_at_its_most_telling_step(open_page):
     told = small_record()
     page = open_page(f"{ORIGIN}/?replay=/record.jsonl", told)
     assert page.evaluate("tape.lines[tape.at].preempted.length") == 1
@@ -421,7 +425,7 @@ def test_a_replay_begins_paused_at_its_most_telling_step(open_page):  # noqa: F8
 
 
 @browser_test
-def test_a_link_leads_to_a_step_and_follows_the_place(open_page):  # noqa: F811
+def test_a_link_leads_to_a_step_and_follows_the_place(open_page):
     told = small_record()
     page = open_page(f"{ORIGIN}/?replay=/record.jsonl#step=12", told)
     assert page.evaluate("[state.step, player.isPaused]") == [12, True]
@@ -439,7 +443,7 @@ def test_a_link_leads_to_a_step_and_follows_the_place(open_page):  # noqa: F811
 
 
 @browser_test
-def test_a_record_can_be_inside_be_dropped_and_be_wrong(open_page, tmp_path):  # noqa: F811
+def test_a_record_can_be_inside_be_dropped_and_be_wrong(open_page, tmp_path):
     told = small_record()
     lines = json.dumps(lines_of(told))
     page = open_page(inside=f'<script type="application/json" id="record">{lines}</script>')
@@ -953,21 +957,6 @@ def test_a_box_is_as_wide_as_its_tokens_or_a_step_as_its_time(open_record):
 
 
 @browser_test
-def test_flags_are_above_the_ticks(open_record):
-    told = small_record()
-    page = open_record(told)
-    show(page, len(told) - 1)
-    page.keyboard.press("f")
-    wait_for(page, "!view.isNews")
-    kinds = page.evaluate("[...chart.rows.values()].flatMap((row) => row.flags.map((f) => f.kind))")
-    assert {"hit", "copied", "preempted", "resumed"} <= set(kinds)
-    high = page.evaluate("chart.rowHeight")
-    assert high > 16  # a flag of 5 pixels, and 12 or less for ticks below it
-    above = page.evaluate("chart.rowHeight - Math.min(12, 0.6 * chart.rowHeight) - 2")
-    assert above >= 5
-
-
-@browser_test
 def test_a_ruler_says_steps_and_ms(open_record):
     """Words of a canvas: those that were written."""
     told = small_record()
@@ -1030,7 +1019,7 @@ def test_figures_say_what_the_engine_does(open_record):
 
 
 @browser_test
-def test_tokens_a_second_are_by_the_clock(open_page):  # noqa: F811
+def test_tokens_a_second_are_by_the_clock(open_page):
     """0 when nothing ran in the last second, a dash without a stream."""
     lines = lines_of(small_record())
     page = live_page(open_page)
@@ -1048,7 +1037,7 @@ def test_tokens_a_second_are_by_the_clock(open_page):  # noqa: F811
 
 
 @browser_test
-def test_empty_states_say_what_to_do(open_page):  # noqa: F811
+def test_empty_states_say_what_to_do(open_page):
     page = live_page(open_page)
     say(page, lines_of(small_record())[:1])
     wait_for(page, "!$('pool-empty').hidden && !$('steps-empty').hidden")
@@ -1069,16 +1058,10 @@ def test_legends_have_the_words_of_the_readme(open_record):
     assert all(name.split(" ×")[0].split()[0] in readme for name in names)
 
 
-def axe(page) -> list:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    found = axe.run(page).response["violations"]
-    return [(one["id"], [node["html"][:120] for node in one["nodes"]]) for one in found]
-
-
 @browser_test
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_one_screen_whatever_happens(open_page, scheme, size):  # noqa: F811
+def test_one_screen_whatever_happens(open_page, scheme, size):
     """Nothing scrolls, nothing is cut off, each control has a name; idle, busy and inspected."""
     told = small_record()
     page = live_page(lambda **more: open_page(color_scheme=scheme, size=size, **more))
@@ -1108,7 +1091,7 @@ def test_one_screen_whatever_happens(open_page, scheme, size):  # noqa: F811
             assert page.is_visible("#pill")
             pill = page.locator("#pill").bounding_box()
             assert pill["x"] >= 0 and pill["x"] + pill["width"] <= size[0]
-            assert axe(page) == [], (moment, tab)
+            assert violations(page) == [], (moment, tab)
     header = page.locator("header").bounding_box()
     assert header["height"] == 48
     if size[0] > 700:
@@ -1120,7 +1103,7 @@ def test_one_screen_whatever_happens(open_page, scheme, size):  # noqa: F811
 
 
 @browser_test
-def test_a_phone_has_three_tabs(open_record, open_page):  # noqa: F811
+def test_a_phone_has_three_tabs(open_record, open_page):
     page = open_record(small_record(), size=(390, 844))
     wait_for(page, "$('pool').clientWidth")  # in a replay nobody talks
     wait_for(page, "!$('tabs').children[0].clientWidth")
@@ -1148,7 +1131,7 @@ def test_a_phone_has_three_tabs(open_record, open_page):  # noqa: F811
 
 
 @browser_test
-def test_tab_goes_through_all_and_out(open_page):  # noqa: F811
+def test_tab_goes_through_all_and_out(open_page):
     page = live_page(open_page)
     say(page, lines_of(small_record())[:20])
     wait_for(page, "$('live').checkVisibility()")
@@ -1168,7 +1151,7 @@ def test_tab_goes_through_all_and_out(open_page):  # noqa: F811
 
 
 @browser_test
-def test_a_normal_start_has_no_red_line(open_page):  # noqa: F811
+def test_a_normal_start_has_no_red_line(open_page):
     """Loading, then live; when the server is gone, what is tried, in plain words."""
     answers = {"v1/models": 503, "events": 503}
     lines = lines_of(small_record())
@@ -1218,7 +1201,7 @@ def engines(*numbers: int) -> list[dict]:
 
 
 @browser_test
-def test_a_restarted_engine_has_rows_of_its_own(open_page):  # noqa: F811
+def test_a_restarted_engine_has_rows_of_its_own(open_page):
     page = live_page(open_page)
     first, ended, *second = [engines(1, 2)[:25], engines(1, 2)[25], *engines(1, 2)[26:]]
     say(page, first)
@@ -1245,7 +1228,7 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):  # noqa: F811
 
 
 @browser_test
-def test_what_the_tape_has_is_not_taken_again(open_page):  # noqa: F811
+def test_what_the_tape_has_is_not_taken_again(open_page):
     """A server's history, at a reconnect: of the same engine, of two, and beyond a gap."""
     lines = engines(1, 2)
     page = live_page(open_page)
@@ -1267,25 +1250,14 @@ def test_what_the_tape_has_is_not_taken_again(open_page):  # noqa: F811
     assert take(later) == [*marks, ["snapshot", 1e4], ["idle", 1e4 + 1]]
 
 
-@pytest.fixture
-def live(open_page, server):  # noqa: F811
-    page = open_page(server.url, wait="state.num_blocks")
-    yield page
-    page.evaluate("stopAll(); goLive()")
-    wait_for(page, "state.requests.size === 0")
-
-
-def send(page, text: str, max_tokens: int = 8):
+def set_length(page, max_tokens: int):
     page.evaluate(f"document.querySelector('[name=max_tokens]').value = {max_tokens}")
-    page.click("[name=prompt]")
-    page.keyboard.press("Control+A")
-    page.keyboard.type(text)
-    page.keyboard.press("Control+Enter")
 
 
 @browser_test
-def test_a_reload_and_a_second_tab_have_the_history(live, open_page, server):  # noqa: F811
-    send(live, "something to remember", 5)
+def test_a_reload_and_a_second_tab_have_the_history(live, open_page, server):
+    set_length(live, 5)
+    send(live, "something to remember")
     wait_for(live, "tape.lines.at(-1).event === 'idle' && chart.columns.length > 5")
     steps = "tape.lines.filter(({ event, time }) => event === 'step').map(({ time }) => time)"
     before = live.evaluate(steps)
@@ -1304,7 +1276,8 @@ def test_a_reload_and_a_second_tab_have_the_history(live, open_page, server):  #
 @browser_test
 def test_the_drawer_shows_ones_own_tokens(live):
     """The texts of a block's slots: of the prompt, of the answer; at a place where they are."""
-    send(live, "0123456789abcdefghij", 30)
+    set_length(live, 30)
+    send(live, "0123456789abcdefghij")
     wait_for(live, "state.requests.size === 0 && stops.size === 0 && chart.columns.length > 20")
     wait_for(live, "[...calls.values()].flat().every(({ prompt }) => prompt.length === 20)")
     live.evaluate("seek(tape.lines.findLastIndex((line) => line.ended) - 1)")
@@ -1320,17 +1293,19 @@ def test_the_drawer_shows_ones_own_tokens(live):
 
 
 @browser_test
-def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):  # noqa: F811
+def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
     """At once, over what is frozen; the next engine has rows of its own."""
-    with Process(checkpoint, "--kv-blocks", "24") as server:  # noqa: F811
+    with Process(checkpoint, "--kv-blocks", "24") as server:
         page = open_page(server.url, wait="state.num_blocks")
         page.expected = "ERR_INCOMPLETE_CHUNKED|ERR_CONNECTION_REFUSED|500|503"
-        send(page, "a text that goes on for long", 200)
+        set_length(page, 200)
+        send(page, "a text that goes on for long")
         wait_for(page, "state.decodes?.length")
         os.kill(server.engine_pid, signal.SIGKILL)
         wait_for(page, "$('pill').textContent === 'Restarting'")
         wait_for(page, "$('pill').textContent === 'Live' && chart.restarts.length === 1")
-        send(page, "and again", 5)
+        set_length(page, 5)
+        send(page, "and again")
         wait_for(page, "chart.rows.size === 2 && state.requests.size === 0")
         assert page.evaluate("[...chart.rows.values()].map(({ r }) => r)") == [1, 1]
         server.process.kill()
@@ -1339,8 +1314,8 @@ def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):  # no
 
 
 @browser_test
-def test_a_key_is_asked_for_and_kept_nowhere(open_page, checkpoint):  # noqa: F811
-    with Process(checkpoint, "--kv-blocks", "16", "--api-key", KEY) as server:  # noqa: F811
+def test_a_key_is_asked_for_and_kept_nowhere(open_page, checkpoint):
+    with Process(checkpoint, "--kv-blocks", "16", "--api-key", KEY) as server:
         page = open_page(server.url, wait="asking")
         page.expected = "401|ERR_INCOMPLETE_CHUNKED"
         for key in ("wrong", KEY):
@@ -1414,7 +1389,7 @@ FRAMES = """(count) => {
 
 @pytest.mark.slow
 @browser_test
-def test_a_large_pool_does_not_stutter(open_page, capsys):  # noqa: F811
+def test_a_large_pool_does_not_stutter(open_page, capsys):
     """
     While a record of 32,768 blocks is replayed at 120 lines a second, a frame draws what has
     changed, not the pool. Its milliseconds are told, and not judged: they are the machine's.

@@ -5,18 +5,24 @@ tour. What is typed is typed key by key: once every key was dead in the form and
 filled it by a script, was green.
 """
 
+# ruff: noqa: F811  fixtures of browser.py
 import re
 
 import pytest
-from browser import (  # noqa: F401  fixtures
+from browser import (  # noqa: F401
     ORIGIN,
     browser_test,
     checkpoint,
     chromium,
+    live,
     open_page,
     save_random_model,
+    send,
     server,
+    violations,
+    visit,
     wait_for,
+    write,
 )
 from test_end_to_end import Process
 
@@ -31,32 +37,16 @@ CONTEXT = 512  # the default model's
 BLOCKS = 64 * CONTEXT // 16 * 3 // 4  # of 16 tokens: three quarters of what its 64 texts can need
 
 
-@pytest.fixture
-def live(open_page, server):  # noqa: F811
-    page = open_page(server.url, wait="state.num_blocks")
-    yield page
-    page.evaluate("stopAll(); leaveTour(); goLive()")
-    wait_for(page, "state.requests.size === 0")
-
-
 @pytest.fixture(scope="module")
 def small_server(tmp_path_factory):
     """A model without a chat template, as large as the default one where it matters."""
     model = save_random_model(tmp_path_factory.mktemp("small"), context_length=CONTEXT)
-    with Process(model, "--kv-blocks", str(BLOCKS)) as server:  # noqa: F811
+    with Process(model, "--kv-blocks", str(BLOCKS)) as server:
         yield server
 
 
 def prompt(page) -> str:
     return page.input_value("[name=prompt]")
-
-
-def write(page, text: str):
-    """Into the prompt's box, in place of what it has."""
-    page.click("[name=prompt]")
-    page.keyboard.press("Control+A")
-    page.keyboard.press("Delete")
-    page.keyboard.type(text)
 
 
 def set_knob(page, name: str, value: str):
@@ -160,8 +150,7 @@ PROGRESS = """
 def test_how_far_an_answer_is(live):
     live.evaluate(PROGRESS)
     set_knob(live, "max_tokens", "60")
-    write(live, "far")
-    live.keyboard.press("Control+Enter")
+    send(live, "far")
     wait_for(live, IS_OVER)
     told = list(dict.fromkeys(live.evaluate("told")))
     assert told[0] == "waiting for its first token" and told[-1] == "stopped at 60 tokens"
@@ -173,8 +162,7 @@ def test_stop(live):
     """Of more than is done before one can press it."""
     assert live.is_disabled("#stop")
     set_knob(live, "max_tokens", "200")
-    write(live, MUCH)
-    live.keyboard.press("Control+Enter")
+    send(live, MUCH)
     wait_for(live, "document.querySelector('.token')")
     live.click("#stop")
     wait_for(live, IS_PLAYED)
@@ -187,8 +175,7 @@ def test_stop(live):
 def test_the_oldest_is_first_and_the_newest_in_view(live):
     """It scrolls inside, also while one has scrolled back to read: then it stays where it is."""
     for text in ("one", "two", "three", "four", "five"):
-        write(live, f"{text} <b>is</b> text\n" * 4)
-        live.keyboard.press("Control+Enter")
+        send(live, f"{text} <b>is</b> text\n" * 4)
         wait_for(live, IS_OVER)
     asked = live.locator(".asked").all_inner_texts()
     assert [text.split()[0] for text in asked] == ["one", "two", "three", "four", "five"]
@@ -210,14 +197,12 @@ def test_the_oldest_is_first_and_the_newest_in_view(live):
 @browser_test
 def test_several_prompts_and_several_answers(live):
     set_knob(live, "max_tokens", "4")
-    write(live, "one\n---\ntwo\nlines\n---\nthree")
-    live.keyboard.press("Control+Enter")
+    send(live, "one\n---\ntwo\nlines\n---\nthree")
     wait_for(live, IS_OVER)
     assert live.locator(".asked").all_inner_texts() == ["one", "two\nlines", "three"]
     assert live.evaluate("calls.size") == 1  # a browser has few connections
     set_knob(live, "n", "2")
-    write(live, "four\n---\nfive")
-    live.keyboard.press("Control+Enter")
+    send(live, "four\n---\nfive")
     wait_for(live, f"{IS_OVER} && calls.size === 3")
     assert live.locator(".answer").count() == 7
     wait_for(live, IS_PLAYED)
@@ -226,8 +211,7 @@ def test_several_prompts_and_several_answers(live):
     assert len(set(numbers)) == 7
     assert live.locator("summary:visible", has_text="answers").count() == 0
     set_knob(live, "n", "5")
-    write(live, "six")
-    live.keyboard.press("Control+Enter")
+    send(live, "six")
     wait_for(live, f"{IS_OVER} && calls.size === 4")
     assert live.locator("summary:visible", has_text="5 answers").count() == 1  # many are folded
     assert live.locator(".answer:visible").count() == 7
@@ -240,8 +224,7 @@ def test_the_tokens_of_a_request_are_known(live):
     its own. Looked at when all is over, at a place of the tape where they ran.
     """
     set_knob(live, "max_tokens", "6")
-    write(live, "0123456789abcdefghij\n---\nklmnop")
-    live.keyboard.press("Control+Enter")
+    send(live, "0123456789abcdefghij\n---\nklmnop")
     wait_for(live, IS_PLAYED)
     wait_for(live, "[...calls.values()].flat().every(({ prompt }) => prompt.length)")
     live.evaluate("seek(tape.lines.findLastIndex((line) => line.ended) - 1)")
@@ -272,8 +255,7 @@ def test_the_number_of_a_calls_first_request_is_kept(live):
 @browser_test
 def test_an_answer_and_its_blocks_are_lit_together(live):
     set_knob(live, "max_tokens", "200")
-    write(live, "one\n---\ntwo")
-    live.keyboard.press("Control+Enter")
+    send(live, "one\n---\ntwo")
     wait_for(live, IS_PLAYED)
     live.evaluate("seek(tape.lines.findLastIndex((line) => line.new))")
     wait_for(live, "document.querySelectorAll('.answer.runs').length === 2")
@@ -300,8 +282,7 @@ def test_an_answer_and_its_blocks_are_lit_together(live):
 @browser_test
 def test_probabilities_are_shown_when_they_are_wanted(live):
     set_knob(live, "max_tokens", "60")  # of twelve tokens all may be parts of characters
-    write(live, "some")
-    live.keyboard.press("Control+Enter")
+    send(live, "some")
     wait_for(live, IS_OVER)
     token = live.locator(".token", has_text=READABLE).first
     background = "(token) => getComputedStyle(token).backgroundColor"
@@ -373,8 +354,7 @@ def test_end_tokens_are_dim_and_parts_of_a_character_wait_for_the_last(live):
 def say(page, text: str):
     """And wait for the whole answer."""
     calls = page.evaluate("calls.size")
-    write(page, text)
-    page.keyboard.press("Control+Enter")
+    send(page, text)
     wait_for(page, f"calls.size > {calls} && stops.size === 0")
 
 
@@ -404,8 +384,7 @@ def test_a_chat_has_one_answer_at_a_time(live):
     live.click(".kinds >> text=Chat")
     set_knob(live, "max_tokens", "200")
     set_knob(live, "n", "20")  # so it is long under way
-    write(live, "hello")
-    live.keyboard.press("Control+Enter")
+    send(live, "hello")
     wait_for(live, "[...calls.values()][0]?.[0].said")
     assert live.is_disabled("#send")
     live.keyboard.type("more")
@@ -417,15 +396,10 @@ def test_a_chat_has_one_answer_at_a_time(live):
 
 
 @browser_test
-def test_chat_is_disabled_with_the_reason_where_there_is_no_template(open_page, small_server):  # noqa: F811
+def test_chat_is_disabled_with_the_reason_where_there_is_no_template(open_page, small_server):
     page = open_page(small_server.url, wait="state.num_blocks")
     assert page.is_disabled("[value=chat]") and page.is_checked("[value=text]")
     assert "no chat template" in page.inner_text("#no-chat")
-
-
-@browser_test
-def test_chat_is_offered_where_there_is_a_template(live):
-    assert live.is_enabled("[value=chat]") and not live.is_visible("#no-chat")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -436,22 +410,20 @@ def test_chat_is_offered_where_there_is_a_template(live):
 def test_a_refusal_is_told_and_the_prompt_comes_back(live):
     live.expected = "400"  # Chromium's own words in the console
     set_knob(live, "max_tokens", "100000")
-    write(live, "too much")
-    live.keyboard.press("Control+Enter")
+    send(live, "too much")
     wait_for(live, IS_OVER)
     assert "maximum context length" in live.inner_text("#answers .error")
     assert prompt(live) == "too much"
 
 
 @browser_test
-def test_a_server_that_does_not_answer(open_page, checkpoint):  # noqa: F811
+def test_a_server_that_does_not_answer(open_page, checkpoint):
     """Before an answer and in its middle, in words, not the browser's "Failed to fetch"."""
-    with Process(checkpoint, "--kv-blocks", "16") as server:  # noqa: F811
+    with Process(checkpoint, "--kv-blocks", "16") as server:
         page = open_page(server.url, wait="state.num_blocks")
         page.expected = "ERR_|Failed to load"
         set_knob(page, "max_tokens", "200")
-        write(page, MUCH)
-        page.keyboard.press("Control+Enter")
+        send(page, MUCH)
         wait_for(page, "document.querySelector('.token')")
     wait_for(page, IS_OVER)
     assert page.inner_text("#answers .error").startswith("The server does not answer.")
@@ -465,13 +437,12 @@ def test_a_server_that_does_not_answer(open_page, checkpoint):  # noqa: F811
 
 
 @browser_test
-def test_without_events_it_still_talks(open_page, server):  # noqa: F811
+def test_without_events_it_still_talks(open_page, server):
     page = open_page(server.url, wait="true")
     page.expected = "net::ERR_FAILED|Failed to load"
     page.route("**/events", lambda route: route.abort())
     page.reload()
-    write(page, "text")
-    page.keyboard.press("Control+Enter")
+    send(page, "text")
     wait_for(page, IS_OVER)
     assert page.locator(".token").count() == 64
     page.click("#fork")  # there is nothing to watch
@@ -494,11 +465,8 @@ def moment(page, demo: str) -> tuple[dict, str]:
 
 
 @pytest.fixture
-def demo_page(open_page, small_server):  # noqa: F811
-    page = open_page(small_server.url, wait="state.num_blocks")
-    yield page
-    page.evaluate("stopAll(); goLive()")
-    wait_for(page, "state.requests.size === 0")
+def demo_page(open_page, small_server):
+    yield from visit(open_page, small_server)
 
 
 @browser_test
@@ -598,8 +566,7 @@ def test_the_tour(live):
     captions = live.evaluate("JSON.parse($('tour-lines').textContent)[0].tour")
     for (_, _, text), word in zip(captions, CAPTIONS, strict=True):
         assert word in text.partition(".")[0].lower()
-    write(live, "before the tour")
-    live.keyboard.press("Control+Enter")
+    send(live, "before the tour")
     wait_for(live, IS_PLAYED)
     live.evaluate("seek(5)")
     place = "[tape.at, tape.lines.length, player.isPaused, state.step, state.engine]"
@@ -637,8 +604,8 @@ def test_the_tour_has_an_end(live, way):
 
 
 @browser_test
-def test_only_a_new_visitor_is_offered_the_tour_twice(open_page, checkpoint):  # noqa: F811
-    with Process(checkpoint, "--kv-blocks", "16") as server:  # noqa: F811
+def test_only_a_new_visitor_is_offered_the_tour_twice(open_page, checkpoint):
+    with Process(checkpoint, "--kv-blocks", "16") as server:
         page = open_page(server.url, wait="state.num_blocks")
         page.expected = "ERR_"
         wait_for(page, "$('offer-tour').checkVisibility()")
@@ -646,8 +613,7 @@ def test_only_a_new_visitor_is_offered_the_tour_twice(open_page, checkpoint):  #
         page.click("#offer-tour")
         assert page.inner_text("#caption-number") == "1 of 8" and focused(page) == "next"
         page.keyboard.press("Escape")
-        write(page, "work")
-        page.keyboard.press("Control+Enter")
+        send(page, "work")
         wait_for(page, IS_OVER)
         wait_for(page, "$('offer-tour').checkVisibility() === false")
         assert page.is_visible("#take-tour")
@@ -661,8 +627,6 @@ def test_only_a_new_visitor_is_offered_the_tour_twice(open_page, checkpoint):  #
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_accessible(live, scheme):
     """Axe finds nothing in the form and the transcript, with a list of likely tokens, on a tour."""
-    from axe_playwright_python.sync_playwright import Axe
-
     live.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     live.evaluate(
         """() => { const [answer] = addArticle([{ text: "def " }], 1);
@@ -671,18 +635,13 @@ def test_it_is_accessible(live, scheme):
     )
     live.click("#probabilities")
 
-    def violations():
-        axe = Axe()
-        found = axe.run(live, "#talk, #tour").response["violations"]
-        return [(v["id"], [node["html"] for node in v["nodes"]]) for v in found]
-
-    assert violations() == []
+    assert violations(live, "#talk, #tour") == []
     live.click(".token >> nth=3")
     assert live.is_visible("#likeliest")
-    assert violations() == []
+    assert violations(live, "#talk, #tour") == []
     live.keyboard.press("Escape")
     live.click("#take-tour")
-    assert violations() == []
+    assert violations(live, "#talk, #tour") == []
 
 
 @browser_test
