@@ -39,9 +39,9 @@ from bench import Layer, Work, build_model, even_workload, fixed_length, median_
 from engine.engine import Engine
 from engine.events import Recorder, title
 from engine.replay import RecordError, Tallies, open_record, read_lines, replay
-from engine.settings import Settings
 from engine.sizing import machine_name
 from paged import Request, Scheduler, SchedulerSettings
+from params import Settings
 from server.welcome import page_with_record
 
 OUT = Path("out")

@@ -13,7 +13,6 @@ import torch
 import paged
 from engine.engine import flat_batch, interleaved_generate
 from engine.runner import Runner
-from engine.settings import Settings
 from ops import inputs
 from paged import (
     BlockAllocator,
@@ -25,6 +24,7 @@ from paged import (
     maybe_allocate_block,
     write_kv_to_pool,
 )
+from params import Settings
 from test_paged import CONTEXT, assert_equals_dense, mixed_params, prompt, raises, trained_model
 
 SIGNATURES = """

@@ -19,11 +19,10 @@ from engine import engine as engine_module
 from engine import sizing
 from engine.engine import Engine
 from engine.process import handle_message, serve
-from engine.settings import Settings
 from engine.sizing import with_step_size
 from model import GPT, GPTConfig
 from paged import POLICIES, Plan
-from params import SamplingParams
+from params import SamplingParams, Settings
 from test_paged import (
     assert_equals_dense,
     assert_idle,

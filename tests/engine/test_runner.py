@@ -23,12 +23,11 @@ import kernels
 from engine import runner as runner_module
 from engine.engine import Engine, Output
 from engine.runner import Runner, padded_shapes
-from engine.settings import Settings
 from model import GPT, GPTConfig
 from ops import gather
 from ops.inputs import StepShape, upload
 from paged import Plan, Request
-from params import SamplingParams
+from params import SamplingParams, Settings
 from test_paged import CONTEXT, VOCABULARY, assert_idle, new_engine, prompt, trained_model
 
 # --------------------------------------------------------------------------------------------------
