@@ -256,18 +256,20 @@ def simpler(event: dict):
             yield event | {"after": after}
     if event["do"] not in ("add", "replace"):
         return
-    for length in (1, len(event["prompt"]) // 2, len(event["prompt"]) - 1):
-        if 0 < length < len(event["prompt"]):
-            yield event | {"prompt": event["prompt"][:length]}
-    for most in (1, event["params"]["max_tokens"] // 2, event["params"]["max_tokens"] - 1):
-        if 0 < most < event["params"]["max_tokens"]:
-            yield event | {"params": event["params"] | {"max_tokens": most}}
+    prompt = event["prompt"]
+    for length in (1, len(prompt) // 2, len(prompt) - 1):
+        if 0 < length < len(prompt):
+            yield event | {"prompt": prompt[:length]}
+    params = event["params"]
+    most = params["max_tokens"]
+    for fewer in (1, most // 2, most - 1):
+        if 0 < fewer < most:
+            yield event | {"params": params | {"max_tokens": fewer}}
     for name in event["options"]:
-        yield event | {
-            "options": {key: value for key, value in event["options"].items() if key != name}
-        }
-    for name in event["params"]:
-        if name not in ("max_tokens", "seed"):
-            yield event | {
-                "params": {key: value for key, value in event["params"].items() if key != name}
-            }
+        yield event | {"options": without(event["options"], name)}
+    for name in sorted(params.keys() - {"max_tokens", "seed"}):
+        yield event | {"params": without(params, name)}
+
+
+def without(fields: dict, name: str) -> dict:
+    return {key: value for key, value in fields.items() if key != name}

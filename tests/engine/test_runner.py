@@ -105,7 +105,6 @@ class Client:
     tokens: list[int] = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     prompt_scores: list | None = None
-    cached_tokens: int = 0
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -141,7 +140,6 @@ class Scenario:
     def __init__(self, engine: Engine, seed: int, dense=None):
         self.engine, self.rng, self.dense = engine, random.Random(seed), dense or engine.reference
         self.clients: dict[str, Client] = {}
-        self.gone: set[str] = set()
         self.counts = Counter()
 
     def run(self, steps: int):
@@ -168,35 +166,24 @@ class Scenario:
 
     def arrive(self):
         rng = self.rng
-        id, n = f"r{self.counts['requests']}", rng.choice([1, 1, 1, 2, 3])
-        if rng.random() < 0.2 and self.gone:
-            id = rng.choice(sorted(self.gone))  # a name that is free again
         text = prompt(rng.randrange(4), rng.choice([1, 4, 7, 8, 16, 21, 37]))
         if rng.random() < 0.5:
             text[-1] = rng.randrange(VOCABULARY)
-        params, scored = random_params(rng), rng.choice([None, None, 0, 2])
-        self.add(
-            id, text, params, n, prompt_logprobs=scored, cache_salt=rng.choice(["", "", "salt"])
-        )
+        options = {
+            "n": rng.choice([1, 1, 1, 2, 3]),
+            "prompt_logprobs": rng.choice([None, None, 0, 2]),
+            "cache_salt": rng.choice(["", "", "salt"]),
+        }
+        self.add(f"r{self.counts['requests']}", text, random_params(rng), **options)
 
-    def add(
-        self,
-        id: str,
-        text: list[int],
-        params: SamplingParams,
-        n=1,
-        prompt_logprobs=None,
-        cache_salt="",
-    ):
-        request = self.engine.add_request(
-            id, text, params, n=n, prompt_logprobs=prompt_logprobs, cache_salt=cache_salt
-        )
+    def add(self, id: str, text: list[int], params: SamplingParams, **options):
+        request = self.engine.add_request(id, text, params, **options)
         self.counts["requests"] += 1
-        for choice in range(n):
+        for choice in range(options.get("n", 1)):
             name = f"{id}.{choice}" if choice else id
-            own = None if choice else prompt_logprobs  # the first choice alone scores the prompt
+            # the first choice alone scores the prompt
+            own = None if choice else options.get("prompt_logprobs")
             self.clients[name] = Client(text, request.params, choice, request.stop_token_ids, own)
-            self.gone.discard(name)
 
     def hang_up(self, id: str):
         """Of a request that is still to be forked, all choices go."""
@@ -212,9 +199,6 @@ class Scenario:
     def forget(self, ids: list[str]):
         for id in ids:
             del self.clients[id]
-        self.gone.update(id for id in ids if "." not in id)
-        taken = {id.partition(".")[0] for id in self.clients}
-        self.gone -= taken
 
     def break_next_launch(self):
         engine = self.engine
