@@ -60,13 +60,12 @@ import kernels
 from assets import load
 from checkpoint import DTYPES, load_checkpoint, load_config, save_checkpoint, serving_dtype
 from engine.engine import Engine
-from engine.settings import Settings
 from engine.sizing import bytes_per_block, machine_name
 from model import GPT, GPTConfig, RMSNorm, Rope
 from ops.choice import choose_ops
 from ops.cpu import packed_for_cpu
 from paged import Request, Scheduler, SchedulerSettings
-from params import SamplingParams
+from params import SamplingParams, Settings
 
 Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
 Answers = list[list[int]]  # token ids

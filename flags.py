@@ -4,7 +4,7 @@ The command line of serve.py: every flag, its default and its meaning.
     args = parse_args(["--port", "9000"])       # python serve.py --port 9000
     engine = Engine(model, engine_settings(args))
 
-The engine's flags are the fields of `Settings` (engine/settings.py), where their defaults are;
+The engine's flags are the fields of `Settings` (params.py), where their defaults are;
 those of the HTTP server and of the terminal are stated here. Imports no torch.
 """
 
@@ -17,8 +17,7 @@ from functools import partial
 from typing import get_args
 
 from common import Help, Parser, add_flag, at_least, positive
-from engine.settings import Settings
-from params import check_variables, model_defaults
+from params import Settings, check_variables, model_defaults
 from server.workers import CORES_EACH, MAX_BY_DEFAULT
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"

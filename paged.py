@@ -60,16 +60,16 @@ class BlockCache:
         self.block_of: dict[bytes, int] = {}  # key -> physical block
         self.held: dict[int, CachedBlock] = {}  # physical block -> its content
 
-    def lookup(self, wanted: CachedBlock) -> int | None:
+    def lookup(self, content: CachedBlock) -> int | None:
         """The block with this content. The hash finds it, the comparison makes it certain."""
-        block = self.block_of.get(wanted.key)
-        return block if self.held.get(block) == wanted else None
+        block = self.block_of.get(content.key)
+        return block if self.held.get(block) == content else None
 
     def insert(self, block: int, content: CachedBlock) -> bool:
         """
-        Commit a full block. Where another block has this key already, that one stays in the cache:
-        this one remains its owner's own, and becomes free, not idle, when that gives it back.
-        Returns whether it has entered.
+        Commit a full block. If another block has this key already, that one stays in the cache;
+        this one stays private to its owner, and is free, not idle, once it is given back. Returns
+        whether the block has entered the cache.
         """
         is_new = content.key not in self.block_of and block not in self.held
         if is_new:
@@ -183,9 +183,9 @@ class BlockAllocator:
 # Requests
 
 
-# In `generated_tokens`: a token whose step is under way. It stays on the device, where the next
-# step reads it; the host appends this place for it, and so knows all lengths, which is all that a
-# plan needs.
+# Placeholder in `generated_tokens` for a token that a running step will sample. The token stays on
+# the device, where the next step reads it. The host appends this, so the text's length is right,
+# and lengths are all that planning needs.
 TO_COME = None
 
 
@@ -353,10 +353,10 @@ def commit_blocks(
 # --------------------------------------------------------------------------------------------------
 # In which order requests are served
 #
-# The queue is sorted by arrival time plus a delay, for low priority or great length. Whatever comes
-# long enough after a request stands behind it, so each is first eventually: no starvation. A key
-# never changes, so the queue stays sorted. (Nor does preemption make a job shorter: all of its
-# tokens are computed again.)
+# Sort key: arrival time plus a bounded delay, for low priority or great length. Because the delay
+# is bounded, every request reaches the front: no starvation. A key never changes, so the queue
+# stays sorted, also after a preemption (which does not make a job shorter: all of its tokens are
+# computed again).
 
 PRIORITY_AGEING = 240.0  # seconds, as arrival times; no priority counts for more
 SJF_AGEING = 0.05  # seconds a token: a request 1,000 tokens longer is overtaken for 50 seconds
@@ -431,7 +431,7 @@ def setting(default, help: str, **more):
 @dataclass(frozen=True)
 class SchedulerSettings:
     """
-    What steers a scheduler besides the post's four arguments. Raises ValueError for what is out of
+    The scheduler's settings besides the post's four arguments. Raises ValueError for a value out of
     range.
     """
 
@@ -597,9 +597,9 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """
         Give a waiting request a row and the blocks for all its tokens, those of a cached prefix
-        shared; it is prefilling then. With a window, a long text gets as many as it must hold at
-        once, and goes on in what it leaves behind and what is free (`_extend`). Returns False where
-        there is no room: nothing has changed.
+        shared; it is prefilling then. With a sliding window a long prompt gets only the blocks that
+        one window needs; `_extend` adds more as old ones are freed. Returns False, with nothing
+        changed, if there is no room.
         """
         # a request that was preempted with a token to come cannot be computed before it is known
         if not self.free_rows or request.num_to_come:
@@ -635,12 +635,12 @@ class Scheduler:
 
     def _find_prefix(self, request: Request) -> list[int]:
         """
-        The physical blocks of the longest prefix that is cached, not referenced yet. With a window,
-        only those that the first token to compute sees must be there; before them is the sink.
-        Never all of the request's tokens: one must be computed to have logits to sample from. And
-        with it its whole block, for a hit is a whole block, and no shared one is ever written: of 8
-        tokens in blocks of 4, all in the cache, (8 - 1) // 4 = 1 block is a hit, and 4 tokens are
-        computed again, into a block of the request's own.
+        The physical blocks of the longest cached prefix, not referenced yet. With a window, only
+        the blocks that the first token to compute sees must be cached; the sink stands for those
+        before. The block with the last token is never a hit: we need that token's logits, hits are
+        whole blocks, and shared blocks are read-only. Of 8 tokens in blocks of 4, all in the cache,
+        (8 - 1) // 4 = 1 block is a hit; 4 tokens are computed again, into a block of the request's
+        own.
         """
         # to score a prompt takes the logits of all its tokens, so all are computed
         if not self.settings.prefix_cache or request.prompt_logprobs is not None:
@@ -648,28 +648,28 @@ class Scheduler:
         end = (request.num_tokens - 1) // self.block_size
         while True:
             start = self.first_block(end * self.block_size)
-            found = self._cached_blocks(request, start, end)
-            if start == 0 or start + len(found) == end:
-                return [self.block_allocator.sink] * start + found
-            end = start + len(found)  # whatever ends later sees the block that is missing there
+            hits = self._cached_blocks(request, start, end)
+            if start == 0 or start + len(hits) == end:
+                return [self.block_allocator.sink] * start + hits
+            end = start + len(hits)  # a longer prefix would need the block that is missing here
 
     def _cached_blocks(self, request: Request, start: int, end: int) -> list[int]:
         """The physical blocks of logical blocks start..end-1, up to the first not cached."""
-        found = []
+        hits = []
         for index in range(start, end):
             block = self.block_cache.lookup(request.content_of(index, self.block_size))
             if block is None:
                 break
-            found.append(block)
-        return found
+            hits.append(block)
+        return hits
 
     # -- before a step: plan it --------------------------------------------------------------------
 
     def plan(self, step: int = 0) -> Plan:
         """
         Decide one step: every active request decodes one token (they take turns if there are more
-        than the budget), what is left of the budget goes to prefill chunks. Allocates the blocks
-        that the step writes. Raises RuntimeError where a request alone in the pool cannot grow.
+        than the budget), and prefill chunks get the rest of the budget. Allocates the blocks that
+        the step writes. Raises RuntimeError if a request that is alone in the pool cannot grow.
         """
         plan = Plan(step)
         self.admission_shortfall = None
@@ -714,10 +714,10 @@ class Scheduler:
 
     def _make_room(self, request: Request, plan: Plan):
         """
-        Give a request a slot of its own for its next token: a new block where the last one is full,
-        a copy where it is shared. While no block is free, preempt and look again: by then the last
-        block may be shared no more, or the request itself preempted. Where blocks of ending
-        requests are about to come back, a decode leaves plan.decodes instead.
+        Give a request a slot of its own for its next token: a new block if the last one is full, a
+        copy if it is shared. While no block is free, preempt and look again: by then the last block
+        may no longer be shared, or the request itself may have been preempted. If ending requests
+        are about to give blocks back, a decode leaves plan.decodes instead.
         """
         allocator = self.block_allocator
         while request.row is not None:
@@ -803,8 +803,8 @@ class Scheduler:
         allocator = self.block_allocator
         table = request.block_table
         start = request.num_filled_slots
-        wanted = self.blocks_for(start + n) - len(table)
-        table += allocator.allocate_n(max(0, min(wanted, allocator.num_free - self.watermark)))
+        missing = self.blocks_for(start + n) - len(table)
+        table += allocator.allocate_n(max(0, min(missing, allocator.num_free - self.watermark)))
         return min(n, len(table) * self.block_size - start)
 
     # -- after a step: take in what it computed ----------------------------------------------------
@@ -825,8 +825,8 @@ class Scheduler:
 
     def advance(self, plan: Plan):
         """
-        When the step has been started: count its slots as filled, promote requests whose prompt it
-        completes, and append TO_COME for each token that it will sample.
+        Call it once the step has been started: counts its slots as filled, promotes requests whose
+        prompt it completes, and appends TO_COME for each token that it will sample.
         """
         for request in plan.decodes:  # the hot loop
             request.num_filled_slots += 1
@@ -843,10 +843,10 @@ class Scheduler:
 
     def resolve(self, plan: Plan, tokens: list[int]) -> list[Request]:
         """
-        When the step is done: put its tokens in their places, and end requests with their last one;
-        these are returned. Only now, when their K, V exist, are full blocks committed. Requests
-        that have ended since the step was planned are passed over: where steps overlap, a request
-        that a stop token ends has one more token under way, which is dropped.
+        Call it once the step is done: puts its tokens in their places, and ends requests with their
+        last one; returns these. Full blocks are committed only now, when their K, V exist. Requests
+        that have ended since the step was planned are skipped: if steps overlap, a request that a
+        stop token ends has one more token under way, which is dropped.
         """
         S = self.block_size
         finished = []
@@ -889,9 +889,10 @@ class Scheduler:
 
     def _slide(self, request: Request, position: int) -> bool:
         """
-        Give back the blocks that the request's token at `position` does not see, nor any after it:
-        the sink takes their places. A step under way may read them, if its tokens come before; what
-        writes there next is launched after it, on the same stream. Returns whether there were any.
+        Give back the blocks that neither the token at `position` nor any later one sees; the sink
+        takes their places. A running step may still read them for earlier tokens: the next step
+        that writes there is launched after it, on the same stream. Returns whether any were given
+        back.
         """
         allocator = self.block_allocator
         table = request.block_table
@@ -998,10 +999,8 @@ class Scheduler:
         allocator = self.block_allocator
         cache = self.block_cache
         if cache.held != self.checked:  # a block's tokens are hashed once, not in every step
-            found = {content.key: block for block, content in cache.held.items()}
-            assert found == cache.block_of, (
-                f"by their keys are found {cache.block_of}, held are {found}"
-            )
+            keys = {content.key: block for block, content in cache.held.items()}
+            assert keys == cache.block_of, f"keys lead to {cache.block_of}, held are {keys}"
             for block, content in cache.held.items() - self.checked.items():
                 assert content.key == block_key(content.parent, content.tokens), (
                     f"the key of block {block} is not of its parent and tokens"

@@ -1,12 +1,14 @@
 """
-How a request asks to be continued: `SamplingParams`, the range of each field, the defaults of a
-model's makers, and the few numbers that the engine, its kernels and the HTTP processes share.
+Every default and range of serving, stated once: `SamplingParams`, how a request asks to be
+continued; `Settings`, how an engine serves; the defaults of a model's makers; and the few numbers
+that the engine, its kernels and the HTTP processes share.
 
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64)
     RANGES["top_p"].bounds                      # {"gt": 0, "le": 1}, in pydantic's words
+    engine = Engine(model, Settings(block_size=32, max_num_seqs=8))
     defaults, note = model_defaults("qwen3")    # {"temperature": 0.6, "top_k": 20, ..}
 
-Imports no package, so that HTTP processes stay small. To add a parameter:
+Imports no package, so that HTTP processes stay small. To add a sampling parameter:
 
     here                  a field of SamplingParams, a line of RANGES; and the property that says
                           whether a request asks for it (filters, penalises, adjusts): without,
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common import MALFORMED, read_json
+from paged import POLICIES, SchedulerSettings, setting
 
 GREEDY_BELOW = 1e-5  # temperatures below are taken for 0: dividing by less would overflow
 LOWEST_LOGPROB = -9999.0  # in place of -infinity, which JSON does not have
@@ -152,6 +155,72 @@ def is_bias(bias) -> bool:
 
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# The engine's settings
+#
+# A field made by `setting` is a flag of serve.py too, with this help text and these limits. The
+# settings that the scheduler reads are declared in `SchedulerSettings` (paged.py). None stands for
+# a value that depends on the machine or the model; engine/sizing.py finds it.
+
+# what suits a device: requests at once, and tokens in a step
+GPU_SEQS = 256
+GPU_TOKENS = 8192
+CPU_SEQS = 64
+CPU_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Settings(SchedulerSettings):
+    """How an `Engine` serves its model. Raises ValueError for what is out of range."""
+
+    # how large
+    block_size: int = setting(16, "tokens in a KV block", least=1)
+    num_blocks: int | None = setting(
+        None,
+        "KV blocks in the pool; not given: for --max-num-seqs texts of full length, on a CPU for "
+        "three quarters of them, if there is memory",
+        least=1,
+        flag="--kv-blocks",
+    )
+    max_num_seqs: int | None = setting(
+        None,
+        f"requests that run at once; not given: {GPU_SEQS} on a GPU, {CPU_SEQS} on a CPU",
+        least=1,
+    )
+    token_budget: int | None = setting(
+        None,
+        f"tokens computed in a step; not given: {GPU_TOKENS} on a GPU, {CPU_TOKENS} on a CPU",
+        least=1,
+    )
+    max_model_len: int | None = setting(
+        None, "longest prompt plus answer, in tokens; not given: what fits", least=1
+    )
+    watermark: float = 0.01  # share of the blocks kept for running requests at an admission
+
+    # in which order
+    policy: str = setting(
+        "priority",
+        "which request goes first: the oldest (fcfs), the lowest `priority` (priority), the "
+        "shortest (sjf)",
+        choices=tuple(POLICIES),
+    )
+
+    # how it is computed
+    attention: str = setting(
+        "auto", "attention backend: triton, flex or torch; auto takes the fastest here"
+    )
+    quantize: str = setting("none", "int8: weights as integers, on a CPU", choices=("none", "int8"))
+    compile: bool = setting(False, "on a CPU: compile the step of a lone request, 10 to 60 s once")
+    # the help text is that of the flag, which turns it off
+    graphs: bool = setting(True, "on a GPU: no CUDA graphs, for debugging", flag="--no-graphs")
+    # asynchronous scheduling: plan a step while the one before runs; None: on a GPU
+    overlap: bool | None = None
+    seed: int | None = None  # for drawing the seeds of requests without one; None: from the system
+
+    # for debugging
+    check: bool = setting(False, "verify the scheduler's invariants after each step")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -28,11 +28,10 @@ import torch
 
 from engine.engine import Engine, interleaved_generate
 from engine.runner import Runner
-from engine.settings import Settings
 from model import GPT, GPTConfig
 from ops.sampling import gumbel_noise, threshold
 from paged import BlockAllocator, Plan, Request, Scheduler, SchedulerSettings, root_key
-from params import GREEDY, SamplingParams
+from params import GREEDY, SamplingParams, Settings
 
 # --------------------------------------------------------------------------------------------------
 # What the tests share

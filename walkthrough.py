@@ -32,10 +32,10 @@ import model
 import paged
 from bench import decode_step, fixed_length, median_seconds
 from engine.engine import Engine
-from engine.settings import Settings
 from kernels import INTERPRETED, jit, tl, triton
 from ops import gather, inputs
 from ops.choice import TORCH
+from params import Settings
 
 LENGTHS = (20, 30, 40, 60, 80, 130, 250, 400)  # tokens of the prompts
 REAL = 1018  # tokens that have K and V after the step: the prompts', and one more of each request

@@ -46,9 +46,9 @@ from engine.events import (
     replay,
     title,
 )
-from engine.settings import Settings
 from engine.sizing import machine_name
 from paged import Request, Scheduler, SchedulerSettings
+from params import Settings
 from server.welcome import page_with_record
 
 OUT = Path("out")

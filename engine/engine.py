@@ -24,7 +24,6 @@ from tqdm import tqdm
 from common import plural
 from engine.events import Recorder
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
-from engine.settings import Settings
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from kernels import Batch
 from model import GPT
@@ -32,7 +31,7 @@ from ops.choice import TORCH
 from ops.inputs import upload
 from ops.sampling import SamplingRows, sample_torch
 from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings, blocks_held
-from params import SamplingParams
+from params import SamplingParams, Settings
 
 MAX_DELAYS = 10_000  # of each kind are kept: `stats` empties them, but only servers call it
 

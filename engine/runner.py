@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.settings import Settings
 from model import GPT
 from ops.choice import choose_ops
 from ops.compiled import check_can_compile, compile_decode_one
@@ -36,7 +35,7 @@ from ops.inputs import (
 )
 from ops.sampling import Row, SamplingRows, logprobs
 from paged import KVBlockPool, Plan, Request
-from params import GREEDY, NO_TOKEN
+from params import GREEDY, NO_TOKEN, Settings
 
 
 def kv_dtype(model: GPT) -> torch.dtype:

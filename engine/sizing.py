@@ -11,9 +11,9 @@ import torch
 
 from common import plural
 from engine.runner import kv_dtype
-from engine.settings import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
 from model import GPT, GPTConfig
 from paged import blocks_held
+from params import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
 
 # The pool's share, by default, of the memory that is free: on a GPU the rest is for CUDA graphs, on
 # a CPU for other programs.

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.settings import Settings
 from model import GPT
-from params import SamplingParams
+from params import SamplingParams, Settings
 from test_paged import assert_idle, poison
 
 TOLERANCE = 1e-4  # of log-probabilities; where the best two are as near, a token may be either

@@ -17,9 +17,8 @@ from engine import process as loop
 from engine.engine import Engine
 from engine.events import Subscribers
 from engine.runner import StepResult
-from engine.settings import Settings
 from paged import Scheduler, SchedulerSettings
-from params import NO_TOKEN
+from params import NO_TOKEN, Settings
 
 EOS = 256
 

@@ -26,11 +26,10 @@ import torch
 from engine import engine as engine_module
 from engine.engine import Engine
 from engine.runner import Runner, num_scored, sampling_row
-from engine.settings import Settings
 from model import GPTConfig
 from ops.inputs import StepInputs, StepShape, sizes
 from paged import Plan, Request
-from params import GREEDY, NO_TOKEN, SamplingParams
+from params import GREEDY, NO_TOKEN, SamplingParams, Settings
 
 POISON = 255  # what a slot holds that its owner has not written; vocabularies end below
 

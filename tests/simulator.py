@@ -9,7 +9,6 @@ commit, hit or stale row changes it.
     python -m tests.simulator --seed 7 --steps 1e6   # lives 7, 8, .. until so many steps are done
     python -m tests.simulator --minutes 60           # on all cores, for a night
     python -m tests.simulator --replay FILE          # a failure again, from the trace that it left
-    python -m tests.simulator --speed                # steps a second on one core
 
 A seed decides a life: which features and faults it has, a random subset (swarm testing: Groce et
 al. 2012), the settings of the engine, and a list of events. What happens follows from these alone,
@@ -34,7 +33,6 @@ from functools import partial
 from itertools import count, product
 from math import inf
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import pytest
@@ -42,9 +40,9 @@ import pytest
 from engine import engine as engine_module
 from engine import process as loop
 from engine.events import Recorder, Tallies
-from engine.settings import Settings
 from examples.beam_search import beam_search
 from paged import Plan, Request
+from params import Settings
 from tests.shrink import shrink
 from tests.simulated_runner import (
     Clock,
@@ -63,7 +61,6 @@ from tests.swarm import (
     FAULTS,
     FEATURES,
     a_life,
-    a_steady_life,
     blocks_of_window,
     longest_text,
     simpler,
@@ -1006,24 +1003,6 @@ def campaign(seed: int, steps: float, seconds: float, processes: int) -> "Summar
     return summary
 
 
-def speed() -> str:
-    """
-    Medians of five steady lives, with overlap and without, in steps a second of this process's
-    time.
-    """
-    told = []
-    for overlap in (True, False):
-        rates = []
-        for _ in range(5):
-            started = time.process_time()
-            world = play(*a_steady_life(2000, overlap))
-            rates.append(world.steps / (time.process_time() - started))
-        told.append(
-            f"{median(rates):,.0f} steps a second {'with' if overlap else 'without'} overlap"
-        )
-    return ", ".join(told)
-
-
 class Summary:
     """What many lives were together."""
 
@@ -1049,30 +1028,9 @@ class Summary:
             self.steps_with[pair] += counts["steps"]
 
     def __str__(self) -> str:
-        steps = self.counts["steps"]
-        lines = [
-            f"{name:24}{number:14,}"
-            for name, number in sorted(self.counts.items())
-            if name != "steps"
-        ]
-        lines.append(self.table())
-        lines.append(
-            f"seeds {self.first} to {self.last}: {steps:,} steps, {steps / self.seconds:,.0f} a "
-            f"second"
-        )
-        return "\n".join(lines)
-
-    def table(self) -> str:
-        """Thousands of steps in lives that had both a feature and a fault."""
-        width = max(map(len, FEATURES))
-        lines = ["thousands of steps with both"]
-        lines += [f"{'':{width}}  {'  '.join(FAULTS)}"]
-        for feature in FEATURES:
-            numbers = [
-                f"{self.steps_with[feature, fault] / 1000:>{len(fault)},.1f}" for fault in FAULTS
-            ]
-            lines.append(f"{feature:{width}}  {'  '.join(numbers)}")
-        return "\n".join(lines)
+        counts = "\n".join(f"{name:24}{n:14,}" for name, n in sorted(self.counts.items()))
+        rate = self.counts["steps"] / self.seconds
+        return f"{counts}\nseeds {self.first} to {self.last}, {rate:,.0f} steps a second"
 
 
 def main() -> int:
@@ -1086,11 +1044,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=inf, help="or so many minutes have passed")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="lives at once")
     parser.add_argument("--replay", metavar="FILE", help="play a trace that a failure left")
-    parser.add_argument("--speed", action="store_true", help="measure steps a second on one core")
     args = parser.parse_args()
-    if args.speed:
-        print(speed())
-        return 0
     if args.replay:
         why = fails(*read_trace(args.replay))
         print(why or "it does not fail")

@@ -8,44 +8,25 @@ would hide others: an engine that restarts all the time never fills its queue. N
 
 import random
 
-FEATURES = [
-    *(
-        "n",
-        "priorities",
-        "salts",
-        "stop tokens",
-        "prompt scores",
-        "logprobs",
-        "shared prefixes",
-        "forks",
-        "beams",
-    ),
-    *("overlap", "padding", "prefix cache", "several links", "windows"),
-]
-FAULTS = [
-    *(
-        "abort",
-        "step raises",
-        "late step",
-        "broken logits",
-        "tiny pool",
-        "clock jump",
-        "id used again",
-        "full queue",
-    ),
-    *("refused", "link gone", "restart"),
-]
-STATES = [
-    "any",
-    "waiting",
-    "preempted",
-    "prefilling",
-    "scoring",
-    "promising",
-    "active",
-    "to come",
-    "ending",
-]
+FEATURES = (
+    """
+n, priorities, salts, stop tokens, prompt scores, logprobs, shared prefixes, forks, beams, overlap,
+padding, prefix cache, several links, windows
+""".replace("\n", " ")
+    .strip()
+    .split(", ")
+)
+FAULTS = (
+    """
+abort, step raises, late step, broken logits, tiny pool, clock jump, id used again, full queue,
+refused, link gone, restart
+""".replace("\n", " ")
+    .strip()
+    .split(", ")
+)
+STATES = """
+any, waiting, preempted, prefilling, scoring, promising, active, to come, ending
+""".strip().split(", ")
 
 
 def a_life(seed: int) -> tuple[dict, list[dict]]:
@@ -65,32 +46,6 @@ def a_life(seed: int) -> tuple[dict, list[dict]]:
     for event in events:
         after = min(50, int(rng.expovariate(1 / pace))) if pace else 0
         event["after"] = 0 if event.pop("at once", False) else after
-    return settings, events
-
-
-def a_steady_life(num_requests: int, overlap: bool) -> tuple[dict, list[dict]]:
-    """
-    Up to 8 requests at a time in 32 blocks of 4, without a fault: what the simulator's speed is
-    measured on.
-    """
-    rng = random.Random(0)
-    settings = settings_of(rng, dict.fromkeys(FEATURES + FAULTS, False))
-    sizes = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 8, "token_budget": 16}
-    settings["engine"] |= sizes | {"prefix_cache": True, "overlap": overlap}
-    settings |= {"V": 250, "context": 100, "max_queue": 0, "tick": 0.01}
-    events = []
-    for number in range(num_requests):
-        prompt = [rng.randrange(250) for _ in range(rng.randint(1, 12))]
-        params = {"max_tokens": rng.randint(4, 40), "seed": number}
-        add = {
-            "do": "add",
-            "link": 0,
-            "id": str(number),
-            "prompt": prompt,
-            "params": params,
-            "options": {},
-        }
-        events.append(add | {"after": 5})
     return settings, events
 
 
@@ -301,18 +256,20 @@ def simpler(event: dict):
             yield event | {"after": after}
     if event["do"] not in ("add", "replace"):
         return
-    for length in (1, len(event["prompt"]) // 2, len(event["prompt"]) - 1):
-        if 0 < length < len(event["prompt"]):
-            yield event | {"prompt": event["prompt"][:length]}
-    for most in (1, event["params"]["max_tokens"] // 2, event["params"]["max_tokens"] - 1):
-        if 0 < most < event["params"]["max_tokens"]:
-            yield event | {"params": event["params"] | {"max_tokens": most}}
+    prompt = event["prompt"]
+    for length in (1, len(prompt) // 2, len(prompt) - 1):
+        if 0 < length < len(prompt):
+            yield event | {"prompt": prompt[:length]}
+    params = event["params"]
+    most = params["max_tokens"]
+    for fewer in (1, most // 2, most - 1):
+        if 0 < fewer < most:
+            yield event | {"params": params | {"max_tokens": fewer}}
     for name in event["options"]:
-        yield event | {
-            "options": {key: value for key, value in event["options"].items() if key != name}
-        }
-    for name in event["params"]:
-        if name not in ("max_tokens", "seed"):
-            yield event | {
-                "params": {key: value for key, value in event["params"].items() if key != name}
-            }
+        yield event | {"options": without(event["options"], name)}
+    for name in sorted(params.keys() - {"max_tokens", "seed"}):
+        yield event | {"params": without(params, name)}
+
+
+def without(fields: dict, name: str) -> dict:
+    return {key: value for key, value in fields.items() if key != name}

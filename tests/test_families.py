@@ -35,11 +35,10 @@ from tiny_models import (
 
 from checkpoint import CheckpointError, load_checkpoint, load_config, save_checkpoint
 from engine.engine import Engine
-from engine.settings import Settings
 from model import TORCH
 from ops import cpu, flex
 from ops.cpu import int8_is_exact
-from params import SamplingParams
+from params import SamplingParams, Settings
 
 TEXT = text(1, 75)
 needs_compiler = pytest.mark.skipif(not cpu.cpp_compiler(), reason="needs a C++ compiler")

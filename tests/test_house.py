@@ -36,11 +36,11 @@ ARGUMENTS = 8  # the most, without self
 
 # Each may import only those before it, also inside its functions.
 ORDER = [
-    "common", "params", "paged", "tokenizer", "training.corpus", "model", "families",
+    "common", "paged", "params", "tokenizer", "training.corpus", "model", "families",
     "checkpoint", "kernels",
     "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.cpu",
     "ops.flex", "ops.linear", "ops.fused", "ops.choice", "ops.compiled",
-    "engine.settings", "engine.runner", "engine.sizing", "engine.links", "engine.events",
+    "engine.runner", "engine.sizing", "engine.links", "engine.events",
     "engine.engine", "engine.process",
     "server.welcome", "server.workers", "server.text", "server.protocol",
     "server.connection", "server.metrics", "server.gate", "server.client",
@@ -54,7 +54,6 @@ WITHOUT_TORCH = [
     "tokenizer",
     "serve",
     "params",
-    "engine.settings",
     "flags",
     "engine.events",
     "server.app",

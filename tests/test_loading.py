@@ -16,12 +16,11 @@ import serve
 from checkpoint import SavedWeights, load_checkpoint, save_checkpoint
 from engine import sizing
 from engine.engine import Engine
-from engine.settings import Settings
 from engine.sizing import check_fits, with_step_size
 from flags import parse_args
 from ops import cpu
 from ops.cpu import PackedLinear, UnpackedLinear, can_pack, packed_for_cpu
-from params import SamplingParams
+from params import SamplingParams, Settings
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):

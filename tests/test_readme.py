@@ -17,9 +17,8 @@ from assets import draw
 from checkpoint import save_checkpoint
 from engine.engine import Engine
 from engine.events import Recorder
-from engine.settings import Settings
 from model import GPT, GPTConfig
-from params import SamplingParams
+from params import SamplingParams, Settings
 from server import connection, live, protocol
 from training.corpus import bpe_tokenizer
 

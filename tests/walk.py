@@ -34,8 +34,8 @@ from fake_server import FakeEngine, Server
 
 from engine import process
 from engine.engine import Engine
-from engine.settings import Settings
 from model import GPT, GPTConfig
+from params import Settings
 from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]

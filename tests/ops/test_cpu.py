@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from checkpoint import serving_dtype
 from engine.engine import Engine
-from engine.settings import Settings
 from model import GPT, RMSNorm
 from ops import compiled, cpu
 from ops.cpu import (
@@ -28,7 +27,7 @@ from ops.cpu import (
     int8_is_exact,
     packed_for_cpu,
 )
-from params import SamplingParams
+from params import SamplingParams, Settings
 from test_paged import echo_text, prompt, raises, trained_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")

@@ -15,8 +15,8 @@ from wires import House, request
 from engine import engine as engine_module
 from engine import process as loop
 from engine.engine import Engine
-from engine.settings import Settings
 from model import GPT, GPTConfig
+from params import Settings
 from server import metrics
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
