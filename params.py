@@ -17,8 +17,8 @@ Imports no package, so that HTTP processes stay small. To add a sampling paramet
                           or `adjust`
     sampling_kernels.py   the column's name, and the same in `threshold_kernel` or `load_adjusted`
     protocol.py           a field of `SamplingRequest`
-    tests                 its default and edges in test_params.py, a value in SENT of
-                          test_protocol.py, the tokens that it allows in oracle.py,
+    tests                 its default and edges in test_params.py, a row of NUMBERS and a value
+                          in SENT in test_protocol.py, the tokens that it allows in oracle.py,
                           batches that mix it in test_sampling.py
 """
 

@@ -147,10 +147,6 @@ def error_response(error: ApiError) -> Response:
     return Response(error_body(error), error.status, headers, "application/json")
 
 
-def bad_field(name: str, problem: str) -> ApiError:
-    return ApiError(400, f"{name} {problem}", name)
-
-
 class Refused(ValueError):
     """
     How validators refuse: with the words that follow the field's name. pydantic knows the way to
@@ -420,7 +416,8 @@ class SamplingRequest(Body):
             check_vocabulary("prompt", prompt, vocab_size)
         stops = {*self.stop_token_ids, *eos_token_ids}
         if self.min_tokens and stops.issuperset(range(vocab_size)):
-            raise bad_field("min_tokens", "is above 0, but all tokens are stop tokens")
+            message = "min_tokens is above 0, but all tokens are stop tokens"
+            raise ApiError(400, message, "min_tokens")
         self.check_length(max(map(len, prompts)), max_model_len)
         scores = sum(self.num_scores(len(prompt), max_model_len) for prompt in prompts)
         if scores > MAX_SCORES:

@@ -203,6 +203,18 @@ def check_the_ends(chunks: list[dict], expected: Reference):
     assert chunks[-1]["usage"] == counts | {"total_tokens": sum(counts.values())}
 
 
+def check_the_prompts_ids(parts: list[dict], ids: dict):
+    """They come once, with the first part, and only where they are asked for."""
+    shown = [part.get("prompt_token_ids") for part in parts]
+    assert shown == [ids.get("prompt_token_ids")] + [None] * (len(parts) - 1)
+
+
+def ends_of(expected: Reference) -> dict:
+    """The fields that whole answers of both kinds share."""
+    ends = {"finish_reason": expected.finish_reason, "stop_reason": expected.stop_reason}
+    return ends | ({"token_ids": expected.tokens} if expected.body.return_token_ids else {})
+
+
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 IN_CHUNKS = {"stream": True, "stream_options": USAGE}
 
@@ -220,8 +232,7 @@ def test_a_completion_says_the_same_however_it_is_cut(
     choices = [chunk["choices"][0] for chunk in chunks]
     assert "".join(choice["text"] for choice in choices) == expected.text
     ids = {"prompt_token_ids": prompt} if body.return_token_ids else {}
-    of_prompt = [{k: v for k, v in choice.items() if k in ids} for choice in choices]
-    assert of_prompt == [ids] + [{}] * (len(chunks) - 1)
+    check_the_prompts_ids(choices, ids)
     logprobs = None if n is None else expected.text_logprobs()
     parts = [choice["logprobs"] for choice in choices]
     if n is None:
@@ -231,8 +242,7 @@ def test_a_completion_says_the_same_however_it_is_cut(
     # the same at once
     (whole,) = give(choice_of(CompletionRequest(**fields), prompt), tokens, finish_reason)
     answer = {"text": expected.text, "index": 7, "logprobs": logprobs} | ids
-    answer |= {"finish_reason": expected.finish_reason, "stop_reason": expected.stop_reason}
-    answer |= {"token_ids": expected.tokens} if body.return_token_ids else {}
+    answer |= ends_of(expected)
     assert whole == {"choices": [answer]}
 
 
@@ -253,8 +263,7 @@ def test_a_chat_says_the_same_however_it_is_cut(
     assert all(delta.keys() == {"content"} for delta in deltas[1:-1])
     assert "".join(delta["content"] for delta in deltas[:-1]) == expected.text
     ids = {"prompt_token_ids": prompt} if body.return_token_ids else {}
-    of_prompt = [{k: v for k, v in chunk.items() if k in ids} for chunk in chunks]
-    assert of_prompt == [ids] + [{}] * (len(chunks) - 1)
+    check_the_prompts_ids(chunks, ids)
     content = [] if n is None else expected.chat_logprobs()
     parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
     assert [*chain(*(part["content"] for part in parts))] == content
@@ -262,8 +271,7 @@ def test_a_chat_says_the_same_however_it_is_cut(
     (whole,) = give(choice_of(ChatRequest(**fields), prompt), tokens, finish_reason)
     answer = {"message": {"role": "assistant", "content": expected.text}, "index": 7}
     answer |= {"logprobs": None if n is None else {"content": content, "refusal": None}}
-    answer |= {"finish_reason": expected.finish_reason, "stop_reason": expected.stop_reason}
-    answer |= {"token_ids": expected.tokens} if body.return_token_ids else {}
+    answer |= ends_of(expected)
     assert whole == {"choices": [answer], **ids}
 
 
@@ -283,15 +291,6 @@ def test_scores_of_a_prompt_come_with_one_of_its_choices():
         logprobs = chunk["choices"][0]["logprobs"]
         assert logprobs["tokens"] == ["a", "b", token]
         assert logprobs["token_logprobs"] == [None, -0.5, -0.5]
-
-
-def test_an_echo_without_a_token():
-    """max_tokens 0: the step that scores the prompt samples a token, which is no answer."""
-    body = CompletionRequest(prompt=[[97, 98]], echo=True, logprobs=0, max_tokens=0)
-    (chunk,) = give(choice_of(body, [97, 98]), [99], "length")
-    (choice,) = chunk["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
-    assert choice["logprobs"]["tokens"] == ["a", "b"]
 
 
 @pytest.mark.parametrize("ignored", [False, True])

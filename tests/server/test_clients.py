@@ -2,7 +2,7 @@
 Clients that others wrote, as their users run them, against serve.py in a process of its own. They
 are installed from tests/clients.txt into .venv-clients, once: 2.5 minutes, and then the tests take
 one. Where they cannot be installed (no network, say) all is skipped with the reason. vLLM's own
-load generator comes only with all of vLLM: what it sends is in tests/server/test_chats.py.
+load generator comes only with all of vLLM: what it sends is in tests/server/test_completions.py.
 """
 
 import json

@@ -1,5 +1,5 @@
 """
-/v1/completions and /v1/chat/completions over HTTP, as a table: the fields of a call, whose prompt
+/v1/completions and /v1/chat/completions over HTTP, as tables: the fields of a call, whose prompt
 is the fake engine's script, and the answer, which says the same whole and as a stream.
 """
 
@@ -7,13 +7,13 @@ import json
 import time
 
 import pytest
-from fake_server import EOS, HELLO, ByteTokenizer, Server, read_until
+from fake_server import EOS, HELLO, ByteTokenizer, Server, ask, error_of
+from tokenizers.processors import TemplateProcessing
 
 from server.answers import CompletionChoice
 from server.protocol import CompletionRequest
-from tokenizer import TextStream
-
-CHAT = {"messages": HELLO}
+from tokenizer import TextStream, load_tokenizer
+from training.corpus import bpe_tokenizer
 
 
 def post(server, **body):
@@ -24,12 +24,14 @@ def post(server, **body):
 
 
 def stream(server, **body) -> list[dict]:
-    """The events of a stream, which share id and date, but for the end."""
+    """The events of a stream, which share id, date and kind, but for the end."""
     response = post(server, stream=True, **body)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     events = [*map(json.loads, events)]
     assert done == "[DONE]" and len({(event["id"], event["created"]) for event in events}) == 1
+    kind = "chat.completion.chunk" if "messages" in body else "text_completion"
+    assert {event["object"] for event in events} == {kind}
     return events
 
 
@@ -53,36 +55,43 @@ def summary_of(parts: list[dict]) -> tuple:
     return "".join(texts), *ends[-1], lists
 
 
-SAY_TWO = {"prompt": ["say a", "say bc"], "n": 2}
-TWO = "say oneTWO" + "more" * 500
-STOP = {"stop": ["zzz", "TW"]}
-MIXED = "é€😀" * 20
-ANSWERS = [  # fields, the choices' texts, their reasons, tokens of all prompts and of all answers
-    ({"prompt": "say hello"}, ["hello"], "stop", None, 9, 6),  # the end of text is a token too
-    ({"prompt": "say hello", "max_tokens": 2}, ["he"], "length", None, 9, 2),
-    ({"prompt": f"say {MIXED}"}, [MIXED], "stop", None, 184, 181),
-    ({"prompt": "say a€", "max_tokens": 3}, ["a\ufffd"], "length", None, 8, 3),
-    ({"prompt": [*b"say one"]}, ["one"], "stop", None, 7, 4),
-    ({"prompt": [[*b"say one"], [*b"say two"]]}, ["one", "two"], "stop", None, 14, 8),
-    (SAY_TWO, ["a", "a", "bc", "bc"], "stop", None, 11, 10),  # a prompt is counted once
-    ({"prompt": "say hi", "echo": True}, ["say hihi"], "stop", None, 6, 3),
-    ({"prompt": "say hi", "echo": True, "max_tokens": 0}, ["say hi"], "length", None, 6, 0),
-    ({"prompt": [*b"s\xe2\x82"], "echo": True, "max_tokens": 0}, ["s\ufffd"], "length", None, 3, 0),
-    ({"prompt": TWO} | STOP, ["one"], "stop", "TW", 2010, 5),
-    ({"prompt": TWO.replace("say", "say3")} | STOP, ["one"], "stop", "TW", 2011, 5),
-    ({"prompt": "say abc", "stop": "cde"}, ["abc"], "stop", None, 7, 4),
-    ({"prompt": "say abab", "stop": "b", "min_tokens": 2}, ["aba"], "stop", "b", 8, 4),
-    ({"prompt": "say abab", "stop": "ba", "min_tokens": 2}, ["abab"], "stop", None, 8, 5),
-    ({"prompt": "say abc", "stop_token_ids": [98]}, ["a"], "stop", 98, 7, 2),
-    (CHAT, ["hello"], "stop", None, 9, 6),
-    (CHAT | {"n": 2, "max_tokens": 3}, ["hel", "hel"], "length", None, 9, 6),
-]
+# fields -> tokens of all prompts (n choices share one) and of all answers (the end of text is one,
+# too), the reason of all ends, the choices' texts. LONG is 500 words; CHAT's message is "hello".
+# The last four are calls of `vllm bench serve` (vLLM's commit 02cfb53).
+ANSWERS = """
+{"prompt": "say hello"} -> [9, 6, "stop", null, "hello"]
+{"prompt": "say hello", "max_tokens": 2} -> [9, 2, "length", null, "he"]
+{"prompt": "say é€😀é€😀"} -> [22, 19, "stop", null, "é€😀é€😀"]
+{"prompt": "say a€", "max_tokens": 3} -> [8, 3, "length", null, "a\ufffd"]
+{"prompt": [115, 97, 121, 32, 111]} -> [5, 2, "stop", null, "o"]
+{"prompt": [[115, 97, 121, 32, 111], [115, 97, 121, 32, 112]]} -> [10, 4, "stop", null, "o", "p"]
+{"prompt": ["say a", "say bc"], "n": 2} -> [11, 10, "stop", null, "a", "a", "bc", "bc"]
+{"prompt": "say hi", "echo": true} -> [6, 3, "stop", null, "say hihi"]
+{"prompt": "say hi", "echo": true, "max_tokens": 0} -> [6, 0, "length", null, "say hi"]
+{"prompt": [115, 226, 130], "echo": true, "max_tokens": 0} -> [3, 0, "length", null, "s\ufffd"]
+{"prompt": "say oneTWOLONG", "stop": ["zzz", "TW"]} -> [2010, 5, "stop", "TW", "one"]
+{"prompt": "say3 oneTWOLONG", "stop": ["zzz", "TW"]} -> [2011, 5, "stop", "TW", "one"]
+{"prompt": "say abc", "stop": "cde"} -> [7, 4, "stop", null, "abc"]
+{"prompt": "say abab", "stop": "b", "min_tokens": 2} -> [8, 4, "stop", "b", "aba"]
+{"prompt": "say abab", "stop": "ba", "min_tokens": 2} -> [8, 5, "stop", null, "abab"]
+{"prompt": "say abc", "stop_token_ids": [98]} -> [7, 2, "stop", 98, "a"]
+{CHAT} -> [9, 6, "stop", null, "hello"]
+{CHAT, "n": 2, "max_tokens": 3} -> [9, 6, "length", null, "hel", "hel"]
+{"prompt": "say hi", "repetition_penalty": 1.0, "logprobs": null} -> [6, 3, "stop", null, "hi"]
+{"prompt": "say hi", "ignore_eos": true, "temperature": 0.0} -> [6, 3, "stop", 256, "hi"]
+{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]} -> [6, 3, "stop", null, "hi"]
+{CHAT, "ignore_eos": true, "temperature": 0.0} -> [9, 6, "stop", 256, "hello"]
+"""  # noqa: E501
+CHAT = '"messages": [{"role": "user", "content": "hello"}]'
+ROWS = ANSWERS.replace("LONG", "more" * 500).replace("CHAT", CHAT).strip().splitlines()
 
 
-@pytest.mark.parametrize("fields, texts, reason, stop_reason, asked, answered", ANSWERS)
-def test_answers(chat, fields, texts, reason, stop_reason, asked, answered):
+@pytest.mark.parametrize("row", ROWS)
+def test_answers(chat, row):
+    fields, expected = map(json.loads, row.split(" -> "))
+    asked, answered, *reasons = expected[:4]
     answer = post(chat, **fields).json()
-    assert summary([answer]) == [(text, reason, stop_reason, {}) for text in texts]
+    assert summary([answer]) == [(text, *reasons, {}) for text in expected[4:]]
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (asked, answered)
     *events, last = stream(chat, **fields, stream_options={"include_usage": True})
@@ -91,123 +100,87 @@ def test_answers(chat, fields, texts, reason, stop_reason, asked, answered):
     assert last["choices"] == [] and last["usage"] == usage
 
 
-A = [97, 226, 130, 172, EOS]
-NAMES = ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "<end>"]
-TOP = ["b", "bytes:\\xe3", "bytes:\\x83", "bytes:\\xad", "\0"]
-WITH_TOP = [{top: -1.0, name: -2.0} for top, name in zip(TOP, NAMES, strict=True)]
-SCORES = {
-    "tokens": NAMES, "token_logprobs": [-2.0] * 5, "top_logprobs": WITH_TOP,
-    "text_offset": [0, 1, 1, 1, 2],
-}  # fmt: skip
-ECHO = {
-    "tokens": [*"say x"], "token_logprobs": [None, *[-2.0] * 4],
-    "top_logprobs": [None, *({name: -2.0} for name in "ay x")], "text_offset": [0, 1, 2, 3, 4],
-}  # fmt: skip
-NEXT = {"token": "i", "logprob": -1.0, "bytes": [105]}
-H = {"token": "h", "logprob": -2.0, "bytes": [104]}
-SCORED = [
-    ({"prompt": "say a€", "logprobs": 1}, SCORES),
-    ({"prompt": "say x", "echo": True, "logprobs": 0, "max_tokens": 0}, ECHO),
-    (
-        CHAT | {"logprobs": True, "top_logprobs": 1, "max_tokens": 1},
-        {"content": [H | {"top_logprobs": [NEXT]}], "refusal": []},
-    ),
-    (
-        CHAT | {"logprobs": True, "max_tokens": 1},
-        {"content": [H | {"top_logprobs": []}], "refusal": []},
-    ),
-]
+# Whole answers, field by field, but for their id and date. A token's offset counts characters;
+# bytes that are no character are spelled out.
+WHOLE = r"""
+{"prompt": "say hello", "return_token_ids": true, "request_id": "cmpl"} ->
+{"object": "text_completion", "model": "fake", "choices": [{
+    "index": 0, "text": "hello", "logprobs": null, "finish_reason": "stop", "stop_reason": null,
+    "prompt_token_ids": [115, 97, 121, 32, 104, 101, 108, 108, 111],
+    "token_ids": [104, 101, 108, 108, 111, 256]
+}], "usage": {
+    "prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15,
+    "prompt_tokens_details": {"cached_tokens": 4}
+}}
+
+{"prompt": "say a€", "logprobs": 1} ->
+{"object": "text_completion", "model": "fake", "choices": [{
+    "index": 0, "text": "a€", "finish_reason": "stop", "stop_reason": null, "logprobs": {
+        "tokens": ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "<end>"],
+        "token_logprobs": [-2.0, -2.0, -2.0, -2.0, -2.0],
+        "top_logprobs": [
+            {"b": -1.0, "a": -2.0}, {"bytes:\\xe3": -1.0, "bytes:\\xe2": -2.0},
+            {"bytes:\\x83": -1.0, "bytes:\\x82": -2.0}, {"bytes:\\xad": -1.0, "bytes:\\xac": -2.0},
+            {"\u0000": -1.0, "<end>": -2.0}
+        ], "text_offset": [0, 1, 1, 1, 2]
+    }
+}], "usage": {
+    "prompt_tokens": 8, "completion_tokens": 5, "total_tokens": 13,
+    "prompt_tokens_details": {"cached_tokens": 4}
+}}
+
+{"prompt": "say x", "echo": true, "logprobs": 0, "max_tokens": 0} ->
+{"object": "text_completion", "model": "fake", "choices": [{
+    "index": 0, "text": "say x", "finish_reason": "length", "stop_reason": null, "logprobs": {
+        "tokens": ["s", "a", "y", " ", "x"], "token_logprobs": [null, -2.0, -2.0, -2.0, -2.0],
+        "top_logprobs": [null, {"a": -2.0}, {"y": -2.0}, {" ": -2.0}, {"x": -2.0}],
+        "text_offset": [0, 1, 2, 3, 4]
+    }
+}], "usage": {
+    "prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 2}
+}}
+
+{CHAT, "logprobs": true, "top_logprobs": 1, "max_tokens": 1, "request_id": "chatcmpl"} ->
+{"object": "chat.completion", "model": "fake", "choices": [{
+    "index": 0, "message": {"role": "assistant", "content": "h"}, "finish_reason": "length",
+    "stop_reason": null, "logprobs": {"content": [{
+        "token": "h", "logprob": -2.0, "bytes": [104],
+        "top_logprobs": [{"token": "i", "logprob": -1.0, "bytes": [105]}]
+    }], "refusal": null}
+}], "usage": {
+    "prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10,
+    "prompt_tokens_details": {"cached_tokens": 4}
+}}"""
 
 
-@pytest.mark.parametrize("fields, logprobs", SCORED)
-def test_log_probabilities(chat, fields, logprobs):
-    """A token's offset counts characters; bytes that are no character are spelled out."""
-    ((*_, found),) = summary([post(chat, **fields).json()])
-    assert found == logprobs
-    ((*_, found),) = summary(stream(chat, **fields))
-    assert found == logprobs
-
-
-def test_streamed_echoes_wait_for_their_prompts_scores(server):
-    """One prompt's tokens came while the other's scores were still to come: a 500."""
-    fields = {"prompt": ["say x and so on", "y"], "echo": True, "logprobs": 0, "max_tokens": 2}
-    for _ in range(10):
-        found = summary(stream(server, **fields))
-        for (text, *_, lists), prompt in zip(found, fields["prompt"], strict=True):
-            assert text.startswith(prompt) and "".join(lists["tokens"]) == text
-
-
-WHOLE = {
-    "object": "text_completion",
-    "model": "fake",
-    "choices": [
-        {
-            "index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop",
-            "stop_reason": None,
-        }
-    ],
-    "usage": {
-        "prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15,
-        "prompt_tokens_details": {"cached_tokens": 4},
-    },
-}  # fmt: skip
-IDS = {"token_ids": [*b"hello", EOS], "prompt_token_ids": [*b"say hello"]}
-
-
-def test_whole_answers_have_exactly_these_fields(chat):
-    (text_choice,) = WHOLE["choices"]
-    chat_choice = text_choice | {"message": {"role": "assistant", "content": "hello"}}
-    del chat_choice["text"]
-    for fields, prefix, expected in (
-        ({"prompt": "say hello"}, "cmpl-", WHOLE),
-        (CHAT, "chatcmpl-", WHOLE | {"object": "chat.completion", "choices": [chat_choice]}),
-    ):
-        answer = post(chat, model="fake", **fields, request_id="x").json()
-        assert answer.pop("id") == f"{prefix}x" and abs(answer.pop("created") - time.time()) < 60
-        assert answer == expected
-        with_ids = post(chat, **fields, return_token_ids=True).json()
-        (choice,) = with_ids["choices"]
-        assert {name: (choice | with_ids)[name] for name in IDS} == IDS
+@pytest.mark.parametrize("row", WHOLE.replace("CHAT", CHAT).split("\n\n"))
+def test_whole_answers_have_exactly_these_fields(chat, row):
+    fields, expected = map(json.loads, row.split(" ->\n"))
+    answer = post(chat, model="fake", **fields).json()
+    name, _, id = answer.pop("id").partition("-")
+    assert abs(answer.pop("created") - time.time()) < 60
+    assert answer == expected
+    if "request_id" in fields:
+        assert name == id == fields["request_id"]
+    assert summary(stream(chat, **fields)) == summary([answer])
 
 
 def test_usage_may_be_in_every_chunk(chat):
     """guidellm counts tokens by it. Each chunk has that of its own choice; a role costs none."""
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    fields = {"prompt": ["say one", "say three"]}
-    for call, asked, least, answered in ((fields, [7, 9], 1, [4, 6]), (CHAT, [9], 0, [6])):
-        *events, last = stream(chat, **call, stream_options=options)
-        for index, (prompt_tokens, count) in enumerate(zip(asked, answered, strict=True)):
-            usages = [e["usage"] for e in events if e["choices"][0]["index"] == index]
-            counts = [usage["completion_tokens"] for usage in usages]
-            assert counts == sorted(counts) and counts[0] >= least and counts[-1] == count
-            assert all(usage["prompt_tokens"] == prompt_tokens for usage in usages)
-        assert last["usage"]["completion_tokens"] == sum(answered)
-    for alone in ({}, {"stream_options": {"continuous_usage_stats": True}}):
-        assert all("usage" not in event for event in stream(chat, **CHAT, **alone))
-
-
-def test_a_chats_stream_begins_with_the_role_and_ends_with_the_reason(chat):
-    events = stream(chat, **CHAT, return_token_ids=True)
-    assert {event["object"] for event in events} == {"chat.completion.chunk"}
-    choices = [event["choices"][0] for event in events]
-    deltas = [choice["delta"] for choice in choices]
-    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
-    assert all(delta.keys() == {"content"} for delta in deltas[1:-1])
-    assert [token for choice in choices for token in choice["token_ids"]] == IDS["token_ids"]
-    assert [e.get("prompt_token_ids") for e in events[:2]] == [IDS["prompt_token_ids"], None]
-
-
-def test_a_path_that_is_not_utf_8_names_its_model(uvicorn_ends_soon):
-    """Python has lone surrogates for its bytes, which are no JSON."""
-    with Server("--served-model-name", "a\udcff") as server:
-        assert server.answer()["model"] == "a?"
-
-
-def test_a_request_id_may_repeat(server):
-    """Two clients may choose the same name; inside, requests have names of their own."""
-    first = server.connect(prompt="loop", max_tokens=300, request_id="x")
-    assert server.answer(request_id="x")["choices"][0]["text"] == "hi"
-    assert b'"cmpl-x"' in read_until(first, b"}}}")
+    for fields, asked in (
+        ({"prompt": ["say one", "say three"]}, [7, 9]),
+        ({"messages": HELLO}, [9]),
+    ):
+        for options in ({}, {"stream_options": {"continuous_usage_stats": True}}):
+            assert all("usage" not in event for event in stream(chat, **fields, **options))
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *events, last = stream(chat, **fields, stream_options=options)
+        ends = {event["choices"][0]["index"]: event["usage"] for event in events}
+        assert [ends[index]["prompt_tokens"] for index in sorted(ends)] == asked
+        counts = [usage["completion_tokens"] for usage in ends.values()]
+        assert last["usage"]["completion_tokens"] == sum(counts)
+        assert last["usage"]["prompt_tokens"] == sum(asked)
 
 
 def test_a_long_echo_is_text_at_once(monkeypatch):
@@ -222,16 +195,60 @@ def test_a_long_echo_is_text_at_once(monkeypatch):
     assert choice.text == "xé€" * 500 + "y"
 
 
-# The calls of `vllm bench serve` (vLLM's commit 02cfb53): --backend openai and openai-chat.
-BENCH = {"stream_options": {"include_usage": True}, "max_tokens": 4}
-BENCH_TEXT = {"prompt": "say hello", "repetition_penalty": 1.0, "logprobs": None}
-BENCH_CHAT = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]}
+# --------------------------------------------------------------------------------------------------
+# Chats
 
 
-@pytest.mark.parametrize("call", [BENCH_TEXT, BENCH_CHAT])
-@pytest.mark.parametrize("more", [{}, {"ignore_eos": True, "temperature": 0.0}])
-def test_vllms_load_generator_counts_its_tokens(chat, call, more):
-    """It needs a chunk with a choice, and a last one that has a usage and no choice."""
-    *events, last = stream(chat, **BENCH, **call, **more)
-    assert any(event["choices"] for event in events)
-    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4
+def test_variables_of_the_template(chat, tmp_path):
+    """They were refused by name; the server's own hold where a request has none."""
+    bpe_tokenizer([]).save(tmp_path)
+    template = "say {{ messages[0].content }}{{ ' thinks' if thinks }}{{ more }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    flags = ["--default-chat-template-kwargs", '{"thinks": true}']
+    with Server(*flags, directory=tmp_path) as server:
+        for variables, said in (
+            (None, " thinks"),
+            ({"more": [1, "<end>"]}, " thinks[1, '<end>']"),
+            ({"thinks": False, "self": 1, "more": "."}, "."),
+        ):
+            fields = {"chat_template_kwargs": variables}
+            answer = ask(server, **fields).json()
+            assert answer["choices"][0]["message"]["content"] == f"hello{said}"
+            tokens = server.http.post("/tokenize", json={"messages": HELLO} | fields).json()
+            assert bytes(tokens["tokens"]) == f"say hello{said}".encode()
+            assert tokens["count"] == answer["usage"]["prompt_tokens"]
+
+
+def test_chats_are_refused_with_reasons(chat, server):
+    error = error_of(ask(server))
+    assert "fake has no chat template" in error["message"] and error["param"] == "messages"
+    error = error_of(ask(chat, [{"role": "system", "content": "x"}]))
+    assert error["message"] == "no system message"
+
+
+def test_a_bos_comes_once_to_prompts_and_chats(tmp_path, uvicorn_ends_soon):
+    """
+    A tokenizer puts it before a prompt, a template before a conversation: a chat had two of them.
+    An echo has it only where it was sent.
+    """
+    tokenizer = bpe_tokenizer([])
+    end = tokenizer.names[256]
+    template = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 256)])
+    tokenizer.backend.post_processor = template
+    tokenizer.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}say {{ messages[0].content }}")
+    with Server(directory=tmp_path, tokenizer=load_tokenizer(tmp_path)) as server:
+        for fields, tokens in (
+            ({"prompt": "hi"}, [256, *b"hi"]),
+            ({"prompt": "hi", "add_special_tokens": False}, [*b"hi"]),
+            ({"messages": HELLO}, [256, *b"say hello"]),
+            ({"messages": HELLO, "add_special_tokens": True}, [256, 256, *b"say hello"]),
+        ):
+            assert server.http.post("/tokenize", json=fields).json()["tokens"] == tokens
+            post(server, **fields)
+            assert server.engine.added[-1]["prompt"] == tokens
+        for prompt, bos in (("say hi", ""), (f"{end}say hi", end), ([256, *b"say hi"], end)):
+            answer = server.answer(prompt, echo=True, return_token_ids=True)
+            assert answer["choices"][0]["text"] == f"{bos}say hihi"
+        logprobs = server.answer("say hi", echo=True, logprobs=0)["choices"][0]["logprobs"]
+        assert logprobs["tokens"][:2] == [end, "s"] and logprobs["text_offset"][:3] == [0, 0, 1]

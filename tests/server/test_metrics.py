@@ -28,9 +28,8 @@ def shown(house: House) -> dict[str, float]:
     for family in text_string_to_metric_families(house.get("/metrics").body):
         for sample in family.samples:
             assert sample.labels.pop("model_name") == "fake"
-            labels = ",".join(f"{name}={value}" for name, value in sample.labels.items())
-            name = sample.name.removeprefix("vllm:")
-            found[f"{name}{{{labels}}}" if labels else name] = sample.value
+            name = ":".join([sample.name.removeprefix("vllm:"), *sample.labels.values()])
+            found[name] = sample.value
     return found
 
 
@@ -41,39 +40,21 @@ class Watched:
         self.house = house
         self.before = shown(house)
 
-    def moved(self) -> dict[str, float]:
-        """{name: by how much}, for a gauge its value; buckets and times of creation aside."""
+    def moved(self) -> str:
+        """
+        A line for each number that moved: its name, and by how much; of a histogram its count and
+        its sum; of a gauge its value, if it is not 0. In alphabetical order.
+        """
         after = shown(self.house)
         moves = {}
         for name, value in after.items():
-            if re.search(r"_bucket|_created", name):
-                continue
-            if name in GAUGES:
-                moves[name] = value
-            elif value != self.before.get(name, 0):
-                moves[name] = round(value - self.before.get(name, 0), 6)
+            change = value - (0 if name in GAUGES else self.before.get(name, 0))
+            if change and not re.search("_bucket|_created|_sum", name):
+                total = name.replace("_count", "_sum")
+                sums = f" {after[total] - self.before[total]:g}" if total != name else ""
+                moves[name.replace("_total", "")] = f"{change:g}{sums}"
         self.before = after
-        return {name: value for name, value in moves.items() if value != 0}
-
-
-def observed(name: str, *values: float) -> dict[str, float]:
-    """What a histogram shows of these values."""
-    shown = {f"{name}_count": len(values), f"{name}_sum": round(sum(values), 6)}
-    return {name: value for name, value in shown.items() if value}
-
-
-def success(reason: str, count: int = 1) -> dict[str, float]:
-    return {f"request_success_total{{finished_reason={reason}}}": count}
-
-
-def refused(status: int, count: int = 1) -> dict[str, float]:
-    return {f"pagedgpt:requests_refused_total{{status={status}}}": count}
-
-
-def gauges(running: float, waiting: float, usage: float) -> dict[str, float]:
-    """As `Watched.moved` has them, that is without those that are 0."""
-    values = dict(zip(GAUGES, (running, waiting, usage), strict=True))
-    return {name: value for name, value in values.items() if value}
+        return "".join(f"{name} {moves[name]}\n" for name in sorted(moves))
 
 
 @pytest.fixture
@@ -87,43 +68,37 @@ def watched(house):
     return Watched(house)
 
 
-FIRST = "time_to_first_token_seconds"
-BETWEEN = "inter_token_latency_seconds"
-WHOLE = "e2e_request_latency_seconds"
-DECODE = "request_decode_time_seconds"
-QUEUE = "request_queue_time_seconds"
-PREFILL = "request_prefill_time_seconds"
-PROMPT = "request_prompt_tokens"
-LENGTH = "request_generation_tokens"
-LONGEST = "request_max_num_generation_tokens"
-
-
-def tokens(generated: int, prompt: int = 0) -> dict[str, float]:
-    counts = {"generation_tokens_total": generated, "prompt_tokens_total": prompt}
-    return {name: count for name, count in counts.items() if count}
-
-
-def ended(reason: str, whole: float, decode: float, prompt: int, length: int) -> dict[str, float]:
-    """What a choice adds when it ends."""
-    times = observed(WHOLE, whole) | observed(DECODE, decode)
-    return times | observed(PROMPT, prompt) | observed(LENGTH, length) | success(reason)
-
-
 def test_the_numbers_of_one_request(house, watched):
-    """
-    First token after 3 s, two more 0.5 s later (0.25 s each), the last one after another second.
-    """
+    """First token after 3 s, two more 0.5 s later (0.25 s each), the last after another second."""
     house.ask("abcde", max_tokens=40)
     house.clock.run(3)
     house.engine.step({"0": b"x"})
-    assert watched.moved() == observed(FIRST, 3) | tokens(1, prompt=5)
+    assert (
+        watched.moved()
+        == """\
+generation_tokens 1
+prompt_tokens 5
+time_to_first_token_seconds_count 1 3
+"""
+    )
     house.clock.run(0.5)
     house.engine.step({"0": b"yz"})
-    assert watched.moved() == observed(BETWEEN, 0.25) | tokens(2)
+    assert watched.moved() == "generation_tokens 2\ninter_token_latency_seconds_count 1 0.25\n"
     house.clock.run(1)
     house.engine.step({"0": b"!"}, "length")
-    last = observed(BETWEEN, 1) | tokens(1)
-    assert watched.moved() == last | ended("length", 4.5, 1.5, 5, 4) | observed(LONGEST, 4)
+    assert (
+        watched.moved()
+        == """\
+e2e_request_latency_seconds_count 1 4.5
+generation_tokens 1
+inter_token_latency_seconds_count 1 1
+request_decode_time_seconds_count 1 1.5
+request_generation_tokens_count 1 4
+request_max_num_generation_tokens_count 1 4
+request_prompt_tokens_count 1 5
+request_success:length 1
+"""
+    )
 
 
 def test_the_numbers_of_several_choices(house, watched):
@@ -134,66 +109,97 @@ def test_the_numbers_of_several_choices(house, watched):
     house.ask(["abc", "de"], n=2, max_tokens=7)
     house.clock.run(1)
     house.engine.step({"0": b"x", "0.1": b"y"})
-    first = observed(FIRST, 1, 1) | tokens(2, prompt=3)
-    assert watched.moved() == first
+    assert (
+        watched.moved()
+        == """\
+generation_tokens 2
+prompt_tokens 3
+time_to_first_token_seconds_count 2 2
+"""
+    )
     house.clock.run(1)
     house.engine.step({"0": b"x"}, "length")
-    last = observed(BETWEEN, 1) | tokens(1)
-    assert watched.moved() == last | ended("length", 2, 1, 3, 2)
+    assert (
+        watched.moved()
+        == """\
+e2e_request_latency_seconds_count 1 2
+generation_tokens 1
+inter_token_latency_seconds_count 1 1
+request_decode_time_seconds_count 1 1
+request_generation_tokens_count 1 2
+request_prompt_tokens_count 1 3
+request_success:length 1
+"""
+    )
     house.clock.run(1)
     house.engine.step({"0.1": b"abc"}, "stop")
-    last = observed(BETWEEN, 2 / 3) | tokens(3)
-    assert watched.moved() == last | ended("stop", 3, 2, 3, 4) | observed(LONGEST, 4)
-    # the second prompt: its second choice has the first tokens
-    house.engine.step({"1.1": b"x"}, "length")
-    only = observed(FIRST, 3) | tokens(1)
-    assert watched.moved() == only | ended("length", 3, 0, 2, 1)
+    house.engine.step({"1.1": b"x"}, "length")  # the second prompt: its second choice comes first
+    assert (
+        watched.moved()
+        == """\
+e2e_request_latency_seconds_count 2 6
+generation_tokens 4
+inter_token_latency_seconds_count 1 0.666667
+request_decode_time_seconds_count 2 2
+request_generation_tokens_count 2 5
+request_max_num_generation_tokens_count 1 4
+request_prompt_tokens_count 2 5
+request_success:length 1
+request_success:stop 1
+time_to_first_token_seconds_count 1 3
+"""
+    )
     house.engine.step({"1": b"xy"}, "length")
-    only = observed(FIRST, 3) | tokens(2, prompt=2)
-    assert watched.moved() == only | ended("length", 3, 0, 2, 2) | observed(LONGEST, 2)
+    assert (
+        watched.moved()
+        == """\
+e2e_request_latency_seconds_count 1 3
+generation_tokens 2
+prompt_tokens 2
+request_decode_time_seconds_count 1 0
+request_generation_tokens_count 1 2
+request_max_num_generation_tokens_count 1 2
+request_prompt_tokens_count 1 2
+request_success:length 1
+time_to_first_token_seconds_count 1 3
+"""
+    )
 
 
 def test_a_stop_string_counts_no_token_after_it(house, watched):
-    """
-    Generated they were, so they count as work; the answer's length is what the client was charged
-    for.
-    """
+    """They were generated, so they count as work; the answer's length is what is charged for."""
     house.ask("ab", max_tokens=9, stop="yz")
     house.engine.step({"0": b"xyzab"})
     moved = watched.moved()
-    assert moved["generation_tokens_total"] == 5 and moved[f"{LENGTH}_sum"] == 3
-    assert moved["request_success_total{finished_reason=stop}"] == 1
-    assert [message["id"] for message in house.engine.of("abort")] == ["0"]
+    assert "\ngeneration_tokens 5\n" in moved and "\nrequest_generation_tokens_count 1 3\n" in moved
+    assert "\nrequest_success:stop 1\n" in moved
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_hangs_up_is_an_abort_for_each_choice_that_ran(house, watched, stream):
-    """Not for those that had ended; and nobody was refused."""
+def test_calls_that_do_not_end_well(house, watched, stream):
+    """
+    Each choice that ran has ended somehow, but not those that had ended before. A client that hangs
+    up was not refused; nor was one whose stream had begun, with a 200.
+    """
     caller = house.ask("ab", n=3, stream=stream)
     house.engine.step({"0": b"x"}, "length")
     watched.moved()
     caller.hang_up()
-    assert watched.moved() == success("abort", 2)
-    assert not house.choices
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind, status", [("invalid", 400), ("full", 429), ("internal", 500)])
-def test_what_the_engine_refuses_is_an_error_for_each_choice(house, watched, kind, status, stream):
-    caller = house.ask(["ab", "c"], stream=stream)
-    house.engine.say({"op": "error", "id": "1", "message": "no", "kind": kind})
-    assert caller.answer().status == status
-    assert watched.moved() == success("error", 2) | refused(status)
-
-
-def test_an_error_after_the_headers_is_no_refusal(house, watched):
-    """Its status was 200; its choice ended with an error all the same."""
-    caller = house.ask(stream=True)
-    house.engine.step({"0": b"x"})
+    assert watched.moved() == "request_success:abort 2\n"
+    house.ask(["ab", "c"], stream=stream)
+    error = {"op": "error", "message": "no", "kind": "invalid"}
+    house.engine.say(error | {"id": "2"})
+    assert watched.moved() == "pagedgpt:requests_refused:400 1\nrequest_success:error 2\n"
+    house.ask(stream=stream)
+    house.engine.step({"3": b"x"})
     watched.moved()
-    house.engine.say({"op": "error", "id": "0", "message": "no", "kind": "internal"})
-    assert caller.events[-1]["error"]["message"] == "no"
-    assert watched.moved() == success("error")
+    house.engine.say(error | {"id": "3"})
+    refused = "" if stream else "pagedgpt:requests_refused:400 1\n"
+    assert watched.moved() == f"{refused}request_success:error 1\n"
+    half = house.connect()
+    half.send(request("POST", "/v1/completions", {"prompt": "a"})[:-1])
+    half.hang_up()
+    assert watched.moved() == ""
 
 
 REFUSALS = {
@@ -204,12 +210,15 @@ REFUSALS = {
     405: ("DELETE", "/v1/completions", None, {}),
     413: ("POST", "/v1/completions", b" " * 2000, {}),
     431: ("GET", "/livez", None, {f"A{number}": "b" for number in range(200)}),
+    500: ("POST", "/tokenize", {"prompt": "a"}, {}),
 }
 
 
 def test_each_refusal_counts_once_by_its_status():
     key = {"Authorization": "Bearer sesame"}
-    with House("--max-body-mib", "0.001", keys=["sesame"]) as house:
+    flags = ["--request-seconds", "5", "--max-num-seqs", "1", "--max-queue", "0"]
+    with House("--max-body-mib", "0.001", *flags, keys=["sesame"]) as house:
+        house.service.encoder_job = lambda body: {}["a bug"]
         get = house.get
         house.get = lambda path: get(path, **key)
         watched = Watched(house)
@@ -218,43 +227,42 @@ def test_each_refusal_counts_once_by_its_status():
                 caller = house.call(method, path, body, **(key | headers))
                 assert caller.answer().status == status
                 caller.hang_up()
-            assert watched.moved() == refused(status, 2)
+            assert watched.moved() == f"pagedgpt:requests_refused:{status} 2\n"
         house.connect().send(b"this is no HTTP\r\n\r\n")
-        assert watched.moved() == refused(400)
-
-
-def test_half_a_body_and_gone_is_no_refusal(house, watched):
-    caller = house.connect()
-    caller.send(request("POST", "/v1/completions", {"prompt": "a"})[:-1])
-    caller.hang_up()
-    assert watched.moved() == {}
-
-
-def test_a_deadline_and_a_full_queue_count(house):
-    with House("--request-seconds", "5", "--max-num-seqs", "1", "--max-queue", "0") as house:
-        watched = Watched(house)
-        first, second = house.ask(), house.ask()
-        assert second.answer().status == 429 and watched.moved() == refused(429)
+        assert watched.moved() == "pagedgpt:requests_refused:400 1\n"
+        for _ in range(2):  # a full queue, and a deadline
+            house.call("POST", "/v1/completions", {"prompt": [1]}, **key)
+        assert watched.moved() == "pagedgpt:requests_refused:429 1\n"
         house.clock.run(5)
-        assert first.answer().status == 503 and watched.moved() == success("error") | refused(503)
+        assert watched.moved() == "pagedgpt:requests_refused:503 1\nrequest_success:error 1\n"
 
 
-def test_a_bug_counts_as_a_500(house, watched):
-    house.service.encode = lambda request: {}["a bug"]
-    assert house.ask().answer().status == 500 and watched.moved() == refused(500)
-
-
-def test_what_the_engine_says_of_itself_is_shown(house, watched):
+def test_the_engines_own_numbers_are_shown(house, watched):
     """
     Gauges as they are, also when they fall; totals and delays once each, under their own names.
     """
     house.engine.step(running=3, waiting=2, kv_usage=0.75, queries=20, hits=8, preemptions=1)
-    moved = gauges(3, 2, 0.75) | {"prefix_cache_queries_total": 20, "prefix_cache_hits_total": 8}
-    assert watched.moved() == moved | {"num_preemptions_total": 1}
+    assert (
+        watched.moved()
+        == """\
+kv_cache_usage_perc 0.75
+num_preemptions 1
+num_requests_running 3
+num_requests_waiting 2
+prefix_cache_hits 8
+prefix_cache_queries 20
+"""
+    )
     house.engine.step(queries=26, hits=8, preemptions=3, waited=[0.5, 0.25], prefilled=[2.0])
-    moved = {"prefix_cache_queries_total": 6, "num_preemptions_total": 2}
-    moved |= observed(QUEUE, 0.5, 0.25) | observed(PREFILL, 2)
-    assert watched.moved() == moved
+    assert (
+        watched.moved()
+        == """\
+num_preemptions 2
+prefix_cache_queries 6
+request_prefill_time_seconds_count 1 2
+request_queue_time_seconds_count 2 0.75
+"""
+    )
 
 
 def test_totals_go_on_after_another_engine(house, watched):
@@ -266,64 +274,59 @@ def test_totals_go_on_after_another_engine(house, watched):
     house.engine.ready()
     house.engine.step(queries=2, hits=0)
     house.engine.step(queries=3, hits=4)
-    assert watched.moved() == {"prefix_cache_queries_total": 10, "prefix_cache_hits_total": 10}
+    assert watched.moved() == "prefix_cache_hits 10\nprefix_cache_queries 10\n"
 
 
-def test_buckets_are_those_that_a_value_is_not_above(house, watched):
-    """
-    For each histogram: at the bound is inside. The bounds are the ones that vLLM's boards ask for.
-    """
-    house.ask("a" * 5, max_tokens=20)
-    house.clock.run(2.5)
-    house.engine.step({"0": b"x"})
-    house.clock.run(5)
-    house.engine.step({"0": b"y"}, "length", waited=[0.3], prefilled=[480])
-    at = {FIRST: 2.5, BETWEEN: 5, WHOLE: 7.5, DECODE: 5, QUEUE: 0.3, PREFILL: 480}
-    at |= {PROMPT: 5, LENGTH: 2, LONGEST: 2}
-    bounds = {FIRST: metrics.FIRST_TOKENS, BETWEEN: metrics.TOKEN_GAPS}
-    bounds |= dict.fromkeys((WHOLE, DECODE, QUEUE, PREFILL), metrics.LATENCIES)
-    bounds |= dict.fromkeys((PROMPT, LENGTH, LONGEST), metrics.LENGTHS)
-    samples = shown(house)
-    for name, value in at.items():
-        found = {key: count for key, count in samples.items() if key.startswith(f"{name}_bucket")}
-        wanted = {
-            f"{name}_bucket{{le={float(bound)}}}": float(value <= bound) for bound in bounds[name]
-        }
-        assert found == wanted | {f"{name}_bucket{{le=+Inf}}": 1.0}
-
-
-# What the twelve panels of vLLM's Grafana board ask for, all of a histogram where there is one
-# (examples/observability/prometheus_grafana/grafana.json).
-GRAFANA_BOARD = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
-GRAFANA_BOARD |= {"prompt_tokens_total", "generation_tokens_total", "request_success_total"}
-GRAFANA_BOARD |= {
-    f"{name}_{part}"
-    for name in (FIRST, BETWEEN, WHOLE, DECODE, QUEUE, PREFILL, PROMPT, LENGTH, LONGEST)
-    for part in ("bucket", "sum", "count")
+# histogram, its bounds, a value of each: at the bound is inside
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("FIRST_TOKENS", 2.5),
+    "inter_token_latency_seconds": ("TOKEN_GAPS", 5),
+    "e2e_request_latency_seconds": ("LATENCIES", 7.5),
+    "request_decode_time_seconds": ("LATENCIES", 5),
+    "request_queue_time_seconds": ("LATENCIES", 0.3),
+    "request_prefill_time_seconds": ("LATENCIES", 480),
+    "request_prompt_tokens": ("LENGTHS", 5),
+    "request_generation_tokens": ("LENGTHS", 2),
+    "request_max_num_generation_tokens": ("LENGTHS", 2),
 }
-
-
-def test_the_panels_of_vllms_grafana_board_have_their_metrics(house):
-    """Also before anything was served."""
-    assert {name.partition("{")[0] for name in shown(house)} >= GRAFANA_BOARD
-
-
 # The whole of vLLM's own lists: https://docs.vllm.ai/en/stable/design/metrics
 VLLMS_BOUNDS = {
     "FIRST_TOKENS": "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 "
     "40 80 160 640 2560",
     "TOKEN_GAPS": "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80",
     "LATENCIES": "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680",
+    "LENGTHS": "1 2 5 10 20 50 100 500000",
 }
 
 
-@pytest.mark.parametrize("name", VLLMS_BOUNDS)
-def test_vllms_bounds_are_there_and_in_order(name):
-    bounds = list(getattr(metrics, name))
-    assert bounds == sorted(set(bounds)) and set(bounds) >= set(
-        map(float, VLLMS_BOUNDS[name].split())
-    )
-    assert metrics.LENGTHS[:7] == [1, 2, 5, 10, 20, 50, 100] and metrics.LENGTHS[-1] == 500_000
+def test_buckets_are_vllms(house):
+    """Its boards and rules ask for its bounds; there are finer ones beside them."""
+    house.ask("a" * 5, max_tokens=20)
+    house.clock.run(2.5)
+    house.engine.step({"0": b"x"})
+    house.clock.run(5)
+    house.engine.step({"0": b"y"}, "length", waited=[0.3], prefilled=[480])
+    samples = shown(house)
+    for name, (kind, value) in HISTOGRAMS.items():
+        bounds = getattr(metrics, kind)
+        assert bounds == sorted(set(bounds))
+        assert set(bounds) >= set(map(float, VLLMS_BOUNDS[kind].split()))
+        expected = {f"{name}_bucket:{float(bound)}": float(value <= bound) for bound in bounds}
+        buckets = {key: count for key, count in samples.items() if key.startswith(f"{name}_bucket")}
+        assert buckets == expected | {f"{name}_bucket:+Inf": 1.0}
+
+
+# What the twelve panels of vLLM's Grafana board ask for beside the histograms
+# (examples/observability/prometheus_grafana/grafana.json).
+GRAFANA_BOARD = "num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total "
+GRAFANA_BOARD += "generation_tokens_total request_success_total:stop request_success_total:length "
+GRAFANA_BOARD += "request_success_total:abort request_success_total:error"
+
+
+def test_the_panels_of_vllms_grafana_board_have_their_metrics(house):
+    """Also before anything was served."""
+    names = {f"{name}_{part}" for name in HISTOGRAMS for part in ("sum", "count", "bucket:+Inf")}
+    assert shown(house).keys() >= names | set(GRAFANA_BOARD.split())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -389,14 +392,6 @@ def driven_house(monkeypatch):
         yield house
 
 
-def gauges_of(moved: dict[str, float]) -> dict[str, float]:
-    return {name: moved[name] for name in GAUGES if name in moved}
-
-
-def shows(moved: dict[str, float], wanted: dict[str, float]) -> bool:
-    return {name: moved.get(name, 0) for name in wanted} == wanted
-
-
 def usage(answer) -> tuple[int, int, int]:
     """Prompt tokens, completion tokens and cached ones of an answer."""
     counts = answer.json["usage"]
@@ -420,23 +415,32 @@ def test_the_numbers_of_a_real_engine(driven_house):
     driven.take_in()
     house.clock.run(2)
     driven.step()
-    moved = watched.moved()
-    assert gauges_of(moved) == gauges(2, 1, (3 + 2) / 10)
-    assert moved["prefix_cache_queries_total"] == 9 + 5 and "prefix_cache_hits_total" not in moved
-    assert shows(moved, observed(QUEUE, 2, 2) | observed(FIRST, 3, 3))
+    assert (
+        watched.moved()
+        == """\
+generation_tokens 2
+kv_cache_usage_perc 0.5
+num_requests_running 2
+num_requests_waiting 1
+prefix_cache_queries 14
+prompt_tokens 14
+request_prefill_time_seconds_count 2 0
+request_queue_time_seconds_count 2 4
+time_to_first_token_seconds_count 2 6
+"""
+    )
     for _ in range(2):
         driven.step()
     assert [usage(caller.answer()) for caller in callers[:2]] == [(9, 3, 0), (5, 3, 0)]
     moved = watched.moved()
-    assert gauges_of(moved) == gauges(0, 1, 0)
-    assert shows(moved, observed(PREFILL))
+    assert "num_requests_waiting 1\n" in moved and "num_requests_running" not in moved
     for _ in range(3):
         driven.step()
     assert usage(callers[2].answer()) == (9, 3, 8)
     moved = watched.moved()
-    assert moved["prefix_cache_queries_total"] == 9 and moved["prefix_cache_hits_total"] == 8
-    assert shows(moved, observed(QUEUE, 5))
-    assert not gauges_of(moved)
+    assert "prefix_cache_hits 8\nprefix_cache_queries 9\n" in moved
+    assert "request_queue_time_seconds_count 1 5\n" in moved and "num_requests" not in moved
+    assert "kv_cache_usage_perc" not in moved
 
 
 def test_a_key_has_a_prefix_cache_of_its_own_for_all_its_choices(monkeypatch):
@@ -465,9 +469,8 @@ def test_nothing_runs_after_the_last_client_hung_up(driven_house):
     watched = Watched(house)
     callers = [house.ask(prompt, max_tokens=9) for prompt in ("abcde", "fghij", "klmno")]
     driven.step()
-    assert watched.moved()["num_requests_waiting"] == 1
+    assert "num_requests_waiting 1\n" in watched.moved()
     for caller in callers:
         caller.hang_up()
     driven.step()
-    moved = watched.moved()
-    assert not gauges_of(moved) and shows(moved, success("abort", 3))
+    assert watched.moved() == "request_success:abort 3\n"

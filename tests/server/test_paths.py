@@ -1,4 +1,4 @@
-"""What other paths answer: models, the page for browsers, /openapi.json; and unknown paths."""
+"""What each path answers, and calls that are refused: the status, and words that say why."""
 
 from urllib.parse import quote
 
@@ -6,37 +6,150 @@ import pytest
 from wires import House
 
 from server import gate, welcome
+from server import text as text_module
+from server.text import TokenizerError
 
 
 @pytest.fixture(scope="module")
 def house():
-    with House() as house:
+    with House("--max-num-seqs", "8", "--max-queue", "8", "--max-body-mib", "0.1") as house:
         yield house
 
 
+def refusal_of(answer) -> tuple:
+    """Status, code and message of a refusal, after a check that it has OpenAI's shape alone."""
+    assert list(answer.json) == ["error"]
+    assert list(answer.json["error"]) == ["message", "type", "param", "code"]
+    assert ("retry-after" in answer.headers) == (answer.status in (429, 503))
+    return answer.status, answer.json["error"]["code"], answer.json["error"]["message"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+
+# call and body -> status, the field at fault, code, message ("..." stands for more words).
+# DEEP is a list in 90,000 others, NINES a number of 5,000 digits, LONG 90,000 characters.
+REFUSED = """
+POST /v1/completions {"prompt": -> 400 - - the body is not JSON: EOF while parsing a value at ...
+POST /v1/completions x -> 400 - - the body is not JSON: expected value at line 1 column 1
+POST /v1/completions [1] -> 400 - - the body must be a JSON object
+POST /v1/completions null -> 400 - - the body must be a JSON object
+POST /v1/completions {"prompt": "\xff"} -> 400 - - the body is not JSON: invalid unicode code point...
+POST /v1/completions {"prompt": "\\ud800"} -> 400 - - the body is not JSON: ...
+POST /v1/completions {"prompt": "a", "\\udc00": 1} -> 400 - - the body is not JSON: ...
+POST /v1/completions {"prompt": "a", "seed": 18446744073709551616} -> 400 seed - seed: input should...
+POST /v1/completions {"prompt": "a", "seed": NINES} -> 400 - - the body is not JSON: number out of ...
+POST /v1/completions {"prompt": "a", "top_p": NaN} -> 400 top_p - top_p: input should be a finite ...
+POST /v1/completions DEEP -> 400 - - the body is not JSON: recursion limit exceeded...
+POST /v1/completions {"user": DEEP -> 400 - - the body is not JSON: recursion limit exceeded...
+POST /v1/completions {"prompt": "a", "model": "LONG"} -> 404 model model_not_found there is no model 'xxx...
+POST /v1/completions LONGLONG -> 413 - - the body has more than 104857 bytes: shorten it or raise --max-body-mib
+POST /v1/completions {"prompt": "a", "model": ""} -> 404 model model_not_found there is no model '' here; there is 'fake'
+POST /v1/completions {"prompt": [18446744073709551616]} -> 400 prompt - token id 18446744073709551616 is outside the vocabulary, 0..256
+POST /v1/completions {"prompt": "a\0b"} -> 400 - - the body is not JSON: ...
+POST /v1/completions {"prompt": "a\\u0000b"} -> 400 prompt - character '\\x00' is not in the vocabulary
+POST /v1/completions {"prompt": "abcd", "max_tokens": 997} -> 400 max_tokens context_length_exceeded this model's maximum context length is 1000 tokens, 4 prompt tokens and max_tokens 997 make 1,001: shorten the prompt or lower max_tokens
+POST /v1/completions {"prompt": ["b", "abcd"], "max_tokens": 997} -> 400 max_tokens context_length_exceeded ...
+POST /v1/completions {"prompt": [1, 1, 1, 1], "max_tokens": 997} -> 400 max_tokens context_length_exceeded ...
+POST /v1/completions {"prompt": ["\\u0000", "a"], "n": 16} -> 400 prompt - 32 prompts x n in one call, at most 16 are taken: split it
+POST /v1/chat/completions {"messages": [{"role": "user", "content": "x"}]} -> 400 messages - fake has no chat template: use /v1/completions or put one into the checkpoint
+POST /tokenize {"messages": [{"role": "user", "content": "x"}]} -> 400 messages - fake has no chat ...
+POST /tokenize {"prompt": "a", "model": "other"} -> 404 model model_not_found there is no model 'other' here; ...
+POST /tokenize {} -> 400 prompt - prompt or messages must be sent, and not both
+POST /detokenize {"tokens": [97, 257]} -> 400 tokens - token id 257 is outside the vocabulary, 0..256
+GET /v1/models/other -> 404 model model_not_found there is no model 'other' here; there is 'fake'
+GET /v1/models/ -> 404 - - there is no GET /v1/models/ here; /openapi.json lists what there is
+GET /models -> 404 - - there is no GET /models here; call /v1/models, a base URL ends in /v1; /openapi.json lists what there is
+PUT /completions -> 404 - - there is no PUT /completions here; call /v1/completions, a base URL ...
+GET /LONG -> 404 - - there is no GET /xxx...
+DELETE /v1/completions -> 405 - - there is no DELETE /v1/completions here; /openapi.json lists what there is
+"""  # noqa: E501
+LONG_WORDS = {"DEEP": "[" * 90_000, "NINES": "9" * 5000, "LONG": "x" * 60_000}
+
+
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines(), ids=lambda row: row[:60].strip())
+def test_calls_that_are_refused(house, row):
+    call, expected = row.split(" -> ")
+    method, path, *body = call.split(" ", 2)
+    for word, long in LONG_WORDS.items():
+        body = [text.replace(word, long) for text in body]
+        path = path.replace(word, long)
+    answer = house.call(method, path, "".join(body).encode("latin-1")).answer()
+    status, code, message = refusal_of(answer)
+    param = answer.json["error"]["param"]
+    assert len(answer.body) < 1000 and answer.json["error"]["type"] == "invalid_request_error"
+    shown = f"{status} {param or '-'} {code or '-'} {message}"
+    assert shown == expected or (
+        expected.endswith("...") and shown.startswith(expected.removesuffix("..."))
+    )
+    assert not house.engine.of("add")
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/jsonp", "application/json-seq;"])
+def test_a_body_needs_the_type_of_json(house, kind):
+    """Against CSRF: a page of another origin may send other types without asking first."""
+    message = "the body must be JSON, sent with the header Content-Type: application/json"
+    body = {"tokens": [97, 256]}
+    answer = house.call("POST", "/detokenize", body, Content_Type=kind).answer()
+    assert refusal_of(answer) == (400, None, message)
+    taken = house.call("POST", "/detokenize", body, Content_Type="Application/JSON; charset=utf-8")
+    assert taken.answer().json == {"prompt": "a<end>"}
+
+
+@pytest.mark.parametrize("error", [TokenizerError("no such character"), text_module.EncoderBusy()])
+def test_refusals_of_the_encoder(house, monkeypatch, error):
+    async def ask(job):
+        raise error
+
+    monkeypatch.setattr(house.encoder, "ask", ask)
+    for path, body, param in (
+        ("/v1/completions", {"prompt": "a"}, "prompt"),
+        ("/tokenize", {"prompt": "a"}, "prompt"),
+        ("/detokenize", {"tokens": [1]}, "tokens"),
+    ):
+        answer = house.call("POST", path, body).answer()
+        is_busy = not str(error)
+        assert refusal_of(answer) == (
+            (429, "encoder_busy", "") if is_busy else (400, None, str(error))
+        )
+        assert answer.json["error"]["param"] == (None if is_busy else param)
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers
+
+
+def test_tokenize_and_detokenize_are_vllms(house):
+    body = {"prompt": "a€", "model": "fake", "return_token_strs": True}
+    answer = house.call("POST", "/tokenize", body).answer().json
+    assert answer == {
+        "count": 4, "max_model_len": 1000, "tokens": [97, 226, 130, 172],
+        "token_strs": ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"],
+    }  # fmt: skip
+    for ids, text in ((answer["tokens"], "a€"), ([], "")):
+        assert house.call("POST", "/detokenize", {"tokens": ids}).answer().json == {"prompt": text}
+        assert house.call("POST", "/tokenize", {"prompt": text}).answer().json["tokens"] == ids
+
+
 def test_a_model_is_described(house):
+    """It has no template, so it does not chat."""
     model = {
-        "id": "fake",
-        "object": "model",
-        "created": 1_700_000_000,
-        "owned_by": "pagedgpt",
-        "max_model_len": 1000,
-        "chat": False,  # it has no template
-    }
+        "id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "pagedgpt",
+        "max_model_len": 1000, "chat": False,
+    }  # fmt: skip
     assert house.get("/v1/models/fake").json == model
     assert house.get("/v1/models").json == {"object": "list", "data": [model]}
 
 
-@pytest.mark.parametrize("name", ["out/stdlib", "/data/model", "models/", "a b%2F"])
+@pytest.mark.parametrize("name", ["/data/model", "models/", "a b%2F", "a\udcff"])
 def test_one_model_is_found_by_its_name(name):
-    """It may be a path; clients write its slashes as they are, or not."""
+    """
+    It may be a path, whose bytes may be no UTF-8; clients write its slashes as they are, or not.
+    """
     with House("--served-model-name", name) as house:
+        name = name.replace("\udcff", "?")
         for path in (quote(name), quote(name, safe="")):
             assert house.get(f"/v1/models/{path}").json["id"] == name
-        missing = house.get("/v1/models/other")
-    assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
-    message = f"there is no model 'other' here; there is {name!r}"
-    assert missing.json["error"]["message"] == message
 
 
 def test_the_page_is_the_same_for_all():
@@ -55,36 +168,24 @@ def test_openapi_describes_what_is_taken(house):
     """Fuzzers and client generators read it."""
     document = house.get("/openapi.json").json
     calls = {
-        (method.upper(), path): call
+        (method.upper(), path): call.get("requestBody")
         for path, methods in document["paths"].items()
         for method, call in methods.items()
     }
     assert set(calls) == set(gate.calls_of(house.service.router))
-    for (method, _), call in calls.items():
-        assert ("requestBody" in call) == (method == "POST")
-    content = calls["POST", "/v1/completions"]["requestBody"]["content"]
+    assert all((method == "POST") == bool(body) for (method, _), body in calls.items())
     schema = {"$ref": "#/components/schemas/CompletionRequest"}
-    assert content == {"application/json": {"schema": schema}}
+    body = {"content": {"application/json": {"schema": schema}}}
+    assert calls["POST", "/v1/completions"] == body
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert fields["temperature"]["maximum"] == 2
 
 
-def test_unknown_paths_are_quoted_shortly(house):
-    answer = house.get("/" + "x" * 10_000)
-    assert answer.status == 404 and len(answer.body) < 1000
-    assert answer.json["error"]["message"].endswith("x here; /openapi.json lists what there is")
-
-
 @pytest.mark.parametrize(
-    "method, path, allowed",
-    [
-        ("DELETE", "/v1/completions", {"POST"}),
-        ("OPTIONS", "/v1/models", {"GET", "HEAD"}),
-        ("POST", "/v1/models/fake", {"GET", "HEAD"}),
-    ],
+    "call, allowed", [("DELETE /v1/completions", {"POST"}), ("OPTIONS /v1/models", {"GET", "HEAD"})]
 )
-def test_other_methods_learn_which_there_are(house, method, path, allowed):
-    answer = house.call(method, path).answer()
+def test_other_methods_learn_which_there_are(house, call, allowed):
+    answer = house.call(*call.split()).answer()
     assert (answer.status, set(answer.headers["allow"].split(", "))) == (405, allowed)
 
 
