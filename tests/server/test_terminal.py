@@ -137,7 +137,6 @@ def test_variables_want_a_template(run, checkpoint, tmp_path):
     load_tokenizer(checkpoint).save(tmp_path)
     result = run("--model", str(tmp_path), "--prompt", "x", *MOOD)
     assert result.problem.startswith("--default-chat-template-kwargs: ")
-    assert run("--prompt", "x", "--chat").problem == 2  # one of the two
 
 
 def test_the_seed_that_is_shown_gives_the_same_text(run):
@@ -247,28 +246,6 @@ def test_the_oldest_turns_make_room_for_new_ones(checkpoint, max_tokens, capsys)
         assert messages[:-1] == fitting and messages[-1]["role"] == "assistant"
         lengths.add(len(messages))
     assert len(lengths) > 2 and "forgot the 2 oldest messages" in capsys.readouterr().err
-
-
-def test_a_question_that_is_interrupted_before_its_answer_is_forgotten(monkeypatch, capsys):
-    lines = iter(["one", KeyboardInterrupt(), "two", "three", EOFError()])
-    asked = []
-
-    def read(prompt):
-        line = next(lines)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    def answer(args, engine, chat, messages):
-        asked.append([message["content"] for message in messages])
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return [*messages, {"role": "assistant", "content": "yes"}]
-
-    monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(terminal, "add_answer", answer)
-    terminal.converse(SimpleNamespace(model="m"), None, None)
-    assert asked == [["one"], ["one", "yes", "two"], ["one", "yes", "three"]]
 
 
 def test_ctrl_c_stops_an_answer_and_frees_its_blocks(capsys):
