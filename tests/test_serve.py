@@ -133,12 +133,6 @@ def test_a_first_line_comes_before_torch(command, tmp_path):
     assert second == "torch is imported" and done.stdout == ""
 
 
-def test_http_process_imports_no_torch():
-    """The HTTP process must start at once and stay small; only the engine's process needs torch."""
-    done = python("import sys, serve, server.app; assert 'torch' not in sys.modules")
-    assert done.returncode == 0, done.stderr
-
-
 def test_serve_itself_imports_no_packages():
     """
     `--prompt` and the engine's process do without starlette, uvicorn and pydantic; serving says
