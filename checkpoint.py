@@ -5,8 +5,8 @@ safetensors files beside the tokenizer's files.
     save_checkpoint(model, "out/stdlib")
     model = load_checkpoint("smollm2", device="cuda", dtype=torch.bfloat16)
 
-What others trained opens here, if it is of one of the families (families.py), and what is saved
-here opens in transformers and vLLM. Nothing that could run code is unpickled.
+Models that others trained open here, if they are of one of the families (families.py). A model that
+train.py made opens in transformers and vLLM. Nothing that could run code is unpickled.
 """
 
 import threading
@@ -27,7 +27,6 @@ from families import (
     CheckpointError,
     Family,
     family_named,
-    family_of,
     hub_config,
     hub_names,
     read_fields,
@@ -57,14 +56,14 @@ def save_checkpoint(model: GPT, directory: str | Path):
     """
     Write model.safetensors and config.json, each atomically. The tokenizer writes its own files
     beside them, before: config.json comes last, a directory without it holds no model. Raises
-    CheckpointError for a model that is of no family.
+    CheckpointError for a model that is neither a GPT-2 nor a Llama.
     """
     directory = Path(directory)
-    family = family_of(model.config)
+    saved = hub_config(model.config, model.wte.weight.dtype)
     directory.mkdir(parents=True, exist_ok=True)
-    save = partial(save_file, hub_weights(model, FAMILIES[family]), metadata={"format": "pt"})
+    weights = hub_weights(model, FAMILIES[saved["model_type"]])
+    save = partial(save_file, weights, metadata={"format": "pt"})
     write_atomically(directory / "model.safetensors", save)
-    saved = hub_config(model.config, family, model.wte.weight.dtype)
     write_json(directory / "config.json", saved)
 
 
@@ -74,12 +73,11 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
     ours = model.state_dict()
     if config.tied:
         del ours[HEAD]
+    family_prefix = "transformer." if family is GPT2 else "model."
     weights = {}
     for name, weight in ours.items():
-        if isinstance(module_of(model, name), RMSNorm):
-            weight = weight - family.norm_offset
         for hub_name, part in hub_parts(model, name, weight.cpu(), family).items():
-            prefix = "" if hub_name == HEAD else family.prefix
+            prefix = "" if hub_name == HEAD else family_prefix
             weights[prefix + hub_name] = part.contiguous()
             is_embedding = name.startswith(("wte.", "wpe.", "lm_head."))
             if family is GPT2 and not config.bias and not is_embedding:
@@ -112,9 +110,9 @@ def hub_parts(model: GPT, name: str, weight: torch.Tensor, family: Family) -> di
     is_transposed = is_layer and weight.ndim > 1 and family is GPT2
     if is_transposed:
         weight = weight.mT
-    theirs = hub_names(name, family)
-    rows = stacked_rows(model.config, name) if len(theirs) > 1 else [len(weight)]
-    return dict(zip(theirs, weight.split(rows), strict=True))
+    names = hub_names(name, family)
+    rows = stacked_rows(model.config, name) if len(names) > 1 else [len(weight)]
+    return dict(zip(names, weight.split(rows), strict=True))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,9 +154,9 @@ def load_config(directory: str | Path) -> GPTConfig:
 
 def tokenizers_end(directory: Path) -> dict:
     """The end of text that tokenizer_config.json names; of a chat's finetune it may alone do so."""
-    said = read_config(directory)
-    name = token_text(said.get("eos_token"))
-    tokens = said.get("added_tokens_decoder")
+    config = read_config(directory)
+    name = token_text(config.get("eos_token"))
+    tokens = config.get("added_tokens_decoder")
     if name and not tokens:  # older directories have them in tokenizer.json alone
         added = read_json(directory / "tokenizer.json").get("added_tokens") or []
         tokens = {token["id"]: token for token in added}
@@ -183,22 +181,15 @@ def load_checkpoint(
     family = family_named(without_nesting(read_json(directory / "config.json")))
     saved = SavedWeights(directory)
     config.tied = config.tied and not saved.has_own_head(family)
-    # First the sizes themselves: to build a model of a billion layers takes for ever, even without
-    # weights.
-    C = config.n_embd
-    sizes = {"wte.weight": (config.vocab_size, C), f"h.{config.n_layer - 1}.ln_1.weight": (C,)}
-    if family is not GPT2:  # it has a head_size of its own
-        sizes["h.0.attn.c_attn.weight"] = (config.n_head * config.head_size, C)  # q's part
-    saved.check({hub_names(name, family)[0]: shape for name, shape in sizes.items()})
     model = empty_model(config)
     ours = model.state_dict()
     if config.tied:
         del ours[HEAD]
-    wanted = {}
+    shapes = {}
     for name, weight in ours.items():
-        wanted |= hub_parts(model, name, weight, family)
-    saved.check({theirs: tuple(part.shape) for theirs, part in wanted.items()})
-    saved.check_rest(wanted)
+        for hub_name, part in hub_parts(model, name, weight, family).items():
+            shapes[hub_name] = tuple(part.shape)
+    saved.check(shapes)
     if check:
         check(model, dtype, device)
     weights = {}
@@ -208,8 +199,8 @@ def load_checkpoint(
         is_norm = isinstance(module_of(model, name), RMSNorm)
         kept = torch.float32 if is_norm else dtype
         weight = torch.empty(ours[name].shape, dtype=kept, device=device)
-        for theirs, part in hub_parts(model, name, weight, family).items():
-            part.copy_(saved.read(theirs))
+        for hub_name, part in hub_parts(model, name, weight, family).items():
+            part.copy_(saved.read(hub_name))
         weights[name] = weight.add_(family.norm_offset) if is_norm else weight
     if config.tied:
         weights[HEAD] = weights["wte.weight"]
@@ -264,25 +255,33 @@ class SavedWeights:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor as it is in the file: mapped, so in memory only where it is looked at."""
-        opened, there = self.files[name]
-        return opened.get_tensor(there)
+        opened, name_there = self.files[name]
+        return opened.get_tensor(name_there)
 
-    def check(self, wanted: dict[str, tuple[int, ...]]):
+    def check(self, shapes: dict[str, tuple[int, ...]]):
         """
-        Raises CheckpointError where a tensor is missing, has another shape than it has in `wanted`,
-        or numbers that are not read here.
+        Raises CheckpointError where a tensor is missing, has another shape than it has in `shapes`,
+        or numbers that are not read here; and for weights that the model does not have, unless it
+        computes the same without them.
         """
-        for name, shape in wanted.items():
-            found = "missing"
-            if name in self.files:
-                opened, there = self.files[name]
-                saved = opened.get_slice(there)
-                dtype = saved.get_dtype()
-                if dtype not in READABLE:
-                    raise unknown(f"the dtype of {there}", dtype, ", ".join(READABLE))
-                found = tuple(saved.get_shape())
-            if found != shape:
-                raise self.mismatch(f"{name} is {found}, wanted {shape}")
+        for name, shape in shapes.items():
+            if name not in self.files:
+                raise self.mismatch(f"{name} is missing, wanted {shape}")
+            opened, name_there = self.files[name]
+            saved = opened.get_slice(name_there)
+            dtype = saved.get_dtype()
+            if dtype not in READABLE:
+                raise unknown(f"the dtype of {name_there}", dtype, ", ".join(READABLE))
+            saved_shape = tuple(saved.get_shape())
+            if saved_shape != shape:
+                raise self.mismatch(f"{name} is {saved_shape}, wanted {shape}")
+        for name in self.files.keys() - shapes.keys() - {HEAD}:
+            # the hub's causal masks, and frequencies that are computed here
+            is_known = name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
+            # of a model saved without biases
+            is_zero = name.endswith(".bias") and not self.read(name).any()
+            if not (is_known or is_zero):
+                raise self.mismatch(f"{name} is no part of this model")
 
     def mismatch(self, what: str) -> CheckpointError:
         """The error, to be raised."""
@@ -297,19 +296,6 @@ class SavedWeights:
         if HEAD not in self.files or embedding not in self.files:
             return False
         return not torch.equal(self.read(HEAD).float(), self.read(embedding).float())
-
-    def check_rest(self, wanted: dict):
-        """
-        Raises CheckpointError for weights that the model does not have, unless it computes the same
-        without them.
-        """
-        for name in self.files.keys() - wanted.keys() - {HEAD}:
-            # the hub's causal masks, and frequencies that are computed here
-            is_known = name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
-            # of a model saved without biases
-            is_zero = name.endswith(".bias") and not self.read(name).any()
-            if not (is_known or is_zero):
-                raise self.mismatch(f"{name} is no part of this model")
 
 
 def without_prefix(name: str) -> str:

@@ -4,9 +4,9 @@ of model.py; a family is a row of the table `FAMILIES`: how config.json spells t
 GPTConfig, what it leaves unsaid because the family's class knows it, and the names of the weights.
 
     config = read_fields(parsed_config_json, parsed_generation_config_json)
-    saved = hub_config(config, family_of(config), torch.float32)     # and back
+    saved = hub_config(config, torch.float32)     # and back, for what train.py makes
 
-Whatever would change the computation and is not understood is refused by its name.
+A key that would change the computation and is not understood is refused by its name.
 """
 
 import math
@@ -76,17 +76,12 @@ GPT2_NAMES |= {
     "tied": "tie_word_embeddings",
 }
 BIASES = {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
-WINDOW = {"windows": "sliding_window"}  # one number there, see `read_windows`
-GEMMA_NAMES = (
-    FIELD_NAMES
-    | BIASES
-    | WINDOW
-    | {
-        "activation": "hidden_activation",
-        "attention_scale": "query_pre_attn_scalar",  # to the power of -0.5
-        "logit_softcap": "final_logit_softcapping",
-    }
-)
+# one number there, see `read_windows`
+WINDOW_NAMES = FIELD_NAMES | {"windows": "sliding_window"}
+GEMMA_NAMES = WINDOW_NAMES | BIASES
+GEMMA_NAMES["activation"] = "hidden_activation"
+GEMMA_NAMES["attention_scale"] = "query_pre_attn_scalar"  # to the power of -0.5
+GEMMA_NAMES["logit_softcap"] = "final_logit_softcapping"
 
 # Keys that published files leave out, with the defaults of transformers' classes: a file that lacks
 # another key is refused. GPT-2's oldest files leave out nearly all, and our defaults are its own.
@@ -112,8 +107,6 @@ GPT2_DEFAULTS["eos_token_id"] = DEFAULT_EOS
 class Family(NamedTuple):
     """How the hub keeps models of one class."""
 
-    architecture: str  # the name of transformers' class
-    prefix: str  # of the weights' names
     weights: dict  # our module -> theirs, without the prefix
     names: dict  # our field -> its name in config.json
     fields: dict  # our fields that config.json never has
@@ -122,46 +115,34 @@ class Family(NamedTuple):
     norm_offset: float = 0.0  # Gemma keeps the weights of norms less 1
 
 
-GPT2 = Family("GPT2LMHeadModel", "transformer.", {}, GPT2_NAMES, {}, GPT2_DEFAULTS)
-LLAMA = Family(
-    architecture="LlamaForCausalLM",
-    prefix="model.",
-    weights=WEIGHT_NAMES,
-    names=FIELD_NAMES | BIASES | {"mlp_bias": "mlp_bias"},
-    fields={"norm": "rms", "bias": False, "gated": True},
-    defaults=ROPE_DEFAULTS | {"eos_token_id": 2},
-)
-MISTRAL = LLAMA._replace(
-    architecture="MistralForCausalLM",
-    names=FIELD_NAMES | WINDOW,
-)
-QWEN2 = LLAMA._replace(
-    architecture="Qwen2ForCausalLM",
-    names=FIELD_NAMES | WINDOW,
-    fields=LLAMA.fields | {"qkv_bias": True},
-    defaults=QWEN_DEFAULTS,
+ROPED = {"norm": "rms", "bias": False, "gated": True}
+GPT2 = Family({}, GPT2_NAMES, {}, GPT2_DEFAULTS)
+LLAMA_NAMES = FIELD_NAMES | BIASES | {"mlp_bias": "mlp_bias"}
+LLAMA = Family(WEIGHT_NAMES, LLAMA_NAMES, ROPED, ROPE_DEFAULTS | {"eos_token_id": 2})
+MISTRAL = LLAMA._replace(names=WINDOW_NAMES)
+QWEN2 = Family(
+    WEIGHT_NAMES,
+    WINDOW_NAMES,
+    ROPED | {"qkv_bias": True},
+    QWEN_DEFAULTS,
     slides=lambda saved, i: i >= saved["max_window_layers"],
 )
-QWEN3 = QWEN2._replace(
-    architecture="Qwen3ForCausalLM",
-    names=FIELD_NAMES | BIASES | WINDOW,
-    fields=LLAMA.fields | {"qk_norm": True},
-)
-GEMMA2 = LLAMA._replace(
-    architecture="Gemma2ForCausalLM",
-    weights=GEMMA_WEIGHTS,
-    names=GEMMA_NAMES | {"attention_softcap": "attn_logit_softcapping"},
-    fields=LLAMA.fields | {"post_norm": True},
-    defaults=GEMMA_DEFAULTS,
+QWEN3 = QWEN2._replace(names=WINDOW_NAMES | BIASES, fields=ROPED | {"qk_norm": True})
+GEMMA2 = Family(
+    GEMMA_WEIGHTS,
+    GEMMA_NAMES | {"attention_softcap": "attn_logit_softcapping"},
+    ROPED | {"post_norm": True},
+    GEMMA_DEFAULTS,
     slides=lambda saved, i: i % 2 == 0,
     norm_offset=1.0,
 )
-GEMMA3 = GEMMA2._replace(
-    architecture="Gemma3ForCausalLM",
-    names=GEMMA_NAMES,
-    fields=GEMMA2.fields | {"qk_norm": True},
-    defaults=GEMMA3_DEFAULTS,
+GEMMA3 = Family(
+    GEMMA_WEIGHTS,
+    GEMMA_NAMES,
+    ROPED | {"post_norm": True, "qk_norm": True},
+    GEMMA3_DEFAULTS,
     slides=lambda saved, i: (i + 1) % window_period(saved) != 0,
+    norm_offset=1.0,
 )
 FAMILIES = {  # config.json's model_type -> its family
     "gpt2": GPT2,
@@ -198,8 +179,6 @@ NOTES = re.compile(
     """,
     re.VERBOSE,
 )
-# the hub's word for a layer that has no window, and for one that has
-LAYER_KINDS = ("full_attention", "sliding_attention")
 # the numbers that make up each kind of rotary positions
 ROPE_TYPES = {"default": ["rope_theta"], "linear": ["rope_theta", "factor"]}
 ROPE_TYPES["llama3"] = [*ROPE_TYPES["linear"], "low_freq_factor", "high_freq_factor"]
@@ -213,70 +192,37 @@ def hub_names(name: str, family: Family) -> list[str]:
     module, kind = name.rsplit(".", 1)
     layer = "".join(re.findall(r"^h\.(\d+)", module))
     module = re.sub(r"^h\.\d+", "h.{}", module)
-    theirs = family.weights.get(module, module).format(layer)
-    return [f"{their}.{kind}" for their in theirs.split()]
+    hub_modules = family.weights.get(module, module).format(layer)
+    return [f"{hub_module}.{kind}" for hub_module in hub_modules.split()]
 
 
 # --------------------------------------------------------------------------------------------------
 # GPTConfig -> config.json
 
 
-def family_of(config: GPTConfig) -> str:
+def hub_config(config: GPTConfig, dtype: torch.dtype) -> dict:
     """
-    The family whose config.json says all of this configuration. Raises CheckpointError where none
-    does.
+    The content of config.json for a GPT-2 or a Llama, which train.py makes, in a spelling that
+    transformers 4 and 5 read. Raises CheckpointError for another model.
     """
-    for name in FAMILIES:
-        try:
-            read = read_fields(hub_config(config, name, torch.float32))
-        except (ValueError, KeyError, ArithmeticError):
-            continue  # this family has no words for it
-        read.dropout = config.dropout  # a matter of training: the file of GPT-2 alone says it
-        if read == config:
-            return name
-    raise CheckpointError(
-        f"no family of models computes {config}; there are {', '.join(FAMILIES)}: change a field"
-    )
-
-
-def hub_config(config: GPTConfig, name: str, dtype: torch.dtype) -> dict:
-    """The content of config.json, in a spelling that transformers 4 and 5 read."""
-    family = FAMILIES[name]
-    saved = {theirs: getattr(config, ours) for ours, theirs in family.names.items()}
-    saved["model_type"] = name
-    saved["architectures"] = [family.architecture]
+    name = "llama" if config.rope else "gpt2"
+    saved = {key: getattr(config, field) for field, key in FAMILIES[name].names.items()}
     ends = list(config.eos_token_ids)
+    saved["model_type"] = name
     saved["eos_token_id"] = ends if len(ends) > 1 else config.eos_token_id
     saved["bos_token_id"] = config.eos_token_id
     saved["dtype"] = str(dtype).removeprefix("torch.")
-    if family is GPT2:
+    if config.rope:
+        saved["architectures"] = ["LlamaForCausalLM"]
+        [saved["rope_theta"], *_] = [rope.theta for rope in config.rope.values()]
+    else:
+        saved["architectures"] = ["GPT2LMHeadModel"]
         saved["embd_pdrop"] = config.dropout
         saved["attn_pdrop"] = config.dropout
-        return saved
-    if config.activation == "gelu_new":
-        saved[family.names["activation"]] = "gelu_pytorch_tanh"
-    window = max(config.windows)
-    if "windows" in family.names:
-        saved["sliding_window"] = window or None
-    if "layer_types" in family.defaults:
-        saved["layer_types"] = [LAYER_KINDS[size > 0] for size in config.windows]
-    if "use_sliding_window" in family.defaults:
-        saved["use_sliding_window"] = window > 0
-    if "attention_scale" in family.names:
-        saved["query_pre_attn_scalar"] = round(config.attention_scale**-2)
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if key in saved:
-            saved[key] = saved[key] or None  # to transformers, 0 is a cap
-    rope = config.rope.get(0) or next(iter(config.rope.values()), Rope(0.0))
-    saved["rope_theta"] = rope.theta
-    if window and "rope_local_base_freq" in family.defaults:
-        saved["rope_local_base_freq"] = config.rope[window].theta
-    scaling = {"rope_type": "linear", "factor": rope.factor}
-    if rope.llama3:
-        scaling["rope_type"] = "llama3"
-        scaling |= zip(ROPE_TYPES["llama3"][2:], rope.llama3, strict=True)
-    if rope.llama3 or rope.factor != 1:
-        saved["rope_scaling"] = scaling
+    read = read_fields(saved)
+    read.dropout = config.dropout  # a matter of training: GPT-2's file alone has it
+    if read != config:
+        raise CheckpointError(f"only a GPT-2 or a Llama can be saved, this is {config}")
     return saved
 
 
@@ -284,10 +230,10 @@ def hub_config(config: GPTConfig, name: str, dtype: torch.dtype) -> dict:
 # config.json -> GPTConfig
 
 
-def unknown(key: str, value, wanted: str) -> CheckpointError:
+def unknown(key: str, value, computed: str) -> CheckpointError:
     """The error, to be raised, for what would change the computation and is not understood."""
     return CheckpointError(
-        f"{key} is {value!r:.200}, this code computes only {wanted}: vLLM serves such a directory"
+        f"{key} is {value!r:.200}, this code computes only {computed}: vLLM serves such a directory"
     )
 
 
@@ -318,23 +264,23 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
     for key in family.names.values():
         if key not in saved:
             raise CheckpointError(f"{key} is missing: restore or download the file")
-    ours = {field: saved[key] for field, key in family.names.items()}
-    ours["eos_token_ids"] = read_eos(saved, *others)
-    name = ours["activation"]
-    ours["activation"] = ACTIVATION_NAMES.get(name, name)
-    if ours["activation"] not in ACTIVATIONS:
+    fields = {field: saved[key] for field, key in family.names.items()}
+    fields["eos_token_ids"] = read_eos(saved, *others)
+    name = fields["activation"]
+    fields["activation"] = ACTIVATION_NAMES.get(name, name)
+    if fields["activation"] not in ACTIVATIONS:
         raise unknown(family.names["activation"], name, ", ".join(ACTIVATIONS))
     if family is GPT2:
-        return GPTConfig(**ours)
-    check_size("num_hidden_layers", ours["n_layer"], 2**16)
-    ours["windows"] = read_windows(saved, family, ours["n_layer"])
-    ours["rope"] = read_ropes(saved, ours["windows"])
-    if "attention_scale" in ours:  # Gemma
-        ours["attention_scale"] **= -0.5
-        ours["embedding_scale"] = ours["n_embd"] ** 0.5
+        return GPTConfig(**fields)
+    check_size("num_hidden_layers", fields["n_layer"], 2**16)
+    fields["windows"] = read_windows(saved, family, fields["n_layer"])
+    fields["rope"] = read_ropes(saved, fields["windows"])
+    if "attention_scale" in fields:  # Gemma
+        fields["attention_scale"] **= -0.5
+        fields["embedding_scale"] = fields["n_embd"] ** 0.5
         for field in ("attention_softcap", "logit_softcap"):
-            ours[field] = ours.get(field) or 0.0
-    return GPTConfig(**ours | family.fields)
+            fields[field] = fields.get(field) or 0.0
+    return GPTConfig(**fields | family.fields)
 
 
 def check_keys(saved: dict, family: Family):
@@ -343,10 +289,10 @@ def check_keys(saved: dict, family: Family):
     for key, value in saved.items():
         if key in understood or NOTES.fullmatch(key):
             continue
-        wanted = FIXED_OPTIONS.get(key)
-        is_off = not value and not wanted  # false, null, 0, an empty list
-        if value != wanted and not is_off:
-            raise unknown(key, value, repr(wanted) if wanted else "models without it")
+        computed = FIXED_OPTIONS.get(key)
+        is_off = not value and not computed  # false, null, 0, an empty list
+        if value != computed and not is_off:
+            raise unknown(key, value, repr(computed) if computed else "models without it")
 
 
 def read_windows(saved: dict, family: Family, n_layer: int) -> tuple[int, ...]:

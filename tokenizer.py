@@ -25,7 +25,6 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from common import MALFORMED, missing_file, read_json, write_atomically, write_json
 
-MAX_NAME = 1024  # characters of an added token; real ones have up to 40
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -77,10 +76,6 @@ class Tokenizer:
         self.names = {i: name for name, i in pairs if backend.id_to_token(i) == name}
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.eos_token_id: int | None = self.control.get(eos_token)
-        # of two names that begin alike the longer one counts; (?!) matches nothing
-        longest_first = sorted(self.control, key=len, reverse=True)
-        any_name = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self.control_names = re.compile(f"({any_name})")
         steps = [state(backend.normalizer), state(backend.pre_tokenizer)]
         self.has_known_pattern = "Regex" not in str(steps)
         empty = backend.encode("")  # to which a beginning-of-text token is added, or none
@@ -102,7 +97,7 @@ class Tokenizer:
         stand_ins: dict[int, str] | None = None,
     ) -> list[int]:
         """
-        Token ids of a text, or of bytes. Raises TokenizerError.
+        Token ids of a text; with a byte-level vocabulary also of bytes. Raises TokenizerError.
 
         allow_special: the name of a control token in it is that token, as in transformers;
         otherwise it is text.
@@ -113,7 +108,7 @@ class Tokenizer:
         replaced, never becomes a control token (see server/text.py).
         """
         if isinstance(text, bytes):
-            return self._encode_bytes(text, allow_special)
+            return self._encode_bytes(text)
         self.backend.encode_special_tokens = not allow_special
         if stand_ins:
             return self._encode_disguised(text, stand_ins)
@@ -161,23 +156,16 @@ class Tokenizer:
                 )
         return ids
 
-    def _encode_bytes(self, data: bytes, allow_special: bool) -> list[int]:
-        """What is not UTF-8 is encoded byte by byte, so that it comes back."""
+    def _encode_bytes(self, data: bytes) -> list[int]:
+        """Bytes that are not UTF-8 are encoded one by one, so that they come back."""
         text = data.decode("utf-8", "surrogateescape")  # such a byte becomes U+DC80..U+DCFF
         ids = []
         for number, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
             if number % 2:  # `split` returns text and runs of such bytes by turns
-                ids += [self._byte_token(ord(character) - 0xDC00) for character in piece]
+                ids += [self.backend.token_to_id(ALPHABET[ord(c) - 0xDC00]) for c in piece]
             elif piece:
-                ids += self.encode(piece, allow_special)
+                ids += self.encode(piece)
         return ids
-
-    def _byte_token(self, byte: int) -> int:
-        piece = ALPHABET[byte] if self.is_byte_level else f"<0x{byte:02X}>"
-        token = self.backend.token_to_id(piece)
-        if token is None:
-            raise TokenizerError(f"the vocabulary lacks the byte 0x{byte:02X}: send text")
-        return token
 
     # Ids -> text
 
@@ -249,8 +237,8 @@ class Tokenizer:
 
 class CharTokenizer(Tokenizer):
     """
-    One token a character, as in nanoGPT's shakespeare_char. An unknown character is an error.
-    Through `tokenizers` the same takes 20 times as long.
+    One token a character and no control tokens, as in nanoGPT's shakespeare_char. An unknown
+    character is an error. Through `tokenizers` the same takes 20 times as long.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
@@ -259,26 +247,19 @@ class CharTokenizer(Tokenizer):
         self.vocab = backend.get_vocab(with_added_tokens=False)
 
     def encode(self, text, allow_special=False, add_special_tokens=False, stand_ins=None):
-        """As Tokenizer.encode. Raises TokenizerError that names the first unknown character."""
-        if isinstance(text, bytes):
-            text = text.decode()
-        pieces = self.control_names.split(text) if allow_special else [text]
-        ids = []
+        """
+        Token ids of a text. The options are without effect, as there are no control tokens. Raises
+        TokenizerError that names the first unknown character.
+        """
         try:
-            for number, piece in enumerate(pieces):
-                if number % 2:  # `split` returns text and names by turns
-                    ids.append(self.control[piece])
-                else:
-                    piece = piece.translate(stand_ins or {})
-                    ids += [self.vocab[character] for character in piece]
+            return [self.vocab[character] for character in text]
         except KeyError as error:
             character = error.args[0]
             raise TokenizerError(
                 f"character {character!r} (U+{ord(character):04X}, at position "
-                f"{piece.index(character)}) is not among the {self.vocab_size} this tokenizer "
+                f"{text.index(character)}) is not among the {self.vocab_size} this tokenizer "
                 "knows: remove it, or train with a BPE, which knows every byte"
             ) from None
-        return ids
 
 
 def token_name(data: bytes) -> str:
@@ -472,11 +453,6 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
         raise
     except BaseException as error:  # of the library's Rust: plain ones, or panics
         raise ValueError(error) from None
-    for token in backend.get_added_tokens_decoder().values():
-        if len(token.content) > MAX_NAME:
-            raise foreign(f"has an added token of {len(token.content)} characters")
-    if getattr(backend.model, "dropout", None):
-        raise foreign("is a BPE with dropout: a text has other ids each time")
     return backend
 
 
@@ -487,7 +463,7 @@ def state(step) -> dict:
 
 def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
     """Whether each token is a character, and an unknown one has no token, as in ours."""
-    if not isinstance(backend.model, models.WordLevel):
+    if not isinstance(backend.model, models.WordLevel) or backend.get_added_tokens_decoder():
         return False
     plain = [{}, EVERY_CHARACTER, {}, {"type": "Fuse"}]
     steps = backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder
@@ -515,8 +491,6 @@ def can_stream(step: dict, is_alone: bool, is_fused: bool) -> bool:
             return is_alone
         case "Strip":
             return step["stop"] == 0 and (step["start"] <= 1 or not is_fused)
-        case "Replace" if is_fused:
-            return len(step["pattern"].get("String", "")) == 1
         case "ByteFallback" | "Metaspace" | "WordPiece" | "Replace":
             return not is_fused
         case "Fuse":

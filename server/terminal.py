@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from common import plural
 from params import SamplingParams
 from server.text import Chat, Messages, load_chat
-from tokenizer import TextStream, Tokenizer, load_tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 
 ENDINGS = {"length": ", cut off", "interrupted": ", stopped"}  # where the model did not end it
 PLAIN_TOKENS = 200  # length of a continuation: unlike answers of a chat, texts need not end
@@ -48,25 +48,11 @@ def show(text: str):
 
 @dataclass
 class Answer:
-    """An answer, shown while it grows."""
+    """What an answer has become."""
 
-    stream: TextStream
     text: str = ""
     num_tokens: int = 0  # without the token that ended the text
     finish_reason: str = "interrupted"  # stop, length or interrupted
-
-    def take(self, output):
-        """Add the tokens of a step. Raises RuntimeError for a step that failed."""
-        if output.error:
-            raise RuntimeError(output.error)
-        self.finish_reason = output.finish_reason or self.finish_reason
-        tokens = output.tokens[: -1 if output.finish_reason == "stop" else None]
-        self.num_tokens += len(tokens)
-        self.add("".join(map(self.stream.push, tokens)))
-
-    def add(self, text: str):
-        self.text += text
-        show(text)
 
 
 def stream_answer(
@@ -80,16 +66,27 @@ def stream_answer(
     # a new id each time: a late token of an interrupted answer is none of the next answer's
     id = f"answer {engine.num_steps}"
     engine.add_request(id, prompt, params)
-    answer = Answer(tokenizer.stream(prompt))
+    stream = tokenizer.stream(prompt)
+    answer = Answer()
+
+    def add(text: str):
+        answer.text += text
+        show(text)
+
     show(opening)
     try:
         with contextlib.suppress(KeyboardInterrupt):
             while engine.has_work:
                 for output in engine.step():
-                    answer.take(output)
+                    if output.error:
+                        raise RuntimeError(output.error)
+                    answer.finish_reason = output.finish_reason or answer.finish_reason
+                    tokens = output.tokens[: -1 if output.finish_reason == "stop" else None]
+                    answer.num_tokens += len(tokens)
+                    add("".join(map(stream.push, tokens)))
     finally:
         engine.abort(id)
-    answer.add(answer.stream.flush())
+    add(stream.flush())
     show("\n")
     return answer
 

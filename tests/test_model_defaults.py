@@ -13,7 +13,6 @@ from test_protocol import HELLO, parse
 
 import serve
 from params import RANGES, TAKEN, model_defaults
-from server import terminal
 from server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 
 ALL = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
@@ -30,10 +29,6 @@ def folder(tmp_path):
         return str(tmp_path)
 
     return make
-
-
-def flags(*more):
-    return serve.parse_args([*more, "--port", "0"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -85,22 +80,24 @@ def test_a_broken_file_is_refused(folder, broken):
 # The start
 
 
-@pytest.mark.parametrize(
-    ("saved", "typed", "temperature"),
-    [
-        ({}, [], 0.8),
-        ({"temperature": 0.5}, [], 0.5),
-        ({"temperature": 0.0}, [], 0.0),
-        ({"temperature": 0.5}, ["--temperature", "0"], 0.0),
-        ({"temperature": 0.5}, ["--temperature", "1"], 1.0),
-        ({"temperature": 0.5}, ["--generation-config", "vllm"], 0.8),
-    ],
-)
-def test_the_terminals_temperature(folder, saved, typed, temperature):
+# generation_config.json | what is typed | the terminal's temperature
+TEMPERATURES = """
+{} | | 0.8
+{"temperature": 0.5} | | 0.5
+{"temperature": 0.0} | | 0.0
+{"temperature": 0.5} | --temperature 0 | 0.0
+{"temperature": 0.5} | --temperature 1 | 1.0
+{"temperature": 0.5} | --generation-config vllm | 0.8
+"""
+
+
+@pytest.mark.parametrize("row", TEMPERATURES.strip().splitlines())
+def test_the_terminals_temperature(folder, row):
     """A 0 that is typed was taken for not given."""
-    args = flags("--model", folder(saved), "--prompt", "x", *typed)
-    assert args.temperature == temperature
-    assert args.sampling == ({} if "vllm" in typed else saved)
+    saved, typed, temperature = row.split("|")
+    args = serve.parse_args(["--model", folder(saved), "--prompt", "x", *typed.split()])
+    assert args.temperature == float(temperature)
+    assert args.sampling == ({} if "vllm" in typed else json.loads(saved))
 
 
 def test_a_wrong_value_ends_the_start_with_one_message(folder):
@@ -173,18 +170,3 @@ def test_a_server_has_them(folder, chat, capfd):
     logged = [json.loads(line) for line in capfd.readouterr().err.splitlines() if "{" in line]
     one, other = (line for line in logged if line["event"] == "request")
     assert one == one | ALL | {"temperature": 0} and other == other | ALL | {"top_k": 0}
-
-
-@pytest.mark.parametrize(
-    ("saved", "typed", "wanted"),
-    [
-        ({}, [], {"temperature": 0.8, "max_tokens": 200}),
-        (ALL, ["--temperature", "0"], ALL | {"temperature": 0, "max_tokens": 200}),
-        ({"max_new_tokens": 10**6}, [], {"temperature": 0.8, "max_tokens": 997}),
-        ({"max_new_tokens": 3}, ["--max-tokens", "5"], {"temperature": 0.8, "max_tokens": 5}),
-    ],
-)
-def test_the_terminal_has_them(folder, saved, typed, wanted):
-    args = flags("--model", folder(saved), "--prompt", "abc", *typed)
-    params = terminal.sampling_params(args, 997, 200)
-    assert {name: getattr(params, name) for name in wanted} == wanted

@@ -1,6 +1,5 @@
 """serve.py: the address it listens at, the ranges of its flags, and what it imports."""
 
-import contextlib
 import os
 import re
 import socket
@@ -31,7 +30,7 @@ def test_answers_do_not_wait_for_acknowledgements():
         accepted.close()
 
 
-def test_a_port_in_use_is_told():
+def test_a_port_in_use_is_reported():
     """The address once, and not the system's number of the error."""
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as end:
         port = taken.getsockname()[1]
@@ -42,22 +41,17 @@ def test_a_port_in_use_is_told():
     )
 
 
-def test_a_host_that_is_none_is_told():
-    with pytest.raises(SystemExit, match=r"cannot listen at no\.invalid:0: \w.*; stop what is"):
-        serve.listen(serve.parse_args(["--host", "no.invalid", "--port", "0"]))
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_other_machines_are_kept_out(host):
+    with pytest.raises(SystemExit, match="--allow-remote"):
+        serve.listen(serve.parse_args(["--host", host, "--port", "0"]))
 
 
 @pytest.mark.parametrize(
-    "host, refused", [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("localhost", False)]
+    "flags", ["--host 127.0.0.1", "--host localhost", "--host 0.0.0.0 --allow-remote"]
 )
-def test_other_machines_are_kept_out(host, refused):
-    flags = ["--host", host, "--port", "0"]
-    with pytest.raises(SystemExit, match="--allow-remote") if refused else contextlib.nullcontext():
-        serve.listen(serve.parse_args(flags)).close()
-
-
-def test_other_machines_are_let_in_when_forced():
-    serve.listen(serve.parse_args(["--host", "0.0.0.0", "--port", "0", "--allow-remote"])).close()
+def test_this_machine_is_let_in_and_others_when_forced(flags):
+    serve.listen(serve.parse_args([*flags.split(), "--port", "0"])).close()
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
@@ -75,10 +69,7 @@ def test_a_key_on_the_command_line_goes_before_the_environments(monkeypatch):
 ENDS = [None, "a message", ValueError("v"), RuntimeError("r"), OSError("o"), KeyboardInterrupt()]
 
 
-@pytest.mark.parametrize(
-    ("typed", "place"),
-    [([], "http"), (["--prompt", ""], "terminal"), (["--chat"], "terminal")],
-)
+@pytest.mark.parametrize(("typed", "place"), [("--port=0", "http"), ("--chat", "terminal")])
 @pytest.mark.parametrize("end", ENDS)
 def test_where_it_runs_and_what_becomes_its_exit(monkeypatch, typed, place, end):
     """One message, never a traceback, for what a user can change."""
@@ -96,7 +87,7 @@ def test_where_it_runs_and_what_becomes_its_exit(monkeypatch, typed, place, end)
     monkeypatch.setattr(serve, "serve_http", run("http"))
     monkeypatch.setattr(terminal, "run", run("terminal"))
     with pytest.raises(SystemExit) as ended:
-        serve.main(typed)
+        serve.main([typed])
     message = str(end) if isinstance(end, Exception) else end
     if isinstance(end, KeyboardInterrupt):
         message = "interrupted"
@@ -140,12 +131,6 @@ def test_a_first_line_comes_before_torch(command, tmp_path):
     first, second = done.stderr.splitlines()[:2]
     assert first in (f"loading {tmp_path} ..", "loading torch ..")
     assert second == "torch is imported" and done.stdout == ""
-
-
-def test_http_process_imports_no_torch():
-    """The HTTP process must start at once and stay small; only the engine's process needs torch."""
-    done = python("import sys, serve, server.app; assert 'torch' not in sys.modules")
-    assert done.returncode == 0, done.stderr
 
 
 def test_serve_itself_imports_no_packages():

@@ -18,8 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
-VOCABULARY = 101
-WINDOW = 19  # divides no block, and ends inside of one
+VOCABULARY = 101  # the windows of 19 divide no block, and end inside of one
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 2304, "n_layer": 3, "n_head": 4, "n_embd": 64}
 GPT2 |= {"layer_norm_epsilon": 1e-2, "eos_token_id": 7, "bos_token_id": 7}
 ROPED = {
@@ -35,108 +34,124 @@ ROPED = {
 }
 
 
-def rope(theta: float, **scaling) -> dict:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | scaling}
-
-
-# Wavelengths of a head of 16 at theta 5000, in tokens: 6, 18, 53, 153, 444, ... So one is kept, one
-# lies between and is blended, the others are scaled.
-LLAMA3 = rope(
-    5000.0,
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=40,
-)
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-# windows in an order that is no family's pattern
-BY_NAME = {"use_sliding_window": True, "sliding_window": WINDOW}
-BY_NAME |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-# a head size that is neither the width's share of a head nor what the scale is made of
-GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": WINDOW}
-GEMMA |= {"hidden_size": 96}  # whose square root is rounded in bf16
-GEMMA2 = GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0} | rope(3000.0)
-TWO_BASES = {
-    "full_attention": rope(90000.0)["rope_parameters"] | LINEAR,
-    "sliding_attention": rope(500.0)["rope_parameters"],
-}
-GEMMA3 = GEMMA | {"num_hidden_layers": 4, "sliding_window_pattern": 3}
-GEMMA3 |= {"rope_parameters": TWO_BASES}
-
-# name: (transformers' class, what its configuration says beside the sizes)
+# name: transformers' class, what its configuration says beside the sizes.
+# Llama 3: wavelengths of a head of 16 at theta 5000, in tokens: 6, 18, 53, 153, 444, ... So one is
+# kept, one lies between and is blended, the others are scaled. qwen3-windows: windows in an order
+# that is no family's pattern. Gemma: a head size that is neither the width's share of a head nor
+# what the scale is made of; a width whose square root is rounded in bf16.
 FAMILIES = {
-    "gpt2": ("GPT2", {}),
-    "gpt2-relu": ("GPT2", {"activation_function": "relu", "n_inner": 96}),
-    "gpt2-untied": ("GPT2", {"activation_function": "gelu", "tie_word_embeddings": False}),
-    "llama": ("Llama", rope(5000.0)),
-    "llama-llama3": ("Llama", LLAMA3 | {"tie_word_embeddings": True}),
-    "llama-linear": ("Llama", rope(5000.0, **LINEAR)),
-    "llama-biases": ("Llama", rope(5000.0) | {"attention_bias": True, "mlp_bias": True}),
-    "llama-one-kv-head": ("Llama", rope(5000.0) | {"num_key_value_heads": 1, "head_dim": 32}),
-    "mistral": ("Mistral", rope(5000.0) | {"sliding_window": WINDOW}),
-    "qwen2": ("Qwen2", rope(7000.0)),
+    "gpt2": ("GPT2", "{}"),
+    "gpt2-relu": ("GPT2", '{"activation_function": "relu", "n_inner": 96}'),
+    "gpt2-untied": ("GPT2", '{"activation_function": "gelu", "tie_word_embeddings": false}'),
+    "llama": ("Llama", '{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}'),
+    "llama-llama3": (
+        "Llama",
+        """{"tie_word_embeddings": true, "rope_parameters": {"rope_type": "llama3",
+        "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 40}}""",
+    ),
+    "llama-linear": (
+        "Llama",
+        '{"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}',
+    ),
+    "llama-biases": (
+        "Llama",
+        """{"attention_bias": true, "mlp_bias": true,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}""",
+    ),
+    "llama-one-kv-head": (
+        "Llama",
+        """{"num_key_value_heads": 1, "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}""",
+    ),
+    "mistral": (
+        "Mistral",
+        """{"sliding_window": 19,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}""",
+    ),
+    "qwen2": ("Qwen2", '{"rope_parameters": {"rope_type": "default", "rope_theta": 7000.0}}'),
     "qwen2-windows": (
         "Qwen2",
-        rope(7000.0)
-        | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
-        | {"tie_word_embeddings": True},
+        """{"use_sliding_window": true, "sliding_window": 19, "max_window_layers": 1,
+        "tie_word_embeddings": true,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7000.0}}""",
     ),
-    "qwen3": ("Qwen3", rope(9000.0) | {"head_dim": 32}),
-    "qwen3-windows": ("Qwen3", rope(9000.0) | {"head_dim": 32, "attention_bias": True} | BY_NAME),
-    "gemma2": ("Gemma2", GEMMA2),
-    "gemma3": ("Gemma3", GEMMA3),
+    "qwen3": (
+        "Qwen3",
+        """{"head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 9000.0}}""",
+    ),
+    "qwen3-windows": (
+        "Qwen3",
+        """{"head_dim": 32, "attention_bias": true, "use_sliding_window": true,
+        "sliding_window": 19,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 9000.0}}""",
+    ),
+    "gemma2": (
+        "Gemma2",
+        """{"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 19, "hidden_size": 96,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}""",
+    ),
+    "gemma3": (
+        "Gemma3",
+        """{"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 19, "hidden_size": 96,
+        "num_hidden_layers": 4, "sliding_window_pattern": 3, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 90000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}""",
+    ),
 }
 
-# What engines forgot: with these changes the same weights must say something else.
-EPSILON = {"rms_norm_eps": 1e-6}
-ONE_MORE = {"sliding_window": WINDOW + 1}
-WITHOUT = {
-    "gpt2": [{"layer_norm_epsilon": 1e-5}, {"activation_function": "gelu"}],
-    "gpt2-relu": [{"activation_function": "gelu_new"}],
-    "gpt2-untied": [{"activation_function": "gelu_new"}, {"tie_word_embeddings": True}],
-    "llama": [EPSILON, rope(10000.0), {"hidden_act": "gelu"}],
-    "llama-llama3": [
-        rope(5000.0),
-        {"rope_parameters": LLAMA3["rope_parameters"] | {"factor": 4.0}},
-        {"rope_parameters": LLAMA3["rope_parameters"] | {"high_freq_factor": 1.01}},
-        {"rope_parameters": LLAMA3["rope_parameters"] | {"low_freq_factor": 3.99}},
-    ],
-    "llama-linear": [rope(5000.0)],
-    "llama-biases": [],
-    "llama-one-kv-head": [rope(10000.0)],
-    "mistral": [EPSILON, ONE_MORE, {"sliding_window": None}],
-    "qwen2": [EPSILON, rope(1e6)],
-    "qwen2-windows": [
-        ONE_MORE,
-        {"layer_types": ["full_attention"] * 3},
-        {"layer_types": ["sliding_attention"] * 3},
-    ],
-    "qwen3": [EPSILON, rope(1e6)],
-    "qwen3-windows": [EPSILON, ONE_MORE, {"layer_types": None}],
-    "gemma2": [
-        EPSILON,
-        ONE_MORE,
-        {"query_pre_attn_scalar": 32},
-        {"query_pre_attn_scalar": 24},  # the width's share of a head
-        {"attn_logit_softcapping": None},
-        {"final_logit_softcapping": None},
-        {"hidden_activation": "gelu"},
-        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-    ],
-    "gemma3": [
-        EPSILON,
-        ONE_MORE,
-        {"query_pre_attn_scalar": 32},
-        {"hidden_activation": "gelu"},
-        {"layer_types": ["sliding_attention"] * 4},
-        {"layer_types": ["full_attention"] + ["sliding_attention"] * 3},
-        {"rope_parameters": dict.fromkeys(TWO_BASES, TWO_BASES["full_attention"])},
-        {"rope_parameters": dict.fromkeys(TWO_BASES, TWO_BASES["sliding_attention"])},
-        {"rope_parameters": TWO_BASES | {"full_attention": rope(90000.0)["rope_parameters"]}},
-        {"rope_parameters": {name: base | LINEAR for name, base in TWO_BASES.items()}},
-    ],
-}
+# What engines forgot: with these changes the same weights must say something else. Gemma 2's 24 is
+# the width's share of a head.
+WITHOUT = """
+gpt2 {"layer_norm_epsilon": 1e-5}
+gpt2 {"activation_function": "gelu"}
+gpt2-relu {"activation_function": "gelu_new"}
+gpt2-untied {"activation_function": "gelu_new"}
+gpt2-untied {"tie_word_embeddings": true}
+llama {"rms_norm_eps": 1e-6}
+llama {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+llama {"hidden_act": "gelu"}
+llama-llama3 {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+llama-llama3 {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 40}}
+llama-llama3 {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.01, "original_max_position_embeddings": 40}}
+llama-llama3 {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 3.99, "high_freq_factor": 4.0, "original_max_position_embeddings": 40}}
+llama-linear {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+llama-one-kv-head {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+mistral {"rms_norm_eps": 1e-6}
+mistral {"sliding_window": 20}
+mistral {"sliding_window": null}
+qwen2 {"rms_norm_eps": 1e-6}
+qwen2 {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+qwen2-windows {"sliding_window": 20}
+qwen2-windows {"layer_types": ["full_attention", "full_attention", "full_attention"]}
+qwen2-windows {"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention"]}
+qwen3 {"rms_norm_eps": 1e-6}
+qwen3 {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+qwen3-windows {"rms_norm_eps": 1e-6}
+qwen3-windows {"sliding_window": 20}
+qwen3-windows {"layer_types": null}
+gemma2 {"rms_norm_eps": 1e-6}
+gemma2 {"sliding_window": 20}
+gemma2 {"query_pre_attn_scalar": 32}
+gemma2 {"query_pre_attn_scalar": 24}
+gemma2 {"attn_logit_softcapping": null}
+gemma2 {"final_logit_softcapping": null}
+gemma2 {"hidden_activation": "gelu"}
+gemma2 {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+gemma3 {"rms_norm_eps": 1e-6}
+gemma3 {"sliding_window": 20}
+gemma3 {"query_pre_attn_scalar": 32}
+gemma3 {"hidden_activation": "gelu"}
+gemma3 {"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention"]}
+gemma3 {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"]}
+gemma3 {"rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 90000.0, "factor": 4.0}, "sliding_attention": {"rope_type": "linear", "rope_theta": 90000.0, "factor": 4.0}}}
+gemma3 {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}
+gemma3 {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 90000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}
+gemma3 {"rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 90000.0, "factor": 4.0}, "sliding_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}}
+"""  # noqa: E501
 
 
 def config_of(family: str, **changes):
@@ -144,9 +159,10 @@ def config_of(family: str, **changes):
     name, fields = FAMILIES[family]
     sizes = GPT2 if name == "GPT2" else ROPED
     config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
-    fields = {"tie_word_embeddings": name in ("GPT2", "Gemma2", "Gemma3")} | fields | changes
-    if "layer_types" in fields:
-        fields["layer_types"] = fields["layer_types"] and list(fields["layer_types"])
+    is_tied = {"tie_word_embeddings": name in ("GPT2", "Gemma2", "Gemma3")}
+    fields = is_tied | json.loads(fields) | changes
+    if fields.get("layer_types"):
+        fields["layer_types"] = list(fields["layer_types"])
     return config(**sizes | fields)
 
 
@@ -225,13 +241,6 @@ def text(seed: int, length: int) -> list[int]:
 # config.json
 
 
-def edit(directory: Path, *without: str, **changes):
-    """Change a directory's config.json."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in config.items() if k not in without}))
-
-
 def spell_as_4(directory: Path):
     """
     Write config.json as transformers 4 did, and as the hub's directories have it: theta and scaling
@@ -253,7 +262,7 @@ def spell_as_4(directory: Path):
             config["rope_scaling"] = {"type": spelled.pop("rope_type")} | spelled
         elif spelled["rope_type"] != "default":
             config["rope_scaling"] = spelled
-    if config.get("layer_types") != BY_NAME["layer_types"] or kind == "gemma2":
+    if kind != "qwen3" or not config["use_sliding_window"]:  # its windows are in no order
         config.pop("layer_types", None)
     if config["tie_word_embeddings"] == (kind in ("gpt2", "gemma2", "gemma3_text")):
         del config["tie_word_embeddings"]

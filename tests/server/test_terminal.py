@@ -4,6 +4,7 @@ one of its own.
 """
 
 import io
+import json
 import os
 import pty
 import re
@@ -136,7 +137,6 @@ def test_variables_want_a_template(run, checkpoint, tmp_path):
     load_tokenizer(checkpoint).save(tmp_path)
     result = run("--model", str(tmp_path), "--prompt", "x", *MOOD)
     assert result.problem.startswith("--default-chat-template-kwargs: ")
-    assert run("--prompt", "x", "--chat").problem == 2  # one of the two
 
 
 def test_the_seed_that_is_shown_gives_the_same_text(run):
@@ -207,24 +207,25 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 ARGS = {"max_tokens": None, "temperature": 0.5, "seed": 3, "sampling": {}}
 
 
-@pytest.mark.parametrize(
-    ("flags", "room", "length"),
-    [
-        ({}, 1000, 200),
-        ({}, 100, 100),
-        ({"max_tokens": 7}, 1000, 7),
-        ({"max_tokens": 7}, 6, 6),
-        ({"sampling": {"max_tokens": 300}}, 1000, 300),
-        ({"sampling": {"max_tokens": 300}}, 299, 299),
-        ({"sampling": {"max_tokens": 300}, "max_tokens": 5}, 1000, 5),
-        ({"sampling": {"temperature": 1.5, "top_k": 4}, "seed": 0, "temperature": 0}, 999, 200),
-    ],
-)
-def test_flags_go_before_the_models_defaults(flags, room, length):
-    args = SimpleNamespace(**ARGS | flags)
-    own = {"max_tokens": length, "temperature": args.temperature, "seed": args.seed}
-    wanted = SamplingParams(**args.sampling | own)
-    assert terminal.sampling_params(args, room, 200) == wanted
+# what is typed, the model's own defaults, the room -> the length, the temperature
+LENGTHS = """
+{} {} 1000 -> 200 0.5
+{} {} 100 -> 100 0.5
+{"max_tokens":7} {} 1000 -> 7 0.5
+{"max_tokens":7} {} 6 -> 6 0.5
+{} {"max_tokens":300} 1000 -> 300 0.5
+{} {"max_tokens":300} 299 -> 299 0.5
+{"max_tokens":5} {"max_tokens":300} 1000 -> 5 0.5
+{"temperature":0,"seed":0} {"temperature":1.5,"top_k":4} 999 -> 200 0
+"""
+
+
+@pytest.mark.parametrize("row", LENGTHS.strip().splitlines())
+def test_flags_go_before_the_models_defaults(row):
+    typed, sampling, room, _, length, temperature = map(json.loads, row.replace("->", "0").split())
+    args = SimpleNamespace(**ARGS | {"sampling": sampling} | typed)
+    own = {"max_tokens": length, "temperature": temperature, "seed": args.seed}
+    assert terminal.sampling_params(args, room, 200) == SamplingParams(**sampling | own)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 10])
@@ -245,28 +246,6 @@ def test_the_oldest_turns_make_room_for_new_ones(checkpoint, max_tokens, capsys)
         assert messages[:-1] == fitting and messages[-1]["role"] == "assistant"
         lengths.add(len(messages))
     assert len(lengths) > 2 and "forgot the 2 oldest messages" in capsys.readouterr().err
-
-
-def test_a_question_that_is_interrupted_before_its_answer_is_forgotten(monkeypatch, capsys):
-    lines = iter(["one", KeyboardInterrupt(), "two", "three", EOFError()])
-    asked = []
-
-    def read(prompt):
-        line = next(lines)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    def answer(args, engine, chat, messages):
-        asked.append([message["content"] for message in messages])
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return [*messages, {"role": "assistant", "content": "yes"}]
-
-    monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(terminal, "add_answer", answer)
-    terminal.converse(SimpleNamespace(model="m"), None, None)
-    assert asked == [["one"], ["one", "yes", "two"], ["one", "yes", "three"]]
 
 
 def test_ctrl_c_stops_an_answer_and_frees_its_blocks(capsys):
