@@ -33,7 +33,7 @@ import paged
 from engine import runner, sizing
 from kernels import Batch
 from model import ACTIVATIONS, Attention, GPTConfig
-from ops import flex, fused, gather, inputs, linear
+from ops import flex, fused, gather, inputs, linear, sampling, sampling_kernels
 from ops.choice import choose_ops
 from paged import KVBlockPool
 
@@ -509,28 +509,27 @@ def test_the_launchers_check_what_their_kernels_assume(change, message):
 
 
 def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
-    """A typo, or a backend that is not there, must not fall back in silence."""
+    """
+    A typo, or a backend that is not there, must not fall back in silence. A GPU's sampler is
+    Triton's: torch's is right there too, but waits for the device.
+    """
     ops, reason = choose_ops("auto")
     assert ops.name == "cpu" and reason == "the fastest on a CPU"
+    assert ops.sample is sampling.sample_torch
     assert choose_ops("flex")[1] == "as asked"
-    with pytest.raises(
-        ValueError, match="'trition' is unknown; on cpu there is auto, cpu, torch, flex"
-    ):
+    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, cpu, torch,"):
         choose_ops("trition")
     if kernels.triton:
         ops, reason = choose_ops("auto", "cuda:1")
         assert ops.name == "triton" and ops.prepare is kernels.prepare_triton
-        assert reason == "the fastest on CUDA"
+        assert reason == "the fastest on CUDA" and ops.sample is sampling_kernels.sample_triton
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(
-        ValueError,
-        match="'triton' needs a CUDA device and the package triton; "
-        "on cpu there is auto, cpu, torch",
-    ):
+    with pytest.raises(ValueError, match="needs a CUDA device and the package triton; on cpu"):
         choose_ops("triton")
     monkeypatch.setattr(kernels, "triton", None)
     ops, reason = choose_ops("auto", "cuda")
     assert ops.name == "torch" and reason == "the package triton is not installed"
+    assert ops.sample is sampling.sample_torch
     with pytest.raises(ValueError, match="'flex' needs triton on CUDA, a C"):
         choose_ops("flex", "cuda")
 
