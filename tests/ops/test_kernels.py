@@ -480,25 +480,19 @@ def test_misuse_is_told_with_the_numbers(backend):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda q, kv, batch: (q, kv.transpose(2, 3), batch),
-            "the pool of a layer must be contiguous",
-        ),
-        (
-            lambda q, kv, batch: (q.transpose(0, 1), kv, batch),
-            "wanted the heads of a token together",
-        ),
-        (lambda q, kv, batch: (q[..., :16], kv, batch), "heads of 16 for a pool of heads of 32"),
-        (lambda q, kv, batch: (q, kv.double(), batch), "the kernels compute in float32"),
-        (lambda q, kv, batch: (q.long(), kv, batch), "wanted floating point"),
+        (lambda q, kv: (q, kv.transpose(2, 3)), "the pool of a layer must be contiguous"),
+        (lambda q, kv: (q.transpose(0, 1), kv), "wanted the heads of a token together"),
+        (lambda q, kv: (q[..., :16], kv), "heads of 16 for a pool of heads of 32"),
+        (lambda q, kv: (q, kv.double()), "the kernels compute in float32"),
+        (lambda q, kv: (q.long(), kv), "wanted floating point"),
     ],
 )
 def test_the_launchers_check_what_their_kernels_assume(change, message):
     """As above, for what only Triton assumes."""
     step = Step(Shape(MIXED.requests, 4), "triton")
     with pytest.raises(AssertionError, match=message):
-        q, kv, batch = change(step.q.to(DEVICE), step.kv.to(DEVICE), step.batch)
-        batch.ops.attend(q, kv, step.attn, batch)
+        q, kv = change(step.q.to(DEVICE), step.kv.to(DEVICE))
+        step.batch.ops.attend(q, kv, step.attn, step.batch)
 
 
 def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
@@ -669,34 +663,28 @@ def test_the_inputs_of_decodes_in_one_launch(n):
     step knows of. The padding's row must stay as it is.
     """
     g, S, N, M = torch.Generator().manual_seed(0), 4, 8, 6
-    last, lens = (
-        torch.randint(50, (N + 1,), generator=g),
-        torch.randint(M * S, (N + 1,), generator=g),
-    )
+    last = torch.randint(50, (N + 1,), generator=g)
+    lens = torch.randint(M * S, (N + 1,), generator=g)
     lens[N] = 0
     tables = torch.randint(100, (N + 1, M), generator=g, dtype=torch.int32)
     rows = torch.tensor([5, N, 0, 3, N, 7, 1][:n])
     blocks = tables[rows, lens[rows] // S].long()
     blocks[0] = 70
     blocks[3:4] = 71
-    before = tables.clone()
-    here, there = (
-        [x.clone().to(DEVICE) for x in (rows, blocks, last, lens, tables)] for _ in range(2)
-    )
-    wanted = inputs.decode_inputs(*here[:2], inputs.KnownRows(*here[2:], None, S))
-    found = fused.decode_inputs(*there[:2], inputs.KnownRows(*there[2:], None, S))
-    for name in wanted._fields:
-        assert torch.equal(getattr(wanted, name), getattr(found, name)), name
-    assert (
-        torch.equal(here[3], there[3]) and here[3][N] == 0 and here[3][rows[0]] == lens[rows[0]] + 1
-    )
-    for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
-        before[row, lens[row] // S] = block
-    assert torch.equal(here[4].cpu(), before) and torch.equal(there[4].cpu(), before)
-    assert (
-        found.slot_mapping[0] == 70 * S + lens[5] % S
-        and found.block_tables[0].tolist() == before[5].tolist()
-    )
+    after = tables.clone()
+    after[rows, lens[rows] // S] = blocks.int()
+    results = []
+    for module in inputs, fused:
+        tensors = [x.clone().to(DEVICE) for x in (rows, blocks, last, lens, tables)]
+        known_rows = inputs.KnownRows(*tensors[2:], None, S)
+        results.append(module.decode_inputs(*tensors[:2], known_rows))
+        new_lens, new_tables = tensors[3:]
+        assert new_lens[N] == 0 and new_lens[5] == lens[5] + 1
+        assert torch.equal(new_tables.cpu(), after)
+    for name in results[0]._fields:
+        assert torch.equal(*(getattr(result, name) for result in results)), name
+    assert results[1].slot_mapping[0] == 70 * S + lens[5] % S
+    assert results[1].block_tables[0].tolist() == after[5].tolist()
 
 
 @needs_triton
