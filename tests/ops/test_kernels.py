@@ -10,9 +10,7 @@ attention in the same dtype, or what rounding explains. A new backend is one mor
 
 import ctypes
 import doctest
-import faulthandler
 import multiprocessing
-import signal
 from collections import defaultdict
 from contextlib import suppress
 from copy import deepcopy
@@ -33,7 +31,7 @@ import paged
 from engine import runner, sizing
 from kernels import Batch
 from model import ACTIVATIONS, Attention, GPTConfig
-from ops import flex, fused, gather, inputs, linear
+from ops import flex, fused, gather, inputs, linear, sampling, sampling_kernels
 from ops.choice import choose_ops
 from paged import KVBlockPool
 
@@ -109,17 +107,13 @@ class Step:
                 self.kv[:, table[p // S], :, p % S] = torch.randn(2, shape.Hk, D, generator=g).to(
                     shape.dtype
                 )
-        query_lens, context_lens = (
-            [n for n, _ in shape.requests],
-            [context for _, context in shape.requests],
-        )
+        query_lens = [n for n, _ in shape.requests]
+        context_lens = [context for _, context in shape.requests]
         self.batch = Batch(
             tokens=torch.zeros(T, dtype=torch.int64),
             positions=torch.tensor(positions),
             slot_mapping=torch.tensor(self.slots),
-            query_start=torch.tensor(
-                [sum(query_lens[:i]) for i in range(len(query_lens) + 1)], dtype=torch.int32
-            ),
+            query_start=F.pad(torch.tensor(query_lens).cumsum(0), (1, 0)).int(),
             context_lens=torch.tensor(context_lens, dtype=torch.int32),
             block_tables=torch.tensor(
                 [t + ids[:1] * (M - len(t)) for t in known], dtype=torch.int32
@@ -131,9 +125,8 @@ class Step:
             ops=choose_ops(backend, DEVICE)[0],
         )
         for name, value in vars(self.batch).items():
-            setattr(
-                self.batch, name, value.to(DEVICE) if isinstance(value, torch.Tensor) else value
-            )
+            if isinstance(value, torch.Tensor):
+                setattr(self.batch, name, value.to(DEVICE))
         self.attn = SimpleNamespace(window=shape.window, scale=D**-0.5, softcap=0.0)
         self.prepare(self.kv.to(DEVICE))
 
@@ -369,7 +362,7 @@ def test_store_writes_the_addressed_slots_and_no_other_byte(backend, dtype, S):
     request's text.
     """
     step = Step(Shape(MIXED.requests, 4, H=6, Hk=3, S=S, dtype=dtype), backend)
-    as_bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    as_bits = torch.int32 if dtype == torch.float32 else torch.int16
     step.kv = torch.randn(step.kv.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wanted = step.kv.clone()
     for t, slot in enumerate(step.slots):
@@ -487,50 +480,43 @@ def test_misuse_is_told_with_the_numbers(backend):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda q, kv, batch: (q, kv.transpose(2, 3), batch),
-            "the pool of a layer must be contiguous",
-        ),
-        (
-            lambda q, kv, batch: (q.transpose(0, 1), kv, batch),
-            "wanted the heads of a token together",
-        ),
-        (lambda q, kv, batch: (q[..., :16], kv, batch), "heads of 16 for a pool of heads of 32"),
-        (lambda q, kv, batch: (q, kv.double(), batch), "the kernels compute in float32"),
-        (lambda q, kv, batch: (q.long(), kv, batch), "wanted floating point"),
+        (lambda q, kv: (q, kv.transpose(2, 3)), "the pool of a layer must be contiguous"),
+        (lambda q, kv: (q.transpose(0, 1), kv), "wanted the heads of a token together"),
+        (lambda q, kv: (q[..., :16], kv), "heads of 16 for a pool of heads of 32"),
+        (lambda q, kv: (q, kv.double()), "the kernels compute in float32"),
+        (lambda q, kv: (q.long(), kv), "wanted floating point"),
     ],
 )
 def test_the_launchers_check_what_their_kernels_assume(change, message):
     """As above, for what only Triton assumes."""
     step = Step(Shape(MIXED.requests, 4), "triton")
     with pytest.raises(AssertionError, match=message):
-        q, kv, batch = change(step.q.to(DEVICE), step.kv.to(DEVICE), step.batch)
-        batch.ops.attend(q, kv, step.attn, batch)
+        q, kv = change(step.q.to(DEVICE), step.kv.to(DEVICE))
+        step.batch.ops.attend(q, kv, step.attn, step.batch)
 
 
 def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
-    """A typo, or a backend that is not there, must not fall back in silence."""
+    """
+    A typo, or a backend that is not there, must not fall back in silence. A GPU's sampler is
+    Triton's: torch's is right there too, but waits for the device.
+    """
     ops, reason = choose_ops("auto")
     assert ops.name == "cpu" and reason == "the fastest on a CPU"
+    assert ops.sample is sampling.sample_torch
     assert choose_ops("flex")[1] == "as asked"
-    with pytest.raises(
-        ValueError, match="'trition' is unknown; on cpu there is auto, cpu, torch, flex"
-    ):
+    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, cpu, torch,"):
         choose_ops("trition")
     if kernels.triton:
         ops, reason = choose_ops("auto", "cuda:1")
         assert ops.name == "triton" and ops.prepare is kernels.prepare_triton
-        assert reason == "the fastest on CUDA"
+        assert reason == "the fastest on CUDA" and ops.sample is sampling_kernels.sample_triton
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(
-        ValueError,
-        match="'triton' needs a CUDA device and the package triton; "
-        "on cpu there is auto, cpu, torch",
-    ):
+    with pytest.raises(ValueError, match="needs a CUDA device and the package triton; on cpu"):
         choose_ops("triton")
     monkeypatch.setattr(kernels, "triton", None)
     ops, reason = choose_ops("auto", "cuda")
     assert ops.name == "torch" and reason == "the package triton is not installed"
+    assert ops.sample is sampling.sample_torch
     with pytest.raises(ValueError, match="'flex' needs triton on CUDA, a C"):
         choose_ops("flex", "cuda")
 
@@ -677,34 +663,28 @@ def test_the_inputs_of_decodes_in_one_launch(n):
     step knows of. The padding's row must stay as it is.
     """
     g, S, N, M = torch.Generator().manual_seed(0), 4, 8, 6
-    last, lens = (
-        torch.randint(50, (N + 1,), generator=g),
-        torch.randint(M * S, (N + 1,), generator=g),
-    )
+    last = torch.randint(50, (N + 1,), generator=g)
+    lens = torch.randint(M * S, (N + 1,), generator=g)
     lens[N] = 0
     tables = torch.randint(100, (N + 1, M), generator=g, dtype=torch.int32)
     rows = torch.tensor([5, N, 0, 3, N, 7, 1][:n])
     blocks = tables[rows, lens[rows] // S].long()
     blocks[0] = 70
     blocks[3:4] = 71
-    before = tables.clone()
-    here, there = (
-        [x.clone().to(DEVICE) for x in (rows, blocks, last, lens, tables)] for _ in range(2)
-    )
-    wanted = inputs.decode_inputs(*here[:2], inputs.KnownRows(*here[2:], None, S))
-    found = fused.decode_inputs(*there[:2], inputs.KnownRows(*there[2:], None, S))
-    for name in wanted._fields:
-        assert torch.equal(getattr(wanted, name), getattr(found, name)), name
-    assert (
-        torch.equal(here[3], there[3]) and here[3][N] == 0 and here[3][rows[0]] == lens[rows[0]] + 1
-    )
-    for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
-        before[row, lens[row] // S] = block
-    assert torch.equal(here[4].cpu(), before) and torch.equal(there[4].cpu(), before)
-    assert (
-        found.slot_mapping[0] == 70 * S + lens[5] % S
-        and found.block_tables[0].tolist() == before[5].tolist()
-    )
+    after = tables.clone()
+    after[rows, lens[rows] // S] = blocks.int()
+    results = []
+    for module in inputs, fused:
+        tensors = [x.clone().to(DEVICE) for x in (rows, blocks, last, lens, tables)]
+        known_rows = inputs.KnownRows(*tensors[2:], None, S)
+        results.append(module.decode_inputs(*tensors[:2], known_rows))
+        new_lens, new_tables = tensors[3:]
+        assert new_lens[N] == 0 and new_lens[5] == lens[5] + 1
+        assert torch.equal(new_tables.cpu(), after)
+    for name in results[0]._fields:
+        assert torch.equal(*(getattr(result, name) for result in results)), name
+    assert results[1].slot_mapping[0] == 70 * S + lens[5] % S
+    assert results[1].block_tables[0].tolist() == after[5].tolist()
 
 
 @needs_triton
@@ -891,19 +871,6 @@ def test_keys_and_values_are_stored_beyond_2_to_the_31(R):
     in_a_child(store_beyond_2_to_the_31, R)
 
 
-def test_a_crash_in_a_child_fails_its_test():
-    """With an overflow planted, the whole run of pytest died by SIGSEGV, and no test was named."""
-    if DEVICE == "cuda":
-        pytest.skip("on a GPU no child is made")
-    with pytest.raises(AssertionError, match="crash ended with exit code -11"):
-        in_a_child(crash)
-
-
-def crash():
-    faulthandler.disable()  # what it says would stand among the tests' own output
-    signal.raise_signal(signal.SIGSEGV)
-
-
 def store_beyond_2_to_the_31(R: int):
     attention, far = (
         Attention(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=16), 0),
@@ -996,14 +963,9 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
 
 def test_keys_and_values_of_a_cpu_are_fp32():
     """One query at a time in bf16 is slow there; on a GPU they are as the model's weights."""
-    for device, dtype, wanted in (
-        ("cpu", torch.bfloat16, torch.float32),
-        ("cpu", torch.float32, torch.float32),
-        ("meta", torch.bfloat16, torch.bfloat16),
-        ("meta", torch.float16, torch.float16),
-    ):
-        weight = torch.empty(1, device=device, dtype=dtype)
-        assert runner.kv_dtype(SimpleNamespace(wte=SimpleNamespace(weight=weight))) == wanted
+    for device, expected in ("cpu", torch.float32), ("meta", torch.bfloat16):
+        weight = torch.empty(1, device=device, dtype=torch.bfloat16)
+        assert runner.kv_dtype(SimpleNamespace(wte=SimpleNamespace(weight=weight))) == expected
 
 
 @pytest.mark.skipif(
@@ -1093,27 +1055,23 @@ def test_length_classes_at_most_double_the_memory(lens):
     assert len(groups) <= max(lens).bit_length()
 
 
-def test_one_long_context_among_short_ones_gathers_hardly_more_than_there_is():
-    """The same, counted in what a step really gathers: rows of K and of V."""
-    shape = Shape([(1, 4096)] + [(1, 10)] * 31 + [(64, 200)], num_decodes=32, H=2, Hk=2, D=16)
-    gathers = Step(shape, "torch").batch.prepared[0].gathers
-    rows = sum(call.kv_rows.numel() for call in gathers)
-    assert rows == 2 * shape.Hk * sum(context for _, context in shape.requests)
-    assert len(gathers) == 3  # the long decode, the short ones together, the chunk
-
-
-def test_equal_decodes_are_one_gather():
-    """One SDPA for each decode would cost more than the attention itself."""
-    step = Step(Shape([(1, 500 + i) for i in range(32)], num_decodes=32, D=16), "torch")
-    assert len(step.batch.prepared[0].gathers) == 1
-
-
-def test_decodes_of_any_length_see_a_window_in_one_gather():
-    """And pad each other to the window, not to the longest of them."""
-    decodes = [(1, 4096), (1, 700), (1, 40), (1, 20)]
-    step = Step(Shape(decodes, num_decodes=4, D=16, window=32), "torch")
-    [call] = step.batch.prepared[32].gathers
-    assert call.kv_rows.shape[-1] == 32
+@pytest.mark.parametrize(
+    ("requests", "window", "widths"),
+    [
+        # the long decode, the short ones together, the chunk: no row of K or V too many
+        ([(1, 4096)] + [(1, 10)] * 31 + [(64, 200)], 0, [4096, 10, 200]),
+        # one SDPA for each decode would cost more than the attention itself
+        ([(1, 500 + i) for i in range(32)], 0, [531]),
+        # decodes of any length pad each other to the window, not to the longest of them
+        ([(1, 4096), (1, 700), (1, 40), (1, 20)], 32, [32]),
+    ],
+)
+def test_requests_of_similar_length_are_one_gather(requests, window, widths):
+    num_decodes = sum(n == 1 for n, _ in requests)
+    step = Step(Shape(requests, num_decodes, H=2, Hk=2, D=16, window=window), "torch")
+    gathers = step.batch.prepared[window].gathers
+    assert [call.kv_rows.shape[-1] for call in gathers] == widths
+    assert sum(call.kv_rows.shape[1] for call in gathers) == len(requests)
 
 
 def test_block_ids_of_a_pool_beyond_2_to_the_31():
