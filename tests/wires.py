@@ -34,7 +34,7 @@ from server import client as client_module
 from server.client import EngineClient
 from server.connection import Connection
 from server.text import Encoder
-from server.workers import Seat
+from server.workers import WorkerSlot
 
 MAX_TURNS = 10_000  # of the event loop, without any time passing
 
@@ -271,7 +271,12 @@ class House:
     """A server whose clients and whose engine the test plays."""
 
     def __init__(
-        self, *flags: str, keys=(), ready: bool = True, seat: Seat | None = None, directory=None
+        self,
+        *flags: str,
+        keys=(),
+        ready: bool = True,
+        slot: WorkerSlot | None = None,
+        directory=None,
     ):
         self.args = serve.parse_args(["--model", "fake", "--no-access-log", *flags])
         self.clock = Clock()
@@ -281,7 +286,7 @@ class House:
         self.patch_clocks()
         link = EngineClient("nowhere", lambda: None)
         self.encoder = Encoder(directory or bytes_directory(), ByteTokenizer())
-        self.service = api.Service(link, self.encoder, self.args, list(keys), seat=seat)
+        self.service = api.Service(link, self.encoder, self.args, list(keys), slot=slot)
         self.config = uvicorn.Config(gate.Gate(self.service), log_level="critical", ws="none")
         self.config.load()
         self.state = ServerState()

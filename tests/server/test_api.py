@@ -19,7 +19,7 @@ from server import answers
 from server import app as api
 from server.protocol import NOT_SERVED, CompletionRequest
 from server.text import size_of
-from server.workers import Seat
+from server.workers import WorkerSlot
 
 
 @pytest.fixture
@@ -653,7 +653,7 @@ def test_the_first_process_says_how_many_finish_anywhere(capsys):
         house.service.workers.processes.clear()
         house.clock.run(0.1)
         assert house.service.server.should_exit
-    with House(seat=Seat(1, 2)) as house:
+    with House(slot=WorkerSlot(1, 2)) as house:
         house.ask()
         capsys.readouterr()
         stop(house)
@@ -664,7 +664,7 @@ def test_the_first_process_says_how_many_finish_anywhere(capsys):
 def test_the_first_process_alone_greets_counts_and_takes_signals(number, capsys):
     """What the engine reports reaches every process. Each ends when the engine is gone for good."""
     is_first = number == 0
-    with House(seat=Seat(number, 2)) as house:
+    with House(slot=WorkerSlot(number, 2)) as house:
         house.engine.step(queries=3)
         greeting = "serving fake at http://127.0.0.1:8000"
         assert (greeting in capsys.readouterr().out) == is_first
@@ -673,7 +673,7 @@ def test_the_first_process_alone_greets_counts_and_takes_signals(number, capsys)
         house.service.on_signal(15, None)
         house.clock.settle()
         assert house.service.draining == is_first
-    with House(ready=False, seat=Seat(number, 2)) as house:
+    with House(ready=False, slot=WorkerSlot(number, 2)) as house:
         house.engine.die()
         assert house.service.server.should_exit
 
@@ -745,9 +745,9 @@ def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
 @pytest.fixture
 def worker():
     """An HTTP process that is not the first, with a pipe for the first one's orders."""
-    with House(seat=Seat(1, 2)) as house:
+    with House(slot=WorkerSlot(1, 2)) as house:
         reader, house.pipe = os.pipe()
-        house.service.seat.orders = SimpleNamespace(fileno=lambda: reader)
+        house.service.slot.control_pipe = SimpleNamespace(fileno=lambda: reader)
         house.clock.remove_reader = lambda number: None
         yield house
         os.close(reader)
@@ -770,7 +770,7 @@ def test_orders_of_the_first_process_are_taken(worker, orders):
 
 
 def test_a_late_process_waits_a_second_for_the_engines_greeting():
-    with House(ready=False, seat=Seat(1, 2)) as house:
+    with House(ready=False, slot=WorkerSlot(1, 2)) as house:
         for greets in (False, True):
             task = house.clock.create_task(house.service.wait_for_greeting())
             house.clock.run(0.9)

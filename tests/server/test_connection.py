@@ -14,7 +14,7 @@ from wires import House, request
 
 from server import connection
 from server.protocol import ApiError
-from server.workers import Seat
+from server.workers import WorkerSlot
 
 pytestmark = pytest.mark.usefixtures("uvicorn_ends_soon")
 
@@ -386,10 +386,10 @@ def test_a_packet_full_of_offers_is_no_work(house):
 # How many
 
 
-@pytest.mark.parametrize("most, seat", [(3, Seat()), (7, Seat(1, 2))])
-def test_a_process_serves_its_share_of_the_connections(most, seat):
+@pytest.mark.parametrize("most, slot", [(3, WorkerSlot()), (7, WorkerSlot(1, 2))])
+def test_a_process_serves_its_share_of_the_connections(most, slot):
     """One more is refused in a way that clients try again; when one leaves there is room."""
-    with House("--max-connections", str(most), seat=seat) as house:
+    with House("--max-connections", str(most), slot=slot) as house:
         idle, *busy = [house.connect() for _ in range(3)]
         for caller in busy:
             caller.send(ASK)
@@ -406,7 +406,7 @@ def test_a_process_serves_its_share_of_the_connections(most, seat):
 
 
 def test_each_process_serves_some():
-    with House("--max-connections", "1", seat=Seat(1, 8)) as house:
+    with House("--max-connections", "1", slot=WorkerSlot(1, 8)) as house:
         assert house.get("/livez").status == 200
 
 
