@@ -8,8 +8,9 @@ import math
 from collections import Counter
 from types import SimpleNamespace
 
-from callers import Answer, Caller
+from callers import Caller
 from scripted_engine import EOS, FakeChat, Violation, script
+from wires import Answer
 
 from server.gate import OPEN_PATHS
 
@@ -107,7 +108,7 @@ def told(answer: Answer, call: dict) -> tuple[dict[int, Expected], dict | None, 
     choices: dict[int, Expected] = {}
     usage = error = None
     is_done = False
-    events = answer.body.decode("utf-8", "ignore").split("\n\n")
+    events = answer.body.split("\n\n")
     for event in events[:-1]:  # what is behind the last blank line has not all come
         if event.startswith(": "):
             continue

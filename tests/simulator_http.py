@@ -34,13 +34,14 @@ import uvicorn.server
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
-from callers import Caller, answers
+from callers import Caller
 from fake_server import ByteTokenizer
 from http_draws import KEYS, draw
 from http_oracle import Books, Judge, prompts_of
 from scripted_engine import EngineProcess, FakeChat, Violation, call_of
 from shrink import shrink
 from virtual import Listener, Machine, pair, selectors_of_memory
+from wires import read_answers
 
 import serve
 from engine import engine, links
@@ -371,7 +372,7 @@ class World:
 
     def judge(self):
         for caller in self.callers:
-            found = answers(caller.received)
+            found = read_answers(caller.received)
             if len(found) > len(caller.calls):
                 raise Violation(
                     f"call {caller.calls[0]['id']}: {len(found)} answers to "
@@ -391,9 +392,9 @@ class World:
         self.rest(4 * pieces * self.settings["turn_seconds"])
         caller = self.ask(10_000)
         self.wait(5.0, self.is_quiet, "the server serves nobody any more")
-        (answer,) = answers(caller.received)
+        (answer,) = read_answers(caller.received)
         if answer.status != 200:
-            raise Violation(f"when all is quiet, a call is refused: {answer.body.decode()}")
+            raise Violation(f"when all is quiet, a call is refused: {answer.body}")
         self.callers.pop()
         self.rest(1.5)
 
@@ -412,7 +413,7 @@ class World:
         asked = [self.ask(14_000 + number, max_tokens=20) for number in range(2)]
         self.rest(8.0)
         for caller in asked:
-            (answer,) = answers(caller.received)
+            (answer,) = read_answers(caller.received)
             Judge(self, caller, caller.calls[0], answer).check()
 
     def probe_limit(self):
@@ -428,7 +429,7 @@ class World:
         """It must have been told one of these by now."""
         told = [
             json.loads(answer.body)["error"]["code"]
-            for answer in answers(caller.received)
+            for answer in read_answers(caller.received)
             if answer.status != 200
         ]
         if len(told) != 1 or told[0] not in codes:

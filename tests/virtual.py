@@ -20,6 +20,7 @@ from asyncio import events
 from collections.abc import Callable
 from types import SimpleNamespace
 
+MAX_TURNS = 100_000  # of an event loop, without any time passing
 START = 1000.0  # seconds: monotonic clocks begin anywhere
 EPOCH = 1_700_000_000  # what the calendar says then
 
@@ -191,22 +192,23 @@ class Machine:
 
     def run(self, until: float, is_over: Callable[[], bool] = lambda: False):
         """Until this time, until `is_over()`, or until nothing can happen any more."""
+        turns = 0  # without any time passing
         while not is_over():
             now = self.clock.now
-            due = [loop for loop in self.loops if loop.due() <= now]
-            if not due:
-                first = min(loop.due() for loop in self.loops)
-                if first > until:
-                    self.clock.now = max(now, until)
-                    return
+            first = min(loop.due() for loop in self.loops)
+            if max(first, now) > until:
+                self.clock.now = max(now, until)
+                return
+            if first > now:
                 self.clock.now = first
+                turns = 0
                 continue
-            for loop in due:
+            turns += not self.turn_seconds
+            assert turns < MAX_TURNS, "it never rests: something calls itself again and again"
+            for loop in [loop for loop in self.loops if loop.due() <= now]:
                 if not loop.is_dead:
                     loop.turn()
                     self.clock.now += self.turn_seconds
-            if self.clock.now > until:
-                return
 
 
 class Signal:

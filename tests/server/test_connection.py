@@ -80,7 +80,8 @@ def test_what_is_no_body_and_has_no_end_is_cut_off_at_once(house, start, line):
     1.3 GiB and 8 s, in which nobody else was served.
     """
     caller = house.connect()
-    caller.send(start + line[:50_000])
+    caller.send(start)
+    caller.send(line[:50_000])
     assert caller.closed == OPEN
     for _ in range(2):
         caller.send(line)
