@@ -229,8 +229,7 @@ class Judge:
             )
         is_plain = caller.is_quick and len(caller.calls) == 1
         encoding = settings["encode_seconds"] * len(world.callers)
-        frozen = sum(event["seconds"] for event in world.events if event["do"] == "freeze")
-        most = settings["request_seconds"] + encoding + frozen + 1.0
+        most = settings["request_seconds"] + encoding + 1.0
         if (
             is_plain
             and self.answer.whole
@@ -383,8 +382,7 @@ class Judge:
             case 429, "queue_full":
                 return self.may_be_full(message)
             case 400, None:
-                most = self.settings["max_num_seqs"] + self.settings["max_queue"]
-                return "in one call" in message and count_of(self.call) > most
+                return "in one call" in message and count_of(self.call) > self.world.most
             case 500, "engine_dead":
                 return any(
                     state in ("restarting", "dead") and at >= began
@@ -399,22 +397,14 @@ class Judge:
         """The engine has not done all of it, or its answer is long, or read slowly, or late."""
         jobs = [job for job in self.process.jobs if job.http_id == f"r{self.call['id']}"]
         choices = [choice for job in jobs for choice in job.choices]
-        frozen = any(
-            start <= self.caller.ended_at and end >= self.caller.began
-            for start, end in self.world.freezes
-        )  # timers come first
-        return (
-            any(not choice.finish_reason for choice in choices)
-            or "sip" in self.caller.event
-            or frozen
-        )
+        return any(not choice.finish_reason for choice in choices) or "sip" in self.caller.event
 
     def may_be_full(self, message: str) -> bool:
         """The most choices that other calls can have had in work meanwhile are counted."""
-        most = self.settings["max_num_seqs"] + self.settings["max_queue"]
         others = self.world.beside(self.caller)
         return (
-            sum(count_of(call) for caller in [self.caller, *others] for call in caller.calls) > most
+            sum(count_of(call) for caller in [self.caller, *others] for call in caller.calls)
+            > self.world.most
         )
 
 

@@ -78,18 +78,6 @@ class InlineEncoder(encoder.Encoder):
         self.tools = self.tokenizer, FakeChat()
 
 
-class WatchedClient(client.EngineClient):
-    """Notes what becomes of the engine, as this HTTP process sees it."""
-
-    def __init__(self, process: "HttpProcess", start):
-        self.owner = process
-        super().__init__(process, start)
-
-    def submit(self, choices):
-        super().submit(choices)
-        self.owner.check_queue()
-
-
 class HttpProcess:
     """What serve.py runs in its first HTTP process, on a loop of its own."""
 
@@ -105,7 +93,7 @@ class HttpProcess:
         self.refused: Counter = Counter()  # calls by status
         self.is_known = True  # of all calls that are not logged, what they were told
         self.states: list[tuple[float, str]] = [(world.now, "loading")]
-        self.client = WatchedClient(self, world.start_engine)
+        self.client = client.EngineClient(self, world.start_engine)
         self.encoder = InlineEncoder()
         self.service = api.Service(self.client, self.encoder, world.args, world.keys)
         self.client.on_state = self.note_state
@@ -120,13 +108,6 @@ class HttpProcess:
         sock = self.world.link_listener.connect()
         self.loop.sockets.append(sock)
         return sock
-
-    def check_queue(self):
-        most = self.world.settings["max_num_seqs"] + self.world.settings["max_queue"]
-        if len(self.client.choices) > most:
-            self.world.broken(
-                f"{len(self.client.choices)} choices are in work, at most {most} may be"
-            )
 
     def end(self, task: asyncio.Task):
         """It has come to its end by itself."""
@@ -152,6 +133,7 @@ class World:
         self.rng = random.Random(settings["seed"])  # of sizes of pieces, and of seeds
         self.keys = KEYS[: settings["keys"]]
         self.room = settings["num_blocks"] * settings["block_size"]
+        self.most = settings["max_num_seqs"] + settings["max_queue"]  # choices at once
         flags = ["--model", "sim", "--no-access-log"]
         for name in (
             "max_queue",
@@ -176,9 +158,7 @@ class World:
         self.drained_at = math.inf  # when the server may end what still runs
         self.num_happened = 0
         self.problems: list[str] = []
-        self.freezes: list[tuple[float, float]] = []  # (start, end) of each
-        stops = [event["seconds"] for event in events if event["do"] in ("freeze", "stall_engine")]
-        self.pause = sum(stops)
+        self.pause = sum(event["seconds"] for event in events if event["do"] == "stall_engine")
         self.lag = (
             3.0 + self.pause
         )  # seconds by which the server may know late that a client has left
@@ -233,9 +213,8 @@ class World:
             if message["prompt"] not in prompts_of(call):
                 raise Violation(f"call {call['id']}: the engine gets another prompt")
         handle_message(running, link, message, max_queue)
-        most = self.settings["max_num_seqs"] + self.settings["max_queue"]
-        if running.num_at_work > most:
-            raise Violation(f"{running.num_at_work} choices are at work, at most {most} may be")
+        if running.num_at_work > self.most:
+            raise Violation(f"the engine has {running.num_at_work} choices, at most {self.most}")
 
     # what happens
 
@@ -254,14 +233,6 @@ class World:
             case "fail_step":
                 if running.engine:
                     running.engine.runner.fault = event["where"]
-            case "fail_encoder":
-                pass  # its thread cannot end; drawn all the same, so that seeds keep their runs
-            case "stop":
-                self.stop()
-            case "freeze":
-                frozen_until = self.now + event["seconds"]
-                self.process.loop.frozen_until = frozen_until
-                self.freezes.append((self.now, frozen_until))
 
     def call(self, event: dict):
         for call in event["calls"]:
@@ -335,6 +306,9 @@ class World:
         self.raise_problems()
 
     def has_problem(self) -> bool:
+        count = len(self.process.client.choices)
+        if count > self.most:
+            self.broken(f"{count} choices are in work, at most {self.most} may be")
         return bool(self.problems) or any(loop.errors for loop in self.machine.loops)
 
     def raise_problems(self):

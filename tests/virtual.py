@@ -66,7 +66,6 @@ class Loop(asyncio.BaseEventLoop):
         self.clock = machine.clock
         self._selector = self
         self._clock_resolution = 1e-9
-        self.frozen_until = -math.inf  # a process that gets no CPU
         self.is_dead = False
         self.sockets: list[Socket] = []  # all that the process ever had
         self.errors: list[dict] = []  # what nobody caught
@@ -99,11 +98,11 @@ class Loop(asyncio.BaseEventLoop):
         if self.is_dead:
             return math.inf
         if self._ready:
-            return max(self.clock.now, self.frozen_until)
+            return self.clock.now
         while self._scheduled and self._scheduled[0]._cancelled:
             self._timer_cancelled_count -= 1
             heapq.heappop(self._scheduled)._scheduled = False
-        return max(self._scheduled[0]._when, self.frozen_until) if self._scheduled else math.inf
+        return self._scheduled[0]._when if self._scheduled else math.inf
 
     def turn(self):
         events._set_running_loop(self)
@@ -332,6 +331,8 @@ class Listener:
         assert not flag
 
     def getsockname(self) -> tuple[str, int]:
+        if self.is_closed:
+            raise OSError
         return "127.0.0.1", 8000
 
     @property
