@@ -91,7 +91,7 @@ class HttpProcess:
         self.loop.job_seconds = world.settings["encode_seconds"]
         self.jobs: list[api.Job] = []
         self.refused: Counter = Counter()  # calls by status
-        self.is_known = True  # of all calls that are not logged, what they were told
+        self.is_known = True  # what came of all calls that are not logged
         self.states: list[tuple[float, str]] = [(world.now, "loading")]
         self.client = client.EngineClient(self, world.start_engine)
         self.encoder = InlineEncoder()
@@ -327,7 +327,7 @@ class World:
         )
 
     def beside(self, caller: Caller) -> list[Caller]:
-        """Whoever else may have been there at the same time, as the server knows it."""
+        """The other callers that the server may have seen at the same time."""
         since = caller.began - self.lag
         others = [
             other
@@ -337,7 +337,7 @@ class World:
         return [other for other in others if other.ended_at is None or other.ended_at >= since]
 
     def is_serving(self) -> bool:
-        """Nobody has stopped it, and the engine lives."""
+        """It has not been stopped, and the engine lives."""
         is_ready = self.process.is_running and self.process.client.state == "ready"
         return self.stopped_at is None and is_ready
 
@@ -346,26 +346,30 @@ class World:
 
     def judge(self):
         for caller in self.callers:
-            found = read_answers(caller.received)
-            if len(found) > len(caller.calls):
+            received = read_answers(caller.received)
+            if len(received) > len(caller.calls):
                 raise Violation(
-                    f"call {caller.calls[0]['id']}: {len(found)} answers to "
+                    f"call {caller.calls[0]['id']}: {len(received)} answers to "
                     f"{len(caller.calls)} calls"
                 )
             for number, call in enumerate(caller.calls):
-                answer = found[number] if number < len(found) else None
-                if answer is None and found and found[-1].headers.get("connection") == "close":
+                answer = received[number] if number < len(received) else None
+                if (
+                    answer is None
+                    and received
+                    and received[-1].headers.get("connection") == "close"
+                ):
                     continue  # to a call before: a client has to send this one again
                 Judge(self, caller, call, answer).check()
 
     def probe(self):
-        """Now that all is quiet, everybody is served again."""
+        """Now that all is quiet, a call is served again."""
         self.engines[-1].engine.runner.fault = ""
         # what full links hold is read first, a piece in a few turns
         pieces = self.settings["link_room"] / self.settings["link_piece"]
         self.rest(4 * pieces * self.settings["turn_seconds"])
         caller = self.ask(10_000)
-        self.wait(5.0, self.is_quiet, "the server serves nobody any more")
+        self.wait(5.0, self.is_quiet, "the server serves no call any more")
         (answer,) = read_answers(caller.received)
         if answer.status != 200:
             raise Violation(f"when all is quiet, a call is refused: {answer.body}")
@@ -400,13 +404,13 @@ class World:
         self.rest(4.0)
 
     def expect_refusal(self, caller: Caller, *codes: str):
-        """It must have been told one of these by now."""
-        told = [
+        """It must have got one of these errors by now."""
+        codes_sent = [
             json.loads(answer.body)["error"]["code"]
             for answer in read_answers(caller.received)
             if answer.status != 200
         ]
-        if len(told) != 1 or told[0] not in codes:
+        if len(codes_sent) != 1 or codes_sent[0] not in codes:
             name = caller.calls[0]["id"]
             raise Violation(
                 f"call {name} should be refused with {codes} by now, its answer is "
@@ -548,8 +552,8 @@ def violation(settings: dict, events: list[dict]) -> str | None:
     """The rule that a run breaks, if it does."""
     try:
         World(settings, events).run()
-    except Violation as found:
-        return str(found)
+    except Violation as broken:
+        return str(broken)
 
 
 def shrunk_trace(settings: dict, events: list[dict]) -> tuple[str, Path, int]:
@@ -578,8 +582,8 @@ def campaign(seed: int, steps: int, minutes: float) -> bool:
         world = World(settings, events)
         try:
             world.run()
-        except Violation as found:
-            print(f"seed {seed}: {found}\nshrinking ..", flush=True)
+        except Violation as broken:
+            print(f"seed {seed}: {broken}\nshrinking ..", flush=True)
             why, path, count = shrunk_trace(settings, events)
             print(
                 f"{count} events are enough: {why}\npython -m tests.simulator_http --replay {path}"

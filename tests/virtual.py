@@ -68,7 +68,7 @@ class Loop(asyncio.BaseEventLoop):
         self._clock_resolution = 1e-9
         self.is_dead = False
         self.sockets: list[Socket] = []  # all that the process ever had
-        self.errors: list[dict] = []  # what nobody caught
+        self.errors: list[dict] = []  # exceptions that no code caught
         self.executors: dict[int, float] = {}  # when each will have done its jobs
         self.job_seconds = 0.0
         self.high = 2**16  # bytes that a Unix connection keeps before it asks its protocol to pause
@@ -318,7 +318,7 @@ def pair(
 
 
 class Listener:
-    """A listening socket: whoever connects waits in `backlog` until somebody takes it in."""
+    """A listening socket: connections wait in `backlog` until a loop takes them in."""
 
     def __init__(self, make_pair: Callable[[], tuple[Socket, Socket]]):
         self.make_pair = make_pair
@@ -403,12 +403,12 @@ class Selector:
         sock.on_change = lambda: None
 
     def select(self, timeout: float | None) -> list:
-        found = []
+        ready = []
         for sock, (interest, data) in self.keys.items():
             mask = self.READ * sock.is_readable + self.WRITE * sock.is_writable
             if mask & interest:
-                found.append((SimpleNamespace(fileobj=sock, data=data), mask & interest))
-        return found
+                ready.append((SimpleNamespace(fileobj=sock, data=data), mask & interest))
+        return ready
 
     def close(self):
         self.keys.clear()
@@ -431,7 +431,7 @@ class Transport(asyncio.Transport):
         self.protocol = protocol
         self.unsent = bytearray()
         self.high, self.low = 2**16, 2**14
-        self.is_behind = False  # the protocol was told to pause
+        self.is_behind = False  # the protocol was asked to pause
         self.is_paused = False
         self.reads = False
         self.closing = False
@@ -490,9 +490,9 @@ class Transport(asyncio.Transport):
             return
         self.unsent.clear()
         self.closing = self.is_lost = True
-        self.loop.call_soon(self._tell_lost, error)
+        self.loop.call_soon(self._report_lost, error)
 
-    def _tell_lost(self, error: Exception | None):
+    def _report_lost(self, error: Exception | None):
         try:
             self.protocol.connection_lost(error)
         finally:
