@@ -100,12 +100,14 @@ def test_links_are_sent_the_stats(links, monkeypatch):
         flush(links, at_work=1, waited=[step])
     assert [message["stats"]["waited"] for message in read(working)] == [[0], [1], [2]]
     assert [message["stats"] for message in read(idle)] == [{"at_work": 1, "waited": [0]}]
-    for name in ("queries", "hits", "preemptions"):
-        flush(links, at_work=1, **{name: 5})
-        assert read(idle)[0]["stats"][name] == 5
     flush(links, at_work=0)
+    assert [message["stats"] for message in read(idle)] == [{"at_work": 0, "waited": [1, 2]}]
+    for name in ("queries", "hits", "preemptions"):
+        flush(links, **{name: 5})
+        assert read(idle)[0]["stats"][name] == 5
+        flush(links)
+        assert read(idle)[0]["stats"] == STATS
     flush(links, waited=[3])
-    assert [message["stats"] for message in read(idle)] == [STATS]
     monkeypatch.setattr(links_module, "STATS_SECONDS", 0)
     flush(links)
     assert [message["stats"] for message in read(idle)] == [STATS | {"waited": [3]}]
