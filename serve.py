@@ -46,8 +46,8 @@ from engine.events import open_record, record_to
 from flags import KEY_VARIABLE, engine_settings, parse_args
 from server.workers import (
     METRICS_FOLDER,
-    Seat,
     Workers,
+    WorkerSlot,
     context,
     num_processes,
     open_port,
@@ -241,13 +241,15 @@ def serve_port(sock: socket.socket, client, encoder, *service) -> str | None:
     return run_on_loop(Service(client, encoder, *service).run(sock))
 
 
-def worker_process(args: Namespace, keys: list[str], path: str, sock: socket.socket, seat: Seat):
+def worker_process(
+    args: Namespace, keys: list[str], path: str, sock: socket.socket, slot: WorkerSlot
+):
     """An HTTP process other than the first runs this, on its own socket on the port."""
     from server.client import EngineClient
     from server.text import Encoder
 
     encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
-    serve_port(sock, EngineClient(path), encoder, args, keys, seat)
+    serve_port(sock, EngineClient(path), encoder, args, keys, slot)
 
 
 def first_process(
@@ -265,9 +267,9 @@ def first_process(
     encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
     client = EngineClient(path, partial(start_process, engine_process, args, listener))
     workers = Workers(partial(start_process, worker_process, args, keys, path), sockets[1:])
-    seat = Seat(0, len(sockets))
+    slot = WorkerSlot(0, len(sockets))
     try:
-        return serve_port(sockets[0], client, encoder, args, keys, seat, workers)
+        return serve_port(sockets[0], client, encoder, args, keys, slot, workers)
     finally:
         # from here on a further signal must not leave a process behind
         signal.signal(signal.SIGINT, signal.SIG_IGN)

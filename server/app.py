@@ -28,7 +28,7 @@ from server.gate import LINGER_SECONDS, STOPPED, Site, log
 from server.live import Listeners
 from server.protocol import ApiError
 from server.text import EncoderBusy
-from server.workers import Seat, Workers
+from server.workers import Workers, WorkerSlot
 from tokenizer import TokenizerError
 
 MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize and /detokenize
@@ -41,14 +41,14 @@ class Service(Site):
 
     client, encoder    EngineClient and Encoder
     args, keys         the flags, and the API keys
-    seat               the place of this HTTP process among all
+    slot               the place of this HTTP process among all
     workers            the HTTP processes that the first one has started; None in all others
     """
 
-    def __init__(self, client, encoder, args, keys, seat=None, workers=None):
+    def __init__(self, client, encoder, args, keys, slot=None, workers=None):
         name = args.served_model_name or args.model
         self.name = name.encode(errors="replace").decode()  # JSON is UTF-8, a path may not be
-        super().__init__(args, keys, self.name, seat or Seat(), self.routes())
+        super().__init__(args, keys, self.name, slot or WorkerSlot(), self.routes())
         self.client = client
         self.encoder = encoder
         self.workers = workers or Workers(None, [])
@@ -57,7 +57,7 @@ class Service(Site):
         self.listeners = Listeners(client, args.log_requests)
         self.draining = False
         client.on_state = self.engine_changed
-        if self.seat.is_first:  # every process hears them, but they count once
+        if self.slot.is_first:  # every process hears them, but they count once
             client.on_stats = self.metrics.update
 
     def check_ready(self):
@@ -273,15 +273,15 @@ class Service(Site):
         self.server = self.make_server(self.on_signal)  # ours drains first
         self.loop = asyncio.get_running_loop()
         self.sock = sock
-        if self.seat.orders:
-            self.loop.add_reader(self.seat.orders.fileno(), self.on_order)
+        if self.slot.control_pipe:
+            self.loop.add_reader(self.slot.control_pipe.fileno(), self.on_order)
         self.workers.on_death = lambda process: log(
             "worker_died", pid=process.pid, code=process.exitcode
         )
         self.workers.watch()
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
         await self.client.attach()
-        if not self.seat.is_first:
+        if not self.slot.is_first:
             await self.wait_for_greeting()
         await self.server.serve(sockets=[sock])
         self.workers.stop()
@@ -301,8 +301,8 @@ class Service(Site):
             await asyncio.sleep(0.02)
 
     def on_signal(self, *_):
-        """Signals are for the first HTTP process; the others get its orders."""
-        if self.seat.is_first:
+        """Signals are for the first HTTP process; the others get its orders through their pipes."""
+        if self.slot.is_first:
             self.loop.call_soon_threadsafe(self.stop)
 
     def on_order(self):
@@ -310,9 +310,9 @@ class Service(Site):
         Stop, as the first HTTP process orders: a byte comes for each of its own stops. At the end
         of the file that process is gone: stop at once.
         """
-        orders = self.seat.orders.fileno()
-        if not os.read(orders, 1):
-            self.loop.remove_reader(orders)
+        pipe = self.slot.control_pipe.fileno()
+        if not os.read(pipe, 1):
+            self.loop.remove_reader(pipe)
             self.stop()
         self.stop()
 
@@ -325,7 +325,7 @@ class Service(Site):
         if state == "dead":
             self.listeners.end()
             self.server.should_exit = True
-        elif not self.seat.is_first:
+        elif not self.slot.is_first:
             return  # one process says it
         elif state == "ready" and not self.draining:
             url = welcome.base_url(self.sock)
@@ -346,7 +346,7 @@ class Service(Site):
         self.draining = True
         self.deadline = time.monotonic() + self.args.drain_seconds
         running = max(len(self.client.choices), self.client.at_work)
-        if running and self.seat.is_first:
+        if running and self.slot.is_first:
             requests = plural(running, "request")
             print(f"finishing {requests}; a second signal ends them", file=sys.stderr)
         # kept: the loop itself holds tasks weakly

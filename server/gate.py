@@ -30,7 +30,7 @@ from server import welcome
 from server.connection import Connection, check_head, close_after_early_answer
 from server.metrics import Metrics
 from server.protocol import ApiError, ClientGone, error_response
-from server.workers import Seat
+from server.workers import WorkerSlot
 
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 CHUNK = 2**18  # bytes of a record that are read at a time
@@ -239,11 +239,11 @@ class Site:
     that this HTTP process may have, the counts of answers, and the router to what answers a call.
     """
 
-    def __init__(self, args, keys: list[str], name: str, seat: Seat, routes: list[Route]):
+    def __init__(self, args, keys: list[str], name: str, slot: WorkerSlot, routes: list[Route]):
         self.args = args
         self.keys = keys
-        self.seat = seat
-        self.max_connections = max(1, args.max_connections // seat.num_processes)
+        self.slot = slot
+        self.max_connections = max(1, args.max_connections // slot.num_processes)
         self.metrics = Metrics(name)
         self.router = Router(routes, redirect_slashes=False)
 
@@ -280,7 +280,7 @@ class ReplaySite(Site):
             Route("/record", self.show_record),
             Route("/livez", self.show_liveness),
         ]
-        super().__init__(args, keys, args.replay, Seat(), routes)
+        super().__init__(args, keys, args.replay, WorkerSlot(), routes)
         self.open_record = open_record
 
     async def show_page(self, http):

@@ -2,7 +2,7 @@
 Several HTTP processes on one port. The first of them, which serve.py is, starts the others, starts
 again those that die, and ends them when it ends.
 
-    workers = Workers(start, sockets[1:])                # start(sock, seat) -> the process
+    workers = Workers(start, sockets[1:])                # start(sock, slot) -> the process
     workers.watch()                                      # on the event loop
     workers.stop()                                       # drain; the second time: now
 
@@ -33,38 +33,38 @@ context = multiprocessing.get_context("spawn")
 
 
 @dataclass
-class Seat:
+class WorkerSlot:
     """The place of an HTTP process among all."""
 
     number: int = 0  # 0: the first
     num_processes: int = 1
     # from the first process: each byte is one `stop`, the end of the file is that process's end
-    orders: Connection | None = None
+    control_pipe: Connection | None = None
 
     @property
     def is_first(self) -> bool:
         return self.number == 0
 
 
-def num_processes(wanted: int | None) -> int:
+def num_processes(requested: int | None) -> int:
     """
-    How many HTTP processes to run: as many as wanted, else one on small machines and on large ones
-    as many as keep up with a GPU's 256 streams. Raises ValueError.
+    How many HTTP processes to run: as many as requested, else one on small machines, and on large
+    ones as many as keep up with a GPU's 256 streams. Raises ValueError.
     """
-    if wanted is None:
+    if requested is None:
         most = MAX_BY_DEFAULT if can_share_port() else 1
         return max(1, min(most, (os.cpu_count() or 1) // CORES_EACH))
-    if wanted > 1 and not can_share_port():
+    if requested > 1 and not can_share_port():
         raise ValueError(
-            f"--http-workers {wanted}: this system does not spread connections over processes, "
+            f"--http-workers {requested}: this system does not spread connections over processes, "
             "leave the flag out"
         )
-    if wanted > MAX_WORKERS:
+    if requested > MAX_WORKERS:
         raise ValueError(
-            f"--http-workers {wanted}: at most {MAX_WORKERS} are started, each takes 60 MB and a "
-            "core"
+            f"--http-workers {requested}: at most {MAX_WORKERS} are started, each takes 60 MB and "
+            "a core"
         )
-    return wanted
+    return requested
 
 
 def can_share_port() -> bool:
@@ -106,16 +106,16 @@ class Workers:
         self.start = start
         self.sockets = sockets
         self.processes: dict[int, Any] = {}  # by number
-        self.orders: dict[int, Connection] = {}  # our ends
+        self.control_pipes: dict[int, Connection] = {}  # our ends
         self.stopping = False
         for number in range(1, len(sockets) + 1):
             self._start(number)
 
     def _start(self, number: int):
-        orders, self.orders[number] = context.Pipe(duplex=False)
-        seat = Seat(number, 1 + len(self.sockets), orders)
-        self.processes[number] = self.start(self.sockets[number - 1], seat)
-        orders.close()  # only the process has that end now, so it sees when ours is closed
+        pipe, self.control_pipes[number] = context.Pipe(duplex=False)
+        slot = WorkerSlot(number, 1 + len(self.sockets), pipe)
+        self.processes[number] = self.start(self.sockets[number - 1], slot)
+        pipe.close()  # only the process has that end now, so it sees when ours is closed
 
     def watch(self):
         """From now on, start workers that die again."""
@@ -131,7 +131,7 @@ class Workers:
         process = self.processes.pop(number)
         loop.remove_reader(process.sentinel)
         process.join()
-        self.orders.pop(number).close()
+        self.control_pipes.pop(number).close()
         if not self.stopping:
             self.on_death(process)
             loop.call_later(RESTART_SECONDS, self._restart, number)
@@ -152,9 +152,9 @@ class Workers:
         self.stopping = True
         for sock in self.sockets:
             sock.close()  # the port is closed when the last worker closes its own
-        for orders in self.orders.values():
+        for pipe in self.control_pipes.values():
             with contextlib.suppress(BrokenPipeError):  # it has just ended
-                os.write(orders.fileno(), b".")
+                os.write(pipe.fileno(), b".")
 
     async def end_within(self, seconds: float):
         """Wait until all workers have ended; kill those that take longer than so many seconds."""

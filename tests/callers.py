@@ -4,7 +4,6 @@ pace, reads or does not, and perhaps hangs up.
 """
 
 import json
-from types import SimpleNamespace
 
 from scripted_engine import Violation
 
@@ -27,47 +26,6 @@ def as_bytes(call: dict, is_last: bool) -> bytes:
     if is_last:
         head += ["Connection: close"]
     return "\r\n".join([*head, "", ""]).encode() + body
-
-
-class Answer(SimpleNamespace):
-    """status (None: not even a head has come), headers, body, whole: whether all of it has come."""
-
-
-def answers(data: bytes) -> list[Answer]:
-    """What a server has sent, up to where it breaks off."""
-    found = []
-    while data:
-        head, separator, rest = data.partition(b"\r\n\r\n")
-        if not separator:
-            found.append(Answer(status=None, headers={}, body=b"", whole=False))
-            break
-        first, *lines = head.decode().split("\r\n")
-        status = int(first.split()[1])
-        headers = dict(line.lower().split(": ", 1) for line in lines)
-        if status == 100:
-            data = rest
-            continue
-        if headers.get("transfer-encoding") == "chunked":
-            body, data, whole = unchunked(rest)
-        else:
-            size = int(headers["content-length"])
-            body, data, whole = rest[:size], rest[size:], len(rest) >= size
-        found.append(Answer(status=status, headers=headers, body=body, whole=whole))
-    return found
-
-
-def unchunked(data: bytes) -> tuple[bytes, bytes, bool]:
-    """A chunked body, what comes after it, and whether its end is there."""
-    body = b""
-    while True:
-        size, separator, rest = data.partition(b"\r\n")
-        if not separator or len(rest) < int(size, 16) + 2:
-            return body, b"", False
-        length = int(size, 16)
-        body += rest[:length]
-        data = rest[length + 2 :]
-        if length == 0:
-            return body, data, True
 
 
 class Caller:

@@ -78,129 +78,85 @@ def fake_score(token, n):
 
 class FakeEngine(threading.Thread):
     """
-    Speaks the engine's protocol over links. The prompt is the script: "say TEXT" answers the bytes
-    of TEXT and the end of text, with scores that `fake_score` makes up if asked for; "say3 TEXT"
-    three tokens a step; "loop" (and anything else) x after x; "invalid", "internal", "full" are
-    refused; "break" fails after two tokens. Nothing moves while `gate` is closed.
+    Speaks the engine's protocol over one link. The prompt is the script: "say TEXT" answers the
+    bytes of TEXT and the end of text, with scores that `fake_score` makes up if asked for;
+    "say3 TEXT" three tokens a step; "loop" (and anything else) x after x; "invalid", "internal",
+    "full" are refused; "break" fails after two tokens.
     """
 
-    def __init__(self, ready=True, max_model_len=100_000, pace=0.0005, successor=None, per_step=1):
+    def __init__(self, pace: float = 0.0005):
         super().__init__(daemon=True)
-        self.per_step = per_step  # tokens
-        self.successor, self.max_num_seqs = successor, 256  # who comes after it dies
+        self.pace = pace  # seconds from step to step
+        self.max_num_seqs = 256
         self.links: Links | None = None  # set before it is started
-        self.gate, self.ready, self.max_model_len, self.pace = (
-            threading.Event(),
-            ready,
-            max_model_len,
-            pace,
-        )
-        self.gate.set()
         self.running: dict[str, list] = {}  # id -> steps to come, each (tokens, finish_reason)
-        self.added, self.aborted, self.died = [], [], False
-        self.scores, self.prompt_scores = {}, {}
-        self.owners: dict[str, tuple] = {}  # id -> its link, and the link's own id for it
-
-    def say_ready(self):
-        limits = {"max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs}
-        self.ready = {"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]}
+        self.added: list[dict] = []
+        self.scores: dict[str, list] = {}
+        self.prompt_scores: dict[str, list | None] = {}
 
     def run(self):
-        if self.ready:
-            self.say_ready()
+        limits = {"max_model_len": 100_000, "max_num_seqs": self.max_num_seqs}
         self.links.accept()
-        while not self.died and self.links.is_wanted:
-            if self.ready and not self.links.greeting:
-                self.links.set_greeting(self.ready)
-            moves = bool(self.running) and self.gate.is_set()
-            for link, message in self.links.receive(timeout=0 if moves else 0.005):
+        self.links.set_greeting(
+            {"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]}
+        )
+        while self.links.is_wanted:
+            for link, message in self.links.receive(timeout=0 if self.running else 0.005):
                 self.handle(link, message)
-            if moves:
+            if self.running:
                 time.sleep(self.pace)
                 self.step()
-            if moves or not self.running:  # one that hangs in a step says nothing
-                self.links.flush(self.stats())
+            self.links.flush(self.stats())
         self.links.close()
 
     def handle(self, link, message):
         if message["op"] == "add":
-            self.added.append(message | {"link": link.number})
+            self.added.append(message)
             for choice in range(message["options"]["n"]):
-                id = f"{message['id']}.{choice}" if choice else message["id"]
-                name = (
-                    id if link.number == 0 else f"{link.number}:{id}"
-                )  # in the tests that have one link, its own
-                self.owners[name] = link, id
-                self.add(
-                    name, bytes(t for t in message["prompt"] if t < 256).decode(), message["params"]
-                )
+                self.add(f"{message['id']}.{choice}" if choice else message["id"], message)
         elif message["op"] == "abort":
-            name = message["id"] if link.number == 0 else f"{link.number}:{message['id']}"
-            self.aborted.append(name)
-            self.running.pop(name, None)
-        elif message["op"] == "gone":
-            for name in [name for name in self.running if self.owners[name][0] is link]:
-                self.aborted.append(name)
-                del self.running[name]
+            self.running.pop(message["id"], None)
 
-    def refuse(self, name, message, kind):
-        link, id = self.owners[name]
-        link.queue({"op": "error", "id": id, "message": message, "kind": kind})
+    def refuse(self, id, message, kind):
+        self.links.links[0].queue({"op": "error", "id": id, "message": message, "kind": kind})
 
-    def add(self, id, prompt, params):
-        command, _, text = prompt.partition(" ")
-        limit, per_step = params["max_tokens"], 3 if command == "say3" else self.per_step
-        tokens = [*text.encode(), EOS] if command.startswith("say") else [ord("x")] * limit
+    def add(self, id, message):
+        params = message["params"]
+        command, _, text = bytes(t for t in message["prompt"] if t < 256).decode().partition(" ")
         if command in ("invalid", "internal", "full"):
             return self.refuse(id, f"the engine finds this {command}", command)
-        stop = next(
-            (i for i, t in enumerate(tokens, 1) if t in [EOS, *params["stop_token_ids"]]),
-            len(tokens) + 1,
-        )
-        reason = "stop" if stop <= limit else "length"
+        limit = params["max_tokens"]
+        tokens = [*text.encode(), EOS] if command.startswith("say") else [ord("x")] * limit
+        ends = [i for i, t in enumerate(tokens, 1) if t in [EOS, *params["stop_token_ids"]]]
+        stop = min([*ends, limit + 1])
         tokens = tokens[: min(stop, limit)]
-        steps = [tokens[i : i + per_step] for i in range(0, len(tokens), per_step)]
-        self.running[id] = [
-            (step, reason if i == len(steps) else None) for i, step in enumerate(steps, 1)
-        ]
+        per_step = 3 if command == "say3" else 1
+        parts = [tokens[i : i + per_step] for i in range(0, len(tokens), per_step)]
+        self.running[id] = [(part, None) for part in parts]
+        self.running[id][-1] = (parts[-1], "stop" if stop <= limit else "length")
         if command == "break":
             self.running[id][2:] = [("the step failed", "break")]
-        n, scored = params["logprobs"], self.added[-1]["options"]["prompt_logprobs"]
-        self.scores[id] = [
-            None if n is None else [fake_score(token, n) for token in step] for step in steps
-        ]
-        self.prompt_scores[id] = (
-            None
-            if scored is None
-            else [fake_score(t, scored) for t in self.added[-1]["prompt"][1:]]
-        )
+        n, scored = params["logprobs"], message["options"]["prompt_logprobs"]
+        self.scores[id] = [n if n is None else [fake_score(t, n) for t in part] for part in parts]
+        if scored is not None:
+            self.prompt_scores[id] = [fake_score(t, scored) for t in message["prompt"][1:]]
 
     def step(self):
+        cached = len(self.added[-1]["prompt"]) // 2
         for id, steps in list(self.running.items()):
             tokens, reason = steps.pop(0)
             if reason == "break":
                 self.refuse(id, tokens, "internal")
             else:
                 scores = [self.scores[id].pop(0), self.prompt_scores.pop(id, None)]
-                link, own = self.owners[id]
-                link.queue_row([own, tokens, reason, len(self.added[-1]["prompt"]) // 2, *scores])
+                self.links.links[0].queue_row([id, tokens, reason, cached, *scores])
             if reason:
                 del self.running[id]
 
     def stats(self):
-        stats = dict.fromkeys(["kv_usage", "hits", "preemptions", "waiting"], 0)
-        stats |= {"queries": sum(len(message["prompt"]) for message in self.added)}
-        return stats | {
-            "running": len(self.running),
-            "at_work": len(self.running),
-            "waited": [],
-            "prefilled": [],
-        }
-
-    def die(self):
-        """As a killed process would: all links are closed."""
-        self.died = True
-        self.join()
+        stats = dict.fromkeys(["kv_usage", "hits", "preemptions", "waiting", "queries"], 0)
+        running = len(self.running)
+        return stats | {"running": running, "at_work": running, "waited": [], "prefilled": []}
 
 
 @functools.cache
@@ -215,50 +171,38 @@ def bytes_directory() -> str:
 class Server:
     """api.Service on a free port, in a thread."""
 
-    def __init__(self, *flags, engine=None, send_buffer=None, directory=None, tokenizer=None):
+    def __init__(self, *flags, engine=None, directory=None, tokenizer=None):
         self.engine = engine or FakeEngine()
         self.args = args = serve.parse_args(
             ["--model", "fake", "--port", "0", "--no-access-log", *flags]
         )
-        for fake in filter(None, (self.engine, self.engine.successor)):
-            fake.max_num_seqs = args.max_num_seqs or fake.max_num_seqs
+        self.engine.max_num_seqs = args.max_num_seqs or self.engine.max_num_seqs
         self.sock = serve.listen(args)
-        if send_buffer:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.address = self.sock.getsockname()
-        self.engines = iter([self.engine, self.engine.successor])
         self.folder = tempfile.TemporaryDirectory()
         self.listener = serve.listen_for_links(self.folder.name)
-        client = EngineClient(self.listener.getsockname(), self.start_engine)
+        self.engine.links = Links(self.listener)
         variables = args.default_chat_template_kwargs
         encoder = Encoder(directory or bytes_directory(), tokenizer or ByteTokenizer(), variables)
+        client = EngineClient(self.listener.getsockname())
         self.service = api.Service(client, encoder, args, serve.api_keys(args))
-        self.result = "still running"
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.http = httpx.Client(
             base_url="http://{}:{}".format(*self.address), timeout=30, verify=False
         )
 
-    def start_engine(self):
-        engine = next(self.engines)
-        engine.links = Links(self.listener)
-        if engine is not self.engine:
-            engine.start()
-
     def run(self):
-        self.result = serve.run_on_loop(self.service.run(self.sock))
+        serve.run_on_loop(self.service.run(self.sock))
 
     def __enter__(self):
         self.engine.start()
         self.thread.start()
         wait_until(lambda: self.get("/livez") == 200)
-        if self.engine.ready:
-            wait_until(lambda: self.get("/readyz") == 200)
+        wait_until(lambda: self.get("/readyz") == 200)
         return self
 
     def __exit__(self, *exception):
         self.http.close()
-        self.engine.gate.set()
         for _ in range(2):
             self.stop()
         self.thread.join(30)

@@ -8,9 +8,7 @@ CALLS = [
     "seedless", "ignore_eos", "usage", "long", "big", "chunked", "bad", "get", "tokenize",
 ]  # fmt: skip
 CLIENTS = ["burst", "slow", "vanish", "pieces", "pipeline"]
-FAULTS = [
-    "kill_engine", "stall_engine", "cannot_load", "fail_step", "fail_encoder", "stop", "freeze",
-]  # fmt: skip
+FAULTS = ["kill_engine", "stall_engine", "cannot_load", "fail_step", "stop"]
 
 
 def draw(seed: int, steps: int) -> tuple[dict, list[dict]]:
@@ -78,7 +76,7 @@ def draw_event(rng: random.Random, number: int, settings: dict, chosen: set[str]
         return draw_visit(rng, number, settings, chosen)
     fault = rng.choice(faults)
     event = {"do": fault}
-    if fault in ("stall_engine", "freeze"):
+    if fault == "stall_engine":
         event["seconds"] = rng.choice([0.05, 0.5, 3.0])
     if fault == "fail_step":
         event["where"] = rng.choice(["launch", "collect", "logits", "logits"])

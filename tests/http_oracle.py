@@ -8,8 +8,9 @@ import math
 from collections import Counter
 from types import SimpleNamespace
 
-from callers import Answer, Caller
+from callers import Caller
 from scripted_engine import EOS, FakeChat, Violation, script
+from wires import Answer
 
 from server.gate import OPEN_PATHS
 
@@ -41,16 +42,16 @@ def expected(call: dict, seed: int, room: int) -> list[Expected]:
     """
     All choices of a call, by an oracle as plain as can be. `room`: tokens of the longest text.
     """
-    body, found = call["body"], []
+    body, choices = call["body"], []
     for number, prompt in enumerate(prompts_of(call)):
         own_seed = seed if body.get("seed") is not None else seed + number
         for choice in range(body.get("n", 1)):
-            found.append(
+            choices.append(
                 one_expected(
                     body, prompt, script(tuple(prompt), own_seed, choice), room - len(prompt)
                 )
             )
-    return found
+    return choices
 
 
 def one_expected(body: dict, prompt: list[int], said: list[int], room: int) -> Expected:
@@ -91,7 +92,9 @@ def one_expected(body: dict, prompt: list[int], said: list[int], room: int) -> E
     )
 
 
-def told(answer: Answer, call: dict) -> tuple[dict[int, Expected], dict | None, dict | None, bool]:
+def parse_answer(
+    answer: Answer, call: dict
+) -> tuple[dict[int, Expected], dict | None, dict | None, bool]:
     """
     What an answer of status 200 says: its choices by index, its usage, its error, and whether it
     says its end.
@@ -107,7 +110,7 @@ def told(answer: Answer, call: dict) -> tuple[dict[int, Expected], dict | None, 
     choices: dict[int, Expected] = {}
     usage = error = None
     is_done = False
-    events = answer.body.decode("utf-8", "ignore").split("\n\n")
+    events = answer.body.split("\n\n")
     for event in events[:-1]:  # what is behind the last blank line has not all come
         if event.startswith(": "):
             continue
@@ -190,7 +193,7 @@ class Judge:
                 return self.check_room()
             self.wrong(f"its answer is named {answer.headers.get('x-request-id')}")
         if self.log and self.log[0]["status"] != answer.status and self.log[0]["status"] != 499:
-            self.wrong(f"the log says {self.log[0]['status']}, the client was told {answer.status}")
+            self.wrong(f"the log says {self.log[0]['status']}, the client got {answer.status}")
         if answer.whole and not self.log and self.call["path"] not in OPEN_PATHS:
             self.wrong("has an answer, but is not logged")
         if answer.status >= 400 and self.call["path"] in OPEN_PATHS:
@@ -228,8 +231,7 @@ class Judge:
             )
         is_plain = caller.is_quick and len(caller.calls) == 1
         encoding = settings["encode_seconds"] * len(world.callers)
-        frozen = sum(event["seconds"] for event in world.events if event["do"] == "freeze")
-        most = settings["request_seconds"] + encoding + frozen + 1.0
+        most = settings["request_seconds"] + encoding + 1.0
         if (
             is_plain
             and self.answer.whole
@@ -261,7 +263,7 @@ class Judge:
     def check_completion(self):
         if not (self.answer.whole or self.call["body"].get("stream")):
             return
-        choices, usage, error, is_over = told(self.answer, self.call)
+        choices, usage, error, is_over = parse_answer(self.answer, self.call)
         if self.answer.whole and not is_over:
             self.wrong("ends without an end")
         seed = self.call["body"].get("seed")
@@ -307,10 +309,10 @@ class Judge:
         asked = not body.get("stream") or body.get("stream_options", {}).get("include_usage")
         if not asked:
             if usage is not None:
-                self.wrong("tells of usage, which nobody asked for")
+                self.wrong("has a usage that was not asked for")
             return
         if usage is None:
-            self.wrong("does not tell the usage")
+            self.wrong("has no usage")
         prompts = prompts_of(self.call)
         counts = sum(map(len, prompts)), sum(choice.num_tokens for choice in wanted)
         if (usage["prompt_tokens"], usage["completion_tokens"]) != counts or usage[
@@ -340,7 +342,7 @@ class Judge:
             self.state_at(self.caller.ended_at) if self.caller.is_quick else before
         )  # who reads late, hears of then
         if before == state and state in ("dead", "restarting"):
-            self.wrong(f"is told that all is well, the engine is {state}")
+            self.wrong(f"hears that all is well, the engine is {state}")
 
     def state_at(self, moment: float) -> str:
         return (["loading"] + [state for at, state in self.process.states if at <= moment])[-1]
@@ -364,8 +366,10 @@ class Judge:
             case 503, "loading":
                 return not any(s == "ready" and at < began for at, s in self.process.states)
             case 503, "restarting" | "dead":
-                found = code in states or (self.call["path"] == "/livez" and "restarting" in states)
-                return found or ("no step in" in message and world.pause > 0)
+                is_liveness = self.call["path"] == "/livez"
+                if code in states or (is_liveness and "restarting" in states):
+                    return True
+                return "no step in" in message and world.pause > 0
             case 503, "stopping" if world.stopped_at is not None:
                 return (
                     world.drained_at <= ended + 1e-6
@@ -382,8 +386,7 @@ class Judge:
             case 429, "queue_full":
                 return self.may_be_full(message)
             case 400, None:
-                most = self.settings["max_num_seqs"] + self.settings["max_queue"]
-                return "in one call" in message and count_of(self.call) > most
+                return "in one call" in message and count_of(self.call) > self.world.most
             case 500, "engine_dead":
                 return any(
                     state in ("restarting", "dead") and at >= began
@@ -398,22 +401,14 @@ class Judge:
         """The engine has not done all of it, or its answer is long, or read slowly, or late."""
         jobs = [job for job in self.process.jobs if job.http_id == f"r{self.call['id']}"]
         choices = [choice for job in jobs for choice in job.choices]
-        frozen = any(
-            start <= self.caller.ended_at and end >= self.caller.began
-            for start, end in self.world.freezes
-        )  # timers come first
-        return (
-            any(not choice.finish_reason for choice in choices)
-            or "sip" in self.caller.event
-            or frozen
-        )
+        return any(not choice.finish_reason for choice in choices) or "sip" in self.caller.event
 
     def may_be_full(self, message: str) -> bool:
         """The most choices that other calls can have had in work meanwhile are counted."""
-        most = self.settings["max_num_seqs"] + self.settings["max_queue"]
         others = self.world.beside(self.caller)
         return (
-            sum(count_of(call) for caller in [self.caller, *others] for call in caller.calls) > most
+            sum(count_of(call) for caller in [self.caller, *others] for call in caller.calls)
+            > self.world.most
         )
 
 
@@ -439,11 +434,11 @@ class Books:
                 if "le" not in sample.labels:
                     self.values[sample.name.partition(":")[2], label] = sample.value
 
-    def expect(self, name: str, wanted: float, label: str | None = None):
-        found = self.values.get((name, label), 0)
-        if found != wanted:
+    def expect(self, name: str, expected: float, label: str | None = None):
+        count = self.values.get((name, label), 0)
+        if count != expected:
             what = f"{name} {label or ''}".strip()
-            raise Violation(f"The HTTP process counts {what} as {found}, wanted {wanted}")
+            raise Violation(f"The HTTP process counts {what} as {count}, expected {expected}")
 
     def check(self):
         jobs = self.process.jobs

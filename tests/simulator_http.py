@@ -34,13 +34,14 @@ import uvicorn.server
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
-from callers import Caller, answers
+from callers import Caller
 from fake_server import ByteTokenizer
 from http_draws import KEYS, draw
 from http_oracle import Books, Judge, prompts_of
 from scripted_engine import EngineProcess, FakeChat, Violation, call_of
 from shrink import shrink
 from virtual import Listener, Machine, pair, selectors_of_memory
+from wires import read_answers
 
 import serve
 from engine import engine, links
@@ -77,18 +78,6 @@ class InlineEncoder(encoder.Encoder):
         self.tools = self.tokenizer, FakeChat()
 
 
-class WatchedClient(client.EngineClient):
-    """Notes what becomes of the engine, as this HTTP process sees it."""
-
-    def __init__(self, process: "HttpProcess", start):
-        self.owner = process
-        super().__init__(process, start)
-
-    def submit(self, choices):
-        super().submit(choices)
-        self.owner.check_queue()
-
-
 class HttpProcess:
     """What serve.py runs in its first HTTP process, on a loop of its own."""
 
@@ -102,9 +91,9 @@ class HttpProcess:
         self.loop.job_seconds = world.settings["encode_seconds"]
         self.jobs: list[api.Job] = []
         self.refused: Counter = Counter()  # calls by status
-        self.is_known = True  # of all calls that are not logged, what they were told
+        self.is_known = True  # what came of all calls that are not logged
         self.states: list[tuple[float, str]] = [(world.now, "loading")]
-        self.client = WatchedClient(self, world.start_engine)
+        self.client = client.EngineClient(self, world.start_engine)
         self.encoder = InlineEncoder()
         self.service = api.Service(self.client, self.encoder, world.args, world.keys)
         self.client.on_state = self.note_state
@@ -119,13 +108,6 @@ class HttpProcess:
         sock = self.world.link_listener.connect()
         self.loop.sockets.append(sock)
         return sock
-
-    def check_queue(self):
-        most = self.world.settings["max_num_seqs"] + self.world.settings["max_queue"]
-        if len(self.client.choices) > most:
-            self.world.broken(
-                f"{len(self.client.choices)} choices are in work, at most {most} may be"
-            )
 
     def end(self, task: asyncio.Task):
         """It has come to its end by itself."""
@@ -151,6 +133,7 @@ class World:
         self.rng = random.Random(settings["seed"])  # of sizes of pieces, and of seeds
         self.keys = KEYS[: settings["keys"]]
         self.room = settings["num_blocks"] * settings["block_size"]
+        self.most = settings["max_num_seqs"] + settings["max_queue"]  # choices at once
         flags = ["--model", "sim", "--no-access-log"]
         for name in (
             "max_queue",
@@ -175,9 +158,7 @@ class World:
         self.drained_at = math.inf  # when the server may end what still runs
         self.num_happened = 0
         self.problems: list[str] = []
-        self.freezes: list[tuple[float, float]] = []  # (start, end) of each
-        stops = [event["seconds"] for event in events if event["do"] in ("freeze", "stall_engine")]
-        self.pause = sum(stops)
+        self.pause = sum(event["seconds"] for event in events if event["do"] == "stall_engine")
         self.lag = (
             3.0 + self.pause
         )  # seconds by which the server may know late that a client has left
@@ -232,9 +213,8 @@ class World:
             if message["prompt"] not in prompts_of(call):
                 raise Violation(f"call {call['id']}: the engine gets another prompt")
         handle_message(running, link, message, max_queue)
-        most = self.settings["max_num_seqs"] + self.settings["max_queue"]
-        if running.num_at_work > most:
-            raise Violation(f"{running.num_at_work} choices are at work, at most {most} may be")
+        if running.num_at_work > self.most:
+            raise Violation(f"the engine has {running.num_at_work} choices, at most {self.most}")
 
     # what happens
 
@@ -253,14 +233,6 @@ class World:
             case "fail_step":
                 if running.engine:
                     running.engine.runner.fault = event["where"]
-            case "fail_encoder":
-                pass  # its thread cannot end; drawn all the same, so that seeds keep their runs
-            case "stop":
-                self.stop()
-            case "freeze":
-                frozen_until = self.now + event["seconds"]
-                self.process.loop.frozen_until = frozen_until
-                self.freezes.append((self.now, frozen_until))
 
     def call(self, event: dict):
         for call in event["calls"]:
@@ -334,6 +306,9 @@ class World:
         self.raise_problems()
 
     def has_problem(self) -> bool:
+        count = len(self.process.client.choices)
+        if count > self.most:
+            self.broken(f"{count} choices are in work, at most {self.most} may be")
         return bool(self.problems) or any(loop.errors for loop in self.machine.loops)
 
     def raise_problems(self):
@@ -352,7 +327,7 @@ class World:
         )
 
     def beside(self, caller: Caller) -> list[Caller]:
-        """Whoever else may have been there at the same time, as the server knows it."""
+        """The other callers that the server may have seen at the same time."""
         since = caller.began - self.lag
         others = [
             other
@@ -362,7 +337,7 @@ class World:
         return [other for other in others if other.ended_at is None or other.ended_at >= since]
 
     def is_serving(self) -> bool:
-        """Nobody has stopped it, and the engine lives."""
+        """It has not been stopped, and the engine lives."""
         is_ready = self.process.is_running and self.process.client.state == "ready"
         return self.stopped_at is None and is_ready
 
@@ -371,29 +346,33 @@ class World:
 
     def judge(self):
         for caller in self.callers:
-            found = answers(caller.received)
-            if len(found) > len(caller.calls):
+            received = read_answers(caller.received)
+            if len(received) > len(caller.calls):
                 raise Violation(
-                    f"call {caller.calls[0]['id']}: {len(found)} answers to "
+                    f"call {caller.calls[0]['id']}: {len(received)} answers to "
                     f"{len(caller.calls)} calls"
                 )
             for number, call in enumerate(caller.calls):
-                answer = found[number] if number < len(found) else None
-                if answer is None and found and found[-1].headers.get("connection") == "close":
+                answer = received[number] if number < len(received) else None
+                if (
+                    answer is None
+                    and received
+                    and received[-1].headers.get("connection") == "close"
+                ):
                     continue  # to a call before: a client has to send this one again
                 Judge(self, caller, call, answer).check()
 
     def probe(self):
-        """Now that all is quiet, everybody is served again."""
+        """Now that all is quiet, a call is served again."""
         self.engines[-1].engine.runner.fault = ""
         # what full links hold is read first, a piece in a few turns
         pieces = self.settings["link_room"] / self.settings["link_piece"]
         self.rest(4 * pieces * self.settings["turn_seconds"])
         caller = self.ask(10_000)
-        self.wait(5.0, self.is_quiet, "the server serves nobody any more")
-        (answer,) = answers(caller.received)
+        self.wait(5.0, self.is_quiet, "the server serves no call any more")
+        (answer,) = read_answers(caller.received)
         if answer.status != 200:
-            raise Violation(f"when all is quiet, a call is refused: {answer.body.decode()}")
+            raise Violation(f"when all is quiet, a call is refused: {answer.body}")
         self.callers.pop()
         self.rest(1.5)
 
@@ -412,7 +391,7 @@ class World:
         asked = [self.ask(14_000 + number, max_tokens=20) for number in range(2)]
         self.rest(8.0)
         for caller in asked:
-            (answer,) = answers(caller.received)
+            (answer,) = read_answers(caller.received)
             Judge(self, caller, caller.calls[0], answer).check()
 
     def probe_limit(self):
@@ -425,13 +404,13 @@ class World:
         self.rest(4.0)
 
     def expect_refusal(self, caller: Caller, *codes: str):
-        """It must have been told one of these by now."""
-        told = [
+        """It must have got one of these errors by now."""
+        codes_sent = [
             json.loads(answer.body)["error"]["code"]
-            for answer in answers(caller.received)
+            for answer in read_answers(caller.received)
             if answer.status != 200
         ]
-        if len(told) != 1 or told[0] not in codes:
+        if len(codes_sent) != 1 or codes_sent[0] not in codes:
             name = caller.calls[0]["id"]
             raise Violation(
                 f"call {name} should be refused with {codes} by now, its answer is "
@@ -573,8 +552,8 @@ def violation(settings: dict, events: list[dict]) -> str | None:
     """The rule that a run breaks, if it does."""
     try:
         World(settings, events).run()
-    except Violation as found:
-        return str(found)
+    except Violation as broken:
+        return str(broken)
 
 
 def shrunk_trace(settings: dict, events: list[dict]) -> tuple[str, Path, int]:
@@ -603,8 +582,8 @@ def campaign(seed: int, steps: int, minutes: float) -> bool:
         world = World(settings, events)
         try:
             world.run()
-        except Violation as found:
-            print(f"seed {seed}: {found}\nshrinking ..", flush=True)
+        except Violation as broken:
+            print(f"seed {seed}: {broken}\nshrinking ..", flush=True)
             why, path, count = shrunk_trace(settings, events)
             print(
                 f"{count} events are enough: {why}\npython -m tests.simulator_http --replay {path}"

@@ -12,9 +12,9 @@ is JSON. test_soak.py runs half a minute.
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -24,14 +24,25 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parents[1]
-NONSENSE = [
-    b"{",
-    b"[]",
-    b'{"prompt": 1}',
-    b'{"prompt": "a", "n": 1e9}',
-    b'{"prompt": "\xff"}',
-    b'{"temperature": NaN}',
-]
+NONSENSE = b"""{
+[]
+{"prompt": 1}
+{"prompt": "a", "n": 1e9}
+{"prompt": "\xff"}
+{"temperature": NaN}""".splitlines()
+TEXTS = ["def ", "import os\n", "class A:\n    ", "return x", " # ", "\u20ac"]
+EXTRAS = """{"n": 3}
+{"logprobs": 5}
+{"logprobs": 1, "echo": true}
+{"stop": ["\\n\\n", "return"]}
+{"top_p": 0.9}
+{"presence_penalty": 1}
+{"logit_bias": {"5": 3}}
+{"seed": 7}
+{"stream": true}
+{"stream": true}
+{}""".splitlines()
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 def memory(pid: int) -> float:
@@ -46,33 +57,9 @@ def children(pid: int) -> list[int]:
 
 
 def a_request(rng: random.Random) -> dict:
-    text = "".join(
-        rng.choices(
-            ["def ", "import os\n", "class A:\n    ", "return x", " # ", "\u20ac"],
-            k=rng.randint(1, 40),
-        )
-    )
-    body = {
-        "prompt": rng.choice([text, [text, "x"]]),
-        "max_tokens": rng.randint(1, 100),
-        "temperature": rng.choice([0, 1]),
-    }
-    extras = [
-        {"n": 3},
-        {"logprobs": 5},
-        {"logprobs": 1, "echo": True},
-        {"stop": ["\n\n", "return"]},
-        {"top_p": 0.9},
-    ]
-    extras += [
-        {"presence_penalty": 1},
-        {"logit_bias": {"5": 3}},
-        {"seed": 7},
-        {"stream": True},
-        {"stream": True},
-        {},
-    ]
-    return body | rng.choice(extras)
+    text = "".join(rng.choices(TEXTS, k=rng.randint(1, 40)))
+    body = {"prompt": rng.choice([text, [text, "x"]]), "max_tokens": rng.randint(1, 100)}
+    return body | {"temperature": rng.choice([0, 1])} | json.loads(rng.choice(EXTRAS))
 
 
 async def client(url: str, rng: random.Random, until: float, counts: Counter):
@@ -89,74 +76,65 @@ async def client(url: str, rng: random.Random, until: float, counts: Counter):
 
 
 async def one_call(http: httpx.AsyncClient, rng: random.Random, counts: Counter):
-    kind, body = rng.random(), a_request(rng)
+    kind = rng.random()
+    body = a_request(rng)
     if kind < 0.15:  # hang up, in whatever state
-        with_timeout = asyncio.wait_for(http.post("/v1/completions", json=body), rng.random() * 0.3)
         try:
-            await with_timeout
+            async with asyncio.timeout(rng.random() * 0.3):
+                await http.post("/v1/completions", json=body)
         except TimeoutError:
             counts["hung up"] += 1
     elif kind < 0.3:
         headers = {"Content-Type": "application/json"}
-        counts[
-            (
-                await http.post("/v1/completions", content=rng.choice(NONSENSE), headers=headers)
-            ).status_code
-        ] += 1
+        nonsense = rng.choice(NONSENSE)
+        response = await http.post("/v1/completions", content=nonsense, headers=headers)
+        counts[response.status_code] += 1
     else:
         response = await http.post("/v1/completions", json=body)
         counts[response.status_code] += 1
         if response.status_code == 200 and body.get("stream"):
-            counts[
-                "whole streams" if response.text.endswith("data: [DONE]\n\n") else "broken streams"
-            ] += 1
+            is_whole = response.text.endswith("data: [DONE]\n\n")
+            counts["whole streams" if is_whole else "broken streams"] += 1
 
 
 async def soak(url: str, pid: int, args) -> dict:
-    started, counts, samples = time.monotonic(), Counter(), []
+    started = time.monotonic()
     until = started + 60 * args.minutes
-    clients = [
-        asyncio.create_task(client(url, random.Random(i), until, counts))
-        for i in range(args.clients)
-    ]
     warm = started + 60 * max(args.warm_up, args.minutes / 10)
-    while time.monotonic() < until:
-        await asyncio.sleep(5)
-        if time.monotonic() > warm:
-            samples.append((memory(pid), memory(children(pid)[0])))
-    await asyncio.gather(*clients)
+    counts: Counter = Counter()
+    samples = []
+    async with asyncio.TaskGroup() as clients:
+        for i in range(args.clients):
+            clients.create_task(client(url, random.Random(i), until, counts))
+        while time.monotonic() < until:
+            await asyncio.sleep(5)
+            if time.monotonic() > warm:
+                samples.append((memory(pid), memory(children(pid)[0])))
     await asyncio.sleep(1)
     metrics = httpx.get(f"{url}/metrics").text
-    idle = {name: float(re.search(rf"vllm:{name}{{.*?}} (\S+)", metrics)[1]) for name in (
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
-        "generation_tokens_total",
-        "num_preemptions_total")}  # fmt: skip
-    ends = len(samples) // 5 or 1  # compare the means of the first and of the last fifth
-    growth = [
-        round(
-            sum(s[i] for s in samples[-ends:]) / ends - sum(s[i] for s in samples[:ends]) / ends, 1
-        )
-        for i in (0, 1)
-    ]
-    return {"minutes": args.minutes, "counts": {str(k): v for k, v in counts.items()}, "idle": idle,
-            "MB at the end": samples[-1], "growth in MB, server and engine": growth}  # fmt: skip
+    names = (*GAUGES, "generation_tokens_total", "num_preemptions_total")
+    idle = {name: float(re.search(rf"vllm:{name}{{.*?}} (\S+)", metrics)[1]) for name in names}
+    fifth = len(samples) // 5 or 1  # compare the means of the first and of the last fifth
+    before = [statistics.mean(values) for values in zip(*samples[:fifth], strict=True)]
+    after = [statistics.mean(values) for values in zip(*samples[-fifth:], strict=True)]
+    growth = [round(b - a, 1) for a, b in zip(before, after, strict=True)]
+    return {
+        "minutes": args.minutes,
+        "counts": {str(name): count for name, count in counts.items()},
+        "idle": idle,
+        "MB at the end": samples[-1],
+        "growth in MB, server and engine": growth,
+    }
 
 
 def problems(result: dict, most_growth: float) -> list[str]:
-    """What must not have happened, of what `soak` found."""
+    """What must not have happened, of what `soak` measured."""
+    counts, idle = result["counts"], result["idle"]
     fine = ("200", "400", "429", "hung up", "whole streams")
-    found = [
-        f"{count} times {name}" for name, count in result["counts"].items() if name not in fine
-    ]
-    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    found += [
-        f"{name} is {result['idle'][name]} when all is quiet"
-        for name in gauges
-        if result["idle"][name]
-    ]
-    found += [f"grown by {megabytes} MB" for megabytes in result["growth in MB, server and engine"]
-              if megabytes > most_growth]  # fmt: skip
-    return found
+    wrong = [f"{count} times {name}" for name, count in counts.items() if name not in fine]
+    wrong += [f"{name} is {idle[name]} when all is quiet" for name in GAUGES if idle[name]]
+    growth = result["growth in MB, server and engine"]
+    return wrong + [f"grown by {megabytes} MB" for megabytes in growth if megabytes > most_growth]
 
 
 def main():
@@ -166,36 +144,21 @@ def main():
     parser.add_argument("--model", default="out/stdlib")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument(
-        "--warm-up", type=float, default=1.0, help="minutes before memory is looked at"
-    )
-    parser.add_argument(
-        "--growth", type=float, default=20.0, help="MB that a process may grow after that"
-    )
+    parser.add_argument("--warm-up", type=float, default=1.0, help="minutes before memory counts")
+    parser.add_argument("--growth", type=float, default=20.0, help="MB by which a process may grow")
     args = parser.parse_args()
-    command = [
-        sys.executable,
-        "serve.py",
-        "--model",
-        args.model,
-        "--port",
-        "0",
-        "--no-access-log",
-        "--check",
-    ]
-    command += ["--kv-blocks", "60"]  # little enough for preemptions
-    with subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, env=os.environ
-    ) as server:
+    flags = "--port 0 --no-access-log --check --kv-blocks 60"  # so few that requests are preempted
+    command = [sys.executable, "serve.py", "--model", args.model, *flags.split()]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as server:
         try:
             url = re.search(r"http://\S+", server.stdout.readline())[0]
             result = asyncio.run(soak(url, server.pid, args))
         finally:
             server.terminate()
     print(json.dumps(result))
-    found = problems(result, args.growth)
-    print(*found, sep="\n", file=sys.stderr)
-    sys.exit(bool(found))
+    wrong = problems(result, args.growth)
+    print(*wrong, sep="\n", file=sys.stderr)
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

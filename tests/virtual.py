@@ -20,6 +20,7 @@ from asyncio import events
 from collections.abc import Callable
 from types import SimpleNamespace
 
+MAX_TURNS = 100_000  # of an event loop, without any time passing
 START = 1000.0  # seconds: monotonic clocks begin anywhere
 EPOCH = 1_700_000_000  # what the calendar says then
 
@@ -65,10 +66,9 @@ class Loop(asyncio.BaseEventLoop):
         self.clock = machine.clock
         self._selector = self
         self._clock_resolution = 1e-9
-        self.frozen_until = -math.inf  # a process that gets no CPU
         self.is_dead = False
         self.sockets: list[Socket] = []  # all that the process ever had
-        self.errors: list[dict] = []  # what nobody caught
+        self.errors: list[dict] = []  # exceptions that no code caught
         self.executors: dict[int, float] = {}  # when each will have done its jobs
         self.job_seconds = 0.0
         self.high = 2**16  # bytes that a Unix connection keeps before it asks its protocol to pause
@@ -98,11 +98,11 @@ class Loop(asyncio.BaseEventLoop):
         if self.is_dead:
             return math.inf
         if self._ready:
-            return max(self.clock.now, self.frozen_until)
+            return self.clock.now
         while self._scheduled and self._scheduled[0]._cancelled:
             self._timer_cancelled_count -= 1
             heapq.heappop(self._scheduled)._scheduled = False
-        return max(self._scheduled[0]._when, self.frozen_until) if self._scheduled else math.inf
+        return self._scheduled[0]._when if self._scheduled else math.inf
 
     def turn(self):
         events._set_running_loop(self)
@@ -191,22 +191,23 @@ class Machine:
 
     def run(self, until: float, is_over: Callable[[], bool] = lambda: False):
         """Until this time, until `is_over()`, or until nothing can happen any more."""
+        turns = 0  # without any time passing
         while not is_over():
             now = self.clock.now
-            due = [loop for loop in self.loops if loop.due() <= now]
-            if not due:
-                first = min(loop.due() for loop in self.loops)
-                if first > until:
-                    self.clock.now = max(now, until)
-                    return
+            first = min(loop.due() for loop in self.loops)
+            if max(first, now) > until:
+                self.clock.now = max(now, until)
+                return
+            if first > now:
                 self.clock.now = first
+                turns = 0
                 continue
-            for loop in due:
+            turns += not self.turn_seconds
+            assert turns < MAX_TURNS, "it never rests: something calls itself again and again"
+            for loop in [loop for loop in self.loops if loop.due() <= now]:
                 if not loop.is_dead:
                     loop.turn()
                     self.clock.now += self.turn_seconds
-            if self.clock.now > until:
-                return
 
 
 class Signal:
@@ -317,7 +318,7 @@ def pair(
 
 
 class Listener:
-    """A listening socket: whoever connects waits in `backlog` until somebody takes it in."""
+    """A listening socket: connections wait in `backlog` until a loop takes them in."""
 
     def __init__(self, make_pair: Callable[[], tuple[Socket, Socket]]):
         self.make_pair = make_pair
@@ -330,6 +331,8 @@ class Listener:
         assert not flag
 
     def getsockname(self) -> tuple[str, int]:
+        if self.is_closed:
+            raise OSError
         return "127.0.0.1", 8000
 
     @property
@@ -400,12 +403,12 @@ class Selector:
         sock.on_change = lambda: None
 
     def select(self, timeout: float | None) -> list:
-        found = []
+        ready = []
         for sock, (interest, data) in self.keys.items():
             mask = self.READ * sock.is_readable + self.WRITE * sock.is_writable
             if mask & interest:
-                found.append((SimpleNamespace(fileobj=sock, data=data), mask & interest))
-        return found
+                ready.append((SimpleNamespace(fileobj=sock, data=data), mask & interest))
+        return ready
 
     def close(self):
         self.keys.clear()
@@ -428,7 +431,7 @@ class Transport(asyncio.Transport):
         self.protocol = protocol
         self.unsent = bytearray()
         self.high, self.low = 2**16, 2**14
-        self.is_behind = False  # the protocol was told to pause
+        self.is_behind = False  # the protocol was asked to pause
         self.is_paused = False
         self.reads = False
         self.closing = False
@@ -487,9 +490,9 @@ class Transport(asyncio.Transport):
             return
         self.unsent.clear()
         self.closing = self.is_lost = True
-        self.loop.call_soon(self._tell_lost, error)
+        self.loop.call_soon(self._report_lost, error)
 
-    def _tell_lost(self, error: Exception | None):
+    def _report_lost(self, error: Exception | None):
         try:
             self.protocol.connection_lost(error)
         finally:

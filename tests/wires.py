@@ -9,16 +9,15 @@ The HTTP side on a clock that the tests turn: no sockets, no threads, no sleepin
 
 Connections, gate, jobs and the engine's client are the real ones. A test has the other ends of
 their wires: it says byte by byte what a client sends, and message by message what the engine does,
-and knows at what time what happened. For whole random runs, with several HTTP processes and the
-real scheduler, see virtual.py and simulator_http.py.
+and knows at what time what happened. For whole random runs, with the real scheduler, see
+simulator_http.py.
 """
 
 import asyncio
-import http.client
-import io
 import json
 import socket
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import uvicorn
@@ -34,9 +33,7 @@ from server import client as client_module
 from server.client import EngineClient
 from server.connection import Connection
 from server.text import Encoder
-from server.workers import Seat
-
-MAX_TURNS = 10_000  # of the event loop, without any time passing
+from server.workers import WorkerSlot
 
 
 class Clock(Loop):
@@ -44,6 +41,7 @@ class Clock(Loop):
 
     def __init__(self):
         super().__init__(Machine())
+        self.machine.loops.append(self)
         self.failures = self.errors  # exceptions that nobody caught
 
     @property
@@ -56,20 +54,12 @@ class Clock(Loop):
 
     def settle(self):
         """Do all that is ready, and what becomes ready by that."""
-        turns = 0
-        while self.due() <= self.now:
-            assert turns < MAX_TURNS, "it never rests: something calls itself again and again"
-            turns += 1
-            self.turn()
+        while self.due() <= self.now:  # a callback may turn the clock
+            self.machine.run(self.now)
 
     def run(self, seconds: float):
         """Have so much time pass; each timer finds the clock at its own time."""
-        end = self.now + seconds
-        self.settle()
-        while (due := self.due()) <= end:
-            self.now = max(self.now, due)
-            self.settle()
-        self.now = end
+        self.machine.run(self.now + seconds)
 
     async def create_unix_connection(self, factory, sock):
         """The other end of an engine's link belongs to the test: `sock` is a Wire."""
@@ -124,11 +114,55 @@ class Wire(asyncio.Transport):
             self.clock.call_soon(self.protocol.connection_lost, None)
 
 
-class KeptOpen(io.BytesIO):
-    """Several answers are read from one."""
+class Answer(NamedTuple):
+    status: int | None  # None: not even a head has come
+    headers: dict[str, str]
+    body: str
+    whole: bool  # all of it has come
 
-    def close(self):
-        pass
+    @property
+    def json(self):
+        """None: it is no JSON."""
+        is_json = self.headers.get("content-type") == "application/json" and self.body
+        return json.loads(self.body) if is_json else None
+
+
+def read_answers(data: bytes, method: str = "GET") -> list[Answer]:
+    """What a server has sent, up to where it breaks off."""
+    answers = []
+    while data:
+        head, separator, data = data.partition(b"\r\n\r\n")
+        if not separator:
+            answers.append(Answer(None, {}, "", False))
+            break
+        first, *lines = head.decode("latin-1").split("\r\n")
+        status = int(first.split()[1])
+        if status == 100:
+            continue
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        if method == "HEAD":
+            body, whole = b"", True
+        elif headers.get("transfer-encoding") == "chunked":
+            body, data, whole = unchunked(data)
+        else:
+            size = int(headers["content-length"])
+            body, data, whole = data[:size], data[size:], len(data) >= size
+        answers.append(Answer(status, headers, body.decode(errors="ignore"), whole))
+    return answers
+
+
+def unchunked(data: bytes) -> tuple[bytes, bytes, bool]:
+    """A chunked body, what comes after it, and whether its end has come."""
+    body = b""
+    while True:
+        size, separator, rest = data.partition(b"\r\n")
+        length = int(size, 16) if separator else 0
+        if not separator or len(rest) < length + 2:
+            return body, b"", False
+        body += rest[:length]
+        data = rest[length + 2 :]
+        if length == 0:
+            return body, data, True
 
 
 class Caller:
@@ -178,27 +212,12 @@ class Caller:
         at = self.wire.closed_at
         return self.wire.closed, None if at is None else pytest.approx(at - self.began)
 
-    def answers(self, method: str = "GET") -> list[SimpleNamespace]:
-        """
-        All that the server answered: status, headers, body (text), and its JSON, if it is such.
-        """
-        file = KeptOpen(self.wire.written)
-        found = []
-        while file.tell() < len(self.wire.written):
-            response = http.client.HTTPResponse(
-                SimpleNamespace(makefile=lambda mode: file), method=method
-            )
-            response.begin()
-            body = response.read().decode()
-            headers = {name.lower(): value for name, value in response.getheaders()}
-            is_json = headers.get("content-type") == "application/json" and body
-            parsed = json.loads(body) if is_json else None
-            found.append(
-                SimpleNamespace(status=response.status, headers=headers, body=body, json=parsed)
-            )
-        return found
+    def answers(self, method: str = "GET") -> list[Answer]:
+        answers = read_answers(bytes(self.wire.written), method)
+        assert all(answer.whole for answer in answers)
+        return answers
 
-    def answer(self, method: str = "GET") -> SimpleNamespace:
+    def answer(self, method: str = "GET") -> Answer:
         (only,) = self.answers(method)
         return only
 
@@ -271,7 +290,12 @@ class House:
     """A server whose clients and whose engine the test plays."""
 
     def __init__(
-        self, *flags: str, keys=(), ready: bool = True, seat: Seat | None = None, directory=None
+        self,
+        *flags: str,
+        keys=(),
+        ready: bool = True,
+        slot: WorkerSlot | None = None,
+        directory=None,
     ):
         self.args = serve.parse_args(["--model", "fake", "--no-access-log", *flags])
         self.clock = Clock()
@@ -281,7 +305,7 @@ class House:
         self.patch_clocks()
         link = EngineClient("nowhere", lambda: None)
         self.encoder = Encoder(directory or bytes_directory(), ByteTokenizer())
-        self.service = api.Service(link, self.encoder, self.args, list(keys), seat=seat)
+        self.service = api.Service(link, self.encoder, self.args, list(keys), slot=slot)
         self.config = uvicorn.Config(gate.Gate(self.service), log_level="critical", ws="none")
         self.config.load()
         self.state = ServerState()
@@ -337,7 +361,7 @@ class House:
     def ask(self, prompt="ab", **fields) -> Caller:
         return self.call("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 4} | fields)
 
-    def get(self, path: str, **headers: str) -> SimpleNamespace:
+    def get(self, path: str, **headers: str) -> Answer:
         caller = self.call("GET", path, **headers)
         answer = caller.answer()
         caller.hang_up()

@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from engine import links as links_module
-from engine.links import Links, join_rows, to_line
+from engine.links import Links, to_line
 from serve import listen_for_links
 from server.client import connect
 
@@ -34,8 +34,8 @@ def link_to(links) -> socket.socket:
     return sock
 
 
-def row(id: str, *tokens: int, end: str | None = None, scores=None, prompt_scores=None) -> list:
-    return [id, [*tokens], end, 7, scores, prompt_scores]
+def row(id: str, *tokens: int, end: str | None = None) -> list:
+    return [id, [*tokens], end, 7, None, None]
 
 
 def flush(links, **stats):
@@ -77,18 +77,6 @@ def test_a_link_that_is_behind_holds_up_no_other(links):
     assert events == selectors.EVENT_READ, "else the engine would never rest again"
 
 
-def test_rows_are_joined_with_their_scores_and_their_end():
-    """A prompt's scores come with the first token, a score with each, the reason with the last."""
-    joined = row("a", 1, scores=[["s1"]], prompt_scores=["prompt"])
-    join_rows(joined, row("a", 2, scores=[["s2"]]))
-    join_rows(joined, row("a", 3, scores=[["s3"]], end="length"))
-    scores = [["s1"], ["s2"], ["s3"]]
-    assert joined == row("a", 1, 2, 3, scores=scores, prompt_scores=["prompt"], end="length")
-    plain = row("b", 1)
-    join_rows(plain, row("b", 2, end="stop"))
-    assert plain == row("b", 1, 2, end="stop")
-
-
 def test_an_error_comes_once_and_after_the_tokens_before_it(links):
     sock = link_to(links)
     link = links.links[0]
@@ -103,8 +91,8 @@ def test_an_error_comes_once_and_after_the_tokens_before_it(links):
 
 def test_links_are_sent_the_stats(links, monkeypatch):
     """
-    A link without tokens is sent them at once when work has come or gone, and else now and then, so
-    that it knows that the engine lives. Each link is sent each delay once, however seldom.
+    A link without tokens is sent them at once when a count of /metrics has changed, and else now
+    and then, so that it knows that the engine lives. Each link is sent each delay once.
     """
     working, idle = link_to(links), link_to(links)
     for step in range(3):
@@ -114,19 +102,15 @@ def test_links_are_sent_the_stats(links, monkeypatch):
     assert [message["stats"] for message in read(idle)] == [{"at_work": 1, "waited": [0]}]
     flush(links, at_work=0)
     assert [message["stats"] for message in read(idle)] == [{"at_work": 0, "waited": [1, 2]}]
+    for name in ("queries", "hits", "preemptions"):
+        flush(links, **{name: 5})
+        assert read(idle)[0]["stats"][name] == 5
+        flush(links)
+        assert read(idle)[0]["stats"] == STATS
     flush(links, waited=[3])
     monkeypatch.setattr(links_module, "STATS_SECONDS", 0)
     flush(links)
-    assert [message["stats"] for message in read(idle)] == [{"at_work": 0, "waited": [3]}]
-
-
-@pytest.mark.parametrize("name", ["queries", "hits", "preemptions"])
-def test_a_count_that_has_changed_is_sent_at_once(links, name):
-    """A request of another HTTP process that comes and goes in one step counts in /metrics."""
-    idle = link_to(links)
-    for count in 1, 5, 5:
-        flush(links, **{name: count})
-    assert [message["stats"][name] for message in read(idle)] == [1, 5]
+    assert [message["stats"] for message in read(idle)] == [STATS | {"waited": [3]}]
 
 
 def test_greetings_and_ends(links):
@@ -141,16 +125,6 @@ def test_greetings_and_ends(links):
     late.close()
     links.receive(timeout=10)
     assert not links.is_wanted
-
-
-def test_messages_arrive_in_parts(links):
-    """A part of a message is kept until its end comes, and several may come at once."""
-    sock = link_to(links)
-    messages = []
-    for part in (b'{"op": "add", "id"', b': "1"}\n{"op"', b': "abort"}\n{}\n'):
-        sock.sendall(part)
-        messages.append([message for _, message in links.receive(timeout=10)])
-    assert messages == [[], [{"op": "add", "id": "1"}], [{"op": "abort"}, {}]]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from server import answers
 from server import app as api
 from server.protocol import NOT_SERVED, CompletionRequest
 from server.text import size_of
-from server.workers import Seat
+from server.workers import WorkerSlot
 
 ASK = request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 4})
 GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -562,7 +562,7 @@ def test_the_first_process_speaks_for_all(number, capsys):
     Each ends when the engine is gone for good.
     """
     is_first = number == 0
-    with House(seat=Seat(number, 2)) as house:
+    with House(slot=WorkerSlot(number, 2)) as house:
         house.engine.step(queries=3, at_work=7)
         greeting = "serving fake at http://127.0.0.1:8000"
         assert (greeting in capsys.readouterr().out) == is_first
@@ -579,7 +579,7 @@ def test_the_first_process_speaks_for_all(number, capsys):
         house.service.workers.processes.clear()
         house.clock.run(0.1)
         assert house.service.server.should_exit
-    with House(ready=False, seat=Seat(number, 2)) as house:
+    with House(ready=False, slot=WorkerSlot(number, 2)) as house:
         house.engine.die()
         assert house.service.server.should_exit
 
@@ -641,9 +641,9 @@ def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
 @pytest.mark.parametrize("orders", [".", "..", "-", ".-"])
 def test_orders_of_the_first_process_are_obeyed(orders):
     """A byte is one stop; the end of the file, "-", is its death: stop now."""
-    with House(seat=Seat(1, 2)) as house:
+    with House(slot=WorkerSlot(1, 2)) as house:
         reader, writer = os.pipe()
-        house.service.seat.orders = SimpleNamespace(fileno=lambda: reader)
+        house.service.slot.control_pipe = SimpleNamespace(fileno=lambda: reader)
         house.clock.remove_reader = lambda number: None
         caller = house.ask()
         for order in orders:
@@ -658,7 +658,7 @@ def test_orders_of_the_first_process_are_obeyed(orders):
 
 
 def test_a_late_process_waits_a_second_for_the_engines_greeting():
-    with House(ready=False, seat=Seat(1, 2)) as house:
+    with House(ready=False, slot=WorkerSlot(1, 2)) as house:
         for greets in (False, True):
             task = house.clock.create_task(house.service.wait_for_greeting())
             house.clock.run(0.9)

@@ -1,203 +1,66 @@
 """
-Several HTTP processes, real ones, on one port, with one fake engine behind them: what holds for one
-server holds for all of them together.
+Several HTTP processes on one port: their lives on a clock of the test's own, and once as serve.py
+runs them. test_api.py has the rules of each of them, test_end_to_end.py how all of them end.
 """
 
-import asyncio
 import contextlib
 import os
 import re
+import signal
 import socket
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fake_server import FakeEngine, bytes_directory, read_until, wait_until
-from wires import Clock, request
+import torch
+from fake_server import wait_until
+from test_end_to_end import Process, http_processes
+from wires import Clock
 
 import serve
-from engine.links import Links
+from checkpoint import save_checkpoint
+from model import GPT, GPTConfig
 from server import workers as workers_module
-from server.workers import Seat, Workers, share_port
+from server.workers import Workers, share_port
+from training.corpus import bpe_tokenizer
 
 pytestmark = pytest.mark.skipif(
     os.uname().sysname != "Linux", reason="one port for several processes is Linux's"
 )
 
 
-class Crew:
+def test_two_processes_serve_as_one(tmp_path):
     """
-    HTTP processes, the first of which would lead; here the test does, with its event loop in a
-    thread.
+    Each shows the counts of both. A process that is killed is started again, and meanwhile nobody
+    is refused: connections wait in its socket.
     """
+    torch.manual_seed(0)
+    save_checkpoint(GPT(GPTConfig(257, 64, n_layer=1, n_head=1, n_embd=16)), tmp_path)
+    bpe_tokenizer([]).save(tmp_path)
+    body = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+    with Process(tmp_path, "--http-workers", "2") as server:
 
-    def __init__(self, folder, count):
-        self.engine = FakeEngine()
-        self.folder = folder
-        self.args = serve.parse_args(
-            ["--model", bytes_directory(), "--port", "0", "--no-access-log"]
-        )
-        self.listener = serve.listen_for_links(str(folder))
-        self.engine.links = Links(self.listener)
-        sockets = share_port(serve.listen(self.args), count)
-        self.address = sockets[0].getsockname()
-        self.url = "http://{}:{}".format(*self.address)
-        self.deaths = []
-        self.workers = Workers(self.start, sockets)
-        self.workers.on_death = self.deaths.append
-        self.thread = threading.Thread(target=asyncio.run, args=(self.watch(),), daemon=True)
+        def complete() -> int:
+            """On a connection of its own: to whichever process the kernel chooses."""
+            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code
 
-    def start(self, sock, seat):
-        """Seat 1 plays the first: it alone counts what the engine says of itself."""
-        if seat.number == 1:
-            seat = Seat(0, seat.num_processes, seat.orders)
-        return serve.start_process(
-            serve.worker_process, self.args, [], self.listener.getsockname(), sock, seat
-        )
+        def counts() -> list[float]:
+            """What all processes have counted, and what the engine says of itself."""
+            text = httpx.get(f"{server.url}/metrics").text
+            names = ("generation_tokens_total", "prefix_cache_queries_total")
+            values = [re.findall(rf"^vllm:{name}{{.*}} (\S+)", text, re.M) for name in names]
+            return [sum(map(float, value)) for value in values]
 
-    async def watch(self):
-        self.loop = asyncio.get_running_loop()
-        self.workers.watch()
-        while self.workers.processes or not self.workers.stopping:
-            await asyncio.sleep(0.005)
-
-    def __enter__(self):
-        self.thread.start()
-        wait_until(lambda: self.listener and len(self.pids()) == len(self.workers.sockets))
-        self.engine.start()
-        self.wait_for_links(len(self.workers.sockets))
-        return self
-
-    def wait_for_links(self, count):
-        wait_until(lambda: len(self.engine.links.links) == count)
-        wait_until(lambda: all(self.get("/readyz").status_code == 200 for _ in range(8)))
-
-    def __exit__(self, *exception):
-        self.engine.gate.set()
-        for _ in range(2):
-            self.stop()
-        self.thread.join(30)
-        assert not self.thread.is_alive()
-        self.engine.join(10)
-        self.listener.close()
-
-    def stop(self):
-        with contextlib.suppress(RuntimeError):  # its loop has ended already
-            self.loop.call_soon_threadsafe(self.workers.stop)
-
-    def pids(self):
-        return [process.pid for process in self.workers.processes.values()]
-
-    def get(self, path):
-        """On a connection of its own: to whichever process the kernel chooses."""
-        return httpx.get(f"{self.url}{path}", timeout=30)
-
-    def post(self):
-        body = {"prompt": "say hi", "max_tokens": 9}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
-
-    def connect(self, **body) -> socket.socket:
-        sock = socket.create_connection(self.address, timeout=30)
-        sock.sendall(request("POST", "/v1/completions", body))
-        return sock
-
-    def spread(self, **body) -> list[socket.socket]:
-        """Connections with a request each, until every process has one."""
-        socks, before = [], len(self.engine.added)
-        while len({message["link"] for message in self.engine.added[before:]}) < len(
-            self.workers.sockets
-        ):
-            socks.append(self.connect(**body))
-            wait_until(lambda: len(self.engine.added) == before + len(socks))
-        return socks
-
-    def metric(self, name):
-        shown = re.findall(rf"^vllm:{name}{{.*}} (\S+)", self.get("/metrics").text, re.MULTILINE)
-        return sum(map(float, shown))
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("crew")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
-        with Crew(folder, 2) as crew:
-            yield crew
-
-
-def test_metrics_are_of_all_processes(crew):
-    """
-    Each answers with the sum; what the engine says of itself reaches all of them and counts once.
-    """
-    names = ("generation_tokens_total", "prefix_cache_queries_total")
-    before = [crew.metric(name) for name in names]
-    socks = crew.spread(prompt="say hi", max_tokens=9)
-    for sock in socks:
-        assert b'"text":"hi"' in read_until(sock, b"}}}")
-    after = [before[0] + 3 * len(socks), before[1] + 6 * len(socks)]
-    for _ in range(6):  # whichever process is asked
-        wait_until(lambda: [crew.metric(name) for name in names] == after)
-
-
-def test_a_process_that_dies_is_started_again(crew, capfd):
-    """
-    Its requests end in the engine; the other process's clients notice nothing.
-    """
-    crew.engine.gate.clear()
-    socks = crew.spread(prompt="loop", max_tokens=50)
-    crew.engine.aborted.clear()
-    os.kill(crew.workers.processes[2].pid, 9)
-    wait_until(lambda: len(crew.deaths) == 1 and crew.engine.aborted)
-    crew.engine.gate.set()
-    answers = []
-    for sock in socks:
-        with contextlib.suppress(ConnectionError):
-            answers.append(read_until(sock, b"}}}"))
-    whole = [answer for answer in answers if b'"length"' in answer]
-    assert whole and crew.engine.aborted
-    assert len(whole) + len(crew.engine.aborted) == len(socks)
-    crew.wait_for_links(2)
-    wait_until(lambda: len(crew.pids()) == 2)
-    for sock in crew.spread(prompt="say hi", max_tokens=9):
-        assert b'"text":"hi"' in read_until(sock, b"}}}")
-
-
-def test_a_process_that_starts_late_refuses_nobody(crew, monkeypatch):
-    """
-    Connections that waited in its socket were answered "loading" when the engine, busy with a step,
-    greeted the process a moment later.
-    """
-    accept = crew.engine.links.accept
-    monkeypatch.setattr(crew.engine.links, "accept", lambda: (time.sleep(0.6), accept()))
-    os.kill(crew.workers.processes[2].pid, 9)
-    wait_until(lambda: len(crew.engine.links.links) == 1)
-    with ThreadPoolExecutor(12) as pool:
-        answers = [*pool.map(lambda _: crew.post().status_code, range(12))]
-    assert answers == [200] * 12
-    crew.wait_for_links(2)
-
-
-def test_all_processes_drain(tmp_path, monkeypatch):
-    """
-    After the order: new work refused, running work finished in each of them, then the port is
-    closed.
-    """
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    with Crew(tmp_path, 2) as crew:
-        crew.engine.gate.clear()
-        socks = crew.spread(prompt="say hi", max_tokens=9)
-        crew.stop()
-        wait_until(lambda: crew.get("/readyz").status_code == 503)
-        assert crew.post().status_code == 503 and len(crew.pids()) == 2
-        crew.engine.gate.set()
-        for sock in socks:
-            assert b'"text":"hi"' in read_until(sock, b"}}}")
-        crew.thread.join(30)
-        assert not crew.pids() and not crew.engine.aborted
-        with pytest.raises(OSError):
-            socket.create_connection(crew.address).close()
+        port = int(server.url.rpartition(":")[2])
+        processes = http_processes(port)
+        assert len(processes) == 2
+        assert [complete() for _ in range(12)] == [200] * 12
+        for _ in range(6):
+            wait_until(lambda: counts() == [12 * 3, 12 * 5])
+        (worker,) = set(processes) - {server.process.pid}
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: worker not in http_processes(port))
+        assert [complete() for _ in range(12)] == [200] * 12
+        wait_until(lambda: len(http_processes(port)) == 2)
 
 
 def test_a_port_is_shared_with_nobody_else():
@@ -227,47 +90,46 @@ def test_too_many_processes_are_refused_at_once():
 # Without processes, on a clock of the test's own
 
 
-class Played:
+class FakeProcess:
     """A worker's process that ends when the test says so."""
 
-    def __init__(self, seat):
-        self.seat = seat
-        self.sentinel = 100 + seat.number
-        self.orders = os.dup(seat.orders.fileno())  # a real one has its own, too
-        self.is_killed = False
-        self.is_joined = False
+    def __init__(self, slot):
+        self.number = slot.number
+        self.sentinel = 100 + slot.number
+        self.control_pipe = os.dup(slot.control_pipe.fileno())  # a real one has its own, too
+        os.set_blocking(self.control_pipe, False)
+        self.calls = []
 
     def join(self):
-        self.is_joined = True
+        self.calls.append("join")
 
     def kill(self):
-        self.is_killed = True
+        self.calls.append("kill")
 
-    def heard(self) -> bytes:
-        os.set_blocking(self.orders, False)
+    def read(self) -> bytes:
         with contextlib.suppress(BlockingIOError):
-            return os.read(self.orders, 100)
+            return os.read(self.control_pipe, 100)
         return b"nothing"
 
 
-class Office:
-    """Workers, their processes and sockets, as the first HTTP process has them."""
+class FirstProcess:
+    """Two workers, their processes and sockets, as the first HTTP process has them."""
 
-    def __init__(self, count: int):
+    def __init__(self):
         self.clock = Clock()
         self.readers = {}
         self.clock.add_reader = lambda fd, call, *args: self.readers.__setitem__(fd, (call, args))
         self.clock.remove_reader = self.readers.pop
         self.started = []
         self.deaths = []
-        self.sockets = [socket.socket() for _ in range(count)]
+        self.sockets = [socket.socket() for _ in range(2)]
         self.workers = Workers(self.start, self.sockets)
         self.workers.on_death = self.deaths.append
         self.do(self.workers.watch)
 
-    def start(self, sock, seat):
-        assert sock is self.sockets[seat.number - 1] and seat.num_processes == 3
-        self.started.append(Played(seat))
+    def start(self, sock, slot):
+        assert sock is self.sockets[slot.number - 1] and slot.num_processes == 3
+        self.started.append(FakeProcess(slot))
         return self.started[-1]
 
     def do(self, call, *args):
@@ -282,62 +144,56 @@ class Office:
 
 
 @pytest.fixture
-def office():
-    office = Office(2)
-    yield office
-    for sock in office.sockets:
+def first():
+    first = FirstProcess()
+    yield first
+    for sock in first.sockets:
         sock.close()
-    for played in office.started:
-        os.close(played.orders)
-    office.clock.close()
+    for process in first.started:
+        os.close(process.control_pipe)
+    first.clock.close()
 
 
-def test_a_worker_that_died_is_started_again_a_second_later(office):
-    """
-    At its socket and number.
-    """
-    assert [played.seat.number for played in office.started] == [1, 2] and sorted(
-        office.readers
-    ) == [101, 102]
-    first = office.started[0]
-    office.end(1)
-    assert office.deaths == [first] and first.is_joined and sorted(office.readers) == [102]
-    office.clock.run(0.9)
-    assert len(office.started) == 2
-    office.clock.run(0.2)
-    assert [played.seat.number for played in office.started] == [1, 2, 1] and sorted(
-        office.readers
-    ) == [101, 102]
-    office.end(1)
-    assert office.deaths == [first, office.started[2]]
+def test_a_worker_that_died_is_started_again_a_second_later(first):
+    """At its socket and number, each time."""
+    first.end(1)
+    assert first.deaths == [first.started[0]] and first.started[0].calls == ["join"]
+    assert list(first.readers) == [102]
+    first.clock.run(0.9)
+    assert len(first.started) == 2
+    first.clock.run(0.2)
+    assert [process.number for process in first.started] == [1, 2, 1]
+    first.end(1)
+    assert first.deaths == first.started[::2]
 
 
-def test_workers_that_were_told_to_stop_are_not_started_again(office):
-    """Not those that die afterwards, nor one that had died before."""
-    office.end(1)
-    office.do(office.workers.stop)
-    assert office.started[1].heard() == b"." and all(sock.fileno() == -1 for sock in office.sockets)
-    office.do(office.workers.stop)
-    assert office.started[1].heard() == b"."
-    office.end(2)
-    office.clock.run(5)
-    assert len(office.started) == 2 and len(office.deaths) == 1 and not office.workers.processes
+def test_workers_that_were_stopped_are_not_started_again(first):
+    """Not those that die afterwards, nor one that had died before. Each stop is a byte."""
+    first.end(1)
+    for _ in range(2):
+        first.do(first.workers.stop)
+        assert first.started[1].read() == b"."
+    assert [sock.fileno() for sock in first.sockets] == [-1, -1]
+    first.end(2)
+    first.clock.run(5)
+    assert len(first.started) == 2 and len(first.deaths) == 1 and not first.workers.processes
 
 
-def test_workers_that_do_not_end_in_time_are_killed(office):
-    task = office.clock.create_task(office.workers.end_within(3))
-    office.clock.run(1)
-    office.end(1)
-    office.clock.run(1.9)
-    assert not task.done() and not office.started[1].is_killed
-    office.clock.run(0.2)
-    assert task.done() and office.started[1].is_killed and not office.started[0].is_killed
+def test_workers_that_do_not_end_in_time_are_killed(first):
+    task = first.clock.create_task(first.workers.end_within(3))
+    first.clock.run(1)
+    first.end(1)
+    first.clock.run(1.9)
+    assert not task.done() and first.started[1].calls == []
+    first.clock.run(0.2)
+    assert task.done() and first.started[1].calls == ["kill"]
+    assert first.started[0].calls == ["join"]
 
 
-def test_the_end_of_the_first_process_is_seen_by_the_others(office):
-    """The file of its orders ends: nobody else holds its end open, nor ours in a worker."""
-    office.workers.orders[1].close()
-    assert office.started[0].heard() == b"" and office.started[1].heard() == b"nothing"
+def test_the_end_of_the_first_process_is_seen_by_the_others(first):
+    """Their pipes end: nobody else holds the first one's end open, nor a worker's in the first."""
+    first.workers.control_pipes[1].close()
+    assert [process.read() for process in first.started] == [b"", b"nothing"]
 
 
 CORES = [(1, "Linux", 1), (4, "Linux", 1), (7, "Linux", 1), (8, "Linux", 2), (16, "Linux", 4)]
