@@ -222,10 +222,11 @@ def batch_rows(tokens, B: int, T: int, seed: int, step: int, rank=0, world=1) ->
     several processes, the share of one: (B / world, T + 1) int64.
     """
     windows = count_windows(tokens, T)
+    first = step * B  # windows are numbered from the start of the run
     rows = []
-    # windows are numbered from the start of the run, B a step; processes take them in turn
-    for number in range(step * B + rank, (step + 1) * B, world):
+    for number in range(first + rank, first + B, world):  # processes take them in turn
         epoch, i = divmod(number, windows)
         start = epoch_starts(windows, T, seed, epoch)[i]
-        rows.append(tokens[start : start + T + 1])
+        end = start + T + 1
+        rows.append(tokens[start:end])
     return np.stack(rows).astype(np.int64)
