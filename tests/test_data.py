@@ -137,10 +137,9 @@ def test_the_commands_prepare_what_they_are_asked_to(tmp_path):
 
 def test_shakespeare_without_network_says_what_to_do(tmp_path):
     """The address, the flag and the folder; and nothing half there."""
-    with pytest.raises(SystemExit) as error:
-        shakespeare["fetch"](tmp_path / "input.txt", "http://127.0.0.1:9/input.txt")
-    for part in ("http://127.0.0.1:9/input.txt", "--input FILE", str(tmp_path)):
-        assert part in str(error.value)
+    address = "http://127.0.0.1:9/input.txt"
+    with pytest.raises(SystemExit, match=f"cannot fetch {address} .*--input FILE.* {tmp_path} as"):
+        shakespeare["fetch"](tmp_path / "input.txt", address)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SystemExit, match=r"--input .*nowhere\.txt is not a file"):
         shakespeare["prepare"](tmp_path, source=tmp_path / "nowhere.txt")
