@@ -59,8 +59,8 @@ from training.report import (
 
 # --------------------------------------------------------------------------------------------------
 # Knobs. A flag's default stands in its own line; a preset lists only what it changes: on a CPU, on
-# a CPU that multiplies in bfloat16 itself, and on a GPU. A recipe
-# that was tuned with GPT-2 keeps it.
+# a CPU that multiplies in bfloat16 itself, and on a GPU. A recipe that was tuned with GPT-2 keeps
+# it.
 
 # Tuned for runs of two minutes on two cores: between half and twice these learning rates the
 # result differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat smaller
@@ -97,8 +97,8 @@ RESUMABLE = {"out", "preset", "resume", "device", "threads", "compile"}
 
 def build_parser() -> Parser:
     about = (
-        "Train a small GPT. A preset sets some of the flags; those that you name come before it. "
-        "The defaults below hold where neither sets a flag."
+        "Train a small GPT. A preset sets some of the flags; a flag that you name overrides it. "
+        "The defaults below apply where neither sets a flag."
     )
     parser = Parser(description=about, allow_abbrev=False, formatter_class=Help)
     with_no = BooleanOptionalAction  # --bias and --no-bias
@@ -208,9 +208,9 @@ def model_fields(args: Namespace) -> dict:
 
 def gated_width(n_embd: int) -> int:
     """
-    How wide an MLP of three matrices is that has as many weights as GPT-2's, of two and 4 n_embd
-    wide: 8 / 3 n_embd, to the nearest multiple of 8, and for the wide models that GPUs train of 64,
-    since they multiply in tiles.
+    The width of an MLP of three matrices with as many weights as GPT-2's, which has two and is
+    4 n_embd wide: 8 / 3 n_embd, to the nearest multiple of 8, or of 64 for the wide models that
+    GPUs train, since they multiply in tiles.
     """
     tile = 64 if n_embd >= 384 else 8
     return max(1, round(8 * n_embd / 3 / tile)) * tile
@@ -397,7 +397,7 @@ class Run:
         )
 
     def evaluate_and_sample(self) -> str:
-        """Evaluate on a part of the held-out text, and sample; what to print about it."""
+        """Evaluate on a part of the held-out text, and sample. Returns the lines to print."""
         T = self.window()
         nats, count = evaluate(self.model, self.corpus, self.process, T, self.args.eval_tokens)
         if not math.isfinite(nats):  # a model that cannot be sampled, and is not to be saved
