@@ -46,24 +46,21 @@ from checkpoint import save_checkpoint
 from common import write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
-from training.batches import Batches
-from training.clock import Clock
-from training.corpus import Corpus, load_corpus
-from training.machine import Process, has_bfloat16, init_process, pick_device
+from training.corpus import Corpus, batch_rows, count_windows, load_corpus
+from training.machine import Clock, Process, has_bfloat16, init_process, pick_device
 from training.muon import Muon, maps_of
 from training.report import (
     exit_if_unwritable,
     generate_texts,
     introduce,
-    move_bar,
-    progress_bar,
+    print_progress,
     report_result,
 )
 
 # --------------------------------------------------------------------------------------------------
 # Knobs. A flag's default stands in its own line; a preset lists only what it changes: on a CPU, on
-# a CPU that multiplies in bfloat16 itself, and on a GPU. A recipe
-# that was tuned with GPT-2 keeps it.
+# a CPU that multiplies in bfloat16 itself, and on a GPU. A recipe that was tuned with GPT-2 keeps
+# it.
 
 # Tuned for runs of two minutes on two cores: between half and twice these learning rates the
 # result differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat smaller
@@ -100,8 +97,8 @@ RESUMABLE = {"out", "preset", "resume", "device", "threads", "compile"}
 
 def build_parser() -> Parser:
     about = (
-        "Train a small GPT. A preset sets some of the flags; those that you name come before it. "
-        "The defaults below hold where neither sets a flag."
+        "Train a small GPT. A preset sets some of the flags; a flag that you name overrides it. "
+        "The defaults below apply where neither sets a flag."
     )
     parser = Parser(description=about, allow_abbrev=False, formatter_class=Help)
     with_no = BooleanOptionalAction  # --bias and --no-bias
@@ -211,9 +208,9 @@ def model_fields(args: Namespace) -> dict:
 
 def gated_width(n_embd: int) -> int:
     """
-    How wide an MLP of three matrices is that has as many weights as GPT-2's, of two and 4 n_embd
-    wide: 8 / 3 n_embd, to the nearest multiple of 8, and for the wide models that GPUs train of 64,
-    since they multiply in tiles.
+    The width of an MLP of three matrices with as many weights as GPT-2's, which has two and is
+    4 n_embd wide: 8 / 3 n_embd, to the nearest multiple of 8, or of 64 for the wide models that
+    GPUs train, since they multiply in tiles.
     """
     tile = 64 if n_embd >= 384 else 8
     return max(1, round(8 * n_embd / 3 / tile)) * tile
@@ -302,6 +299,11 @@ class Run:
         self.corpus = corpus
         self.process = process
         self.out = Path(args.out)
+        if count_windows(corpus.train, args.context_length) < 1:
+            raise ValueError(
+                f"{len(corpus.train)} training tokens are too few for windows of "
+                f"{args.context_length}: lower --context_length"
+            )
         tokenizer = corpus.tokenizer
         eos = tokenizer.eos_token_id
         ends = () if eos is None else (eos,)
@@ -311,11 +313,6 @@ class Run:
         self.model = GPT(config).to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
         self.step = 0
-        # of a step's sequences, by their length: as many tokens, in more sequences of fewer
-        self.batches = {}
-        for T in {args.short_context, args.context_length}:
-            B = args.batch_size * (args.context_length // T)
-            self.batches[T] = Batches(corpus.train, B, T, args.seed)
         self.share = 0.0  # of the run that is done: of its steps, or of its minutes
         self.saved = 0  # the step of the checkpoint on disk
         self.log = []  # the lines of log.jsonl
@@ -336,8 +333,18 @@ class Run:
         return self.args.context_length if is_long else self.args.short_context
 
     def next_batch(self):
-        """Tokens and targets (B / world, T) int64 of the next step."""
-        return self.batches[self.window()](self.step, self.process)
+        """Tokens and targets (B / world, T) int64 of the next step, this process's share."""
+        args = self.args
+        process = self.process
+        T = self.window()
+        B = args.batch_size * (args.context_length // T)  # as many tokens in short windows
+        rows = torch.from_numpy(
+            batch_rows(self.corpus.train, B, T, args.seed, self.step, process.rank, process.world)
+        )
+        if process.device.type == "cuda":
+            # from pinned memory the copy overlaps with what the GPU still computes
+            rows = rows.pin_memory().to(process.device, non_blocking=True)
+        return rows[:, :-1], rows[:, 1:]  # the target of a token is the one behind it
 
     def update(self, module, x, y) -> torch.Tensor:
         """One step on x, y (B, T) int64; counts it. Returns loss, gradient norm (2,) on device."""
@@ -390,15 +397,13 @@ class Run:
         )
 
     def evaluate_and_sample(self) -> str:
-        """Evaluate on a part of the held-out text, and sample; what to print about it."""
+        """Evaluate on a part of the held-out text, and sample. Returns the lines to print."""
         T = self.window()
         nats, count = evaluate(self.model, self.corpus, self.process, T, self.args.eval_tokens)
         if not math.isfinite(nats):  # a model that cannot be sampled, and is not to be saved
             self.exit_diverged(f"step {self.step}: held-out loss {nats}")
         self.record(step=self.step, val_loss=round(nats / count, 5))
-        eos = self.corpus.tokenizer.eos_token_id
-        prompt = self.corpus.val[:1].tolist() if eos is None else [eos]
-        (text,) = generate_texts(self, [prompt], self.args.sample_tokens)
+        (text,) = generate_texts(self, 1, self.args.sample_tokens)
         return (
             f"step {self.step}, {self.share:.0%} of the run: held-out loss {nats / count:.3f} nats "
             f"a token; a sample:\n{textwrap.indent(text, '    ')}"
@@ -502,7 +507,6 @@ def train(run: Run, caught: list[int], started: float) -> bool:
     args = run.args
     process = run.process
     module = run.forward_module()
-    bar = progress_bar(run)
     clock = Clock(run, started)
     # To read a loss is to wait for the device: after each step on a CPU, where that is free, else
     # after each tenth.
@@ -525,16 +529,14 @@ def train(run: Run, caught: list[int], started: float) -> bool:
         stop, part = process.mean_of(bool(caught), part)  # all processes must stop alike
         if not args.steps:  # with --steps, `update` knows the share
             run.share = 1.0 if part == 1 else run.share + (1 - run.share) * part
-        move_bar(bar, run, losses, tokens_per_second)
+        print_progress(run, losses[-1][0], tokens_per_second)
         ends = run.share == 1 or stop
         if warning := clock.warning(is_over=run.share == 1):
-            process.print(warning, bar)
+            process.print(warning)
         if is_evaluated and not ends:
-            process.print(run.evaluate_and_sample(), bar)
+            process.print(run.evaluate_and_sample())
         if is_evaluated or ends:
             run.save()
-    if bar is not None:
-        bar.close()
     return run.share == 1
 
 

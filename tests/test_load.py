@@ -1,6 +1,5 @@
 """The load generator must not report its own lateness as the server's."""
 
-import json
 import socket
 from types import SimpleNamespace
 
@@ -68,20 +67,6 @@ def test_a_slow_client_sips(stream):
     server.close()
     load.read_slowly(sipping)
     assert sipping == []
-
-
-def test_a_request_is_http():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        own = load.Stream(listener.getsockname(), load.completion([1], 7), 0)
-        own.connect()
-        accepted, _ = listener.accept()
-        with accepted, own.sock:
-            head, _, body = accepted.recv(10_000).decode().partition("\r\n\r\n")
-    lines = head.split("\r\n")
-    assert lines[0] == "POST /v1/completions HTTP/1.1" and "Connection: close" in lines
-    assert f"Content-Length: {len(body)}" in lines
-    fields = json.loads(body)
-    assert fields["max_tokens"] == 7 and fields["ignore_eos"] and fields["stream"]
 
 
 def test_a_run_ends_with_its_last_token():

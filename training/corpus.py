@@ -5,9 +5,10 @@ it:
     tokenizer = train_bpe(texts, vocab_size=4096)      # or char_tokenizer(text), gpt2_tokenizer()
     write_corpus(folder, tokenizer, train_ids, val_ids)
 
-train.py reads it, and calls the recipe where that is still to be done:
+train.py reads it, calls the recipe first if need be, and cuts its batches:
 
     corpus = load_corpus("stdlib", process)
+    rows = batch_rows(corpus.train, B=16, T=128, seed=1, step=0)    # (B, T + 1) int64
 
 `gpt2_tokenizer` alone needs tiktoken, which has GPT-2's vocabulary.
 """
@@ -17,6 +18,7 @@ import runpy
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -193,3 +195,38 @@ def load_corpus(name: str, process) -> Corpus:
             runpy.run_path(str(recipe))["prepare"]()
     process.wait()  # until the first process has prepared it
     return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Batches
+
+
+def count_windows(tokens: np.ndarray, T: int) -> int:
+    """Windows of T tokens and a target in an epoch: one less than fit, for a random offset."""
+    return (len(tokens) - 1) // T - 1
+
+
+@lru_cache(maxsize=4)
+def epoch_starts(windows: int, T: int, seed: int, epoch: int) -> np.ndarray:
+    """
+    Where the windows of an epoch begin, shuffled. They cut the corpus from a random offset and do
+    not overlap, so an epoch has every token once.
+    """
+    random = np.random.default_rng((seed, epoch))
+    return random.permutation(windows) * T + random.integers(T)
+
+
+def batch_rows(tokens, B: int, T: int, seed: int, step: int, rank=0, world=1) -> np.ndarray:
+    """
+    The batch of a step, a function of (seed, step): B windows, each with the token after it. With
+    several processes, the share of one: (B / world, T + 1) int64.
+    """
+    windows = count_windows(tokens, T)
+    first = step * B  # windows are numbered from the start of the run
+    rows = []
+    for number in range(first + rank, first + B, world):  # processes take them in turn
+        epoch, i = divmod(number, windows)
+        start = epoch_starts(windows, T, seed, epoch)[i]
+        end = start + T + 1
+        rows.append(tokens[start:end])
+    return np.stack(rows).astype(np.int64)

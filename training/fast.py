@@ -3,23 +3,15 @@ The operators that train: `model.TORCH` with faster attention and a loss that ne
 
     logits, loss = model(tokens, targets, training_ops(device))
 
+They know the models that train.py makes: no windows, no soft caps, one KV head a query head.
+
 Letters as in model.py; N = B T rows.
 """
 
 import torch
 import torch.nn.functional as F
 
-from model import (
-    TORCH,
-    Attention,
-    Ops,
-    RMSNorm,
-    WholeTexts,
-    add_norm,
-    attend,
-    linear,
-    loss,
-)
+from model import TORCH, Attention, Ops, RMSNorm, WholeTexts, add_norm, linear
 
 SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
 ROWS = 256  # so many rows of logits fit, too
@@ -42,29 +34,24 @@ def training_ops(device: torch.device | str) -> Ops:
 
 def attend_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> torch.Tensor:
     """As `fused_attention`, by the faster of two ways."""
-    _, T, H, _ = q.shape
-    k, _ = kv
-    is_plain = k.shape[2] == H and not (attn.window or attn.softcap)
-    if q.dtype == torch.bfloat16 and T <= SHORT and is_plain:
+    if q.dtype == torch.bfloat16 and q.shape[1] <= SHORT:
         return attention_by_products(q, kv, attn, batch)
     return fused_attention(q, kv, attn, batch)
 
 
 def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> torch.Tensor:
-    """torch's flash attention, causal: q (B, T, H, D), k and v (B, T, Hk, D) -> as q."""
-    if attn.window or attn.softcap:
-        return attend(q, kv, attn, batch)
-    q, k, v = (x.transpose(1, 2) for x in (q, *kv))  # (B, heads, T, D)
-    grouped = q.shape[1] != k.shape[1]
+    """torch's flash attention, causal: q, k and v (B, T, H, D) -> as q."""
+    assert not (attn.window or attn.softcap), "training has no windows and no soft caps"
+    q, k, v = (x.transpose(1, 2) for x in (q, *kv))  # (B, H, T, D)
     mixed = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, dropout_p=batch.dropout, enable_gqa=grouped, scale=attn.scale
+        q, k, v, is_causal=True, dropout_p=batch.dropout, scale=attn.scale
     )
     return mixed.transpose(1, 2)
 
 
 def attention_by_products(q, kv, attn: Attention, batch: WholeTexts) -> torch.Tensor:
     """
-    Two batched matrix products, with H = Hk. In bfloat16 on a CPU, forward and backward take half
+    Two batched matrix products. In bfloat16 on a CPU, forward and backward take half
     the time of flash attention (26 against 59 ms at B=32, H=4, T=256, D=64; 14 against 66 at H=2).
     """
     B, T, H, D = q.shape
@@ -82,8 +69,7 @@ def chunked_loss(x, layer: torch.nn.Linear, targets, softcap: float = 0.0) -> to
     As `model.loss`: x (B, T, C), a layer with weight (V, C), targets (B, T) int64, -100 where there
     is none.
     """
-    if softcap:
-        return loss(x, layer, targets, softcap)
+    assert not softcap
     dtype = x.dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")

@@ -1,18 +1,24 @@
 """
-The machine of a training run: the processes of torchrun, their devices, and on a CPU the number
-of threads.
+The machine of a training run: the processes of torchrun, their devices, on a CPU the number of
+threads, and the clock of a run whose length is set by --minutes.
 
     process = init_process(args)
+    clock = Clock(run, started)
+    share = clock.part_of_rest(step_seconds)    # after each few steps
 
 `process` goes wherever something depends on it: no function asks torch.distributed or the
 environment again.
 """
 
+import math
 import os
 import sys
+import time
 from argparse import Namespace
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -20,6 +26,7 @@ import torch.distributed as dist
 from common import plural
 from model import TORCH, Ops
 from training.fast import training_ops
+from training.report import LAST_SAMPLES, last_sample_tokens
 
 
 @dataclass
@@ -65,14 +72,10 @@ class Process:
         if self.world > 1:
             dist.destroy_process_group()
 
-    def print(self, text: str, bar=None):
-        """Print from one process, above tqdm's bar if there is one."""
-        if not self.is_main:
-            return
-        if bar is None:
+    def print(self, text: str):
+        """Print from one process."""
+        if self.is_main:
             print(text, flush=True)
-        else:
-            bar.write(text)
 
     def __str__(self) -> str:
         """As train.py prints it: "CPU, 2 threads, bfloat16"."""
@@ -163,3 +166,75 @@ def init_process(args: Namespace) -> Process:
     dtype = getattr(torch, args.dtype)
     rank = int(os.environ.get("RANK", 0))
     return Process(device, dtype, compiled, rank, world, training_ops(device))
+
+
+# --------------------------------------------------------------------------------------------------
+# The clock
+
+# Of the end of a run, apart from the model's computation: compressing the held-out text, drawing
+# the loss, saving twice.
+CLOSING_SECONDS = 4
+LEAST_STEPS = 200  # with fewer, not even the smallest model of a preset learns much
+TIMED = 5  # steps after the first that show how many will fit
+RESERVE = 1.15  # the minutes that a warning names are for so many times the steps
+
+
+class Clock:
+    """The clock of `run`, whose --minutes began at `started`, a time.perf_counter()."""
+
+    def __init__(self, run, started: float):
+        self.run = run
+        self.end = started + 60 * run.args.minutes
+        self.counted = time.perf_counter()  # until when the run's time has been counted
+        self.recent: deque | None = None  # seconds of the last steps
+        self.fitting = math.inf  # steps that fit into the run's time, by the latest estimate
+        self.needed = 0.0  # seconds for LEAST_STEPS
+        self.may_warn = not (run.args.steps or run.args.resume)
+
+    def part_of_rest(self, step_seconds: float) -> float:
+        """
+        The part of the run's remaining time that went by since the last call; 1 when time is up.
+        `step_seconds`: of each step since then.
+        """
+        now = time.perf_counter()
+        spent = now - self.counted
+        self.counted = now
+        if self.recent is None:  # a first step allocates, or compiles: the others are faster
+            self.recent = deque(maxlen=20)
+            return 0.0
+        self.recent.append(step_seconds)
+        step_seconds = median(self.recent)
+        closing = closing_seconds(self.run, step_seconds)
+        left = self.end - closing - now
+        self.fitting = self.run.step + max(0.0, left) / step_seconds
+        self.needed = RESERVE * LEAST_STEPS * step_seconds + closing
+        return spent / (spent + left) if left > 0 else 1.0
+
+    def warning(self, is_over: bool) -> str:
+        """Once, when some steps were timed: a warning if fewer than LEAST_STEPS fit. Else ""."""
+        timed = len(self.recent or ())
+        if not self.may_warn or not (is_over or timed >= TIMED):
+            return ""
+        self.may_warn = False
+        if self.fitting >= LEAST_STEPS:
+            return ""
+        return (
+            f"warning: only about {self.fitting:.0f} steps fit into {self.run.args.minutes:g} "
+            f"minutes, and in fewer than {LEAST_STEPS} a model learns little: --minutes "
+            f"{math.ceil(self.needed / 6) / 10} or more makes sense"
+        )
+
+
+def closing_seconds(run, step_seconds: float) -> float:
+    """
+    Estimated seconds from the last step to the end of the program: scoring the held-out text, the
+    last samples, and the rest. `step_seconds`: of one training step.
+    """
+    args = run.args
+    length = last_sample_tokens(args)
+    # a sample reads, for each of its tokens, the text so far
+    forward_tokens = len(run.corpus.val) + LAST_SAMPLES * length * length / 2
+    # A forward pass is 2 of the 6 operations per weight and token that a training step takes, and
+    # somewhat more with attention and norms.
+    forward_seconds = 0.4 * step_seconds / (args.batch_size * args.context_length)
+    return forward_seconds * forward_tokens + CLOSING_SECONDS

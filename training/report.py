@@ -3,9 +3,8 @@ The output of a training run: its settings, its progress, samples of its model, 
 good the model is, or why it cannot go on.
 
     print(introduce(run))
-    bar = progress_bar(run)
-    move_bar(bar, run, losses, tokens_per_second)    # after some steps
-    generate_texts(run, prompts=[[0]], length=64)
+    print_progress(run, loss, tokens_per_second)    # after some steps
+    generate_texts(run, count=1, length=64)
     report_result(run, nats, count)
 """
 
@@ -19,10 +18,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
-from tqdm import tqdm
 
 from common import plural, write_atomically
 
@@ -57,35 +54,23 @@ def introduce(run) -> str:
 # Meanwhile
 
 
-def progress_bar(run):
-    """tqdm's bar, or None where the output goes to no terminal."""
-    if not run.process.is_main or not sys.stderr.isatty():
-        return None
-    return tqdm(total=run.args.steps, initial=run.step, unit="step", dynamic_ncols=True)
+def print_progress(run, loss: float, tokens_per_second: float):
+    """On a terminal: a line that the next one overwrites."""
+    if run.process.is_main and sys.stderr.isatty():
+        rate = tokens_per_second / 1e3
+        line = f"step {run.step}, {run.share:.0%}: loss {loss:.3f}, {rate:.1f}k tokens/s"
+        print(f"{line}\x1b[K", end="\r", file=sys.stderr, flush=True)
 
 
-def move_bar(bar, run, losses: list, tokens_per_second: float):
-    """Move the bar by as many steps as there are losses."""
-    if bar is None:
-        return
-    if run.share > 0:  # the first step of a timed run does not show how many will follow
-        bar.total = round(run.step / run.share)
-    rate = tokens_per_second / 1e3
-    bar.set_postfix_str(f"loss {losses[-1][0]:.3f}, {rate:.1f}k tokens/s", refresh=False)
-    bar.update(len(losses))
-
-
-# --------------------------------------------------------------------------------------------------
-# Samples
-
-
-def generate_texts(run, prompts: list[list[int]], length: int) -> list[str]:
+def generate_texts(run, count: int, length: int) -> list[str]:
     """
-    Continuations of equally long prompts: at most `length` tokens each, or until the model ends
-    the text.
+    Samples: at most `length` tokens each, or until the model ends the text. They follow the
+    end-of-text token, or the first held-out token where the tokenizer has none.
     """
     tokenizer = run.corpus.tokenizer
+    eos = tokenizer.eos_token_id
     device = run.process.device
+    first = int(run.corpus.val[0]) if eos is None else eos
     generator = torch.Generator(device).manual_seed(run.args.seed)
 
     def choose(logits, position):
@@ -94,40 +79,20 @@ def generate_texts(run, prompts: list[list[int]], length: int) -> list[str]:
 
     run.model.eval()
     with run.process.autocast():
-        rows = run.model.generate(torch.tensor(prompts, device=device), length, choose)
+        prompts = torch.full((count, 1), first, device=device)
+        rows = run.model.generate(prompts, length, choose)
     run.model.train()
     texts = []
-    for row in rows[:, len(prompts[0]) :].tolist():
-        if tokenizer.eos_token_id in row:
-            row = row[: row.index(tokenizer.eos_token_id)]
+    for row in rows[:, 1:].tolist():
+        if eos in row:
+            row = row[: row.index(eos)]
         texts.append(tokenizer.decode(row))
     return texts
 
 
-def last_samples(run) -> str:
-    """Continuations of three places in the held-out text, to be printed."""
-    val = run.corpus.val
-    prompt, length = sample_lengths(run.args)
-    last = max(0, len(val) - prompt - length)
-    places = np.linspace(0, last, LAST_SAMPLES).astype(int)
-    prompts = [val[i : i + prompt].tolist() for i in places]
-    lines = []
-    for i, text in enumerate(generate_texts(run, prompts, length), 1):
-        _, _, text = text.partition("\n")  # the prompt may have cut the first line
-        lines += [f"sample {i}:", textwrap.indent(text.strip("\n"), "    ")]
-    return "\n".join(lines)
-
-
-def sample_lengths(args: Namespace) -> tuple[int, int]:
-    """Tokens of the prompt and of the continuation of a last sample; both fit the context."""
-    prompt = args.context_length // 4
-    return prompt, min(2 * args.sample_tokens, args.context_length - prompt)
-
-
-def sample_tokens_in_all(args: Namespace) -> float:
-    """Tokens that the model reads for the last samples: for each new one, the text so far."""
-    prompt, length = sample_lengths(args)
-    return LAST_SAMPLES * length * (prompt + length / 2)
+def last_sample_tokens(args: Namespace) -> int:
+    """The length of the last samples, the token before them apart."""
+    return min(2 * args.sample_tokens, args.context_length - 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,8 +112,10 @@ def report_result(run, nats: float, count: int):
         f"{run.args.context_length}"
     )
     print(f"val loss: {nats / count:.4f} nats a token")
-    if run.args.sample_tokens > 0:
-        print(last_samples(run))
+    length = last_sample_tokens(run.args)
+    if length > 0:
+        for i, text in enumerate(generate_texts(run, LAST_SAMPLES, length), 1):
+            print(f"sample {i}:\n{textwrap.indent(text, '    ')}")
     gz = 8 * len(gzip.compress(data, 9)) / len(data)
     print(f"bits per byte: model {bits:.3f}, gzip -9 {gz:.3f}")
     draw(run.log, run.out / "loss.png")  # last: for the Makefile, this is what ends a training
