@@ -111,7 +111,7 @@ class Tokenizer:
             return self._encode_bytes(text)
         self.backend.encode_special_tokens = not allow_special
         if stand_ins:
-            return self._encode_disguised(text, stand_ins)
+            return self._encode_disguised(text, stand_ins, add_special_tokens)
         return self._encode_text(text, add_special_tokens)
 
     def _encode_text(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -129,20 +129,22 @@ class Tokenizer:
             raise TokenizerError(f"the tokenizer cannot encode this text: {error}") from None
         return encoding.ids
 
-    def _encode_disguised(self, text: str, stand_ins: dict[int, str]) -> list[int]:
+    def _encode_disguised(
+        self, text: str, stand_ins: dict[int, str], add_special_tokens: bool
+    ) -> list[int]:
         """
         Names are found before a text is normalized, so normalizing is when stand-ins are put back.
         Only names that the file wants found in normalized text, or has in its vocabulary (both are
         rare), are found again after that.
         """
-        disguised = self._encode_text(text)
+        disguised = self._encode_text(text, add_special_tokens)
         normalizer = self.backend.normalizer
         steps = [normalizers.Replace(chr(code), original) for code, original in stand_ins.items()]
         if normalizer:
             steps.append(normalizer)
         self.backend.normalizer = normalizers.Sequence(steps)
         try:
-            ids = self._encode_text(text)
+            ids = self._encode_text(text, add_special_tokens)
         finally:
             self.backend.normalizer = normalizer
         spelled = text

@@ -275,8 +275,9 @@ def evaluate(
     # in float64: the order in which losses are added then hardly matters
     total = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
-    for rows in windows[process.rank :: process.world].split(32):
-        rows = rows.to(process.device)  # (32, T + 1)
+    own = windows[process.rank :: process.world]  # none, where processes are more than windows
+    for start in range(0, len(own), 32):
+        rows = own[start : start + 32].to(process.device)  # (32, T + 1)
         targets = rows[:, 1:]
         with process.autocast():
             _, loss = model(rows[:, :-1].clamp(min=0), targets, process.ops)

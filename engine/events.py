@@ -468,6 +468,8 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[int, dict]]:
 def open_record(path: str | Path) -> BinaryIO:
     """Open a file that begins as a record does. Raises RecordError."""
     try:
+        if Path(path).is_fifo():  # opening one waits until somebody writes
+            raise RecordError("a record is read twice, and this is a pipe")
         file = Path(path).open("rb")  # noqa: SIM115 (the caller closes it)
         if not any(tallies for tallies, _ in islice(replay(file), 2)):
             raise RecordError("this is no record: it does not begin with a snapshot")

@@ -5,6 +5,7 @@ scene below is a table: a command, and after the arrow all that it brings.
 
 import io
 import json
+import os
 import re
 import resource
 import subprocess
@@ -586,6 +587,9 @@ def test_a_file_that_cannot_be_opened_is_refused(tmp_path):
         open_record(tmp_path / "nowhere")
     with pytest.raises(RecordError, match="Is a directory"):
         open_record(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RecordError, match="a record is read twice, and this is a pipe"):
+        open_record(tmp_path / "pipe")
 
 
 def read(text: str) -> list[dict]:

@@ -228,8 +228,9 @@ def test_chats_are_refused_with_reasons(chat, server):
 
 def test_a_bos_comes_once_to_prompts_and_chats(tmp_path, uvicorn_ends_soon):
     """
-    A tokenizer puts it before a prompt, a template before a conversation: a chat had two of them.
-    An echo has it only where it was sent.
+    A tokenizer puts it before a prompt, a template before a conversation: a chat had two of them,
+    and none of the tokenizer's where its text could be part of a control token's name ("a <"). An
+    echo has it only where it was sent.
     """
     tokenizer = bpe_tokenizer([])
     end = tokenizer.names[256]
@@ -237,12 +238,14 @@ def test_a_bos_comes_once_to_prompts_and_chats(tmp_path, uvicorn_ends_soon):
     tokenizer.backend.post_processor = template
     tokenizer.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}say {{ messages[0].content }}")
+    cut_name = [{"role": "user", "content": "a <"}]
     with Server(directory=tmp_path, tokenizer=load_tokenizer(tmp_path)) as server:
         for fields, tokens in (
             ({"prompt": "hi"}, [256, *b"hi"]),
             ({"prompt": "hi", "add_special_tokens": False}, [*b"hi"]),
             ({"messages": HELLO}, [256, *b"say hello"]),
             ({"messages": HELLO, "add_special_tokens": True}, [256, 256, *b"say hello"]),
+            ({"messages": cut_name, "add_special_tokens": True}, [256, 256, *b"say a <"]),
         ):
             assert server.http.post("/tokenize", json=fields).json()["tokens"] == tokens
             post(server, **fields)

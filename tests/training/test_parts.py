@@ -88,6 +88,8 @@ def test_evaluation_scores_every_token_once(corpus):
     # first, middle and last window
     assert train.evaluate(model, loaded, MACHINE, limit=96)[1] == 96 - 32 + 1001 % 32
     assert train.evaluate(model, loaded, MACHINE, limit=1)[1] == 32
+    # of 32 windows the 99th process has none: its NaN made the sum of all processes NaN
+    assert train.evaluate(model, loaded, replace(MACHINE, rank=98)) == (0.0, 0)
 
 
 def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
