@@ -777,7 +777,7 @@ def test_missing_and_broken_checkpoints(tmp_path, checkpoint):
     torn = (checkpoint / "model.safetensors").read_bytes()[:1000]
     (tmp_path / "broken" / "model.safetensors").write_bytes(torn)
     complaints = {
-        ("nothing",): "run `python train.py",
+        ("nothing",): "`python train.py --out",
         ("missing", "--prompt", "x"): "model.safetensors is missing",
         ("broken",): "model.safetensors cannot be read",
     }
