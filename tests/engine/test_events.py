@@ -67,7 +67,7 @@ def test_the_lines_of_a_run_are_those_of_the_reference(tokens):
     lines = []
     engine.recorder = Recorder(engine, tokens)
     engine.recorder.listeners.append(lines.append)
-    engine.add_request("a", [1, 2, 3, 4, 5, 6], greedy(3), name="call", cache_salt="key 1:x", n=2)
+    engine.add_request("a", [1, 2, 3, 4, 5, 6], greedy(3), name="call", cache_salt="key 1:x:y", n=2)
     engine.add_request("b", [7] * 25, greedy(1))
     engine.step()
     engine.step()
