@@ -205,8 +205,10 @@ def draw_phases() -> dict:
     prompt of 1 to 1,024 tokens, and steps of 1 to 64 decodes with contexts of about 128.
     """
     gpt = build_model("gpt2-124M")
-    options = {"prefix_cache": False, "overlap": False}
-    engine = Engine(gpt, Settings(num_blocks=1024, max_num_seqs=64, token_budget=1024, **options))
+    settings = Settings(
+        num_blocks=1024, max_num_seqs=64, token_budget=1024, prefix_cache=False, overlap=False
+    )
+    engine = Engine(gpt, settings)
     prompts = {}
     for n in (1, 4, 16, 64, 256, 1024):
         ((prompt, _),) = even_workload(1, n, 1, gpt.config.vocab_size)
