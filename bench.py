@@ -685,11 +685,11 @@ def bench_server(
     """
     The offline workload over HTTP: as many requests as streams, all at once, and then again, with
     other prompts, at random times (Poisson) at 70% of the requests a second that were managed at
-    once. The clients are processes of their own with raw sockets, see assets/load.py.
-    Output tokens per second until the last token; milliseconds from when a request was due to its
-    first token; milliseconds between arrivals of text. With --slow-clients N there are two more
-    runs: N of the clients read at full speed, then at 1 KB/s; both rows are of the other clients.
-    Where the model's context is too short, the workload's lengths are divided.
+    once. The clients are processes of their own with raw sockets, see assets/load.py. Output tokens
+    per second until the last token; milliseconds from when a request was due to its first token;
+    milliseconds between arrivals of text. With --slow-clients N there are two more runs: N of the
+    clients read at full speed, then at 1 KB/s; both rows are of the other clients. Where the
+    model's context is too short, the workload's lengths are divided.
     """
     config = load_config(model)
     V = config.vocab_size

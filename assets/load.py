@@ -39,7 +39,7 @@ def completion(prompt: list[int], tokens: int, at: float = 0.0, speed: float | N
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True}
     body["stream"] = True
     body["stream_options"] = {"include_usage": True}
-    return {"body": body, "tokens": tokens, "at": at, "bytes a second": speed}
+    return {"body": body, "at": at, "bytes a second": speed}
 
 
 class Stream:
@@ -83,7 +83,7 @@ class Stream:
         What was measured, in seconds: from when it was due to the first text; between arrivals of
         text; from the start to the last text. Raises ValueError when the answer was not whole.
         """
-        tokens = self.request["tokens"]
+        tokens = self.request["body"]["max_tokens"]
         if f'"completion_tokens":{tokens},'.encode() not in self.tail:
             ending = self.tail.decode(errors="replace")
             raise ValueError(f"wanted {tokens} tokens, the answer ends with {ending}")
@@ -152,9 +152,9 @@ def run_clients(host: str, port: int, requests: list[dict], processes: int) -> l
     outcomes = [json.load(client.stdout) for client in clients]
     for i, (client, outcome) in enumerate(zip(clients, outcomes, strict=True)):
         client.wait()
-        if "error" in outcome:
-            raise ValueError(outcome["error"])
-        rows[i::processes] = outcome["rows"]
+        if isinstance(outcome, str):
+            raise ValueError(outcome)
+        rows[i::processes] = outcome
     return rows
 
 
@@ -186,10 +186,9 @@ def main():
     print("ready", flush=True)
     share = json.load(sys.stdin)
     try:
-        rows = send_and_read((host, int(port)), share["requests"], share["start"])
-        outcome = {"rows": rows}
+        outcome = send_and_read((host, int(port)), share["requests"], share["start"])
     except (OSError, ValueError) as error:
-        outcome = {"error": str(error)}
+        outcome = str(error)  # in place of the rows
     print(json.dumps(outcome))
 
 

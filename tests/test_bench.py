@@ -113,17 +113,9 @@ def test_quality_leaves_out_the_formats_that_this_cpu_refuses(toy, monkeypatch, 
     assert "int8 is left out: --quantize int8 needs a CPU with VNNI" in err
 
 
-@pytest.mark.parametrize(
-    ("command", "why"),
-    [
-        ("server --repeats 0", "0 is too small, wanted at least 1"),
-        ("server --streams 1 0", "0 is too small, wanted at least 1"),
-        ("engine --help", ""),  # a bare % in a help text would be a TypeError
-    ],
-)
-def test_flags_out_of_range_are_refused_before_anything_is_measured(
-    command, why, monkeypatch, capsys
-):
-    with pytest.raises(SystemExit):
-        run(monkeypatch, command)
-    assert why in capsys.readouterr().err
+def test_each_help_can_be_printed(capsys):
+    """A bare % in a help text would be a TypeError."""
+    for command in bench.COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            bench.build_parser("", bench.COMMANDS).parse_args([command, "--help"])
+        assert f"usage: {Path(sys.argv[0]).name} {command}" in capsys.readouterr().out
