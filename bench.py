@@ -23,7 +23,6 @@ import inspect
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -42,11 +41,10 @@ from common import (
     Parser,
     add_flag,
     announce,
-    at_least,
     collect_garbage_rarely,
     end_with_one_line,
-    not_negative,
     plural,
+    positive,
 )
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
@@ -95,24 +93,14 @@ MODELS = {  # random weights of these shapes; the figures depend on the shape al
 FLAGS = {  # what --help says; the commands' arguments have their defaults
     "--model": "a shape in MODELS, such as 10M, gpt2-124M or smollm2-135M (random weights), or a "
     "model directory",
-    "--repeats": "counted runs of each, in turn; the median is printed",
-    "--backends": "ways of attention to measure on a GPU: triton, flex, torch",
-    "--block-size": "tokens per KV block",
-    "--dtype": "of the engine's weights",
+    "--repeats": "runs of each number of streams; the median is printed",
     "--quantize": "int8: the engine's weights as integers",
     "--compile": "compile the engine's step of one request",
     "--data": "what the model was trained on: a name in data/, or a folder",
-    "--seeds": "of the workloads, each run once",
-    "--no-graphs": "launch each kernel by itself",
-    "--no-overlap": "wait for each step before the next is planned",
     "--streams": "numbers of requests at once",
-    "--client-processes": "processes that the clients are spread over",
     "--slow-clients": "how many clients read 1 KB/s",
-    "--rate": "requests a second at random times; 0: 70 percent of what was managed at once",
     "--flags": "flags of serve.py, as in --flags='--dtype bf16'",
-    "--device": "cpu (in fp32) or cuda (in bf16)",
-    "--out": "where to write the picture, or the record; those of the README are in assets/",
-    "name": "which run: tour, preemption or h200",
+    "name": "which run: tour or preemption",
     "file": "a record: of serve.py --record, or in assets/",
 }
 # --------------------------------------------------------------------------------------------------
@@ -146,8 +134,7 @@ def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
 
 def scale_for(config: GPTConfig) -> int:
     """The divisor that makes the offline workload's lengths fit into the model's context."""
-    longest = 2048  # prompt and answer
-    return max(1, math.ceil(longest / config.context_length))
+    return max(1, math.ceil(2048 / config.context_length))  # of the longest prompt and answer
 
 
 def num_tokens(work: Work) -> tuple[int, int]:
@@ -161,20 +148,19 @@ def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
 
 
 def build_model(name: str, device="cpu") -> GPT:
-    """Random weights of a shape in MODELS, or a model directory's: fp32 on a CPU, bf16 on a GPU."""
+    """
+    Random weights of a shape in MODELS, or a model directory's: fp32 on a CPU, bf16 on a GPU, but
+    norms in fp32, as if they were loaded so.
+    """
     torch.manual_seed(0)
-    model = GPT(MODELS[name]) if name in MODELS else load_checkpoint(name)
-    model.eval().requires_grad_(False)
-    return in_dtype(model, torch.bfloat16 if device == "cuda" else torch.float32).to(device)
-
-
-def in_dtype(model: GPT, dtype: torch.dtype) -> GPT:
-    """The model itself, changed: weights in the dtype, norms in fp32, as if they were loaded so."""
+    model = GPT(MODELS[name]).eval() if name in MODELS else load_checkpoint(name)
+    model.requires_grad_(False)
+    dtype = serving_dtype("auto", device)
     for module in model.modules():
         if not isinstance(module, RMSNorm):
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(dtype)
-    return model
+    return model.to(device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,21 +229,16 @@ def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
     """
     prompts = [prompt for prompt, _ in work]
     params = [fixed_length(n, temperature, seed=i) for i, (_, n) in enumerate(work)]
-    before = engine.counts()
+    before = engine.counts()["prefill tokens"]
     started = perf_counter()
     answers = engine.generate(prompts, params, progress=False)
     seconds = perf_counter() - started
-    after = engine.counts()
+    computed = engine.counts()["prefill tokens"] - before
     tokens_in, tokens_out = num_tokens(work)
     assert sum(map(len, answers)) == tokens_out, "an answer has not all of its tokens"
-    if after["preemptions"] == before["preemptions"]:
-        computed = after["prefill tokens"] - before["prefill tokens"]
-        assert computed == tokens_in, f"{computed} of {tokens_in} prompt tokens were computed"
+    # a preempted request's are computed twice
+    assert computed >= tokens_in, f"{computed} of {tokens_in} prompt tokens were computed"
     return seconds, answers
-
-
-def weight_bytes(gpt: GPT) -> int:
-    return sum(weight.nbytes for weight in gpt.parameters())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -352,18 +333,15 @@ class Layer:
 DECODES = {  # heads -> steps of so many decodes, each with so much context
     GPT2_HEADS: [(256, 1024), (32, 1024), (1, 1024)],
     GROUPED_HEADS: [(256, 1024), (32, 1024), (1, 1024), (1, 32768)],
-    (32, 8, 128): [(64, 4096)],
-    (16, 16, 128): [(64, 2048)],
 }
 
 
-def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
+def bench_kernels() -> dict:
     """
     On a CPU: one layer of store_kv + attention in fp32, 31 decodes at context 512 and a chunk of
-    256 tokens, 6 heads of 64. On a GPU: one layer of paged attention in bf16, S = 16 tokens a block
-    unless said otherwise, block tables permuted, each call in a CUDA graph and on another pool than
-    the one before. Microseconds, and which share of them it would take to read K and V once (the
-    floor). Blocks of one token are what others call token-major pools, [slots, Hk, D].
+    256 tokens, 6 heads of 64. On a GPU: microseconds of one layer of paged attention in bf16, 16
+    tokens a block unless said otherwise, block tables permuted, each call in a CUDA graph and on
+    another pool than the one before. The floor is to read K and V once.
     """
     if DEVICE == "cpu":
         layer = Layer([(1, 512)] * 31 + [(256, 512)], (6, 6, 64))
@@ -373,46 +351,37 @@ def bench_kernels(backends=("triton", "flex", "torch"), block_size=16) -> dict:
     read = read_bandwidth("cuda")
     result = {"read, GB/s": round(read / 1e9)}
     for heads, steps in DECODES.items():
-        H, Hk, D = heads
         for B, context in steps:
-            decodes = [(1, context)] * B
-            row = decode_row(decodes, heads, block_size, backends, read)
-            result[f"{B} x {context}, {H}/{Hk} x {D}"] = row
-    for D in (128, 64):
-        us = attention_us([(2048, 2048)], (16, 16, D))
-        # two products of 2 T T H D operations each; half, as a token sees none of the later ones
-        teraflops = 2 * 2048**2 * 16 * D / us / 1e6
-        result[f"prefill of 2048, 16 x {D}"] = {"TFLOP/s": round(teraflops)}
+            result[f"{B} x {context}, {heads}"] = decode_row(B, context, heads, read)
     decodes = [(1, 1024)] * 128
     chunks = [(256, 768)] * 8
-    row = {}
-    for name, step in ("together", decodes + chunks), ("decodes", decodes), ("chunks", chunks):
-        us = attention_us(step, GPT2_HEADS)
-        row[name] = round(us, 1)
-    result["128 decodes + 8 chunks"] = row
+    others = {
+        "prefill of 2048, 16 heads of 128": ([(2048, 2048)], (16, 16, 128)),
+        "prefill of 2048, 16 heads of 64": ([(2048, 2048)], (16, 16, 64)),
+        "128 decodes + 8 chunks": (decodes + chunks, GPT2_HEADS),
+        "128 decodes": (decodes, GPT2_HEADS),
+        "8 chunks": (chunks, GPT2_HEADS),
+    }
+    for name, step in others.items():
+        result[name] = attention_us(*step)
     for heads in GPT2_HEADS, GROUPED_HEADS:
-        H, Hk, D = heads
-        row = {}
-        for S in (1, 4, 8, 16, 32, 64, 128):
-            us = attention_us([(1, 1024)] * 256, heads, S)
-            row["token-major" if S == 1 else S] = round(us, 1)
-        result[f"block sizes, 256 x 1024, {H}/{Hk} x {D}"] = row
+        sizes = (1, 4, 8, 16, 32, 64, 128)
+        row = {S: attention_us([(1, 1024)] * 256, heads, S) for S in sizes}
+        result[f"block sizes, 256 x 1024, {heads}"] = row
     return result
 
 
-def decode_row(step: Step, heads: Heads, S: int, backends: Iterable[str], read: float) -> dict:
+def decode_row(B: int, context: int, heads: Heads, read: float) -> dict:
     """Of each backend, microseconds and the share of the floor, or why it cannot do this step."""
     _, Hk, D = heads
-    tokens = sum(context for _, context in step)
-    floor = 1e6 * 4 * tokens * Hk * D / read  # K and V in bf16
+    floor = 1e6 * 4 * B * context * Hk * D / read  # K and V in bf16
     row = {"floor": round(floor, 1)}
-    for backend in backends:
+    for backend in ("triton", "flex", "torch"):
         try:
-            us = attention_us(step, heads, S, backend)
-            row[backend] = f"{us:.1f} ({floor / us:.0%})"
+            us = attention_us([(1, context)] * B, heads, backend=backend)
+            row[backend] = f"{us} ({floor / us:.0%})"
         except Exception as error:  # whatever a backend raises for a shape that it lacks
-            reason = f"{type(error).__name__}: {error}"
-            row[backend] = reason.split("\n")[0][:80]
+            row[backend] = repr(error)[:80]
     return row
 
 
@@ -425,63 +394,60 @@ def attention_us(requests: Step, heads: Heads, S=16, backend="triton") -> float:
     layer = Layer(requests, heads, S, backend, "cuda")
     number = max(2, min(64, 600_000_000 // layer.kv.nbytes))
     pools = [torch.randn_like(layer.kv) for _ in range(number)]
-    return graph_us(lambda i: layer.attend(pools[i]), number)
+    return round(graph_us(lambda i: layer.attend(pools[i]), number), 1)
 
 
 # --------------------------------------------------------------------------------------------------
 # A model on a CPU: against Hugging Face, and what smaller weights cost
 
 
-def bench_generate(model="10M", repeats=5, dtype="auto", quantize="none", compile=False) -> dict:
+def bench_generate(model="10M", quantize="none", compile=False) -> dict:
     """
     64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine
     and Hugging Face, in fp32, in turn, so that both see the same machine.
     """
     gpt = build_model(model)
     transformers = hugging_face(gpt)
-    in_dtype(gpt, serving_dtype(dtype, "cpu"))
     # without prefix cache each answer is computed whole
     engine = Engine(gpt, Settings(prefix_cache=False, quantize=quantize, compile=compile))
-    return {f"{n} at once": both_generate(engine, transformers, n, repeats) for n in (1, 8)}
+    return {f"{n} at once": both_generate(engine, transformers, n) for n in (1, 8)}
 
 
 def hugging_face(model: GPT) -> Callable[[Work], Answers]:
-    """The same weights in transformers: greedy answers to prompts of equal length."""
+    """The same weights in transformers: greedy answers of 128 tokens to prompts of equal length."""
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as directory:
         save_checkpoint(model, directory)
         transformers = AutoModelForCausalLM.from_pretrained(directory).eval()
-    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 128}
 
     @torch.inference_mode()
     def generate(work: Work) -> Answers:
-        prompts = torch.tensor([prompt for prompt, _ in work])  # [B, P]
-        _, P = prompts.shape
-        _, longest = work[0]
+        prompts = torch.tensor([prompt for prompt, _ in work])
         mask = torch.ones_like(prompts)
-        texts = transformers.generate(
-            prompts, attention_mask=mask, max_new_tokens=longest, **options
-        )
-        return texts[:, P:].tolist()
+        texts = transformers.generate(prompts, attention_mask=mask, **options)
+        return texts[:, -128:].tolist()
 
     return generate
 
 
-def both_generate(engine: Engine, generate: Callable, n: int, repeats: int) -> dict:
+def both_generate(engine: Engine, generate: Callable, n: int) -> dict:
     """n requests by the engine and by `generate`, in turn, other prompts each time."""
     seconds = []  # of both
     equal = 0
-    for seed in range(repeats + 1):
+    for seed in range(6):
         work = even_workload(n, 64, 128, engine.config.vocab_size, seed)
         ours, answers = timed(engine, work, temperature=0)
         started = perf_counter()
         equal += sum(map(eq, answers, generate(work)))
         seconds.append((ours, perf_counter() - started))
     ours, transformers = map(median, zip(*seconds[1:], strict=True))  # the first is warm-up
-    row = {"ms a step": ms(ours / 128, 2), "tok/s": round(128 * n / ours)}
-    row["Hugging Face, ms a step"] = ms(transformers / 128, 2)
-    return row | {"equal answers": f"{equal} of {n * len(seconds)}"}
+    return {
+        "ms a step": ms(ours / 128, 2),
+        "Hugging Face, ms a step": ms(transformers / 128, 2),
+        "equal answers": f"{equal} of {n * len(seconds)}",
+    }
 
 
 FORMATS = {"fp32": "none", "bf16": "none", "int8": "int8"}  # what a CPU serves -> --quantize
@@ -511,9 +477,7 @@ def bench_quality(model="out/stdlib", data="stdlib") -> dict:
             raise ValueError(f"{model} was not trained on {data}: name its data with --data")
         nats, count = evaluate(gpt, corpus, process)
         bits = bits_per_byte(nats, corpus.scored_bytes(count))
-        row = {"nats a token": round(nats / count, 5)}
-        row["bits a byte"] = round(bits, 5)
-        result[name] = row
+        result[name] = {"nats a token": round(nats / count, 5), "bits a byte": round(bits, 5)}
     return result
 
 
@@ -521,51 +485,37 @@ def bench_quality(model="out/stdlib", data="stdlib") -> dict:
 # The engine: speed, equality, and where a step's time goes
 
 
-def bench_engine(
-    model="gpt2-124M", seeds=(0, 1, 2), block_size=16, no_graphs=False, no_overlap=False
-) -> dict:
+def bench_engine(model="gpt2-124M") -> dict:
     """
-    Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each
-    seed. Latency: 1 and 32 requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on a CPU.
-    Lengths are divided for a model of shorter context. Tokens in and out are asserted.
+    Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each of
+    three seeds. Latency: 1 and 32 requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on
+    a CPU. Lengths are divided for a model of shorter context. Tokens in and out are asserted.
     """
     gpt = build_model(model, DEVICE)
     V = gpt.config.vocab_size
-    started = perf_counter()
-    overlap = False if no_overlap else None
-    settings = Settings(block_size=block_size, graphs=not no_graphs, overlap=overlap)
-    engine = Engine(gpt, settings)
-    result = {"start-up, s": round(perf_counter() - started, 1), "engine": engine.statement()}
+    engine = Engine(gpt)
+    result = {"engine": engine.statement()}
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
     collect_garbage_rarely()  # as the server's engine does
-    for seed in seeds:
+    for seed in range(3):
         work = offline_workload(256, scale_for(gpt.config), V, seed)
-        result[f"offline, seed {seed}"] = throughput(engine, work)
+        seconds, _ = timed(engine, work)
+        tokens_in, tokens_out = num_tokens(work)
+        row = {"in": tokens_in, "out": tokens_out, "s": round(seconds, 2)}
+        result[f"offline, seed {seed}"] = row | {"output tok/s": round(tokens_out / seconds)}
     for n in (1, 32):
         result[f"{n} at once"] = latency(engine, n)
     return result
-
-
-def throughput(engine: Engine, work: Work) -> dict:
-    """The figures of one offline run."""
-    seconds, _ = timed(engine, work)
-    tokens_in, tokens_out = num_tokens(work)
-    row = {"in": tokens_in, "out": tokens_out, "s": round(seconds, 2)}
-    return row | {"output tok/s": round(tokens_out / seconds)}
 
 
 def latency(engine: Engine, n: int) -> dict:
     """Milliseconds of a step in which n requests decode, and of a whole answer over its tokens."""
     N = min(512, engine.config.context_length // 2)
     V = engine.config.vocab_size
-    one_token = even_workload(n, N, 1, V, seed=n)
-    prefill, _ = timed(engine, one_token)
-    others = even_workload(n, N, N, V, seed=-n - 1)  # without prefix hits
-    whole, _ = timed(engine, others)
+    prefill, _ = timed(engine, even_workload(n, N, 1, V, seed=n))
+    whole, _ = timed(engine, even_workload(n, N, N, V, seed=-n - 1))  # without prefix hits
     step = (whole - prefill) / (N - 1)
-    row = {"ms a step": ms(step)}
-    row["whole, ms a token"] = ms(whole / N)
-    return row
+    return {"ms a step": ms(step), "whole, ms a token": ms(whole / N)}
 
 
 def bench_equality(model="out/stdlib") -> dict:
@@ -589,12 +539,13 @@ def bench_equality(model="out/stdlib") -> dict:
         wrong += not_greedy(fp32, prompt, answer)
     tokens = list(chain(*exact))
     equal = sum(map(eq, tokens, chain(*rounded)))
-    result = {"tokens": len(tokens)}
-    result["fp32, graphs and overlap change"] = exact_changes
-    result["bf16, graphs and overlap change"] = rounded_changes
-    result["fp32, tokens unlike the dense model's"] = wrong
-    result["bf16, share of fp32's tokens"] = round(equal / len(tokens), 4)
-    return result
+    return {
+        "tokens": len(tokens),
+        "fp32, graphs and overlap change": exact_changes,
+        "bf16, graphs and overlap change": rounded_changes,
+        "fp32, tokens unlike the dense model's": wrong,
+        "bf16, share of fp32's tokens": round(equal / len(tokens), 4),
+    }
 
 
 def answers_four_ways(model: GPT, work: Work) -> tuple[Answers, int]:
@@ -635,6 +586,7 @@ def bench_overhead(model="gpt2-124M") -> dict:
     on_gpu = DEVICE == "cuda"
     gpt = build_model(model, DEVICE)
     bandwidth = read_bandwidth(DEVICE)
+    weights = sum(weight.nbytes for weight in gpt.parameters())
     numbers = (1, 32, 256) if on_gpu else (1, 8, 32)
     # no request ends in the steps below, and none is preempted
     context = min(900, gpt.config.context_length - 100)
@@ -644,17 +596,13 @@ def bench_overhead(model="gpt2-124M") -> dict:
     for n in numbers:
         let_decode(engine, n, context)
         seconds = median_seconds(engine.step, steps)
-        contexts = n * (context + steps / 2)  # of all requests, halfway
-        kv_bytes = contexts * bytes_per_block(gpt, 1)
-        floor = (weight_bytes(gpt) + kv_bytes) / bandwidth
-        row = {"ms a step": ms(seconds)}
-        row["floor, ms"] = ms(floor)
+        kv_bytes = bytes_per_block(gpt, 1) * n * (context + steps / 2)  # halfway
+        floor = (weights + kv_bytes) / bandwidth
+        rows[n] = row = {"ms a step": ms(seconds), "floor, ms": ms(floor)}
         if on_gpu:
             # the device is idle when the step begins, so the host never waits for tokens: not for
             # those of the step before nor, with overlap, for those of the step that it launches
-            host = median_seconds(engine.step, 16, torch.cuda.synchronize)
-            row["host, ms"] = ms(host)
-        rows[n] = row
+            row["host, ms"] = ms(median_seconds(engine.step, 16, torch.cuda.synchronize))
     if on_gpu:  # last: after a profiler each launch takes longer
         for n, row in rows.items():
             let_decode(engine, n, context)
@@ -670,26 +618,25 @@ def let_decode(engine: Engine, n: int, context: int):
         engine.step()
     room = engine.config.context_length - context
     work = even_workload(n, context, room, engine.config.vocab_size)
-    for i, (prompt, answer) in enumerate(work):
-        params = fixed_length(answer, 0.6, seed=i)
-        engine.add_request(i, prompt, params)
+    for i, (prompt, _) in enumerate(work):
+        engine.add_request(i, prompt, fixed_length(room, 0.6, seed=i))
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
 
 
-KINDS = {  # parts of a kernel's name -> its work
-    "attention": ("decode_kernel", "prefill_kernel"),
-    "linear layers": ("vector_kernel", "matrix_kernel", "gemm", "cutlass", "nvjet", "gate_kernel"),
-    "norms": ("norm_kernel",),
-    "sampling": ("threshold_kernel", "gumbel_max_kernel"),
-    "store": ("store_kv_kernel", "norm_rope_store_kernel"),
+KINDS = {  # the work of a kernel -> parts of such a kernel's name
+    "attention": "decode_kernel prefill_kernel",
+    "linear layers": "vector_kernel matrix_kernel gemm cutlass nvjet gate_kernel",
+    "norms": "norm_kernel",
+    "sampling": "threshold_kernel gumbel_max_kernel",
+    "store": "store_kv_kernel norm_rope_store_kernel",
 }
 
 
 def kind_of(kernel: str) -> str:
     """Which of the KINDS a kernel is by its name, or "rest"."""
     for kind, parts in KINDS.items():
-        if any(part in kernel for part in parts):
+        if any(part in kernel for part in parts.split()):
             return kind
     return "rest"
 
@@ -717,50 +664,37 @@ def device_time(engine: Engine, steps: int) -> dict:
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
-    launches = []
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:  # the others are calls of the host
-            span = event.time_range
-            launches.append((span.start, span.end, event.name))
-    row = {"kernels": round(len(launches) / steps)}
-    launches.sort()
-    for kind, seconds in seconds_by_kind(launches).items():
-        row[kind] = ms(seconds / steps)
-    return row
+    launches = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA  # the others are calls of the host
+    )
+    row = {kind: ms(seconds / steps) for kind, seconds in seconds_by_kind(launches).items()}
+    return {"kernels": round(len(launches) / steps)} | row
 
 
 # --------------------------------------------------------------------------------------------------
 # The server
 
 SLOW = 1000  # bytes a second that a slow client reads
-CLIENT_PROCESSES = max(1, 3 * os.cpu_count() // 4)
 
 
 def bench_server(
-    model="out/stdlib",
-    streams=(1, 32, 256),
-    client_processes=CLIENT_PROCESSES,
-    slow_clients=0,
-    rate=0.0,
-    repeats=1,
-    flags="",
+    model="out/stdlib", streams=(1, 32, 256), slow_clients=0, repeats=1, flags=""
 ) -> dict:
     """
     The offline workload over HTTP: as many requests as streams, all at once, and then again, with
-    other prompts, at random times (Poisson) at --rate requests a second (0: at 70% of what was
-    managed at once). The clients are processes of their own with raw sockets, see assets/load.py.
-    Output tokens per second until the last token; milliseconds from when a request was due to its
-    first token; milliseconds between arrivals of text. With --slow-clients N there are two more
-    runs: N of the clients read at full speed, then at 1 KB/s; both rows are of the other clients.
-    Where the model's context is too short, the workload's lengths are divided. Afterwards the same
-    requests, all at once, without a server, by Engine.generate with as many threads as the server's
-    engine has: the share of that speed that is left over HTTP.
+    other prompts, at random times (Poisson) at 70% of the requests a second that were managed at
+    once. The clients are processes of their own with raw sockets, see assets/load.py. Output tokens
+    per second until the last token; milliseconds from when a request was due to its first token;
+    milliseconds between arrivals of text. With --slow-clients N there are two more runs: N of the
+    clients read at full speed, then at 1 KB/s; both rows are of the other clients. Where the
+    model's context is too short, the workload's lengths are divided.
     """
-    from serve import build_engine, engine_threads, parse_args
-
     config = load_config(model)
     V = config.vocab_size
     seeds = count(1)
+    processes = max(1, 3 * os.cpu_count() // 4)
 
     def new_work(n: int) -> Work:
         return offline_workload(n, scale_for(config), V, next(seeds))
@@ -771,7 +705,7 @@ def bench_server(
 
         def measure(work: Work, rate=0.0, num_slow=0, skip=0) -> dict:
             requests = completions(work, rate, num_slow)
-            rows = load.run_clients(host, port, requests, client_processes)
+            rows = load.run_clients(host, port, requests, processes)
             return load.summary(rows[skip:])
 
         measure(offline_workload(8, 8, V))  # warm-up
@@ -780,20 +714,13 @@ def bench_server(
             result[plural(n, "stream")] = middle = runs[repeats // 2]
             if n == 1:
                 continue
-            per_second = rate or round(0.7 * n / middle["s"], 1)
+            rate = round(0.7 * n / middle["s"], 1)
             work = new_work(n)
-            result[f"{n} at {per_second}/s"] = measure(work, per_second)
+            result[f"{n} at {rate}/s"] = measure(work, rate)
             for slow in (0, slow_clients) if 0 < slow_clients < n else ():
                 # the same lengths, but no block is in the prefix cache
                 work = [([(token + 1) % V for token in prompt], answer) for prompt, answer in work]
                 result[f"{n} streams, {slow} slow"] = measure(work, 0, slow, slow_clients)
-    torch.set_num_threads(engine_threads())
-    engine = build_engine(parse_args(["--model", model, *flags.split()]))
-    timed(engine, offline_workload(8, 8, V, seed=99))  # warm-up
-    for n in streams:
-        row = result[plural(n, "stream")]
-        seconds = median(timed(engine, work)[0] for work in works[n])
-        row["of the engine alone"] = f"{seconds / row['s']:.0%}"
     return result
 
 
@@ -841,14 +768,8 @@ def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
         parser.add_argument(argument.name, help=FLAGS[argument.name])
         return
     flag = "--" + argument.name.replace("_", "-")
-    values = default if isinstance(default, tuple) else (default,)
-    kind = None if isinstance(default, bool) else type(values[0])
-    if kind is int:  # 0 is for what may be 0 by default
-        kind = at_least(min(1, *values))
-    elif kind is float:
-        kind = not_negative
-    options = {"nargs": "+"} if default is values else {}
-    add_flag(parser, flag, FLAGS[flag], default, kind, **options)
+    options = {"kind": positive, "nargs": "+"} if isinstance(default, tuple) else {}
+    add_flag(parser, flag, FLAGS[flag], default, **options)
 
 
 def commands_of(names: dict, prefix: str) -> dict[str, Callable]:
@@ -857,11 +778,11 @@ def commands_of(names: dict, prefix: str) -> dict[str, Callable]:
 
 
 def build_parser(about: str, commands: dict[str, Callable]) -> Parser:
-    as_it_stands = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = Parser(description=about, **as_it_stands)
+    lines_kept = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = Parser(description=about, **lines_kept)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, run in commands.items():
-        command = subparsers.add_parser(name, description=inspect.getdoc(run), **as_it_stands)
+        command = subparsers.add_parser(name, description=inspect.getdoc(run), **lines_kept)
         for argument in inspect.signature(run).parameters.values():
             add_argument(command, argument)
     return parser
@@ -875,9 +796,8 @@ def main(about: str, commands: dict[str, Callable]):
         figures = commands[name](**arguments)
     except ValueError as error:  # a --model that is missing or broken; what this machine cannot do
         sys.exit(str(error))
-    result = {"bench": name} | arguments
-    result |= {"device": machine_name(DEVICE), "torch": torch.__version__}
-    result |= {"python": platform.python_version()} | figures
+    machine = {"device": machine_name(DEVICE), "torch": torch.__version__}
+    result = {"bench": name} | arguments | machine | figures
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
     print(json.dumps(result, default=str))  # a path is no JSON

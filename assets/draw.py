@@ -8,8 +8,8 @@ The README's pictures, and records to look at; run by hand when one of them chan
     python assets/draw.py replay FILE   # draws a record of `serve.py --record`, and counts
     python assets/draw.py page FILE     # the page of serve.py with a record inside, as one file
 
-A file goes to out/, or to --out: blockmap.png is assets/preemption.jsonl, replayed. The figures are
-printed as those of bench.py, which measures.
+Files go to out/, in the folder where it runs. Those of the README are in assets/; blockmap.png is
+preemption.jsonl, replayed. The figures are printed as those of bench.py, which measures.
 """
 
 # ruff: noqa: E402  the root is put on the path before its files are imported
@@ -62,17 +62,23 @@ def new_figure(columns: int):
     return figure, figure.subplots(1, columns)
 
 
-def save(figure, path: Path) -> dict:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    return {"picture": path}
+def save(figure, name: str) -> dict:
+    OUT.mkdir(exist_ok=True)
+    figure.savefig(OUT / name, dpi=110)
+    return {"picture": OUT / name}
+
+
+def write(name: str, text: str) -> dict:
+    OUT.mkdir(exist_ok=True)
+    (OUT / name).write_text(text, encoding="utf-8")
+    return {"file": OUT / name}
 
 
 # --------------------------------------------------------------------------------------------------
 # Continuous batching, blocks, and the two kinds of work
 
 
-def draw_batching(model="1M", device="cpu", out=OUT / "batching.png") -> dict:
+def draw_batching() -> dict:
     """
     96 requests, all waiting at the start: prompts and answers of 12 to 128 tokens (the offline
     workload's 100 to 1024 over 8), greedy, one model, the same engine and kernels, KV memory for
@@ -80,7 +86,7 @@ def draw_batching(model="1M", device="cpu", out=OUT / "batching.png") -> dict:
     longest prompt and run to the longest answer; continuously, 16 at once; and continuously with as
     many as blocks of 16 have room for. Only tokens that were asked for count.
     """
-    gpt = build_model(model, device)
+    gpt = build_model("1M")
     work = bench.offline_workload(96, 8, gpt.config.vocab_size)
     rectangles = [padded(work[i : i + 16]) for i in range(0, 96, 16)]
     ways = {  # at most so many at once, and batches, one after the other
@@ -102,7 +108,7 @@ def draw_batching(model="1M", device="cpu", out=OUT / "batching.png") -> dict:
     axes.set_title("96 requests, the same model, kernels and KV memory")
     axes.set(xlabel="seconds", ylabel="requests ended")
     axes.legend()
-    return result | save(figure, out)
+    return result | save(figure, "batching.png")
 
 
 def ended_times(engine: Engine, batches: list[Work]) -> list[float]:
@@ -129,7 +135,7 @@ def padded(batch: Work) -> Work:
 SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of a pool
 
 
-def draw_memory(out=OUT / "memory.png") -> dict:
+def draw_memory() -> dict:
     """
     KV memory for 32,768 tokens, as slabs of the longest text (2,048) or as blocks: how many of 256
     requests (prompts and answers of 100 to 1024 tokens) run at once while others wait; waste inside
@@ -156,7 +162,7 @@ def draw_memory(out=OUT / "memory.png") -> dict:
     right.set_title("microseconds of a layer\nto append a token")
     right.set(xlabel="tokens so far", yscale="log")
     right.legend()
-    return pools | {"append a token at, us": appends} | save(figure, out)
+    return pools | {"append a token at, us": appends} | save(figure, "memory.png")
 
 
 def fill_pool(S: int, room: int) -> dict:
@@ -193,14 +199,16 @@ def append_us(context: int) -> dict[str, float]:
     return {name: round(1e6 * median_seconds(way, 100), 1) for name, way in ways.items()}
 
 
-def draw_phases(model="gpt2-124M", device="cpu", out=OUT / "phases.png") -> dict:
+def draw_phases() -> dict:
     """
-    Prefill against decode, in tokens per second: steps that compute a whole prompt of 1 to 1,024
-    tokens, and steps of 1 to 64 decodes with contexts of about 128.
+    Prefill against decode, in tokens per second, of gpt2-124M on a CPU: steps that compute a whole
+    prompt of 1 to 1,024 tokens, and steps of 1 to 64 decodes with contexts of about 128.
     """
-    gpt = build_model(model, device)
-    options = {"prefix_cache": False, "overlap": False}
-    engine = Engine(gpt, Settings(num_blocks=1024, max_num_seqs=64, token_budget=1024, **options))
+    gpt = build_model("gpt2-124M")
+    settings = Settings(
+        num_blocks=1024, max_num_seqs=64, token_budget=1024, prefix_cache=False, overlap=False
+    )
+    engine = Engine(gpt, settings)
     prompts = {}
     for n in (1, 4, 16, 64, 256, 1024):
         ((prompt, _),) = even_workload(1, n, 1, gpt.config.vocab_size)
@@ -218,32 +226,32 @@ def draw_phases(model="gpt2-124M", device="cpu", out=OUT / "phases.png") -> dict
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set(xlabel="tokens in the step", yscale="log")
     axes.legend()
-    return result | save(figure, out)
+    return result | save(figure, "phases.png")
 
 
 # --------------------------------------------------------------------------------------------------
 # Records: runs to look at, and their picture
 
-# Settings, and requests: the step in which each arrives, how many tokens of a common beginning it
-# has, tokens of its own, tokens of the answer, and how many answers.
-TOUR = [
-    (0, 40, 20, 32, 1),
-    (5, 40, 12, 32, 1),
-    (10, 0, 20, 32, 3),
-    (17, 0, 44, 32, 1),
-    (20, 0, 90, 32, 1),
-]
-PREEMPTION = [
-    (0, 0, 8, 29, 1),
-    (4, 12, 7, 13, 1),
-    (8, 0, 21, 34, 1),
-    (12, 12, 7, 30, 1),
-    (16, 0, 11, 13, 1),
-    (20, 12, 6, 26, 1),
-    (24, 0, 19, 34, 1),
-    (28, 12, 11, 31, 1),
-    (32, 0, 4, 18, 1),
-]
+# Requests: the step in which each arrives, how many tokens of a common beginning it has, tokens of
+# its own, tokens of the answer, and how many answers.
+TOUR = """\
+     0 40 20 32 1
+     5 40 12 32 1
+    10  0 20 32 3
+    17  0 44 32 1
+    20  0 90 32 1
+"""
+PREEMPTION = """\
+     0  0  8 29 1
+     4 12  7 13 1
+     8  0 21 34 1
+    12 12  7 30 1
+    16  0 11 13 1
+    20 12  6 26 1
+    24  0 19 34 1
+    28 12 11 31 1
+    32  0  4 18 1
+"""
 small = partial(Settings, watermark=0, max_num_seqs=8)
 RUNS = {
     "tour": (small(block_size=8, num_blocks=36, token_budget=32), TOUR),
@@ -251,7 +259,7 @@ RUNS = {
 }
 
 
-def recorded(settings: Settings, requests: list[tuple]) -> list[str]:
+def recorded(settings: Settings, table: str) -> list[str]:
     """The lines of a run's record. The tokens are random, and not in it."""
     engine = Engine(build_model("1M"), settings)
     engine.recorder = Recorder(engine)
@@ -259,6 +267,7 @@ def recorded(settings: Settings, requests: list[tuple]) -> list[str]:
     engine.recorder.listeners.append(lines.append)
     rng = Random(0)
     beginning = bench.random_tokens(rng, 40, 64)
+    requests = [[int(number) for number in row.split()] for row in table.splitlines()]
     last, *_ = requests[-1]
     for turn in count():
         for id, (arrival, common, own, answer, n) in enumerate(requests):
@@ -270,29 +279,27 @@ def recorded(settings: Settings, requests: list[tuple]) -> list[str]:
         engine.step()
 
 
-def draw_record(name: str, out=OUT / "record.jsonl") -> dict:
+def draw_record(name: str) -> dict:
     """
     A run to look at, written as a record. tour: what can happen to requests; preemption: a tight
     pool. Those in assets/ are made so; the tour's captions, in its first line, are kept.
     """
+    if name not in RUNS:
+        raise ValueError(f"{name}: wanted {' or '.join(RUNS)}")
     with open_record(ROOT / f"assets/{name}.jsonl") as record:
         _, old = next(read_lines(record))
-    lines = recorded(*RUNS[name])
     captions = {"tour": old["tour"]} if "tour" in old else {}
     machine = machine_name(bench.DEVICE)
     first = title(name=name, model="random weights", machine=machine, **captions)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(f"{line}\n" for line in [first, *lines]))
-    return {"lines": len(lines) + 1}
+    lines = [first, *recorded(*RUNS[name])]
+    return write("record.jsonl", "".join(f"{line}\n" for line in lines))
 
 
-def draw_page(file: str, out=OUT / "page.html") -> dict:
+def draw_page(file: str) -> dict:
     """The page of serve.py with a record inside, as one file that can be hosted anywhere."""
     with open_record(file) as record:
         page = page_with_record(line for _, line in read_lines(record))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
-    return {"page": out}
+    return write("page.html", page)
 
 
 MAX_COLUMNS = 1000  # steps of a picture
@@ -307,7 +314,7 @@ COUNTED = {
 COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, which is grey
 
 
-def draw_replay(file: str, out=OUT / "replay.png") -> dict:
+def draw_replay(file: str) -> dict:
     """
     What happened in a record, in numbers and as a picture. Colours are requests, grey is cached and
     idle, white is free; a block that several requests hold is split. At most 1024 of the blocks and
@@ -340,7 +347,7 @@ def draw_replay(file: str, out=OUT / "replay.png") -> dict:
     options = {"aspect": "auto", "interpolation": "nearest", "origin": "lower"}
     axes.imshow(list(zip(*columns, strict=True)), extent=size, **options)
     axes.set(title="a colour is a request, grey is cached and idle", xlabel="step", ylabel="block")
-    return counts | save(figure, out)
+    return counts | save(figure, "replay.png")
 
 
 def column_of(tallies: Tallies) -> list[str]:

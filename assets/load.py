@@ -20,6 +20,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def completion(prompt: list[int], tokens: int, at: float = 0.0, speed: float | N
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True}
     body["stream"] = True
     body["stream_options"] = {"include_usage": True}
-    return {"body": body, "tokens": tokens, "at": at, "bytes a second": speed}
+    return {"body": body, "at": at, "bytes a second": speed}
 
 
 class Stream:
@@ -82,7 +83,7 @@ class Stream:
         What was measured, in seconds: from when it was due to the first text; between arrivals of
         text; from the start to the last text. Raises ValueError when the answer was not whole.
         """
-        tokens = self.request["tokens"]
+        tokens = self.request["body"]["max_tokens"]
         if f'"completion_tokens":{tokens},'.encode() not in self.tail:
             ending = self.tail.decode(errors="replace")
             raise ValueError(f"wanted {tokens} tokens, the answer ends with {ending}")
@@ -100,27 +101,20 @@ def send_and_read(
     ended.
     """
     streams = [Stream(address, request, start) for request in requests]
-    waiting = sorted(streams, key=lambda stream: -stream.due)
+    for stream in streams:
+        if stream.speed:
+            threading.Thread(target=read_slowly, args=[stream], daemon=True).start()
+    waiting = [stream for stream in streams if not stream.speed]
+    waiting.sort(key=lambda stream: -stream.due)
+    unfinished = len(waiting)
     selector = selectors.DefaultSelector()
-    slow: list[Stream] = []
-    unfinished = sum(not stream.speed for stream in streams)
-    next_slow_read = start
     while unfinished:
         now = time.monotonic()
         while waiting and waiting[-1].due <= now:
             stream = waiting.pop()
             stream.connect()
-            if stream.speed:
-                stream.sock.setblocking(False)
-                slow.append(stream)
-            else:
-                selector.register(stream.sock, selectors.EVENT_READ, stream)
-        if slow and now >= next_slow_read:
-            next_slow_read = now + SLOW_READ_SECONDS
-            read_slowly(slow)
-        pause = max(0.0, waiting[-1].due - now) if waiting else 1.0
-        if slow:
-            pause = min(pause, max(0.0, next_slow_read - now))
+            selector.register(stream.sock, selectors.EVENT_READ, stream)
+        pause = max(0.0, waiting[-1].due - now) if waiting else None
         for key, _ in selector.select(pause):
             stream = key.data
             if not stream.receive():
@@ -130,14 +124,12 @@ def send_and_read(
     return [None if stream.speed else stream.row() for stream in streams]
 
 
-def read_slowly(streams: list[Stream]):
-    """Have slow clients read a little; those whose answer has ended leave the list."""
-    for stream in list(streams):
-        try:
-            if not stream.receive():
-                streams.remove(stream)
-        except BlockingIOError:
-            pass  # nothing has arrived: it reads next time
+def read_slowly(stream: Stream):
+    """A slow client, in a thread of its own: it reads a little at a time, until its answer ends."""
+    time.sleep(max(0.0, stream.due - time.monotonic()))
+    stream.connect()
+    while stream.receive():
+        time.sleep(SLOW_READ_SECONDS)
 
 
 def run_clients(host: str, port: int, requests: list[dict], processes: int) -> list[dict | None]:
@@ -147,40 +139,29 @@ def run_clients(host: str, port: int, requests: list[dict], processes: int) -> l
     """
     processes = min(processes, len(requests))
     shares = [requests[i::processes] for i in range(processes)]
-    clients = [start_client(host, port) for _ in shares]
+    command = [sys.executable, "-m", "assets.load", host, str(port)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    clients = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in shares]
     for client in clients:
         client.stdout.readline()  # it is up
     start = time.monotonic() + START_SECONDS
     for client, share in zip(clients, shares, strict=True):
-        job = {"start": start, "requests": share}
-        client.stdin.write(json.dumps(job).encode())
+        client.stdin.write(json.dumps({"start": start, "requests": share}))
         client.stdin.close()
-    outcomes = [json.load(client.stdout) for client in clients]
-    for client in clients:
-        client.wait()
     rows: list = [None] * len(requests)
-    for i, outcome in enumerate(outcomes):
-        if "error" in outcome:
-            raise ValueError(outcome["error"])
-        rows[i::processes] = outcome["rows"]
+    outcomes = [json.load(client.stdout) for client in clients]
+    for i, (client, outcome) in enumerate(zip(clients, outcomes, strict=True)):
+        client.wait()
+        if isinstance(outcome, str):
+            raise ValueError(outcome)
+        rows[i::processes] = outcome
     return rows
-
-
-def start_client(host: str, port: int) -> subprocess.Popen:
-    """A process that says when it is up, reads its share from stdin and prints what it measured."""
-    command = [sys.executable, "-m", "assets.load", host, str(port)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe)
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
     """The 50th, 90th and 99th percentile of values in seconds, in milliseconds."""
     ordered = sorted(values) or [math.nan]
-    result = {}
-    for p in (50, 90, 99):
-        place = len(ordered) * p // 100
-        result[f"p{p}"] = round(1e3 * ordered[place], 2)
-    return result
+    return {f"p{p}": round(1e3 * ordered[len(ordered) * p // 100], 2) for p in (50, 90, 99)}
 
 
 def summary(rows: list[dict]) -> dict:
@@ -191,12 +172,13 @@ def summary(rows: list[dict]) -> dict:
     seconds = max(row["end"] for row in rows)
     tokens = sum(row["tokens"] for row in rows)
     gaps = [gap for row in rows for gap in row["gaps"]]
-    arrivals = len(gaps) + len(rows)
-    result = {"output tok/s": round(tokens / seconds), "s": round(seconds, 2)}
-    result["first token, ms"] = percentiles([row["first"] for row in rows])
-    result["gaps, ms"] = percentiles(gaps)
-    result["tokens an event"] = round(tokens / arrivals, 2)
-    return result
+    return {
+        "output tok/s": round(tokens / seconds),
+        "s": round(seconds, 2),
+        "first token, ms": percentiles([row["first"] for row in rows]),
+        "gaps, ms": percentiles(gaps),
+        "tokens an event": round(tokens / (len(gaps) + len(rows)), 2),
+    }
 
 
 def main():
@@ -204,10 +186,9 @@ def main():
     print("ready", flush=True)
     share = json.load(sys.stdin)
     try:
-        rows = send_and_read((host, int(port)), share["requests"], share["start"])
-        outcome = {"rows": rows}
+        outcome = send_and_read((host, int(port)), share["requests"], share["start"])
     except (OSError, ValueError) as error:
-        outcome = {"error": str(error)}
+        outcome = str(error)  # in place of the rows
     print(json.dumps(outcome))
 
 

@@ -79,14 +79,11 @@ def run(monkeypatch, command: str):
 FIGURES = {  # of a command: its flags, and a name in its answer
     "scheduler": ("", "256 requests, ms"),
     "kernels": ("", "a layer, ms"),
-    "generate": ("--repeats 1", "8 at once"),
+    "generate": ("", "8 at once"),
     "quality": ("--model DIR --data DIR", "bf16"),
-    "engine": ("--model DIR --seeds 3", "32 at once"),
+    "engine": ("--model DIR", "32 at once"),
     "equality": ("--model DIR", "fp32, tokens unlike the dense model's"),
-    "server": (
-        "--model DIR --streams 3 --slow-clients 1",
-        "3 streams, 1 slow",
-    ),
+    "server": ("--model DIR --streams 3 --slow-clients 1", "3 streams, 1 slow"),
     "overhead": ("--model DIR", "32 requests"),
 }
 
@@ -116,18 +113,9 @@ def test_quality_leaves_out_the_formats_that_this_cpu_refuses(toy, monkeypatch, 
     assert "int8 is left out: --quantize int8 needs a CPU with VNNI" in err
 
 
-@pytest.mark.parametrize(
-    ("command", "why"),
-    [
-        ("generate --repeats 0", "0 is too small, wanted at least 1"),
-        ("server --streams 1 0", "0 is too small, wanted at least 1"),
-        ("server --rate nan", "nan is too small, wanted at least 0"),
-        ("engine --help", ""),  # a bare % in a help text would be a TypeError
-    ],
-)
-def test_flags_out_of_range_are_refused_before_anything_is_measured(
-    command, why, monkeypatch, capsys
-):
-    with pytest.raises(SystemExit):
-        run(monkeypatch, command)
-    assert why in capsys.readouterr().err
+def test_each_help_can_be_printed(capsys):
+    """A bare % in a help text would be a TypeError."""
+    for command in bench.COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            bench.build_parser("", bench.COMMANDS).parse_args([command, "--help"])
+        assert f"usage: {Path(sys.argv[0]).name} {command}" in capsys.readouterr().out

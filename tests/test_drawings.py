@@ -26,18 +26,22 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(text) for text in path.read_bytes().splitlines()]
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Files go to out/, in the folder where it runs."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tour", "preemption"])
-def test_a_record_in_assets_is_made_by_its_command(name, tmp_path):
+def test_a_record_in_assets_is_made_by_its_command(name):
     """Captions included."""
-    out = tmp_path / "x.jsonl"
-    draw.draw_record(name, out)
+    made = lines_of(draw.draw_record(name)["file"])
     kept = lines_of(ROOT / f"assets/{name}.jsonl")
-    assert [line | ANY for line in lines_of(out)] == [line | ANY for line in kept]
+    assert [line | ANY for line in made] == [line | ANY for line in kept]
 
 
 def test_replay_counts_and_draws(tmp_path, monkeypatch, capsys):
-    """By the command line, into out/ below the folder where it runs."""
-    monkeypatch.chdir(tmp_path)
+    """By the command line."""
     monkeypatch.setattr(sys, "argv", ["draw.py", "replay", str(PREEMPTION)])
     bench.main(draw.__doc__, bench.commands_of(vars(draw), "draw_"))
     figures = json.loads(capsys.readouterr().out)
@@ -65,7 +69,7 @@ def test_a_picture_has_bounded_size(monkeypatch, tmp_path):
     record = tmp_path / "x.jsonl"
     lines = [snapshot, *({"event": "step", "step": i} for i in range(50))]
     record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert draw.draw_replay(record, tmp_path / "x.png")["steps"] == 50
+    assert draw.draw_replay(record)["steps"] == 50
     (image,) = images
     assert len(image) == 8 and all(4 <= len(row) <= 8 for row in image)
     # blocks 0, 2, 4 and 6: two owners, one, free, idle
@@ -75,10 +79,9 @@ def test_a_picture_has_bounded_size(monkeypatch, tmp_path):
 
 def test_the_page_with_a_record_inside(tmp_path):
     """One file: the record cannot leave its element, and the policy allows the page's own code."""
-    record, out = tmp_path / "a.jsonl", tmp_path / "page.html"
+    record = tmp_path / "a.jsonl"
     record.write_bytes(PREEMPTION.read_bytes().replace(b"random", b"</script><!-- \\u2028"))
-    draw.draw_page(str(record), out)
-    page = out.read_text(encoding="utf-8")
+    page = draw.draw_page(record)["file"].read_text(encoding="utf-8")
     assert page.count("</script") == welcome.page().count("</script") + 1
     pattern = r'<script type="application/json" id="record">(.*?)</script>'
     (inside,) = re.findall(pattern, page, re.DOTALL)
@@ -103,7 +106,7 @@ def test_waste_is_half_a_block_of_each_text(S, at_once, inside):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["batching", "memory", "phases"])
-def test_a_picture_is_drawn(name, monkeypatch, tmp_path):
+def test_a_picture_is_drawn(name, monkeypatch):
     """Of a toy, each measured once."""
     toy = GPTConfig(65, 1025, n_layer=1, n_head=2, n_embd=32)
     models = dict.fromkeys(("1M", "gpt2-124M"), toy)
@@ -112,9 +115,8 @@ def test_a_picture_is_drawn(name, monkeypatch, tmp_path):
     monkeypatch.setattr(
         draw, "median_seconds", lambda call, repeats, *rest: seconds(call, 1, *rest)
     )
-    out = tmp_path / "x.png"
-    assert getattr(draw, f"draw_{name}")(out=out)["picture"] == out
-    assert out.stat().st_size > 1000
+    picture = getattr(draw, f"draw_{name}")()["picture"]
+    assert picture.stat().st_size > 1000
 
 
 # --------------------------------------------------------------------------------------------------
