@@ -30,7 +30,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1" if DEVICE == "cpu" else "0")
 
 import model
 import paged
-from bench import fixed_length, median_seconds
+from bench import decode_step, fixed_length, median_seconds
 from engine.engine import Engine
 from kernels import INTERPRETED, jit, tl, triton
 from ops import gather, inputs
@@ -88,8 +88,8 @@ def next_logits(engine):
     return engine.in_flight.logits
 
 
-def row(name: str, values):
-    print(f"{name:14}" + "".join(f"{value:>6}" for value in values))
+def row(name: str, values, width: int = 7):
+    print(f"{name:14}" + "".join(f"{value:>{width}}" for value in values))
 
 
 def no_cache(engine):
@@ -100,6 +100,8 @@ def no_cache(engine):
     Now read model.py: GPT.generate. Of all tokens that one call computes, whose logits are used?"""
     texts = [torch.tensor([r.tokens_so_far], device=DEVICE) for r in engine.scheduler.active]
     whole = [partial(engine.runner.model, text) for text in texts]
+    row("prompt, tokens", LENGTHS)
+    row("ms", [f"{1e3 * median_seconds(compute, 3):.1f}" for compute in whole])
     return lambda: torch.cat([compute()[0][:, -1] for compute in whole])
 
 
@@ -210,9 +212,11 @@ def flat(engine):
     Now read kernels.py: Batch. How many rows are 3 decodes and a chunk of 100; how many, padded?"""
     engine.add_request(64, torch.randint(512, (64,)).tolist(), fixed_length(1))
     batch, compute = next_step(engine)
-    row("slot", batch.slot_mapping[:11].tolist())
-    row("query_start", batch.query_start.tolist())
-    row("context_lens", batch.context_lens_host)
+    for name, values in ("position", batch.positions), ("slot", batch.slot_mapping):
+        first = values[:11].tolist()
+        row(name, [*first, "..", values[-1].item()], 6)
+    row("query_start", batch.query_start.tolist(), 6)
+    row("context_lens", batch.context_lens_host, 6)
     print(f"padded 9 * 64 = {9 * max(batch.query_lens_host)} rows, on one axis {len(batch.tokens)}")
     return compute
 
@@ -254,6 +258,7 @@ def online(engine):
     sum and total are first multiplied by e^(old - new). At the end total / sum is the answer. (So
     two parts merge, too: bring both to the higher maximum, then add.) Blocks are read in place.
     Now read kernels.py: online_softmax. What if two parts were merged without factors e^(..)?"""
+    states = []
 
     def attend(q, kv, attn, batch):
         out = torch.empty_like(q)
@@ -268,10 +273,16 @@ def online(engine):
                 weights = weights * shrink + weight.sum(1, keepdim=True)
                 total = total * shrink + weight.mT @ v  # [H, 1, D]
                 top = new_top
+                states.append((top, weights, total))
             out[i] = (total / weights)[:, 0]
         return out
 
-    return next_step(engine, attend=attend)[1]
+    _, compute = next_step(engine, attend=attend)
+    compute()
+    row("request 2", ["maximum", "sum", "total[0]"], 10)
+    for block, state in enumerate(states[4:7]):  # in the first layer; requests 0 and 1 have 2 each
+        row(f"after block {block}", [f"{x.flatten()[0]:.3f}" for x in state], 10)
+    return compute
 
 
 @jit
@@ -355,6 +366,10 @@ def overlapped(engine):
         engine.step()
     changed = torch.tensor(packed).diff(dim=0) != 0
     print("of 16 numbers sent, so many are new in each step:", *changed.sum(1).tolist())
+    host = median_seconds(decode_step(8), 99)
+    if DEVICE == "cuda":
+        host = median_seconds(engine.step, 16, torch.cuda.synchronize)
+    print(f"the host's part of a step (of a CPU, plan and update alone): {1e3 * host:.3f} ms")
     return lambda: done.pop() if done else next_logits(engine)
 
 
