@@ -1328,6 +1328,11 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page, checkpoint):
         assert KEY not in page.content() and page.input_value("#text") == ""
         kept = "JSON.stringify([localStorage, sessionStorage, document.cookie])"
         assert page.evaluate(kept) == '[{},{},""]'
+        # a call that was under way without the key is made again with it, and nobody is asked twice
+        late = "key = 'old'; const late = call('v1/models'); key = used;"
+        asked = "new Promise((done) => setTimeout(done, 5000, 'asked again'))"
+        race = f"return Promise.race([late.then(({{ ok }}) => ok), {asked}]);"
+        assert page.evaluate(f"(() => {{ const used = key; {late} {race} }})()") is True
 
 
 # --------------------------------------------------------------------------------------------------
