@@ -301,6 +301,10 @@ def test_the_end_of_text_is_the_one_that_is_named(bpe, tmp_path):
     old.write_text('{"eos_token": "<old>"}')
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.eos_token_id == 700 == tokenizer.control["<old>"]
+    newer = '{"added_tokens_decoder": {}, "eos_token": "<s>"}'  # which makes the other file stale
+    write_changed(bpe, tmp_path, config=newer)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_token_id == tokenizer.control["<s>"] and "<old>" not in tokenizer.control
     old.unlink()
     write_changed(bpe, tmp_path, '{"added_tokens": []}')
     assert load_tokenizer(tmp_path).eos_token_id is None

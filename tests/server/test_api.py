@@ -584,6 +584,17 @@ def test_the_first_process_speaks_for_all(number, capsys):
         assert house.service.server.should_exit
 
 
+def test_each_signal_is_passed_on_to_the_other_processes():
+    """After a second one they were killed in the middle of their answers."""
+    with House(slot=WorkerSlot(0, 2)) as house:
+        house.ask()
+        stops = []
+        house.service.workers = SimpleNamespace(processes={}, stop=lambda: stops.append("stop"))
+        stop(house)
+        stop(house)
+        assert stops == ["stop"] * 2
+
+
 def test_an_idle_server_ends_at_once(house, capsys):
     stop(house)
     house.clock.run(0.1)

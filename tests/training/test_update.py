@@ -30,6 +30,7 @@ KINDS = {
     "llama": (LLAMA, TORCH),
     "llama, with the operators of a CPU": (LLAMA, training_ops("cpu")),
     "llama, with a GPU's": (LLAMA, training_ops("cuda")),
+    "llama, with another gate": (LLAMA + " --activation=relu2", training_ops("cpu")),
 }
 
 
@@ -88,7 +89,9 @@ def reference_loss(
         if not llama:
             return linear(f"{name}.c_proj", activation(values))
         gate, up = values.chunk(2, -1)
-        return linear(f"{name}.c_proj", gate / (1 + torch.exp(-gate)) * up)
+        is_silu = args.activation != "relu2"
+        gate = gate / (1 + torch.exp(-gate)) if is_silu else activation(gate)
+        return linear(f"{name}.c_proj", gate * up)
 
     (B, T), H, D = x.shape, args.n_head, args.n_embd // args.n_head
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
