@@ -176,7 +176,7 @@ def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tens
 
 
 def attend(q: Tensor, kv: tuple[Tensor, Tensor], attn: "Attention", batch: WholeTexts) -> Tensor:
-    """Attention of each token to those of its text that it may see."""
+    """Attention of each token to those of its text that it may see: the operator of `TORCH`."""
     _, T, H, _ = q.shape
     k, v = kv  # (B, T, Hk, D)
     G = H // k.shape[2]  # grouped-query attention: so many query heads share a KV head
