@@ -407,19 +407,21 @@ def bench_generate(model="10M", quantize="none", compile=False) -> dict:
     and Hugging Face, in fp32, in turn, so that both see the same machine.
     """
     gpt = build_model(model)
-    transformers = hugging_face(gpt)
+    transformers = hugging_face(gpt, model)
     # without prefix cache each answer is computed whole
     engine = Engine(gpt, Settings(prefix_cache=False, quantize=quantize, compile=compile))
     return {f"{n} at once": both_generate(engine, transformers, n) for n in (1, 8)}
 
 
-def hugging_face(model: GPT) -> Callable[[Work], Answers]:
+def hugging_face(gpt: GPT, name: str) -> Callable[[Work], Answers]:
     """The same weights in transformers: greedy answers of 128 tokens to prompts of equal length."""
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as directory:
-        save_checkpoint(model, directory)
-        transformers = AutoModelForCausalLM.from_pretrained(directory).eval()
+        if name in MODELS:
+            save_checkpoint(gpt, directory)
+            name = directory
+        transformers = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 128}
 
     @torch.inference_mode()

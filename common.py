@@ -61,6 +61,7 @@ def missing_file(path: Path) -> str:
     """
     folder = path.parent
     names = sorted(entry.name for entry in folder.glob("*"))
+    is_free = not folder.exists()
     if names:
         return (
             f"no model in {folder}: {path.name} is missing. A model is config.json, tokenizer.json "
@@ -69,7 +70,7 @@ def missing_file(path: Path) -> str:
             "(from_pretrained(DIR).save_pretrained(NEW))"
         )
     id = folder.as_posix()
-    if re.fullmatch(r"(?!out/)[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", id, re.ASCII):
+    if is_free and re.fullmatch(r"(?!out/)[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", id, re.ASCII):
         return (
             f"there is no directory {id}; if it is a model of the Hugging Face Hub, run `hf "
             f"download {id} --local-dir {folder.name}`, then `python serve.py --model "

@@ -330,7 +330,7 @@ class GPTConfig:
     def __post_init__(self):
         for name in ("vocab_size", "context_length", "n_layer", "n_head", "n_embd"):
             check_size(name, getattr(self, name))
-        check_size("n_layer", self.n_layer, 2**16)  # a window for each is a list that long
+        check_size("n_layer", self.n_layer, 2**10)  # so many are made before a file is looked at
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.head_size is None:

@@ -25,6 +25,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from common import MALFORMED, missing_file, read_json, write_atomically, write_json
 
+MAX_NAME = 1024  # characters of an added token; real ones have up to 40
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -160,6 +161,8 @@ class Tokenizer:
 
     def _encode_bytes(self, data: bytes) -> list[int]:
         """Bytes that are not UTF-8 are encoded one by one, so that they come back."""
+        if not self.is_byte_level:
+            raise TokenizerError("this tokenizer encodes text alone: it is not one of bytes")
         text = data.decode("utf-8", "surrogateescape")  # such a byte becomes U+DC80..U+DCFF
         ids = []
         for number, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
@@ -455,6 +458,11 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
         raise
     except BaseException as error:  # of the library's Rust: plain ones, or panics
         raise ValueError(error) from None
+    for token in backend.get_added_tokens_decoder().values():
+        if len(token.content) > MAX_NAME:
+            raise foreign(f"has an added token of {len(token.content)} characters")
+    if getattr(backend.model, "dropout", None):
+        raise foreign("is a BPE with dropout: a text has other ids each time")
     return backend
 
 

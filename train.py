@@ -50,6 +50,7 @@ from training.corpus import Corpus, batch_rows, count_windows, load_corpus
 from training.machine import Clock, Process, has_bfloat16, init_process, pick_device
 from training.muon import Muon, maps_of
 from training.report import (
+    clear_progress,
     exit_if_unwritable,
     generate_texts,
     introduce,
@@ -538,6 +539,7 @@ def train(run: Run, caught: list[int], started: float) -> bool:
             process.print(run.evaluate_and_sample())
         if is_evaluated or ends:
             run.save()
+    clear_progress(run)
     return run.share == 1
 
 

@@ -22,6 +22,7 @@ which they became idle. Imports no torch.
 """
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -351,6 +352,8 @@ class RecordFile:
         data = "".join(self.unwritten).encode()
         self.unwritten = []
         try:
+            if os.fstat(self.file.fileno()).st_nlink == 0:
+                raise OSError("the file was deleted")
             end = self.file.tell()
             # at once, so that a killed process leaves whole lines
             if self.file.write(data) < len(data):

@@ -61,3 +61,6 @@ def test_a_missing_model_gets_the_commands_that_make_one(name, tmp_path, monkeyp
     message = common.missing_file(tmp_path / "model.safetensors")
     assert "model.safetensors is missing" in message and "there is pytorch_model.bin" in message
     assert "save_pretrained(NEW)" in message and "train.py" not in message
+    empty = Path("owner/name")
+    empty.mkdir(parents=True)
+    assert common.missing_file(empty / "config.json").startswith("no model in owner/name: config")

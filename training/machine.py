@@ -184,6 +184,7 @@ class Clock:
 
     def __init__(self, run, started: float):
         self.run = run
+        self.started = started
         self.end = started + 60 * run.args.minutes
         self.counted = time.perf_counter()  # until when the run's time has been counted
         self.recent: deque | None = None  # seconds of the last steps
@@ -207,7 +208,8 @@ class Clock:
         closing = closing_seconds(self.run, step_seconds)
         left = self.end - closing - now
         self.fitting = self.run.step + max(0.0, left) / step_seconds
-        self.needed = RESERVE * LEAST_STEPS * step_seconds + closing
+        others = now - self.started - self.run.step * step_seconds  # such as compiling
+        self.needed = RESERVE * LEAST_STEPS * step_seconds + max(0.0, others) + closing
         return spent / (spent + left) if left > 0 else 1.0
 
     def warning(self, is_over: bool) -> str:

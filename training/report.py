@@ -62,6 +62,12 @@ def print_progress(run, loss: float, tokens_per_second: float):
         print(f"{line}\x1b[K", end="\r", file=sys.stderr, flush=True)
 
 
+def clear_progress(run):
+    """What is printed next, such as a shell's prompt, gets an empty line."""
+    if run.process.is_main and sys.stderr.isatty():
+        print("\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def generate_texts(run, count: int, length: int) -> list[str]:
     """
     Samples: at most `length` tokens each, or until the model ends the text. They follow the

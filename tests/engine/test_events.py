@@ -536,6 +536,17 @@ def test_a_record_is_a_title_a_snapshot_and_lines_until_the_disk_is_full(tmp_pat
     assert capsys.readouterr().err.count(f"--record {path} ends here") == 1
 
 
+def test_a_record_that_is_deleted_ends_with_a_message(tmp_path, capsys):
+    path = tmp_path / "run.jsonl"
+    engine = simulated_engine(num_blocks=8)
+    record_to(str(path), engine, model="small")
+    path.unlink()
+    engine.add_request("a", [1, 2, 3], greedy(4))
+    finish(engine)
+    ends = f"--record {path} ends here: the file was deleted"
+    assert capsys.readouterr().err.count(ends) == 1 and not path.exists()
+
+
 @pytest.mark.parametrize("name", ["old.jsonl", "nowhere/run.jsonl", "", "new.jsonl"])
 def test_a_record_is_written_to_a_new_file_or_nothing_is_loaded(tmp_path, name):
     """A start that fails leaves an empty file, whose name is still free."""

@@ -4,6 +4,7 @@ down, and warns if the minutes are too few.
 """
 
 import math
+import re
 
 import pytest
 from runs import after_update, assert_loads, new_run, read_log, stop_after
@@ -129,6 +130,14 @@ def test_too_few_minutes_are_warned_of(tiny, monkeypatch, seconds, capsys, least
     assert [line for line in lines if "warning" in line] == [warning] * (warning is not None)
     if warning:
         assert printed.index(warning) < printed.index("step 10, ")
+
+
+def test_the_minutes_that_a_warning_names_hold_the_first_steps_compilation(tiny, seconds, capsys):
+    """A run of one minute that compiled for 53 s was advised to take 0.2."""
+    seconds.step_seconds = lambda step: 53.0 if step == 1 else 0.1
+    train.main([*tiny, "--minutes=1"])
+    minutes = float(re.search(r"--minutes ([\d.]+) or more", capsys.readouterr().out)[1])
+    assert 60 * minutes == pytest.approx(52.9 + 3 + 1.15 * machine.LEAST_STEPS * 0.1, abs=6)
 
 
 def test_a_run_of_two_steps_warns_at_its_end_and_a_resumed_one_not(
