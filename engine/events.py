@@ -22,6 +22,7 @@ which they became idle. Imports no torch.
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -59,6 +60,7 @@ class Recorder:
         self.listeners: list[Callable[[str], None]] = []
         self.line = {}  # of the step under way
         self.is_idle = False
+        self.time = -math.inf  # of the last line, in seconds since the engine was started
         self._take_stock()
 
     def _take_stock(self):
@@ -135,7 +137,10 @@ class Recorder:
     # -- a line ------------------------------------------------------------------------------------
 
     def _line(self, event: str) -> dict:
-        return {"event": event, "time": round(time.monotonic() - self.engine.started, 5)}
+        """Its time is later than that of each line before: by it a reader knows what it has."""
+        now = time.monotonic() - self.engine.started
+        self.time = round(max(now, self.time + 1e-5), 5)
+        return {"event": event, "time": self.time}
 
     def _write(self, line: dict):
         self.lines_left -= 1

@@ -536,6 +536,19 @@ def test_a_record_is_a_title_a_snapshot_and_lines_until_the_disk_is_full(tmp_pat
     assert capsys.readouterr().err.count(f"--record {path} ends here") == 1
 
 
+def test_each_line_is_later_than_the_one_before(monkeypatch):
+    """A page that comes back takes what is later than its last line: of two at once it lost one."""
+    engine = simulated_engine(num_blocks=8)
+    lines = []
+    engine.recorder = Recorder(engine, False)
+    engine.recorder.listeners.append(lines.append)
+    monkeypatch.setattr(events.time, "monotonic", lambda: engine.started + 1)
+    engine.add_request("a", [1, 2, 3], greedy(4))
+    finish(engine)
+    times = [json.loads(line)["time"] for line in lines]
+    assert len(times) > 4 and times == sorted(set(times))
+
+
 def test_a_record_that_is_deleted_ends_with_a_message(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     engine = simulated_engine(num_blocks=8)

@@ -30,7 +30,8 @@ READABLE = re.compile(r"[ -~]")  # of a random model most tokens are parts of ch
 MUCH = "\n---\n".join("abcdefghijklmnopqrst")  # with 200 tokens each far more than the pool holds
 IS_OVER = "stops.size === 0 && calls.size"
 # All of it is on the tape, too, whose lines come apart from the answers, and has been played.
-IS_PLAYED = f"""{IS_OVER} && tape.lines.at(-1).event === "idle" && tape.at === tape.lines.length - 1
+IS_IDLE = 'tape.lines.at(-1).event === "idle" && tape.at === tape.lines.length - 1'
+IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
     && tape.lines.flatMap((line) => line.new ?? []).filter((q) => calls.has(q.name)).length
         === [...calls.values()].flat().length"""
 CONTEXT = 512  # the default model's
@@ -537,7 +538,7 @@ def test_demos_in_another_pool(live):
         line, _ = moment(live, demo)
         assert line[has]
         live.evaluate("stopAll(); goLive()")
-        wait_for(live, IS_PLAYED)
+        wait_for(live, f"{IS_OVER} && {IS_IDLE}")  # what was stopped early is not on the tape
 
 
 @browser_test
