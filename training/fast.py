@@ -69,7 +69,7 @@ def chunked_loss(x, layer: torch.nn.Linear, targets, softcap: float = 0.0) -> to
     As `model.loss`: x (B, T, C), a layer with weight (V, C), targets (B, T) int64, -100 where there
     is none.
     """
-    assert not softcap
+    assert not softcap, "training has no soft caps"
     dtype = x.dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")

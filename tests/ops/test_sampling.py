@@ -134,35 +134,77 @@ def test_both_paths_have_the_same_noise():
 
 N, V = 20_000, 13
 LOGITS = tensor([2.0, 1.5, 1.5, 1.0, 0.7, 0.3, 0.0, -0.4, -0.5, -1.0, -1.0, -2.0, -3.0])
-CRITICAL = {5: 20.515, 12: 32.909}  # chi-square at the level 0.001, from the tables
+# chi-square at the level 0.001, from the tables: degrees of freedom -> the most that fits
+CRITICAL = {2: 13.816, 3: 16.266, 4: 18.467, 5: 20.515, 6: 22.458, 12: 32.909}
+CASES = {
+    "plain": SamplingParams(),
+    "cold": SamplingParams(temperature=0.6),
+    "hot": SamplingParams(temperature=1.7),
+    "top_k": SamplingParams(top_k=4),
+    "top_k in a tie": SamplingParams(top_k=2),
+    "top_p": SamplingParams(top_p=0.8),
+    "min_p": SamplingParams(min_p=0.1),
+    "all of them": SamplingParams(temperature=1.4, top_k=8, top_p=0.9, min_p=0.15),
+}
+
+
+def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Pearson's, of counts against probabilities; those that are 0 must not be chosen."""
+    expected = len(tokens) * probabilities.cpu()
+    counts = tokens.cpu().bincount(minlength=len(expected))
+    possible = expected > 0
+    if counts[~possible].any():
+        return math.inf
+    return (((counts - expected) ** 2) / expected)[possible].sum().item()
 
 
 def fits(tokens: torch.Tensor, params: SamplingParams) -> bool:
-    """Pearson's chi-square against the rule of `SamplingParams`."""
+    """Against the rule of `SamplingParams`."""
     scores = LOGITS.double().cpu() / params.temperature
     kept, _ = oracle.kept_tokens(scores, params, 1e-6)
-    expected = len(tokens) * scores.where(kept, -torch.inf).softmax(0)
-    counts = tokens.cpu().bincount(minlength=V)
-    if counts[~kept].any():
-        return False
-    terms = ((counts - expected)[kept] ** 2) / expected[kept]
-    return terms.sum() < CRITICAL[len(terms) - 1]
+    probabilities = scores.where(kept, -torch.inf).softmax(0)
+    return chi_square(tokens, probabilities) < CRITICAL[kept.sum().item() - 1]
 
 
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("over", ["seeds", "positions"])
-def test_frequencies_are_those_of_the_softmax(over):
+def test_frequencies_are_those_of_the_softmax(name, over):
     """
     Noise that is not Gumbel, a temperature applied twice, a filter in the wrong order, seeds that
-    are correlated. The check can tell: the other case's distribution does not fit.
+    are correlated. The check can tell: no other case's distribution fits.
     """
-    plain, all_of_them = SamplingParams(), SamplingParams(1.4, top_k=8, top_p=0.85, min_p=0.15)
-    for params, other in (plain, all_of_them), (all_of_them, plain):
-        requests = rows_of([params] * N, V)
-        requests.ints.seed[:] = arange(N) if over == "seeds" else 11
-        positions = arange(N) if over == "positions" else torch.full_like(arange(N), 11)
-        tokens = sample(LOGITS.expand(N, -1), arange(N), positions, requests, [params])
-        assert fits(tokens, params) and not fits(tokens, replace(params, temperature=1.2))
-        assert other is plain or not fits(tokens, replace(params, top_k=6))
+    params = CASES[name]
+    requests = rows_of([params] * N, V)
+    requests.ints.seed[:] = arange(N) if over == "seeds" else 11
+    positions = arange(N) if over == "positions" else torch.full_like(arange(N), 11)
+    tokens = sample(LOGITS.expand(N, -1), arange(N), positions, requests, [params])
+    assert [other for other in CASES if fits(tokens, CASES[other])] == [name]
+
+
+@pytest.mark.parametrize("part", ["seeds", "positions", "choices"])
+def test_neighbours_are_independent(part):
+    """
+    Counters that overlap give the next position, seed or fork the noise of this one, moved by some
+    tokens.
+    """
+    logits = tensor([0.5, 0.0, -0.3, 0.2])
+    keys = {"seeds": arange(N), "positions": 0 * arange(N) + 11, "choices": 0 * arange(N)}
+    if part == "positions":
+        keys["seeds"], keys["positions"] = keys["positions"], keys["seeds"]
+    a = (logits + gumbel_noise(*keys.values(), 4)).argmax(-1)
+    keys[part] = keys[part] + 1
+    b = (logits + gumbel_noise(*keys.values(), 4)).argmax(-1)
+    p = logits.double().softmax(0)
+    assert chi_square(4 * a + b, torch.outer(p, p).flatten()) < 37.697  # of 15 degrees
+    assert chi_square(4 * a + a, torch.outer(p, p).flatten()) > 1000
+
+
+def test_draws_of_a_text_use_all_words_alike():
+    """With one of Philox's four words used for four tokens, they would have the same noise."""
+    rows = gumbel_noise(arange(N), 0 * arange(N), 0 * arange(N), 8)
+    assert chi_square(rows.argmax(-1), torch.full((8,), 1 / 8)) < 24.322  # of 7 degrees
+    correlation = torch.corrcoef(rows.T).cpu() - torch.eye(8)
+    assert correlation.abs().max() < 4 / math.sqrt(N)
 
 
 # --------------------------------------------------------------------------------------------------
