@@ -8,25 +8,18 @@ would hide others: an engine that restarts all the time never fills its queue. N
 
 import random
 
-FEATURES = (
-    """
-n, priorities, salts, stop tokens, prompt scores, logprobs, shared prefixes, forks, beams, overlap,
-padding, prefix cache, several links, windows
-""".replace("\n", " ")
-    .strip()
-    .split(", ")
-)
-FAULTS = (
-    """
-abort, step raises, late step, broken logits, tiny pool, clock jump, id used again, full queue,
-refused, link gone, restart
-""".replace("\n", " ")
-    .strip()
-    .split(", ")
-)
-STATES = """
-any, waiting, preempted, prefilling, scoring, promising, active, to come, ending
-""".strip().split(", ")
+FEATURES = [
+    "n", "priorities", "salts", "stop tokens", "prompt scores", "logprobs", "shared prefixes",
+    "forks", "beams", "overlap", "padding", "prefix cache", "several links", "windows",
+]  # fmt: skip
+FAULTS = [
+    "abort", "step raises", "late step", "broken logits", "tiny pool", "clock jump",
+    "id used again", "full queue", "refused", "link gone", "restart",
+]  # fmt: skip
+STATES = [
+    "any", "waiting", "preempted", "prefilling", "scoring", "promising", "active", "to come",
+    "ending",
+]  # fmt: skip
 
 
 def a_life(seed: int) -> tuple[dict, list[dict]]:
