@@ -874,6 +874,21 @@ def test_the_ruler_seeks_and_the_rows_pan(open_record):
 
 
 @browser_test
+def test_flags_are_above_the_ticks(open_record):
+    record = small_record()
+    page = open_record(record)
+    show(page, len(record) - 1)
+    page.keyboard.press("f")
+    wait_for(page, "!view.isNews")
+    kinds = page.evaluate("[...chart.rows.values()].flatMap((row) => row.flags.map((f) => f.kind))")
+    assert {"hit", "copied", "preempted", "resumed"} <= set(kinds)
+    high = page.evaluate("chart.rowHeight")
+    assert high > 16  # a flag of 5 pixels, and 12 or less for ticks below it
+    above = page.evaluate("chart.rowHeight - Math.min(12, 0.6 * chart.rowHeight) - 2")
+    assert above >= 5
+
+
+@browser_test
 def test_the_wheel_zooms_at_the_pointer_and_f_fits(open_record):
     told = random_record(1)
     page = open_record(told)

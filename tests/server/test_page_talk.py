@@ -131,6 +131,7 @@ def test_the_choice_of_chat_by_keyboard(live):
     live.focus("[value=text]")
     live.keyboard.press("ArrowRight")
     assert live.is_checked("[value=chat]") and live.is_visible("#new-chat")
+    assert not live.is_visible("#no-chat")
     live.keyboard.press("ArrowLeft")
     assert live.is_checked("[value=text]") and not live.is_visible("#new-chat")
 
