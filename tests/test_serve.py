@@ -41,6 +41,11 @@ def test_a_port_in_use_is_reported():
     )
 
 
+def test_a_host_that_is_none_is_reported():
+    with pytest.raises(SystemExit, match=r"cannot listen at no\.invalid:0: \w.*; stop what is"):
+        serve.listen(serve.parse_args(["--host", "no.invalid", "--port", "0"]))
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_other_machines_are_kept_out(host):
     with pytest.raises(SystemExit, match="--allow-remote"):

@@ -326,6 +326,28 @@ def test_a_terminal_that_cannot_show_a_character_shows_another(checkpoint, monke
     assert data.getvalue() == b"a?b"
 
 
+def test_a_question_that_is_interrupted_before_its_answer_is_forgotten(monkeypatch, capsys):
+    lines = iter(["one", KeyboardInterrupt(), "two", "three", EOFError()])
+    asked = []
+
+    def read(prompt):
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    def answer(args, engine, chat, messages):
+        asked.append([message["content"] for message in messages])
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return [*messages, {"role": "assistant", "content": "yes"}]
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(terminal, "add_answer", answer)
+    terminal.converse(SimpleNamespace(model="m"), None, None)
+    assert asked == [["one"], ["one", "yes", "two"], ["one", "yes", "three"]]
+
+
 # --------------------------------------------------------------------------------------------------
 # A real terminal
 

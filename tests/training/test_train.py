@@ -143,6 +143,13 @@ def test_numbers_that_are_none_stop_the_run(tiny, out, monkeypatch, at, react, m
         assert assert_loads(out)["step"] == kept
 
 
+def test_a_learning_rate_that_explodes_is_caught(tiny, out):
+    """Nothing patched: the real thing, before anything was saved."""
+    with pytest.raises(SystemExit, match=r"gradient norm .* stopped, nothing is saved yet"):
+        train.main([*tiny, "--steps=20", "--vector_lr=1e30", "--eval_every=20"])
+    assert not (out / "config.json").exists()
+
+
 def test_of_steps_that_are_read_together_the_first_bad_one_is_named(tiny, corpus):
     run = new_run(tiny, corpus)
     run.out.mkdir()
