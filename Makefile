@@ -1,8 +1,9 @@
 # make run        train the default model if there is none, then serve it at http://127.0.0.1:8000
 # make test       lint and all tests but the large volumes, 4 min on two cores
 # make test-avx2  the numeric tests as on a CPU with AVX2 and no more, 1 min
-# make test-all   the large volumes too: a million steps, planted bugs, many kills, real clients (in .venv-clients),
+# make test-slow  the large volumes: a million steps, planted bugs, many kills, real clients (in .venv-clients),
 #                 real models (in ~/.cache/pagedgpt)
+# make test-all   make test, then make test-slow
 #
 # PIP_OPTIONS goes to pip as it is, for example to choose the CPU-only wheels of torch:
 #   make run PIP_OPTIONS="--extra-index-url <the index of the CPU wheels>"
@@ -17,7 +18,7 @@ NUMERIC := test_paged.py tests/ops tests/engine tests/training tests/test_checkp
 	tests/test_post.py tests/test_tutorial_api.py tests/test_walkthrough.py
 MODEL := out/stdlib
 
-.PHONY: run test tests test-avx2 test-all lint clean
+.PHONY: run test tests test-avx2 test-slow test-all lint clean
 
 run: .venv/ready $(MODEL)/loss.png
 	$(BIN)/python serve.py --model $(MODEL)
@@ -30,8 +31,10 @@ tests: test
 test-avx2: .venv/tests-ready
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(NUMERIC)
 
-test-all: .venv/tests-ready
-	$(PYTEST) -m "slow or not slow"
+test-slow: .venv/tests-ready
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 lint: .venv/tests-ready
 	$(BIN)/ruff check --quiet
