@@ -2,8 +2,8 @@
 The measurements behind the figures in README.md and REFERENCE.md.
 
     python bench.py scheduler     # Python time of plan + update, per step
-    python bench.py kernels       # one layer of attention: on a CPU a mixed step; on a GPU decodes,
-                                  # prefill and mixed steps, block sizes, and the floor
+    python bench.py kernels       # one layer of attention: on a CPU a mixed step; on a GPU decodes
+                                  # by each backend, block sizes, and the floor
     python bench.py engine        # tokens per second of a mixed workload, latency of 1 and 32
     python bench.py equality      # greedy answers with graphs, overlap, neither; the dense model's
     python bench.py overhead      # where the time of a decode step goes, on the device and the host
@@ -23,13 +23,14 @@ import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, chain, count, product
+from itertools import chain, count, product
 from operator import eq
 from random import Random
 from statistics import median
@@ -54,55 +55,44 @@ if __name__ == "__main__":
 
 import torch
 
-import kernels
 from assets import load
 from checkpoint import DTYPES, load_checkpoint, load_config, save_checkpoint, serving_dtype
-from engine.engine import Engine
+from engine.engine import Engine, flat_batch
 from engine.sizing import bytes_per_block, machine_name
 from model import GPT, GPTConfig, RMSNorm, Rope
 from ops.choice import choose_ops
 from ops.cpu import packed_for_cpu
-from paged import Request, Scheduler, SchedulerSettings
+from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings
 from params import SamplingParams, Settings
 
 Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
 Answers = list[list[int]]  # token ids
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
-llama = partial(
-    GPTConfig, context_length=4096, norm="rms", bias=False, activation="silu", gated=True
-)
+small = partial(GPTConfig, vocab_size=65, context_length=256)
+llama = partial(GPTConfig, context_length=4096, norm="rms", rope={0: Rope(5e5)})
+llama = partial(llama, bias=False, activation="silu", gated=True)
+qwen3 = partial(llama, head_size=128, qk_norm=True)
 MODELS = {  # random weights of these shapes; the figures depend on the shape alone
-    "1M": GPTConfig(vocab_size=65, context_length=256, n_layer=4, n_head=4, n_embd=128),
-    "10M": GPTConfig(vocab_size=65, context_length=256, n_layer=6, n_head=6, n_embd=384),
+    "1M": small(n_layer=4, n_head=4, n_embd=128),
+    "10M": small(n_layer=6, n_head=6, n_embd=384),
     "gpt2-124M": GPTConfig(context_length=2048),
-    "smollm2-135M": llama(
-        49152, n_layer=30, n_head=9, n_embd=576, n_kv_head=3, n_inner=1536, rope={0: Rope(1e5)}
-    ),
-    "llama-3.2-1B": llama(
-        128256, n_layer=16, n_head=32, n_embd=2048, n_kv_head=8, n_inner=8192,
-        rope={0: Rope(5e5, 32.0, (1.0, 4.0, 8192.0))},
-    ),
-    "qwen3-0.6B": llama(
-        151936, n_layer=28, n_head=16, n_embd=1024, n_kv_head=8, n_inner=3072, head_size=128,
-        qk_norm=True, rope={0: Rope(1e6)},
-    ),
-}  # fmt: skip
+    "smollm2-135M": llama(49152, n_layer=30, n_head=9, n_embd=576, n_kv_head=3, n_inner=1536),
+    "llama-3.2-1B": llama(128256, n_layer=16, n_head=32, n_embd=2048, n_kv_head=8, n_inner=8192),
+    "qwen3-0.6B": qwen3(151936, n_layer=28, n_head=16, n_embd=1024, n_kv_head=8, n_inner=3072),
+}
 
-FLAGS = {  # what --help says; the commands' arguments have their defaults
-    "--model": "a shape in MODELS, such as 10M, gpt2-124M or smollm2-135M (random weights), or a "
+FLAGS = {  # the help of each argument of a command
+    "model": "a shape in MODELS, such as 10M, gpt2-124M or smollm2-135M (random weights), or a "
     "model directory",
-    "--repeats": "runs of each number of streams; the median is printed",
-    "--quantize": "int8: the engine's weights as integers",
-    "--compile": "compile the engine's step of one request",
-    "--data": "what the model was trained on: a name in data/, or a folder",
-    "--streams": "numbers of requests at once",
-    "--slow-clients": "how many clients read 1 KB/s",
-    "--flags": "flags of serve.py, as in --flags='--dtype bf16'",
-    "name": "which run: tour or preemption",
+    "quantize": "int8: the engine's weights as integers",
+    "compile": "compile the engine's step of one request",
+    "data": "the model's training data: a name in data/, or a folder",
+    "streams": "numbers of requests at once",
+    "name": "the run to record: tour or preemption",
     "file": "a record: of serve.py --record, or in assets/",
 }
+
 # --------------------------------------------------------------------------------------------------
 # Workloads
 
@@ -114,7 +104,8 @@ def random_tokens(rng: Random, n: int, V: int) -> list[int]:
 def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed=0) -> Work:
     """n requests of the same size, with random prompts."""
     rng = Random(seed)
-    return [(random_tokens(rng, tokens_in, V), tokens_out) for _ in range(n)]
+    prompts = [random_tokens(rng, tokens_in, V) for _ in range(n)]
+    return [(prompt, tokens_out) for prompt in prompts]
 
 
 def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
@@ -126,7 +117,7 @@ def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
     prompts = [random_tokens(rng, rng.randint(100, 1024), 10_001) for _ in range(256)]
     answers = [rng.randint(100, 1024) for _ in range(256)]
     work = []
-    for prompt, answer in list(zip(prompts, answers, strict=True))[:n]:
+    for prompt, answer in zip(prompts[:n], answers[:n], strict=True):
         tokens = [token % V for token in prompt[: len(prompt) // scale]]
         work.append((tokens, answer // scale))
     return work
@@ -134,12 +125,14 @@ def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
 
 def scale_for(config: GPTConfig) -> int:
     """The divisor that makes the offline workload's lengths fit into the model's context."""
-    return max(1, math.ceil(2048 / config.context_length))  # of the longest prompt and answer
+    longest = 2048  # prompt and answer
+    return max(1, math.ceil(longest / config.context_length))
 
 
 def num_tokens(work: Work) -> tuple[int, int]:
     """Tokens in and tokens out."""
-    return sum(len(prompt) for prompt, _ in work), sum(answer for _, answer in work)
+    prompts, answers = zip(*work, strict=True)
+    return sum(map(len, prompts)), sum(answers)
 
 
 def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
@@ -248,14 +241,11 @@ def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
 
 def bench_scheduler() -> dict:
     """
-    The scheduler's time for a step, `plan` and `update`, in which every request decodes: blocks of
+    The scheduler's time for a step, `plan` and `update`, in which 256 requests decode: blocks of
     16 tokens, prompts of 100 to 1000, prefix cache on.
     """
-    result = {}
-    for n in (1, 32, 256):
-        seconds = median_seconds(decode_step(n), 500)
-        result[f"{plural(n, 'request')}, ms"] = ms(seconds, 4)
-    return result
+    seconds = median_seconds(decode_step(256), 500)
+    return {"a step, ms": ms(seconds, 4)}
 
 
 def decode_step(n: int) -> Callable:
@@ -264,7 +254,8 @@ def decode_step(n: int) -> Callable:
     scheduler = Scheduler("fcfs", n * 1000, n * 2048, block_size=16, settings=settings)
     rng = Random(0)
     for i in range(n):
-        prompt = random_tokens(rng, rng.randint(100, 1000), 10_000)
+        length = rng.randint(100, 1000)
+        prompt = random_tokens(rng, length, 10_000)
         scheduler.add_request(Request(i, prompt, 10**6))
     scheduler.update(scheduler.plan(), [0] * n)  # all prompts in one step
     return lambda: scheduler.update(scheduler.plan(), range(n))
@@ -273,129 +264,93 @@ def decode_step(n: int) -> Callable:
 # --------------------------------------------------------------------------------------------------
 # Attention, one layer
 
-Step = list[tuple[int, int]]  # requests: new tokens, context length; those with one new token first
+Step = list[tuple[int, int]]  # requests: new tokens, context length
 Heads = tuple[int, int, int]  # H query heads, Hk KV heads, D head size
 GPT2_HEADS = (12, 12, 64)  # of gpt2-124M
-GROUPED_HEADS = (16, 8, 128)  # of Qwen3-0.6B: two query heads share a KV head
-
-
-def random_batch(requests: Step, S: int, device: str) -> kernels.Batch:
-    """A step whose blocks are permuted all over a pool, without its operators."""
-    query_lens = [n for n, _ in requests]
-    lens = [context for _, context in requests]
-    B = len(requests)
-    M = math.ceil(max(lens) / S)
-    with torch.device(device):
-        tables = torch.randperm(B * M).view(B, M)
-        positions = torch.cat([torch.arange(context - n, context) for n, context in requests])
-        query_start = torch.tensor([0, *accumulate(query_lens)])
-        context_lens = torch.tensor(lens)
-        owner = torch.arange(B).repeat_interleave(query_start.diff())  # [T] whose token each is
-    blocks = tables[owner, positions // S]  # [T]
-    return kernels.Batch(
-        tokens=positions,  # attention looks at no token ids
-        positions=positions,
-        slot_mapping=blocks * S + positions % S,
-        query_start=query_start.int(),
-        context_lens=context_lens.int(),
-        block_tables=tables.int(),
-        logits_index=positions[:0],
-        num_decodes=query_lens.count(1),
-        query_lens_host=query_lens,
-        context_lens_host=lens,
-        ops=None,
-    )
 
 
 class Layer:
-    """One layer's attention in a random step: in fp32 on a CPU, in bf16 on a GPU."""
+    """
+    One layer's attention in a step whose blocks are permuted all over a pool: in fp32 on a CPU, in
+    bf16 on a GPU.
+    """
 
     def __init__(self, requests: Step, heads: Heads, S=16, attention="auto", device="cpu"):
         H, Hk, D = heads
+        B = len(requests)
+        longest = max(context for _, context in requests)
+        M = math.ceil(longest / S)
+        tables = torch.randperm(B * M).view(B, M).tolist()
+        plan = Plan()
+        for i, (n, context) in enumerate(requests):
+            r = Request(i, [0] * context, 1, block_table=tables[i])
+            r.num_filled_slots = context - n
+            if n == 1:
+                plan.decodes.append(r)
+            else:
+                plan.chunks.append((r, n))
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        pool = KVBlockPool(B * M, S, 1, Hk, D, device, dtype)
+        self.kv = pool.kv[0].normal_()
+        config = GPTConfig(n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
+        model = SimpleNamespace(config=config)  # flat_batch needs no weights
+        self.batch = flat_batch(plan, model, pool)
+        self.ops, _ = choose_ops(attention, device)
+        self.batch.prepared = {0: self.ops.prepare(self.batch, H, self.kv)}
+        T = len(self.batch.tokens)
         randn = partial(torch.randn, dtype=dtype, device=device)
-        batch = random_batch(requests, S, device)
-        batch.ops, _ = choose_ops(attention, device)
-        T = len(batch.tokens)
         self.q = randn(T, H, D)
-        self.k, self.v = randn(2, T, Hk, D)
-        self.kv = randn(2, batch.block_tables.numel() + 1, Hk, S, D)
-        batch.prepared = {0: batch.ops.prepare(batch, H, self.kv)}
-        self.batch = batch
+        self.k = randn(T, Hk, D)
+        self.v = randn(T, Hk, D)
         self.attn = SimpleNamespace(window=0, scale=D**-0.5, softcap=0.0)
 
     def store(self):
-        self.batch.ops.store_kv(self.k, self.v, self.kv, self.batch)
+        self.ops.store_kv(self.k, self.v, self.kv, self.batch)
 
     def attend(self, kv: torch.Tensor):
-        self.batch.ops.attend(self.q, kv, self.attn, self.batch)
+        self.ops.attend(self.q, kv, self.attn, self.batch)
 
 
-DECODES = {  # heads -> steps of so many decodes, each with so much context
-    GPT2_HEADS: [(256, 1024), (32, 1024), (1, 1024)],
-    GROUPED_HEADS: [(256, 1024), (32, 1024), (1, 1024), (1, 32768)],
-}
+DECODES = [(1, 1024)] * 256
 
 
 def bench_kernels() -> dict:
     """
     On a CPU: one layer of store_kv + attention in fp32, 31 decodes at context 512 and a chunk of
-    256 tokens, 6 heads of 64. On a GPU: microseconds of one layer of paged attention in bf16, 16
-    tokens a block unless said otherwise, block tables permuted, each call in a CUDA graph and on
-    another pool than the one before. The floor is to read K and V once.
+    256 tokens, 6 heads of 64. On a GPU: microseconds of one layer of paged attention in bf16, 256
+    decodes at context 1,024, 12 heads of 64, by each backend with 16 tokens a block, and by ours
+    with other block sizes; block tables permuted, each call in a CUDA graph and on another pool
+    than the one before. The floor is to read K and V once.
     """
     if DEVICE == "cpu":
         layer = Layer([(1, 512)] * 31 + [(256, 512)], (6, 6, 64))
         store = median_seconds(layer.store, 50)
         attend = median_seconds(lambda: layer.attend(layer.kv), 50)
         return {"a layer, ms": ms(store + attend, 2)}
-    read = read_bandwidth("cuda")
-    result = {"read, GB/s": round(read / 1e9)}
-    for heads, steps in DECODES.items():
-        for B, context in steps:
-            result[f"{B} x {context}, {heads}"] = decode_row(B, context, heads, read)
-    decodes = [(1, 1024)] * 128
-    chunks = [(256, 768)] * 8
-    others = {
-        "prefill of 2048, 16 heads of 128": ([(2048, 2048)], (16, 16, 128)),
-        "prefill of 2048, 16 heads of 64": ([(2048, 2048)], (16, 16, 64)),
-        "128 decodes + 8 chunks": (decodes + chunks, GPT2_HEADS),
-        "128 decodes": (decodes, GPT2_HEADS),
-        "8 chunks": (chunks, GPT2_HEADS),
-    }
-    for name, step in others.items():
-        result[name] = attention_us(*step)
-    for heads in GPT2_HEADS, GROUPED_HEADS:
-        sizes = (1, 4, 8, 16, 32, 64, 128)
-        row = {S: attention_us([(1, 1024)] * 256, heads, S) for S in sizes}
-        result[f"block sizes, 256 x 1024, {heads}"] = row
+    bandwidth = read_bandwidth("cuda")
+    _, Hk, D = GPT2_HEADS
+    tokens = sum(context for _, context in DECODES)
+    num_bytes = 4 * tokens * Hk * D  # K and V in bf16
+    floor = 1e6 * num_bytes / bandwidth
+    result = {"read, GB/s": round(bandwidth / 1e9), "floor, us": round(floor, 1)}
+    for backend in ("triton", "flex", "torch"):
+        us = attention_us(backend=backend)
+        result[f"{backend}, us"] = f"{us} ({floor / us:.0%})"
+    result["block sizes, us"] = {S: attention_us(S) for S in (1, 4, 8, 16, 32, 64, 128)}
     return result
 
 
-def decode_row(B: int, context: int, heads: Heads, read: float) -> dict:
-    """Of each backend, microseconds and the share of the floor, or why it cannot do this step."""
-    _, Hk, D = heads
-    floor = 1e6 * 4 * B * context * Hk * D / read  # K and V in bf16
-    row = {"floor": round(floor, 1)}
-    for backend in ("triton", "flex", "torch"):
-        try:
-            us = attention_us([(1, context)] * B, heads, backend=backend)
-            row[backend] = f"{us} ({floor / us:.0%})"
-        except Exception as error:  # whatever a backend raises for a shape that it lacks
-            row[backend] = repr(error)[:80]
-    return row
-
-
-def attention_us(requests: Step, heads: Heads, S=16, backend="triton") -> float:
+def attention_us(S=16, backend="triton") -> float:
     """
     Microseconds of one layer's attention in bf16, over as many pools as make 600 MB, at most 64.
     """
     torch._dynamo.reset()  # FlexAttention compiles for each shape, and has a limit
     torch.cuda.empty_cache()
-    layer = Layer(requests, heads, S, backend, "cuda")
+    layer = Layer(DECODES, GPT2_HEADS, S, backend, "cuda")
     number = max(2, min(64, 600_000_000 // layer.kv.nbytes))
     pools = [torch.randn_like(layer.kv) for _ in range(number)]
-    return round(graph_us(lambda i: layer.attend(pools[i]), number), 1)
+    us = graph_us(lambda i: layer.attend(pools[i]), number)
+    return round(us, 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -443,8 +398,9 @@ def both_generate(engine: Engine, generate: Callable, n: int) -> dict:
         work = even_workload(n, 64, 128, engine.config.vocab_size, seed)
         ours, answers = timed(engine, work, temperature=0)
         started = perf_counter()
-        equal += sum(map(eq, answers, generate(work)))
+        expected = generate(work)
         seconds.append((ours, perf_counter() - started))
+        equal += sum(map(eq, answers, expected))
     ours, transformers = map(median, zip(*seconds[1:], strict=True))  # the first is warm-up
     return {
         "ms a step": ms(ours / 128, 2),
@@ -503,9 +459,8 @@ def bench_engine(model="gpt2-124M") -> dict:
     for seed in range(3):
         work = offline_workload(256, scale_for(gpt.config), V, seed)
         seconds, _ = timed(engine, work)
-        tokens_in, tokens_out = num_tokens(work)
-        row = {"in": tokens_in, "out": tokens_out, "s": round(seconds, 2)}
-        result[f"offline, seed {seed}"] = row | {"output tok/s": round(tokens_out / seconds)}
+        _, tokens_out = num_tokens(work)
+        result[f"seed {seed}, output tok/s"] = round(tokens_out / seconds)
     for n in (1, 32):
         result[f"{n} at once"] = latency(engine, n)
     return result
@@ -515,10 +470,13 @@ def latency(engine: Engine, n: int) -> dict:
     """Milliseconds of a step in which n requests decode, and of a whole answer over its tokens."""
     N = min(512, engine.config.context_length // 2)
     V = engine.config.vocab_size
-    prefill, _ = timed(engine, even_workload(n, N, 1, V, seed=n))
-    whole, _ = timed(engine, even_workload(n, N, N, V, seed=-n - 1))  # without prefix hits
+    prompts = even_workload(n, N, 1, V, seed=n)
+    prefill, _ = timed(engine, prompts)
+    work = even_workload(n, N, N, V, seed=-n - 1)  # other prompts: no prefix hits
+    whole, _ = timed(engine, work)
     step = (whole - prefill) / (N - 1)
-    return {"ms a step": ms(step), "whole, ms a token": ms(whole / N)}
+    a_token = whole / N
+    return {"ms a step": ms(step), "whole, ms a token": ms(a_token)}
 
 
 def bench_equality(model="out/stdlib") -> dict:
@@ -542,12 +500,13 @@ def bench_equality(model="out/stdlib") -> dict:
         wrong += not_greedy(fp32, prompt, answer)
     tokens = list(chain(*exact))
     equal = sum(map(eq, tokens, chain(*rounded)))
+    share = round(equal / len(tokens), 4)
     return {
         "tokens": len(tokens),
         "fp32, graphs and overlap change": exact_changes,
         "bf16, graphs and overlap change": rounded_changes,
         "fp32, tokens unlike the dense model's": wrong,
-        "bf16, share of fp32's tokens": round(equal / len(tokens), 4),
+        "bf16, share of fp32's tokens": share,
     }
 
 
@@ -557,10 +516,11 @@ def answers_four_ways(model: GPT, work: Work) -> tuple[Answers, int]:
     """
     answers = []
     for graphs, overlap in product((True, False), repeat=2):
-        settings = Settings(graphs=graphs, overlap=overlap)
-        answers.append(timed(Engine(model, settings), work, temperature=0)[1])
-    first = answers[0]
-    return first, sum(other != first for other in answers)
+        engine = Engine(model, Settings(graphs=graphs, overlap=overlap))
+        _, tokens = timed(engine, work, temperature=0)
+        answers.append(tokens)
+    first, *others = answers
+    return first, sum(other != first for other in others)
 
 
 @torch.inference_mode()
@@ -579,38 +539,30 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
 
 def bench_overhead(model="gpt2-124M") -> dict:
     """
-    Decode steps of 1, 32 and 256 requests (1, 8 and 32 on a CPU) at context 900: milliseconds a
-    step; the floor is to read weights, K and V from memory once. On a GPU also how long the host
-    works on a step, how many kernels the step has, and where the device's time goes (each kernel
-    counts from the end of the one before: with programmatic dependent launch it may start earlier,
-    and then waits).
+    Decode steps of 256 requests (32 on a CPU) at context 900: milliseconds a step; the floor is to
+    read weights, K and V from memory once. On a GPU also how long the host works on a step, how
+    many kernels the step has, and where the device's time goes (each kernel counts from the end of
+    the one before: with programmatic dependent launch it may start earlier, and then waits).
     """
     steps = 64
-    on_gpu = DEVICE == "cuda"
     gpt = build_model(model, DEVICE)
-    bandwidth = read_bandwidth(DEVICE)
-    weights = sum(weight.nbytes for weight in gpt.parameters())
-    numbers = (1, 32, 256) if on_gpu else (1, 8, 32)
+    n = 256 if DEVICE == "cuda" else 32
     # no request ends in the steps below, and none is preempted
     context = min(900, gpt.config.context_length - 100)
-    num_blocks = numbers[-1] * -(-(context + 100) // 16)
+    num_blocks = n * math.ceil((context + 100) / 16)
     engine = Engine(gpt, Settings(prefix_cache=False, num_blocks=num_blocks))
-    rows = {}
-    for n in numbers:
-        let_decode(engine, n, context)
-        seconds = median_seconds(engine.step, steps)
-        kv_bytes = bytes_per_block(gpt, 1) * n * (context + steps / 2)  # halfway
-        floor = (weights + kv_bytes) / bandwidth
-        rows[n] = row = {"ms a step": ms(seconds), "floor, ms": ms(floor)}
-        if on_gpu:
-            # the device is idle when the step begins, so the host never waits for tokens: not for
-            # those of the step before nor, with overlap, for those of the step that it launches
-            row["host, ms"] = ms(median_seconds(engine.step, 16, torch.cuda.synchronize))
-    if on_gpu:  # last: after a profiler each launch takes longer
-        for n, row in rows.items():
-            let_decode(engine, n, context)
-            row |= device_time(engine, 8)
-    return {plural(n, "request"): row for n, row in rows.items()}
+    let_decode(engine, n, context)
+    seconds = median_seconds(engine.step, steps)
+    weights = sum(weight.nbytes for weight in gpt.parameters())
+    kv_bytes = bytes_per_block(gpt, 1) * n * (context + steps / 2)  # halfway
+    floor = (weights + kv_bytes) / read_bandwidth(DEVICE)
+    row = {"requests": n, "ms a step": ms(seconds), "floor, ms": ms(floor)}
+    if DEVICE == "cuda":
+        # the device is idle when the step begins, so the host never waits for tokens: not for
+        # those of the step before nor, with overlap, for those of the step that it launches
+        row["host, ms"] = ms(median_seconds(engine.step, 16, torch.cuda.synchronize))
+        row |= device_time(engine, 8)
+    return row
 
 
 def let_decode(engine: Engine, n: int, context: int):
@@ -627,19 +579,19 @@ def let_decode(engine: Engine, n: int, context: int):
         engine.step()
 
 
-KINDS = {  # the work of a kernel -> parts of such a kernel's name
-    "attention": "decode_kernel prefill_kernel",
-    "linear layers": "vector_kernel matrix_kernel gemm cutlass nvjet gate_kernel",
+KINDS = {  # the work of a kernel -> a pattern in such a kernel's name
+    "attention": "(decode|prefill)_kernel",
+    "linear layers": "(vector|matrix|gate)_kernel|gemm|cutlass|nvjet",
     "norms": "norm_kernel",
-    "sampling": "threshold_kernel gumbel_max_kernel",
-    "store": "store_kv_kernel norm_rope_store_kernel",
+    "sampling": "(threshold|gumbel_max)_kernel",
+    "store": "store_kv_kernel|norm_rope_store_kernel",
 }
 
 
 def kind_of(kernel: str) -> str:
     """Which of the KINDS a kernel is by its name, or "rest"."""
-    for kind, parts in KINDS.items():
-        if any(part in kernel for part in parts.split()):
+    for kind, pattern in KINDS.items():
+        if re.search(pattern, kernel):
             return kind
     return "rest"
 
@@ -667,71 +619,50 @@ def device_time(engine: Engine, steps: int) -> dict:
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
-    launches = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA  # the others are calls of the host
-    )
-    row = {kind: ms(seconds / steps) for kind, seconds in seconds_by_kind(launches).items()}
-    return {"kernels": round(len(launches) / steps)} | row
+    on_device = torch.autograd.DeviceType.CUDA  # the others are calls of the host
+    events = [event for event in profiler.events() if event.device_type == on_device]
+    launches = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
+    row = {"kernels": round(len(launches) / steps)}
+    for kind, seconds in seconds_by_kind(launches).items():
+        row[kind] = ms(seconds / steps)
+    return row
 
 
 # --------------------------------------------------------------------------------------------------
 # The server
 
-SLOW = 1000  # bytes a second that a slow client reads
 
-
-def bench_server(
-    model="out/stdlib", streams=(1, 32, 256), slow_clients=0, repeats=1, flags=""
-) -> dict:
+def bench_server(model="out/stdlib", streams=(1, 32, 256)) -> dict:
     """
     The offline workload over HTTP: as many requests as streams, all at once, and then again, with
     other prompts, at random times (Poisson) at 70% of the requests a second that were managed at
     once. The clients are processes of their own with raw sockets, see assets/load.py. Output tokens
     per second until the last token; milliseconds from when a request was due to its first token;
-    milliseconds between arrivals of text. With --slow-clients N there are two more runs: N of the
-    clients read at full speed, then at 1 KB/s; both rows are of the other clients. Where the
-    model's context is too short, the workload's lengths are divided.
+    milliseconds between arrivals of text. Where the model's context is too short, the workload's
+    lengths are divided.
     """
     config = load_config(model)
-    V = config.vocab_size
     seeds = count(1)
-    processes = max(1, 3 * os.cpu_count() // 4)
 
     def new_work(n: int) -> Work:
-        return offline_workload(n, scale_for(config), V, next(seeds))
+        return offline_workload(n, scale_for(config), config.vocab_size, next(seeds))
 
-    works = {n: [new_work(n) for _ in range(repeats)] for n in streams}
     result = {}
-    with server(model, flags) as (host, port):
-
-        def measure(work: Work, rate=0.0, num_slow=0, skip=0) -> dict:
-            requests = completions(work, rate, num_slow)
-            rows = load.run_clients(host, port, requests, processes)
-            return load.summary(rows[skip:])
-
-        measure(offline_workload(8, 8, V))  # warm-up
+    with server(model) as address:
+        measure_load(address, even_workload(8, 12, 64, config.vocab_size))  # warm-up
         for n in streams:
-            runs = sorted((measure(work) for work in works[n]), key=lambda run: run["s"])
-            result[plural(n, "stream")] = middle = runs[repeats // 2]
-            if n == 1:
-                continue
-            rate = round(0.7 * n / middle["s"], 1)
-            work = new_work(n)
-            result[f"{n} at {rate}/s"] = measure(work, rate)
-            for slow in (0, slow_clients) if 0 < slow_clients < n else ():
-                # the same lengths, but no block is in the prefix cache
-                work = [([(token + 1) % V for token in prompt], answer) for prompt, answer in work]
-                result[f"{n} streams, {slow} slow"] = measure(work, 0, slow, slow_clients)
+            row = measure_load(address, new_work(n))
+            result[plural(n, "stream")] = row
+            if n > 1:
+                rate = round(0.7 * n / row["s"], 1)
+                result[f"{n} at {rate}/s"] = measure_load(address, new_work(n), rate)
     return result
 
 
 @contextmanager
-def server(model: str, flags: str) -> Iterator[list[str]]:
+def server(model: str) -> Iterator[list[str]]:
     """serve.py in a process of its own: its host and port."""
     command = [sys.executable, "serve.py", "--model", model, "--port", "0", "--no-access-log"]
-    command += flags.split()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         greeting = process.stdout.readline()
@@ -744,20 +675,18 @@ def server(model: str, flags: str) -> Iterator[list[str]]:
         process.wait(60)
 
 
-def completions(work: Work, rate=0.0, num_slow=0) -> list[dict]:
-    """
-    HTTP requests for assets/load.py: all at once or, with a rate, at the times of a Poisson
-    process. The first num_slow of the clients are slow.
-    """
+def measure_load(address: list[str], work: Work, rate=0.0) -> dict:
+    """Send all requests at once or, with a rate, at the times of a Poisson process."""
     rng = Random(0)
     at = 0.0
     requests = []
-    for i, (prompt, answer) in enumerate(work):
+    for prompt, answer in work:
         if rate:
             at += rng.expovariate(rate)
-        speed = SLOW if i < num_slow else None
-        requests.append(load.completion(prompt, answer, at, speed))
-    return requests
+        requests.append(load.completion(prompt, answer, at))
+    processes = max(1, 3 * os.cpu_count() // 4)
+    rows = load.run_clients(*address, requests, processes)
+    return load.summary(rows)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -766,26 +695,28 @@ def completions(work: Work, rate=0.0, num_slow=0) -> list[dict]:
 
 def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
     """The flag of a command's argument; of a tuple it takes several values."""
+    name = argument.name
     default = argument.default
     if default is argument.empty:
-        parser.add_argument(argument.name, help=FLAGS[argument.name])
+        parser.add_argument(name, help=FLAGS[name])
         return
-    flag = "--" + argument.name.replace("_", "-")
     options = {"kind": positive, "nargs": "+"} if isinstance(default, tuple) else {}
-    add_flag(parser, flag, FLAGS[flag], default, **options)
+    flag = "--" + name.replace("_", "-")
+    add_flag(parser, flag, FLAGS[name], default, **options)
 
 
-def commands_of(names: dict, prefix: str) -> dict[str, Callable]:
+def commands_of(module: dict, prefix: str) -> dict[str, Callable]:
     """The functions whose names have the prefix, by the rest of their names."""
-    return {name.removeprefix(prefix): f for name, f in names.items() if name.startswith(prefix)}
+    names = [name for name in module if name.startswith(prefix)]
+    return {name.removeprefix(prefix): module[name] for name in names}
 
 
 def build_parser(about: str, commands: dict[str, Callable]) -> Parser:
-    lines_kept = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = Parser(description=about, **lines_kept)
+    as_written = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = Parser(description=about, **as_written)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, run in commands.items():
-        command = subparsers.add_parser(name, description=inspect.getdoc(run), **lines_kept)
+        command = subparsers.add_parser(name, description=inspect.getdoc(run), **as_written)
         for argument in inspect.signature(run).parameters.values():
             add_argument(command, argument)
     return parser
@@ -800,7 +731,7 @@ def main(about: str, commands: dict[str, Callable]):
     except ValueError as error:  # a --model that is missing or broken; what this machine cannot do
         sys.exit(str(error))
     machine = {"device": machine_name(DEVICE), "torch": torch.__version__}
-    result = {"bench": name} | arguments | machine | figures
+    result = {"bench": name, **arguments, **machine, **figures}
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
     print(json.dumps(result, default=str))  # a path is no JSON

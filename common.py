@@ -16,7 +16,6 @@ import difflib
 import gc
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,31 +54,12 @@ def read_json(path: Path) -> dict:
 
 
 def missing_file(path: Path) -> str:
-    """
-    The message for a model's directory that lacks a file: what to run. A name that may be one of
-    the Hugging Face Hub (OWNER/NAME; train.py writes to out/NAME) gets the way to download it.
-    """
-    folder = path.parent
-    names = sorted(entry.name for entry in folder.glob("*"))
-    is_free = not folder.exists()
-    if names:
-        return (
-            f"no model in {folder}: {path.name} is missing. A model is config.json, tokenizer.json "
-            "and safetensors files (several with their index), there is "
-            f"{', '.join(names[:9])}: copy or download the rest, or let transformers write it "
-            "(from_pretrained(DIR).save_pretrained(NEW))"
-        )
-    id = folder.as_posix()
-    if is_free and re.fullmatch(r"(?!out/)[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", id, re.ASCII):
-        return (
-            f"there is no directory {id}; if it is a model of the Hugging Face Hub, run `hf "
-            f"download {id} --local-dir {folder.name}`, then `python serve.py --model "
-            f"{folder.name}`"
-        )
+    """The message for a model's directory that lacks a file: how to come by a model."""
     return (
-        f"no model in {folder}: {path.name} is missing. `make run` trains a model and serves it, "
-        f"`python train.py --out {folder}` trains it alone; `--model DIR` serves another one, such "
-        "as a download of the Hugging Face Hub (`hf download OWNER/NAME --local-dir DIR`)"
+        f"no model in {path.parent}: {path.name} is missing. A model is a folder with config.json, "
+        "tokenizer.json and safetensors files. `make run` trains one and serves it; `hf download "
+        "OWNER/NAME --local-dir DIR` fetches one of the Hugging Face Hub, and `--model DIR` serves "
+        "it; one in older files is written anew by transformers (save_pretrained(NEW))"
     )
 
 
@@ -150,7 +130,7 @@ class Parser(argparse.ArgumentParser):
     """Refuses what is wrong in one line; argparse would print the usage of all flags before it."""
 
     def parse_known_args(self, args=None, namespace=None):
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             message = f"unrecognized arguments: {' '.join(unknown)}"
             for word in unknown:
@@ -158,7 +138,7 @@ class Parser(argparse.ArgumentParser):
                 for match in difflib.get_close_matches(flag, self._option_string_actions, 1):
                     message += f"; did you mean {match}?"
             self.error(message)
-        return found, unknown
+        return parsed, unknown
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists the flags\n")

@@ -123,7 +123,7 @@ def cat(engine):
     K and V are kept, a tensor for each request and layer, and a step computes one token for each
     request. But a tensor does not grow in place: torch.cat makes a new one, of all tokens so far
     and one more. So a text is copied again for each of its tokens. Better: reserve room.
-    Now read assets/draw.py: append_us. How many tokens does a text of 1,000 copy in all?"""
+    Now read walkthrough.py: cat. How many tokens does a text of 1,000 copy in all?"""
     caches = [[kv[:, i, :n] for i, n in enumerate(LENGTHS)] for kv in unpaged(engine)]
 
     def append(k, v, kv, batch):  # k, v [8, H, D]

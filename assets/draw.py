@@ -2,7 +2,7 @@
 The README's pictures, and records to look at; run by hand when one of them changes.
 
     python assets/draw.py batching      # one by one, in static batches, continuously
-    python assets/draw.py memory        # slabs against blocks: what fits, and what an append costs
+    python assets/draw.py memory        # slabs against blocks: what fits
     python assets/draw.py phases        # prefill against decode: tokens per second
     python assets/draw.py record NAME   # writes a run as a record: tour or preemption
     python assets/draw.py replay FILE   # draws a record of `serve.py --record`, and counts
@@ -35,7 +35,7 @@ if __name__ == "__main__":
 import torch
 
 import bench
-from bench import Layer, Work, build_model, even_workload, fixed_length, median_seconds
+from bench import Work, build_model, even_workload, fixed_length, median_seconds
 from engine.engine import Engine
 from engine.events import (
     Recorder,
@@ -54,12 +54,12 @@ from server.welcome import page_with_record
 OUT = Path("out")
 
 
-def new_figure(columns: int):
-    """A figure with plots side by side. It draws into memory, so no display is needed."""
+def new_figure():
+    """A figure and its axes. It draws into memory, so no display is needed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots()
 
 
 def save(figure, name: str) -> dict:
@@ -96,15 +96,17 @@ def draw_batching() -> dict:
         "continuous": (64, [work]),
     }
     _, tokens_out = bench.num_tokens(work)
-    figure, axes = new_figure(1)
+    figure, axes = new_figure()
     result = {}
     for name, (at_once, batches) in ways.items():
         settings = Settings(num_blocks=256, max_num_seqs=at_once, watermark=0, prefix_cache=False)
         engine = Engine(gpt, settings)
         ended_times(engine, [work[:at_once]])  # warm-up
         ended = ended_times(engine, batches)
-        result[f"{name}, tok/s"] = rate = round(tokens_out / ended[-1])
-        axes.step([0, *ended], range(97), where="post", label=f"{name}: {rate} tok/s")
+        rate = round(tokens_out / ended[-1])
+        result[f"{name}, tok/s"] = rate
+        label = f"{name}: {rate} tok/s"
+        axes.step([0, *ended], range(97), where="post", label=label)
     axes.set_title("96 requests, the same model, kernels and KV memory")
     axes.set(xlabel="seconds", ylabel="requests ended")
     axes.legend()
@@ -129,7 +131,11 @@ def padded(batch: Work) -> Work:
     """The batch as a rectangle: every prompt as long as the longest, every answer too."""
     longest = max(len(prompt) for prompt, _ in batch)
     answer = max(n for _, n in batch)
-    return [([0] * (longest - len(prompt)) + prompt, answer) for prompt, _ in batch]
+    rectangle = []
+    for prompt, _ in batch:
+        padding = [0] * (longest - len(prompt))
+        rectangle.append((padding + prompt, answer))
+    return rectangle
 
 
 SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of a pool
@@ -139,30 +145,23 @@ def draw_memory() -> dict:
     """
     KV memory for 32,768 tokens, as slabs of the longest text (2,048) or as blocks: how many of 256
     requests (prompts and answers of 100 to 1024 tokens) run at once while others wait; waste inside
-    (taken, but empty) and outside (free, but too little for the next prompt). A slab is
-    a block as long as the longest text. Then one layer of gpt2-124M in fp32 on a CPU: microseconds
-    to append a token to a text, by torch.cat to contiguous K and V, and by store_kv to the pool.
+    (taken, but empty) and outside (free, but too little for the next prompt). A slab is a block as
+    long as the longest text.
     """
     pools = {S: fill_pool(S, 32_768) for S in (2048, 128, 64, 32, 16, 8, 4)}
-    appends = {str(context): append_us(context) for context in (128, 256, 512, 1024, 2048)}
-    figure, (left, right) = new_figure(2)
-    ticks = [f"{'slabs' if S == 2048 else 'blocks'}\n{S}" for S in pools]
+    figure, axes = new_figure()
+    ticks = ["slabs of\n2048", *(f"blocks of\n{S}" for S in pools if S < 2048)]
     bottom = 0
     for share in SHARES:
         heights = torch.tensor([pool[share] for pool in pools.values()])
-        bars = left.bar(ticks, heights, bottom=bottom, label=share)
+        bars = axes.bar(ticks, heights, bottom=bottom, label=share)
         if share == SHARES[0]:
             counts = [round(pool["at once"]) for pool in pools.values()]
-            left.bar_label(bars, counts, label_type="center", color="w")
+            axes.bar_label(bars, counts, label_type="center", color="w")
         bottom = bottom + heights
-    left.set_title("KV memory while others wait;\nin white: requests at once")
-    left.legend(loc="lower right")
-    for way in ("torch.cat", "store_kv"):
-        right.plot(list(appends), [us[way] for us in appends.values()], "o-", label=way)
-    right.set_title("microseconds of a layer\nto append a token")
-    right.set(xlabel="tokens so far", yscale="log")
-    right.legend()
-    return pools | {"append a token at, us": appends} | save(figure, "memory.png")
+    axes.set_title("KV memory while others wait; in white: requests at once")
+    axes.legend(loc="lower right")
+    return pools | save(figure, "memory.png")
 
 
 def fill_pool(S: int, room: int) -> dict:
@@ -185,18 +184,10 @@ def fill_pool(S: int, room: int) -> dict:
             crowded.append((len(scheduler.running), taken, filled))
         scheduler.update(plan, [0] * len(plan.sampled))
     at_once, taken, filled = map(mean, zip(*crowded, strict=True))
-    shares = [100 * tokens / room for tokens in (filled, taken - filled, room - taken)]
     row = {"at once": round(at_once, 1)}
-    return row | {name: round(share, 1) for name, share in zip(SHARES, shares, strict=True)}
-
-
-def append_us(context: int) -> dict[str, float]:
-    """Microseconds to append the last of a text's `context` tokens in one layer, two ways."""
-    layer = Layer([(1, context)], bench.GPT2_HEADS)
-    kv = torch.randn(2, 12, context - 1, 64)
-    new = torch.randn(2, 12, 1, 64)
-    ways = {"torch.cat": lambda: torch.cat([kv, new], 2), "store_kv": layer.store}
-    return {name: round(1e6 * median_seconds(way, 100), 1) for name, way in ways.items()}
+    for name, tokens in zip(SHARES, (filled, taken - filled, room - taken), strict=True):
+        row[name] = round(100 * tokens / room, 1)
+    return row
 
 
 def draw_phases() -> dict:
@@ -219,7 +210,7 @@ def draw_phases() -> dict:
         bench.let_decode(engine, n, 128)
         decodes[n] = round(n / median_seconds(engine.step, 11))
     result = {"a prompt, tok/s": prompts, "decodes, tok/s": decodes}
-    figure, axes = new_figure(1)
+    figure, axes = new_figure()
     for label, rates in result.items():
         axes.plot(list(rates), list(rates.values()), "o-", label=label)
     axes.set_xscale("log", base=4)
@@ -342,10 +333,10 @@ def draw_replay(file: str) -> dict:
             every *= 2
     if not columns:
         raise RecordError("no step to draw in this record: its engine has computed none")
-    figure, axes = new_figure(1)
+    figure, axes = new_figure()
+    image = list(zip(*columns, strict=True))  # [block and part][step]
     size = (0, counts["steps"], 0, tallies.num_blocks)
-    options = {"aspect": "auto", "interpolation": "nearest", "origin": "lower"}
-    axes.imshow(list(zip(*columns, strict=True)), extent=size, **options)
+    axes.imshow(image, extent=size, aspect="auto", interpolation="nearest", origin="lower")
     axes.set(title="a colour is a request, grey is cached and idle", xlabel="step", ylabel="block")
     return counts | save(figure, "replay.png")
 

@@ -27,10 +27,8 @@ pytest.register_assert_rewrite("judging")  # so that its failures show their num
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 # A shell's background job ignores Ctrl-C, what nohup starts ignores hang-ups, and so would all
 # children.
-for number, handler in (
-    (signal.SIGINT, signal.default_int_handler),
-    (signal.SIGHUP, signal.SIG_DFL),
-):
+HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+for number, handler in HANDLERS.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 if not torch.cuda.is_available():

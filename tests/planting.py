@@ -16,26 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 180  # a bug may be an endless loop; no run takes a tenth of this
-PACKAGES = [
-    "pytest",
-    "numpy",
-    "torch",
-    "hypothesis",
-    "starlette.applications",
-    "uvicorn",
-    "httptools",
-    "pydantic",
-    "orjson",
-]
-PACKAGES += [
-    "httpx",
-    "openai",
-    "jinja2",
-    "prometheus_client",
-    "tokenizers",
-    "tiktoken",
-    "transformers",
-]
+PACKAGES = ["pytest", "numpy", "torch", "hypothesis", "starlette.applications", "uvicorn"]
+PACKAGES += ["httptools", "pydantic", "orjson", "httpx", "openai", "jinja2", "prometheus_client"]
+PACKAGES += ["tokenizers", "tiktoken", "transformers"]
 NOT_COPIED = shutil.ignore_patterns(".*", "out", "out-*", "*.bin")
 
 
@@ -110,18 +93,8 @@ def run_tests(repo: str, log: str, tests: list[str]):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(repo)
     sys.path[0] = repo  # so far the folder of this file, in the repo without bugs
-    options = [
-        "-m",
-        "slow or not slow",
-        "-p",
-        "no:cacheprovider",
-        "--basetemp",
-        f"{repo}-tmp",
-        "--durations",
-        "0",
-        "-W",
-        "ignore",
-    ]
+    options = ["-m", "slow or not slow", "-W", "ignore", "--durations", "0"]
+    options += ["-p", "no:cacheprovider", "--basetemp", f"{repo}-tmp"]
     if not tests[0].startswith("tests/"):
         options += ["-p", "tests.conftest"]  # pytest finds it beside the tests only
     status = importlib.import_module("pytest").main([*options, *tests])

@@ -5,7 +5,7 @@ step's budget, the cost of a step, and that `Scheduler.check` can fail.
 """
 
 import sys
-import time
+import timeit
 from hashlib import sha256
 
 import pytest
@@ -14,7 +14,6 @@ import paged
 from paged import (
     PRIORITY_AGEING,
     BlockAllocator,
-    BlockCache,
     CachedBlock,
     Request,
     Scheduler,
@@ -41,19 +40,6 @@ def test_keys_are_sha256_over_the_parents_key_and_the_tokens_as_64_bit_integers(
     assert key.hex() == "ac48f1d1d1c1c3a912955e810ee87340b20eeaed48d0bc4d3ed044e111385a9e"
     # half a character, which JSON can carry, is a salt like any other
     assert root_key("\ud800") != root_key("\ud801")
-
-
-def test_a_forged_key_does_not_hit():
-    """
-    An attacker who finds two texts with one hash would otherwise be answered from another text's
-    K and V.
-    """
-    cache = BlockCache()
-    content = CachedBlock(b"key", b"parent", (1, 2))
-    cache.insert(7, content)
-    assert cache.lookup(content) == 7
-    for other in {"tokens": (1, 3)}, {"parent": b"other"}:
-        assert cache.lookup(content._replace(**other)) is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -183,12 +169,7 @@ def test_allocate_and_free_cost_the_same_in_a_pool_of_any_size():
             allocator.free_blocks_for_request(allocator.allocate_n(8))
 
         lines.append(lines_executed(use))
-        times = []
-        for _ in range(200):
-            start = time.perf_counter()
-            use()
-            times.append(time.perf_counter() - start)
-        seconds.append(min(times))
+        seconds.append(min(timeit.repeat(use, number=1, repeat=200)))
     assert lines[0] == lines[1]
     assert seconds[1] < 20 * seconds[0]  # a search would take thousands of times as long
 

@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_workload_is_the_one_that_others_measure():
     """Other lengths, and no figure could be compared."""
-    requests = offline_workload()
-    assert bench.num_tokens(requests) == (142_827, 133_966)
+    work = offline_workload()
+    assert bench.num_tokens(work) == (142_827, 133_966)
     small = offline_workload(96, 8, 65)
-    sizes = [(len(prompt) // 8, n // 8) for prompt, n in requests[:96]]
-    assert [(len(prompt), n) for prompt, n in small] == sizes
-    assert max(max(prompt) for prompt, _ in small) == 64
+    sizes = [(len(prompt), n) for prompt, n in small]
+    assert sizes == [(len(prompt) // 8, n // 8) for prompt, n in work[:96]]
+    assert {token for prompt, _ in small for token in prompt} == {*range(65)}
 
 
 def test_kernels_that_overlap_count_once():
@@ -77,14 +77,14 @@ def run(monkeypatch, command: str):
 
 
 FIGURES = {  # of a command: its flags, and a name in its answer
-    "scheduler": ("", "256 requests, ms"),
+    "scheduler": ("", "a step, ms"),
     "kernels": ("", "a layer, ms"),
     "generate": ("", "8 at once"),
     "quality": ("--model DIR --data DIR", "bf16"),
     "engine": ("--model DIR", "32 at once"),
     "equality": ("--model DIR", "fp32, tokens unlike the dense model's"),
-    "server": ("--model DIR --streams 3 --slow-clients 1", "3 streams, 1 slow"),
-    "overhead": ("--model DIR", "32 requests"),
+    "server": ("--model DIR --streams 3", "3 streams"),
+    "overhead": ("--model DIR", "floor, ms"),
 }
 
 

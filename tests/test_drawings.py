@@ -67,8 +67,8 @@ def test_a_picture_has_bounded_size(monkeypatch, tmp_path):
     snapshot = {"event": "snapshot", "version": VERSION, "num_blocks": 8, "committed": [6]}
     snapshot |= {"idle": [6], "requests": [{"r": 1, "table": [0, 1]}, {"r": 2, "table": [0, 2]}]}
     record = tmp_path / "x.jsonl"
-    lines = [snapshot, *({"event": "step", "step": i} for i in range(50))]
-    record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    steps = [{"event": "step", "step": i} for i in range(50)]
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in [snapshot, *steps]))
     assert draw.draw_replay(record)["steps"] == 50
     (image,) = images
     assert len(image) == 8 and all(4 <= len(row) <= 8 for row in image)
@@ -123,19 +123,13 @@ def test_a_picture_is_drawn(name, monkeypatch):
 # Docstrings
 
 
-def numbers(line: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", line)]
-
-
 def test_the_ruler_of_cursors():
-    """With overlap, between two steps: what is computed, under way and still to come."""
-    drawn = {line.split()[0]: line for line in Request.__doc__.splitlines() if line.strip()}
+    """As `Request` draws them, with overlap: computed, under way and still to come."""
     request = Request("r", [1, 2, 3, 4, 5, 6], 9)
     scheduler = Scheduler(max_kv_tokens=48, block_size=4)
-    # the blocks that are handed out first are those of the drawing
-    free = scheduler.block_allocator.free
-    free.sort(key=[*numbers(drawn["block"])].__contains__)
-    free[-3:] = reversed(numbers(drawn["block"]))
+    free = scheduler.block_allocator.free  # handed out from the end
+    free.sort(key=[9, 2, 7].__contains__)
+    free[-3:] = [9, 2, 7]
     scheduler.add_request(request)
     under_way = None
     while request.num_filled_slots < 10:
@@ -144,23 +138,21 @@ def test_the_ruler_of_cursors():
         if under_way:
             scheduler.resolve(under_way, [50] * len(under_way.sampled))
         under_way = plan
-    assert numbers(drawn["position"]) == list(range(4 * len(request.block_table)))
-    assert numbers(drawn["block"]) == request.block_table
-    reached = {"committed": 4 * request.num_committed, "computed": request.num_computed_slots}
-    reached |= {"filled": request.num_filled_slots, "allocated": 4 * len(request.block_table)}
-    for name, end in reached.items():
-        assert numbers(drawn[name])[0] == end
-        last = f" {end - 1}"
-        assert drawn[name].index(">") == drawn["position"].index(last) + len(last) - 1
+    assert request.block_table == [7, 2, 9]
+    drawn = re.findall(r"^ *(\w+) +(\d+) +─+>", Request.__doc__, re.MULTILINE)
+    cursors = {"committed": 4 * request.num_committed, "computed": request.num_computed_slots}
+    cursors |= {"filled": request.num_filled_slots, "allocated": 4 * len(request.block_table)}
+    # before the step is under way, 9 are filled
+    assert cursors == {name: int(end) for name, end in drawn} and ("filled", "9") in drawn
     assert request.tokens_so_far[10] is TO_COME and request.num_tokens == 11
 
 
 def test_which_of_the_posts_names_serving_runs():
     """A reader who sets a breakpoint in one that is only to be read waits for ever."""
     comment = Path(paged.__file__).read_text().partition("Of the post's names")[2]
-    comment = comment.partition("#   examples/post.py")[0]
-    runs, read = comment.split("to be read:")
+    runs, read = comment.partition("#   examples/post.py")[0].split("to be read:")
     names = re.findall(r"[a-z_]+", runs.partition("serving runs:")[2])
+    only_read = re.findall(r"\w+", read)
     engine = Engine(GPT(GPTConfig(vocab_size=32, n_layer=1, n_head=1, n_embd=8)))
     called = set()
     sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name))
@@ -168,5 +160,5 @@ def test_which_of_the_posts_names_serving_runs():
         engine.generate([[1] * 40], SamplingParams(max_tokens=20), progress=False)
     finally:
         sys.setprofile(None)
-    assert len(names) == 8 and set(names) <= called
-    assert len(re.findall(r"\w+", read)) == 7 and not set(re.findall(r"\w+", read)) & called
+    assert len(names) == 8 and called.issuperset(names)
+    assert len(only_read) == 7 and called.isdisjoint(only_read)

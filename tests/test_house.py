@@ -20,10 +20,10 @@ MODULES.remove(ROOT / "test_paged.py")
 CODE = [*MODULES, *sorted(ROOT.glob("data/*/*.py"))]
 
 # The limits, @jit kernels apart. A change that comes nearer to a goal lowers the limit.
-MEAN_TOKENS = 10.5  # of a statement: nanoGPT 8.9, mini-sglang 9.5, nano-vLLM 9.7
+MEAN_TOKENS = 10.2  # of a statement: nanoGPT 8.9, mini-sglang 9.5, nano-vLLM 9.7
 MODULE_TOKENS = 11.5  # of a statement, in one module
-WIDE = 0.03  # share of statements with more than 30 tokens
-PACKS = 0.015  # `a, b = x, y`, and tuples and conditionals as statements, a statement
+WIDE = 0.012  # share of statements with more than 30 tokens
+PACKS = 0.002  # `a, b = x, y`, and tuples and conditionals as statements, a statement
 FUNCTION_LINES = 60  # of the longest, docstring apart, outside main()
 MEDIAN_LINES = 12  # of half of the functions
 ARGUMENTS = 8  # the most, without self
@@ -81,7 +81,7 @@ def test_statements_have_few_tokens():
     for path in CODE:
         counts = count_tokens(path.read_text())
         every += counts
-        assert path.name == "bench.py" or sum(counts) <= MODULE_TOKENS * len(counts), path
+        assert sum(counts) <= MODULE_TOKENS * len(counts), path
     assert sum(every) <= MEAN_TOKENS * len(every)
     assert sum(count > 30 for count in every) <= WIDE * len(every)
     assert sum(is_pack(node) for _, node in nodes()) <= PACKS * len(every)

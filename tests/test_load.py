@@ -9,15 +9,6 @@ from assets import load
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Seconds, for a test to set; after them the sleeps, which take no time."""
-    now = [100.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=now.append)
-    monkeypatch.setattr(load, "time", clock)
-    return now
-
-
-@pytest.fixture
 def stream():
     """A stream of 3 tokens, due 2 s after the start at 100, and the server's end of its socket."""
     own = load.Stream(("127.0.0.1", 1), load.completion([1, 2], 3, at=2.0), 100.0)
@@ -26,18 +17,22 @@ def stream():
         yield own, server
 
 
-def test_a_row_is_measured_from_when_it_was_due(clock, stream):
+ARRIVALS = [
+    (102.5, b"HTTP/1.1 200 OK\r\n\r\n"),
+    (103.0, b'data: {"text":"a"}\n\n'),
+    (103.2, b": ping\n\n"),
+    (104.0, b'data: {"text":"b"}\n\ndata: {"text":"' + b"c" * 3000 + b'"}\n\n'),
+    (105.5, b'data: {"choices":[],"usage":{"completion_tok'),
+    (105.5, b'ens":3,"total_tokens":5}}\n\n'),
+]
+
+
+def test_a_row_is_measured_from_when_it_was_due(monkeypatch, stream):
     """Not from when it was sent. Arrivals without a text, as headers and pings, do not count."""
     own, server = stream
-    for seconds, data in (
-        (102.5, b"HTTP/1.1 200 OK\r\n\r\n"),
-        (103.0, b'data: {"text":"a"}\n\n'),
-        (103.2, b": ping\n\n"),
-        (104.0, b'data: {"text":"b"}\n\ndata: {"text":"' + b"c" * 3000 + b'"}\n\n'),
-        (105.5, b'data: {"choices":[],"usage":{"completion_tok'),
-        (105.5, b'ens":3,"total_tokens":5}}\n\n'),
-    ):
-        clock[0] = seconds
+    for seconds, data in ARRIVALS:
+        clock = SimpleNamespace(monotonic=lambda seconds=seconds: seconds)
+        monkeypatch.setattr(load, "time", clock)
         server.sendall(data)
         assert own.receive() is True
     server.close()
@@ -51,18 +46,6 @@ def test_an_answer_that_is_not_whole_is_no_measurement(stream):
     own.receive()
     with pytest.raises(ValueError, match="wanted 3 tokens, the answer ends with data: "):
         own.row()
-
-
-def test_a_slow_client_sips(clock, stream):
-    """So many bytes a second, however many have arrived."""
-    own, server = stream
-    own.speed = 50
-    own.connect = lambda: None
-    clock[0] = 101.5
-    server.sendall(b"x" * 100)
-    server.close()
-    load.read_slowly(own)
-    assert clock == [101.5, 0.5, *[load.SLOW_READ_SECONDS] * 20]
 
 
 def test_a_run_ends_with_its_last_token():

@@ -76,7 +76,7 @@ ENDS = [None, "a message", ValueError("v"), RuntimeError("r"), OSError("o"), Key
 
 @pytest.mark.parametrize(("typed", "place"), [("--port=0", "http"), ("--chat", "terminal")])
 @pytest.mark.parametrize("end", ENDS)
-def test_where_it_runs_and_what_becomes_its_exit(monkeypatch, typed, place, end):
+def test_each_mode_runs_and_its_message_becomes_the_exit_status(monkeypatch, typed, place, end):
     """One message, never a traceback, for what a user can change."""
     ran = []
 
@@ -100,7 +100,7 @@ def test_where_it_runs_and_what_becomes_its_exit(monkeypatch, typed, place, end)
 
 
 @pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7", "LRU_CACHE_CAPACITY": "7"}])
-def test_what_torch_reads_when_it_is_loaded(monkeypatch, own):
+def test_variables_that_torch_reads_are_set_before_it_is_loaded(monkeypatch, own):
     """Threads that wait spin less, and oneDNN keeps little code; what is set already stays."""
     values = {"GOMP_SPINCOUNT": "100000", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
     values |= {"LRU_CACHE_CAPACITY": "64"} | own

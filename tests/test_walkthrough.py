@@ -162,7 +162,7 @@ def test_a_stage_that_is_not_there(monkeypatch, capsys):
         walk(monkeypatch, capsys, "11")
 
 
-def test_what_it_says_to_read_is_there():
+def test_each_stage_points_to_code_that_exists():
     """Each stage ends with a name to look for, and a question."""
     for stage in walkthrough.STAGES:
         last = stage.__doc__.splitlines()[-1].strip()

@@ -56,8 +56,8 @@ BATCH = "--batch-sise 4"
         (serve.parse_args, "--kv_blocks=3", f"{FLAG}--kv_blocks=3; did you mean --kv-blocks?"),
         (serve.parse_args, "--nothing-like-it", f"{FLAG}--nothing-like-it"),
         (TRAIN, f"--steps 1 {BATCH}", f"{FLAG}{BATCH}; did you mean --batch_size?"),
-        (BENCH, "server --slow_clients 4", f"{FLAG}--slow_clients 4; did you mean --slow-clients?"),
-        (BENCH, "server --repeats 0", "--repeats: 0 is too small, wanted at least 1"),
+        (BENCH, "server --stream_s 4", f"{FLAG}--stream_s 4; did you mean --streams?"),
+        (BENCH, "server --streams 0", "--streams: 0 is too small, wanted at least 1"),
     ],
 )
 def test_a_wrong_flag_has_two_lines(parse, typed, problem, capsys):
