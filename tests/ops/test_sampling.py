@@ -380,7 +380,7 @@ def random_requests(R: int, V: int, dtype, seed: int) -> tuple[Tensor, list[Row]
         generated = choose.choices(best, k=choose.randrange(5))
         params = random_params(choose, V, best)
         seed = choose.getrandbits(64) - 2**63
-        stops = (best[0], V - 1, V + 7)
+        stops = (best[0], V - 1, V + 7, -2)
         requests.append(Row(row, params, seed, row % 3, prompt, generated, stops))
     return logits, requests
 
