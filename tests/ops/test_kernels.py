@@ -918,8 +918,9 @@ def test_on_a_gpu_linear_layers_of_any_size_are_right(activation, R, dtype):
 
         return apply
 
-    # the tanh that cuBLAS computes as it stores a product is off by 2.2e-5, whatever the dtype
-    slack = 1e-4 if activation == "gelu_new" and R > linear.LINEAR_ROWS else 1e-6
+    # The tanh that cuBLAS computes as it stores a product is off by 2.2e-5, whatever the dtype. A
+    # share of the largest number, about 4.
+    slack = 2.5e-5 if activation == "gelu_new" and R > linear.LINEAR_ROWS else 2.5e-7
     arguments = (x, nn.Linear(48, 72), nn.LayerNorm(72))
     check_operator(operator(linear), operator(model_module), dtype, *arguments, slack=slack)
 
