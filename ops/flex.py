@@ -39,8 +39,8 @@ class FlexCall(NamedTuple):
 
 def prepare_flex(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
     """
-    Build the masks of the step, on the device and without a loop over requests: of a `FlexCall`
-    each.
+    Build the masks of the step, on the device and without a loop over requests. The calls of the
+    plan are `FlexCall`s: one for all decodes, one for all chunks.
     """
     n = batch.num_decodes
     B = len(batch.query_lens_host)
