@@ -398,7 +398,7 @@ def test_one_preparation_serves_all_lengths():
     """
     step = Step(Shape([799, 40, 650], Hk=1, G=2), "triton")
     step.store()
-    for lens in [799, 40, 650], [1, 3, 2], [17, 40, 448], [799, 1, 64]:
+    for lens in [799, 40, 650], [1, 3, 2], [17, 40, 430], [799, 1, 64]:
         step.batch.context_lens[:] = torch.tensor(lens)  # shorter texts in the same blocks
         step.shape = replace(step.shape, decodes=lens)
         reference, allowed = step.reference()
