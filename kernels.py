@@ -71,9 +71,9 @@ class Batch:
 
 def jit(function):
     """
-    `triton.jit` where triton is installed; elsewhere the kernels below are only text. M, the width
-    of the block tables, B and R, the number of rows, change from step to step and must not make the
-    kernels compile again.
+    `triton.jit`. Without triton the decorator does nothing, and the kernels are never called. M,
+    the width of the block tables, B and R, the number of rows, change from step to step and must
+    not make the kernels compile again.
     """
     return triton.jit(function, do_not_specialize=["M", "B", "R"]) if triton else function
 
@@ -121,8 +121,8 @@ INF = tl.constexpr(math.inf)
 @jit
 def capped(score, squeeze):
     """
-    tanh(score * squeeze), or with None score itself: Gemma 2's soft cap, but for a factor that is
-    in the scale of online_softmax. tanh(u) is 2 sigmoid(2 u) - 1.
+    Gemma 2's soft cap is cap * tanh(score / cap). This is the tanh, as 2 sigmoid(2 u) - 1;
+    online_softmax multiplies by the cap through `scale`. None: no cap.
     """
     return score if squeeze is None else 2.0 * tl.sigmoid(2.0 * squeeze * score) - 1.0
 
@@ -326,12 +326,12 @@ def prefill_kernel(
         acc, top, total = online_softmax(score, scale, v, acc, top, total)
     for n in range(unmasked, end, TILE):
         t = n + tl.arange(0, TILE)
-        there = t < end
+        in_context = t < end
         if WINDOW:
-            there &= t > lowest - WINDOW
-        block = tl.load(table + t // S, mask=there, other=0)
+            in_context &= t > lowest - WINDOW
+        block = tl.load(table + t // S, mask=in_context, other=0)
         keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
-        mask = there[:, None] & (d < D)[None, :]
+        mask = in_context[:, None] & (d < D)[None, :]
         k = tl.load(keys, mask=mask, other=0.0)
         v = tl.load(keys + k_to_v, mask=mask, other=0.0)
         visible = t[None, :] <= position[:, None]
@@ -561,9 +561,9 @@ def pdl_wait(PDL: tl.constexpr):
         gdc_wait()
 
 
-def pdl_options(x: Tensor, wanted: bool = True) -> dict:
+def pdl_options(x: Tensor, allowed: bool = True) -> dict:
     """The launch options of a kernel with an argument PDL, on the device of x."""
     if not x.is_cuda:
         return {"PDL": False}
-    pdl = wanted and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    pdl = allowed and torch.cuda.get_device_capability(x.device) >= (9, 0)
     return {"PDL": pdl, "launch_pdl": pdl}

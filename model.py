@@ -62,8 +62,8 @@ class Ops(NamedTuple):
     # (k (..., T, Hk, D), v, kv, batch) -> what `attend` reads them from: the pair of them, or the
     # pool, where they are now at batch.slot_mapping
     store_kv: Callable
-    # (q, what store_kv returned, an `Attention`, batch) -> (..., T, H, D), each token's mixture of
-    # what it sees
+    # (q, what store_kv returned, an `Attention`, batch) -> (..., T, H, D), the attention output, a
+    # weighted sum of the values that each token may see
     attend: Callable
     # (x, layer, activation=None, gated=False, partial_sums=False) -> activation(layer(x)); gated:
     # activation(gate) * up of the two halves of layer(x); with partial_sums it may be (P, T, out),
@@ -364,31 +364,31 @@ class GPTConfig:
                 raise ValueError(f"{f.name} is {value!r}: true or false is wanted")
         for token in self.eos_token_ids:
             if type(token) is not int or not 0 <= token < self.vocab_size:
-                wanted = f"a token id, 0 to {self.vocab_size - 1}, or none"
-                raise ValueError(f"eos_token_id is {token!r}: {wanted} is wanted")
+                expected = f"a token id, 0 to {self.vocab_size - 1}, or none"
+                raise ValueError(f"eos_token_id is {token!r}: {expected} is wanted")
         if len(self.windows) != self.n_layer:
             raise ValueError(f"{len(self.windows)} windows for {self.n_layer} layers: one for each")
         for window in self.windows:
             if window != 0:
                 check_size("sliding_window", window)
         if self.rope and not self.rope.keys() >= set(self.windows):
-            there = f"rope has windows {list(self.rope)}, layers have {self.windows}"
-            raise ValueError(f"{there}: give each its positions")
+            windows = f"rope has windows {list(self.rope)}, layers have {self.windows}"
+            raise ValueError(f"{windows}: give each its positions")
         if self.qk_norm and self.norm != "rms":
             raise ValueError("qk_norm is for norm 'rms' alone: change one of them")
         if self.rope and self.head_size % 2:
             raise ValueError(f"head_size {self.head_size} is odd: rotary positions turn pairs")
-        for name, there in (("activation", ACTIVATIONS), ("norm", NORMS)):
+        for name, names in (("activation", ACTIVATIONS), ("norm", NORMS)):
             value = getattr(self, name)
-            if value not in there:
-                raise ValueError(f"{name} {value!r} is unknown; there is {', '.join(there)}")
+            if value not in names:
+                raise ValueError(f"{name} {value!r} is unknown; there is {', '.join(names)}")
 
 
 def check_size(name: str, size, limit: int = 2**31):
     # not isinstance, to which True is an int
     if type(size) is not int or not 0 < size < limit:
-        wanted = f"a whole number of at least 1, and below {limit:,},"
-        raise ValueError(f"{name} is {size!r}: {wanted} is wanted")
+        expected = f"a whole number of at least 1, and below {limit:,},"
+        raise ValueError(f"{name} is {size!r}: {expected} is wanted")
 
 
 def check_multiple(config: GPTConfig, large: str, small: str):

@@ -86,8 +86,8 @@ def choose_ops(attention: str = "auto", device: str | torch.device = "cpu") -> t
         return tables[attention], "as asked"
     if attention != "auto":
         why = NEEDS.get(attention, "is unknown")
-        there = ", ".join(["auto", *tables])
-        raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {there}")
+        names = ", ".join(["auto", *tables])
+        raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {names}")
     fastest = next(iter(tables.values()))
     if not on_gpu:
         reason = "the fastest on a CPU"

@@ -131,9 +131,9 @@ def check_can_compile(ops: Ops, device: torch.device):
         raise ValueError(f"--compile wants --attention auto, not {ops.name}: leave one of them out")
     if not cpp_compiler():
         named = os.environ.get("CXX")
-        there = f"CXX names {named!r}" if named else "there is no g++"
+        missing = f"CXX names {named!r}" if named else "there is no g++"
         mend = "let CXX name one, or leave --compile out"
-        raise ValueError(f"--compile needs a C++ compiler, {there}: {mend}")
+        raise ValueError(f"--compile needs a C++ compiler, {missing}: {mend}")
 
 
 def compile_decode_one(model: GPT, quantize: str, kv: Tensor) -> Callable:

@@ -55,15 +55,15 @@ def decode_inputs(rows: Tensor, last_blocks: Tensor, known: KnownRows) -> ModelI
     tokens, positions, slots = rows.new_empty(3, n)
     lens = block_tables.new_empty(n)
     tables = block_tables.new_empty(n, M)
-    found = ModelInputs(tokens, positions, slots, lens, tables)
+    results = ModelInputs(tokens, positions, slots, lens, tables)
     if n == 0:
-        return found
-    given = (rows, last_blocks, last_token, context_len, block_tables)
+        return results
+    state = (rows, last_blocks, last_token, context_len, block_tables)
     padding_row = len(last_token) - 1
     width = triton.next_power_of_2(M)
     shape = {"WIDTH": width, "S": S}
-    decode_inputs_kernel[(n,)](*given, *found, padding_row, M, **shape, **pdl_options(rows))
-    return found
+    decode_inputs_kernel[(n,)](*state, *results, padding_row, M, **shape, **pdl_options(rows))
+    return results
 
 
 @jit
@@ -96,10 +96,10 @@ def embed(tokens: Tensor, positions: Tensor, wte, wpe, scale: float) -> Tensor:
     T = len(tokens)
     C = wte.weight.shape[1]
     out = wte.weight.new_empty(T, C)
-    given = (tokens, positions, wte.weight, wpe_weight)
+    operands = (tokens, positions, wte.weight, wpe_weight)
     width = triton.next_power_of_2(C)
     shape = {"C": C, "WIDTH": width}
-    embed_kernel[(T,)](*given, out, scale, **shape, **pdl_options(out))
+    embed_kernel[(T,)](*operands, out, scale, **shape, **pdl_options(out))
     return out
 
 
@@ -188,14 +188,14 @@ def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Bat
         norms = (attn.q_norm.weight, attn.k_norm.weight)
         eps = attn.q_norm.eps
     q = attn.c_attn.weight.new_empty(R, attn.H, attn.D)
-    given = (parts, *batch.rotations[attn.window], *norms)
+    operands = (parts, *batch.rotations[attn.window], *norms)
     pool = (kv, batch.slot_mapping, kv.stride(0))
     shape = {"H": attn.H, "Hk": attn.Hk, "S": kv.shape[3], "D": attn.D}
     width = triton.next_power_of_2(attn.D // 2)
     cut = {"HEADS": heads, "WIDTH": width, "num_warps": heads}
     P = parts.numel() // (R * N)
     grid = (R, triton.cdiv(all_heads, heads))
-    norm_rope_store_kernel[grid](*given, q, *pool, eps, R, P=P, **shape, **cut, **pdl_options(q))
+    norm_rope_store_kernel[grid](*operands, q, *pool, eps, R, P=P, **shape, **cut, **pdl_options(q))
     return q
 
 

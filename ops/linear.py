@@ -62,8 +62,8 @@ def add_norm_kernel(
 @dataclass
 class LazyNorm:
     """
-    norm(x + delta) of one row, x [1, K], not computed yet: the product that reads it does so, which
-    is one launch less, and writes x + delta to `total` [1, K].
+    A deferred norm(x + delta) of one row, x [1, K]. The product that reads it normalises the row
+    itself, which saves a launch, and stores x + delta in `total` [1, K].
     """
 
     x: Tensor
@@ -98,10 +98,10 @@ def norm_now(x: Tensor, delta: Tensor | None, norm: nn.Module):
     R, K = x.shape
     P = 0 if delta is None else delta.numel() // x.numel()
     y = torch.empty_like(x)
-    given = (x, delta, norm.weight, norm.bias)
+    operands = (x, delta, norm.weight, norm.bias)
     width = triton.next_power_of_2(K)
     shape = {"P": P, "K": K, "RMS": isinstance(norm, model.RMSNorm), "WIDTH": width}
-    add_norm_kernel[(R,)](*given, y, norm.eps, R, **shape, **pdl_options(x))
+    add_norm_kernel[(R,)](*operands, y, norm.eps, R, **shape, **pdl_options(x))
     return x, y
 
 
@@ -329,7 +329,7 @@ class Tiles(NamedTuple):
 
 
 def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bool) -> Tiles:
-    """As tuned, for one row."""
+    """The tiles for one row, as tuned."""
     if isinstance(x, LazyNorm):  # the whole row at once
         return Tiles(1, 4, triton.next_power_of_2(K), warps=4)
     if is_head:
@@ -342,7 +342,7 @@ def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bo
 
 
 def layer_tiles(R: int, N: int, numbers: int) -> Tiles:
-    """As tuned, for R rows, N outputs of each, and so many numbers of the weights."""
+    """The tiles for R rows with N outputs each, and `numbers` weights, as tuned."""
     if R <= 32:
         return Tiles(padded(R), 64, 128, warps=4, stages=5, swapped=True)
     if R <= 64 and N <= 4096:

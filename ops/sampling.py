@@ -160,26 +160,26 @@ def sample_torch(
     a finite maximum (NaN anywhere, all -inf). In place: per_row.last_token gets the tokens (0 for
     NO_TOKEN), and per_row.marks counts them in rows with penalties.
     """
-    # what any row may ask for, by the attributes of SamplingParams that say so
+    # what any row asks for, by the attributes of SamplingParams
     names = ("adjusts", "temperature", "filters", "penalises")
-    wanted = {name for name in names if asked is None or any(map(attrgetter(name), asked))}
+    used = {name for name in names if asked is None or any(map(attrgetter(name), asked))}
     floats = per_row.floats
     ints = per_row.ints
     scores = logits.float()
-    if "adjusts" in wanted:
+    if "adjusts" in used:
         scores = adjust(scores, rows, positions, per_row)
-    if "temperature" in wanted:
+    if "temperature" in used:
         temperature = floats.temperature[rows][:, None]  # [R, 1]
         greedy = temperature < GREEDY_BELOW
         scores = scores / torch.where(greedy, 1.0, temperature)
-        if "filters" in wanted:  # top_k, top_p, min_p
+        if "filters" in used:  # top_k, top_p, min_p
             lowest = threshold(scores, ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
             scores = scores.masked_fill(scores < lowest[:, None], -torch.inf)
         noise = gumbel_noise(ints.seed[rows], positions, ints.choice[rows], logits.shape[1])
         scores = torch.where(greedy, scores, scores + noise)
     best, tokens = scores.max(-1)
     valid = best.isfinite()
-    if "penalises" in wanted:
+    if "penalises" in used:
         counted = valid * ints.penalised[rows]
         per_row.marks.index_put_((rows, tokens), 4 * counted.int(), accumulate=True)
     per_row.last_token[rows] = torch.where(valid, tokens, 0)

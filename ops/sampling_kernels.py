@@ -108,10 +108,10 @@ def weight_above(
 
 @jit
 def find_threshold(
-    scores, n, smallest, top, wanted, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr
+    scores, n, smallest, top, target, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr
 ):
     """
-    The largest of n scores, among `smallest` .. `top`, with a weight of at least `wanted` (k, or a
+    The largest of n scores, among `smallest` .. `top`, with a weight of at least `target` (k, or a
     share of the mass) at or above it, see weight_above. Each pass cuts the bracket low <= answer <
     high into four, and also finds the smallest and the largest score inside the bracket before:
     when these two are equal, that score is the answer.
@@ -125,14 +125,14 @@ def find_threshold(
             scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED, WIDTH
         )
         low = tl.where(
-            above3 >= wanted,
+            above3 >= target,
             p3,
-            tl.where(above2 >= wanted, p2, tl.where(above1 >= wanted, p1, low)),
+            tl.where(above2 >= target, p2, tl.where(above1 >= target, p1, low)),
         )
         high = tl.where(
-            above1 < wanted,
+            above1 < target,
             p1,
-            tl.where(above2 < wanted, p2, tl.where(above3 < wanted, p3, high)),
+            tl.where(above2 < target, p2, tl.where(above3 < target, p3, high)),
         )
         smallest, largest = tl.maximum(smallest, low), tl.minimum(largest, high)
         rounds += 1
@@ -316,9 +316,9 @@ def gumbel_max_kernel(
     if finishes_last(finished + r, SPLITS):
         part = r * SPLITS + tl.arange(0, SPLITS)
         scores = tl.load(partial + part, cache_modifier=".cg")
-        found = tl.load(partial_token + part, cache_modifier=".cg")
+        token_of = tl.load(partial_token + part, cache_modifier=".cg")
         highest = tl.max(scores, axis=0)
-        winner = tl.min(tl.where(scores == highest, found, V), axis=0)
+        winner = tl.min(tl.where(scores == highest, token_of, V), axis=0)
         valid = (highest > -INF) & (highest < INF)
         tl.store(tokens + r, tl.where(valid, winner, NO_TOKEN).to(tl.int64))
         tl.store(last_token + tl.load(rows + r), tl.where(valid, winner, 0).to(tl.int64))
@@ -345,13 +345,13 @@ def sample_triton(logits, rows, positions, per_row: SamplingRows, asked=None) ->
     partial_token = finished.new_empty(R * splits)
     stride = logits.stride(0)
     pdl = pdl_options(logits)
-    known = per_row.packed_floats, per_row.packed_ints, per_row.bias, per_row.marks
-    given = logits, rows, positions, *known, thresholds, finished
+    of_rows = per_row.packed_floats, per_row.packed_ints, per_row.bias, per_row.marks
+    args = logits, rows, positions, *of_rows, thresholds, finished
     threshold_kernel[(R,)](
-        *given, scratch, stride, scratch.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS, **pdl
+        *args, scratch, stride, scratch.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS, **pdl
     )
-    found = partial, partial_token, tokens, per_row.last_token
+    outs = partial, partial_token, tokens, per_row.last_token
     gumbel_max_kernel[(R, splits)](
-        *given, *found, stride, V, SPLITS=splits, QUADS=quads, num_warps=GUMBEL_MAX_WARPS, **pdl
+        *args, *outs, stride, V, SPLITS=splits, QUADS=quads, num_warps=GUMBEL_MAX_WARPS, **pdl
     )
     return tokens

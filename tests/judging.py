@@ -24,8 +24,8 @@ counted = Counter()
 @torch.no_grad()
 def log_probabilities(theirs, tokens: list[int], last: int = 0) -> Tensor:
     """
-    What transformers' model says of each token that may follow each of a text, (T, V); with `last`,
-    only each of so many last ones.
+    transformers' log-probabilities of the tokens that may follow each token of a text, (T, V); with
+    `last`, only of the last ones.
     """
     logits = theirs(torch.tensor([tokens]), use_cache=False, logits_to_keep=last).logits
     return logits[0].float().log_softmax(-1)
@@ -33,7 +33,7 @@ def log_probabilities(theirs, tokens: list[int], last: int = 0) -> Tensor:
 
 @torch.no_grad()
 def dense(ours: GPT, tokens: list[int]) -> Tensor:
-    """What our model says without a cache, (T, V)."""
+    """The same of our model, without a cache, (T, V)."""
     return ours(torch.tensor([tokens]))[0][0].float().log_softmax(-1)
 
 
@@ -88,23 +88,23 @@ class Judge:
         answer = [token for output in outputs for token in output.tokens]
         scored = outputs[0].prompt_logprobs
         last = 0 if scored else len(answer) + 1
-        said = log_probabilities(self.theirs, prompt + answer, last)
+        expected = log_probabilities(self.theirs, prompt + answer, last)
         if scored:
-            self.compare(said[: len(prompt) - 1], prompt[1:], scored)
-        said = said[-len(answer) - 1 : -1]
-        self.compare(said, answer, [output.logprobs for output in outputs])
+            self.compare(expected[: len(prompt) - 1], prompt[1:], scored)
+        expected = expected[-len(answer) - 1 : -1]
+        self.compare(expected, answer, [output.logprobs for output in outputs])
         if temperature == 0:
-            behind = said.amax(-1) - said.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            behind = expected.amax(-1) - expected.gather(1, torch.tensor(answer)[:, None])[:, 0]
             assert behind.max() <= TOLERANCE
             counted["tokens"] += len(answer)
             counted["ties"] += int(behind.count_nonzero())
         return answer
 
-    def compare(self, said: Tensor, tokens: list[int], scores: list):
+    def compare(self, expected: Tensor, tokens: list[int], scores: list):
         """Of each place: the score of the token that was taken, and those of the candidates."""
-        assert len(scores) == len(said) == len(tokens)
+        assert len(scores) == len(expected) == len(tokens)
         chosen, ids, best = map(torch.tensor, zip(*scores, strict=True))
-        taken = said.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        taken = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert distance(taken, chosen) <= TOLERANCE
-        assert distance(said.gather(1, ids), best) <= self.candidates
-        assert distance(said.topk(ids.shape[1]).values, best) <= self.candidates
+        assert distance(expected.gather(1, ids), best) <= self.candidates
+        assert distance(expected.topk(ids.shape[1]).values, best) <= self.candidates

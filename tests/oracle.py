@@ -14,6 +14,7 @@ import math
 from collections import Counter
 
 import torch
+from torch import Tensor
 
 from ops.sampling import philox
 from params import NO_TOKEN, SamplingParams
@@ -25,45 +26,52 @@ MASK32 = 0xFFFFFFFF
 counts = Counter()  # tokens that were judged, ties among them
 
 
-def noise(seed: int, position: int, choice: int, V: int) -> torch.Tensor:
+def noise(seed: int, position: int, choice: int, V: int) -> Tensor:
     """
     Gumbel noise [V]: key, counter and words as DESIGN has them; test_sampling.py holds `philox` to
     the paper.
     """
-    quads = torch.arange(-(-V // 4))
-    counter = (quads, *(torch.tensor([x & MASK32]) for x in (position, choice, 0)))
-    key = torch.tensor([seed & MASK32]), torch.tensor([(seed >> 32) & MASK32])
-    words = torch.stack(philox(counter, key), dim=-1).flatten()[:V]
-    return -torch.log(-torch.log(((words >> 9).double() + 0.5) * 2.0**-23))
+    numbers = (position, choice, 0, seed, seed >> 32)
+    position, choice, zero, low, high = (torch.tensor([x & MASK32]) for x in numbers)
+    quads = torch.arange(math.ceil(V / 4))
+    words = philox((quads, position, choice, zero), (low, high))
+    bits = torch.stack(words, dim=-1).flatten()[:V] >> 9
+    u = (bits.double() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(u))
 
 
-def adjusted(logits: torch.Tensor, p: SamplingParams, prompt, generated, stops) -> torch.Tensor:
+def count_of(tokens, V: int) -> Tensor:
+    """[V]: how often each token occurs."""
+    return torch.tensor(list(tokens), dtype=torch.int64).bincount(minlength=V)
+
+
+def adjusted(logits: Tensor, p: SamplingParams, prompt, generated, stops) -> Tensor:
     """Logits [V] float64 after bias, bans and penalties, by vLLM's formulas."""
     V = len(logits)
     scores = logits.double().cpu()
-    count = torch.tensor(list(generated), dtype=torch.int64).bincount(minlength=V)
-    seen = count + torch.tensor(list(prompt), dtype=torch.int64).bincount(minlength=V) > 0
+    count = count_of(generated, V)
+    seen = count + count_of(prompt, V) > 0
     for token, bias in (p.logit_bias or {}).items():
         scores[token] += bias
     if len(generated) < p.min_tokens:
         scores[[t for t in stops if 0 <= t < V]] = -torch.inf
-    repeated = torch.where(scores > 0, scores / p.repetition_penalty, scores * p.repetition_penalty)
+    penalty = p.repetition_penalty
+    repeated = torch.where(scores > 0, scores / penalty, scores * penalty)
     scores = torch.where(seen, repeated, scores)
     return scores - p.frequency_penalty * count - p.presence_penalty * (count > 0)
 
 
-def thresholds(
-    scores: torch.Tensor, p: SamplingParams, rounding: float
-) -> list[tuple[float, float]]:
+def thresholds(scores: Tensor, p: SamplingParams, rounding: float) -> list[tuple[float, float]]:
     """
     Of each filter the least score that it keeps: the lowest and the highest that rounding may make
     of it.
     """
     ranked = scores.sort(descending=True).values
-    found, kept = [], [ranked]
+    bounds = []
+    kept = [ranked]
     if 0 < p.top_k < len(ranked):
         bar = ranked[p.top_k - 1]
-        found.append((bar.item(), bar.item()))
+        bounds.append((bar.item(), bar.item()))
         kept = [ranked[ranked >= bar - rounding], ranked[ranked >= bar]]
     if p.top_p < 1:
         bars = []
@@ -73,31 +81,28 @@ def thresholds(
             for share in p.top_p * (1 - ROUNDING), p.top_p * (1 + ROUNDING):
                 needed = (before < share * weights.sum()).sum().clamp(min=1)
                 bars.append(some[needed - 1].item())
-        found.append((min(bars), max(bars)))
+        bounds.append((min(bars), max(bars)))
     if p.min_p > 0:
         bar = ranked[0].item() + math.log(p.min_p)
-        found.append((bar, bar))
-    return found
+        bounds.append((bar, bar))
+    return bounds
 
 
-def kept_tokens(
-    scores: torch.Tensor, p: SamplingParams, rounding: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def kept_tokens(scores: Tensor, p: SamplingParams, rounding: float) -> tuple[Tensor, Tensor]:
     """Which tokens [V] the filters surely keep, and which they may keep."""
     surely = scores > -torch.inf
     maybe = surely.clone()
     for low, high in thresholds(scores, p, rounding):
         near = (scores - high).abs() < rounding
-        torn = {high} != {
-            *scores[near].tolist()
-        }  # equal scores are kept or dropped together, near ones need not be
+        # equal scores are kept or dropped together, near ones need not be
+        torn = (scores[near] != high).any() or not near.any()
         surely &= scores >= high + rounding if torn else scores >= high
         maybe &= scores > low - rounding
     return surely, maybe
 
 
 def possible_tokens(
-    logits: torch.Tensor,
+    logits: Tensor,
     params: SamplingParams,
     position: int,
     *,
@@ -106,30 +111,28 @@ def possible_tokens(
     prompt=(),
     generated=(),
     stops=(),
-    temperature: float | None = None,
     rounding: float = ROUNDING,
-    tie: float = TIE,
 ) -> set[int]:
     """
-    The tokens that may follow, of logits [V]. seed and temperature are those of `params` by
-    default; NO_TOKEN stands for a row without a finite maximum.
+    The tokens that may follow, of logits [V]. The seed is that of `params` by default; NO_TOKEN
+    stands for a row without a finite maximum.
     """
-    temperature = params.temperature if temperature is None else temperature
     scores = adjusted(logits, params, prompt, generated, stops)
     best = scores.max()
     if not best.isfinite() or scores.isnan().any():
         return {NO_TOKEN}
-    if temperature < 1e-5:
+    if params.temperature < 1e-5:
         near = (scores >= best - rounding).nonzero()[:, 0].tolist()
         first = {scores[t].item(): t for t in reversed(near)}  # of equal ones the lowest
-        found = set(first.values())
+        possible = set(first.values())
     else:
-        scores = scores / temperature
-        surely, maybe = kept_tokens(scores, params, rounding / min(temperature, 1))
+        scores = scores / params.temperature
+        surely, maybe = kept_tokens(scores, params, rounding / min(params.temperature, 1))
         seed = (params.seed or 0) if seed is None else seed
         perturbed = scores + noise(seed, position, choice, len(scores))
         bar = perturbed[surely].max() if surely.any() else -torch.inf
-        found = set((maybe & (perturbed >= bar - tie)).nonzero()[:, 0].tolist())
+        may_win = maybe & (perturbed >= bar - TIE)
+        possible = set(may_win.nonzero()[:, 0].tolist())
     counts["tokens"] += 1
-    counts["ties"] += len(found) > 1
-    return found
+    counts["ties"] += len(possible) > 1
+    return possible
