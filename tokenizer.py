@@ -1,6 +1,6 @@
 """
-Text <-> token ids, by any tokenizer.json: what train.py makes (characters, byte-level BPE), and
-what the Hugging Face Hub has.
+Text <-> token ids, by any tokenizer.json: those that train.py makes (characters, byte-level BPE),
+and those of the Hugging Face Hub.
 
     tokenizer = load_tokenizer("out/stdlib")  # saved by train.py, or downloaded
     ids = tokenizer.encode("def hello():")    # list[int]
@@ -64,9 +64,6 @@ class Tokenizer:
     has the token that is put before raw prompts, or is empty. `has_known_pattern` is False where
     the file brings a regular expression, which may take more than linear time.
     """
-
-    # without this class name transformers takes the tokenizer for GPT-2's own, by config.json
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
         self.backend = backend
@@ -217,10 +214,13 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, each atomically."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        config = self.config
+        # without this class name transformers takes the tokenizer for GPT-2's own, by config.json
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config["clean_up_tokenization_spaces"] = False
+        config["is_character_level"] = isinstance(self, CharTokenizer)  # for `load_tokenizer`
         if self.eos_token_id is not None:
             name = self.names[self.eos_token_id]
-            config = config | {"bos_token": name, "eos_token": name}
+            config |= {"bos_token": name, "eos_token": name}
         write_atomically(directory / "tokenizer.json", lambda path: self.backend.save(str(path)))
         write_json(directory / "tokenizer_config.json", config)
 
@@ -230,8 +230,6 @@ class CharTokenizer(Tokenizer):
     One token a character and no control tokens, as in nanoGPT's shakespeare_char. An unknown
     character is an error. Through `tokenizers` the same takes 20 times as long.
     """
-
-    config = Tokenizer.config | {"is_character_level": True}  # by which it is found again
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
         super().__init__(backend, eos_token)
@@ -402,9 +400,9 @@ BY_TOKEN = {"ByteFallback", "Metaspace", "WordPiece", "Replace"}
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """
-    Read tokenizer.json, and the tokens that tokenizer_config.json adds. What the file says counts;
-    for some kinds of tokenizer_class transformers 5 builds other steps (GPT2Tokenizer:
-    digits stay whole). Raises TokenizerError with what to change.
+    Read tokenizer.json, and the tokens that tokenizer_config.json adds. The steps are those of the
+    file; for some kinds of tokenizer_class transformers 5 builds others (GPT2Tokenizer: digits stay
+    whole). Raises TokenizerError with what to change.
     """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
@@ -448,7 +446,7 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def state(step) -> dict:
-    """What tokenizer.json says of a step; of no step: {}."""
+    """A step as tokenizer.json has it; {} for no step."""
     return {} if step is None else json.loads(step.__getstate__())
 
 
