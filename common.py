@@ -16,7 +16,6 @@ import difflib
 import gc
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,31 +54,14 @@ def read_json(path: Path) -> dict:
 
 
 def missing_file(path: Path) -> str:
-    """
-    The message for a model's directory that lacks a file: what to run. A name that may be one of
-    the Hugging Face Hub (OWNER/NAME; train.py writes to out/NAME) gets the way to download it.
-    """
+    """The message for a model's directory that lacks a file: what to run."""
     folder = path.parent
-    names = sorted(entry.name for entry in folder.glob("*"))
-    is_free = not folder.exists()
-    if names:
-        return (
-            f"no model in {folder}: {path.name} is missing. A model is config.json, tokenizer.json "
-            "and safetensors files (several with their index), there is "
-            f"{', '.join(names[:9])}: copy or download the rest, or let transformers write it "
-            "(from_pretrained(DIR).save_pretrained(NEW))"
-        )
-    id = folder.as_posix()
-    if is_free and re.fullmatch(r"(?!out/)[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", id, re.ASCII):
-        return (
-            f"there is no directory {id}; if it is a model of the Hugging Face Hub, run `hf "
-            f"download {id} --local-dir {folder.name}`, then `python serve.py --model "
-            f"{folder.name}`"
-        )
     return (
-        f"no model in {folder}: {path.name} is missing. `make run` trains a model and serves it, "
-        f"`python train.py --out {folder}` trains it alone; `--model DIR` serves another one, such "
-        "as a download of the Hugging Face Hub (`hf download OWNER/NAME --local-dir DIR`)"
+        f"no model in {folder}: {path.name} is missing. A model is a directory with config.json, "
+        "tokenizer.json and model*.safetensors: `make run` trains one and serves it, `python "
+        f"train.py --out {folder}` trains it alone; `hf download OWNER/NAME --local-dir DIR` "
+        "fetches one of the Hugging Face Hub (in another format: transformers writes this one, "
+        "from_pretrained(DIR).save_pretrained(NEW)), then `--model DIR`"
     )
 
 
