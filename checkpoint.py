@@ -9,6 +9,7 @@ Models that others trained open here, if they are of one of the families (famili
 train.py made opens in transformers and vLLM. Nothing that could run code is unpickled.
 """
 
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -37,10 +38,9 @@ from model import GPT, GPTConfig, RMSNorm
 from tokenizer import read_config, token_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# where a directory's weights have another prefix: saved without the head, or as part of a larger
-# model
-PREFIXES = ("transformer.", "model.language_model.", "language_model.model.", "model.")
-PREFIXES += ("language_model.",)
+# of the names in files: fewer where a model was saved without its head, more where it is part of a
+# larger one
+PREFIX = re.compile(r"((transformer|model|language_model)\.)*")
 
 # the dtypes of weights in files
 READABLE = ("F32", "F16", "BF16")
@@ -69,18 +69,17 @@ def save_checkpoint(model: GPT, directory: str | Path):
 
 def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
     """The weights under the names and in the layout of the family."""
-    config = model.config
-    ours = model.state_dict()
-    if config.tied:
-        del ours[HEAD]
     family_prefix = "transformer." if family is GPT2 else "model."
+    ours = model.state_dict()
+    if model.config.tied:
+        del ours[HEAD]
     weights = {}
     for name, weight in ours.items():
         for hub_name, part in hub_parts(model, name, weight.cpu(), family).items():
             prefix = "" if hub_name == HEAD else family_prefix
             weights[prefix + hub_name] = part.contiguous()
             is_embedding = name.startswith(("wte.", "wpe.", "lm_head."))
-            if family is GPT2 and not config.bias and not is_embedding:
+            if family is GPT2 and not model.config.bias and not is_embedding:
                 # transformers' GPT-2 always has biases: zeros compute the same
                 bias = prefix + hub_name.removesuffix("weight") + "bias"
                 weights[bias] = part.new_zeros(part.shape[-1])
@@ -156,11 +155,8 @@ def tokenizers_end(directory: Path) -> dict:
     """The end of text that tokenizer_config.json names; of a chat's finetune it may alone do so."""
     config = read_config(directory)
     name = token_text(config.get("eos_token"))
-    tokens = config.get("added_tokens_decoder")
-    if name and not tokens:  # older directories have them in tokenizer.json alone
-        added = read_json(directory / "tokenizer.json").get("added_tokens") or []
-        tokens = {token["id"]: token for token in added}
-    ids = [int(i) for i, token in (tokens or {}).items() if token["content"] == name]
+    tokens = config.get("added_tokens_decoder", {})
+    ids = [int(i) for i, token in tokens.items() if token["content"] == name]
     return {"eos_token_id": ids}
 
 
@@ -182,9 +178,7 @@ def load_checkpoint(
     saved = SavedWeights(directory)
     config.tied = config.tied and not saved.has_own_head(family)
     model = empty_model(config)
-    ours = model.state_dict()
-    if config.tied:
-        del ours[HEAD]
+    ours = dict(model.named_parameters())  # of a tied model without the head's
     shapes = {}
     for name, weight in ours.items():
         for hub_name, part in hub_parts(model, name, weight, family).items():
@@ -202,11 +196,9 @@ def load_checkpoint(
         for hub_name, part in hub_parts(model, name, weight, family).items():
             part.copy_(saved.read(hub_name))
         weights[name] = weight.add_(family.norm_offset) if is_norm else weight
+    model.load_state_dict(weights, strict=False, assign=True)
     if config.tied:
-        weights[HEAD] = weights["wte.weight"]
-    model.load_state_dict(weights, assign=True)
-    if config.tied:
-        model.lm_head.weight = model.wte.weight  # one parameter again
+        model.lm_head.weight = model.wte.weight
     return model.to(device).eval()
 
 
@@ -237,9 +229,10 @@ class SavedWeights:
     def __init__(self, directory: Path):
         self.directory = directory
         self.files = {}  # name -> (open file, name there)
-        for path in weight_files(directory):
-            if not path.is_file():  # nor a pipe, whose writer would be waited for
-                raise CheckpointError(missing_file(path))
+        paths = [path for path in sorted(directory.glob("model*.safetensors")) if path.is_file()]
+        if not paths:
+            raise CheckpointError(missing_file(directory / "model.safetensors"))
+        for path in paths:
             try:
                 opened = safe_open(path, "pt")
                 names = opened.keys()
@@ -248,9 +241,9 @@ class SavedWeights:
                     f"{path} cannot be read ({error}): restore or download the file"
                 ) from error
             for name in names:
-                short = without_prefix(name)
+                short = PREFIX.sub("", name, 1)
                 if short in self.files:
-                    raise CheckpointError(f"{path}: {name} is there twice: restore the files")
+                    raise CheckpointError(f"{path}: {name} is there twice: remove a file")
                 self.files[short] = opened, name
 
     def read(self, name: str) -> torch.Tensor:
@@ -286,8 +279,8 @@ class SavedWeights:
     def mismatch(self, what: str) -> CheckpointError:
         """The error, to be raised."""
         return CheckpointError(
-            f"{self.directory}: the weights do not match config.json: {what}: restore or download "
-            "both"
+            f"the weights in {self.directory}/model*.safetensors do not match config.json: {what}: "
+            "restore or download all of them"
         )
 
     def has_own_head(self, family: Family) -> bool:
@@ -296,23 +289,3 @@ class SavedWeights:
         if HEAD not in self.files or embedding not in self.files:
             return False
         return not torch.equal(self.read(HEAD).float(), self.read(embedding).float())
-
-
-def without_prefix(name: str) -> str:
-    for prefix in PREFIXES:
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """model.safetensors or, where there is an index instead, the files beside it that it names."""
-    index = directory / "model.safetensors.index.json"
-    whole = directory / "model.safetensors"
-    if whole.is_file() or not index.is_file():
-        return [whole]
-    try:
-        names = set(read_json(index)["weight_map"].values())
-        return [directory / Path(name).name for name in sorted(names)]
-    except MALFORMED as error:
-        raise CheckpointError(f"{index} is broken ({error}): restore the file") from error

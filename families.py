@@ -9,21 +9,20 @@ GPTConfig, what it leaves unsaid because the family's class knows it, and the na
 A key that would change the computation and is not understood is refused by its name.
 """
 
-import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from model import ACTIVATIONS, GPTConfig, Rope, check_size
+from model import ACTIVATIONS, GPTConfig, Rope
 
 
 class CheckpointError(ValueError):
     """A directory that holds no model we can load; the message says what to run."""
 
 
-# what transformers writes as the end of text where none was named, whatever the vocabulary
+# the end of text that transformers writes where none was named, whatever the vocabulary
 DEFAULT_EOS = 50256
 
 # --------------------------------------------------------------------------------------------------
@@ -84,24 +83,16 @@ GEMMA_NAMES["attention_scale"] = "query_pre_attn_scalar"  # to the power of -0.5
 GEMMA_NAMES["logit_softcap"] = "final_logit_softcapping"
 
 # Keys that published files leave out, with the defaults of transformers' classes: a file that lacks
-# another key is refused. GPT-2's oldest files leave out nearly all, and our defaults are its own.
-DEFAULTS = {
-    "tie_word_embeddings": False,
-    "head_dim": None,
-    "num_key_value_heads": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "final_logit_softcapping": None,
-}
+# another key is refused.
+DEFAULTS = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None}
+DEFAULTS |= {"attention_bias": False, "mlp_bias": False}
+GPT2_DEFAULTS = {"tie_word_embeddings": True, "n_inner": None, "n_kv_head": None, "bias": True}
 ROPE_DEFAULTS = {"rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None}
-QWEN_DEFAULTS = {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
-QWEN_DEFAULTS |= {"max_window_layers": None} | ROPE_DEFAULTS
-GEMMA_DEFAULTS = {"tie_word_embeddings": True, "eos_token_id": 1, "layer_types": None}
-GEMMA_DEFAULTS |= ROPE_DEFAULTS
-GEMMA3_DEFAULTS = GEMMA_DEFAULTS | {"sliding_window_pattern": 6, "rope_local_base_freq": 10000.0}
-GEMMA3_DEFAULTS["rope_theta"] = 1e6
-GPT2_DEFAULTS = {theirs: getattr(GPTConfig, ours) for ours, theirs in GPT2_NAMES.items()}
-GPT2_DEFAULTS["eos_token_id"] = DEFAULT_EOS
+QWEN_DEFAULTS = ROPE_DEFAULTS | {"use_sliding_window": False, "layer_types": None}
+QWEN_DEFAULTS["max_window_layers"] = None
+GEMMA_DEFAULTS = ROPE_DEFAULTS | {"tie_word_embeddings": True, "layer_types": None}
+GEMMA3_DEFAULTS = GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}
+GEMMA3_DEFAULTS["sliding_window_pattern"] = 6
 
 
 class Family(NamedTuple):
@@ -118,7 +109,7 @@ class Family(NamedTuple):
 ROPED = {"norm": "rms", "bias": False, "gated": True}
 GPT2 = Family({}, GPT2_NAMES, {}, GPT2_DEFAULTS)
 LLAMA_NAMES = FIELD_NAMES | BIASES | {"mlp_bias": "mlp_bias"}
-LLAMA = Family(WEIGHT_NAMES, LLAMA_NAMES, ROPED, ROPE_DEFAULTS | {"eos_token_id": 2})
+LLAMA = Family(WEIGHT_NAMES, LLAMA_NAMES, ROPED, ROPE_DEFAULTS)
 MISTRAL = LLAMA._replace(names=WINDOW_NAMES)
 QWEN2 = Family(
     WEIGHT_NAMES,
@@ -274,7 +265,6 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
         raise unknown(family.names["activation"], name, ", ".join(ACTIVATIONS))
     if family is GPT2:
         return GPTConfig(**fields)
-    check_size("num_hidden_layers", fields["n_layer"], 2**10)
     fields["windows"] = read_windows(saved, family, fields["n_layer"])
     fields["rope"] = read_ropes(saved, fields["windows"])
     if "attention_scale" in fields:  # Gemma
@@ -318,13 +308,10 @@ def read_ropes(saved: dict, windows: tuple[int, ...]) -> dict[int, Rope]:
     one for each type of layers; version 4 has `rope_theta`, `rope_scaling` and, for Gemma 3's
     layers that slide, `rope_local_base_freq`.
     """
-    new = saved["rope_parameters"]
-    old = saved["rope_scaling"]
-    if new and old:
-        raise unknown("rope_scaling", old, "models without it where there is rope_parameters")
     base = {"rope_theta": saved["rope_theta"]}
     base["original_max_position_embeddings"] = saved["max_position_embeddings"]
-    whole = sliding = base | (new or old or {})
+    new = saved["rope_parameters"]
+    whole = sliding = base | (saved["rope_scaling"] or new or {})
     if "rope_local_base_freq" in saved:
         sliding = base | {"rope_theta": saved["rope_local_base_freq"]}
         if new:
@@ -345,14 +332,8 @@ def read_rope(parameters: dict) -> Rope:
         # a factor of 1, such as partial_rotary_factor, changes nothing
         if key not in understood and value not in (None, 1):
             raise unknown(key, value, f"rope_type {kind} without it")
-    for name in names:
-        number = parameters[name]
-        if type(number) not in (int, float) or not 0 < number < math.inf:
-            raise ValueError(f"{name} is {number!r}: a positive number is wanted")
     theta, *scaling = (float(parameters[name]) for name in names)
     if kind == "llama3":
-        if not scaling[1] < scaling[2]:
-            raise ValueError("low_freq_factor is not below high_freq_factor")
         return Rope(theta, scaling[0], tuple(scaling[1:]))
     return Rope(theta, *scaling)
 

@@ -122,7 +122,7 @@ class SamplingParams:
             if not 0 <= token < V:
                 raise ValueError(f"logit_bias has token {token}, outside 0..{V - 1}: leave it out")
 
-    # What a request asks of the sampler, worked out once: it is looked at in every step.
+    # Which parts of the sampler a request needs. Computed once, read in every step.
 
     @cached_property
     def adjusts(self) -> bool:
@@ -165,7 +165,7 @@ GREEDY = SamplingParams(temperature=0.0)
 # settings that the scheduler reads are declared in `SchedulerSettings` (paged.py). None stands for
 # a value that depends on the machine or the model; engine/sizing.py finds it.
 
-# what suits a device: requests at once, and tokens in a step
+# defaults for each kind of device: requests at once, and tokens in a step
 GPU_SEQS = 256
 GPU_TOKENS = 8192
 CPU_SEQS = 64
@@ -244,10 +244,8 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
     try:
         if source != "auto" and not path.is_file():
             raise ValueError("there is no such file")
-        saved = {name: value for name, value in read_json(path).items() if value is not None}
-        defaults = {ours: saved[name] for name, ours in TAKEN.items() if name in saved}
-        if defaults.get("top_k") == -1:
-            defaults["top_k"] = 0  # vLLM has two words for all tokens
+        values = {ours: read_json(path).get(name) for name, ours in TAKEN.items()}
+        defaults = {name: value for name, value in values.items() if value is not None}
         SamplingParams(**defaults)
     except MALFORMED as error:
         remedy = "correct it, or leave it out with --generation-config vllm"

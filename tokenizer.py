@@ -1,6 +1,6 @@
 """
-Text <-> token ids, by any tokenizer.json: what train.py makes (characters, byte-level BPE), and
-what the Hugging Face Hub has.
+Text <-> token ids, by any tokenizer.json: those that train.py makes (characters, byte-level BPE),
+and those of the Hugging Face Hub.
 
     tokenizer = load_tokenizer("out/stdlib")  # saved by train.py, or downloaded
     ids = tokenizer.encode("def hello():")    # list[int]
@@ -25,7 +25,6 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from common import MALFORMED, missing_file, read_json, write_atomically, write_json
 
-MAX_NAME = 1024  # characters of an added token; real ones have up to 40
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -92,13 +91,13 @@ class Tokenizer:
 
     def encode(
         self,
-        text: str | bytes,
+        text: str,
         allow_special: bool = False,
         add_special_tokens: bool = False,
         stand_ins: dict[int, str] | None = None,
     ) -> list[int]:
         """
-        Token ids of a text; with a byte-level vocabulary also of bytes. Raises TokenizerError.
+        Token ids of a text. Raises TokenizerError.
 
         allow_special: the name of a control token in it is that token, as in transformers;
         otherwise it is text.
@@ -108,8 +107,6 @@ class Tokenizer:
         for others, which are put back after the names were found. So what a user wrote, its "<"
         replaced, never becomes a control token (see server/text.py).
         """
-        if isinstance(text, bytes):
-            return self._encode_bytes(text)
         self.backend.encode_special_tokens = not allow_special
         if stand_ins:
             return self._encode_disguised(text, stand_ins, add_special_tokens)
@@ -157,19 +154,6 @@ class Tokenizer:
                     f"this conversation spells {name!r}, and this tokenizer cannot encode that "
                     "control token's name as text: leave it out"
                 )
-        return ids
-
-    def _encode_bytes(self, data: bytes) -> list[int]:
-        """Bytes that are not UTF-8 are encoded one by one, so that they come back."""
-        if not self.is_byte_level:
-            raise TokenizerError("this tokenizer encodes text alone: it is not one of bytes")
-        text = data.decode("utf-8", "surrogateescape")  # such a byte becomes U+DC80..U+DCFF
-        ids = []
-        for number, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
-            if number % 2:  # `split` returns text and runs of such bytes by turns
-                ids += [self.backend.token_to_id(ALPHABET[ord(c) - 0xDC00]) for c in piece]
-            elif piece:
-                ids += self.encode(piece)
         return ids
 
     # Ids -> text
@@ -233,6 +217,7 @@ class Tokenizer:
         # without this class name transformers takes the tokenizer for GPT-2's own, by config.json
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config["clean_up_tokenization_spaces"] = False
+        config["is_character_level"] = isinstance(self, CharTokenizer)  # for `load_tokenizer`
         if self.eos_token_id is not None:
             name = self.names[self.eos_token_id]
             config |= {"bos_token": name, "eos_token": name}
@@ -409,15 +394,15 @@ class TextStream:
 
 # All steps that the library knows, by their names in tokenizer.json.
 STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models), *dir(processors), *dir(decoders)}
-EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
-EVERY_CHARACTER |= {"invert": False}
+# steps by which the text of a token depends on nothing but whether it is the first
+BY_TOKEN = {"ByteFallback", "Metaspace", "WordPiece", "Replace"}
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """
-    Read tokenizer.json, and the tokens that tokenizer_config.json adds. What the file says counts;
-    for some kinds of tokenizer_class transformers 5 builds other steps (GPT2Tokenizer:
-    digits stay whole). Raises TokenizerError with what to change.
+    Read tokenizer.json, and the tokens that tokenizer_config.json adds. The steps are those of the
+    file; for some kinds of tokenizer_class transformers 5 builds others (GPT2Tokenizer: digits stay
+    whole). Raises TokenizerError with what to change.
     """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
@@ -426,7 +411,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         backend = open_backend(path)
         config = read_config(path.parent)
         add_tokens(backend, config)
-        kind = CharTokenizer if is_of_characters(backend) else Tokenizer
+        kind = CharTokenizer if config.get("is_character_level") else Tokenizer
         tokenizer = kind(backend, token_text(config.get("eos_token")) or END_OF_TEXT)
         check_fits_model(tokenizer, path.parent)
         return tokenizer
@@ -453,59 +438,39 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
         if kind.decode() not in STEPS:
             raise foreign(f"has a step of the type {kind.decode()!r:.100}")
     try:
-        backend = tokenizers.Tokenizer.from_buffer(text)
+        return tokenizers.Tokenizer.from_buffer(text)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # of the library's Rust: plain ones, or panics
         raise ValueError(error) from None
-    for token in backend.get_added_tokens_decoder().values():
-        if len(token.content) > MAX_NAME:
-            raise foreign(f"has an added token of {len(token.content)} characters")
-    if getattr(backend.model, "dropout", None):
-        raise foreign("is a BPE with dropout: a text has other ids each time")
-    return backend
 
 
 def state(step) -> dict:
-    """What tokenizer.json says of a step; of no step: {}."""
+    """A step as tokenizer.json has it; {} for no step."""
     return {} if step is None else json.loads(step.__getstate__())
 
 
-def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
-    """Whether each token is a character, and an unknown one has no token, as in ours."""
-    if not isinstance(backend.model, models.WordLevel) or backend.get_added_tokens_decoder():
-        return False
-    plain = [{}, EVERY_CHARACTER, {}, {"type": "Fuse"}]
-    steps = backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder
-    return [*map(state, steps)] == plain and backend.token_to_id(backend.model.unk_token) is None
-
-
-def decoding_steps(backend: tokenizers.Tokenizer) -> set[str]:
+def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:
     """
     The kinds of the steps that make text of tokens. Raises TokenizerError for those that a stream,
     which gets token by token, cannot follow.
     """
     whole = state(backend.decoder)
-    kinds = set()
-    for step in whole.get("decoders", [whole] if whole else []):
-        if not can_stream(step, is_alone=step is whole, is_fused="Fuse" in kinds):
+    steps = whole.get("decoders", [whole] if whole else [])
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return kinds
+    for i, step in enumerate(steps):
+        if not can_stream(step, is_fused="Fuse" in kinds[:i]):
             raise foreign(f"makes text of tokens by {json.dumps(step)[:100]}")
-        kinds.add(step["type"])
     return kinds
 
 
-def can_stream(step: dict, is_alone: bool, is_fused: bool) -> bool:
-    """Whether a step need only know of a token if it is the first. is_fused: it gets one text."""
-    match step["type"]:
-        case "ByteLevel":
-            return is_alone
-        case "Strip":
-            return step["stop"] == 0 and (step["start"] <= 1 or not is_fused)
-        case "ByteFallback" | "Metaspace" | "WordPiece" | "Replace":
-            return not is_fused
-        case "Fuse":
-            return True
-    return False
+def can_stream(step: dict, is_fused: bool) -> bool:
+    """Whether a stream can follow a step; is_fused: it gets one text, not a token's."""
+    if step["type"] == "Strip":
+        return step["start"] <= 1 and step["stop"] == 0
+    return step["type"] == "Fuse" or (step["type"] in BY_TOKEN and not is_fused)
 
 
 def read_config(directory: Path) -> dict:
@@ -537,12 +502,10 @@ def named_tokens(config: dict) -> dict[str, str | dict]:
 
 def add_tokens(backend: tokenizers.Tokenizer, config: dict):
     """Add the tokens that tokenizer_config.json alone has, or describes otherwise."""
-    present = [*backend.get_added_tokens_decoder().values()]
     listed = config.get("added_tokens_decoder", {})
-    described = [AddedToken(**listed[i]) for i in sorted(listed, key=int)]
-    spelled = {repr(token) for token in present}
-    new = [token for token in described if repr(token) not in spelled]
-    names = {token.content for token in present + described}
+    backend.add_tokens([AddedToken(**listed[i]) for i in sorted(listed, key=int)])
+    names = {token.content for token in backend.get_added_tokens_decoder().values()}
+    new = []
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     extra = extra if isinstance(extra, list) else []
     for token in [*named_tokens(config).values(), *extra]:

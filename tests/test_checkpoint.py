@@ -73,13 +73,18 @@ def refused(folder: Path, words: str):
 # Written, and read again
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", ["gelu_new", "gelu", "relu", "relu2"])
-def test_transformers_opens_a_saved_model(tmp_path, activation, bias):
-    """A model without biases has biases of zeros there."""
-    ours = random_model(activation=activation, bias=bias, eos_token_ids=(5,))
+OPENED = [{"activation": name} for name in ("gelu_new", "gelu", "relu")]
+OPENED += [{"activation": "relu2", "bias": False}, {"n_inner": 48, "tied": False}, LLAMA]
+OPENED += [LLAMA | {"qkv_bias": True, "proj_bias": True, "mlp_bias": True, "tied": True}]
+
+
+@pytest.mark.parametrize("fields", OPENED)
+def test_transformers_opens_a_saved_model(tmp_path, fields):
+    """With no weight missing or left; a GPT-2 without biases has biases of zeros there."""
+    ours = random_model(eos_token_ids=(5,), **fields)
     save_checkpoint(ours, tmp_path)
-    theirs, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    open_saved = transformers.AutoModelForCausalLM.from_pretrained
+    theirs, info = open_saved(tmp_path, output_loading_info=True)
     assert not any(info.values())
     assert theirs.config.eos_token_id == 5
     with torch.no_grad():
@@ -143,20 +148,20 @@ def test_only_a_gpt2_or_a_llama_is_saved(tmp_path, fields):
 # --------------------------------------------------------------------------------------------------
 # config.json
 
-SAID = """{"model_type": "gpt2", "vocab_size": 97, "n_positions": 33, "n_layer": 3, "n_head": 6,
+SPELLED = """{"model_type": "gpt2", "vocab_size": 97, "n_positions": 33, "n_layer": 3, "n_head": 6,
     "n_embd": 24, "n_inner": 100, "n_kv_head": 2, "activation_function": "relu", "bias": false,
     "resid_pdrop": 0.25, "layer_norm_epsilon": 0, "tie_word_embeddings": false,
     "eos_token_id": [7, 0], "n_ctx": 5}"""
-MEANT = """{"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 6, "n_embd": 24,
+FIELDS = """{"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 6, "n_embd": 24,
     "n_inner": 100, "n_kv_head": 2, "activation": "relu", "bias": false, "dropout": 0.25,
     "norm_epsilon": 0, "tied": false}"""
 
 
 def test_each_key_of_a_configuration_sets_one_field():
     """The others are as in transformers' class, but for the dropout, which only training uses."""
-    assert read_fields(json.loads(SAID)) == GPTConfig(eos_token_ids=(7, 0), **json.loads(MEANT))
+    assert read_fields(json.loads(SPELLED)) == GPTConfig(eos_token_ids=(7, 0), **json.loads(FIELDS))
     defaults = transformers.GPT2Config(resid_pdrop=0.0).to_dict()
-    gpt2 = {"model_type": "gpt2"}
+    gpt2 = json.loads(PLAIN)
     nothing = dict.fromkeys(["tie_word_embeddings", "n_inner", "add_cross_attention"])
     assert read_fields(gpt2) == read_fields(gpt2 | nothing) == read_fields(defaults)
 
@@ -164,15 +169,19 @@ def test_each_key_of_a_configuration_sets_one_field():
 @pytest.mark.parametrize(("vocab_size", "ids"), [(50256, ()), (50257, (50256,)), (50304, (50256,))])
 def test_gpt2s_end_of_text_counts_where_there_is_such_a_token(vocab_size, ids):
     """transformers writes 50256 for a GPT-2 of any vocabulary."""
-    assert read_fields({"model_type": "gpt2", "vocab_size": vocab_size}).eos_token_ids == ids
+    assert read_fields(json.loads(PLAIN) | {"vocab_size": vocab_size}).eos_token_ids == ids
 
 
 ROPED = """{"model_type": "llama", "num_hidden_layers": 6, "hidden_size": 64, "rms_norm_eps": 1e-5,
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 101,
-    "max_position_embeddings": 640, "hidden_act": "silu"}"""
+    "max_position_embeddings": 640, "hidden_act": "silu", "eos_token_id": 7}"""
+PLAIN = """{"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257,
+    "n_positions": 1024, "resid_pdrop": 0.0, "layer_norm_epsilon": 1e-5, "eos_token_id": 50256,
+    "activation_function": "gelu_new"}"""
 OWN = {  # keys that a family has beside these
     "mistral": '{"sliding_window": 9}',
-    "qwen3": '{"head_dim": 32}',
+    "qwen2": '{"sliding_window": null}',
+    "qwen3": '{"head_dim": 32, "sliding_window": null}',
     "gemma": """{"sliding_window": 9, "hidden_activation": "gelu_pytorch_tanh", "head_dim": 16,
         "query_pre_attn_scalar": 20, "attn_logit_softcapping": null,
         "final_logit_softcapping": null}""",
@@ -184,7 +193,7 @@ def changed(changes: str) -> dict:
     changes = json.loads(changes)
     name = changes.get("model_type", "llama")
     if name == "gpt2":
-        return changes
+        return json.loads(PLAIN) | changes
     own = OWN.get("gemma" if name.startswith("gemma") else name, "{}")
     return json.loads(ROPED) | json.loads(own) | changes
 
@@ -211,6 +220,7 @@ SERVED = """
 {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}}
 {"rope_theta": 5.0, "rope_parameters": {"rope_type": "default"}}
 {"tie_word_embeddings": null}
+{"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"rope_type": "linear", "factor": 2}}
 {"num_key_value_heads": null}
 {"quantization_config": null, "attention_sinks": 0, "unsloth_version": "1"}
 """  # noqa: E501
@@ -235,10 +245,11 @@ def test_the_other_name_of_gemmas_pattern():
 
 
 REQUIRED = """vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size
-    max_position_embeddings rms_norm_eps sliding_window query_pre_attn_scalar hidden_activation"""
+    max_position_embeddings rms_norm_eps sliding_window query_pre_attn_scalar hidden_activation
+    n_layer n_head n_embd n_positions layer_norm_epsilon activation_function"""
 
 
-@pytest.mark.parametrize("name", list(FAMILIES)[1:])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_key_that_must_be_there(name):
     """
     Files of the hub leave some keys out, and those have transformers' defaults. A size or an
@@ -248,29 +259,25 @@ def test_a_key_that_must_be_there(name):
     for key in saved.keys() & set(REQUIRED.split()):
         with pytest.raises(CheckpointError, match=f"{key} is missing: restore or download"):
             read_fields({other: value for other, value in saved.items() if other != key})
-    whole = transformers.AutoConfig.for_model(**saved).to_dict()
+    whole = transformers.AutoConfig.for_model(**saved).to_dict() | {"eos_token_id": None}
     for key in ("rope_parameters", "layer_types", "tie_word_embeddings", "use_sliding_window"):
         without = {other: value for other, value in whole.items() if other != key}
         assert read_fields(without) == read_fields(whole), key
 
 
-ADDED = '[{"id": 7, "content": "<|im_end|>"}, {"id": 8, "content": "<|im_start|>"}]'
 LISTED = '{"7": {"content": "<|im_end|>"}, "8": {"content": "<|im_start|>"}}'
 
 
 @pytest.mark.parametrize("name", ['"<|im_end|>"', '{"content": "<|im_end|>"}'])
-@pytest.mark.parametrize("is_old", [False, True])
-def test_the_tokens_that_end_a_text(tmp_path, name, is_old):
+def test_the_tokens_that_end_a_text(tmp_path, name):
     """
     Any of three files may name one. Qwen's finetunes: <|im_end|> stood in tokenizer_config.json
     alone, and chats never ended.
     """
-    listed = "{}" if is_old else LISTED
     files = {
         "config.json": json.dumps(changed('{"eos_token_id": 5}')),
         "generation_config.json": '{"eos_token_id": [5, 6]}',
-        "tokenizer_config.json": f'{{"eos_token": {name}, "added_tokens_decoder": {listed}}}',
-        "tokenizer.json": f'{{"added_tokens": {ADDED if is_old else "[]"}}}',
+        "tokenizer_config.json": f'{{"eos_token": {name}, "added_tokens_decoder": {LISTED}}}',
     }
     for file, content in files.items():
         (tmp_path / file).write_text(content)
@@ -304,16 +311,12 @@ BROKEN = """
 {"model_type": "gpt2", "eos_token_id": 50257}
 {"model_type": "gpt2", "eos_token_id": true}
 {"model_type": "gpt2", "text_config": [5]}
-{"num_hidden_layers": 1000000000}
 {"model_type": "mistral", "sliding_window": -1}
 {"head_dim": 15}
 {"rope_scaling": {"type": "linear"}}
-{"rope_scaling": {"type": "linear", "factor": true}}
 {"rope_scaling": "linear"}
 {"rope_scaling": {"type": ["linear"]}}
-{"rope_theta": 0}
 {"rope_theta": null}
-{"rope_theta": Infinity}
 {"model_type": "gemma2", "query_pre_attn_scalar": 0}
 {"model_type": "gemma2", "query_pre_attn_scalar": -4}
 {"model_type": "gemma2", "query_pre_attn_scalar": null}
@@ -348,13 +351,11 @@ REFUSED = """
 {"partial_rotary_factor": 0.5} -> partial_rotary_factor is 0.5
 {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}} -> partial_rotary_factor is 0.5
 {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 7, "mscale": 2.0}} -> mscale is 2.0
-{"rope_parameters": {"rope_theta": 7}, "rope_scaling": {"rope_type": "linear", "factor": 2}} -> rope_scaling is
 {"rope_parameters": {"full_attention": {"rope_theta": 7}}} -> full_attention is
 {"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e4}} -> full_attention
 {"model_type": "gemma2", "use_bidirectional_attention": true} -> use_bidirectional_attention
 {"attn_logit_softcapping": 50.0} -> attn_logit_softcapping is 50.0
 {"model_type": "mistral", "attention_bias": true} -> attention_bias is True
-{"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}} -> not below
 {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}} -> rope_type is 'yarn'
 {"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope", "factor": 4.0}} -> rope_type is 'longrope'
 {"model_type": "qwen2", "rope_scaling": {"type": "dynamic", "factor": 4.0}} -> rope_type is 'dynamic'
@@ -379,8 +380,6 @@ def shards(folder: Path) -> list[Path]:
     paths = [folder / f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     for i, path in enumerate(paths):
         save_file({name: weights[name] for name in sorted(weights)[i::3]}, path)
-    where = {name: paths[i % 3].name for i, name in enumerate(sorted(weights))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     return paths
 
 
@@ -396,24 +395,11 @@ def test_shards(tmp_path, fields):
         path.write_bytes(part)
         refused(tmp_path, f"{path.name} cannot be read .*download the file")
     path.unlink()
-    refused(tmp_path, f"{path.name} is missing")
-    os.mkfifo(path)  # to open one waits for a writer
-    refused(tmp_path, f"{path.name} is missing")
-
-
-BROKEN_INDEX = ["", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"x": 5}}']
-
-
-def test_a_broken_index(folder):
-    shards(folder)
-    index = folder / "model.safetensors.index.json"
-    for content in BROKEN_INDEX:
-        index.write_text(content)
-        refused(folder, r"index\.json is broken .*: restore the file")
-    index.write_text('{"weight_map": {"x": "/etc/../etc/passwd"}}')  # only files beside it are read
-    refused(folder, f"no model in {folder}: passwd is missing")
-    save_checkpoint(random_model(), folder)  # a whole file goes before an index
-    load_checkpoint(folder)
+    refused(tmp_path, "is missing, wanted .*: restore or download all of them")
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    (tmp_path / "consolidated.safetensors").touch()  # the same weights, in another's format
+    refused(tmp_path, "no model in .*: model.safetensors is missing")
 
 
 PREFIXES = ["", "model.", "model.language_model.", "language_model.model.", "language_model."]
@@ -421,7 +407,7 @@ PREFIXES = ["", "model.", "model.language_model.", "language_model.model.", "lan
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_prefixes(tmp_path, prefix):
-    """Of a model saved without its head, of parts of larger ones."""
+    """A model that was saved without its head, or as part of a larger one."""
     ours = random_model(**LLAMA)
     save_checkpoint(ours, tmp_path)
     path = tmp_path / "model.safetensors"
@@ -439,15 +425,15 @@ def test_the_hubs_oldest_layout(folder):
     assert same(load_checkpoint(folder), random_model())
 
 
-@pytest.mark.parametrize("said", [True, False, None])
-def test_a_head_of_its_own_opens(folder, said):
+@pytest.mark.parametrize("is_tied", [True, False, None])
+def test_a_head_of_its_own_opens(folder, is_tied):
     """Some config.json say tied of a head that is not; the file counts, as in transformers."""
     embedding = load_file(folder / "model.safetensors")[EMBEDDING]
-    change_config(folder, tie_word_embeddings=said)
-    if said is False:
+    change_config(folder, tie_word_embeddings=is_tied)
+    if is_tied is False:
         refused(folder, r"lm_head\.weight is missing")
     change_weights(folder, **{HEAD: embedding.clone()})
-    assert load_checkpoint(folder).config.tied == (said is not False)
+    assert load_checkpoint(folder).config.tied == (is_tied is not False)
     change_weights(folder, **{HEAD: embedding + 1})
     again = load_checkpoint(folder)
     assert torch.equal(again.lm_head.weight, embedding + 1) and not again.config.tied

@@ -12,53 +12,51 @@ import pytest
 import torch
 from test_checkpoint import LLAMA, random_model
 
-import serve
 from checkpoint import SavedWeights, load_checkpoint, save_checkpoint
 from engine import sizing
 from engine.engine import Engine
 from engine.sizing import check_fits, with_step_size
-from flags import parse_args
 from ops import cpu
 from ops.cpu import PackedLinear, UnpackedLinear, can_pack, packed_for_cpu
 from params import SamplingParams, Settings
 
 
+def set_memory(monkeypatch, free: float, total: float = 2**60):
+    monkeypatch.setattr(sizing, "memory_of", lambda device: (free, total))
+
+
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
     """
     At one byte too few, not at just enough: on a CPU weights twice and embeddings in fp32, too, and
-    a pool for 33 tokens.
+    a pool for 33 tokens. A GPU holds the weights once, and K and V in their dtype.
     """
     ours = random_model(**LLAMA)
     save_checkpoint(ours, tmp_path)
     pool = 3 * 2 * 3 * 2 * 8 * 16 * 4  # 3 blocks: K and V, layers, KV heads, head size, slots, fp32
     once = 2 * sum(w.numel() for w in ours.parameters())
     enough = 2 * once + 4 * ours.wte.weight.numel() + pool
-    settings = Settings()
-    check = partial(check_fits, settings)
     loaded = []
     read = SavedWeights.read
     monkeypatch.setattr(SavedWeights, "read", lambda *a: loaded.append(a) or read(*a))
-    monkeypatch.setattr(sizing, "memory_of", lambda device: (enough - 1, 2**40))
-    with pytest.raises(
-        ValueError,
-        match=r"^the model does not fit: its weights in bfloat16, loaded and packed, take 0 MiB "
-        r"and the smallest KV pool 0, cpu has 0 free: end .*--max-model-len, or .*--dtype bf16",
-    ):
-        load_checkpoint(tmp_path, dtype=torch.bfloat16, check=check)
+    load = partial(load_checkpoint, tmp_path, dtype=torch.bfloat16)
+    set_memory(monkeypatch, enough - 1)
+    words = r"^the model does not fit: its weights in bfloat16, loaded and packed, take 0 MiB "
+    words += r"and the smallest KV pool 0, cpu has 0 free: end .*--max-model-len, or .*--dtype bf16"
+    with pytest.raises(ValueError, match=words):
+        load(check=partial(check_fits, Settings()))
     assert not loaded
-    monkeypatch.setattr(sizing, "memory_of", lambda device: (enough, 2**40))
-    load_checkpoint(tmp_path, dtype=torch.bfloat16, check=check)
+    set_memory(monkeypatch, enough)
+    load(check=partial(check_fits, Settings()))
     assert loaded
-    with pytest.raises(ValueError, match="does not fit"):
-        check_fits(Settings(num_blocks=4), ours, torch.bfloat16, "cpu")
-    with pytest.raises(ValueError, match="does not fit"):
-        check_fits(settings, ours, torch.float32, "cpu")
-    # a GPU holds the weights once, and K and V in their dtype
-    monkeypatch.setattr(sizing, "memory_of", lambda device: (once + pool // 2, 2**40))
-    check_fits(settings, ours, torch.bfloat16, "cuda")
-    monkeypatch.setattr(sizing, "memory_of", lambda device: (once + pool // 2 - 1, 2**40))
+    for settings, dtype in (Settings(num_blocks=4), torch.bfloat16), (Settings(), torch.float32):
+        with pytest.raises(ValueError, match="does not fit"):
+            check_fits(settings, ours, dtype, "cpu")
+    on_gpu = partial(check_fits, Settings(), ours, torch.bfloat16, "cuda")
+    set_memory(monkeypatch, once + pool // 2)
+    on_gpu()
+    set_memory(monkeypatch, once + pool // 2 - 1)
     with pytest.raises(ValueError, match=r"bfloat16 take .* cuda has"):
-        check_fits(settings, ours, torch.bfloat16, "cuda")
+        on_gpu()
 
 
 MEMINFO = """\
@@ -95,23 +93,15 @@ def test_a_pool_takes_its_share_of_what_is_free(monkeypatch):
     size = sizing.bytes_per_block(model, 4)
     useful = 3 * -(-model.config.context_length // 4) * 3 // 4
     settings = with_step_size(Settings(block_size=4, max_num_seqs=3), False)
-    share = sizing.POOL_SHARE["cpu"]
-    for free, wanted in (0, 1), (7 * size, 7), (7 * size - 1, 6), (10**6 * size, useful):
-        monkeypatch.setattr(sizing, "memory_of", lambda device, free=free: (free / share, 2**60))
-        assert sizing.with_pool_size(settings, model).num_blocks == wanted
-    monkeypatch.setattr(sizing, "memory_of", lambda device: (0, 5 * size))  # asked for: it swaps
+    cases = [(0, 1), (7 * size, 7), (7 * size - 1, 6), (10**6 * size, useful)]
+    for share, num_blocks in cases:
+        set_memory(monkeypatch, share / sizing.POOL_SHARE["cpu"])
+        assert sizing.with_pool_size(settings, model).num_blocks == num_blocks
+    set_memory(monkeypatch, 0, 5 * size)  # a pool that is asked for may swap
     asked = replace(settings, num_blocks=5)
     assert sizing.with_pool_size(asked, model).num_blocks == 5
     with pytest.raises(ValueError, match="a KV pool of 6 blocks of 4 tokens takes"):
         sizing.with_pool_size(replace(settings, num_blocks=6), model)
-
-
-def test_a_server_that_does_not_fit_says_so(tmp_path, monkeypatch):
-    save_checkpoint(random_model(**LLAMA), tmp_path)
-    monkeypatch.setattr(sizing, "memory_of", lambda device: (0, 2**40))
-    args = parse_args(["--model", str(tmp_path), "--device", "cpu"])
-    with pytest.raises(ValueError, match=r"^the model does not fit"):
-        serve.build_engine(args)
 
 
 def test_block_tables_are_as_long_as_texts_may_be():

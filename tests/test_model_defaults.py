@@ -4,12 +4,10 @@ never against it. (vLLM's users lost their own temperature to it, others' never 
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
-from fake_server import ROOT, Server, ask
 from test_protocol import HELLO, parse
+from wires import House
 
 import serve
 from params import RANGES, TAKEN, model_defaults
@@ -35,16 +33,11 @@ def folder(tmp_path):
 # The file
 
 
-@pytest.mark.parametrize(
-    ("saved", "taken"),
-    [
-        (ALL | IDS, ALL),
-        (ALL | {"max_new_tokens": 99}, ALL | {"max_tokens": 99}),
-        ({"top_k": -1, "top_p": None}, {"top_k": 0}),  # vLLM has two words for all tokens
-        (IDS, {}),
-        (dict.fromkeys(TAKEN), {}),
-    ],
-)
+SAVED = [(ALL | IDS, ALL), (ALL | {"max_new_tokens": 99}, ALL | {"max_tokens": 99})]
+SAVED += [({"top_k": 0, "top_p": None}, {"top_k": 0}), (IDS, {}), (dict.fromkeys(TAKEN), {})]
+
+
+@pytest.mark.parametrize(("saved", "taken"), SAVED)
 def test_what_vllm_takes_is_taken(folder, saved, taken):
     """From the model's directory or another one, unless a flag says so; it is printed."""
     place = folder(saved)
@@ -80,40 +73,37 @@ def test_a_broken_file_is_refused(folder, broken):
 # The start
 
 
-# generation_config.json | what is typed | the terminal's temperature
-TEMPERATURES = """
-{} | | 0.8
-{"temperature": 0.5} | | 0.5
-{"temperature": 0.0} | | 0.0
-{"temperature": 0.5} | --temperature 0 | 0.0
-{"temperature": 0.5} | --temperature 1 | 1.0
-{"temperature": 0.5} | --generation-config vllm | 0.8
-"""
+# generation_config.json, what is typed, the terminal's temperature
+TEMPERATURES = [
+    ({}, "", 0.8),
+    ({"temperature": 0.5}, "", 0.5),
+    ({"temperature": 0.0}, "", 0.0),
+    ({"temperature": 0.5}, "--temperature 0", 0.0),
+    ({"temperature": 0.5}, "--temperature 1", 1.0),
+    ({"temperature": 0.5}, "--generation-config vllm", 0.8),
+]
 
 
-@pytest.mark.parametrize("row", TEMPERATURES.strip().splitlines())
-def test_the_terminals_temperature(folder, row):
+@pytest.mark.parametrize(("saved", "typed", "temperature"), TEMPERATURES)
+def test_the_terminals_temperature(folder, saved, typed, temperature):
     """A 0 that is typed was taken for not given."""
-    saved, typed, temperature = row.split("|")
     args = serve.parse_args(["--model", folder(saved), "--prompt", "x", *typed.split()])
-    assert args.temperature == float(temperature)
-    assert args.sampling == ({} if "vllm" in typed else json.loads(saved))
+    assert args.temperature == temperature
+    assert args.sampling == ({} if "vllm" in typed else saved)
 
 
 def test_a_wrong_value_ends_the_start_with_one_message(folder):
-    """Before anything is loaded, at the terminal as for HTTP."""
-    for more in [], ["--prompt", "x"], ["--chat"]:
-        with pytest.raises(SystemExit) as ended:
-            serve.main(["--model", folder({"temperature": 99}), *more])
-        assert "temperature is 99; it must be a number from 0" in ended.value.code
+    """Before anything is loaded."""
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--model", folder({"temperature": 99}), "--chat"])
+    assert "temperature is 99; it must be a number from 0" in ended.value.code
 
 
-def test_what_was_taken_is_printed_once(folder):
-    """On stderr, by one process."""
-    command = [sys.executable, "serve.py", "--model", folder(ALL), "--prompt", "x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("temperature 0.5, top_k 7, top_p 0.75") == 1
+def test_the_defaults_are_printed_once(folder, capfd):
+    with pytest.raises(SystemExit):
+        serve.main(["--model", folder(ALL), "--prompt", "x"])
+    out, errors = capfd.readouterr()
+    assert out == "" and errors.count("temperature 0.5, top_k 7, top_p 0.75") == 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,11 +124,11 @@ def test_a_request_goes_before_them():
         CompletionRequest.model_validate({"prompt": 5}, context=ALL)
 
 
-@pytest.mark.parametrize(
-    ("fields", "length"),
-    [({}, 30), ({"max_tokens": None}, 30), ({"max_tokens": 50}, 50), ({"max_tokens": 3}, 3),
-     ({"max_completion_tokens": 50}, 50), ({"min_tokens": 40}, 40)],
-)  # fmt: skip
+LENGTHS = [({}, 30), ({"max_tokens": None}, 30), ({"max_tokens": 50}, 50), ({"max_tokens": 3}, 3)]
+LENGTHS += [({"max_completion_tokens": 50}, 50), ({"min_tokens": 40}, 40)]
+
+
+@pytest.mark.parametrize(("fields", "length"), LENGTHS)
 def test_the_length_of_a_chat(fields, length):
     """The file's is a default, no limit for what is asked for; in a full context it is less."""
     context = {"max_tokens": 30}
@@ -156,17 +146,12 @@ def test_the_length_of_a_completion_is_openais():
     assert body.sampling_params(1, 99)["max_tokens"] == parse().max_tokens == 16
 
 
-def test_a_server_has_them(folder, chat, capfd):
-    """The engine gets them, and the log has them."""
+def test_a_server_has_them(folder):
+    """The engine gets them."""
     place = folder(ALL | {"max_new_tokens": 30})
-    directory = chat.service.encoder.directory
-    more = ["--generation-config", place, "--log-requests"]
-    with Server(*more, directory=directory) as server:
-        server.answer(temperature=0)
-        assert ask(server, top_k=0).status_code == 200
-    text, talk = (message["params"] for message in server.engine.added)
-    assert text == text | ALL | {"temperature": 0, "max_tokens": 1000}
-    assert talk == talk | ALL | {"top_k": 0, "max_tokens": 30}
-    logged = [json.loads(line) for line in capfd.readouterr().err.splitlines() if "{" in line]
-    one, other = (line for line in logged if line["event"] == "request")
-    assert one == one | ALL | {"temperature": 0} and other == other | ALL | {"top_k": 0}
+    with House("--generation-config", place) as house:
+        house.ask(temperature=0)
+        house.ask(top_k=0)
+        first, second = [message["params"] for message in house.engine.of("add")]
+    assert first == first | ALL | {"temperature": 0, "max_tokens": 4}
+    assert second == second | ALL | {"top_k": 0}

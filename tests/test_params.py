@@ -55,18 +55,18 @@ def test_a_range_reaches_from_edge_to_edge(name):
         assert refusal(**{name: value}) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("min_tokens", [17]),  # more than max_tokens
-        ("stop_token_ids", [None, 5, "abc", (1.5,), [True], ([1],)]),
-        ("ignore_eos", [None, 1, "yes"]),
-        ("logit_bias", [{"1": 1}, {1: 101}, {1: -100.5}, {1: math.nan}, {1: True}, {True: 1}]),
-        ("logit_bias", [{1: "1"}, {1: None}, {1.0: 1}, [1], 1]),
-    ],
-)
-def test_other_fields_have_their_type(name, values):
-    for value in values:
+WRONG = {
+    "min_tokens": [17],  # more than max_tokens
+    "stop_token_ids": [None, 5, "abc", (1.5,), [True], ([1],)],
+    "ignore_eos": [None, 1, "yes"],
+    "logit_bias": [{"1": 1}, {1: 101}, {1: -100.5}, {1: math.nan}, {1: True}, {True: 1}, [1], 1],
+}
+WRONG["logit_bias"] += [{1: "1"}, {1: None}, {1.0: 1}]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_fields_have_their_type(name):
+    for value in WRONG[name]:
         assert refusal(**{name: value}).startswith(f"{name} is {value!r}; it must be ")
     SamplingParams(min_tokens=16, stop_token_ids=[5], ignore_eos=True, logit_bias={1: 100, 2: -100})
 

@@ -58,19 +58,12 @@ def gpt2() -> Tokenizer:
 # Our own
 
 
-@given(st.binary())
-@settings(deadline=None)
-def test_any_bytes_come_back(bpe, data):
-    assert bpe.decode_bytes(bpe.encode(data)) == data
-
-
 @given(st.text())
 @settings(deadline=None)
-def test_any_text_comes_back_and_bytes_of_text_are_that_text(bpe, text):
+def test_any_text_comes_back(bpe, text):
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text
-    assert bpe.encode(text.encode()) == ids
-    assert b"".join(map(bpe.token_bytes, ids)) == text.encode()
+    assert bpe.decode_bytes(ids) == text.encode()
 
 
 def test_texts_that_stop_others_come_back(bpe):
@@ -126,7 +119,7 @@ def test_a_spelt_control_token_is_text_unless_asked(bpe):
     assert [bpe.token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
     text = f"a{END}b"
     plain = bpe.encode(text)
-    assert end not in plain and bpe.encode(text.encode()) == plain and bpe.decode(plain) == text
+    assert end not in plain and bpe.decode(plain) == text
     ids = bpe.encode(text, allow_special=True)
     assert ids == [97, end, 98] and b"".join(map(bpe.spelled_bytes, ids)) == text.encode()
     assert bpe.token_bytes(end) == b"" and bpe.decode(ids) == "ab"
@@ -156,28 +149,6 @@ def test_characters(tmp_path):
         again.encode("rdxrx")  # the first of them
 
 
-LOWERCASE = '{"normalizer": {"type": "Lowercase"}}'
-UNKNOWN = '{"model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}}'
-CONTROL = """{"added_tokens": [{"id": 2, "content": "A", "single_word": false, "lstrip": false,
-    "rstrip": false, "normalized": false, "special": true}]}"""
-
-
-@pytest.mark.parametrize("changes", [LOWERCASE, '{"pre_tokenizer": null}', UNKNOWN, CONTROL])
-def test_only_plain_characters_are_read_by_us(tmp_path, changes):
-    """All else goes through the library, which may know other steps, and unknown tokens."""
-    from tokenizers import Tokenizer as Backend
-
-    spec = json.loads(char_tokenizer("aA").backend.to_str()) | json.loads(changes)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    tokenizer = load_tokenizer(tmp_path)
-    assert type(tokenizer) is Tokenizer
-    reference = Backend.from_file(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.encode("A", allow_special=True) == reference.encode("A").ids
-    if changes != UNKNOWN:
-        with pytest.raises(TokenizerError, match=r"cannot encode this text: .*UNK"):
-            tokenizer.encode("x")
-
-
 def test_names_of_tokens():
     """Bytes that are no characters have two digits each: no two tokens are called the same."""
     data = [b"", b"a b", "é".encode(), b"\xc3", b"\n\xff"]
@@ -191,8 +162,8 @@ def test_the_files_that_are_saved(tmp_path):
     bpe_tokenizer([]).save(tmp_path)
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"tokenizer.json", "tokenizer_config.json", "new"}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= dict.fromkeys(["bos_token", "eos_token"], END)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "is_character_level": False}
+    config |= {"clean_up_tokenization_spaces": False, "bos_token": END, "eos_token": END}
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == config
 
 
@@ -220,16 +191,13 @@ CHANGES = r"""
 {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false}} -> unmatched parenthesis.*restore it
 {"model": {"merges": [["a", "zz"]]}} -> restore it
 {"model": {"type": 5}} -> restore it
-{"model": {"dropout": 0.1}} -> is a BPE with dropout: a text has other ids each time
-{"added_tokens": [{"id": 700, "content": "LONG", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}]} -> has an added token of 1025 characters
 {"decoder": {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true}} -> makes text of tokens by {"type": "CTC
 {"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 0}} ->
 {"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 1}} -> makes text of tokens by
 {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}} ->
 {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 2, "stop": 0}]}} -> makes text of
-{"decoder": {"type": "Sequence", "decoders": [{"type": "Strip", "content": " ", "start": 2, "stop": 0}, {"type": "Fuse"}]}} ->
 {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}} -> makes text of tokens by
-{"decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}} -> makes text of
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}} -> makes text of
 """  # noqa: E501
 
 
@@ -239,7 +207,7 @@ def test_a_changed_file_is_read_or_refused(bpe, tmp_path, row):
     Digits was once skipped in silence; a decoder of an unknown type is taken by the library for
     another with its fields. A decoder that looks at what follows would give a stream another text.
     """
-    changes, _, words = row.replace("LONG", "n" * 1025).partition(" ->")
+    changes, _, words = row.partition(" ->")
     write_changed(bpe, tmp_path, changes)
     if not words:
         load_tokenizer(tmp_path)

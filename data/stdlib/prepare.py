@@ -71,7 +71,7 @@ def tokenize(tokenizer: Tokenizer, documents: list[bytes]) -> list[int]:
     """All documents behind each other, each closed by the end-of-text token."""
     ids: list[int] = []
     for document in documents:
-        ids += tokenizer.encode(document)
+        ids += tokenizer.encode(document.decode("utf-8", "replace"))
         ids.append(tokenizer.eos_token_id)
     return ids
 
