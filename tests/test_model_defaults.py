@@ -14,6 +14,7 @@ from test_protocol import HELLO, parse
 import serve
 from params import RANGES, TAKEN, model_defaults
 from server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from training.corpus import bpe_tokenizer
 
 ALL = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
 IDS = {"eos_token_id": [2, 5], "_from_model_config": True, "do_sample": True, "num_beams": 4}
@@ -156,12 +157,13 @@ def test_the_length_of_a_completion_is_openais():
     assert body.sampling_params(1, 99)["max_tokens"] == parse().max_tokens == 16
 
 
-def test_a_server_has_them(folder, chat, capfd):
+def test_a_server_has_them(folder, tmp_path, capfd):
     """The engine gets them, and the log has them."""
     place = folder(ALL | {"max_new_tokens": 30})
-    directory = chat.service.encoder.directory
+    bpe_tokenizer([]).save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("say {{ messages[0].content }}")
     more = ["--generation-config", place, "--log-requests"]
-    with Server(*more, directory=directory) as server:
+    with Server(*more, directory=tmp_path) as server:
         server.answer(temperature=0)
         assert ask(server, top_k=0).status_code == 200
     text, talk = (message["params"] for message in server.engine.added)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.answers import CHOICES, Choice
-from server.protocol import ChatRequest, CompletionRequest
+from server.protocol import ChatRequest, CompletionRequest, StreamOptions
+from tokenizer import TextStream
 from training.corpus import bpe_tokenizer
 
 TOKENIZER = bpe_tokenizer([])  # a token a byte, and 256 is <|endoftext|>
@@ -74,11 +75,11 @@ class Reference:
         texts = [decoded(b"".join(pieces[:count])) for count in range(len(pieces) + 1)]
         texts.append(decoded(b"".join(pieces), final=True))
         if not body.echo:  # an answer completes a character that the prompt has begun
+            texts = texts[len(prompt) :]
             begun = decoded(b"".join(pieces[: len(prompt)]), final=True)
-            behind = texts[len(prompt)]
+            behind = texts[0]
             texts = [
-                text.removeprefix(begun if text.startswith(begun) else behind)
-                for text in texts[len(prompt) :]
+                text.removeprefix(begun if text.startswith(begun) else behind) for text in texts
             ]
         self.tokens = tokens
         self.text = texts.pop()
@@ -92,17 +93,23 @@ class Reference:
         self.offsets = [len(text) for text in texts[start:][:places]]
 
     def end_at_stop_string(self, texts: list[str]):
+        whole = texts[-1]
         searched_from = len(texts[: self.body.min_tokens + 1][-1])
-        for end in range(searched_from + 1, len(texts[-1]) + 1):
-            searched = texts[-1][searched_from:end]
+        for end in range(searched_from + 1, len(whole) + 1):
+            searched = whole[searched_from:end]
             stop = max(filter(searched.endswith, self.body.stop), key=len, default="")
             if stop:
                 self.finish_reason = "stop"
                 self.stop_reason = stop
-                self.text = texts[-1][: end - len(stop)]
+                self.text = whole[: end - len(stop)]
                 count = next(count for count, text in enumerate(texts) if len(text) >= end)
                 self.tokens = self.tokens[:count]
                 return
+
+    @property
+    def usage(self) -> dict:
+        counts = {"prompt_tokens": len(self.prompt), "completion_tokens": len(self.tokens)}
+        return counts | {"total_tokens": len(self.prompt) + len(self.tokens)}
 
     def scored(self) -> list[dict | None]:
         """The candidates of each of `tokens`."""
@@ -124,16 +131,17 @@ class Reference:
             "text_offset": self.offsets,
         }
 
-    def chat_logprobs(self) -> list:
-        def entry(token: int, value: float) -> dict:
-            data = list(TOKENIZER.spelled_bytes(token))
-            return {"token": name(token), "logprob": value, "bytes": data}
-
+    def chat_logprobs(self) -> dict:
         content = []
         for token, scored in zip(self.tokens, self.scored(), strict=True):
             top = [entry(*item) for item in scored.items()][: self.body.num_logprobs]
             content.append(entry(token, scored[token]) | {"top_logprobs": top})
-        return content
+        return {"content": content}
+
+
+def entry(token: int, value: float) -> dict:
+    data = list(TOKENIZER.spelled_bytes(token))
+    return {"token": name(token), "logprob": value, "bytes": data}
 
 
 def prompt_scores(prompt: list[int]) -> list[list]:
@@ -147,16 +155,15 @@ ANSWERS = {
     "finish_reason": st.sampled_from(["stop", "length"]),
     "cuts": st.sets(st.integers(1, 8)),
     "pauses": st.sets(st.integers(0, 8)),
-    "fields": st.fixed_dictionaries(
-        {
-            "stop": st.lists(st.sampled_from(["a", "b", "ba", "ab", "éa", "é", "bb"]), max_size=3),
-            "skip_special_tokens": st.booleans(),
-            "ignore_eos": st.booleans(),
-            "min_tokens": st.integers(0, 3),
-            "return_token_ids": st.booleans(),
-        }
-    ),
     "n": st.none() | st.integers(0, 4),
+}
+STOPS = st.sampled_from(["a", "b", "ba", "ab", "éa", "é", "bb"])
+FIELDS = {
+    "stop": st.lists(STOPS, max_size=3),
+    "skip_special_tokens": st.booleans(),
+    "ignore_eos": st.booleans(),
+    "min_tokens": st.integers(0, 3),
+    "return_token_ids": st.booleans(),
 }
 
 
@@ -183,96 +190,87 @@ def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict
     return chunks
 
 
-def check_the_ends(chunks: list[dict], expected: Reference):
-    """
-    Only the last chunk has the reason; each has the number of tokens until then, and their ids.
-    """
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+
+
+def check_answer(body, given: tuple, cuts, pauses):
+    """The chunks of a stream, put together, and the whole answer say what the reference says."""
+    prompt, *answer = given
+    expected = Reference(body, prompt, *answer)
+    is_chat = isinstance(body, ChatRequest)
+    streamed = body.model_copy(update={"stream": True, "stream_options": StreamOptions(**USAGE)})
+    chunks = give(choice_of(streamed, prompt), *answer, cuts, pauses)
+    (whole,) = give(choice_of(body, prompt), *answer)
     choices = [chunk["choices"][0] for chunk in chunks]
+    # only the last chunk has the reason
     assert {choice["index"] for choice in choices} == {7}
     reasons = [(choice["finish_reason"], choice["stop_reason"]) for choice in choices]
     end = (expected.finish_reason, expected.stop_reason)
     assert reasons == [(None, None)] * (len(chunks) - 1) + [end]
-    asked = expected.body.return_token_ids
-    assert all(("token_ids" in choice) == asked for choice in choices)
-    if asked:
-        ids = [choice["token_ids"] for choice in choices]
+    # the ids of tokens, and in each chunk's usage their number until then
+    ids = [choice.get("token_ids", []) for choice in choices]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert chunks[-1]["usage"] == expected.usage
+    assert all(("token_ids" in choice) == body.return_token_ids for choice in choices)
+    if body.return_token_ids:
         assert [*chain(*ids)] == expected.tokens
-        counts = [sum(map(len, ids[: i + 1])) for i in range(len(ids))]
-        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == counts
-    counts = {"prompt_tokens": len(expected.prompt), "completion_tokens": len(expected.tokens)}
-    assert chunks[-1]["usage"] == counts | {"total_tokens": sum(counts.values())}
-
-
-def check_the_prompts_ids(parts: list[dict], ids: dict):
-    """They come once, with the first part, and only where they are asked for."""
-    shown = [part.get("prompt_token_ids") for part in parts]
-    assert shown == [ids.get("prompt_token_ids")] + [None] * (len(parts) - 1)
-
-
-def ends_of(expected: Reference) -> dict:
-    """The fields that whole answers of both kinds share."""
-    ends = {"finish_reason": expected.finish_reason, "stop_reason": expected.stop_reason}
-    return ends | ({"token_ids": expected.tokens} if expected.body.return_token_ids else {})
-
-
-USAGE = {"include_usage": True, "continuous_usage_stats": True}
-IN_CHUNKS = {"stream": True, "stream_options": USAGE}
-
-
-@settings(max_examples=200, deadline=None)
-@given(echo=st.booleans(), **ANSWERS)
-def test_a_completion_says_the_same_however_it_is_cut(
-    prompt, tokens, finish_reason, cuts, pauses, fields, n, echo
-):
-    fields = {"prompt": prompt, "echo": echo, "logprobs": n} | fields
-    body = CompletionRequest(**fields, **IN_CHUNKS)
-    expected = Reference(body, prompt, tokens, finish_reason)
-    chunks = give(choice_of(body, prompt), tokens, finish_reason, cuts, pauses)
-    check_the_ends(chunks, expected)
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(choice["text"] for choice in choices) == expected.text
-    ids = {"prompt_token_ids": prompt} if body.return_token_ids else {}
-    check_the_prompts_ids(choices, ids)
-    logprobs = None if n is None else expected.text_logprobs()
-    parts = [choice["logprobs"] for choice in choices]
-    if n is None:
-        assert parts == [None] * len(parts)
+        assert counts == [sum(map(len, ids[: i + 1])) for i in range(len(ids))]
+    # the prompt's ids come once
+    of_prompt = {"prompt_token_ids": prompt} if body.return_token_ids else {}
+    shown = [part.get("prompt_token_ids") for part in (chunks if is_chat else choices)]
+    assert shown == [of_prompt.get("prompt_token_ids")] + [None] * (len(shown) - 1)
+    # text and log-probabilities
+    if is_chat:
+        deltas = [choice["delta"] for choice in choices]
+        assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+        assert all(delta.keys() == {"content"} for delta in deltas[1:-1])
+        texts = [delta["content"] for delta in deltas[:-1]]
+        content = {"message": {"role": "assistant", "content": expected.text}}
     else:
+        texts = [choice["text"] for choice in choices]
+        content = {"text": expected.text} | of_prompt
+    assert "".join(texts) == expected.text
+    logprobs = None
+    parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    if body.num_logprobs is not None:
+        logprobs = expected.chat_logprobs() if is_chat else expected.text_logprobs()
         assert {key: [*chain(*(part[key] for part in parts))] for key in logprobs} == logprobs
+        if is_chat:
+            logprobs["refusal"] = None
+    else:
+        assert not parts
     # the same at once
-    (whole,) = give(choice_of(CompletionRequest(**fields), prompt), tokens, finish_reason)
-    answer = {"text": expected.text, "index": 7, "logprobs": logprobs} | ids
-    answer |= ends_of(expected)
-    assert whole == {"choices": [answer]}
+    content |= {"index": 7, "logprobs": logprobs, "finish_reason": end[0], "stop_reason": end[1]}
+    if body.return_token_ids:
+        content["token_ids"] = expected.tokens
+    assert whole == {"choices": [content]} | (of_prompt if is_chat else {})
 
 
 @settings(max_examples=200, deadline=None)
-@given(**ANSWERS)
-def test_a_chat_says_the_same_however_it_is_cut(
-    prompt, tokens, finish_reason, cuts, pauses, fields, n
+@given(echo=st.booleans(), fields=st.fixed_dictionaries(FIELDS), **ANSWERS)
+def test_a_completion_says_the_same_however_it_is_cut(
+    prompt, tokens, finish_reason, cuts, pauses, n, fields, echo
 ):
-    fields = {"messages": [{"role": "user", "content": "x"}], **fields}
+    body = CompletionRequest(prompt=prompt, echo=echo, logprobs=n, **fields)
+    check_answer(body, (prompt, tokens, finish_reason), cuts, pauses)
+
+
+@settings(max_examples=200, deadline=None)
+@given(fields=st.fixed_dictionaries(FIELDS), **ANSWERS)
+def test_a_chat_says_the_same_however_it_is_cut(
+    prompt, tokens, finish_reason, cuts, pauses, n, fields
+):
     fields |= {} if n is None else {"logprobs": True, "top_logprobs": n}
-    body = ChatRequest(**fields, **IN_CHUNKS)
-    expected = Reference(body, prompt, tokens, finish_reason)
-    chunks = give(choice_of(body, prompt), tokens, finish_reason, cuts, pauses)
-    check_the_ends(chunks, expected)
-    choices = [chunk["choices"][0] for chunk in chunks]
-    deltas = [choice["delta"] for choice in choices]
-    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
-    assert all(delta.keys() == {"content"} for delta in deltas[1:-1])
-    assert "".join(delta["content"] for delta in deltas[:-1]) == expected.text
-    ids = {"prompt_token_ids": prompt} if body.return_token_ids else {}
-    check_the_prompts_ids(chunks, ids)
-    content = [] if n is None else expected.chat_logprobs()
-    parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-    assert [*chain(*(part["content"] for part in parts))] == content
-    # the same at once
-    (whole,) = give(choice_of(ChatRequest(**fields), prompt), tokens, finish_reason)
-    answer = {"message": {"role": "assistant", "content": expected.text}, "index": 7}
-    answer |= {"logprobs": None if n is None else {"content": content, "refusal": None}}
-    answer |= ends_of(expected)
-    assert whole == {"choices": [answer], **ids}
+    body = ChatRequest(messages=[{"role": "user", "content": "x"}], **fields)
+    check_answer(body, (prompt, tokens, finish_reason), cuts, pauses)
+
+
+def test_usage_is_in_chunks_only_beside_the_last_one():
+    """As in vLLM: continuous_usage_stats without include_usage asks for nothing."""
+    options = {"continuous_usage_stats": True}
+    body = CompletionRequest(prompt="x", stream=True, stream_options=options)
+    (chunk,) = give(choice_of(body, [120]), [97], "length")
+    assert "usage" not in chunk
 
 
 def test_scores_of_a_prompt_come_with_one_of_its_choices():
@@ -319,3 +317,15 @@ def test_a_token_without_text_is_news_only_where_tokens_are_asked_for(fields, is
         choice.mark_sent()
         assert not choice.has_unsent()
     assert unsent == [(is_news, ""), (True, "é"), (True, "")]
+
+
+def test_a_long_echo_is_text_at_once(monkeypatch):
+    """128 choices with a prompt of 30,000 tokens were spelled token by token."""
+    body = CompletionRequest(prompt="x", echo=True, stop="x")
+    prompt = [*("xé€".encode() * 500)[:-1]]
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStream, "push", lambda *_: 1 / 0)
+        choice = choice_of(body, prompt)
+    assert choice.text == "xé€" * 499 + "xé"
+    choice.add_tokens([0xAC, ord("y")], "length", 0)  # a character that began in the prompt
+    assert choice.text == "xé€" * 500 + "y"
