@@ -309,7 +309,7 @@ class Job:
         self.chunk_head = self.head | usage
 
     async def __call__(self, scope, receive, send):
-        # now: nothing is awaited between this and the submission, so a burst cannot pass the queue
+        # here: nothing is awaited between this and the submission, so a burst cannot pass the queue
         self.service.check_room(len(self.choices))
         self.submit()
         tasks = [asyncio.create_task(self.watch(receive))]
@@ -368,8 +368,8 @@ class Job:
 
     async def watch(self, receive):
         """
-        End the call when it takes too long, or when the client hangs up, which ASGI says only when
-        it is asked.
+        End the call when it takes too long, or when the client hangs up, which ASGI reports only to
+        `receive`.
         """
         limit = self.service.args.request_seconds
         try:

@@ -18,7 +18,6 @@ from functools import partial
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -72,7 +71,7 @@ class Service(Site):
     def check_room(self, count: int):
         """Raises ApiError for more choices than the queue has room for, now (429) or ever (400)."""
         self.check_ready()  # again: the engine may have died while the prompts were encoded
-        # Choices of other HTTP processes are known from the engine's last message. The engine has
+        # The engine's last message counts the choices of other HTTP processes, too. The engine has
         # the last word, see Job.on_refusal.
         waiting = max(len(self.client.choices), self.client.at_work)
         capacity = self.client.info["max_num_seqs"] + self.args.max_queue
@@ -104,8 +103,8 @@ class Service(Site):
                 raise too_long
         try:
             body = kind.model_validate_json(data, context=self.args.sampling)
-        except ValidationError as found:
-            raise protocol.body_refusal(found) from None
+        except ValidationError as findings:
+            raise protocol.body_refusal(findings) from None
         self.check_ready()
         self.check_model(body.model)
         return body
@@ -132,8 +131,8 @@ class Service(Site):
         with refusals_about("messages"):
             return [await self.encoder.encode_chat(messages, add, options)]
 
-    # What answers a path: an ASGI application. `http` is Starlette's request, `kind` the class of
-    # its body.
+    # Each returns the ASGI application that answers. `http` is Starlette's request, `kind` the
+    # class of its body.
 
     def routes(self) -> list[Route]:
         def post(path, call, kind):
@@ -217,8 +216,6 @@ class Service(Site):
         return JSONResponse({"object": "list", "data": [self.describe_model()]})
 
     async def show_model(self, http):
-        if not http.path_params["id"]:
-            raise HTTPException(404)
         self.check_model(http.path_params["id"])
         return JSONResponse(self.describe_model())
 
@@ -316,7 +313,7 @@ class Service(Site):
             self.listeners.end()
             self.server.should_exit = True
         elif not self.slot.is_first:
-            return  # one process says it
+            return  # one process logs it
         elif state == "ready" and not self.draining:
             print(greeting(self.name, base_url(self.sock), bool(self.keys)), flush=True)
         elif state == "restarting":

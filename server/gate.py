@@ -34,7 +34,7 @@ from server.workers import WorkerSlot
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 CHUNK = 2**18  # bytes of a record that are read at a time
 OPEN_PATHS = ("/livez", "/readyz", "/")  # for supervisors and newcomers: they need no key
-# What the page at / calls by itself: on a terminal it would drown what somebody asked for.
+# The page at / calls these by itself: on a terminal they would drown the calls of a user.
 PAGE_PATHS = ("/events", "/v1/models", "/tokenize", "/detokenize")
 STOPPED = "the server stopped before this was finished"
 
@@ -87,7 +87,7 @@ class Gate:
         started = time.perf_counter()
         status = 200
         error = None
-        # what the log is to say of this call; its answer adds more
+        # the fields of this call's line in the log; its answer adds more
         logged = {"method": scope["method"], "path": scope["path"][:200], "id": scope["request_id"]}
         scope |= {"logged": logged, "app": self}  # with an "app", the router raises HTTPException
         try:
@@ -132,9 +132,9 @@ class Gate:
         if not self.salts or scope["path"] in OPEN_PATHS:
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        given = hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
+        sent = hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
         for digest, salt in self.salts.items():
-            if hmac.compare_digest(digest, given):
+            if hmac.compare_digest(digest, sent):
                 return salt
         message = "send a valid API key: Authorization: Bearer KEY"
         headers = {"WWW-Authenticate": "Bearer"}
@@ -214,8 +214,8 @@ def is_address(host: str) -> bool:
 
 class Site:
     """
-    What the Gate and the connections ask for: the flags, the API keys, the share of the connections
-    that this HTTP process may have, the counts of answers, and the router to what answers a call.
+    Everything that the Gate and the connections need: the flags, the API keys, this HTTP process's
+    share of the connections, the counts of answers, and the router.
     """
 
     def __init__(self, args, keys: list[str], name: str, slot: WorkerSlot, routes: list[Route]):
@@ -271,7 +271,7 @@ class ReplaySite(Site):
         """In chunks: it may be larger than the memory, and still grow."""
         try:
             file = self.open_record()
-        except ValueError as error:  # somebody has taken it away
+        except ValueError as error:  # the file has been removed
             raise ApiError(404, str(error)) from None
         headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
         return StreamingResponse(chunks(file), headers=headers, media_type="application/jsonl")

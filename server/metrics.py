@@ -1,6 +1,6 @@
 """
-What /metrics shows, in Prometheus' text format and under vLLM's names, so that its Grafana boards
-and alerts work.
+The metrics at /metrics, in Prometheus' text format and under vLLM's names, so that its Grafana
+boards and alerts work.
 
     metrics = Metrics("out/stdlib")
     metrics.count_tokens(choice, 3)        # a step brought three tokens of one continuation
@@ -8,8 +8,8 @@ and alerts work.
     metrics.update(engine_stats)           # `Engine.stats()`, as each step's message brings them
     metrics.text()
 
-Not run by itself: each HTTP process has one. What clients see is counted here, what only the engine
-knows comes with its messages.
+Not run by itself: each HTTP process has one. It counts the answers that clients get; the engine's
+own numbers come with its messages.
 """
 
 import os
@@ -35,14 +35,14 @@ class Metrics:
 
     def __init__(self, model_name: str):
         self.registry = CollectorRegistry()
-        self.totals = {}  # what the engine said last of each of its counters
+        self.totals = {}  # the last value of each of the engine's counters
 
         def metric(kind, name, about, **options):
             labels = ["model_name"]
             made = kind(f"vllm:{name}", about, labels, registry=self.registry, **options)
             return made.labels(model_name)  # there is one model: its label is found once
 
-        # Keyed by their names in Engine.stats(). Only one process is given these.
+        # Keyed by their names in Engine.stats(). Only one process updates these.
         gauge = partial(metric, Gauge, multiprocess_mode="mostrecent")
         counter = partial(metric, Counter)
         self.gauges = {
@@ -134,7 +134,7 @@ class Metrics:
 
     def update(self, stats):
         """
-        Show what Engine.stats() says. Its totals begin at 0 again when the engine is started again;
+        Show the numbers of Engine.stats(). Its totals begin at 0 again with each new engine;
         Prometheus' counters must not fall, so theirs go on.
         """
         for name, gauge in self.gauges.items():

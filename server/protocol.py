@@ -7,7 +7,7 @@ The bodies of calls: their fields, kinds and limits, and the words of refusals.
 Not run by itself: app.py parses each call with it. Fields follow OpenAI's API and vLLM's extras;
 the defaults and ranges of sampling are those of `SamplingParams` (params.py), but for defaults that
 the model brings, which are pydantic's `context`. Three rules hold for every field: types are strict
-(a bool is no int), numbers are finite and in a stated range, and `null` means "not given". Bad
+(a bool is no int), numbers are finite and in a stated range, and `null` means "not sent". Bad
 input is a 400 that names the field, because clients retry 408, 409, 429 and everything from 500 up.
 
 Three things could be called a request. In the rooms of HTTP a `body` is the parsed JSON, `http` is

@@ -91,8 +91,8 @@ class Encoder:
 
     async def _run(self, work: Callable, size: int):
         """
-        `work(tokenizer)`, in place if it takes at most 2 ms. That is not known of a regular
-        expression that the checkpoint brings, nor of a chat template, which is a program.
+        `work(tokenizer)`, in place if it takes at most 2 ms. A regular expression that the
+        checkpoint brings may take longer, and so may a chat template, which is a program.
         """
         if size <= SHORT and self.tokenizer.has_known_pattern:
             return work(self.tokenizer)

@@ -69,7 +69,7 @@ NO_KEYS += "Bearer sesame simsim,Bearer key 0,Bearer s\u00e9same"
 
 
 @pytest.mark.parametrize("key", NO_KEYS.split(","))
-def test_what_is_no_key_is_refused_before_the_body_comes(locked, key):
+def test_a_wrong_key_is_refused_before_the_body_comes(locked, key):
     caller = locked.connect()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\nAuthorization: "
     caller.send(head + key.encode() + b"\r\n\r\n")
