@@ -744,7 +744,7 @@ def test_prompt_at_the_terminal(checkpoint, expected):
     )
     out, errors = process.communicate(timeout=60)
     assert out == "# \u20ac def " + expected("# \u20ac def ") + "\n" and process.returncode == 0
-    note = r"\[24 tokens, [0-9.]+ a second, seed \d+, cut off\]"
+    note = r"\[24 tokens, [0-9.]+ a second, seed \d+, end: length\]"
     assert re.fullmatch(rf"loading .* \.\.\n{note}\n", errors)
 
 
@@ -761,7 +761,7 @@ def test_ctrl_c_at_the_terminal(checkpoint, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in errors
-    assert 0 < int(re.search(r"\[(\d+) tokens?, .*, stopped\]", errors)[1]) < 40_000
+    assert 0 < int(re.search(r"\[(\d+) tokens?, .*, end: interrupted\]", errors)[1]) < 40_000
 
 
 def test_missing_and_broken_checkpoints(tmp_path, checkpoint):
