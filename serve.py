@@ -236,7 +236,6 @@ def serve_port(sock: socket.socket, client, encoder, *service) -> str | None:
     """
     from server.app import Service
 
-    encoder.check()  # while the model loads
     collect_garbage_rarely()
     return run_on_loop(Service(client, encoder, *service).run(sock))
 

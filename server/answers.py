@@ -37,8 +37,8 @@ class Choice:
     """
     One continuation of a prompt: steps of the engine put tokens in; `text`, `tokens` and `entries`
     (the log-probabilities of each token, if asked for, in the shape of the answer) were not sent
-    yet, `prompt_entries` are those of an echoed prompt. The JSON of entries is made as their
-    tokens come: all of a long answer's at its end would hold up the event loop for a second.
+    yet, `prompt_entries` are those of an echoed prompt. Entries are made as their tokens come: all
+    of a long answer's at its end would hold up the event loop for a second.
 
     A subclass for each path knows the shapes of its answers.
     """
@@ -55,6 +55,7 @@ class Choice:
         self.siblings = [self]  # all choices of the prompt
         self.engine_id = None  # its name in the engine
         self.num_tokens = 0  # of the answer; tokens after a stop string do not count
+        self.num_sent = 0  # of them, in chunks
         self.cached_tokens = 0  # of the prompt
         self.prompt_entries = []
         self.finish_reason = None  # "stop" or "length", once it has ended
@@ -146,11 +147,10 @@ class Choice:
 
     # its answer, as plain dictionaries; each subclass has its own `chunks`
 
-    def chunk(self, content, tokens, finish_reason, num_tokens) -> dict:
+    def chunk(self, content, tokens, finish_reason) -> dict:
         """
         One event, as a dictionary: `content` is what differs between the paths, `tokens` are what
-        is new, and num_tokens, for its usage, counts all tokens up to here. An answer that is no
-        stream is made of one such chunk for each choice.
+        is new. An answer that is no stream is made of one such chunk for each choice.
         """
         logprobs = None if self.num_logprobs is None else self.logprobs(tokens)
         choice = {"index": self.index, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -158,9 +158,10 @@ class Choice:
         if self.body.return_token_ids:
             choice["token_ids"] = tokens
         chunk = {"choices": [content | choice]}
+        self.num_sent += len(tokens)
         options = self.body.stream_options
         if options.include_usage and options.continuous_usage_stats:  # vLLM's
-            chunk["usage"] = token_counts(len(self.prompt), num_tokens)
+            chunk["usage"] = token_counts(len(self.prompt), self.num_sent)
         return chunk
 
     def prompt_fields(self) -> dict:
@@ -195,7 +196,7 @@ class CompletionChoice(Choice):
         content = {"text": self.text}
         if self.is_first:
             content |= self.prompt_fields()
-        return [self.chunk(content, self.tokens, self.finish_reason, self.num_tokens)]
+        return [self.chunk(content, self.tokens, self.finish_reason)]
 
     def entry(self, token, score, offset) -> tuple:
         """A token's place in the four lists of `logprobs`."""
@@ -203,7 +204,7 @@ class CompletionChoice(Choice):
             return self.name(token), None, None, offset
         candidates = likeliest(token, score, self.num_logprobs)
         top = {self.name(i): p for i, p in candidates.items()}
-        return self.name(token), candidates[token], orjson.Fragment(orjson.dumps(top)), offset
+        return self.name(token), candidates[token], top, offset
 
     def logprobs(self, tokens) -> dict:
         """
@@ -227,28 +228,24 @@ class ChatChoice(Choice):
         alone, those between have the text. Fields about the prompt stand beside `choices`, as a
         chat is one prompt. An answer that is no stream has one chunk with the whole message.
         """
-        new = self.tokens, self.finish_reason, self.num_tokens
         if not self.body.stream:
             content = {"message": {"role": "assistant", "content": self.text}}
-            return [self.chunk(content, *new) | self.prompt_fields()]
+            return [self.chunk(content, self.tokens, self.finish_reason) | self.prompt_fields()]
         chunks = []
         if self.is_first:
             role = {"delta": {"role": "assistant", "content": ""}}
-            num_before = self.num_tokens - len(self.tokens)
-            chunks.append(self.chunk(role, [], None, num_before) | self.prompt_fields())
+            chunks.append(self.chunk(role, [], None) | self.prompt_fields())
         if self.text or self.tokens:
-            text = {"delta": {"content": self.text}}
-            chunks.append(self.chunk(text, self.tokens, None, self.num_tokens))
+            chunks.append(self.chunk({"delta": {"content": self.text}}, self.tokens, None))
         if self.finish_reason:
-            chunks.append(self.chunk({"delta": {}}, [], *new[1:]))
+            chunks.append(self.chunk({"delta": {}}, [], self.finish_reason))
         return chunks
 
-    def entry(self, token, score, offset) -> orjson.Fragment:
+    def entry(self, token, score, offset) -> dict:
         """OpenAI's object for a token."""
         candidates = likeliest(token, score, self.num_logprobs)
         top = [self.scored(*item) for item in list(candidates.items())[: self.num_logprobs]]
-        entry = self.scored(token, candidates[token]) | {"top_logprobs": top}
-        return orjson.Fragment(orjson.dumps(entry))
+        return self.scored(token, candidates[token]) | {"top_logprobs": top}
 
     def logprobs(self, tokens) -> dict | None:
         return {"content": self.entries, "refusal": None} if tokens else None
@@ -312,7 +309,7 @@ class Job:
         self.chunk_head = self.head | usage
 
     async def __call__(self, scope, receive, send):
-        # now: nothing is awaited between this and the submission, so a burst cannot pass the queue
+        # here: nothing is awaited between this and the submission, so a burst cannot pass the queue
         self.service.check_room(len(self.choices))
         self.submit()
         tasks = [asyncio.create_task(self.watch(receive))]
@@ -330,12 +327,12 @@ class Job:
             scope["logged"]["tokens"] = sum(choice.num_tokens for choice in self.choices)
 
     def submit(self):
-        if self.body.max_tokens == 0 and self.body.num_prompt_logprobs is None:
-            for choice in self.choices:  # an echo of the prompt alone is no work for the engine
-                self.on_tokens(choice, [], "length", 0)
-        else:
+        if self.body.needs_engine:
             for choice in self.choices[:: self.body.n]:
                 self.client.submit(choice.siblings)
+        else:
+            for choice in self.choices:
+                self.on_tokens(choice, [], "length", 0)
 
     # called by the engine's client
 
@@ -371,8 +368,8 @@ class Job:
 
     async def watch(self, receive):
         """
-        End the call when it takes too long, or when the client hangs up, which ASGI says only when
-        it is asked.
+        End the call when it takes too long, or when the client hangs up, which ASGI reports only to
+        `receive`.
         """
         limit = self.service.args.request_seconds
         try:

@@ -9,29 +9,30 @@ itself: serve.py starts a Service in each HTTP process.
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import time
 from functools import partial
 
+import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
-from pydantic.json_schema import models_json_schema
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common import plural
-from server import protocol, welcome
+from server import protocol
 from server.answers import Job, send_json
-from server.gate import LINGER_SECONDS, STOPPED, Site, log
+from server.gate import LINGER_SECONDS, STOPPED, Site, base_url, log
 from server.live import Listeners
 from server.protocol import ApiError
-from server.text import EncoderBusy
+from server.text import SHORT, EncoderBusy
 from server.workers import Workers, WorkerSlot
-from tokenizer import TokenizerError
+from tokenizer import TokenizerError, token_name
 
 MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize and /detokenize
+MAX_NAMES = 2**14  # tokens that one answer names: more would hold up the event loop
 
 
 class Service(Site):
@@ -70,7 +71,7 @@ class Service(Site):
     def check_room(self, count: int):
         """Raises ApiError for more choices than the queue has room for, now (429) or ever (400)."""
         self.check_ready()  # again: the engine may have died while the prompts were encoded
-        # Choices of other HTTP processes are known from the engine's last message. The engine has
+        # The engine's last message counts the choices of other HTTP processes, too. The engine has
         # the last word, see Job.on_refusal.
         waiting = max(len(self.client.choices), self.client.at_work)
         capacity = self.client.info["max_num_seqs"] + self.args.max_queue
@@ -102,8 +103,8 @@ class Service(Site):
                 raise too_long
         try:
             body = kind.model_validate_json(data, context=self.args.sampling)
-        except ValidationError as found:
-            raise protocol.body_refusal(found) from None
+        except ValidationError as findings:
+            raise protocol.body_refusal(findings) from None
         self.check_ready()
         self.check_model(body.model)
         return body
@@ -114,49 +115,24 @@ class Service(Site):
             message = f"there is no model {name!r:.200} here; there is {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def encoder_job(self, body):
-        """The encoder's job for a body's texts or messages. Raises ApiError."""
+    async def encode(self, body) -> list[list[int]]:
+        """Token ids of each prompt. Raises ApiError."""
         add = not body.messages if body.add_special_tokens is None else body.add_special_tokens
         if not body.messages:
             texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-            return {"texts": texts, "add_special_tokens": add}
-        if not self.encoder.has_chat:
-            raise ApiError(
-                400,
-                f"{self.name} has no chat template: use /v1/completions or put one into the "
-                "checkpoint",
-                "messages",
-            )
+            with refusals_about("prompt"):
+                return await self.encoder.encode(texts, add)
+        if not self.encoder.chat:
+            message = f"{self.name} has no chat template: use /v1/completions"
+            raise ApiError(400, message, "messages")
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt}
         options = body.chat_template_kwargs | options
-        return {"messages": messages, "options": options, "add_special_tokens": add}
+        with refusals_about("messages"):
+            return [await self.encoder.encode_chat(messages, add, options)]
 
-    async def ask_encoder(self, job):
-        """
-        The result of `encoder.ask`. Raises ApiError: 400 about the field that the job came from,
-        429 where too much waits.
-        """
-        try:
-            return await self.encoder.ask(job)
-        except TokenizerError as error:
-            # the first name in a job says what it is of: texts, messages or tokens
-            field = "prompt" if "texts" in job else next(iter(job))
-            raise ApiError(400, str(error), field) from None
-        except EncoderBusy as error:
-            raise ApiError(429, str(error), code="encoder_busy") from None
-
-    async def encode(self, body):
-        """Token ids of each prompt. Raises ApiError."""
-        if not body.messages and isinstance(body.prompt[0], list):
-            return body.prompt  # given as token ids
-        limit = self.client.info["max_model_len"]
-        prompts = await self.ask_encoder(self.encoder_job(body))
-        body.check_length(max(map(len, prompts)), limit)
-        return prompts
-
-    # What answers a path: an ASGI application. `http` is Starlette's request, `kind` the class of
-    # its body.
+    # Each returns the ASGI application that answers. `http` is Starlette's request, `kind` the
+    # class of its body.
 
     def routes(self) -> list[Route]:
         def post(path, call, kind):
@@ -175,15 +151,17 @@ class Service(Site):
             Route("/readyz", self.show_readiness),
             Route("/health", self.show_readiness),
             Route("/metrics", self.show_metrics),
-            Route("/openapi.json", self.show_openapi),
         ]
 
     async def complete(self, kind, http) -> Job:
         body = await self.parse_body(http, kind)
         num_prompts = 1 if body.messages else len(body.prompt)
         self.check_room(num_prompts * body.n)  # now: to encode a million prompts takes seconds
-        prompts = await self.encode(body)
         info = self.client.info
+        if body.messages or isinstance(body.prompt[0], str):
+            prompts = await self.encode(body)
+        else:
+            prompts = body.prompt  # token ids
         body.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
         salt = f"{http.scope['salt']}:{body.cache_salt or ''}"
         job = Job(self, body, prompts, salt, http.scope["request_id"])
@@ -197,35 +175,47 @@ class Service(Site):
 
     async def tokenize(self, kind, http):
         body = await self.parse_body(http, kind)
-        limit = self.client.info["max_model_len"]
-        answer = {"names": body.return_token_strs, "max_model_len": limit}
-        return self.encoders_answer(self.encoder_job(body) | {"answer": answer})
+
+        async def answer() -> dict:
+            (ids,) = await self.encode(body)
+            names = None
+            if body.return_token_strs:
+                if len(ids) > MAX_NAMES:
+                    message = f"is for at most {MAX_NAMES} tokens, not {len(ids)}: leave it out"
+                    raise ApiError(400, f"return_token_strs {message}", "return_token_strs")
+                names = [token_name(self.encoder.tokenizer.spelled_bytes(i)) for i in ids]
+            counts = {"count": len(ids), "max_model_len": self.client.info["max_model_len"]}
+            return counts | {"tokens": ids, "token_strs": names}
+
+        return self.json_answer(answer, not body.messages and len(body.prompt) <= SHORT)
 
     async def detokenize(self, kind, http):
         body = await self.parse_body(http, kind)
         protocol.check_vocabulary("tokens", body.tokens, self.client.info["vocab_size"])
-        return self.encoders_answer({"tokens": body.tokens})
 
-    def encoders_answer(self, job):
-        """
-        The ASGI application that answers with the JSON which the encoder makes. At most
-        MAX_LONG_ANSWERS long ones are in memory at once, from the encoding until the client has
-        read them: each may have 30 MB.
-        """
-        is_short = self.encoder.is_short(job)
+        async def answer() -> dict:
+            with refusals_about("tokens"):
+                return {"prompt": await self.encoder.decode(body.tokens)}
 
-        async def answer(scope, receive, send):
+        return self.json_answer(answer, len(body.tokens) <= SHORT)
+
+    def json_answer(self, answer, is_short: bool):
+        """
+        The ASGI application that sends what `answer()` returns. At most MAX_LONG_ANSWERS long ones
+        are in memory at once, from the encoding until the client has read them: each may have 30
+        MB.
+        """
+
+        async def respond(scope, receive, send):
             async with contextlib.nullcontext() if is_short else self.long_answers:
-                await send_json(send, await self.ask_encoder(job))
+                await send_json(send, orjson.dumps(await answer()))
 
-        return answer
+        return respond
 
     async def list_models(self, http):
         return JSONResponse({"object": "list", "data": [self.describe_model()]})
 
     async def show_model(self, http):
-        if not http.path_params["id"]:
-            raise HTTPException(404)
         self.check_model(http.path_params["id"])
         return JSONResponse(self.describe_model())
 
@@ -239,7 +229,7 @@ class Service(Site):
             "created": self.created,
             "max_model_len": limit,
             "owned_by": "pagedgpt",
-            "chat": self.encoder.has_chat,  # else chat completions are refused: no template
+            "chat": self.encoder.chat is not None,  # else chat completions are refused: no template
         }
 
     async def show_events(self, http):
@@ -259,9 +249,6 @@ class Service(Site):
 
     async def show_metrics(self, http):
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    async def show_openapi(self, http):
-        return JSONResponse(openapi(self.router.routes))
 
     # its life
 
@@ -326,11 +313,9 @@ class Service(Site):
             self.listeners.end()
             self.server.should_exit = True
         elif not self.slot.is_first:
-            return  # one process says it
+            return  # one process logs it
         elif state == "ready" and not self.draining:
-            url = welcome.base_url(self.sock)
-            greeting = welcome.greeting(self.name, url, self.encoder.has_chat, bool(self.keys))
-            print(greeting, flush=True)
+            print(greeting(self.name, base_url(self.sock), bool(self.keys)), flush=True)
         elif state == "restarting":
             log("engine_died", reason=self.client.reason)
 
@@ -362,14 +347,22 @@ class Service(Site):
         self.server.should_exit = True
 
 
-def openapi(routes: list[Route]) -> dict:
-    """The OpenAPI document: all paths, and pydantic's schemas of the bodies that they take."""
-    kinds = {route.path: route.endpoint.args[0] for route in routes if "POST" in route.methods}
-    bodies = [(kind, "validation") for kind in kinds.values()]
-    refs, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
-    paths = {route.path_format: {"get": {}} for route in routes if route.path not in kinds}
-    for path, kind in kinds.items():
-        content = {"application/json": {"schema": refs[kind, "validation"]}}
-        paths[path] = {"post": {"requestBody": {"content": content}}}
-    document = {"openapi": "3.1.0", "info": {"title": "pagedGPT", "version": "1"}, "paths": paths}
-    return document | {"components": {"schemas": schemas["$defs"]}}
+@contextlib.contextmanager
+def refusals_about(field: str):
+    """The encoder's refusals, as ApiError: 400 about this field, 429 where too much waits."""
+    try:
+        yield
+    except TokenizerError as error:
+        raise ApiError(400, str(error), field) from None
+    except EncoderBusy as error:
+        raise ApiError(429, str(error), code="encoder_busy") from None
+
+
+def greeting(name: str, url: str, has_key: bool) -> str:
+    """
+    The output of a server that is ready: a line that scripts wait for, and a command to try.
+    """
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
+    body = json.dumps({"prompt": "def ", "max_tokens": 64, "temperature": 0.6})
+    command = f"curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    return f"serving {name} at {url}\n    {command}"

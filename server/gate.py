@@ -25,7 +25,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
-from common import plural
 from server import welcome
 from server.connection import Connection, check_head, close_after_early_answer
 from server.metrics import Metrics
@@ -35,36 +34,15 @@ from server.workers import WorkerSlot
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 CHUNK = 2**18  # bytes of a record that are read at a time
 OPEN_PATHS = ("/livez", "/readyz", "/")  # for supervisors and newcomers: they need no key
-# What the page at / calls by itself: on a terminal it would drown what somebody asked for.
+# The page at / calls these by itself: on a terminal they would drown the calls of a user.
 PAGE_PATHS = ("/events", "/v1/models", "/tokenize", "/detokenize")
 STOPPED = "the server stopped before this was finished"
 
 
 def log(event: str, **fields):
-    """
-    One line on stderr, JSON unless that is a terminal: nothing that a client sends can look like a
-    line of its own.
-    """
-    if sys.stderr.isatty():
-        line = f"{time.strftime('%H:%M:%S')} {short(event, fields)}"
-    else:
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
+    """One line of JSON on stderr: nothing that a client sends can look like a line of its own."""
+    line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
     print(line, file=sys.stderr, flush=True)
-
-
-def short(event: str, fields: dict) -> str:
-    """For a reader at a terminal: "POST /v1/completions 200 0.8 s 64 tokens"."""
-    if event == "access":
-        words = [str(fields[name]) for name in ("method", "path", "status") if name in fields]
-        if "ms" in fields:
-            words.append(f"{fields['ms'] / 1000:.1f} s")
-        if "tokens" in fields:
-            words.append(plural(fields["tokens"], "token"))
-        if "error" in fields:
-            words.append(f"({fields['error']})")
-    else:
-        words = [event.replace("_", " "), *(f"{name}={value}" for name, value in fields.items())]
-    return ascii(" ".join(words))[1:-1]  # without line ends, and what else steers a terminal
 
 
 class Gate:
@@ -109,7 +87,7 @@ class Gate:
         started = time.perf_counter()
         status = 200
         error = None
-        # what the log is to say of this call; its answer adds more
+        # the fields of this call's line in the log; its answer adds more
         logged = {"method": scope["method"], "path": scope["path"][:200], "id": scope["request_id"]}
         scope |= {"logged": logged, "app": self}  # with an "app", the router raises HTTPException
         try:
@@ -154,9 +132,9 @@ class Gate:
         if not self.salts or scope["path"] in OPEN_PATHS:
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        given = hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
+        sent = hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
         for digest, salt in self.salts.items():
-            if hmac.compare_digest(digest, given):
+            if hmac.compare_digest(digest, sent):
                 return salt
         message = "send a valid API key: Authorization: Bearer KEY"
         headers = {"WWW-Authenticate": "Bearer"}
@@ -194,8 +172,7 @@ def refusal_of(problem, scope) -> ApiError:
         case ApiError():
             return problem
         case HTTPException():  # of the router: no such path, or not by this method
-            message = welcome.not_found(scope["method"], scope["path"], calls_of(scope["router"]))
-            return ApiError(problem.status_code, message, headers=problem.headers)
+            return ApiError(problem.status_code, not_found(scope), headers=problem.headers)
         case ClientDisconnect():
             return ClientGone()
         case asyncio.CancelledError():  # the server stops
@@ -205,13 +182,15 @@ def refusal_of(problem, scope) -> ApiError:
             return ApiError(500, f"a bug of this server: {type(problem).__name__}")
 
 
-def calls_of(router) -> list[tuple[str, str]]:
-    """What a router answers: pairs of a method and a path."""
-    return [
-        (method, route.path_format)
-        for route in router.routes
-        for method in route.methods - {"HEAD"}
-    ]
+def not_found(scope) -> str:
+    """The message for a method and path that nothing answers."""
+    path = scope["path"]
+    paths = [route.path_format for route in scope["router"].routes]
+    if f"/v1{path}" in paths:
+        hint = f"call /v1{path}, a base URL ends in /v1"
+    else:
+        hint = f"there is {', '.join(paths)}"
+    return f"there is no {scope['method']} {path:.200} here; {hint}"
 
 
 def host_name(value: bytes) -> str:
@@ -235,8 +214,8 @@ def is_address(host: str) -> bool:
 
 class Site:
     """
-    What the Gate and the connections ask for: the flags, the API keys, the share of the connections
-    that this HTTP process may have, the counts of answers, and the router to what answers a call.
+    Everything that the Gate and the connections need: the flags, the API keys, this HTTP process's
+    share of the connections, the counts of answers, and the router.
     """
 
     def __init__(self, args, keys: list[str], name: str, slot: WorkerSlot, routes: list[Route]):
@@ -292,7 +271,7 @@ class ReplaySite(Site):
         """In chunks: it may be larger than the memory, and still grow."""
         try:
             file = self.open_record()
-        except ValueError as error:  # somebody has taken it away
+        except ValueError as error:  # the file has been removed
             raise ApiError(404, str(error)) from None
         headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
         return StreamingResponse(chunks(file), headers=headers, media_type="application/jsonl")
@@ -303,8 +282,13 @@ class ReplaySite(Site):
     async def run(self, sock):
         """Serve until a signal."""
         server = self.make_server(lambda *_: setattr(server, "should_exit", True))
-        print(f"showing {self.args.replay} at {welcome.base_url(sock)}", flush=True)
+        print(f"showing {self.args.replay} at {base_url(sock)}", flush=True)
         await server.serve(sockets=[sock])
+
+
+def base_url(sock) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def chunks(file: BinaryIO) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
 """
-What /metrics shows, in Prometheus' text format and under vLLM's names, so that its Grafana boards
-and alerts work.
+The metrics at /metrics, in Prometheus' text format and under vLLM's names, so that its Grafana
+boards and alerts work.
 
     metrics = Metrics("out/stdlib")
     metrics.count_tokens(choice, 3)        # a step brought three tokens of one continuation
@@ -8,8 +8,8 @@ and alerts work.
     metrics.update(engine_stats)           # `Engine.stats()`, as each step's message brings them
     metrics.text()
 
-Not run by itself: each HTTP process has one. What clients see is counted here, what only the engine
-knows comes with its messages.
+Not run by itself: each HTTP process has one. It counts the answers that clients get; the engine's
+own numbers come with its messages.
 """
 
 import os
@@ -21,16 +21,12 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from server.workers import METRICS_FOLDER
 
-# Upper bounds of the histograms' buckets, in seconds: vLLM's, so that its boards and rules find
-# them, and finer ones in front for what is faster here. They are the same for every model, because
-# histograms of several servers can be added up only if their bounds agree.
-TOKEN_GAPS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4]
-TOKEN_GAPS += [0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
-FIRST_TOKENS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1]
-FIRST_TOKENS += [2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560]
-LATENCIES = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5]
-LATENCIES += [2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240]
-LATENCIES += [480, 960, 1920, 7680]
+# Upper bounds of the histograms' buckets: vLLM's of all of its histograms, so that its boards and
+# rules find them, and finer ones in front for what is faster here. They are the same for every
+# model, because histograms of several servers can be added up only if their bounds agree.
+SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.025, 0.04, 0.05, 0.06, 0.075, 0.08, 0.1]
+SECONDS += [0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 0.8, 1, 1.5, 2, 2.5, 5, 7.5, 10, 15, 20, 30, 40]
+SECONDS += [50, 60, 80, 120, 160, 240, 480, 640, 960, 1920, 2560, 7680]
 LENGTHS = [m * 10**e for e in range(6) for m in (1, 2, 5)]  # 1 to 500,000 tokens
 
 
@@ -39,14 +35,14 @@ class Metrics:
 
     def __init__(self, model_name: str):
         self.registry = CollectorRegistry()
-        self.totals = {}  # what the engine said last of each of its counters
+        self.totals = {}  # the last value of each of the engine's counters
 
         def metric(kind, name, about, **options):
             labels = ["model_name"]
             made = kind(f"vllm:{name}", about, labels, registry=self.registry, **options)
             return made.labels(model_name)  # there is one model: its label is found once
 
-        # Keyed by their names in Engine.stats(). Only one process is given these.
+        # Keyed by their names in Engine.stats(). Only one process updates these.
         gauge = partial(metric, Gauge, multiprocess_mode="mostrecent")
         counter = partial(metric, Counter)
         self.gauges = {
@@ -59,7 +55,7 @@ class Metrics:
             "hits": counter("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
             "preemptions": counter("num_preemptions", "Requests preempted for lack of blocks."),
         }
-        timing = partial(metric, Histogram, buckets=LATENCIES)
+        timing = partial(metric, Histogram, buckets=SECONDS)
         self.delays = {  # of each request; its n choices share a prompt
             "waited": timing("request_queue_time_seconds", "From the request to its first step."),
             "prefilled": timing("request_prefill_time_seconds", "From there to the first token."),
@@ -67,11 +63,10 @@ class Metrics:
         # counted in `count_tokens`, as tokens come
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens computed or found.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
-        histogram = partial(metric, Histogram)
         about = "From the request to its first token."
-        self.first_token = histogram("time_to_first_token_seconds", about, buckets=FIRST_TOKENS)
+        self.first_token = timing("time_to_first_token_seconds", about)
         about = "From one token of a choice to the next."
-        self.inter_token = histogram("inter_token_latency_seconds", about, buckets=TOKEN_GAPS)
+        self.inter_token = timing("inter_token_latency_seconds", about)
 
         # of each choice that has finished
         length = partial(metric, Histogram, buckets=LENGTHS)
@@ -139,7 +134,7 @@ class Metrics:
 
     def update(self, stats):
         """
-        Show what Engine.stats() says. Its totals begin at 0 again when the engine is started again;
+        Show the numbers of Engine.stats(). Its totals begin at 0 again with each new engine;
         Prometheus' counters must not fall, so theirs go on.
         """
         for name, gauge in self.gauges.items():

@@ -7,15 +7,15 @@ The bodies of calls: their fields, kinds and limits, and the words of refusals.
 Not run by itself: app.py parses each call with it. Fields follow OpenAI's API and vLLM's extras;
 the defaults and ranges of sampling are those of `SamplingParams` (params.py), but for defaults that
 the model brings, which are pydantic's `context`. Three rules hold for every field: types are strict
-(a bool is no int), numbers are finite and in a stated range, and `null` means "not given". Bad
+(a bool is no int), numbers are finite and in a stated range, and `null` means "not sent". Bad
 input is a 400 that names the field, because clients retry 408, 409, 429 and everything from 500 up.
 
 Three things could be called a request. In the rooms of HTTP a `body` is the parsed JSON, `http` is
 Starlette's request, and the engine's is `paged.Request`.
 """
 
-import difflib
 import json
+import re
 import reprlib
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal
@@ -49,49 +49,30 @@ IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "ve
 IGNORED |= {"prediction", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 IGNORED |= {"include_obfuscation", "parallel_tool_calls"}
 
-# Fields that would change the answer and are not served, each with its neutral value, which asks
-# for nothing and is accepted (None: only null is). To implement one, make it a field of a body:
-# what a body has as a field is not looked up here.
+# Fields that would change the answer and are not served, each with its neutral value, which clients
+# send although it asks for nothing (None: null alone is neutral).
 NOT_SERVED = {
-    # OpenAI's and vLLM's, of the answer
     "best_of": 1,
     "suffix": "",
-    "echo": False,
+    "echo": False,  # of a chat
     "response_format": {"type": "text"},
     "modalities": ["text"],
-    "reasoning_effort": None,
-    "web_search_options": None,
-    "audio": None,
-    "moderation": None,
-    # vLLM's
     "use_beam_search": False,
     "length_penalty": 1,
     "early_stopping": False,
-    "allowed_token_ids": None,
-    "structured_outputs": None,
     "spaces_between_special_tokens": True,
     "include_stop_str_in_output": False,
-    "prompt_logprobs": None,
     "return_token_strs": False,
-    # of templates
-    "chat_template": None,
     "continue_final_message": False,
-    # of tools and messages
     "tools": [],
     "tool_choice": "none",
     "tool_calls": [],
     "functions": [],
     "function_call": "none",
     "images": [],
+    "audio": None,
     "prefix": False,
 }
-
-# The way out without a field, where leaving it out is not all there is to say.
-NO_TOOLS = (
-    "leave tools and tool_choice out and ask for the form of the answer in a message, or use vLLM"
-)
-NO_IMAGES = "only text is, send parts of the type text"
-REMEDIES = dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), NO_TOOLS)
 
 MAX_STOPS = 64
 MAX_STOP_BYTES = 2**14  # of all stop strings of a call: as much of a text may be held back
@@ -165,17 +146,12 @@ def body_refusal(findings: ValidationError) -> ApiError:
     path = [*error["loc"], *getattr(reason, "path", ())]
     path = [str(part)[:200] for part in path]  # a name may be as long as the body
     name = ".".join(path)  # stop.1
-    match error["type"]:
-        case "json_invalid":
-            message = f"the body is not JSON: {reason}"
-        case "missing":
-            message = f"{name} is missing"
-        case "value_error":
-            message = f"{name} {reason}"
-        case _ if not path:
-            message = "the body must be a JSON object"
-        case _:
-            message = f"{name}: {error['msg'].lower()}, got {reprlib.repr(error['input'])}"
+    if not path:
+        message = f"the body must be a JSON object: {error['msg']}"
+    elif isinstance(reason, ValueError):
+        message = f"{name} {reason}"
+    else:
+        message = f"{name}: {error['msg'].lower()}, got {reprlib.repr(error['input'])}"
     return ApiError(400, message, path[0] if path else None)
 
 
@@ -210,11 +186,10 @@ def bias_of_ids(value) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise Refused(f"must be an object of at most {MAX_BIASES} token ids")
     for token, bias in value.items():
-        if not (token.isascii() and token.isdecimal() and len(token) < 12):
+        if not re.fullmatch("[0-9]{1,11}", token):
             raise Refused("is no token id", token)
         if not BIAS.admits(bias):
-            least, most = BIAS.bounds["ge"], BIAS.bounds["le"]
-            raise Refused(f"is no number from {least} to {most}, got {reprlib.repr(bias)}", token)
+            raise Refused(f"must be {BIAS.wanted}, got {reprlib.repr(bias)}", token)
     return {int(token): float(bias) for token, bias in value.items()}
 
 
@@ -224,13 +199,14 @@ def content_text(value):
         return value
     texts = []
     for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-            continue
-        # a part is named like what it has: {"type": "image_url", "image_url": ..}
-        field = kind if isinstance(kind, str) and kind in part else "type"
-        raise Refused(f"is not served here: {NO_IMAGES}", number, field)
+        part = part if isinstance(part, dict) else {}
+        text = part.get("text")
+        if part.get("type") != "text" or not isinstance(text, str):
+            kind = reprlib.repr(part.get("type"))
+            raise Refused(
+                f"is {kind}: only parts of the type text, with a text, are served", number
+            )
+        texts.append(text)
     return "".join(texts)
 
 
@@ -249,24 +225,17 @@ def check_vocabulary(param, tokens, vocab_size):
             raise ApiError(400, f"token id {reprlib.repr(token)} is outside {ids}", param)
 
 
-AnyPrompt = str | list[str] | list[int] | list[list[int]]
-Prompts = Annotated[list, PlainValidator(list_of_prompts, json_schema_input_type=AnyPrompt)]
+Prompts = Annotated[list, PlainValidator(list_of_prompts)]
 # fail_fast: a finding for each of a million wrong items would hold up the event loop for seconds
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     Field(max_length=MAX_STOPS, fail_fast=True),
     AfterValidator(stops_that_fit),
-    BeforeValidator(
-        lambda value: [value] if isinstance(value, str) else value,
-        json_schema_input_type=str | list[str],
-    ),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
-Bias = Annotated[
-    dict[int, float], PlainValidator(bias_of_ids, json_schema_input_type=dict[str, float])
-]
-AnyContent = str | list[dict[str, str]]
-Content = Annotated[str, BeforeValidator(content_text, json_schema_input_type=AnyContent)]
+Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids)]
+Content = Annotated[str, BeforeValidator(content_text)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_variables)]
 NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
 
@@ -283,22 +252,23 @@ def sampling_field(name: str):
 class Body(BaseModel):
     """
     A JSON object with no other fields than ours. Nulls, ignored fields and neutral values count as
-    not sent.
+    not sent; pydantic's context has the model's defaults for fields that are not sent.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def drop_neutral(cls, body):
+    def drop_neutral(cls, body, info: ValidationInfo):
         """
-        The JSON object without nulls, ignored fields and neutral values. Refuses the first field
-        that is unknown or not served: pydantic would first collect all of them, which takes seconds
-        for the hundred thousands that a body can hold.
+        Refuses the first field that is not served: pydantic would first collect all of them, which
+        takes seconds for the hundred thousands that a body can hold.
         """
         if not isinstance(body, dict):
             return body
-        fields = {}
+        # max_tokens: see `most_tokens`
+        defaults = cls.model_fields.keys() & (info.context or {}).keys() - {"max_tokens"}
+        fields = {name: info.context[name] for name in defaults}
         # Clients that send tools send fields beside them that mean nothing without: the refusal is
         # to be about the tools.
         for name in [*(body.keys() & {"tools"}), *body]:
@@ -310,23 +280,15 @@ class Body(BaseModel):
             elif name in NOT_SERVED:
                 check_neutral(name, value)
             elif cls.model_config["extra"] == "forbid":
-                raise Refused(f"is no field here{cls.hint(name)}", name)
+                raise Refused("is not served here: leave it out", name)
         return fields
-
-    @classmethod
-    def hint(cls, name: str) -> str:
-        """The name that an unknown one may have meant."""
-        names = [*cls.model_fields, *NOT_SERVED]
-        close = difflib.get_close_matches(name[:50], names, 1, cutoff=0.85)
-        return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_neutral(name: str, value):
     neutral = NOT_SERVED[name]
     same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # to Python True is 1
     if value != neutral or not same_kind:
-        remedy = REMEDIES.get(name, f"leave it out or send {json.dumps(neutral)}")
-        raise Refused(f"is not served here: {remedy}", name)
+        raise Refused(f"is not served here: leave it out or send {json.dumps(neutral)}", name)
 
 
 class StreamOptions(Body):
@@ -338,7 +300,6 @@ class SamplingRequest(Body):
     """The fields that both kinds of completions share. Raises pydantic's ValidationError."""
 
     model: str | None = None  # None: the one model there is
-    max_tokens: int | None = Field(None, ge=0, lt=INT32)
     temperature: float = sampling_field("temperature")
     top_p: float = sampling_field("top_p")
     top_k: int = Field(SamplingParams.top_k, ge=-1, lt=INT32)  # 0 and, as in vLLM, -1: all tokens
@@ -363,22 +324,14 @@ class SamplingRequest(Body):
     # printable ASCII: it becomes the answer's id
     request_id: str | None = Field(None, pattern="^[!-~]{1,128}$")
 
-    # a limit of the model's own, for answers without max_tokens; where max_tokens has a default it
-    # goes before this, as in vLLM
+    # the model's default of max_tokens
     _usual_tokens: int = PrivateAttr(INT32)
-
-    @model_validator(mode="before")
-    @classmethod
-    def fill_in(cls, body, info: ValidationInfo):
-        """Fields that the request leaves out take the model's defaults."""
-        if not isinstance(body, dict):
-            return body
-        unset = {name for name in info.context or () if body.get(name) is None}
-        return body | {name: info.context[name] for name in unset - {"max_tokens"}}
 
     @model_validator(mode="after")
     def check_combinations(self, info: ValidationInfo):
         self._usual_tokens = (info.context or {}).get("max_tokens", INT32)
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
         if "stream_options" in self.model_fields_set and not self.stream:
             raise Refused("is for streams: send stream true or leave it out", "stream_options")
         if self.max_tokens == 0 and not self.echo:
@@ -425,22 +378,23 @@ class SamplingRequest(Body):
             message += "lower max_tokens, n or the number of log-probabilities, or split the call"
             raise ApiError(400, message, "prompt" if self.echo else "logprobs")
 
+    @property
+    def needs_engine(self) -> bool:
+        """An echo alone is no work; its prompt's scores take a step, and that makes a token."""
+        return self.max_tokens != 0 or self.num_prompt_logprobs is not None
+
     def check_length(self, longest: int, max_model_len: int):
         """
         Raises ApiError if a prompt of so many tokens, and the tokens asked for, are more than the
         model takes.
         """
-        wanted = self.max_tokens
-        if wanted is None:
-            wanted = max(1, self.min_tokens)
-        elif wanted == 0 and self.num_prompt_logprobs is not None:
-            wanted = 1  # the prompt's scores take a step, and that makes a token
-        total = longest + wanted
-        if total > max_model_len:
+        asked = self.min_tokens if self.max_tokens is None else self.max_tokens
+        asked = max(asked, int(self.needs_engine))
+        if longest + asked > max_model_len:
             # client libraries look for these very words, and for the code
             limit = f"this model's maximum context length is {max_model_len} tokens"
             prompt = plural(longest, "prompt token")
-            numbers = f"{prompt} and max_tokens {wanted:,} make {total:,}"
+            numbers = f"{prompt} and max_tokens {asked:,} make {longest + asked:,}"
             message = f"{limit}, {numbers}: shorten the prompt or lower max_tokens"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
 
@@ -457,7 +411,7 @@ class SamplingRequest(Body):
     def most_tokens(self, prompt_length: int, max_model_len: int) -> int:
         """
         The length of an answer: max_tokens. A chat without it may use all that the context has room
-        for, but no more than the model's own limit, nor than MAX_SCORES allows (in a context of
+        for, but no more than the model's own default, nor than MAX_SCORES allows (in a context of
         131,072 tokens every chat with log-probabilities would be refused).
         """
         if self.max_tokens is not None:
@@ -478,12 +432,11 @@ class CompletionRequest(SamplingRequest):
     echo: bool = False
     add_special_tokens: bool = True  # those that the tokenizer puts around a text: its BOS, if any
     messages: ClassVar = ()
+    max_completion_tokens: ClassVar = None
 
     @property
     def num_logprobs(self) -> int | None:
-        """
-        How many log-probabilities are wanted besides the chosen token's; None: not even that.
-        """
+        """How many log-probabilities besides the chosen token's; None: not even that."""
         return self.logprobs
 
 
@@ -516,13 +469,6 @@ class ChatRequest(SamplingRequest):
     # variables of the template, such as Qwen3's enable_thinking
     chat_template_kwargs: TemplateVariables = {}
     add_special_tokens: bool = False  # beside those of the template: most write a BOS themselves
-
-    @model_validator(mode="before")
-    @classmethod
-    def prefer_the_newer_name(cls, body):
-        if isinstance(body, dict) and body.get("max_completion_tokens") is not None:
-            return body | {"max_tokens": body["max_completion_tokens"]}
-        return body
 
     @model_validator(mode="after")
     def check_logprobs(self):

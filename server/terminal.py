@@ -11,19 +11,17 @@ is a text to continue. Not run by itself: the flags are in serve.py.
 
 import contextlib
 import os
-import random
+import secrets
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from common import plural
 from params import SamplingParams
-from server.text import Chat, Messages, load_chat
+from server.text import Chat, load_chat
 from tokenizer import Tokenizer, load_tokenizer
 
-ENDINGS = {"length": ", cut off", "interrupted": ", stopped"}  # where the model did not end it
 PLAIN_TOKENS = 200  # length of a continuation: unlike answers of a chat, texts need not end
 # Terminal escape injection: control characters in a model's text would move the cursor, or worse.
 # Their pictures (Unicode's Control Pictures) are shown instead.
@@ -42,36 +40,41 @@ def show(text: str):
     print(text, end="", flush=True)
 
 
-# --------------------------------------------------------------------------------------------------
-# One answer
-
-
-@dataclass
-class Answer:
-    """What an answer has become."""
-
-    text: str = ""
-    num_tokens: int = 0  # without the token that ended the text
-    finish_reason: str = "interrupted"  # stop, length or interrupted
+def sampling_params(args: Namespace, room: int, usual: int) -> SamplingParams:
+    """
+    By the flags, else by the model's own defaults; a seed is drawn. `usual` is the length where
+    neither says one, `room` what the context has left.
+    """
+    length = args.max_tokens or args.sampling.get("max_tokens", usual)
+    seed = secrets.randbits(32) if args.seed is None else args.seed
+    own = {"temperature": args.temperature, "max_tokens": min(length, room), "seed": seed}
+    return SamplingParams(**args.sampling | own)
 
 
 def stream_answer(
-    engine, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer, opening: str = ""
-) -> Answer:
+    args: Namespace, engine, prompt: list[int], tokenizer: Tokenizer, usual: int, opening: str = ""
+) -> str:
     """
-    Show the opening, then an answer as its tokens come. Ctrl-C ends the answer, not the program;
-    its blocks are freed however it ends. Raises ValueError for a request that can never be served
-    and RuntimeError for a step that failed.
+    Show the opening, then an answer as its tokens come, and a note with its speed and the seed that
+    reproduces it. Ctrl-C ends the answer, not the program; its blocks are freed however it ends.
+    Returns the text. Raises ValueError for a request that can never be served and RuntimeError for
+    a step that failed.
     """
+    # at least 1: the engine refuses a prompt that is too long, with the numbers
+    params = sampling_params(args, max(1, engine.max_model_len - len(prompt)), usual)
     # a new id each time: a late token of an interrupted answer is none of the next answer's
     id = f"answer {engine.num_steps}"
     engine.add_request(id, prompt, params)
     stream = tokenizer.stream(prompt)
-    answer = Answer()
+    started = time.perf_counter()
+    text = ""
+    count = 0  # of tokens, without the one that ended the text
+    reason = "interrupted"
 
-    def add(text: str):
-        answer.text += text
-        show(text)
+    def add(new: str):
+        nonlocal text
+        text += new
+        show(new)
 
     show(opening)
     try:
@@ -80,46 +83,17 @@ def stream_answer(
                 for output in engine.step():
                     if output.error:
                         raise RuntimeError(output.error)
-                    answer.finish_reason = output.finish_reason or answer.finish_reason
+                    reason = output.finish_reason or reason
                     tokens = output.tokens[: -1 if output.finish_reason == "stop" else None]
-                    answer.num_tokens += len(tokens)
+                    count += len(tokens)
                     add("".join(map(stream.push, tokens)))
     finally:
         engine.abort(id)
     add(stream.flush())
     show("\n")
-    return answer
-
-
-def sampling_params(args: Namespace, room: int, usual: int) -> SamplingParams:
-    """
-    By the flags, else by the model's own defaults; a seed is drawn. `usual` is the length where
-    neither says one, `room` what the context has left.
-    """
-    length = args.max_tokens or args.sampling.get("max_tokens", usual)
-    seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
-    own = {"temperature": args.temperature, "max_tokens": min(length, room), "seed": seed}
-    return SamplingParams(**args.sampling | own)
-
-
-def answer_with_rate(
-    args: Namespace, engine, prompt: list[int], tokenizer: Tokenizer, usual: int, opening: str = ""
-) -> Answer:
-    """`stream_answer`, and a note with its speed and the seed that reproduces it."""
-    # at least 1: the engine refuses a prompt that is too long, with the numbers
-    room = max(1, engine.max_model_len - len(prompt))
-    params = sampling_params(args, room, usual)
-    started = time.perf_counter()
-    answer = stream_answer(engine, prompt, params, tokenizer, opening)
-    rate = answer.num_tokens / (time.perf_counter() - started)
-    ending = ENDINGS.get(answer.finish_reason, "")
-    tokens = plural(answer.num_tokens, "token")
-    note(f"{tokens}, {rate:.1f} a second, seed {params.seed}{ending}")
-    return answer
-
-
-# --------------------------------------------------------------------------------------------------
-# One prompt
+    rate = count / (time.perf_counter() - started)
+    note(f"{plural(count, 'token')}, {rate:.1f} a second, seed {params.seed}, end: {reason}")
+    return text
 
 
 def read_prompt(args: Namespace) -> str:
@@ -129,25 +103,8 @@ def read_prompt(args: Namespace) -> str:
     try:
         return sys.stdin.buffer.read().decode()  # in text mode line ends would change
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"--prompt -: standard input is not UTF-8 ({error}): convert it first"
-        ) from None
-
-
-def answer_prompt(args: Namespace, build_engine: Callable, tokenizer: Tokenizer, chat: Chat | None):
-    """Answer --prompt. Raises ValueError, with what to change, and RuntimeError."""
-    text = read_prompt(args)
-    if chat:
-        prompt = chat.encode([{"role": "user", "content": text}], add_generation_prompt=True)
-        engine = build_engine(args)
-        answer_with_rate(args, engine, prompt, tokenizer, engine.max_model_len)
-    else:
-        prompt = tokenizer.encode(text, True, add_special_tokens=True)
-        answer_with_rate(args, build_engine(args), prompt, tokenizer, PLAIN_TOKENS, text)
-
-
-# --------------------------------------------------------------------------------------------------
-# A conversation
+        message = f"--prompt -: standard input is not UTF-8 ({error}): convert it first"
+        raise ValueError(message) from None
 
 
 def converse(args: Namespace, engine, chat: Chat):
@@ -156,13 +113,13 @@ def converse(args: Namespace, engine, chat: Chat):
         import readline  # noqa: F401  `input` then edits lines, and remembers them
 
     note(f"{args.model}: Ctrl-C stops an answer, Ctrl-D ends")
-    messages: Messages = []
+    messages = []
     while True:
         try:
             line = input(">>> " if sys.stdin.isatty() else "")
             if line:
-                asked = [*messages, {"role": "user", "content": line}]
-                messages = add_answer(args, engine, chat, asked)
+                question = {"role": "user", "content": line}
+                messages = add_answer(args, engine, chat, [*messages, question])
         except EOFError:
             if sys.stdin.isatty():  # the shell's own prompt gets a line of its own
                 print()
@@ -174,45 +131,43 @@ def converse(args: Namespace, engine, chat: Chat):
             note(str(error))
 
 
-def add_answer(args: Namespace, engine, chat: Chat, messages: Messages) -> Messages:
+def add_answer(args: Namespace, engine, chat: Chat, messages: list[dict]) -> list[dict]:
     """
-    Answer a conversation. Returns it with the answer, and without its oldest turns where the
+    Answer a conversation. Returns it with the answer, and without its earlier turns where the
     context is full. Raises ValueError if the last message alone does not fit, and RuntimeError.
     """
     limit = engine.max_model_len
     reserve = min(args.max_tokens or PLAIN_TOKENS, limit // 4)  # tokens for the answer
-    first = 0
     prompt = chat.encode(messages, add_generation_prompt=True)
-    while len(prompt) > limit - reserve and first < len(messages) - 1:
-        first += 2  # a question and its answer
-        prompt = chat.encode(messages[first:], add_generation_prompt=True)
-    answer = answer_with_rate(args, engine, prompt, chat.tokenizer, limit)
-    if first:
-        note(f"the context is full: forgot the {first} oldest messages")
-    return [*messages[first:], {"role": "assistant", "content": answer.text}]
-
-
-# --------------------------------------------------------------------------------------------------
+    if len(prompt) > limit - reserve and len(messages) > 1:
+        note("the context is full: the conversation begins anew")
+        messages = messages[-1:]
+        prompt = chat.encode(messages, add_generation_prompt=True)
+    text = stream_answer(args, engine, prompt, chat.tokenizer, limit)
+    return [*messages, {"role": "assistant", "content": text}]
 
 
 def run(args: Namespace, build_engine: Callable):
     """Answer --prompt, or the lines of --chat. `build_engine(args)` loads the model."""
     # a terminal that cannot show a character shows another
     sys.stdout.reconfigure(errors="replace")
+    tokenizer = load_tokenizer(args.model)
+    chat = None if args.raw else load_chat(args.model, tokenizer, args.default_chat_template_kwargs)
+    if args.chat and not chat:
+        raise ValueError(
+            f"--chat needs a chat template, {args.model} has none (or --raw is set): continue a "
+            "text with --prompt"
+        )
+    text = "" if args.chat else read_prompt(args)
     try:
-        tokenizer = load_tokenizer(args.model)
-        variables = args.default_chat_template_kwargs
-        chat = None if args.raw else load_chat(args.model, tokenizer, variables)
-        if not args.chat:
-            answer_prompt(args, build_engine, tokenizer, chat)
-        elif chat:
+        if args.chat:
             sys.stdin.reconfigure(errors="replace")
             converse(args, build_engine(args), chat)
+        elif chat:
+            add_answer(args, build_engine(args), chat, [{"role": "user", "content": text}])
         else:
-            raise ValueError(
-                f"--chat needs a chat template, {args.model} has none (or --raw is set): continue "
-                "a text with --prompt"
-            )
+            prompt = tokenizer.encode(text, True, add_special_tokens=True)
+            stream_answer(args, build_engine(args), prompt, tokenizer, PLAIN_TOKENS, text)
     except BrokenPipeError:  # the reader has ended, as in `| head`
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())  # or Python complains when it flushes

@@ -4,8 +4,8 @@ Texts and conversations -> token ids, and back.
     chat = load_chat("out/chatty", tokenizer)      # None without a chat template
     ids = chat.encode([{"role": "user", "content": "hello"}])
 
-    encoder = Encoder("out/chatty")                # for an event loop: long jobs run in a thread
-    [ids] = await encoder.ask({"texts": ["def "]})
+    encoder = Encoder("out/chatty")                # for an event loop: long texts go to a thread
+    [ids] = await encoder.encode(["def "], True)
 
 The `tokenizers` library releases the GIL while it encodes, so one thread is enough to keep a long
 text from blocking the event loop. A chat template is a program that comes with the checkpoint: it
@@ -16,10 +16,10 @@ same tokens. Against prompt injection, a user's text never becomes a control tok
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from itertools import chain
+from functools import partial
 from pathlib import Path
 
 from common import MALFORMED, read_json
@@ -29,14 +29,12 @@ from tokenizer import (
     load_tokenizer,
     named_tokens,
     read_config,
-    token_name,
     token_text,
 )
 
 # Encoding takes 0.1 to 2 us a character, whatever the text: for 1,024 or so many ids at most 2 ms.
 SHORT = 1024
-MAX_WAITING = 2**26  # characters and ids of all jobs in the thread's queue: they are in memory
-MAX_NAMES = 2**18  # tokens that one answer names: 4 million would take a minute
+MAX_WAITING = 2**26  # characters and ids of all that waits for the thread: they are in memory
 PRIVATE_USE = "[\U000f0000-\U0010fffd]"  # characters without a meaning, 131,070 of them
 
 Messages = list[dict[str, str]]  # [{"role", "content"}, ..], perhaps with a "name"
@@ -54,7 +52,7 @@ class Encoder:
     """
     A checkpoint's tokenizer and chat template for an event loop: short texts are encoded in place,
     long ones and all conversations in a thread, one after the other. `variables`: see Chat. Raises
-    TokenizerError.
+    TokenizerError, also for a chat template that is broken, or missing.
     """
 
     def __init__(
@@ -63,102 +61,56 @@ class Encoder:
         tokenizer: Tokenizer | None = None,
         variables: dict | None = None,
     ):
-        self.directory = directory
         self.tokenizer = tokenizer or load_tokenizer(directory)
-        self.has_chat = read_template(directory) is not None
-        self.variables = variables
-        self.waiting = 0  # characters and ids
-        self.thread = ThreadPoolExecutor(1)
         # Encoding changes fields of a tokenizer, so the thread has one of its own.
-        self.tools: tuple[Tokenizer, Chat | None] | None = None
+        self.thread_tokenizer = load_tokenizer(directory)
+        self.chat = load_chat(directory, self.thread_tokenizer, variables)
+        self.thread = ThreadPoolExecutor(1)
+        self.waiting = 0  # characters and ids that wait for the thread
 
-    def check(self):
-        """
-        Read what the thread needs now, not at the first job. Raises TokenizerError for a chat
-        template that is broken, or missing.
-        """
-        self.thread.submit(self._load).result()
+    async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text; add_special_tokens: with the tokenizer's BOS, if it has one."""
 
-    async def ask(self, job: dict) -> list[list[int]] | bytes:
+        def work(tokenizer: Tokenizer) -> list[list[int]]:
+            return [tokenizer.encode(text, True, add_special_tokens) for text in texts]
+
+        # beside its characters, each text costs a call: as much as some 16 characters
+        return await self._run(work, sum(len(text) + 16 for text in texts))
+
+    async def decode(self, ids: list[int]) -> str:
+        """The text of tokens, control tokens by their names."""
+        return await self._run(lambda tokenizer: tokenizer.decode(ids, False), len(ids))
+
+    async def encode_chat(
+        self, messages: Messages, add_special_tokens: bool, options: dict
+    ) -> list[int]:
+        """Token ids of a conversation; see Chat.encode."""
+        size = sum(len(text) for message in messages for text in message.values())
+        work = partial(self.chat.encode, messages, add_special_tokens, **options)
+        return await self._run_in_thread(work, size)
+
+    async def _run(self, work: Callable, size: int):
         """
-        Do a job, see `do_job`. Raises TokenizerError for what the client can change, EncoderBusy if
-        too much waits already.
+        `work(tokenizer)`, in place if it takes at most 2 ms. A regular expression that the
+        checkpoint brings may take longer, and so may a chat template, which is a program.
         """
-        if self.is_short(job):
-            return do_job(job, self.tokenizer, None)
-        size = size_of(job)
+        if size <= SHORT and self.tokenizer.has_known_pattern:
+            return work(self.tokenizer)
+        return await self._run_in_thread(partial(work, self.thread_tokenizer), size)
+
+    async def _run_in_thread(self, work: Callable, size: int):
+        """Raises EncoderBusy if too much waits already."""
         if self.waiting + size > MAX_WAITING:
             raise EncoderBusy("too much text is waiting to be encoded: try again later")
         self.waiting += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.thread, self._work, job)
+            return await asyncio.get_running_loop().run_in_executor(self.thread, work)
         finally:
             self.waiting -= size
 
-    def is_short(self, job: dict) -> bool:
-        """
-        Whether a job takes at most 2 ms. That is not known of a chat template, which is a program,
-        nor of a regular expression that the checkpoint brings.
-        """
-        if "messages" in job or not self.tokenizer.has_known_pattern:
-            return False
-        # beside its characters, each text costs a call: as much as some 16 characters
-        return size_of(job) + 16 * len(job.get("texts", ())) <= SHORT
-
     def close(self):
-        """Drop the jobs that have not begun."""
+        """Drop what the thread has not begun."""
         self.thread.shutdown(wait=False, cancel_futures=True)
-
-    # In the thread
-
-    def _load(self):
-        tokenizer = load_tokenizer(self.directory)
-        self.tools = tokenizer, load_chat(self.directory, tokenizer, self.variables)
-
-    def _work(self, job: dict):
-        if self.tools is None:
-            self._load()
-        return do_job(job, *self.tools)
-
-
-def size_of(job: dict) -> int:
-    """How many characters, or ids, a job has."""
-    texts = [*job.get("texts", ())]
-    for message in job.get("messages", ()):
-        texts += message.values()
-    return sum(map(len, texts)) + len(job.get("tokens", ()))
-
-
-def do_job(job: dict, tokenizer: Tokenizer, chat: "Chat | None") -> list[list[int]] | bytes:
-    """
-    Do one job. Raises TokenizerError.
-
-        {"texts": [..]}                           -> ids of each text
-        {"messages": [..], "options": {..}}       -> ids of the conversation, as those of one text
-        the same and "add_special_tokens": whether to add the BOS of a tokenizer that has one
-        the same and "answer": fields, with "names": whether to name the tokens
-                                                  -> the JSON of /tokenize
-        {"tokens": [..]}                          -> the JSON of /detokenize
-    """
-    if "tokens" in job:
-        text = tokenizer.decode(job["tokens"], skip_special_tokens=False)
-        return json.dumps({"prompt": text}, ensure_ascii=False).encode()
-    add = job.get("add_special_tokens", False)
-    if "messages" in job:
-        ids = [chat.encode(job["messages"], add, **job["options"])]
-    else:
-        ids = [tokenizer.encode(text, True, add_special_tokens=add) for text in job["texts"]]
-    return tokenize_answer(ids[0], tokenizer, **job["answer"]) if "answer" in job else ids
-
-
-def tokenize_answer(ids: list[int], tokenizer: Tokenizer, names: bool, **fields) -> bytes:
-    """The JSON of /tokenize."""
-    if names and len(ids) > MAX_NAMES:
-        message = f"return_token_strs for {len(ids)} tokens, at most {MAX_NAMES} are named"
-        raise TokenizerError(f"{message}: leave it out")
-    strings = [token_name(tokenizer.spelled_bytes(i)) for i in ids] if names else None
-    answer = {"count": len(ids)} | fields | {"tokens": ids, "token_strs": strings}
-    return json.dumps(answer, separators=(",", ":")).encode()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -288,15 +240,9 @@ def make_environment():
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    def tojson(value, ensure_ascii=False, indent=None, **options) -> str:
         # jinja2's own filter would escape for HTML
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     def raise_exception(message: str):
         raise TokenizerError(message)
@@ -316,7 +262,7 @@ def make_environment():
 
 
 class ControlNames:
-    """Finds where a text spells names of control (special) tokens."""
+    """The names of a tokenizer's control (special) tokens."""
 
     def __init__(self, names):
         self.names = [*names]
@@ -325,26 +271,21 @@ class ControlNames:
         self.ends = {name[n:] for name in names for n in range(1, len(name))}
         self.longest = max(map(len, names), default=0)
 
-    def starts(self, text: str) -> set[int]:
-        """The places where names begin in a text; parts of names at its ends count, too."""
-        starts = set(chain.from_iterable(occurrences(name, text) for name in self.names))
+    def disguise(self, text: str, stand_in: Callable[[str], str]) -> str:
+        """
+        The text with a stand-in for the first character of each name, also of parts of names at its
+        ends. (One regular expression of 256 names would hold the GIL for seconds over 4 MiB.)
+        """
+        for name in self.names:
+            while name in text:  # again: in <<< the name << begins twice
+                text = text.replace(name, stand_in(name[0]) + name[1:])
         for n in range(1, min(self.longest, len(text) + 1)):
-            if text[-n:] in self.beginnings:
-                starts.add(len(text) - n)
+            start = len(text) - n
+            if text[start:] in self.beginnings:
+                text = text[:start] + stand_in(text[start]) + text[start + 1 :]
             if text[:n] in self.ends:
-                starts.add(0)
-        return starts
-
-
-def occurrences(name: str, text: str) -> Iterator[int]:
-    """
-    The places where a name begins in a text; in <<< the name << begins twice. (One regular
-    expression of all 256 names of a tokenizer would hold the GIL for seconds over 4 MiB.)
-    """
-    start = text.find(name)
-    while start >= 0:
-        yield start
-        start = text.find(name, start + 1)
+                text = stand_in(text[0]) + text[1:]
+        return text
 
 
 def disguise(
@@ -365,16 +306,13 @@ def disguise(
     unused = (c for c in map(chr, range(0xF0000, 0x10FFFE)) if c not in used)
     stand_ins: dict[str, str] = {}
 
+    def stand_in(original: str) -> str:
+        if original not in stand_ins:
+            stand_ins[original] = next(unused, "")
+        return stand_ins[original]
+
     def disguised(text: str) -> str:
-        pieces = []
-        end = 0
-        for start in sorted(names.starts(text)):
-            original = text[start]
-            if original not in stand_ins:
-                stand_ins[original] = next(unused, "")
-            pieces += [text[end:start], stand_ins[original]]
-            end = start + 1
-        return "".join([*pieces, text[end:]])
+        return names.disguise(text, stand_in)
 
     def all_disguised(value):
         """The same for plain data: each text in it."""

@@ -73,9 +73,10 @@ class InlineEncoder(encoder.Encoder):
     """Its thread's jobs are done here, after the time that they take."""
 
     def __init__(self):
-        super().__init__("/nowhere", ByteTokenizer())
-        self.has_chat = True
-        self.tools = self.tokenizer, FakeChat()
+        self.tokenizer = self.thread_tokenizer = ByteTokenizer()
+        self.chat = FakeChat()
+        self.thread = SimpleNamespace(shutdown=lambda **options: None)
+        self.waiting = 0
 
 
 class HttpProcess:

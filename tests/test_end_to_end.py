@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +27,9 @@ import pytest
 import torch
 from fake_server import wait_until
 
-from checkpoint import load_checkpoint
+from checkpoint import load_checkpoint, load_config, save_checkpoint
 from engine.events import open_record, replay
+from model import GPT
 from server.workers import can_share_port
 from tokenizer import load_tokenizer
 
@@ -531,8 +533,24 @@ def test_prompt_at_the_terminal(checkpoint, expected):
     )
     out, errors = process.communicate(timeout=60)
     assert out == "# \u20ac def " + expected("# \u20ac def ") + "\n" and process.returncode == 0
-    note = r"\[24 tokens, [0-9.]+ a second, seed \d+, cut off\]"
+    note = r"\[24 tokens, [0-9.]+ a second, seed \d+, end: length\]"
     assert re.fullmatch(rf"loading .* \.\.\n{note}\n", errors)
+
+
+def test_ctrl_c_at_the_terminal(checkpoint, tmp_path):
+    """
+    Ctrl-C stops the text, not with a traceback. The text is so long that no machine is done before
+    the signal.
+    """
+    long = GPT(replace(load_config(checkpoint), context_length=50_000))
+    save_checkpoint(long, tmp_path)
+    load_tokenizer(checkpoint).save(tmp_path)
+    process = at_terminal(tmp_path, "--prompt", "x", "--max-tokens", "40000", "--kv-blocks", "2600")
+    assert process.stdout.read(2)[0] == "x"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in errors
+    assert 0 < int(re.search(r"\[(\d+) tokens?, .*, end: interrupted\]", errors)[1]) < 40_000
 
 
 def test_a_broken_checkpoint(tmp_path, checkpoint):

@@ -146,12 +146,15 @@ def test_the_length_of_a_completion_is_openais():
     assert body.sampling_params(1, 99)["max_tokens"] == parse().max_tokens == 16
 
 
-def test_a_server_has_them(folder):
-    """The engine gets them."""
+def test_a_server_has_them(folder, capfd):
+    """The engine gets them, and the log has them."""
     place = folder(ALL | {"max_new_tokens": 30})
-    with House("--generation-config", place) as house:
+    with House("--generation-config", place, "--log-requests") as house:
         house.ask(temperature=0)
         house.ask(top_k=0)
         first, second = [message["params"] for message in house.engine.of("add")]
     assert first == first | ALL | {"temperature": 0, "max_tokens": 4}
     assert second == second | ALL | {"top_k": 0}
+    logged = [json.loads(line) for line in capfd.readouterr().err.splitlines() if "{" in line]
+    one, other = (line for line in logged if line["event"] == "request")
+    assert one == one | ALL | {"temperature": 0} and other == other | ALL | {"top_k": 0}

@@ -163,7 +163,7 @@ def test_without_http_its_packages_are_not_needed():
 
 
 COMMANDS = {  # what is typed -> the packages that it may lack first
-    "serve.py --port 0": "prometheus_client",
+    "serve.py --port 0": "orjson",
     "serve.py --prompt x": "tokenizers",
     "serve.py --chat": "tokenizers",
     "serve.py --replay assets/tour.jsonl --port 0": "uvicorn",

@@ -1,10 +1,10 @@
 """
-answers.py: the answer that a client is sent, against a reference that has all of its tokens at
-once. However the engine's steps cut the tokens, and whenever the client is sent something, the
-pieces together say what the reference says.
+answers.py: what a choice makes of its tokens, as a table; and that a stream says the same, however
+the engine's steps cut the tokens, and whenever the client is sent something.
 """
 
-import codecs
+import json
+import re
 from itertools import chain, pairwise
 
 import orjson
@@ -14,26 +14,19 @@ from hypothesis import strategies as st
 
 from server.answers import CHOICES, Choice
 from server.protocol import ChatRequest, CompletionRequest
+from tokenizer import TextStream
 from training.corpus import bpe_tokenizer
 
 TOKENIZER = bpe_tokenizer([])  # a token a byte, and 256 is <|endoftext|>
 END = 256
-BYTES = [*b"ab", *"é".encode(), 0xFF, END]  # é is two tokens, 0xFF is no character
-SPELLING = {0xC3: "bytes:\\xc3", 0xA9: "bytes:\\xa9", 0xFF: "bytes:\\xff", END: "<|endoftext|>"}
+HELLO = [{"role": "user", "content": "x"}]
+LEAST = {CompletionRequest: {"prompt": "x"}, ChatRequest: {"messages": HELLO}}
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+IN_CHUNKS = {"stream": True, "stream_options": USAGE}
 
 
 def choice_of(body, prompt: list[int], eos=(END,)) -> Choice:
     return CHOICES[type(body)](None, 7, body, prompt, TOKENIZER, eos)
-
-
-def sent(chunks: list[dict]) -> list[dict]:
-    """As JSON brings them."""
-    return orjson.loads(orjson.dumps(chunks))
-
-
-def decoded(data: bytes, final: bool = False) -> str:
-    """The characters that are whole."""
-    return codecs.getincrementaldecoder("utf-8")("replace").decode(data, final)
 
 
 def score(place: int, token: int) -> list:
@@ -49,133 +42,27 @@ def score(place: int, token: int) -> list:
     return [own, likeliest, values]
 
 
-def candidates(token: int, scored: list, n: int) -> dict[int, float]:
-    """The n likeliest and, where it is none of them, the token itself."""
-    own, ids, values = scored
-    return dict(zip(ids[:n], values, strict=False)) | {token: own}
-
-
-def name(token: int) -> str:
-    return SPELLING.get(token) or chr(token)
-
-
-class Reference:
-    """The answer that a choice has to give, computed from all its tokens at once."""
-
-    def __init__(self, body, prompt: list[int], tokens: list[int], finish_reason: str):
-        self.body = body
-        self.prompt = prompt
-        spell = TOKENIZER.token_bytes if body.skip_special_tokens else TOKENIZER.spelled_bytes
-        pieces = list(map(TOKENIZER.spelled_bytes if body.echo else spell, prompt))
-        num_echoed = len(pieces) if body.echo else 0
-        pieces += map(spell, tokens)
-        if finish_reason == "stop":
-            pieces[-1] = b""
-        texts = [decoded(b"".join(pieces[:count])) for count in range(len(pieces) + 1)]
-        texts.append(decoded(b"".join(pieces), final=True))
-        if not body.echo:  # an answer completes a character that the prompt has begun
-            begun = decoded(b"".join(pieces[: len(prompt)]), final=True)
-            behind = texts[len(prompt)]
-            texts = [
-                text.removeprefix(begun if text.startswith(begun) else behind)
-                for text in texts[len(prompt) :]
-            ]
-        self.tokens = tokens
-        self.text = texts.pop()
-        self.finish_reason = finish_reason
-        self.stop_reason = None
-        if finish_reason == "stop" and (body.ignore_eos or tokens[-1] != END):
-            self.stop_reason = tokens[-1]
-        self.end_at_stop_string(texts[num_echoed:])
-        places = len(self.tokens) + (num_echoed if body.num_logprobs is not None else 0)
-        start = num_echoed + len(self.tokens) - places
-        self.offsets = [len(text) for text in texts[start:][:places]]
-
-    def end_at_stop_string(self, texts: list[str]):
-        searched_from = len(texts[: self.body.min_tokens + 1][-1])
-        for end in range(searched_from + 1, len(texts[-1]) + 1):
-            searched = texts[-1][searched_from:end]
-            stop = max(filter(searched.endswith, self.body.stop), key=len, default="")
-            if stop:
-                self.finish_reason = "stop"
-                self.stop_reason = stop
-                self.text = texts[-1][: end - len(stop)]
-                count = next(count for count, text in enumerate(texts) if len(text) >= end)
-                self.tokens = self.tokens[:count]
-                return
-
-    def scored(self) -> list[dict | None]:
-        """The candidates of each of `tokens`."""
-        n = self.body.num_logprobs
-        return [candidates(t, score(place, t), n) for place, t in enumerate(self.tokens)]
-
-    def text_logprobs(self) -> dict:
-        tokens = self.tokens
-        scored = self.scored()
-        if self.body.echo:
-            n = self.body.num_logprobs
-            of_prompt = zip(self.prompt[1:], prompt_scores(self.prompt), strict=True)
-            scored = [None, *(candidates(t, s, n) for t, s in of_prompt), *scored]
-            tokens = self.prompt + tokens
-        return {
-            "tokens": list(map(name, tokens)),
-            "token_logprobs": [s and s[t] for t, s in zip(tokens, scored, strict=True)],
-            "top_logprobs": [s and {name(i): p for i, p in s.items()} for s in scored],
-            "text_offset": self.offsets,
-        }
-
-    def chat_logprobs(self) -> list:
-        def entry(token: int, value: float) -> dict:
-            data = list(TOKENIZER.spelled_bytes(token))
-            return {"token": name(token), "logprob": value, "bytes": data}
-
-        content = []
-        for token, scored in zip(self.tokens, self.scored(), strict=True):
-            top = [entry(*item) for item in scored.items()][: self.body.num_logprobs]
-            content.append(entry(token, scored[token]) | {"top_logprobs": top})
-        return content
-
-
-def prompt_scores(prompt: list[int]) -> list[list]:
-    return [score(place, token) for place, token in enumerate(prompt[1:])]
-
-
-TOKENS = st.lists(st.sampled_from(BYTES), min_size=1, max_size=9)
-ANSWERS = {
-    "prompt": TOKENS,
-    "tokens": TOKENS,
-    "finish_reason": st.sampled_from(["stop", "length"]),
-    "cuts": st.sets(st.integers(1, 8)),
-    "pauses": st.sets(st.integers(0, 8)),
-    "fields": st.fixed_dictionaries(
-        {
-            "stop": st.lists(st.sampled_from(["a", "b", "ba", "ab", "éa", "é", "bb"]), max_size=3),
-            "skip_special_tokens": st.booleans(),
-            "ignore_eos": st.booleans(),
-            "min_tokens": st.integers(0, 3),
-            "return_token_ids": st.booleans(),
-        }
-    ),
-    "n": st.none() | st.integers(0, 4),
-}
+def scores_of(tokens: list[int], first: int = 0) -> list[list]:
+    return [score(first + place, token) for place, token in enumerate(tokens)]
 
 
 def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict]:
     """
-    The chunks that a client gets if the engine's steps end at `cuts`, and the client is busy during
-    `pauses`.
+    The chunks, as JSON brings them, that a client gets if the engine's steps end at `cuts`, and the
+    client is busy during `pauses`.
     """
     edges = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
     chunks = []
     for step, (start, end) in enumerate(pairwise(edges)):
-        scores = of_prompt = None
-        if choice.num_logprobs is not None:
-            scores = [score(start + place, token) for place, token in enumerate(tokens[start:end])]
-            of_prompt = prompt_scores(choice.prompt) if choice.body.echo and not step else None
+        part = tokens[start:end]
+        scores = scores_of(part, start) if choice.num_logprobs is not None else None
+        of_prompt = None
+        if choice.body.num_prompt_logprobs is not None and not step:
+            of_prompt = scores_of(choice.prompt[1:])
         reason = finish_reason if end == len(tokens) else None
-        choice.add_tokens(tokens[start:end], reason, 3, scores, of_prompt)
+        choice.add_tokens(part, reason, 3, scores, of_prompt)
         if choice.has_unsent() and (step not in pauses or choice.finish_reason):
-            chunks += sent(choice.chunks())
+            chunks += orjson.loads(orjson.dumps(choice.chunks()))
             choice.mark_sent()
         if choice.finish_reason:  # for a stop string: the engine is sent an abort
             break
@@ -183,96 +70,164 @@ def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict
     return chunks
 
 
-def check_the_ends(chunks: list[dict], expected: Reference):
-    """
-    Only the last chunk has the reason; each has the number of tokens until then, and their ids.
-    """
+# fields, tokens, how the engine ends them -> the text, finish_reason, stop_reason, tokens that
+# count. é is the two tokens 195 and 169, 255 is no character.
+TEXTS = """
+{} [97, 98] length -> ["ab", "length", null, 2]
+{} [97, 256] stop -> ["a", "stop", null, 2]
+{"ignore_eos": true} [97, 256] stop -> ["a", "stop", 256, 2]
+{"stop_token_ids": [98]} [97, 98] stop -> ["a", "stop", 98, 2]
+{} [97, 195, 169, 255, 98] length -> ["aé\\ufffdb", "length", null, 5]
+{} [97, 195] length -> ["a\\ufffd", "length", null, 2]
+{} [195, 256] stop -> ["\\ufffd", "stop", null, 2]
+{"prompt": [97, 195]} [169, 97] length -> ["éa", "length", null, 2]
+{"prompt": [97, 195]} [97] length -> ["a", "length", null, 1]
+{} [97, 256, 98] length -> ["ab", "length", null, 3]
+{"skip_special_tokens": false} [97, 256, 98] length -> ["a<|endoftext|>b", "length", null, 3]
+{"stop": "b"} [97, 98, 99] length -> ["a", "stop", "b", 2]
+{"stop": "b"} [97, 98] stop -> ["a", "stop", 98, 2]
+{"stop": ["b", "ab"]} [98, 97, 98, 99] length -> ["", "stop", "b", 1]
+{"stop": ["b", "ab"], "min_tokens": 1} [98, 97, 98, 99] length -> ["b", "stop", "ab", 3]
+{"stop": "ba", "min_tokens": 2} [97, 98, 97, 98] length -> ["abab", "length", null, 4]
+{"stop": "é"} [97, 195, 169, 98] length -> ["a", "stop", "é", 3]
+{"stop": "zz"} [97, 122] length -> ["az", "length", null, 2]
+{"stop": "<|end"} [97, 256, 98] length -> ["ab", "length", null, 3]
+{"prompt": [195, 169, 256], "echo": true} [97, 256, 98] length -> ["é<|endoftext|>ab", "length", null, 3]
+{"prompt": [97, 195], "echo": true} [169] length -> ["aé", "length", null, 1]
+{"prompt": [98], "echo": true, "stop": "b"} [97, 98] length -> ["ba", "stop", "b", 2]
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("row", TEXTS.strip().splitlines())
+def test_the_text_of_an_answer(row):
+    asked, expected = row.split(" -> ")
+    fields, tokens, finish_reason = re.fullmatch(r"({.*}) (\[.*\]) (\w+)", asked).groups()
+    fields = json.loads(fields)
+    text, *ends, count = json.loads(expected)
+    for kind in LEAST if fields.keys().isdisjoint({"prompt", "echo"}) else [CompletionRequest]:
+        choice = choice_of(kind(**LEAST[kind] | fields), fields.get("prompt", [120]))
+        (chunk,) = give(choice, json.loads(tokens), finish_reason)
+        (answer,) = chunk["choices"]
+        shown = answer["text"] if kind is CompletionRequest else answer["message"]["content"]
+        reasons = [answer["finish_reason"], answer["stop_reason"]]
+        assert (shown, reasons, choice.num_tokens) == (text, ends, count)
+        assert answer["index"] == 7
+
+
+# Log-probabilities: fields, tokens -> what `logprobs` has. Of a completion each token is among its
+# candidates, of a chat it is not; what stands before a token is its offset.
+LOGPROBS = r"""
+{"prompt": [120], "logprobs": 2} [97, 98, 256] ->
+{"tokens": ["a", "b", "<|endoftext|>"], "token_logprobs": [-0.5, -3.5, -99.0], "top_logprobs": [
+    {"a": -0.5, "c": -1.5}, {"c": -1.5, "d": -2.5, "b": -3.5},
+    {"c": -2.5, "d": -3.5, "<|endoftext|>": -99.0}
+], "text_offset": [0, 1, 2]}
+
+{"prompt": [195, 169, 97], "logprobs": 0, "echo": true} [195, 169] ->
+{"tokens": ["bytes:\\xc3", "bytes:\\xa9", "a", "bytes:\\xc3", "bytes:\\xa9"],
+ "token_logprobs": [null, -0.5, -3.5, -0.5, -3.5], "top_logprobs": [
+    null, {"bytes:\\xa9": -0.5}, {"a": -3.5}, {"bytes:\\xc3": -0.5}, {"bytes:\\xa9": -3.5}
+], "text_offset": [0, 0, 1, 2, 2]}
+
+{"messages": "HELLO", "logprobs": true, "top_logprobs": 1} [97, 169] ->
+{"content": [
+    {"token": "a", "logprob": -0.5, "bytes": [97],
+     "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}]},
+    {"token": "bytes:\\xa9", "logprob": -3.5, "bytes": [169],
+     "top_logprobs": [{"token": "c", "logprob": -1.5, "bytes": [99]}]}
+], "refusal": null}
+
+{"messages": "HELLO", "logprobs": true} [97] ->
+{"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}], "refusal": null}
+"""
+LOGPROBS = LOGPROBS.replace('"HELLO"', json.dumps(HELLO)).strip().split("\n\n")
+
+
+@pytest.mark.parametrize("row", LOGPROBS)
+def test_log_probabilities(row):
+    asked, expected = row.split(" ->\n")
+    fields, tokens = re.fullmatch(r"({.*}) (\[.*\])", asked).groups()
+    fields = json.loads(fields)
+    body = (ChatRequest if "messages" in fields else CompletionRequest)(**fields)
+    choice = choice_of(body, fields.get("prompt", [120]))
+    (chunk,) = give(choice, json.loads(tokens), "length")
+    assert chunk["choices"][0]["logprobs"] == json.loads(expected)
+
+
+# --------------------------------------------------------------------------------------------------
+# Streams
+
+TOKENS = st.lists(st.sampled_from([97, 98, 195, 169, 255, END]), min_size=1, max_size=9)
+STOPS = st.sampled_from(["a", "b", "ba", "ab", "éa", "é", "bb"])
+FIELDS = {
+    "stop": st.lists(STOPS, max_size=3),
+    "skip_special_tokens": st.booleans(),
+    "ignore_eos": st.booleans(),
+    "min_tokens": st.integers(0, 3),
+    "return_token_ids": st.booleans(),
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    kind=st.sampled_from([*LEAST]),
+    answer=st.tuples(TOKENS, st.sampled_from(["stop", "length"])),
+    cuts=st.sets(st.integers(1, 8)),
+    pauses=st.sets(st.integers(0, 8)),
+    prompt=TOKENS,
+    fields=st.fixed_dictionaries(FIELDS),
+    n=st.none() | st.integers(0, 4),
+    echo=st.booleans(),
+)
+def test_a_stream_says_the_same_however_it_is_cut(
+    kind, answer, cuts, pauses, prompt, fields, n, echo
+):
+    is_chat = kind is ChatRequest
+    if is_chat:
+        fields |= {"messages": HELLO} | ({} if n is None else {"logprobs": True, "top_logprobs": n})
+    else:
+        fields |= {"prompt": prompt, "echo": echo, "logprobs": n}
+    (whole,) = give(choice_of(kind(**fields), prompt), *answer)
+    chunks = give(choice_of(kind(**fields, **IN_CHUNKS), prompt), *answer, cuts, pauses)
     choices = [chunk["choices"][0] for chunk in chunks]
-    assert {choice["index"] for choice in choices} == {7}
-    reasons = [(choice["finish_reason"], choice["stop_reason"]) for choice in choices]
-    end = (expected.finish_reason, expected.stop_reason)
-    assert reasons == [(None, None)] * (len(chunks) - 1) + [end]
-    asked = expected.body.return_token_ids
+    expected = whole["choices"][0]
+    # only the last chunk has the reason
+    ends = [(choice["finish_reason"], choice["stop_reason"]) for choice in choices]
+    end = (expected["finish_reason"], expected["stop_reason"])
+    assert ends == [(None, None)] * (len(chunks) - 1) + [end]
+    # the prompt's ids come once; tokens in all, and their number until then in each chunk's usage
+    asked = fields["return_token_ids"]
+    shown = [part.get("prompt_token_ids") for part in (chunks if is_chat else choices)]
+    assert shown == [prompt if asked else None] + [None] * (len(shown) - 1)
     assert all(("token_ids" in choice) == asked for choice in choices)
     if asked:
         ids = [choice["token_ids"] for choice in choices]
-        assert [*chain(*ids)] == expected.tokens
-        counts = [sum(map(len, ids[: i + 1])) for i in range(len(ids))]
-        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == counts
-    counts = {"prompt_tokens": len(expected.prompt), "completion_tokens": len(expected.tokens)}
-    assert chunks[-1]["usage"] == counts | {"total_tokens": sum(counts.values())}
-
-
-def check_the_prompts_ids(parts: list[dict], ids: dict):
-    """They come once, with the first part, and only where they are asked for."""
-    shown = [part.get("prompt_token_ids") for part in parts]
-    assert shown == [ids.get("prompt_token_ids")] + [None] * (len(parts) - 1)
-
-
-def ends_of(expected: Reference) -> dict:
-    """The fields that whole answers of both kinds share."""
-    ends = {"finish_reason": expected.finish_reason, "stop_reason": expected.stop_reason}
-    return ends | ({"token_ids": expected.tokens} if expected.body.return_token_ids else {})
-
-
-USAGE = {"include_usage": True, "continuous_usage_stats": True}
-IN_CHUNKS = {"stream": True, "stream_options": USAGE}
-
-
-@settings(max_examples=200, deadline=None)
-@given(echo=st.booleans(), **ANSWERS)
-def test_a_completion_says_the_same_however_it_is_cut(
-    prompt, tokens, finish_reason, cuts, pauses, fields, n, echo
-):
-    fields = {"prompt": prompt, "echo": echo, "logprobs": n} | fields
-    body = CompletionRequest(**fields, **IN_CHUNKS)
-    expected = Reference(body, prompt, tokens, finish_reason)
-    chunks = give(choice_of(body, prompt), tokens, finish_reason, cuts, pauses)
-    check_the_ends(chunks, expected)
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(choice["text"] for choice in choices) == expected.text
-    ids = {"prompt_token_ids": prompt} if body.return_token_ids else {}
-    check_the_prompts_ids(choices, ids)
-    logprobs = None if n is None else expected.text_logprobs()
-    parts = [choice["logprobs"] for choice in choices]
-    if n is None:
-        assert parts == [None] * len(parts)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert [*chain(*ids)] == expected["token_ids"]
+        assert counts == [sum(map(len, ids[: i + 1])) for i in range(len(ids))]
+    if is_chat:
+        deltas = [choice["delta"] for choice in choices]
+        assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+        assert all(delta.keys() == {"content"} for delta in deltas[1:-1])
+        text = "".join(delta["content"] for delta in deltas[:-1])
+        assert expected["message"] == {"role": "assistant", "content": text}
     else:
-        assert {key: [*chain(*(part[key] for part in parts))] for key in logprobs} == logprobs
-    # the same at once
-    (whole,) = give(choice_of(CompletionRequest(**fields), prompt), tokens, finish_reason)
-    answer = {"text": expected.text, "index": 7, "logprobs": logprobs} | ids
-    answer |= ends_of(expected)
-    assert whole == {"choices": [answer]}
-
-
-@settings(max_examples=200, deadline=None)
-@given(**ANSWERS)
-def test_a_chat_says_the_same_however_it_is_cut(
-    prompt, tokens, finish_reason, cuts, pauses, fields, n
-):
-    fields = {"messages": [{"role": "user", "content": "x"}], **fields}
-    fields |= {} if n is None else {"logprobs": True, "top_logprobs": n}
-    body = ChatRequest(**fields, **IN_CHUNKS)
-    expected = Reference(body, prompt, tokens, finish_reason)
-    chunks = give(choice_of(body, prompt), tokens, finish_reason, cuts, pauses)
-    check_the_ends(chunks, expected)
-    choices = [chunk["choices"][0] for chunk in chunks]
-    deltas = [choice["delta"] for choice in choices]
-    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
-    assert all(delta.keys() == {"content"} for delta in deltas[1:-1])
-    assert "".join(delta["content"] for delta in deltas[:-1]) == expected.text
-    ids = {"prompt_token_ids": prompt} if body.return_token_ids else {}
-    check_the_prompts_ids(chunks, ids)
-    content = [] if n is None else expected.chat_logprobs()
+        assert "".join(choice["text"] for choice in choices) == expected["text"]
     parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-    assert [*chain(*(part["content"] for part in parts))] == content
-    # the same at once
-    (whole,) = give(choice_of(ChatRequest(**fields), prompt), tokens, finish_reason)
-    answer = {"message": {"role": "assistant", "content": expected.text}, "index": 7}
-    answer |= {"logprobs": None if n is None else {"content": content, "refusal": None}}
-    answer |= ends_of(expected)
-    assert whole == {"choices": [answer], **ids}
+    if n is None:
+        assert not parts and expected["logprobs"] is None
+    else:
+        lists = [name for name, value in expected["logprobs"].items() if value is not None]
+        joined = {name: [*chain(*(part[name] for part in parts))] for name in lists}
+        assert joined == {name: expected["logprobs"][name] for name in lists}
+
+
+def test_usage_is_in_chunks_only_beside_the_last_one():
+    """As in vLLM: continuous_usage_stats without include_usage asks for nothing."""
+    options = {"continuous_usage_stats": True}
+    body = CompletionRequest(prompt="x", stream=True, stream_options=options)
+    (chunk,) = give(choice_of(body, [120]), [97], "length")
+    assert "usage" not in chunk
 
 
 def test_scores_of_a_prompt_come_with_one_of_its_choices():
@@ -285,9 +240,9 @@ def test_scores_of_a_prompt_come_with_one_of_its_choices():
     unscored = CompletionRequest(prompt=[[97, 98]], echo=True, stream=True)
     assert choice_of(unscored, [97, 98]).has_unsent()
     second.add_tokens([99], None, 0, [score(0, 99)])
-    first.add_tokens([100], None, 0, [score(0, 100)], prompt_scores([97, 98]))
+    first.add_tokens([100], None, 0, [score(0, 100)], scores_of([98]))
     for choice, token in zip(choices, "dc", strict=True):
-        (chunk,) = sent(choice.chunks())
+        (chunk,) = choice.chunks()
         logprobs = chunk["choices"][0]["logprobs"]
         assert logprobs["tokens"] == ["a", "b", token]
         assert logprobs["token_logprobs"] == [None, -0.5, -0.5]
@@ -319,3 +274,15 @@ def test_a_token_without_text_is_news_only_where_tokens_are_asked_for(fields, is
         choice.mark_sent()
         assert not choice.has_unsent()
     assert unsent == [(is_news, ""), (True, "é"), (True, "")]
+
+
+def test_a_long_echo_is_text_at_once(monkeypatch):
+    """128 choices with a prompt of 30,000 tokens were spelled token by token."""
+    body = CompletionRequest(prompt="x", echo=True, stop="x")
+    prompt = [*("xé€".encode() * 500)[:-1]]
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStream, "push", lambda *_: 1 / 0)
+        choice = choice_of(body, prompt)
+    assert choice.text == "xé€" * 499 + "xé"
+    choice.add_tokens([0xAC, ord("y")], "length", 0)  # a character that began in the prompt
+    assert choice.text == "xé€" * 500 + "y"

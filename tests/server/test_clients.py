@@ -2,7 +2,7 @@
 Clients that others wrote, as their users run them, against serve.py in a process of its own. They
 are installed from tests/clients.txt into .venv-clients, once: 2.5 minutes, and then the tests take
 one. Where they cannot be installed (no network, say) all is skipped with the reason. vLLM's own
-load generator comes only with all of vLLM: what it sends is in tests/server/test_completions.py.
+load generator comes only with all of vLLM.
 """
 
 import json
@@ -45,14 +45,7 @@ def install():
     """Make the environment anew. Raises subprocess.SubprocessError."""
     shutil.rmtree(HOME, ignore_errors=True)
     requirements = [line for line in PINS.read_text().splitlines() if not line.startswith("#")]
-    pip = [
-        HOME / "bin" / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
+    pip = [HOME / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     pip += shlex.split(os.environ.get("PIP_OPTIONS", ""))
     options = {"check": True, "capture_output": True, "text": True, "timeout": INSTALL_SECONDS / 2}
     subprocess.run([sys.executable, "-m", "venv", HOME], **options)
@@ -109,7 +102,7 @@ def server(checkpoint):
 
 
 def run_client(command: list, folder: Path) -> str:
-    """What it prints. Whatever it caches or writes is put into the folder."""
+    """Its output. All that it caches or writes is put into the folder."""
     homes = {"HOME": str(folder), "HF_HOME": str(folder)}
     environment = os.environ | OFFLINE | homes
     done = subprocess.run(
@@ -157,12 +150,8 @@ def test_guidellm_measures_every_request(bin, server, checkpoint, tmp_path):
     flags = [part for option in options.items() for part in option]
     run_client([bin / "guidellm", "run", *flags, "--disable-console"], tmp_path)
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
-    assert benchmark["metrics"]["request_totals"] == {
-        "successful": 12,
-        "errored": 0,
-        "incomplete": 0,
-        "total": 12,
-    }
+    totals = {"successful": 12, "errored": 0, "incomplete": 0, "total": 12}
+    assert benchmark["metrics"]["request_totals"] == totals
     assert [request["output_tokens"] for request in benchmark["requests"]["successful"]] == [8] * 12
 
 
@@ -208,23 +197,14 @@ def test_lm_eval_finds_the_models_bits_per_byte(tokenized, bin, server, checkpoi
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     (tmp_path / "documents.yaml").write_text(TASK.format(file=documents))
     address = f"model=tiny,base_url={server.url}/v1/completions,tokenizer={checkpoint}"
-    command = [
-        bin / "lm_eval",
-        "--model",
-        "local-completions",
-        "--tasks",
-        "documents",
-        "--include_path",
-        tmp_path,
-    ]
-    command += [
-        "--model_args",
-        f"{address},tokenized_requests={tokenized},max_length=1024,max_retries=1",
-    ]
+    command = [bin / "lm_eval", "--model", "local-completions", "--tasks", "documents"]
+    command += ["--include_path", tmp_path]
+    limits = f"tokenized_requests={tokenized},max_length=1024,max_retries=1"
+    command += ["--model_args", f"{address},{limits}"]
     run_client([*command, "--output_path", tmp_path / "results"], tmp_path)
     (results,) = (tmp_path / "results").rglob("results_*.json")
-    found = json.loads(results.read_text())["results"]["documents"]["bits_per_byte,none"]
-    assert found == pytest.approx(bits_per_byte(checkpoint), rel=1e-4)
+    measured = json.loads(results.read_text())["results"]["documents"]["bits_per_byte,none"]
+    assert measured == pytest.approx(bits_per_byte(checkpoint), rel=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -288,8 +268,8 @@ result = [whole.choices[0].message.content, streamed, retrieved, last.usage.comp
     assert (retrieved, tokens) == ("tiny", 8)
 
 
-# What these say of a server's refusal: they send tools together with tool_choice or
-# parallel_tool_calls, and were told that these should be left out, which none of them can do.
+# These send tools together with tool_choice or parallel_tool_calls. Our refusal once asked them to
+# leave those out, which none of them can do.
 TOOL_USERS = {
     "instructor": """
 import instructor
@@ -339,6 +319,6 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("name", TOOL_USERS)
-def test_who_sends_tools_is_told_about_tools(name, run_script):
+def test_a_refusal_of_tools_is_about_tools(name, run_script):
     said = run_script(TOOL_USERS[name] + CATCH)
     assert "400" in said and "'param': 'tools'" in said, said

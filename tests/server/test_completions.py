@@ -1,110 +1,68 @@
 """
-/v1/completions and /v1/chat/completions over HTTP, as tables: the fields of a call, whose prompt
-is the fake engine's script, and the answer, which says the same whole and as a stream.
+/v1/completions and /v1/chat/completions over HTTP: what becomes of a prompt, and whole answers.
+What a choice makes of its tokens is in test_answers.py, and streams are in test_api.py.
 """
 
 import json
-import time
 
 import pytest
-from fake_server import EOS, HELLO, ByteTokenizer, Server, ask, error_of
 from tokenizers.processors import TemplateProcessing
+from wires import House
 
-from server.answers import CompletionChoice
-from server.protocol import CompletionRequest
-from tokenizer import TextStream, load_tokenizer
+from server.text import Encoder
+from tokenizer import load_tokenizer
 from training.corpus import bpe_tokenizer
 
-
-def post(server, **body):
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    response = server.http.post(path, json={"max_tokens": 1000} | body)
-    assert response.status_code == 200, response.text
-    return response
+HELLO = [{"role": "user", "content": "hello"}]
+TEMPLATE = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}"
+TEMPLATE += "{% endif %}say {{ messages[0].content }}{{ ' thinks' if thinks }}{{ more }}"
 
 
-def stream(server, **body) -> list[dict]:
-    """The events of a stream, which share id, date and kind, but for the end."""
-    response = post(server, stream=True, **body)
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    events = [*map(json.loads, events)]
-    assert done == "[DONE]" and len({(event["id"], event["created"]) for event in events}) == 1
-    kind = "chat.completion.chunk" if "messages" in body else "text_completion"
-    assert {event["object"] for event in events} == {kind}
-    return events
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint whose tokens are bytes, with a chat template."""
+    bpe_tokenizer([]).save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
 
 
-def summary(events: list[dict]) -> list[tuple]:
-    """The text, the end and the log-probabilities of each choice."""
-    choices = {}
-    for event in events:
-        for part in event["choices"]:
-            choices.setdefault(part["index"], []).append(part)
-    return [summary_of(choices[index]) for index in sorted(choices)]
+@pytest.fixture
+def chat(folder):
+    with House(directory=folder) as house:
+        yield house
 
 
-def summary_of(parts: list[dict]) -> tuple:
-    shown = [part.get("message") or part.get("delta") or part for part in parts]
-    texts = [part.get("text") or part.get("content") or "" for part in shown]
-    assert not any("\ufffd" in text for text in texts[:-1]), "half a character"
-    scored = [part["logprobs"] for part in parts if part["logprobs"]]
-    lists = {name: [x for part in scored for x in part[name] or ()] for name in (scored or [{}])[0]}
-    ends = [(part["finish_reason"], part["stop_reason"]) for part in parts]
-    assert ends[:-1] == [(None, None)] * (len(parts) - 1)
-    return "".join(texts), *ends[-1], lists
+def call(house, **fields):
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    return house.call("POST", path, {"max_tokens": 9} | fields)
 
 
-# fields -> tokens of all prompts (n choices share one) and of all answers (the end of text is one,
-# too), the reason of all ends, the choices' texts. LONG is 500 words; CHAT's message is "hello".
-# The last four are calls of `vllm bench serve` (vLLM's commit 02cfb53).
-ANSWERS = """
-{"prompt": "say hello"} -> [9, 6, "stop", null, "hello"]
-{"prompt": "say hello", "max_tokens": 2} -> [9, 2, "length", null, "he"]
-{"prompt": "say é€😀é€😀"} -> [22, 19, "stop", null, "é€😀é€😀"]
-{"prompt": "say a€", "max_tokens": 3} -> [8, 3, "length", null, "a\ufffd"]
-{"prompt": [115, 97, 121, 32, 111]} -> [5, 2, "stop", null, "o"]
-{"prompt": [[115, 97, 121, 32, 111], [115, 97, 121, 32, 112]]} -> [10, 4, "stop", null, "o", "p"]
-{"prompt": ["say a", "say bc"], "n": 2} -> [11, 10, "stop", null, "a", "a", "bc", "bc"]
-{"prompt": "say hi", "echo": true} -> [6, 3, "stop", null, "say hihi"]
-{"prompt": "say hi", "echo": true, "max_tokens": 0} -> [6, 0, "length", null, "say hi"]
-{"prompt": [115, 226, 130], "echo": true, "max_tokens": 0} -> [3, 0, "length", null, "s\ufffd"]
-{"prompt": "say oneTWOLONG", "stop": ["zzz", "TW"]} -> [2010, 5, "stop", "TW", "one"]
-{"prompt": "say3 oneTWOLONG", "stop": ["zzz", "TW"]} -> [2011, 5, "stop", "TW", "one"]
-{"prompt": "say abc", "stop": "cde"} -> [7, 4, "stop", null, "abc"]
-{"prompt": "say abab", "stop": "b", "min_tokens": 2} -> [8, 4, "stop", "b", "aba"]
-{"prompt": "say abab", "stop": "ba", "min_tokens": 2} -> [8, 5, "stop", null, "abab"]
-{"prompt": "say abc", "stop_token_ids": [98]} -> [7, 2, "stop", 98, "a"]
-{CHAT} -> [9, 6, "stop", null, "hello"]
-{CHAT, "n": 2, "max_tokens": 3} -> [9, 6, "length", null, "hel", "hel"]
-{"prompt": "say hi", "repetition_penalty": 1.0, "logprobs": null} -> [6, 3, "stop", null, "hi"]
-{"prompt": "say hi", "ignore_eos": true, "temperature": 0.0} -> [6, 3, "stop", 256, "hi"]
-{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]} -> [6, 3, "stop", null, "hi"]
-{CHAT, "ignore_eos": true, "temperature": 0.0} -> [9, 6, "stop", 256, "hello"]
-"""  # noqa: E501
-CHAT = '"messages": [{"role": "user", "content": "hello"}]'
-ROWS = ANSWERS.replace("LONG", "more" * 500).replace("CHAT", CHAT).strip().splitlines()
+def scores_of(count: int) -> list[list]:
+    """Of so many tokens: the token itself is none of the likeliest."""
+    return [[-2.0, [98, 99], [-1.0, -1.5]]] * count
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_answers(chat, row):
-    fields, expected = map(json.loads, row.split(" -> "))
-    asked, answered, *reasons = expected[:4]
-    answer = post(chat, **fields).json()
-    assert summary([answer]) == [(text, *reasons, {}) for text in expected[4:]]
-    usage = answer["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (asked, answered)
-    *events, last = stream(chat, **fields, stream_options={"include_usage": True})
-    assert summary(events) == summary([answer])
-    assert all(event["usage"] is None and len(event["choices"]) == 1 for event in events)
-    assert last["choices"] == [] and last["usage"] == usage
+def run(house, text: bytes, finish: str):
+    """The engine answers all choices, a token a step; the last one ends a text, or is its limit."""
+    tokens = [*text, 256][: len(text) + (finish == "stop")]
+    for number, token in enumerate(tokens):
+        rows = []
+        for id, choice in house.choices.items():
+            end = finish if number == len(tokens) - 1 else None
+            row = [id, [token], end, 4, None, None]
+            if choice.num_logprobs is not None:
+                row[4] = scores_of(1)
+            if choice.body.num_prompt_logprobs is not None and not number:
+                row[5] = scores_of(len(choice.prompt) - 1)
+            rows.append(row)
+        house.engine.say({"op": "step", "out": rows, "stats": house.engine.stats})
 
 
-# Whole answers, field by field, but for their id and date. A token's offset counts characters;
-# bytes that are no character are spelled out.
-WHOLE = r"""
-{"prompt": "say hello", "return_token_ids": true, "request_id": "cmpl"} ->
-{"object": "text_completion", "model": "fake", "choices": [{
+# fields, what the engine says and how it ends; the answer but for what all of them share. A token's
+# offset counts characters; bytes that are no character are spelled out.
+ANSWERS = r"""
+{"prompt": "say hello", "return_token_ids": true, "request_id": "cmpl"} hello stop
+{"choices": [{
     "index": 0, "text": "hello", "logprobs": null, "finish_reason": "stop", "stop_reason": null,
     "prompt_token_ids": [115, 97, 121, 32, 104, 101, 108, 108, 111],
     "token_ids": [104, 101, 108, 108, 111, 256]
@@ -113,120 +71,100 @@ WHOLE = r"""
     "prompt_tokens_details": {"cached_tokens": 4}
 }}
 
-{"prompt": "say a€", "logprobs": 1} ->
-{"object": "text_completion", "model": "fake", "choices": [{
-    "index": 0, "text": "a€", "finish_reason": "stop", "stop_reason": null, "logprobs": {
-        "tokens": ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "<end>"],
-        "token_logprobs": [-2.0, -2.0, -2.0, -2.0, -2.0],
+{"prompt": "é", "logprobs": 1, "echo": true} a€ length
+{"choices": [{
+    "index": 0, "text": "éa€", "finish_reason": "length", "stop_reason": null, "logprobs": {
+        "tokens": ["bytes:\\xc3", "bytes:\\xa9", "a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"],
+        "token_logprobs": [null, -2.0, -2.0, -2.0, -2.0, -2.0],
         "top_logprobs": [
-            {"b": -1.0, "a": -2.0}, {"bytes:\\xe3": -1.0, "bytes:\\xe2": -2.0},
-            {"bytes:\\x83": -1.0, "bytes:\\x82": -2.0}, {"bytes:\\xad": -1.0, "bytes:\\xac": -2.0},
-            {"\u0000": -1.0, "<end>": -2.0}
-        ], "text_offset": [0, 1, 1, 1, 2]
+            null, {"b": -1.0, "bytes:\\xa9": -2.0}, {"b": -1.0, "a": -2.0},
+            {"b": -1.0, "bytes:\\xe2": -2.0}, {"b": -1.0, "bytes:\\x82": -2.0},
+            {"b": -1.0, "bytes:\\xac": -2.0}
+        ], "text_offset": [0, 0, 1, 2, 2, 2]
     }
 }], "usage": {
-    "prompt_tokens": 8, "completion_tokens": 5, "total_tokens": 13,
+    "prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6,
     "prompt_tokens_details": {"cached_tokens": 4}
 }}
 
-{"prompt": "say x", "echo": true, "logprobs": 0, "max_tokens": 0} ->
-{"object": "text_completion", "model": "fake", "choices": [{
-    "index": 0, "text": "say x", "finish_reason": "length", "stop_reason": null, "logprobs": {
-        "tokens": ["s", "a", "y", " ", "x"], "token_logprobs": [null, -2.0, -2.0, -2.0, -2.0],
-        "top_logprobs": [null, {"a": -2.0}, {"y": -2.0}, {" ": -2.0}, {"x": -2.0}],
-        "text_offset": [0, 1, 2, 3, 4]
-    }
-}], "usage": {
-    "prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5,
-    "prompt_tokens_details": {"cached_tokens": 2}
-}}
-
-{CHAT, "logprobs": true, "top_logprobs": 1, "max_tokens": 1, "request_id": "chatcmpl"} ->
-{"object": "chat.completion", "model": "fake", "choices": [{
+{"messages": HELLO, "logprobs": true, "top_logprobs": 1, "request_id": "chatcmpl"} h length
+{"choices": [{
     "index": 0, "message": {"role": "assistant", "content": "h"}, "finish_reason": "length",
     "stop_reason": null, "logprobs": {"content": [{
         "token": "h", "logprob": -2.0, "bytes": [104],
-        "top_logprobs": [{"token": "i", "logprob": -1.0, "bytes": [105]}]
+        "top_logprobs": [{"token": "b", "logprob": -1.0, "bytes": [98]}]
     }], "refusal": null}
 }], "usage": {
     "prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10,
     "prompt_tokens_details": {"cached_tokens": 4}
 }}"""
 
+ROWS = ANSWERS.replace("HELLO", json.dumps(HELLO)).strip().split("\n\n")
 
-@pytest.mark.parametrize("row", WHOLE.replace("CHAT", CHAT).split("\n\n"))
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.splitlines()[0])
 def test_whole_answers_have_exactly_these_fields(chat, row):
-    fields, expected = map(json.loads, row.split(" ->\n"))
-    answer = post(chat, model="fake", **fields).json()
-    name, _, id = answer.pop("id").partition("-")
-    assert abs(answer.pop("created") - time.time()) < 60
-    assert answer == expected
-    if "request_id" in fields:
-        assert name == id == fields["request_id"]
-    assert summary(stream(chat, **fields)) == summary([answer])
-
-
-def test_usage_may_be_in_every_chunk(chat):
-    """guidellm counts tokens by it. Each chunk has that of its own choice; a role costs none."""
-    for fields, asked in (
-        ({"prompt": ["say one", "say three"]}, [7, 9]),
-        ({"messages": HELLO}, [9]),
-    ):
-        for options in ({}, {"stream_options": {"continuous_usage_stats": True}}):
-            assert all("usage" not in event for event in stream(chat, **fields, **options))
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        *events, last = stream(chat, **fields, stream_options=options)
-        ends = {event["choices"][0]["index"]: event["usage"] for event in events}
-        assert [ends[index]["prompt_tokens"] for index in sorted(ends)] == asked
-        counts = [usage["completion_tokens"] for usage in ends.values()]
-        assert last["usage"]["completion_tokens"] == sum(counts)
-        assert last["usage"]["prompt_tokens"] == sum(asked)
-
-
-def test_a_long_echo_is_text_at_once(monkeypatch):
-    """128 choices with a prompt of 30,000 tokens were spelled token by token."""
-    body = CompletionRequest(prompt="x", echo=True, stop="x")
-    prompt = [*("xé€".encode() * 500)[:-1]]
-    with monkeypatch.context() as patch:
-        patch.setattr(TextStream, "push", lambda *_: 1 / 0)
-        choice = CompletionChoice(None, 0, body, prompt, ByteTokenizer(), [EOS])
-    assert choice.text == "xé€" * 499 + "xé"
-    choice.add_tokens([0xAC, ord("y")], "length", 0)  # a character that began in the prompt
-    assert choice.text == "xé€" * 500 + "y"
+    first, _, expected = row.partition("\n")
+    fields, text, finish = first.rsplit(" ", 2)
+    fields = json.loads(fields)
+    is_chat = "messages" in fields
+    caller = call(chat, **fields)
+    run(chat, text.encode(), finish)
+    answer = caller.answer().json
+    id = fields.get("request_id") or answer["id"].partition("-")[2]
+    head = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{id}", "model": "fake"}
+    head |= {"object": "chat.completion" if is_chat else "text_completion"}
+    created = answer["created"]
+    assert created == int(chat.clock.clock.time())
+    assert answer == head | {"created": created} | json.loads(expected)
 
 
 # --------------------------------------------------------------------------------------------------
-# Chats
+# What becomes a prompt
 
 
-def test_variables_of_the_template(chat, tmp_path):
+def prompt_of(house, **fields) -> list[int]:
+    """The tokens that the engine gets of a call, and /tokenize counts and shows."""
+    body = {name: value for name, value in fields.items() if name != "max_tokens"}
+    caller = call(house, **fields)
+    sent = house.engine.of("add")[-1]["prompt"]
+    caller.hang_up()
+    tokens = house.call("POST", "/tokenize", body).answer().json
+    assert (tokens["tokens"], tokens["count"]) == (sent, len(sent))
+    return sent
+
+
+def test_variables_of_the_template(folder):
     """They were refused by name; the server's own hold where a request has none."""
-    bpe_tokenizer([]).save(tmp_path)
-    template = "say {{ messages[0].content }}{{ ' thinks' if thinks }}{{ more }}"
-    (tmp_path / "chat_template.jinja").write_text(template)
-    flags = ["--default-chat-template-kwargs", '{"thinks": true}']
-    with Server(*flags, directory=tmp_path) as server:
-        for variables, said in (
+    with House(directory=folder) as house:
+        house.service.encoder = Encoder(folder, variables={"thinks": True})
+        for variables, text in (
             (None, " thinks"),
             ({"more": [1, "<end>"]}, " thinks[1, '<end>']"),
             ({"thinks": False, "self": 1, "more": "."}, "."),
         ):
-            fields = {"chat_template_kwargs": variables}
-            answer = ask(server, **fields).json()
-            assert answer["choices"][0]["message"]["content"] == f"hello{said}"
-            tokens = server.http.post("/tokenize", json={"messages": HELLO} | fields).json()
-            assert bytes(tokens["tokens"]) == f"say hello{said}".encode()
-            assert tokens["count"] == answer["usage"]["prompt_tokens"]
+            prompt = prompt_of(house, messages=HELLO, chat_template_kwargs=variables)
+            assert bytes(prompt) == f"say hello{text}".encode()
 
 
-def test_chats_are_refused_with_reasons(chat, server):
-    error = error_of(ask(server))
+def test_a_generation_prompt_may_be_left_out(folder):
+    template = "{{ messages[0].content }}{{ '!' if add_generation_prompt }}"
+    (folder / "chat_template.jinja").write_text(template)
+    with House(directory=folder) as house:
+        assert bytes(prompt_of(house, messages=HELLO)) == b"hello!"
+        prompt = prompt_of(house, messages=HELLO, add_generation_prompt=False)
+        assert bytes(prompt) == b"hello"
+
+
+def test_chats_are_refused_with_reasons(chat):
+    with House() as plain:
+        error = call(plain, messages=HELLO).answer().json["error"]
     assert "fake has no chat template" in error["message"] and error["param"] == "messages"
-    error = error_of(ask(chat, [{"role": "system", "content": "x"}]))
-    assert error["message"] == "no system message"
+    error = call(chat, messages=[{"role": "system", "content": "x"}]).answer().json["error"]
+    assert (error["message"], error["param"]) == ("no system message", "messages")
 
 
-def test_a_bos_comes_once_to_prompts_and_chats(tmp_path, uvicorn_ends_soon):
+def test_a_bos_comes_once_to_prompts_and_chats(folder):
     """
     A tokenizer puts it before a prompt, a template before a conversation: a chat had two of them,
     and none of the tokenizer's where its text could be part of a control token's name ("a <"). An
@@ -236,10 +174,11 @@ def test_a_bos_comes_once_to_prompts_and_chats(tmp_path, uvicorn_ends_soon):
     end = tokenizer.names[256]
     template = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 256)])
     tokenizer.backend.post_processor = template
-    tokenizer.save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}say {{ messages[0].content }}")
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}say {{ messages[0].content }}")
     cut_name = [{"role": "user", "content": "a <"}]
-    with Server(directory=tmp_path, tokenizer=load_tokenizer(tmp_path)) as server:
+    with House(directory=folder) as house:
+        house.encoder.tokenizer = load_tokenizer(folder)
         for fields, tokens in (
             ({"prompt": "hi"}, [256, *b"hi"]),
             ({"prompt": "hi", "add_special_tokens": False}, [*b"hi"]),
@@ -247,11 +186,11 @@ def test_a_bos_comes_once_to_prompts_and_chats(tmp_path, uvicorn_ends_soon):
             ({"messages": HELLO, "add_special_tokens": True}, [256, 256, *b"say hello"]),
             ({"messages": cut_name, "add_special_tokens": True}, [256, 256, *b"say a <"]),
         ):
-            assert server.http.post("/tokenize", json=fields).json()["tokens"] == tokens
-            post(server, **fields)
-            assert server.engine.added[-1]["prompt"] == tokens
-        for prompt, bos in (("say hi", ""), (f"{end}say hi", end), ([256, *b"say hi"], end)):
-            answer = server.answer(prompt, echo=True, return_token_ids=True)
-            assert answer["choices"][0]["text"] == f"{bos}say hihi"
-        logprobs = server.answer("say hi", echo=True, logprobs=0)["choices"][0]["logprobs"]
-        assert logprobs["tokens"][:2] == [end, "s"] and logprobs["text_offset"][:3] == [0, 0, 1]
+            assert prompt_of(house, **fields) == tokens
+        for prompt, echo in (("hi", "hi"), (f"{end}hi", f"{end}hi"), ([256, *b"hi"], f"{end}hi")):
+            caller = call(house, prompt=prompt, echo=True, max_tokens=0)
+            assert caller.answer().json["choices"][0]["text"] == echo
+        caller = call(house, prompt="hi", echo=True, logprobs=0)
+        run(house, b"x", "length")
+        logprobs = caller.answer().json["choices"][0]["logprobs"]
+        assert logprobs["tokens"][:2] == [end, "h"] and logprobs["text_offset"][:3] == [0, 0, 1]

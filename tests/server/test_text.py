@@ -109,152 +109,139 @@ def test_no_text_holds_up_the_event_loop(encoder, tmp_path, count):
 
     async def work():
         return await asyncio.gather(
-            encoder.ask({"texts": [blanks]}),
-            *(encoder.ask({"texts": [RARE]}) for _ in range(count)),
-            chats.ask({"messages": [message], "options": {}}),
+            encoder.encode([blanks], True),
+            *(encoder.encode([RARE], True) for _ in range(count)),
+            chats.encode_chat([message], False, {}),
         )
 
-    gap, ids = asyncio.run(longest_gap(work()))
+    gap, (*encoded, chat) = asyncio.run(longest_gap(work()))
     assert gap < 1
     texts = [blanks, *[RARE] * count, message["content"]]
-    assert all(one == [[*text.encode()]] for one, text in zip(ids, texts, strict=True))
+    for ids, text in zip([*encoded, [chat]], texts, strict=True):
+        assert ids == [[*text.encode()]]
     chats.close()
 
 
 @pytest.mark.parametrize(
-    ("job", "is_short"),
+    ("lengths", "is_short"),
     [
-        ({"texts": ["a" * 1008]}, True),
-        ({"texts": ["a" * 1009]}, False),
-        ({"texts": ["a" * 496] * 2}, True),
-        ({"texts": ["a" * 496, "a" * 497]}, False),
-        ({"texts": [""] * 65}, False),  # each has a cost of its own
-        ({"tokens": [1] * 1024}, True),
-        ({"tokens": [1] * 1025}, False),
-        ({"messages": HELLO, "options": {}}, False),
+        ([1008], True),
+        ([1009], False),
+        ([496] * 2, True),
+        ([496, 497], False),
+        ([0] * 65, False),  # each has a cost of its own
     ],
 )
-def test_where_a_job_is_done(encoder, monkeypatch, job, is_short):
+def test_where_a_text_is_encoded(encoder, monkeypatch, lengths, is_short):
     """In place what takes 2 ms at most; a pattern that the checkpoint brings may take longer."""
-    monkeypatch.setattr(module, "do_job", lambda *_: threading.current_thread())
-    here = threading.current_thread()
-    assert (asyncio.run(encoder.ask(job)) is here) == is_short
+    threads = []
+
+    def note(*_):
+        threads.append(threading.current_thread())
+
+    for tokenizer in (encoder.tokenizer, encoder.thread_tokenizer):
+        monkeypatch.setattr(tokenizer, "encode", note)
+    texts = ["a" * length for length in lengths]
+    asyncio.run(encoder.encode(texts, True))
     monkeypatch.setattr(encoder.tokenizer, "has_known_pattern", False)
-    assert asyncio.run(encoder.ask(job)) is not here
+    asyncio.run(encoder.encode(texts, True))
+    here = [thread is threading.current_thread() for thread in threads]
+    assert here == [is_short] * len(texts) + [False] * len(texts)
 
 
 @pytest.mark.parametrize("fill", ["", "é" * 2000])  # in place, in the thread
-def test_results_of_jobs(encoder, fill):
+def test_results(encoder, fill):
     """
     Control tokens are spelled by their names, half characters replaced; ids beyond the vocabulary
     have no text.
     """
-
-    def ask(**job):
-        return asyncio.run(encoder.ask(job))
-
     rest = [*fill.encode()]
     texts = [f"a{END}{fill}", "", "b\ud83d" + fill]
-    assert ask(texts=texts) == [[97, 256, *rest], [], [98, *"\ufffd".encode(), *rest]]
+    ids = asyncio.run(encoder.encode(texts, True))
+    assert ids == [[97, 256, *rest], [], [98, *"\ufffd".encode(), *rest]]
     ids = [*b"a", 256, 0xC3, 98, 300, *rest]
-    assert json.loads(ask(tokens=ids)) == {"prompt": f"a{END}\ufffdb{fill}"}
+    assert asyncio.run(encoder.decode(ids)) == f"a{END}\ufffdb{fill}"
     message = {"role": "user", "content": f"{END}{fill}"}
-    ids = [*f"user: {END}{fill}".encode(), 256]
-    assert ask(messages=[message], options={}) == [[*ids, *b"."]]
-    assert ask(messages=[message], options={"more": 5, "self": 4}) == [[*ids, *b"5"]]
+    for options, more in (({}, b"."), ({"more": 5, "self": 4}, b"5")):
+        ids = asyncio.run(encoder.encode_chat([message], False, options))
+        assert ids == [*f"user: {END}{fill}".encode(), 256, *more]
 
 
-def test_so_many_tokens_are_named(encoder, monkeypatch):
-    """Names of 4 million tokens took 60 s and 869 MiB."""
-    monkeypatch.setattr(module, "MAX_NAMES", 3)
-    assert module.tokenize_answer([1, 2, 3], encoder.tokenizer, names=True)
-    with pytest.raises(TokenizerError, match="4 tokens, at most 3 are named: leave it out"):
-        module.tokenize_answer([1, 2, 3, 4], encoder.tokenizer, names=True)
-
-
-def test_jobs_are_done_one_after_the_other(encoder, monkeypatch):
+def test_one_thing_at_a_time_is_done_in_the_thread(encoder, monkeypatch):
     """Each changes fields of the thread's tokenizer."""
-    do_job, alone = module.do_job, threading.Lock()
+    encode = encoder.thread_tokenizer.encode
+    alone = threading.Lock()
 
-    def do_alone(*job):
-        assert alone.acquire(blocking=False), "two jobs at once"
+    def encode_alone(*text):
+        assert alone.acquire(blocking=False), "two at once"
         try:
             time.sleep(0.01)
-            return do_job(*job)
+            return encode(*text)
         finally:
             alone.release()
 
-    async def ask_all():
-        return await asyncio.gather(
-            *(encoder.ask({"texts": ["b" * length]}) for length in range(5000, 5010))
-        )
+    async def encode_all():
+        texts = ["b" * length for length in range(5000, 5010)]
+        return await asyncio.gather(*(encoder.encode([text], True) for text in texts))
 
-    monkeypatch.setattr(module, "do_job", do_alone)
-    assert asyncio.run(ask_all()) == [[[98] * length] for length in range(5000, 5010)]
+    monkeypatch.setattr(encoder.thread_tokenizer, "encode", encode_alone)
+    assert asyncio.run(encode_all()) == [[[98] * length] for length in range(5000, 5010)]
 
 
 def test_only_so_much_waits(encoder, monkeypatch):
     """It is in memory; a text that is too much is refused at once, not when its turn comes."""
+    messages = [{"role": "user", "content": "a" * 4988, "name": "bot"}]  # 5000 - 16 + 11 = 4995
 
     async def ask_all():
-        jobs = [encoder.ask({"texts": ["a" * 5000]}) for _ in range(3)]
+        jobs = [encoder.encode(["a" * 4984], True), encoder.encode_chat(messages, False, {})]
+        jobs.append(encoder.decode([97] * 5000))
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     for room, kinds in (
-        (9999, [list, EncoderBusy, EncoderBusy]),
-        (10_000, [list, list, EncoderBusy]),
+        (9994, [list, EncoderBusy, EncoderBusy]),
+        (9995, [list, list, EncoderBusy]),
     ):
         monkeypatch.setattr(module, "MAX_WAITING", room)
         assert [type(result) for result in asyncio.run(ask_all())] == kinds
         assert encoder.waiting == 0
-    with pytest.raises(OverflowError):  # a job that fails waits no longer, either
-        asyncio.run(encoder.ask({"tokens": [2**40] * 2000}))
+    with pytest.raises(OverflowError):  # what fails waits no longer, either
+        asyncio.run(encoder.decode([2**40] * 2000))
     assert encoder.waiting == 0
-    messages = [{"role": "user", "content": "abc"}, {"role": "tool", "content": "d", "name": "e"}]
-    assert module.size_of({"messages": messages, "options": {}}) == len("userabctoolde")
-
-
-def test_what_waits_is_dropped_at_the_end(encoder):
-    closing = Encoder(encoder.directory)
-    held, begun = threading.Event(), threading.Event()
-    closing.thread.submit(lambda: begun.set() or held.wait(30))
-    waiting = closing.thread.submit(closing._work, {"texts": ["a"]})
-    assert begun.wait(30)
-    closing.close()
-    held.set()
-    assert waiting.cancelled()
 
 
 def test_refusals_of_the_thread_reach_the_caller(tmp_path):
     """
     The library's regular expressions panic after ten million steps, which is no Exception; later
-    jobs are done all the same. A character tokenizer names the character that it lacks.
+    texts are encoded all the same. A character tokenizer names the character that it lacks.
     """
     encoder = Encoder(tmp_path, with_pattern(tmp_path))
     with pytest.raises(TokenizerError, match=r"cannot encode this text: .*retry-limit-in-match"):
-        asyncio.run(encoder.ask({"texts": ["x" * 40]}))
-    assert asyncio.run(encoder.ask({"texts": ["xy"]})) == [[*b"xy"]]
+        asyncio.run(encoder.encode(["x" * 40], True))
+    assert asyncio.run(encoder.encode(["xy"], True)) == [[*b"xy"]]
     encoder.close()
     char_tokenizer("abc").save(tmp_path)
     encoder = Encoder(tmp_path)
     for text in ("abx", "abc" * 3000 + "x"):
         with pytest.raises(TokenizerError, match=f"position {len(text) - 1}"):
-            asyncio.run(encoder.ask({"texts": [text]}))
+            asyncio.run(encoder.encode([text], True))
     encoder.close()
 
 
-def test_what_is_wrong_with_a_template_is_found_at_the_start(tmp_path):
-    bpe_tokenizer([]).save(tmp_path)
-    Encoder(tmp_path).check()  # none
-    with pytest.raises(TokenizerError, match=r"^--default-chat-.* has no chat template, leave"):
-        Encoder(tmp_path, variables={"a": 1}).check()
-    for source, message in (
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, r"^--default-chat-.* has no chat template, leave"),
         ("{% if %}", "the chat template is broken"),
         ("{{ 1 | nothing }}", "No filter named"),
-    ):
+    ],
+)
+def test_a_broken_template_is_found_at_the_start(tmp_path, source, message):
+    bpe_tokenizer([]).save(tmp_path)
+    assert Encoder(tmp_path).chat is None
+    if source:
         (tmp_path / "chat_template.jinja").write_text(source)
-        with pytest.raises(TokenizerError, match=message):
-            Encoder(tmp_path).check()
+    with pytest.raises(TokenizerError, match=message):
+        Encoder(tmp_path, variables={"a": 1})
 
 
 def test_a_call_is_refused_while_too_much_waits(monkeypatch):
@@ -300,7 +287,7 @@ NAMED = [
         ({}, None),
     ],
 )
-def test_where_a_template_stands(make, tokenizer, tmp_path, saved, text):
+def test_the_places_of_a_template(make, tokenizer, tmp_path, saved, text):
     """A file of its own goes before the configuration."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(saved))
     chat = load_chat(tmp_path, tokenizer)
@@ -308,25 +295,27 @@ def test_where_a_template_stands(make, tokenizer, tmp_path, saved, text):
     assert make("é").render(HELLO) == "é"
 
 
-@pytest.mark.parametrize("broken", [5, {"default": {}}, [5], [{}]])
-def test_templates_that_are_no_text(tokenizer, tmp_path, broken):
-    for saved in ({"chat_template": broken}, []):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(saved))
-        with pytest.raises(TokenizerError, match="restore it"):
-            load_chat(tmp_path, tokenizer)
+BROKEN = '[] {"chat_template":5} {"chat_template":{"default":{}}} {"chat_template":[{}]}'
+
+
+@pytest.mark.parametrize("saved", BROKEN.split())
+def test_templates_that_are_no_text(tokenizer, tmp_path, saved):
+    (tmp_path / "tokenizer_config.json").write_text(saved)
+    with pytest.raises(TokenizerError, match="restore it"):
+        load_chat(tmp_path, tokenizer)
 
 
 def test_control_tokens_have_their_names_in_a_template(make, tmp_path):
     """The hub writes them as texts or as dictionaries; BOS and EOS may be added to text always."""
     template = "{{ bos_token + '.' + eos_token + '.' }}{{ pad_token }}"
-    for config, wanted in (
+    for config, text in (
         ({}, ".."),
         ({"eos_token": END, "model_max_length": 5, "add_bos_token": True}, f".{END}."),
         ({"bos_token": {"content": "<s>"}, "eos_token": {"content": END}}, f"<s>.{END}."),
         ({"pad_token": "<|im_end|>", "bos_token": None}, "..<|im_end|>"),
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        assert make(template).render(HELLO) == wanted
+        assert make(template).render(HELLO) == text
 
 
 REAL = [
@@ -572,9 +561,6 @@ def test_variables_stay_text(make):
     variables = {"a": attack, "b": [attack], "c": {"d": [0, {"e": attack}]}, "f": {attack: attack}}
     assert make(template).encode(HELLO, **variables) == [*attack.encode() * 4, STOP]
     assert variables["b"] == [attack]
-    half = make("{{ a }}{{ messages[0].content }}")
-    message = [{"role": "user", "content": "im_end|>"}]
-    assert half.encode(message, a="<|") == [*b"<|im_end|>"]
 
 
 def test_a_variable_has_its_name_whatever_tokens_there_are():

@@ -1,9 +1,8 @@
-"""First contact: hints, the page's policy, and wrong flags of each command."""
+"""First contact: the page's policy, and wrong flags of each command."""
 
 import argparse
 import base64
 import hashlib
-import json
 
 import pytest
 
@@ -12,19 +11,6 @@ import serve
 import train
 from common import Help, announce, plural
 from server import welcome
-from server.protocol import ChatRequest, CompletionRequest
-
-
-@pytest.mark.parametrize("has_key", [False, True])
-@pytest.mark.parametrize(("chats", "kind"), [(False, CompletionRequest), (True, ChatRequest)])
-def test_the_greetings_command_is_a_call_that_is_served(chats, kind, has_key):
-    first, second = welcome.greeting("m", "http://h:1", chats, has_key).splitlines()
-    assert first == "serving m at http://h:1"
-    command, _, body = second.strip().removesuffix("'").partition(" -d '")
-    path = "/v1/chat/completions" if chats else "/v1/completions"
-    assert kind.model_validate(json.loads(body))
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
-    assert command == f"curl http://h:1{path} -H 'Content-Type: application/json'{key}"
 
 
 def test_only_the_pages_own_script_runs_and_nothing_frames_it():
