@@ -93,9 +93,10 @@ class EngineClient(asyncio.Protocol):
     async def attach(self):
         """Begin to read."""
         loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self, sock=self.sock)
+        transport, _ = await loop.create_unix_connection(lambda: self, sock=self.sock)
         if self.process:
-            loop.add_reader(self.process.sentinel, self._process_ended, self.process)
+            sentinel = self.process.sentinel
+            loop.add_reader(sentinel, self._process_ended, sentinel, transport)
 
     def close(self):
         """End the link. An engine whose last link ends does so too."""
@@ -258,18 +259,14 @@ class EngineClient(asyncio.Protocol):
         if transport is self.transport:  # else it is closed
             transport.resume_reading()
 
-    def _process_ended(self, process):
+    def _process_ended(self, sentinel: int, transport):
         """
         The engine's process has ended. If it did before it accepted this link, the link stays open
         and nothing ever comes over it, so it is ended here, LAST_WORDS_SECONDS later.
         """
         loop = asyncio.get_running_loop()
-        loop.remove_reader(process.sentinel)
-        loop.call_later(LAST_WORDS_SECONDS, self._end_unheard, process)
-
-    def _end_unheard(self, process):
-        if process is self.process and self.state in ("loading", "restarting"):
-            self._end(CRASHED)
+        loop.remove_reader(sentinel)
+        loop.call_later(LAST_WORDS_SECONDS, transport.abort)
 
     def _end(self, reason: str):
         """The engine is gone: so is all it was working at. The first time, start another one."""

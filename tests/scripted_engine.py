@@ -115,14 +115,15 @@ class ScriptedEngine(Engine):
     """The real engine on a scheduler of the settings' sizes, with the runner above."""
 
     def __init__(self, settings: dict, runner: Runner):
-        S, num_blocks = settings["block_size"], settings["num_blocks"]
+        S = settings["block_size"]
+        num_tokens = settings["num_tokens"]
         self.config = SimpleNamespace(vocab_size=257, eos_token_ids=[EOS])
-        self.num_blocks = num_blocks
-        self.max_model_len = num_blocks * S
+        self.num_blocks = num_tokens // S
+        self.max_model_len = num_tokens
         self.scheduler = Scheduler(
             "priority",
             settings["token_budget"],
-            num_blocks * S,
+            num_tokens,
             S,
             settings=SchedulerSettings(max_num_seqs=settings["max_num_seqs"]),
         )
@@ -232,9 +233,8 @@ class EngineProcess:
         nothing else.
         """
         theirs = link.sock.peer
-        process = self.world.process
-        http = process.client
-        if not (process.is_running and http.sock is theirs and http.transport):
+        http = self.world.client
+        if not (self.world.is_running and http.sock is theirs and http.transport):
             return
         mine = {id for id in self.engine.requests if id.startswith(f"{link.number}:")}
         for first, choices in self.engine.promised.items():

@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from fake_server import ROOT, Server, ask
+from processes import ROOT
 from test_protocol import HELLO, parse
+from wires import Server, ask
 
 import serve
 from params import RANGES, TAKEN, model_defaults

@@ -3,9 +3,9 @@
 import time
 from itertools import pairwise
 
-from fake_server import EOS, ByteTokenizer, fake_score
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wires import EOS, ByteTokenizer, fake_score
 
 from server.answers import CompletionChoice
 from server.protocol import CompletionRequest
