@@ -4,7 +4,6 @@ as plain as can be, which has each answer whole at once.
 """
 
 import json
-import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -198,41 +197,31 @@ class Judge:
         No answer takes longer than --request-seconds, and none begins when the server has been
         stopped.
         """
-        world, settings, caller = self.world, self.settings, self.caller
-        if world.stopped_at is not None and caller.began > world.stopped_at + 0.3 + world.pause:
-            self.wrong(
-                f"is served, {caller.began - world.stopped_at:.2f} s after the server was stopped"
-            )
+        settings, caller = self.settings, self.caller
+        stopped = self.world.stopped_at
+        if stopped is not None and caller.began > stopped + 0.3 + self.world.pause:
+            self.wrong(f"is served, {caller.began - stopped:.2f} s after the server was stopped")
         is_plain = caller.is_quick and len(caller.calls) == 1
-        encoding = settings["encode_seconds"] * len(world.callers)
-        most = settings["request_seconds"] + encoding + 1.0
-        if (
-            is_plain
-            and self.answer.whole
-            and caller.ended_at - caller.began > most + 1000 * settings["turn_seconds"]
-        ):
-            self.wrong(
-                f"took {caller.ended_at - caller.began:.1f} s, at most {most:.1f} are allowed"
-            )
+        most = settings["request_seconds"] + 1.0
+        most += settings["encode_seconds"] * len(self.world.callers)
+        took = caller.ended_at - caller.began - 1000 * settings["turn_seconds"]
+        if is_plain and self.answer.whole and took > most:
+            self.wrong(f"took {took:.1f} s, at most {most:.1f} are allowed")
 
     def check_cut(self):
         """The answer is not there, or not all of it."""
-        if self.caller.has_left or not self.caller.is_quick:
+        world, caller = self.world, self.caller
+        if caller.has_left or not caller.is_quick:
             return
-        stopped = self.world.stopped_at
-        if stopped is not None and (
-            self.caller.sent_at is None or self.caller.sent_at > stopped - 0.1 - self.world.pause
-        ):
+        if world.pause >= self.settings["client_seconds"]:
             return
-        if self.world.pause >= self.settings["client_seconds"]:
-            return
-        if len(self.world.beside(self.caller)) >= self.settings["max_connections"]:
-            return  # a newcomer is the one that is idle
-        dead = [at for at, state in self.world.states if state == "dead"]
-        ends = min(dead, default=math.inf) - 0.1 - self.world.pause
-        if dead and (self.caller.sent_at is None or self.caller.sent_at > ends):
+        if len(world.beside(caller)) >= self.settings["max_connections"]:
+            return  # it was one too many, and cut off before it could read that
+        ends = [at for at, state in world.states if state == "dead"]
+        ends += [world.stopped_at] if world.stopped_at is not None else []
+        if ends and (caller.sent_at is None or caller.sent_at > min(ends) - 0.1 - world.pause):
             return  # it was not yet taken in when the server ended
-        self.wrong(f"has no whole answer; {self.caller.received[-200:]!r}")
+        self.wrong(f"has no whole answer; {caller.received[-200:]!r}")
 
     def check_completion(self):
         if not (self.answer.whole or self.call["body"].get("stream")):
@@ -245,35 +234,35 @@ class Judge:
             seed = self.log[0].get("seed") if self.log else None
         if seed is None:
             return
-        wanted = dict(enumerate(expected(self.call, seed)))
+        reference = dict(enumerate(expected(self.call, seed)))
         is_whole = self.answer.whole and not error
-        if not set(choices) <= set(wanted) or (is_whole and set(choices) != set(wanted)):
-            self.wrong(f"has choices {sorted(choices)}, wanted {sorted(wanted)}")
+        if not set(choices) <= set(reference) or (is_whole and set(choices) != set(reference)):
+            self.wrong(f"has choices {sorted(choices)}, wanted {sorted(reference)}")
         for index, choice in choices.items():
-            self.compare(index, choice, wanted[index], is_whole)
+            self.compare(index, choice, reference[index], is_whole)
         if is_whole:
-            self.check_usage(usage, list(wanted.values()))
+            self.check_usage(usage, list(reference.values()))
             self.world.seen["whole answers"] += 1
         if error:
             self.world.seen["error in a stream"] += 1
             status = {"engine_dead": 500, None: 500, "queue_full": 429}.get(error["code"], 503)
             self.check_error(status, error)
 
-    def compare(self, index: int, choice: Expected, wanted: Expected, is_whole: bool):
+    def compare(self, index: int, choice: Expected, reference: Expected, is_whole: bool):
         ended = choice.finish_reason is not None
         if is_whole and not ended:
             self.wrong(f"choice {index} has no end")
-        if not (choice.text == wanted.text if ended else wanted.text.startswith(choice.text)):
-            self.wrong(f"choice {index} is {choice.text!r}, wanted {wanted.text!r}")
+        if not (choice.text == reference.text if ended else reference.text.startswith(choice.text)):
+            self.wrong(f"choice {index} is {choice.text!r}, wanted {reference.text!r}")
         ends = choice.finish_reason, choice.stop_reason
-        if ended and ends != (wanted.finish_reason, wanted.stop_reason):
-            self.wrong(f"choice {index} ended by {ends}, wanted {wanted}")
+        if ended and ends != (reference.finish_reason, reference.stop_reason):
+            self.wrong(f"choice {index} ended by {ends}, wanted {reference}")
         logprobs = choice.logprobs or []
-        all_wanted = wanted.logprobs or []
+        all_wanted = reference.logprobs or []
         if logprobs != (all_wanted if ended else all_wanted[: len(logprobs)]):
             self.wrong(f"choice {index} has log-probabilities {logprobs}, wanted {all_wanted}")
 
-    def check_usage(self, usage: dict | None, wanted: list[Expected]):
+    def check_usage(self, usage: dict | None, reference: list[Expected]):
         body = self.call["body"]
         asked = not body.get("stream") or body.get("stream_options", {}).get("include_usage")
         if not asked:
@@ -283,10 +272,10 @@ class Judge:
         if usage is None:
             self.wrong("has no usage")
         prompts = prompts_of(self.call)
-        counts = sum(map(len, prompts)), sum(choice.num_tokens for choice in wanted)
-        if (usage["prompt_tokens"], usage["completion_tokens"]) != counts or usage[
-            "total_tokens"
-        ] != sum(counts):
+        counts = [sum(map(len, prompts)), sum(choice.num_tokens for choice in reference)]
+        counts.append(sum(counts))
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        if [usage[name] for name in names] != counts:
             self.wrong(f"its usage is {usage}, wanted {counts}")
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         most = sum(self.most_cached(prompt) for prompt in prompts)
@@ -295,26 +284,21 @@ class Judge:
 
     def most_cached(self, prompt: list[int]) -> int:
         """Tokens of the longest beginning that some other prompt of the same salt has."""
-        own = self.world.salt_of(self.call)
-        others = [
-            p
-            for call in self.world.calls.values()
-            if self.world.salt_of(call) == own
-            for p in prompts_of(call)
-        ]
-        return max((common(prompt, other) for other in others if other != prompt), default=0)
+        salt = self.world.salt_of(self.call)
+        calls = [call for call in self.world.calls.values() if self.world.salt_of(call) == salt]
+        others = [other for call in calls for other in prompts_of(call) if other != prompt]
+        return max((num_common(prompt, other) for other in others), default=0)
 
     def check_alive(self):
         """A dead or stalled engine makes no healthy server."""
-        before = self.state_at(self.caller.began)
-        state = (
-            self.state_at(self.caller.ended_at) if self.caller.is_quick else before
-        )  # who reads late, hears of then
-        if before == state and state in ("dead", "restarting"):
-            self.wrong(f"hears that all is well, the engine is {state}")
-
-    def state_at(self, moment: float) -> str:
-        return (["loading"] + [state for at, state in self.world.states if at <= moment])[-1]
+        states = {"loading"}
+        for at, state in self.world.states:
+            if at <= self.caller.began:
+                states = {state}
+            elif at <= self.caller.ended_at:
+                states.add(state)
+        if states <= {"dead", "restarting"}:
+            self.wrong(f"hears that all is well, the engine is {states}")
 
     def check_error(self, status: int, error: dict):
         """Each error needs its reason."""
@@ -385,14 +369,10 @@ class Judge:
         )
 
 
-def common(a: list[int], b: list[int]) -> int:
+def num_common(a: list[int], b: list[int]) -> int:
     """How many tokens both begin with."""
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
 
 
 class Books:

@@ -25,6 +25,7 @@ import random
 import sys
 import time
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -269,17 +270,12 @@ class World:
         if message["op"] == "add":
             call = self.calls[call_of(message["prompt"])]
             body, options = call["body"], message["options"]
-            wanted = {
-                "n": body.get("n", 1),
-                "priority": body.get("priority", 0),
-                "cache_salt": self.salt_of(call),
-            }
-            for name, value in wanted.items():
+            asked = {"n": body.get("n", 1), "priority": body.get("priority", 0)}
+            asked["cache_salt"] = self.salt_of(call)
+            for name, value in asked.items():
                 if options[name] != value:
-                    raise Violation(
-                        f"call {call['id']}: the engine gets {name} {options[name]!r}, "
-                        f"wanted {value!r}"
-                    )
+                    what = f"the engine gets {name} {options[name]!r}, wanted {value!r}"
+                    raise Violation(f"call {call['id']}: {what}")
             if message["prompt"] not in prompts_of(call):
                 raise Violation(f"call {call['id']}: the engine gets another prompt")
         handle_message(running, link, message, max_queue)
@@ -294,6 +290,8 @@ class World:
         match event["do"]:
             case "call":
                 self.call(event)
+            case "stop":
+                self.stop()
             case "kill_engine":
                 running.die()
             case "stall_engine":
@@ -312,11 +310,9 @@ class World:
     def stop(self):
         """SIGTERM."""
         if self.is_running:
-            is_second = self.stopped_at is not None
+            seconds = 0.0 if self.stopped_at else self.settings["drain_seconds"]
             self.stopped_at = self.stopped_at or self.now
-            self.drained_at = min(
-                self.drained_at, self.now + (0.0 if is_second else self.settings["drain_seconds"])
-            )
+            self.drained_at = min(self.drained_at, self.now + seconds)
             self.service.on_signal()
 
     # the run
@@ -378,12 +374,11 @@ class World:
 
     def longest(self) -> float:
         """How many seconds the last event may take."""
-        names = "start_seconds load_seconds request_seconds client_seconds drain_seconds"
-        seconds = QUIET_SECONDS + sum(self.settings[name] for name in names.split())
+        names = ("start", "load", "request", "client", "drain")
+        seconds = QUIET_SECONDS + sum(self.settings[f"{name}_seconds"] for name in names)
         seconds += self.lag + sum(event.get("rest", 0) * 100 for event in self.events)
-        return seconds + len(self.events) * (
-            self.settings["encode_seconds"] + self.settings["turn_seconds"] * 2000
-        )
+        each = self.settings["encode_seconds"] + self.settings["turn_seconds"] * 2000
+        return seconds + each * len(self.events)
 
     def wait(self, seconds: float, is_over, what: str):
         self.loop.run(seconds, lambda: self.has_problem() or is_over())
@@ -419,17 +414,13 @@ class World:
     def beside(self, caller: Caller) -> list[Caller]:
         """The other callers that the server may have seen at the same time."""
         since = caller.began - self.lag
-        others = [
-            other
-            for other in self.callers
-            if other is not caller and other.began <= caller.ended_at
-        ]
+        others = [other for other in self.callers if other is not caller]
+        others = [other for other in others if other.began <= caller.ended_at]
         return [other for other in others if other.ended_at is None or other.ended_at >= since]
 
     def is_serving(self) -> bool:
         """It has not been stopped, and the engine lives."""
-        is_ready = self.is_running and self.client.state == "ready"
-        return self.stopped_at is None and is_ready
+        return self.stopped_at is None and self.client.state == "ready"
 
     def has_ended(self) -> bool:
         return not self.is_running and self.engines[-1].is_dead
@@ -437,20 +428,13 @@ class World:
     def judge(self):
         for caller in self.callers:
             received = read_answers(caller.received)
+            name = caller.calls[0]["id"]
             if len(received) > len(caller.calls):
-                raise Violation(
-                    f"call {caller.calls[0]['id']}: {len(received)} answers to "
-                    f"{len(caller.calls)} calls"
-                )
-            for number, call in enumerate(caller.calls):
-                answer = received[number] if number < len(received) else None
-                if (
-                    answer is None
-                    and received
-                    and received[-1].headers.get("connection") == "close"
-                ):
-                    continue  # to a call before: a client has to send this one again
-                Judge(self, caller, call, answer).check()
+                raise Violation(f"call {name}: {len(received)} answers, {len(caller.calls)} calls")
+            for call, answer in zip_longest(caller.calls, received):
+                # after an answer that closes, a client has to send the next call again
+                if answer or not received or received[-1].headers.get("connection") != "close":
+                    Judge(self, caller, call, answer).check()
 
     def probe(self):
         """Now that all is quiet, a call is served again."""
@@ -495,17 +479,11 @@ class World:
 
     def expect_refusal(self, caller: Caller, *codes: str):
         """It must have got one of these errors by now."""
-        codes_sent = [
-            json.loads(answer.body)["error"]["code"]
-            for answer in read_answers(caller.received)
-            if answer.status != 200
-        ]
-        if len(codes_sent) != 1 or codes_sent[0] not in codes:
-            name = caller.calls[0]["id"]
-            raise Violation(
-                f"call {name} should be refused with {codes} by now, its answer is "
-                f"{caller.received!r}"
-            )
+        answers = read_answers(caller.received)
+        refused = [answer.json["error"]["code"] for answer in answers if answer.status != 200]
+        if len(refused) != 1 or refused[0] not in codes:
+            what = f"should be refused with {codes} by now, its answer is {caller.received!r}"
+            raise Violation(f"call {caller.calls[0]['id']} {what}")
 
     # how it ends
 
