@@ -155,6 +155,7 @@ def test_half_a_message_is_no_round(house, client):
     caller = house.ask(max_tokens=9, stream=True)
     line = to_line(step_of(house, "0", b"x"))
     heard = client.heard
+    house.clock.run(1)
     receive(house, line[:20], 1)
     assert client.transport.is_reading and not caller.said and client.heard == heard
     receive(house, line[20:], 0)
@@ -217,6 +218,7 @@ def test_a_restart_begins_anew(house, client):
     house.engine.step(at_work=3)
     house.clock.do(client.pause_writing)
     caller = house.ask()
+    house.engine.say({"op": "fatal", "message": "no memory"})
     house.engine.send(b'{"op": "st')
     house.engine.die()
     assert caller.answer().status == 500
@@ -226,3 +228,5 @@ def test_a_restart_begins_anew(house, client):
     assert client.state == "ready" and client.info["max_model_len"] == 77
     house.ask()
     assert ops(house) == [("add", "1")]
+    house.engine.die()
+    assert (client.state, client.reason) == ("dead", "the engine stopped unexpectedly")
