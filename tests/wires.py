@@ -118,7 +118,6 @@ class Client:
         self.sock = sock
         self.began = loop.now
         self.ended_at: float | None = None
-        self.is_cut = False  # by a reset
         self.received = b""
         sock.on_change = lambda: loop.call_soon(self.look)
 
@@ -135,15 +134,13 @@ class Client:
         except BlockingIOError:
             return False
         except ConnectionError:
-            self.finish(is_cut=True)
-            return False
+            data = b""
         if not data:
             self.finish()
         self.received += data
         return bool(data)
 
-    def finish(self, is_cut: bool = False):
-        self.is_cut = is_cut
+    def finish(self):
         self.ended_at = self.clock.now
         self.sock.close()
 

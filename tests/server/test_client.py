@@ -173,6 +173,9 @@ def test_the_steps_of_a_round_are_one_event(house):
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["!", "ab"]
     assert end["error"]["message"] == "broken"
     assert "".join(event["choices"][0]["text"] for event in other.events) == "?abc"
+    steps = [step_of(house, "1", b"d") | {"stats": house.engine.stats | {"at_work": 5}}]
+    house.engine.say(*steps, step_of(house, "1", b"e"))
+    assert house.service.client.at_work == 0  # the last step has the last word
 
 
 # --------------------------------------------------------------------------------------------------
