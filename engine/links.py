@@ -24,7 +24,6 @@ import orjson
 
 READ_SIZE = 2**18  # bytes received from a link at a time
 STATS_SECONDS = 0.1  # a link whose requests get no tokens is sent the stats at least this often
-URGENT_STATS = ("at_work", "queries", "hits", "preemptions")  # sent at once when they change
 
 # id, tokens, finish_reason, cached_tokens, scores and prompt_scores (None: not asked for)
 Row = list
@@ -74,7 +73,7 @@ class Link:
         self.rows: dict[str, Row] = {}  # of steps, by request: to be sent
         self.messages: list[dict] = []  # others to be sent
         self.delays: dict[str, list] = {}  # the lists of the engine's stats, until they are sent
-        self.sent_stats: dict = {}
+        self.at_work: int | None = None  # as it was sent last
         self.sent_at = 0.0
         sock.setblocking(False)
 
@@ -162,8 +161,8 @@ class Links:
     def flush(self, stats: dict):
         """
         Send what is queued, with the engine's stats, to each link that took its last message whole.
-        A link with nothing queued is sent the stats when an urgent one has changed, or when it was
-        sent nothing for a while.
+        A link with nothing queued is sent the stats when other links' requests have come or ended,
+        and now and then.
         """
         now = time.monotonic()
         delays = {name: value for name, value in stats.items() if isinstance(value, list)}
@@ -171,14 +170,13 @@ class Links:
             for name, values in delays.items():
                 link.delays.setdefault(name, []).extend(values)
             is_due = link.rows or link.messages or now - link.sent_at > STATS_SECONDS
-            changed = any(link.sent_stats.get(name) != stats.get(name) for name in URGENT_STATS)
-            if (is_due or changed) and not link.unsent:
+            if (is_due or link.at_work != stats["at_work"]) and not link.unsent:
                 step = {"op": "step", "out": list(link.rows.values()), "stats": stats | link.delays}
                 self.send(link, step, *link.messages)  # errors come after the tokens before them
                 link.rows = {}
                 link.messages = []
                 link.delays = {}
-                link.sent_stats = stats
+                link.at_work = stats["at_work"]
                 link.sent_at = now
 
     def send(self, link: Link, *messages: dict):

@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import socket
 import time
-from operator import itemgetter
 
 from engine.links import Messages, join_rows, to_line
 
@@ -93,9 +92,10 @@ class EngineClient(asyncio.Protocol):
     async def attach(self):
         """Begin to read."""
         loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self, sock=self.sock)
+        transport, _ = await loop.create_unix_connection(lambda: self, sock=self.sock)
         if self.process:
-            loop.add_reader(self.process.sentinel, self._process_ended, self.process)
+            sentinel = self.process.sentinel
+            loop.add_reader(sentinel, self._process_ended, sentinel, transport)
 
     def close(self):
         """End the link. An engine whose last link ends does so too."""
@@ -193,32 +193,34 @@ class EngineClient(asyncio.Protocol):
         if not messages:
             return
         self.heard = started
-        for op, run in itertools.groupby(messages, itemgetter("op")):
-            if op != "step":  # an error comes after the tokens before it
-                for message in run:
-                    self._on_message(message)
+        rows = {}  # by request: its rows of these steps, joined
+        for message in messages:
+            if message["op"] != "step":
+                self._deliver(rows)  # an error comes after the tokens before it
+                self._on_message(message)
                 continue
-            steps = list(run)
-            rows = {}  # by request: its rows of these steps, joined
-            for step in steps:
-                for row in step["out"]:
-                    earlier = rows.setdefault(row[0], row)
-                    if earlier is not row:
-                        join_rows(earlier, row)
-            for id, tokens, finish_reason, *more in rows.values():
-                choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
-                if not choice:
-                    continue  # it was aborted, and this was already under way
-                choice.job.on_tokens(choice, tokens, finish_reason, *more)
-                if choice.finish_reason:  # perhaps for a stop string, unknown to the engine
-                    self.abort(choice)
-            for step in steps:
-                self.at_work = step["stats"]["at_work"]
-                self.on_stats(step["stats"])
+            for row in message["out"]:
+                earlier = rows.setdefault(row[0], row)
+                if earlier is not row:
+                    join_rows(earlier, row)
+            self.at_work = message["stats"]["at_work"]
+            self.on_stats(message["stats"])
+        self._deliver(rows)
         # The round ends two turns of the event loop from now: in the first the tasks that this woke
         # run, and write; then what has arrived meanwhile is read; then `_pause` is called.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._pause, self.transport, started)
+
+    def _deliver(self, rows: dict):
+        """Give each choice its tokens, once."""
+        for id, tokens, finish_reason, *more in rows.values():
+            choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
+            if not choice:
+                continue  # it was aborted, and this was already under way
+            choice.job.on_tokens(choice, tokens, finish_reason, *more)
+            if choice.finish_reason:  # perhaps for a stop string, unknown to the engine
+                self.abort(choice)
+        rows.clear()
 
     def connection_lost(self, error):
         if self.transport:  # else `close` did it
@@ -258,18 +260,14 @@ class EngineClient(asyncio.Protocol):
         if transport is self.transport:  # else it is closed
             transport.resume_reading()
 
-    def _process_ended(self, process):
+    def _process_ended(self, sentinel: int, transport):
         """
         The engine's process has ended. If it did before it accepted this link, the link stays open
         and nothing ever comes over it, so it is ended here, LAST_WORDS_SECONDS later.
         """
         loop = asyncio.get_running_loop()
-        loop.remove_reader(process.sentinel)
-        loop.call_later(LAST_WORDS_SECONDS, self._end_unheard, process)
-
-    def _end_unheard(self, process):
-        if process is self.process and self.state in ("loading", "restarting"):
-            self._end(CRASHED)
+        loop.remove_reader(sentinel)
+        loop.call_later(LAST_WORDS_SECONDS, transport.abort)
 
     def _end(self, reason: str):
         """The engine is gone: so is all it was working at. The first time, start another one."""

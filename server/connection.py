@@ -110,7 +110,8 @@ class Connection(HttpToolsProtocol):
         self.args = gate.args
         self.note_end = gate.note_end
         self.max_connections = gate.service.max_connections
-        self.sending = self.reading = None  # timers: the client sends a request, reads an answer
+        self.timer = None  # runs while the client sends a request, or does not read an answer
+        self.is_sending = True
         self.in_body = False  # the head of the request that is being parsed is complete
         self.head_size = 0  # bytes of the request's head and trailers that the parser has reported
         self.unparsed = 0  # bytes received since its last report
@@ -119,18 +120,25 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # pause writing while the client does not read
-        self.sending = self.close_later()
+        self.watch_client()
         if len(self.connections) > self.max_connections:
             message = f"more than {self.max_connections} connections: try again later"
             self.refuse(ApiError(503, message, code="too_many_connections"))
 
-    def close_later(self):
-        return self.loop.call_later(self.args.client_seconds, self.transport.abort)
+    def watch_client(self):
+        """One timer cuts off a client that is slow to send a request or to read an answer."""
+        is_owing = self.is_sending or self.flow.write_paused
+        if is_owing and not self.timer:
+            self.timer = self.loop.call_later(self.args.client_seconds, self.transport.abort)
+        elif self.timer and not is_owing:
+            self.timer.cancel()
+            self.timer = None
 
     # what the client sends
 
     def data_received(self, data):
-        self.sending = self.sending or self.close_later()
+        self.is_sending = True
+        self.watch_client()
         self._unset_keepalive_if_required()
         self.unparsed += len(data)
         try:
@@ -185,9 +193,8 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade() or self.transport.is_closing():
             return
         super().on_message_complete()
-        if self.sending:
-            self.sending.cancel()
-            self.sending = None
+        self.is_sending = False
+        self.watch_client()
 
     def ignore_upgrade(self, rest: bytes):
         """
@@ -216,22 +223,19 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self):
         super().pause_writing()
-        self.reading = self.reading or self.close_later()
+        self.watch_client()
 
     def resume_writing(self):
         super().resume_writing()
-        if self.reading:
-            self.reading.cancel()
-            self.reading = None
+        self.watch_client()
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
         for cycle in self.unanswered:  # uvicorn tells only the last one
             cycle.disconnected = True
             cycle.message_event.set()
-        for timer in (self.sending, self.reading):
-            if timer:
-                timer.cancel()
+        if self.timer:
+            self.timer.cancel()
 
     def refuse(self, error: ApiError):
         """Answer what is no call, because it is not HTTP or one connection too many, and close."""

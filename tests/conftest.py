@@ -4,7 +4,6 @@ which must be set before it is imported. One torch thread: tests run in two proc
 tensors are small; on a busy machine a second thread makes them ten times slower, not faster.
 """
 
-import asyncio
 import dataclasses
 import functools
 import inspect
@@ -15,7 +14,6 @@ import sys
 from importlib.util import find_spec
 from operator import index
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,54 +116,6 @@ def models_are_trained_once(tmp_path_factory):
         return model.eval()
 
     test_paged.train = load_or_train
-
-
-# --------------------------------------------------------------------------------------------------
-# Servers with a fake engine (fake_server.py, which needs the HTTP packages: most tests do not)
-
-
-@pytest.fixture(scope="module")
-def uvicorn_ends_soon():
-    """
-    It looks every 0.1 s whether it is to end, and then waits as long again: 5 s for all servers of
-    these tests.
-    """
-    import uvicorn.server
-
-    quick = SimpleNamespace(
-        **vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 20)}
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uvicorn.server, "asyncio", quick)
-        yield
-
-
-@pytest.fixture(scope="module")
-def server(uvicorn_ends_soon):
-    """A server with small limits, for all tests of a file."""
-    from fake_server import Server
-
-    with Server("--max-num-seqs", "8", "--max-queue", "8", "--max-body-mib", "0.1") as server:
-        yield server
-    assert not server.service.client.choices, "some test left a request behind"
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory, uvicorn_ends_soon):
-    """A server whose checkpoint has a template: it makes the engine say the last message."""
-    from fake_server import Server
-
-    from training.corpus import bpe_tokenizer
-
-    folder = tmp_path_factory.mktemp("chat")
-    template = "{{ 'say ' if add_generation_prompt }}{{ messages[-1].content }}"
-    template += (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-    )
-    bpe_tokenizer([]).save(folder)  # its tokens are the bytes, too
-    (folder / "chat_template.jinja").write_text(template)
-    with Server(directory=folder) as server:
-        yield server
 
 
 @pytest.fixture

@@ -11,6 +11,56 @@ CLIENTS = ["burst", "slow", "vanish", "pieces", "pipeline"]
 FAULTS = ["kill_engine", "stall_engine", "cannot_load", "fail_step", "stop"]
 
 
+LEAVES = {  # after so many bytes, so many seconds, or this text
+    "sent": [1, 100, 250],
+    "read": [1, 300, 1000],
+    "said": ["finish_reason", '"stop"', "DONE"],
+    "seconds": [0.001, 0.01, 0.1, 0.5, 1.0],
+}
+BAD = [
+    {"path": "/v1/completions", "raw": "{", "refused": 400},
+    {"path": "/v1/completions", "raw": '{"prompt": 1}', "refused": 400},
+    {"path": "/v1/completions", "raw": '{"prompt": "a"}', "type": "text/plain", "refused": 400},
+    {"path": "/v1/completions", "raw": '{"prompt": "a\\u0000"}', "refused": 400},
+    {"path": "/v1/completions", "raw": '{"prompt": "a", "max_tokens": 100000}', "refused": 400},
+    {"path": "/v1/completions", "raw": '{"prompt": "a", "model": "other"}', "refused": 404},
+    {"path": "/nowhere", "refused": 404},
+    {"path": "/tokenize", "refused": 405},
+    {"path": "/v1/completions", "raw": '{"prompt": "a"}', "key": "wrong", "refused": 401},
+]
+SCORES = {
+    "prompt": [{"logprobs": 0}, {"logprobs": 2}],
+    "messages": [{"logprobs": True, "top_logprobs": 2}],
+}
+SETTINGS = {
+    "keys": [0, 2],
+    "max_num_seqs": [1, 2, 3, 4],
+    "max_queue": [0, 2, 8, 20],
+    "block_size": [2, 4, 8],
+    "num_tokens": [96, 128, 192],
+    "token_budget": [4, 8, 64],
+    "overlap": [True, False],
+    "start_seconds": [0.0, 0.1],
+    "load_seconds": [0.0, 0.3],
+    "step_seconds": [0.001, 0.02, 0.05],
+    "encode_seconds": [0.0, 0.01, 0.2],
+    "turn_seconds": [0.0, 0.0, 0.0005, 0.002],
+    "request_seconds": [2.0, 5.0, 60.0],
+    "client_seconds": [1.0, 4.0],
+    "drain_seconds": [0.0, 1.0, 5.0],
+    "ping_seconds": [0.05, 10.0],
+    "max_connections": [4, 100, 100],
+    "short": [20, 4096],
+    "max_waiting": [120, 2**26],
+    "max_long_answers": [1, 4],
+    "tcp_room": [1000, 2**16],
+    "tcp_piece": [200, 2**18],
+    "link_room": [100, 1000, 2**16],
+    "link_piece": [50, 2**18],
+    "link_high": [0, 2**16],
+}
+
+
 def draw(seed: int, steps: int) -> tuple[dict, list[dict]]:
     """The settings and the events of a seed."""
     rng = random.Random(seed)
@@ -18,56 +68,22 @@ def draw(seed: int, steps: int) -> tuple[dict, list[dict]]:
     for name in ("stop", "cannot_load"):  # after these little is left of a run
         if rng.random() < 0.5:
             chosen.discard(name)
-    settings = draw_settings(rng, seed, chosen)
-    events, t = [], rng.choice([0.01, 0.5, 1.0])
+    settings = {"seed": seed}
+    settings |= {name: rng.choice(values) for name, values in SETTINGS.items()}
+    events = []
+    t = rng.choice([0.01, 0.5, 1.0])
     for number in range(steps):
         event = draw_event(rng, number, settings, chosen)
-        if (
-            events and events[-1]["do"] == "kill_engine" and rng.random() < 0.3
-        ):  # while it is started again
+        is_starting = events and events[-1]["do"] == "kill_engine"
+        if is_starting and rng.random() < 0.3:
             event = {"do": "kill_engine"}
-        if event["do"] != "call" or (
-            "burst" in chosen and rng.random() < 0.7
-        ):  # while the call before is in work
-            t += rng.choice([0.0, 0.001, 0.01, 0.05, 0.15])
-        else:
-            t += rng.random() * 0.4
+        pause = rng.random() * 0.4
+        is_burst = "burst" in chosen and rng.random() < 0.7
+        if is_burst or event["do"] != "call":  # while the call before is in work
+            pause = rng.choice([0.0, 0.001, 0.01, 0.05, 0.15])
+        t += pause
         events.append(event | {"t": round(t, 4)})
     return settings, events
-
-
-def draw_settings(rng: random.Random, seed: int, chosen: set[str]) -> dict:
-    block_size = rng.choice([2, 4, 8])
-    return {
-        "seed": seed,
-        "keys": rng.choice([0, 2]),
-        "max_num_seqs": rng.randint(1, 4),
-        "max_queue": rng.choice([0, 2, 8, 20]),
-        "block_size": block_size,
-        "num_blocks": rng.choice([96, 128, 192]) // block_size,
-        "token_budget": rng.choice([4, 8, 64]),
-        "overlap": rng.random() < 0.5,
-        "start_seconds": rng.choice([0.0, 0.1]),
-        "load_seconds": rng.choice([0.0, 0.3]),
-        "step_seconds": rng.choice([0.001, 0.02, 0.05]),
-        "encode_seconds": rng.choice([0.0, 0.01, 0.2]),
-        "turn_seconds": rng.choice([0.0, 0.0, 0.0005, 0.002]),
-        "request_seconds": rng.choice([2.0, 5.0, 60.0]),
-        "client_seconds": rng.choice([1.0, 4.0]),
-        "drain_seconds": rng.choice([0.0, 1.0, 5.0]),
-        "ping_seconds": rng.choice([0.05, 10.0]),
-        "stall_seconds": 1.0,
-        "max_connections": rng.choice([4, 100, 100]),
-        "short": rng.choice([20, 4096]),
-        "max_waiting": rng.choice([120, 2**26]),
-        "scores_in_place": rng.choice([5, 1000]),
-        "max_long_answers": rng.choice([1, 4]),
-        "tcp_room": rng.choice([1000, 2**16]),
-        "tcp_piece": rng.choice([200, 2**18]),
-        "link_room": rng.choice([100, 1000, 2**16]),
-        "link_piece": rng.choice([50, 2**18]),
-        "link_high": rng.choice([0, 2**16]),
-    }
 
 
 def draw_event(rng: random.Random, number: int, settings: dict, chosen: set[str]) -> dict:
@@ -94,31 +110,10 @@ def draw_visit(rng: random.Random, number: int, settings: dict, chosen: set[str]
         sip, rest = rng.choice([(50, 0.02), (300, 0.1), (5000, 1.5)])
         event |= {"sip": sip, "rest": rest}
     if "vanish" in chosen and rng.random() < 0.4:
-        kind = rng.choice(["sent", "read", "seconds", "said"])
-        amounts = {
-            "sent": [1, 100, 250],
-            "read": [1, 300, 1000],
-            "said": ["finish_reason", '"stop"', "DONE"],
-        }
-        amounts["seconds"] = [0.001, 0.01, 0.1, 0.5, 1.0]
-        event |= {
-            "leaves": [kind, rng.choice(amounts[kind])],
-            "how": rng.choice(["reset", "close"]),
-        }
+        kind = rng.choice(list(LEAVES))
+        event["leaves"] = [kind, rng.choice(LEAVES[kind])]
+        event["how"] = rng.choice(["reset", "close"])
     return event
-
-
-BAD = [
-    {"path": "/v1/completions", "raw": "{", "refused": 400},
-    {"path": "/v1/completions", "raw": '{"prompt": 1}', "refused": 400},
-    {"path": "/v1/completions", "raw": '{"prompt": "a"}', "type": "text/plain", "refused": 400},
-    {"path": "/v1/completions", "raw": '{"prompt": "a\\u0000"}', "refused": 400},
-    {"path": "/v1/completions", "raw": '{"prompt": "a", "max_tokens": 100000}', "refused": 400},
-    {"path": "/v1/completions", "raw": '{"prompt": "a", "model": "other"}', "refused": 404},
-    {"path": "/nowhere", "refused": 404},
-    {"path": "/tokenize", "refused": 405},
-    {"path": "/v1/completions", "raw": '{"prompt": "a"}', "key": "wrong", "refused": 401},
-]
 
 
 def draw_call(rng: random.Random, id: int, settings: dict, chosen: set[str]) -> dict:
@@ -175,9 +170,5 @@ def draw_body(rng: random.Random, id: int, chosen: set[str]) -> dict:
         if has("scored_echo", 0.2):
             body["max_tokens"] = 0
     if has("logprobs"):
-        body |= (
-            {"logprobs": rng.choice([0, 2])}
-            if "prompt" in body
-            else {"logprobs": True, "top_logprobs": 2}
-        )
+        body |= rng.choice(SCORES["messages" if "messages" in body else "prompt"])
     return body

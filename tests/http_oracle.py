@@ -4,11 +4,9 @@ as plain as can be, which has each answer whole at once.
 """
 
 import json
-import math
 from collections import Counter
 from types import SimpleNamespace
 
-from callers import Caller
 from scripted_engine import EOS, FakeChat, Violation, script
 from wires import Answer
 
@@ -38,58 +36,45 @@ def count_of(call: dict) -> int:
     return len(prompts_of(call)) * call["body"].get("n", 1)
 
 
-def expected(call: dict, seed: int, room: int) -> list[Expected]:
-    """
-    All choices of a call, by an oracle as plain as can be. `room`: tokens of the longest text.
-    """
-    body, choices = call["body"], []
+def expected(call: dict, seed: int) -> list[Expected]:
+    """All choices of a call, by an oracle as plain as can be."""
+    body = call["body"]
+    choices = []
     for number, prompt in enumerate(prompts_of(call)):
         own_seed = seed if body.get("seed") is not None else seed + number
         for choice in range(body.get("n", 1)):
-            choices.append(
-                one_expected(
-                    body, prompt, script(tuple(prompt), own_seed, choice), room - len(prompt)
-                )
-            )
+            choices.append(one_expected(body, prompt, script(tuple(prompt), own_seed, choice)))
     return choices
 
 
-def one_expected(body: dict, prompt: list[int], said: list[int], room: int) -> Expected:
-    limit = body.get(
-        "max_completion_tokens", body.get("max_tokens", 16 if "prompt" in body else room)
-    )
-    stops = {*body.get("stop_token_ids", ()), *([] if body.get("ignore_eos") else [EOS])}
-    tokens, text, reason, stop_reason = [], "", "length", None
-    for token in said[:limit]:
+def one_expected(body: dict, prompt: list[int], said: list[int]) -> Expected:
+    tokens = []
+    reason = "length"
+    stop = None
+    for token in said[: body["max_tokens"]]:
         tokens.append(token)
-        if token in stops:
-            reason, stop_reason = "stop", None if token == EOS else token
+        if token == EOS and not body.get("ignore_eos"):
+            reason = "stop"
             break
-        shown = bytes(t for t in tokens if t != EOS)
-        text = shown.decode("utf-8", "ignore")
-        if matched := [stop for stop in body.get("stop", ()) if stop in text]:
-            place = min(text.index(stop) + len(stop) for stop in matched)
-            stop_reason = max((stop for stop in matched if text[:place].endswith(stop)), key=len)
-            reason, text = "stop", text[: place - len(stop_reason)]
+        text = bytes(t for t in tokens if t != EOS).decode("utf-8", "ignore")
+        matched = [stop for stop in body.get("stop", ()) if stop in text]
+        if matched:
+            reason = "stop"
+            end = min(text.index(stop) + len(stop) for stop in matched)
+            stop = max((stop for stop in matched if text[:end].endswith(stop)), key=len)
+            text = text[: end - len(stop)]
             break
-    if not (reason == "stop" and isinstance(stop_reason, str)):
-        last_is_hidden = tokens and tokens[-1] in stops
-        shown = tokens[:-1] if last_is_hidden else tokens
-        text = bytes(t for t in shown if t != EOS).decode("utf-8", "replace")
+    if stop is None:
+        text = bytes(t for t in tokens if t != EOS).decode("utf-8", "replace")
     logprobs = None
-    if body.get("logprobs") is not None and body["logprobs"] is not False:
+    if body.get("logprobs") is not None:
         logprobs = [-0.5 - token for token in tokens]
-        if body.get("echo"):
-            logprobs = [None, *(-0.5 - token for token in prompt[1:]), *logprobs]
     if body.get("echo"):
         text = bytes(prompt).decode() + text
-    return Expected(
-        text=text,
-        finish_reason=reason,
-        stop_reason=stop_reason,
-        num_tokens=len(tokens),
-        logprobs=logprobs,
-    )
+        if logprobs is not None:
+            logprobs = [None, *(-0.5 - token for token in prompt[1:]), *logprobs]
+    ends = {"finish_reason": reason, "stop_reason": stop}
+    return Expected(text=text, num_tokens=len(tokens), logprobs=logprobs, **ends)
 
 
 def parse_answer(
@@ -99,15 +84,11 @@ def parse_answer(
     What an answer of status 200 says: its choices by index, its usage, its error, and whether it
     says its end.
     """
-    body = call["body"]
-    if not body.get("stream"):
+    if not call["body"].get("stream"):
         content = json.loads(answer.body)
-        choices = {
-            c["index"]: said_of(c, "text" if "prompt" in body else "message")
-            for c in content["choices"]
-        }
+        choices = {choice["index"]: said_of(choice) for choice in content["choices"]}
         return choices, content["usage"], None, True
-    choices: dict[int, Expected] = {}
+    choices = {}
     usage = error = None
     is_done = False
     events = answer.body.split("\n\n")
@@ -124,38 +105,31 @@ def parse_answer(
         error = content.get("error")
         usage = content.get("usage") or usage
         for choice in content.get("choices", ()):
-            add(
-                choices,
-                choice["index"],
-                said_of(choice, "text" if "prompt" in body else "delta"),
-                call,
-            )
+            add(choices, choice["index"], said_of(choice))
     return choices, usage, error, is_done or error is not None
 
 
-def said_of(choice: dict, kind: str) -> Expected:
-    text = choice["text"] if kind == "text" else choice[kind].get("content", "")
+def said_of(choice: dict) -> Expected:
+    """Of a whole answer or of a chunk."""
+    content = choice.get("message") or choice.get("delta") or choice
     logprobs = choice["logprobs"]
-    if logprobs is not None:
-        chat = logprobs.get("content")
-        logprobs = (
-            logprobs["token_logprobs"] if chat is None else [entry["logprob"] for entry in chat]
-        )
-    return Expected(
-        text=text,
-        finish_reason=choice["finish_reason"],
-        stop_reason=choice["stop_reason"],
-        logprobs=logprobs,
-    )
+    if logprobs is not None and "content" in logprobs:
+        logprobs = [entry["logprob"] for entry in logprobs["content"]]
+    elif logprobs is not None:
+        logprobs = logprobs["token_logprobs"]
+    text = content.get("text") or content.get("content") or ""
+    ends = {name: choice[name] for name in ("finish_reason", "stop_reason")}
+    return Expected(text=text, logprobs=logprobs, **ends)
 
 
-def add(choices: dict[int, Expected], index: int, more: Expected, call: dict):
+def add(choices: dict[int, Expected], index: int, more: Expected):
     """Put a chunk behind those before it."""
-    so_far = choices.setdefault(
-        index, Expected(text="", finish_reason=None, stop_reason=None, logprobs=None)
-    )
+    if index not in choices:
+        choices[index] = more
+        return
+    so_far = choices[index]
     if so_far.finish_reason is not None:
-        raise Violation(f"call {call['id']}: choice {index} goes on after its end")
+        raise Violation(f"choice {index} goes on after its end")
     so_far.text += more.text
     so_far.finish_reason = more.finish_reason
     so_far.stop_reason = more.stop_reason
@@ -166,13 +140,12 @@ def add(choices: dict[int, Expected], index: int, more: Expected, call: dict):
 class Judge:
     """Of one call: whether what came of it may be."""
 
-    def __init__(self, world, caller: Caller, call: dict, answer: Answer | None):
+    def __init__(self, world, caller, call: dict, answer: Answer | None):
         self.world = world
         self.settings = world.settings
         self.caller = caller
         self.call = call
         self.answer = answer
-        self.process = world.process
         self.log = world.access.get(f"r{call['id']}", [])
 
     def wrong(self, what: str):
@@ -183,7 +156,7 @@ class Judge:
         if len(self.log) > 1:
             self.wrong(f"is logged {len(self.log)} times")
         if answer is None or not answer.whole:
-            self.process.is_known = self.process.is_known and self.call["path"] not in OPEN_PATHS
+            self.world.is_known = self.world.is_known and self.call["path"] not in OPEN_PATHS
             self.check_cut()
         if answer is None or answer.status is None:
             return
@@ -197,7 +170,7 @@ class Judge:
         if answer.whole and not self.log and self.call["path"] not in OPEN_PATHS:
             self.wrong("has an answer, but is not logged")
         if answer.status >= 400 and self.call["path"] in OPEN_PATHS:
-            self.process.refused[answer.status] += 1  # which is not logged
+            self.world.refused[answer.status] += 1  # which is not logged
         if answer.status != 200:
             if answer.whole:
                 self.check_error(answer.status, json.loads(answer.body)["error"])
@@ -224,41 +197,31 @@ class Judge:
         No answer takes longer than --request-seconds, and none begins when the server has been
         stopped.
         """
-        world, settings, caller = self.world, self.settings, self.caller
-        if world.stopped_at is not None and caller.began > world.stopped_at + 0.3 + world.pause:
-            self.wrong(
-                f"is served, {caller.began - world.stopped_at:.2f} s after the server was stopped"
-            )
+        settings, caller = self.settings, self.caller
+        stopped = self.world.stopped_at
+        if stopped is not None and caller.began > stopped + 0.3 + self.world.pause:
+            self.wrong(f"is served, {caller.began - stopped:.2f} s after the server was stopped")
         is_plain = caller.is_quick and len(caller.calls) == 1
-        encoding = settings["encode_seconds"] * len(world.callers)
-        most = settings["request_seconds"] + encoding + 1.0
-        if (
-            is_plain
-            and self.answer.whole
-            and caller.ended_at - caller.began > most + 1000 * settings["turn_seconds"]
-        ):
-            self.wrong(
-                f"took {caller.ended_at - caller.began:.1f} s, at most {most:.1f} are allowed"
-            )
+        most = settings["request_seconds"] + 1.0
+        most += settings["encode_seconds"] * len(self.world.callers)
+        took = caller.ended_at - caller.began - 1000 * settings["turn_seconds"]
+        if is_plain and self.answer.whole and took > most:
+            self.wrong(f"took {took:.1f} s, at most {most:.1f} are allowed")
 
     def check_cut(self):
         """The answer is not there, or not all of it."""
-        if self.caller.has_left or not self.caller.is_quick:
+        world, caller = self.world, self.caller
+        if caller.has_left or not caller.is_quick:
             return
-        stopped = self.world.stopped_at
-        if stopped is not None and (
-            self.caller.sent_at is None or self.caller.sent_at > stopped - 0.1 - self.world.pause
-        ):
+        if world.pause >= self.settings["client_seconds"]:
             return
-        if self.world.pause >= self.settings["client_seconds"]:
-            return
-        if len(self.world.beside(self.caller)) >= self.settings["max_connections"]:
-            return  # a newcomer is the one that is idle
-        dead = [at for at, state in self.process.states if state == "dead"]
-        ends = min(dead, default=math.inf) - 0.1 - self.world.pause
-        if dead and (self.caller.sent_at is None or self.caller.sent_at > ends):
+        if len(world.beside(caller)) >= self.settings["max_connections"]:
+            return  # it was one too many, and cut off before it could read that
+        ends = [at for at, state in world.states if state == "dead"]
+        ends += [world.stopped_at] if world.stopped_at is not None else []
+        if ends and (caller.sent_at is None or caller.sent_at > min(ends) - 0.1 - world.pause):
             return  # it was not yet taken in when the server ended
-        self.wrong(f"has no whole answer; {self.caller.received[-200:]!r}")
+        self.wrong(f"has no whole answer; {caller.received[-200:]!r}")
 
     def check_completion(self):
         if not (self.answer.whole or self.call["body"].get("stream")):
@@ -271,40 +234,35 @@ class Judge:
             seed = self.log[0].get("seed") if self.log else None
         if seed is None:
             return
-        wanted = dict(enumerate(expected(self.call, seed, self.world.room)))
+        reference = dict(enumerate(expected(self.call, seed)))
         is_whole = self.answer.whole and not error
-        if not set(choices) <= set(wanted) or (is_whole and set(choices) != set(wanted)):
-            self.wrong(f"has choices {sorted(choices)}, wanted {sorted(wanted)}")
+        if not set(choices) <= set(reference) or (is_whole and set(choices) != set(reference)):
+            self.wrong(f"has choices {sorted(choices)}, wanted {sorted(reference)}")
         for index, choice in choices.items():
-            self.compare(index, choice, wanted[index], is_whole)
+            self.compare(index, choice, reference[index], is_whole)
         if is_whole:
-            self.check_usage(usage, list(wanted.values()))
-            self.world.counts_of["answers"] += 1
+            self.check_usage(usage, list(reference.values()))
+            self.world.seen["whole answers"] += 1
         if error:
             self.world.seen["error in a stream"] += 1
             status = {"engine_dead": 500, None: 500, "queue_full": 429}.get(error["code"], 503)
             self.check_error(status, error)
 
-    def compare(self, index: int, choice: Expected, wanted: Expected, is_whole: bool):
+    def compare(self, index: int, choice: Expected, reference: Expected, is_whole: bool):
         ended = choice.finish_reason is not None
         if is_whole and not ended:
             self.wrong(f"choice {index} has no end")
-        if not (choice.text == wanted.text if ended else wanted.text.startswith(choice.text)):
-            self.wrong(f"choice {index} is {choice.text!r}, wanted {wanted.text!r}")
-        if ended and (choice.finish_reason, choice.stop_reason) != (
-            wanted.finish_reason,
-            wanted.stop_reason,
-        ):
-            self.wrong(
-                f"choice {index} ended by {choice.finish_reason}, {choice.stop_reason}, "
-                f"wanted {wanted}"
-            )
+        if not (choice.text == reference.text if ended else reference.text.startswith(choice.text)):
+            self.wrong(f"choice {index} is {choice.text!r}, wanted {reference.text!r}")
+        ends = choice.finish_reason, choice.stop_reason
+        if ended and ends != (reference.finish_reason, reference.stop_reason):
+            self.wrong(f"choice {index} ended by {ends}, wanted {reference}")
         logprobs = choice.logprobs or []
-        all_wanted = wanted.logprobs or []
+        all_wanted = reference.logprobs or []
         if logprobs != (all_wanted if ended else all_wanted[: len(logprobs)]):
             self.wrong(f"choice {index} has log-probabilities {logprobs}, wanted {all_wanted}")
 
-    def check_usage(self, usage: dict | None, wanted: list[Expected]):
+    def check_usage(self, usage: dict | None, reference: list[Expected]):
         body = self.call["body"]
         asked = not body.get("stream") or body.get("stream_options", {}).get("include_usage")
         if not asked:
@@ -314,10 +272,10 @@ class Judge:
         if usage is None:
             self.wrong("has no usage")
         prompts = prompts_of(self.call)
-        counts = sum(map(len, prompts)), sum(choice.num_tokens for choice in wanted)
-        if (usage["prompt_tokens"], usage["completion_tokens"]) != counts or usage[
-            "total_tokens"
-        ] != sum(counts):
+        counts = [sum(map(len, prompts)), sum(choice.num_tokens for choice in reference)]
+        counts.append(sum(counts))
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        if [usage[name] for name in names] != counts:
             self.wrong(f"its usage is {usage}, wanted {counts}")
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         most = sum(self.most_cached(prompt) for prompt in prompts)
@@ -326,26 +284,21 @@ class Judge:
 
     def most_cached(self, prompt: list[int]) -> int:
         """Tokens of the longest beginning that some other prompt of the same salt has."""
-        own = self.world.salt_of(self.call)
-        others = [
-            p
-            for call in self.world.calls.values()
-            if self.world.salt_of(call) == own
-            for p in prompts_of(call)
-        ]
-        return max((common(prompt, other) for other in others if other != prompt), default=0)
+        salt = self.world.salt_of(self.call)
+        calls = [call for call in self.world.calls.values() if self.world.salt_of(call) == salt]
+        others = [other for call in calls for other in prompts_of(call) if other != prompt]
+        return max((num_common(prompt, other) for other in others), default=0)
 
     def check_alive(self):
         """A dead or stalled engine makes no healthy server."""
-        before = self.state_at(self.caller.began)
-        state = (
-            self.state_at(self.caller.ended_at) if self.caller.is_quick else before
-        )  # who reads late, hears of then
-        if before == state and state in ("dead", "restarting"):
-            self.wrong(f"hears that all is well, the engine is {state}")
-
-    def state_at(self, moment: float) -> str:
-        return (["loading"] + [state for at, state in self.process.states if at <= moment])[-1]
+        states = {"loading"}
+        for at, state in self.world.states:
+            if at <= self.caller.began:
+                states = {state}
+            elif at <= self.caller.ended_at:
+                states.add(state)
+        if states <= {"dead", "restarting"}:
+            self.wrong(f"hears that all is well, the engine is {states}")
 
     def check_error(self, status: int, error: dict):
         """Each error needs its reason."""
@@ -361,10 +314,10 @@ class Judge:
         world, caller = self.world, self.caller
         began, ended = caller.began, caller.ended_at
         stopped = world.stopped_at is not None and world.stopped_at <= ended
-        states = [state for at, state in self.process.states if at <= ended]
+        states = [state for at, state in self.world.states if at <= ended]
         match status, code:
             case 503, "loading":
-                return not any(s == "ready" and at < began for at, s in self.process.states)
+                return not any(s == "ready" and at < began for at, s in self.world.states)
             case 503, "restarting" | "dead":
                 is_liveness = self.call["path"] == "/livez"
                 if code in states or (is_liveness and "restarting" in states):
@@ -390,7 +343,7 @@ class Judge:
             case 500, "engine_dead":
                 return any(
                     state in ("restarting", "dead") and at >= began
-                    for at, state in self.process.states
+                    for at, state in self.world.states
                 )
             case 500, None:
                 planned = "RuntimeError: planned" in message or "not numbers" in message
@@ -398,10 +351,14 @@ class Judge:
         return False
 
     def is_unfinished(self) -> bool:
-        """The engine has not done all of it, or its answer is long, or read slowly, or late."""
-        jobs = [job for job in self.process.jobs if job.http_id == f"r{self.call['id']}"]
-        choices = [choice for job in jobs for choice in job.choices]
-        return any(not choice.finish_reason for choice in choices) or "sip" in self.caller.event
+        """The engine has not done all of it, or did in the last turns, or it is read slowly."""
+        last_turns = self.settings["request_seconds"] - 10 * self.settings["turn_seconds"]
+        for job in self.world.jobs:
+            if job.call_id == f"r{self.call['id']}":
+                for choice in job.choices:
+                    if not choice.finish_reason or choice.last_step > job.started + last_turns:
+                        return True
+        return "sip" in self.caller.event
 
     def may_be_full(self, message: str) -> bool:
         """The most choices that other calls can have had in work meanwhile are counted."""
@@ -412,23 +369,19 @@ class Judge:
         )
 
 
-def common(a: list[int], b: list[int]) -> int:
+def num_common(a: list[int], b: list[int]) -> int:
     """How many tokens both begin with."""
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
 
 
 class Books:
     """What an HTTP process counts, beside what its jobs say."""
 
-    def __init__(self, process):
-        self.process = process
+    def __init__(self, world):
+        self.world = world
         self.values: dict = {}
-        for family in process.service.metrics.registry.collect():
+        for family in world.service.metrics.registry.collect():
             for sample in family.samples:
                 label = sample.labels.get("finished_reason") or sample.labels.get("status")
                 if "le" not in sample.labels:
@@ -441,7 +394,7 @@ class Books:
             raise Violation(f"The HTTP process counts {what} as {count}, expected {expected}")
 
     def check(self):
-        jobs = self.process.jobs
+        jobs = self.world.jobs
         choices = [choice for job in jobs for choice in job.choices]
         ended = [choice for choice in choices if choice.finish_reason]
         reasons = Counter(choice.finish_reason for choice in ended)
@@ -463,7 +416,7 @@ class Books:
         self.check_prompts(jobs)
         if not any(choice.body.stop or choice.body.max_tokens == 0 for choice in choices):
             self.expect("generation_tokens_total", sum(choice.num_tokens for choice in choices))
-        for status, count in self.process.refused.items() if self.process.is_known else ():
+        for status, count in self.world.refused.items() if self.world.is_known else ():
             self.expect("requests_refused_total", count, str(status))
 
     def check_prompts(self, jobs: list):

@@ -11,6 +11,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 from virtual import Signal
+from wires import EOS, fake_score
 
 from engine import links
 from engine import process as loop
@@ -19,8 +20,6 @@ from engine.events import Subscribers
 from engine.runner import StepResult
 from paged import Scheduler, SchedulerSettings
 from params import NO_TOKEN, Settings
-
-EOS = 256
 
 
 class Violation(AssertionError):
@@ -49,14 +48,8 @@ def call_of(prompt: list[int]) -> int:
 
 
 def score(token: int, n: int) -> list:
-    """
-    [log-probability, the likeliest ids, their log-probabilities]; the first tells tokens apart.
-    """
-    return [
-        -0.5 - token,
-        [(token + i) % 257 for i in range(1, n + 1)],
-        [-float(i) for i in range(1, n + 1)],
-    ]
+    """Log-probabilities that tell tokens apart."""
+    return fake_score(token, n, -0.5 - token)
 
 
 class Runner:
@@ -115,14 +108,15 @@ class ScriptedEngine(Engine):
     """The real engine on a scheduler of the settings' sizes, with the runner above."""
 
     def __init__(self, settings: dict, runner: Runner):
-        S, num_blocks = settings["block_size"], settings["num_blocks"]
+        S = settings["block_size"]
+        num_tokens = settings["num_tokens"]
         self.config = SimpleNamespace(vocab_size=257, eos_token_ids=[EOS])
-        self.num_blocks = num_blocks
-        self.max_model_len = num_blocks * S
+        self.num_blocks = num_tokens // S
+        self.max_model_len = num_tokens
         self.scheduler = Scheduler(
             "priority",
             settings["token_budget"],
-            num_blocks * S,
+            num_tokens,
             S,
             settings=SchedulerSettings(max_num_seqs=settings["max_num_seqs"]),
         )
@@ -232,9 +226,8 @@ class EngineProcess:
         nothing else.
         """
         theirs = link.sock.peer
-        process = self.world.process
-        http = process.client
-        if not (process.is_running and http.sock is theirs and http.transport):
+        http = self.world.client
+        if not (self.world.is_running and http.sock is theirs and http.transport):
             return
         mine = {id for id in self.engine.requests if id.startswith(f"{link.number}:")}
         for first, choices in self.engine.promised.items():

@@ -6,8 +6,8 @@ scheduler behind them, and callers of every kind, all on a virtual clock.
     python -m tests.simulator_http --seed 7 --minutes 30    # seed 7, 8, 9 .. for so long
     python -m tests.simulator_http --replay FILE            # a run that failed, from its trace
 
-What the engine says is in scripted_engine.py, the clients are in callers.py, what they must get is
-in http_oracle.py, and http_draws.py makes a run of a seed.
+What the engine says is in scripted_engine.py, what clients must get is in http_oracle.py, and
+http_draws.py makes a run of a seed.
 
 A run is a function of its settings and its events, both drawn from the seed: calls that come and
 go, and faults. What a prompt is answered is a pure function of prompt, seed and choice, so every
@@ -25,6 +25,7 @@ import random
 import sys
 import time
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -34,36 +35,31 @@ import uvicorn.server
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
-from callers import Caller
-from fake_server import ByteTokenizer
 from http_draws import KEYS, draw
 from http_oracle import Books, Judge, prompts_of
 from scripted_engine import EngineProcess, FakeChat, Violation, call_of
 from shrink import shrink
-from virtual import Listener, Machine, pair, selectors_of_memory
-from wires import read_answers
+from virtual import Listener, Loop, Socket, pair, selectors_of_memory
+from wires import TIMED, ByteTokenizer, Client, read_answers, request
 
 import serve
 from engine import engine, links
 from engine import process as serving_loop
 from engine.engine import Engine
-from server import answers as answers_module
+from server import answers, client, connection, gate
 from server import app as api
-from server import client, connection, gate, metrics
 from server import text as encoder
 
+FLAGS = ("max_queue", "request_seconds", "client_seconds", "drain_seconds", "max_connections")
 QUIET_SECONDS = 30.0  # after the last event all may take so long, besides what settings allow
 
 
 class NumberedConnection(connection.Connection):
-    """
-    uvicorn keeps connections in a set: in the order of their addresses, which differ from run to
-    run.
-    """
+    """uvicorn keeps connections in a set: ordered by their addresses, which differ in each run."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.number = len(self.loop.sockets)
+        self.number = next(self.loop.numbers)
 
     def __hash__(self) -> int:
         return self.number
@@ -79,94 +75,156 @@ class InlineEncoder(encoder.Encoder):
         self.waiting = 0
 
 
-class HttpProcess:
-    """What serve.py runs in its first HTTP process, on a loop of its own."""
+def as_bytes(call: dict, is_last: bool) -> bytes:
+    """The request as it goes over the wire."""
+    key = call.get("key")
+    headers = {
+        "X-Request-Id": f"r{call['id']}",
+        "Authorization": key and f"Bearer {key}",
+        "Connection": "close" if is_last else None,
+    }
+    if "body" not in call and "raw" not in call:
+        return request("GET", call["path"], **headers)
+    headers["Content-Type"] = call.get("type", "application/json")
+    body = json.dumps(call["body"]).encode() if "body" in call else call["raw"].encode()
+    if call.get("chunked"):
+        headers |= {"Transfer-Encoding": "chunked", "Content-Length": None}
+        body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    return request("POST", call["path"], body, **headers)
 
-    def __init__(self, world: "World"):
+
+class Caller(Client):
+    """Sends its calls at its own pace, reads at once or slowly, and perhaps hangs up."""
+
+    def __init__(self, world: "World", event: dict):
+        super().__init__(world.loop, world.connect())
         self.world = world
-        self.is_running = True
-        self.ended_at = 0.0
-        self.loop = world.machine.new_loop()
-        self.loop.process = self
-        self.loop.high = world.settings["link_high"]
-        self.loop.job_seconds = world.settings["encode_seconds"]
-        self.jobs: list[api.Job] = []
-        self.refused: Counter = Counter()  # calls by status
-        self.is_known = True  # what came of all calls that are not logged
-        self.states: list[tuple[float, str]] = [(world.now, "loading")]
-        self.client = client.EngineClient(self, world.start_engine)
-        self.encoder = InlineEncoder()
-        self.service = api.Service(self.client, self.encoder, world.args, world.keys)
-        self.client.on_state = self.note_state
-        self.task = self.loop.create_task(self.service.run(world.listener))
-        self.task.add_done_callback(self.end)
+        self.loop = world.loop
+        self.event = event
+        self.calls = event["calls"]
+        self.unsent = b"".join(as_bytes(call, call is self.calls[-1]) for call in self.calls)
+        self.piece = -(-len(self.unsent) // event.get("pieces", 1))
+        self.num_sent = 0
+        self.sent_at: float | None = None
+        self.has_left = False
+        kind, seconds = event.get("leaves", ("", 0))
+        if kind == "seconds":
+            self.loop.call_later(seconds, self.leave)
+        if event.get("sip"):
+            self.loop.call_later(event["rest"], self.read_slowly)
+        self.send()
 
-    def note_state(self, state: str):
-        self.states.append((self.world.now, state))
-        self.service.engine_changed(state)
+    @property
+    def is_quick(self) -> bool:
+        """It sends and reads as soon as it can, and stays."""
+        slow = self.event.get("sip") or self.event.get("gap", 0) * self.event.get("pieces", 1) > 0.5
+        return not slow and "leaves" not in self.event
 
-    def connect_to_engine(self):
-        sock = self.world.link_listener.connect()
-        self.loop.sockets.append(sock)
-        return sock
+    def send(self):
+        """The next piece."""
+        if self.ended_at is not None:
+            return
+        try:
+            sent = self.sock.send(self.unsent[: self.piece])
+        except BlockingIOError:
+            sent = 0
+        except ConnectionError:
+            return self.finish()
+        self.unsent = self.unsent[sent:]
+        self.num_sent += sent
+        self.leave_if_due()
+        if self.unsent:
+            self.loop.call_later(self.event.get("gap", 0.001), self.send)
+        elif self.sent_at is None:
+            self.sent_at = self.world.now
 
-    def end(self, task: asyncio.Task):
-        """It has come to its end by itself."""
-        if not task.cancelled() and task.exception():
-            self.world.broken(f"the HTTP process ended by {task.exception()!r}")
-        self.is_running = False
-        self.ended_at = self.world.now
-        self.loop.kill()
-        self.world.listener.close()
+    def look(self):
+        if not self.event.get("sip"):
+            super().look()
+
+    def read_slowly(self):
+        before = len(self.received)
+        while len(self.received) < before + self.event["sip"] and self.read(self.event["sip"]):
+            pass
+        if self.ended_at is None:
+            self.loop.call_later(self.event["rest"], self.read_slowly)
+
+    def read(self, size: int) -> bool:
+        is_more = super().read(size)
+        self.leave_if_due()
+        return is_more
+
+    def leave_if_due(self):
+        kind, limit = self.event.get("leaves", ("", 0))
+        if (
+            (kind == "sent" and self.num_sent >= limit)
+            or (kind == "read" and len(self.received) >= limit)
+            or (kind == "said" and limit.encode() in self.received)
+        ):
+            self.leave()
+
+    def leave(self):
+        if self.ended_at is None:
+            self.has_left = True
+            self.loop.call_later(2.5 + self.world.pause, self.check_forgotten)
+            if self.event.get("how") == "reset":
+                self.sock.peer.reset()
+            self.finish()
+
+    def check_forgotten(self):
+        """A client that has left is noticed, and nothing is computed for it any more."""
+        names = {f"r{call['id']}" for call in self.calls}
+        for choice in self.world.client.choices.values() if self.world.is_running else ():
+            if choice.job.call_id in names:
+                raise Violation(
+                    f"call {choice.job.call_id} is still in work, its client has left long ago"
+                )
 
 
 class World:
-    """One run: the processes and clients of some settings, and the events that happen to them."""
+    """One run: a server of some settings, its clients, and the events that happen to them."""
 
     def __init__(self, settings: dict, events: list[dict]):
         self.settings = settings
         self.events = events
-        self.machine = Machine()
-        self.machine.turn_seconds = settings["turn_seconds"]
-        self.loop = self.machine.new_loop()  # of clients, events and the engine's process
-        self.loop.process = None
-        self.start = self.machine.clock.now
+        self.loop = Loop()
+        self.loop.turn_seconds = settings["turn_seconds"]
+        self.loop.job_seconds = settings["encode_seconds"]
+        self.loop.high = settings["link_high"]
+        self.start = self.now
         self.rng = random.Random(settings["seed"])  # of sizes of pieces, and of seeds
         self.keys = KEYS[: settings["keys"]]
-        self.room = settings["num_blocks"] * settings["block_size"]
         self.most = settings["max_num_seqs"] + settings["max_queue"]  # choices at once
         flags = ["--model", "sim", "--no-access-log"]
-        for name in (
-            "max_queue",
-            "request_seconds",
-            "client_seconds",
-            "drain_seconds",
-            "max_connections",
-        ):
+        for name in FLAGS:
             flags += ["--" + name.replace("_", "-"), str(settings[name])]
         self.args = serve.parse_args(flags)
         self.args.access_log = True  # it comes to `log`
         self.listener = self.make_listener("tcp", True)
         self.link_listener = self.make_listener("link", False)
         self.engines: list[EngineProcess] = []
+        self.states: list[tuple[float, str]] = [(self.now, "loading")]  # of the client
+        self.is_running = True  # the HTTP process
+        self.ended_at = 0.0
+        self.jobs: list[api.Job] = []
         self.callers: list[Caller] = []
         self.calls: dict[int, dict] = {}
         self.access: dict[str, list[dict]] = {}
+        self.refused: Counter = Counter()  # calls by status
+        self.is_known = True  # what came of all calls that are not logged
         self.seen: Counter = Counter()
-        self.counts_of: Counter = Counter()
         self.failed: set[int] = set()  # calls whose steps have failed
         self.stopped_at: float | None = None
         self.drained_at = math.inf  # when the server may end what still runs
         self.num_happened = 0
         self.problems: list[str] = []
         self.pause = sum(event["seconds"] for event in events if event["do"] == "stall_engine")
-        self.lag = (
-            3.0 + self.pause
-        )  # seconds by which the server may know late that a client has left
+        # seconds by which the server may know late that a client has left
+        self.lag = 3.0 + self.pause
 
     @property
     def now(self) -> float:
-        return self.machine.clock.now
+        return self.loop.now
 
     def make_listener(self, kind: str, hard: bool) -> Listener:
         most = self.settings[f"{kind}_piece"]
@@ -177,7 +235,20 @@ class World:
     def broken(self, what: str):
         self.problems.append(what)
 
+    def connect(self) -> Socket:
+        """A connection to the server; one that it refuses is reset."""
+        try:
+            return self.listener.connect()
+        except ConnectionRefusedError:
+            sock, _ = pair()
+            sock.reset()
+            return sock
+
     # what the HTTP process asks for
+
+    def make_job(self, *args) -> answers.Job:
+        self.jobs.append(answers.Job(*args))
+        return self.jobs[-1]
 
     def start_engine(self) -> EngineProcess:
         self.engines.append(EngineProcess(self))
@@ -189,7 +260,7 @@ class World:
         if event == "access" and "id" in fields:
             self.access.setdefault(fields["id"], []).append(fields)
         if event == "access" and fields["status"] >= 400 and fields["status"] != 499:
-            self.process.refused[fields["status"]] += 1
+            self.refused[fields["status"]] += 1
 
     def salt_of(self, call: dict) -> str:
         name = f"key {KEYS.index(call['key'])}" if self.keys and call.get("key") in KEYS else ""
@@ -200,17 +271,12 @@ class World:
         if message["op"] == "add":
             call = self.calls[call_of(message["prompt"])]
             body, options = call["body"], message["options"]
-            wanted = {
-                "n": body.get("n", 1),
-                "priority": body.get("priority", 0),
-                "cache_salt": self.salt_of(call),
-            }
-            for name, value in wanted.items():
+            asked = {"n": body.get("n", 1), "priority": body.get("priority", 0)}
+            asked["cache_salt"] = self.salt_of(call)
+            for name, value in asked.items():
                 if options[name] != value:
-                    raise Violation(
-                        f"call {call['id']}: the engine gets {name} {options[name]!r}, "
-                        f"wanted {value!r}"
-                    )
+                    what = f"the engine gets {name} {options[name]!r}, wanted {value!r}"
+                    raise Violation(f"call {call['id']}: {what}")
             if message["prompt"] not in prompts_of(call):
                 raise Violation(f"call {call['id']}: the engine gets another prompt")
         handle_message(running, link, message, max_queue)
@@ -225,6 +291,8 @@ class World:
         match event["do"]:
             case "call":
                 self.call(event)
+            case "stop":
+                self.stop()
             case "kill_engine":
                 running.die()
             case "stall_engine":
@@ -242,13 +310,11 @@ class World:
 
     def stop(self):
         """SIGTERM."""
-        if self.process.is_running:
-            is_second = self.stopped_at is not None
+        if self.is_running:
+            seconds = 0.0 if self.stopped_at else self.settings["drain_seconds"]
             self.stopped_at = self.stopped_at or self.now
-            self.drained_at = min(
-                self.drained_at, self.now + (0.0 if is_second else self.settings["drain_seconds"])
-            )
-            self.process.service.on_signal()
+            self.drained_at = min(self.drained_at, self.now + seconds)
+            self.service.on_signal()
 
     # the run
 
@@ -258,13 +324,34 @@ class World:
             try:
                 self.play()
             finally:
-                for loop in self.machine.loops:
-                    loop.kill()
-                for loop in self.machine.loops:
-                    loop.bury()
+                self.loop.turn_seconds = 0.0
+                self.loop.end_tasks()
+
+    def start_server(self):
+        """What serve.py runs in its first HTTP process."""
+        self.client = client.EngineClient("nowhere", self.start_engine)
+        self.service = api.Service(self.client, InlineEncoder(), self.args, self.keys)
+        self.client.on_state = self.note_state
+        task = self.loop.create_task(self.service.run(self.listener))
+        task.add_done_callback(self.end_server)
+
+    def note_state(self, state: str):
+        self.states.append((self.now, state))
+        self.service.engine_changed(state)
+
+    def end_server(self, task: asyncio.Task):
+        """It has come to its end by itself."""
+        if not task.cancelled() and task.exception():
+            self.broken(f"the HTTP process ended by {task.exception()!r}")
+        self.is_running = False
+        self.ended_at = self.now
+        for transport in self.loop.transports:
+            transport.abort()
+        self.client.sock.close()
+        self.listener.close()
 
     def play(self):
-        self.process = HttpProcess(self)
+        self.start_server()
         for event in self.events:
             self.loop.call_at(self.start + event["t"], self.happen, event)
         last = max((event["t"] for event in self.events), default=0)
@@ -288,37 +375,35 @@ class World:
 
     def longest(self) -> float:
         """How many seconds the last event may take."""
-        names = "start_seconds load_seconds request_seconds client_seconds drain_seconds"
-        seconds = QUIET_SECONDS + sum(self.settings[name] for name in names.split())
+        names = ("start", "load", "request", "client", "drain")
+        seconds = QUIET_SECONDS + sum(self.settings[f"{name}_seconds"] for name in names)
         seconds += self.lag + sum(event.get("rest", 0) * 100 for event in self.events)
-        return seconds + len(self.events) * (
-            self.settings["encode_seconds"] + self.settings["turn_seconds"] * 2000
-        )
+        each = self.settings["encode_seconds"] + self.settings["turn_seconds"] * 2000
+        return seconds + each * len(self.events)
 
     def wait(self, seconds: float, is_over, what: str):
-        self.machine.run(self.now + seconds, lambda: self.has_problem() or is_over())
+        self.loop.run(seconds, lambda: self.has_problem() or is_over())
         self.raise_problems()
         if not is_over():
             callers = [caller.calls[0]["id"] for caller in self.callers if caller.ended_at is None]
             raise Violation(f"{what}: after {seconds:.0f} s the calls {callers} are open")
 
     def rest(self, seconds: float):
-        self.machine.run(self.now + seconds, self.has_problem)
+        self.loop.run(seconds, self.has_problem)
         self.raise_problems()
 
     def has_problem(self) -> bool:
-        count = len(self.process.client.choices)
+        count = len(self.client.choices)
         if count > self.most:
             self.broken(f"{count} choices are in work, at most {self.most} may be")
-        return bool(self.problems) or any(loop.errors for loop in self.machine.loops)
+        return bool(self.problems or self.loop.errors)
 
     def raise_problems(self):
-        for loop in self.machine.loops:
-            for context in loop.errors:
-                error = context.get("exception")
-                if isinstance(error, Violation):
-                    raise error
-                raise Violation(f"nobody caught: {context['message']}: {error!r}") from error
+        for context in self.loop.errors:
+            error = context.get("exception")
+            if isinstance(error, Violation):
+                raise error
+            raise Violation(f"nobody caught: {context['message']}: {error!r}") from error
         if self.problems:
             raise Violation(self.problems[0])
 
@@ -330,38 +415,27 @@ class World:
     def beside(self, caller: Caller) -> list[Caller]:
         """The other callers that the server may have seen at the same time."""
         since = caller.began - self.lag
-        others = [
-            other
-            for other in self.callers
-            if other is not caller and other.began <= caller.ended_at
-        ]
+        others = [other for other in self.callers if other is not caller]
+        others = [other for other in others if other.began <= caller.ended_at]
         return [other for other in others if other.ended_at is None or other.ended_at >= since]
 
     def is_serving(self) -> bool:
         """It has not been stopped, and the engine lives."""
-        is_ready = self.process.is_running and self.process.client.state == "ready"
-        return self.stopped_at is None and is_ready
+        return self.stopped_at is None and self.client.state == "ready"
 
     def has_ended(self) -> bool:
-        return not self.process.is_running and self.engines[-1].is_dead
+        return not self.is_running and self.engines[-1].is_dead
 
     def judge(self):
         for caller in self.callers:
             received = read_answers(caller.received)
+            name = caller.calls[0]["id"]
             if len(received) > len(caller.calls):
-                raise Violation(
-                    f"call {caller.calls[0]['id']}: {len(received)} answers to "
-                    f"{len(caller.calls)} calls"
-                )
-            for number, call in enumerate(caller.calls):
-                answer = received[number] if number < len(received) else None
-                if (
-                    answer is None
-                    and received
-                    and received[-1].headers.get("connection") == "close"
-                ):
-                    continue  # to a call before: a client has to send this one again
-                Judge(self, caller, call, answer).check()
+                raise Violation(f"call {name}: {len(received)} answers, {len(caller.calls)} calls")
+            for call, answer in zip_longest(caller.calls, received):
+                # after an answer that closes, a client has to send the next call again
+                if answer or not received or received[-1].headers.get("connection") != "close":
+                    Judge(self, caller, call, answer).check()
 
     def probe(self):
         """Now that all is quiet, a call is served again."""
@@ -406,17 +480,11 @@ class World:
 
     def expect_refusal(self, caller: Caller, *codes: str):
         """It must have got one of these errors by now."""
-        codes_sent = [
-            json.loads(answer.body)["error"]["code"]
-            for answer in read_answers(caller.received)
-            if answer.status != 200
-        ]
-        if len(codes_sent) != 1 or codes_sent[0] not in codes:
-            name = caller.calls[0]["id"]
-            raise Violation(
-                f"call {name} should be refused with {codes} by now, its answer is "
-                f"{caller.received!r}"
-            )
+        answers = read_answers(caller.received)
+        refused = [answer.json["error"]["code"] for answer in answers if answer.status != 200]
+        if len(refused) != 1 or refused[0] not in codes:
+            what = f"should be refused with {codes} by now, its answer is {caller.received!r}"
+            raise Violation(f"call {caller.calls[0]['id']} {what}")
 
     # how it ends
 
@@ -443,7 +511,7 @@ class World:
     def lose_engines(self):
         """The engine dies, and the next one too, before it has taken in any link."""
         self.engines[-1].die()
-        self.machine.run(self.now + 1.0, lambda: self.engines[-1].state == "starting")
+        self.loop.run(1.0, lambda: self.engines[-1].state == "starting")
         self.engines[-1].die()
         self.wait(self.longest(), self.has_ended, "two engines are gone, but the server stays")
 
@@ -451,25 +519,24 @@ class World:
 
     def check_idle(self):
         self.engines[-1].engine.assert_idle()
-        process = self.process
-        service = process.service
+        state = self.service.server.server_state
         left = {
-            "choices": process.client.choices,
-            "messages to the engine": process.client.unsent,
-            "characters that wait to be encoded": process.encoder.waiting,
-            "long answers": api.MAX_LONG_ANSWERS - service.long_answers._value,
-            "connections": service.server.server_state.connections,
-            "calls": service.server.server_state.tasks,
+            "choices": self.client.choices,
+            "messages to the engine": self.client.unsent,
+            "characters that wait to be encoded": self.service.encoder.waiting,
+            "long answers": api.MAX_LONG_ANSWERS - self.service.long_answers._value,
+            "connections": state.connections,
+            "calls": state.tasks,
         }
         for name, value in left.items():
             if value:
                 raise Violation(f"the HTTP process is idle, but has {name}: {value}")
-        tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks(process.loop)]
+        tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks(self.loop)]
         if tasks != ["Service.run"]:
             raise Violation(f"the HTTP process is idle, but runs {tasks}")
 
     def check_metrics(self):
-        books = Books(self.process)
+        books = Books(self)
         books.check()
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             books.expect(name, 0)
@@ -484,20 +551,11 @@ class World:
 
     def check_end(self):
         """The server was stopped, or its engine is gone for good."""
-        late = self.process.ended_at - self.drained_at
+        late = self.ended_at - self.drained_at
         if late > 3 * api.LINGER_SECONDS + 3 + self.pause:
             raise Violation(f"the HTTP process ends {late:.1f} s after it had to")
-        if self.process.client.choices:
-            raise Violation(f"the HTTP process has ended, but has {self.process.client.choices}")
-
-
-class NotedJob(api.Job):
-    """Its process keeps it."""
-
-    def __init__(self, service, request, prompts, salt, id):
-        super().__init__(service, request, prompts, salt, id)
-        self.http_id = id
-        asyncio.get_running_loop().process.jobs.append(self)
+        if self.client.choices:
+            raise Violation(f"the HTTP process has ended, but has {self.client.choices}")
 
 
 handle_message = serving_loop.handle_message  # the real one
@@ -509,28 +567,21 @@ def stand_ins(world: World):
     Time, chance, sockets and processes of the code under test are the world's, and limits are
     small.
     """
-    settings, clock = world.settings, world.machine.clock
+    settings, clock = world.settings, world.loop.clock
     chance = SimpleNamespace(randbits=world.rng.getrandbits)
     ids = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{world.rng.getrandbits(128):032x}"))
     changes = {
         api: {
-            "time": clock,
             "log": world.log,
             "print": lambda *args, **options: None,
-            "Job": NotedJob,
+            "Job": world.make_job,
             "MAX_LONG_ANSWERS": settings["max_long_answers"],
         },
-        answers_module: {
-            "time": clock,
-            "secrets": chance,
-            "PING_SECONDS": settings["ping_seconds"],
-        },
-        gate: {"time": clock, "log": world.log, "Connection": NumberedConnection},
-        metrics: {"time": clock},
+        answers: {"secrets": chance, "PING_SECONDS": settings["ping_seconds"]},
+        gate: {"log": world.log, "Connection": NumberedConnection},
         client: {
-            "time": clock,
-            "connect": lambda process: process.connect_to_engine(),
-            "STALL_SECONDS": settings["stall_seconds"],
+            "connect": lambda path: world.link_listener.connect(),
+            "STALL_SECONDS": 1.0,
         },
         links: {"time": clock, "selectors": selectors_of_memory},
         connection: {"uuid": ids},
@@ -541,6 +592,8 @@ def stand_ins(world: World):
         uvicorn.server: {"time": clock, "HANDLED_SIGNALS": ()},
     }
     with contextlib.ExitStack() as stack:
+        for module in TIMED:
+            stack.enter_context(mock.patch.object(module, "time", clock))
         for module, values in changes.items():
             for name, value in values.items():
                 stack.enter_context(mock.patch.object(module, name, value, create=True))
@@ -590,7 +643,6 @@ def campaign(seed: int, steps: int, minutes: float) -> bool:
                 f"{count} events are enough: {why}\npython -m tests.simulator_http --replay {path}"
             )
             return False
-        seen["whole answers"] += world.counts_of["answers"]
         seen.update({str(name): count for name, count in world.seen.items()})
         seed += 1
     print(json.dumps({"seeds": [first, seed - 1], **seen}))

@@ -25,7 +25,7 @@ import httpx
 import openai
 import pytest
 import torch
-from fake_server import wait_until
+from processes import wait_until
 
 from checkpoint import load_checkpoint, load_config, save_checkpoint
 from engine.events import open_record, replay

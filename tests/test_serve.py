@@ -8,7 +8,7 @@ import sys
 from urllib.request import urlopen
 
 import pytest
-from fake_server import ROOT, python
+from processes import ROOT, python
 
 import serve
 from server import terminal

@@ -1,14 +1,13 @@
 """
 Sockets and time in memory: what asyncio and the engine's links need of a system, without one.
 
-    machine = Machine()                         # the clock, and all event loops
-    loop = machine.new_loop()                   # of one process
-    ours, theirs = pair(machine, room=1000)     # a connection
-    machine.run(until=machine.clock.now + 60)   # virtual seconds
+    loop = Loop()                       # and its clock
+    ours, theirs = pair(room=1000)      # a connection
+    loop.run(60)                        # virtual seconds, at once
 
 Nothing sleeps, nothing is a thread, and the order of everything is fixed, so the same program runs
-the same way each time. The clock moves when all loops wait: then it jumps to the next timer. Not
-run by itself: the simulator of the HTTP side uses it, and wires.py the event loop alone.
+the same way each time. When nothing is ready, the clock jumps to the next timer. Not run by itself:
+wires.py has servers and clients on such a loop, simulator_http.py whole random runs.
 """
 
 import asyncio
@@ -20,9 +19,10 @@ from asyncio import events
 from collections.abc import Callable
 from types import SimpleNamespace
 
-MAX_TURNS = 100_000  # of an event loop, without any time passing
+MAX_TURNS = 100_000  # of the event loop, without any time passing
 START = 1000.0  # seconds: monotonic clocks begin anywhere
 EPOCH = 1_700_000_000  # what the calendar says then
+READ_SIZE = 2**18  # bytes that a transport reads in a turn
 
 
 class Clock:
@@ -34,8 +34,7 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def perf_counter(self) -> float:
-        return self.now
+    perf_counter = monotonic
 
     def time(self) -> float:
         return EPOCH + self.now - START
@@ -47,34 +46,30 @@ class Clock:
 class Task(asyncio.Task):
     """Sets of tasks are iterated in the order of their hashes, which is the address for others."""
 
-    numbers = itertools.count()
-
-    def __init__(self, *args, **options):
-        self.number = next(Task.numbers)  # first: asyncio keeps a set of all tasks
-        super().__init__(*args, **options)
+    def __init__(self, coroutine, *, loop: "Loop", **options):
+        self.number = next(loop.numbers)  # first: asyncio keeps a set of all tasks
+        super().__init__(coroutine, loop=loop, **options)
 
     def __hash__(self) -> int:
         return self.number
 
 
 class Loop(asyncio.BaseEventLoop):
-    """An event loop on a virtual clock. Its machine gives it one turn after the other."""
+    """The event loop of everything that is played, whose time passes only in `run`."""
 
-    def __init__(self, machine: "Machine"):
+    def __init__(self):
         super().__init__()
-        self.machine = machine
-        self.clock = machine.clock
+        self.clock = Clock()
+        self.turn_seconds = 0.0  # that a turn takes
+        self.job_seconds = 0.0  # that a job takes in a thread
+        self.free_at: dict[int, float] = {}  # when each thread will have done its jobs
+        self.high = 2**16  # bytes that a Unix connection keeps before it asks its protocol to pause
+        self.errors: list[dict] = []  # exceptions that no code caught
         self._selector = self
         self._clock_resolution = 1e-9
-        self.is_dead = False
-        self.sockets: list[Socket] = []  # all that the process ever had
-        self.errors: list[dict] = []  # exceptions that no code caught
-        self.executors: dict[int, float] = {}  # when each will have done its jobs
-        self.job_seconds = 0.0
-        self.high = 2**16  # bytes that a Unix connection keeps before it asks its protocol to pause
-        self.set_task_factory(
-            lambda loop, coroutine, **options: Task(coroutine, loop=loop, **options)
-        )
+        self.numbers = itertools.count()  # of tasks and connections, which sets are ordered by
+        self.transports: list[Transport] = []  # all that were ever made
+        self.set_task_factory(lambda loop, task, **options: Task(task, loop=loop, **options))
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
 
     # what BaseEventLoop asks of a subclass
@@ -91,49 +86,54 @@ class Loop(asyncio.BaseEventLoop):
     def _write_to_self(self):
         pass
 
-    # what the machine asks
+    # what tests ask
+
+    @property
+    def now(self) -> float:
+        return self.clock.now
 
     def due(self) -> float:
         """When there is something to do; infinity if there never will be."""
-        if self.is_dead:
-            return math.inf
         if self._ready:
-            return self.clock.now
+            return self.now
         while self._scheduled and self._scheduled[0]._cancelled:
             self._timer_cancelled_count -= 1
             heapq.heappop(self._scheduled)._scheduled = False
         return self._scheduled[0]._when if self._scheduled else math.inf
 
-    def turn(self):
-        events._set_running_loop(self)
-        try:
-            self._run_once()
-        finally:
-            events._set_running_loop(None)
+    def run(self, seconds: float, is_over: Callable[[], bool] = lambda: False):
+        """Have so much time pass, or less if `is_over()`; each timer finds the clock at its own."""
+        until = self.now + seconds
+        turns = 0  # without any time passing
+        while not is_over():
+            due = max(self.due(), self.now)
+            if due > until:
+                self.clock.now = max(self.now, until)
+                return
+            turns = turns + 1 if due == self.now and not self.turn_seconds else 0
+            assert turns < MAX_TURNS, "it never rests: something calls itself again and again"
+            self.clock.now = due
+            events._set_running_loop(self)
+            try:
+                self._run_once()
+            finally:
+                events._set_running_loop(None)
+            self.clock.now += self.turn_seconds
 
-    def kill(self):
-        """
-        As the system does with a process: nothing of it runs any more, and all its connections end.
-        """
-        self.is_dead = True
-        for sock in self.sockets:
-            sock.close()
+    def settle(self):
+        """Do all that is ready, and what becomes ready by that."""
+        while self.due() <= self.now:  # a callback may turn the clock
+            self.run(0.0)
 
-    def bury(self):
-        """
-        End the tasks of a process that does not run any more, so that nothing complains of them
-        later.
-        """
-        self.is_dead = False
-        self.set_exception_handler(lambda loop, context: None)
-        for _ in range(100):
-            tasks = asyncio.all_tasks(self)
-            if not tasks:
-                break
-            for task in tasks:
-                task.cancel()
-            self.turn()
-        self.is_dead = True
+    def do(self, call: Callable, *args):
+        """Call it as the loop does, and do all that follows."""
+        self.call_soon(call, *args)
+        self.settle()
+
+    def end_tasks(self):
+        for task in asyncio.all_tasks(self):
+            task.cancel()
+        self.run(0.0)
 
     # what programs ask
 
@@ -145,13 +145,12 @@ class Loop(asyncio.BaseEventLoop):
     def remove_reader(self, source: "Signal"):
         source.on_end = lambda: None
 
-    def run_in_executor(self, executor, function: Callable, *args):
-        """A thread's work takes `job_seconds`, and one thread does one job after the other."""
+    def run_in_executor(self, executor, function: Callable, *args) -> asyncio.Future:
+        """A thread does one job after the other."""
         future = self.create_future()
-        free = self.executors.get(id(executor), 0.0) if executor else 0.0
-        done = max(free, self.clock.now) + self.job_seconds
-        self.executors[id(executor)] = done
-        self.call_at(done, self._work, future, function, *args)
+        free_at = max(self.free_at.get(id(executor), 0.0), self.now)
+        self.free_at[id(executor)] = free_at + self.job_seconds
+        self.call_at(free_at + self.job_seconds, self._work, future, function, *args)
         return future
 
     def _work(self, future: asyncio.Future, function: Callable, *args):
@@ -163,51 +162,14 @@ class Loop(asyncio.BaseEventLoop):
             future.set_exception(error)
 
     async def create_unix_connection(self, factory: Callable, sock: "Socket"):
-        protocol = factory()
-        transport = Transport(self, sock, protocol)
+        transport = Transport(self, sock, factory())
         transport.set_write_buffer_limits(self.high)
-        made = self.create_future()
-        self.call_soon(made.set_result, None)
-        await made
-        return transport, protocol
+        await asyncio.sleep(0)
+        return transport, transport.protocol
 
     async def create_server(self, factory: Callable, *, sock: "Listener", **options):
         sock.serve(lambda connection: Transport(self, connection, factory()), self)
         return sock
-
-
-class Machine:
-    """All event loops, and the clock that they share."""
-
-    def __init__(self):
-        self.clock = Clock()
-        self.loops: list[Loop] = []
-        self.turn_seconds = 0.0  # that a turn of a loop takes
-
-    def new_loop(self) -> Loop:
-        loop = Loop(self)
-        self.loops.append(loop)
-        return loop
-
-    def run(self, until: float, is_over: Callable[[], bool] = lambda: False):
-        """Until this time, until `is_over()`, or until nothing can happen any more."""
-        turns = 0  # without any time passing
-        while not is_over():
-            now = self.clock.now
-            first = min(loop.due() for loop in self.loops)
-            if max(first, now) > until:
-                self.clock.now = max(now, until)
-                return
-            if first > now:
-                self.clock.now = first
-                turns = 0
-                continue
-            turns += not self.turn_seconds
-            assert turns < MAX_TURNS, "it never rests: something calls itself again and again"
-            for loop in [loop for loop in self.loops if loop.due() <= now]:
-                if not loop.is_dead:
-                    loop.turn()
-                    self.clock.now += self.turn_seconds
 
 
 class Signal:
@@ -229,8 +191,8 @@ class Signal:
 class Socket:
     """
     One end of a connection. It holds `room` bytes that have arrived and were not read; one read
-    brings at most `piece()` of them. A `hard` one is TCP: its end with bytes unread, or bytes sent
-    to who is gone, reset it.
+    brings at most `piece()` of them. A `hard` one is TCP: closing it with bytes unread, or sending
+    to an end that is closed, resets the connection.
     """
 
     def __init__(self, room: int, piece: Callable[[], int], hard: bool):
@@ -238,7 +200,6 @@ class Socket:
         self.piece = piece
         self.hard = hard
         self.peer: Socket | None = None
-        self.loop: Loop | None = None  # of the process that has taken it in
         self.arrived = bytearray()
         self.is_closed = False
         self.has_eof = False  # the other side sends no more
@@ -286,11 +247,6 @@ class Socket:
         self.peer.on_change()
         return min(free, len(data))
 
-    def shutdown(self):
-        """Send no more."""
-        self.peer.has_eof = True
-        self.peer.on_change()
-
     def close(self):
         if self.is_closed:
             return
@@ -309,7 +265,7 @@ class Socket:
 
 
 def pair(
-    room: int = 2**16, piece: Callable[[], int] = lambda: 2**18, hard: bool = True
+    room: int = 2**30, piece: Callable[[], int] = lambda: READ_SIZE, hard: bool = True
 ) -> tuple[Socket, Socket]:
     ends = Socket(room, piece, hard), Socket(room, piece, hard)
     ends[0].peer = ends[1]
@@ -319,6 +275,8 @@ def pair(
 
 class Listener:
     """A listening socket: connections wait in `backlog` until a loop takes them in."""
+
+    is_writable = False
 
     def __init__(self, make_pair: Callable[[], tuple[Socket, Socket]]):
         self.make_pair = make_pair
@@ -339,8 +297,6 @@ class Listener:
     def is_readable(self) -> bool:
         return bool(self.backlog)
 
-    is_writable = False
-
     def connect(self) -> Socket:
         if self.is_closed:
             raise ConnectionRefusedError
@@ -357,15 +313,12 @@ class Listener:
     def serve(self, take: Callable, loop: Loop):
         """What asyncio's servers do: `take` makes a transport of each connection."""
         self.take = take
-        self.on_change = lambda: loop.call_soon(self._take_all, loop)
+        self.on_change = lambda: loop.call_soon(self._take_all)
         self.on_change()
 
-    def _take_all(self, loop: Loop):
+    def _take_all(self):
         while self.backlog and self.take:
-            connection = self.backlog.pop(0)
-            connection.loop = loop
-            loop.sockets.append(connection)
-            self.take(connection)
+            self.take(self.backlog.pop(0))
 
     def close(self):
         self.is_closed = True
@@ -395,8 +348,7 @@ class Selector:
         self.keys[sock] = interest, data
         sock.on_change = lambda: self.on_ready()
 
-    def modify(self, sock, interest: int, data=None):
-        self.keys[sock] = interest, data
+    modify = register
 
     def unregister(self, sock):
         del self.keys[sock]
@@ -407,7 +359,7 @@ class Selector:
         for sock, (interest, data) in self.keys.items():
             mask = self.READ * sock.is_readable + self.WRITE * sock.is_writable
             if mask & interest:
-                ready.append((SimpleNamespace(fileobj=sock, data=data), mask & interest))
+                ready.append((SimpleNamespace(data=data), mask & interest))
         return ready
 
     def close(self):
@@ -421,27 +373,28 @@ selectors_of_memory = SimpleNamespace(
 
 class Transport(asyncio.Transport):
     """
-    asyncio's transport of a socket: reads once in a turn, keeps what the socket has no room for.
+    asyncio's transport of a socket: reads once in a turn, keeps what the socket has no room for. It
+    notes how and when its protocol closed it.
     """
 
     def __init__(self, loop: Loop, sock: Socket, protocol: asyncio.Protocol):
-        super().__init__()
+        super().__init__({"peername": ("127.0.0.1", 5000), "sockname": ("127.0.0.1", 8000)})
         self.loop = loop
         self.sock = sock
         self.protocol = protocol
         self.unsent = bytearray()
-        self.high, self.low = 2**16, 2**14
+        self.set_write_buffer_limits()
         self.is_behind = False  # the protocol was asked to pause
-        self.is_paused = False
-        self.reads = False
-        self.closing = False
+        self.is_reading = True
+        self.closed: str | None = None  # close or abort
+        self.closed_at: float | None = None
         self.is_lost = False
         self.is_awake = False
+        loop.transports.append(self)
         loop.call_soon(protocol.connection_made, self)
         loop.call_soon(self._begin)
 
     def _begin(self):
-        self.reads = not self.closing
         self.sock.on_change = self._wake
         self._wake()
 
@@ -456,19 +409,17 @@ class Transport(asyncio.Transport):
             return
         if self.unsent:
             self._send()
-        if self.reads and not self.is_paused and not self.closing and self.sock.is_readable:
+        if self.is_reading and not self.closed and self.sock.is_readable:
             self._receive()
 
     def _receive(self):
         try:
-            data = self.sock.recv(2**18)
+            data = self.sock.recv(READ_SIZE)
         except ConnectionError as error:
             return self._lose(error)
         if data:
             self.protocol.data_received(data)
-        elif self.protocol.eof_received():
-            self.reads = False
-        else:
+        elif not self.protocol.eof_received():
             self.close()
 
     def _send(self):
@@ -482,21 +433,25 @@ class Transport(asyncio.Transport):
         if self.is_behind and len(self.unsent) <= self.low:
             self.is_behind = False
             self.protocol.resume_writing()
-        if self.closing and not self.unsent:
+        if self.closed and not self.unsent:
             self._lose(None)
 
     def _lose(self, error: Exception | None):
-        if self.is_lost:
-            return
-        self.unsent.clear()
-        self.closing = self.is_lost = True
-        self.loop.call_soon(self._report_lost, error)
+        if not self.is_lost:
+            self.is_lost = True
+            self.unsent.clear()
+            self.loop.call_soon(self._report_lost, error)
 
     def _report_lost(self, error: Exception | None):
         try:
             self.protocol.connection_lost(error)
         finally:
             self.sock.close()
+
+    def _note_end(self, how: str):
+        if not self.is_closing():
+            self.closed = how
+            self.closed_at = self.loop.now
 
     # what protocols ask
 
@@ -512,32 +467,24 @@ class Transport(asyncio.Transport):
             self.protocol.pause_writing()
 
     def close(self):
-        if self.closing:
-            return
-        self.closing = True
+        self._note_end("close")
         if not self.unsent:
             self._lose(None)
 
     def abort(self):
+        self._note_end("abort")
         self._lose(None)
 
     def is_closing(self) -> bool:
-        return self.closing
+        return self.is_lost or self.closed is not None
 
     def pause_reading(self):
-        self.is_paused = True
+        self.is_reading = False
 
     def resume_reading(self):
-        self.is_paused = False
+        self.is_reading = True
         self._wake()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None):
         self.high = 2**16 if high is None else high
         self.low = self.high // 4 if low is None else low
-
-    def get_write_buffer_size(self) -> int:
-        return len(self.unsent)
-
-    def get_extra_info(self, name: str, default=None):
-        addresses = {"peername": ("127.0.0.1", 5000), "sockname": ("127.0.0.1", 8000)}
-        return addresses.get(name, default)

@@ -9,21 +9,23 @@ The HTTP side on a clock that the tests turn: no sockets, no threads, no sleepin
 
 Connections, gate, jobs and the engine's client are the real ones. A test has the other ends of
 their wires: it says byte by byte what a client sends, and message by message what the engine does,
-and knows at what time what happened. For whole random runs, with the real scheduler, see
-simulator_http.py.
+and knows at what time what happened. In a `Server`, the engine answers by itself what the prompt
+tells it to. For whole random runs, with the real scheduler, see simulator_http.py.
 """
 
-import asyncio
+import atexit
+import functools
 import json
+import shutil
 import socket
+import tempfile
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import uvicorn
-from fake_server import EOS, ByteTokenizer, bytes_directory
 from uvicorn.server import ServerState
-from virtual import Loop, Machine
+from virtual import Loop, Socket, Transport, pair
 
 import serve
 from engine.links import to_line
@@ -34,84 +36,16 @@ from server.client import EngineClient
 from server.connection import Connection
 from server.text import Encoder
 from server.workers import WorkerSlot
+from tokenizer import TextStream, TokenizerError
+from training.corpus import bpe_tokenizer
+
+EOS = 256
+HELLO = [{"role": "user", "content": "hello"}]
+TIMED = (answers, api, client_module, gate, metrics)  # modules that ask for the time
 
 
-class Clock(Loop):
-    """The event loop of virtual.py, whose time passes only in `run`."""
-
-    def __init__(self):
-        super().__init__(Machine())
-        self.machine.loops.append(self)
-        self.failures = self.errors  # exceptions that nobody caught
-
-    @property
-    def now(self) -> float:
-        return self.clock.now
-
-    @now.setter
-    def now(self, seconds: float):
-        self.clock.now = seconds
-
-    def settle(self):
-        """Do all that is ready, and what becomes ready by that."""
-        while self.due() <= self.now:  # a callback may turn the clock
-            self.machine.run(self.now)
-
-    def run(self, seconds: float):
-        """Have so much time pass; each timer finds the clock at its own time."""
-        self.machine.run(self.now + seconds)
-
-    async def create_unix_connection(self, factory, sock):
-        """The other end of an engine's link belongs to the test: `sock` is a Wire."""
-        sock.join(factory())
-
-
-class Wire(asyncio.Transport):
-    """
-    A transport that keeps what is written, for the test to read, and notes how and when it was
-    closed.
-    """
-
-    def __init__(self, clock: Clock):
-        super().__init__({"peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 8000)})
-        self.clock = clock
-        self.written = bytearray()
-        self.closed: str | None = None  # close or abort
-        self.closed_at: float | None = None
-        self.is_reading = True
-        self.limits: dict = {}
-
-    def join(self, protocol):
-        self.protocol = protocol
-        protocol.connection_made(self)
-
-    def write(self, data: bytes):
-        if not self.closed:
-            self.written += data
-
-    def pause_reading(self):
-        self.is_reading = False
-
-    def resume_reading(self):
-        self.is_reading = True
-
-    def set_write_buffer_limits(self, high=None, low=None):
-        self.limits = {"high": high, "low": low}
-
-    def is_closing(self) -> bool:
-        return self.closed is not None
-
-    def close(self):
-        self._end("close")
-
-    def abort(self):
-        self._end("abort")
-
-    def _end(self, how: str):
-        if not self.closed:
-            self.closed = how
-            self.closed_at = self.clock.now
-            self.clock.call_soon(self.protocol.connection_lost, None)
+# --------------------------------------------------------------------------------------------------
+# Clients
 
 
 class Answer(NamedTuple):
@@ -165,46 +99,88 @@ def unchunked(data: bytes) -> tuple[bytes, bytes, bool]:
             return body, data, True
 
 
-class Caller:
-    """A client of the server, and its connection."""
+def request(method: str, path: str, body: dict | bytes | None = None, **headers: str) -> bytes:
+    """As it goes over the wire. Names of headers are written with _ for -."""
+    data = json.dumps(body).encode() if isinstance(body, dict) else body or b""
+    lines = {"Host": "localhost"}
+    if data:
+        lines |= {"Content-Type": "application/json", "Content-Length": str(len(data))}
+    lines |= {name.replace("_", "-"): value for name, value in headers.items()}
+    head = [f"{name}: {value}\r\n" for name, value in lines.items() if value is not None]
+    return f"{method} {path} HTTP/1.1\r\n{''.join(head)}\r\n".encode() + data
+
+
+class Client:
+    """A client of the server: its end of a connection. It reads at once what comes."""
+
+    def __init__(self, loop: Loop, sock: Socket):
+        self.clock = loop
+        self.sock = sock
+        self.began = loop.now
+        self.ended_at: float | None = None
+        self.received = b""
+        sock.on_change = lambda: loop.call_soon(self.look)
+
+    def look(self):
+        while self.read(2**18):
+            pass
+
+    def read(self, size: int) -> bool:
+        """Whether there may be more."""
+        if self.ended_at is not None:
+            return False
+        try:
+            data = self.sock.recv(size)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            data = b""
+        if not data:
+            self.finish()
+        self.received += data
+        return bool(data)
+
+    def finish(self):
+        self.ended_at = self.clock.now
+        self.sock.close()
+
+
+class Caller(Client):
+    """A client that the test plays; what it does is at once done to its end."""
 
     def __init__(self, house: "House"):
-        self.house = house
-        self.clock = house.clock
-        self.began = self.clock.now
-        self.wire = Wire(self.clock)
-        protocol = Connection(
-            config=house.config, server_state=house.state, app_state={}, _loop=self.clock
-        )
-        self.do(self.wire.join, protocol)
-
-    def do(self, call, *args):
-        """Have the event loop call it, and all that follows."""
-        self.clock.call_soon(call, *args)
+        sock, theirs = pair()
+        super().__init__(house.clock, sock)
+        protocol = Connection(house.config, house.state, {}, house.clock)
+        self.wire = Transport(house.clock, theirs, protocol)
         self.clock.settle()
 
     def send(self, data: bytes):
-        if not self.wire.closed:
-            self.do(self.wire.protocol.data_received, data)
+        if self.ended_at is None:
+            self.sock.send(data)
+            self.clock.settle()
 
     def hang_up(self):
-        self.do(self.wire.abort)
+        self.finish()
+        self.clock.settle()
 
-    def end_side(self):
-        """It sends no more."""
-        self.do(self.wire.protocol.eof_received)
+    def reset(self):
+        self.sock.peer.reset()
+        self.hang_up()
 
     def stop_reading(self):
-        """What it was sent fills the system's buffers: asyncio says so."""
-        self.do(self.wire.protocol.pause_writing)
+        """What it is sent from now on fills the system's buffers."""
+        self.sock.room = 0
 
     def read_on(self):
-        self.do(self.wire.protocol.resume_writing)
+        self.sock.room = 2**30
+        self.sock.peer.on_change()
+        self.clock.settle()
 
     @property
     def said(self) -> str:
         """All that the server said."""
-        return self.wire.written.decode("latin-1")
+        return self.received.decode("latin-1")
 
     @property
     def closed(self) -> tuple[str | None, float | None]:
@@ -213,7 +189,7 @@ class Caller:
         return self.wire.closed, None if at is None else pytest.approx(at - self.began)
 
     def answers(self, method: str = "GET") -> list[Answer]:
-        answers = read_answers(bytes(self.wire.written), method)
+        answers = read_answers(self.received, method)
         assert all(answer.whole for answer in answers)
         return answers
 
@@ -229,42 +205,55 @@ class Caller:
         return [text if text == "[DONE]" else json.loads(text) for text in texts]
 
 
+# --------------------------------------------------------------------------------------------------
+# The engine
+
+
+def fake_score(token: int, n: int, logprob: float = -2.0) -> list:
+    """
+    A token's log-probability, and the likeliest n tokens: the first is the next one, and each of
+    the others half as likely as the one before.
+    """
+    ids = [(token + i) % 257 for i in range(1, n + 1)]
+    return [logprob, ids, [-float(i) for i in range(1, n + 1)]]
+
+
 class Engine:
     """The engine, as the client sees it: the test reads what it heard and speaks for it."""
 
-    def __init__(self, house: "House", wire: Wire):
+    def __init__(self, house: "House"):
         self.house = house
-        self.wire = wire
-        self.stats = {
-            "running": 0,
-            "waiting": 0,
-            "kv_usage": 0.0,
-            "queries": 0,
-            "hits": 0,
-            "preemptions": 0,
-        }
-        self.stats |= {"at_work": 0, "waited": [], "prefilled": []}
+        self.sock, self.link = pair(hard=False)
+        self.received = b""
+        self.stats = dict.fromkeys(["running", "waiting", "kv_usage", "queries", "hits"], 0)
+        self.stats |= {"preemptions": 0, "at_work": 0, "waited": [], "prefilled": []}
 
     @property
     def heard(self) -> list[dict]:
-        return [json.loads(text) for text in self.wire.written.splitlines()]
+        self.received += bytes(self.sock.arrived)
+        self.sock.arrived.clear()
+        return [json.loads(text) for text in self.received.splitlines()]
 
     def of(self, op: str) -> list[dict]:
         return [message for message in self.heard if message["op"] == op]
 
-    def say(self, *messages: dict):
-        """In one round."""
-        self.house.clock.call_soon(
-            self.wire.protocol.data_received, b"".join(map(to_line, messages))
-        )
+    @property
+    def added(self) -> list[dict]:
+        return self.of("add")
+
+    def send(self, data: bytes):
+        self.sock.send(data)
         self.house.clock.settle()
 
-    def ready(self, max_model_len: int = 1000):
-        limits = {
-            "max_model_len": max_model_len,
-            "max_num_seqs": self.house.args.max_num_seqs or 256,
-        }
-        self.say({"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]})
+    def say(self, *messages: dict):
+        """In one round."""
+        self.send(b"".join(map(to_line, messages)))
+
+    def ready(self, max_model_len: int | None = None):
+        limits = {"vocab_size": 257, "eos_token_ids": [EOS]}
+        limits["max_model_len"] = max_model_len or self.house.max_model_len
+        max_num_seqs = self.house.args.max_num_seqs or 256
+        self.say({"op": "ready", "max_num_seqs": max_num_seqs, **limits})
 
     def step(
         self,
@@ -282,12 +271,58 @@ class Engine:
 
     def die(self):
         """Its end of the link is closed."""
-        self.wire.close()
+        self.sock.close()
         self.house.clock.settle()
+
+
+# --------------------------------------------------------------------------------------------------
+# The server
+
+
+class ByteTokenizer:
+    """
+    A token a byte, so that every character beyond ASCII is split over tokens. It does not know the
+    character \\0.
+    """
+
+    vocab_size, eos_token_id = 257, EOS
+    has_known_pattern = True
+
+    bos = ()
+
+    def encode(self, text, allow_special=False, add_special_tokens=False):
+        if "\0" in text:
+            raise TokenizerError("character '\\x00' is not in the vocabulary")
+        return list(text.encode("utf-8", "replace"))
+
+    def token_bytes(self, token):
+        return b"" if token == EOS else bytes([token])
+
+    def spelled_bytes(self, token):
+        return b"<end>" if token == EOS else bytes([token])
+
+    def decode(self, ids, skip_special_tokens=True):
+        spell = self.token_bytes if skip_special_tokens else self.spelled_bytes
+        return b"".join(map(spell, ids)).decode("utf-8", "replace")
+
+    def stream(self, context=(), skip_special_tokens=True, stop=()):
+        spell = self.token_bytes if skip_special_tokens else self.spelled_bytes
+        return TextStream(spell, stop)
+
+
+@functools.cache
+def bytes_directory() -> str:
+    """A directory whose tokens are bytes as well: what the encoder's thread opens."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    bpe_tokenizer([]).save(folder)
+    return folder
 
 
 class House:
     """A server whose clients and whose engine the test plays."""
+
+    max_model_len = 1000
 
     def __init__(
         self,
@@ -296,15 +331,20 @@ class House:
         ready: bool = True,
         slot: WorkerSlot | None = None,
         directory=None,
+        tokenizer=None,
     ):
         self.args = serve.parse_args(["--model", "fake", "--no-access-log", *flags])
-        self.clock = Clock()
+        self.clock = Loop()
         self.is_ready = ready
         self.engines: list[Engine] = []
         self.patches = pytest.MonkeyPatch()
-        self.patch_clocks()
+        for module in TIMED:
+            self.patches.setattr(module, "time", self.clock.clock)
+        self.patches.setattr(client_module, "connect", self.connect_engine)
+        variables = self.args.default_chat_template_kwargs
+        directory = directory or bytes_directory()
+        self.encoder = Encoder(directory, tokenizer or ByteTokenizer(), variables)
         link = EngineClient("nowhere", lambda: None)
-        self.encoder = Encoder(directory or bytes_directory(), ByteTokenizer())
         self.service = api.Service(link, self.encoder, self.args, list(keys), slot=slot)
         self.config = uvicorn.Config(gate.Gate(self.service), log_level="critical", ws="none")
         self.config.load()
@@ -315,14 +355,9 @@ class House:
         )
         self.service.loop = self.clock
 
-    def patch_clocks(self):
-        for module in (answers, api, client_module, gate, metrics):
-            self.patches.setattr(module, "time", self.clock.clock)
-        self.patches.setattr(client_module, "connect", self.connect_engine)
-
-    def connect_engine(self, path: str) -> Wire:
-        self.engines.append(Engine(self, Wire(self.clock)))
-        return self.engines[-1].wire
+    def connect_engine(self, path: str) -> Socket:
+        self.engines.append(Engine(self))
+        return self.engine.link
 
     @property
     def engine(self) -> Engine:
@@ -336,16 +371,14 @@ class House:
         return self
 
     def __exit__(self, *exception):
-        for held in list(self.state.connections):
-            held.transport.abort()
+        for connection in list(self.state.connections):
+            connection.transport.abort()
         self.clock.settle()
-        for task in asyncio.all_tasks(self.clock):
-            task.cancel()
-        self.clock.settle()
+        self.clock.end_tasks()
         self.encoder.close()
         self.clock.close()
         self.patches.undo()
-        assert not self.clock.failures, self.clock.failures
+        assert not self.clock.errors, self.clock.errors
 
     def connect(self) -> Caller:
         return Caller(self)
@@ -353,7 +386,7 @@ class House:
     def call(
         self, method: str, path: str, body: dict | bytes | None = None, **headers: str
     ) -> Caller:
-        """A connection that has sent this request. Names of headers are written with _ for -."""
+        """A connection that has sent this `request`."""
         caller = self.connect()
         caller.send(request(method, path, body, **headers))
         return caller
@@ -371,17 +404,3 @@ class House:
     def choices(self) -> dict:
         """What waits for the engine, by id."""
         return self.service.client.choices
-
-
-def request(method: str, path: str, body: dict | bytes | None = None, **headers: str) -> bytes:
-    """As it goes over the wire."""
-    data = json.dumps(body).encode() if isinstance(body, dict) else body or b""
-    given = {"Host": "localhost"}
-    if data:
-        given |= {"Content-Type": "application/json", "Content-Length": str(len(data))}
-    given |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = [
-        f"{method} {path} HTTP/1.1",
-        *(f"{name}: {value}" for name, value in given.items() if value is not None),
-    ]
-    return "\r\n".join([*lines, "\r\n"]).encode() + data

@@ -6,6 +6,7 @@ the link unread, and what it does when the engine is deaf or gone. Time is the t
 from types import SimpleNamespace
 
 import pytest
+from virtual import Signal
 from wires import House
 
 from engine.links import to_line
@@ -25,12 +26,6 @@ def client(house):
 def ops(house) -> list[tuple[str, str]]:
     """What the engine was sent, in its order."""
     return [(message["op"], message["id"]) for message in house.engine.heard]
-
-
-def later(house, call, *args):
-    """Have the event loop call it, and do all that follows."""
-    house.clock.call_soon(call, *args)
-    house.clock.settle()
 
 
 def test_what_the_engine_is_sent_for_a_request(house):
@@ -69,18 +64,18 @@ def test_a_choice_that_has_ended_gets_nothing_more(house, client):
 
 def test_a_full_link_is_filled_no_further(house, client):
     """What it has no room for waits. While it takes the first, it may be full again."""
-    later(house, client.pause_writing)
+    house.clock.do(client.pause_writing)
     for _ in range(3):
         house.ask()
-    write = house.engine.wire.write
+    write = client.transport.write
 
     def write_and_pause(data):
         write(data)
         client.pause_writing()
 
-    house.engine.wire.write = write_and_pause
+    client.transport.write = write_and_pause
     for count in (1, 2, 3):
-        later(house, client.resume_writing)
+        house.clock.do(client.resume_writing)
         assert len(ops(house)) == count and len(client.unsent) == 3 - count
 
 
@@ -96,12 +91,12 @@ def test_a_closed_link_that_has_room_again_is_sent_nothing(client):
 def test_an_engine_that_does_not_read_is_not_sent_what_has_been_aborted(house, client):
     """Of a prompt for which a choice still waits it is sent all, aborts too."""
     before = house.ask()
-    later(house, client.pause_writing)
+    house.clock.do(client.pause_writing)
     callers = [house.ask(n=2), house.ask(n=2, max_tokens=9), house.ask()]
     for caller in (callers[0], callers[2], before):
         caller.hang_up()
     client.abort(house.choices["2.1"])
-    later(house, client.resume_writing)
+    house.clock.do(client.resume_writing)
     assert ops(house) == [("add", "0"), ("add", "2"), ("abort", "0"), ("abort", "2.1")]
     assert list(house.choices) == ["2"]
 
@@ -119,49 +114,50 @@ def receive(house, data: bytes, seconds: float):
     """A round whose work takes so long."""
 
     def work():
-        house.clock.now += seconds
+        house.clock.clock.now += seconds
 
-    house.clock.call_soon(house.engine.wire.protocol.data_received, data)
-    later(house, work)
+    house.clock.call_soon(house.service.client.data_received, data)
+    house.clock.do(work)
 
 
 @pytest.mark.parametrize(
     "seconds, pause", [(0.0, 0), (0.0009, 0), (0.002, 0.002), (0.02, 0.02), (3.0, 0.02)]
 )
-def test_the_engine_is_left_unread_for_as_long_as_a_round_took(house, seconds, pause):
+def test_the_engine_is_left_unread_for_as_long_as_a_round_took(house, client, seconds, pause):
     """Up to 20 ms; a stream that is alone never waits."""
     house.ask(max_tokens=99, stream=True)
     receive(house, to_line(step_of(house, "0", b"x")), seconds)
-    assert house.engine.wire.is_reading == (pause == 0)
+    assert client.transport.is_reading == (pause == 0)
     if pause:
         house.clock.run(pause - 0.0001)
-        assert not house.engine.wire.is_reading
+        assert not client.transport.is_reading
         house.clock.run(0.0002)
-    assert house.engine.wire.is_reading
+    assert client.transport.is_reading
 
 
-def test_one_pause_at_a_time(house):
+def test_one_pause_at_a_time(house, client):
     """A message that was read before the pause began ends none and begins none."""
     house.ask(max_tokens=99, stream=True)
     line = to_line(step_of(house, "0", b"x"))
     receive(house, line, 0.02)
     house.clock.run(0.01)
     receive(house, line, 0.005)
-    assert not house.engine.wire.is_reading
+    assert not client.transport.is_reading
     house.clock.run(0.0051)
-    assert house.engine.wire.is_reading
+    assert client.transport.is_reading
     house.clock.run(1)
-    assert house.engine.wire.is_reading
+    assert client.transport.is_reading
     receive(house, line, 0.01)
-    assert not house.engine.wire.is_reading
+    assert not client.transport.is_reading
 
 
 def test_half_a_message_is_no_round(house, client):
     caller = house.ask(max_tokens=9, stream=True)
     line = to_line(step_of(house, "0", b"x"))
     heard = client.heard
+    house.clock.run(1)
     receive(house, line[:20], 1)
-    assert house.engine.wire.is_reading and not caller.said and client.heard == heard
+    assert client.transport.is_reading and not caller.said and client.heard == heard
     receive(house, line[20:], 0)
     assert caller.said
 
@@ -177,6 +173,9 @@ def test_the_steps_of_a_round_are_one_event(house):
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["!", "ab"]
     assert end["error"]["message"] == "broken"
     assert "".join(event["choices"][0]["text"] for event in other.events) == "?abc"
+    steps = [step_of(house, "1", b"d") | {"stats": house.engine.stats | {"at_work": 5}}]
+    house.engine.say(*steps, step_of(house, "1", b"e"))
+    assert house.service.client.at_work == 0  # the last step has the last word
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,15 +189,11 @@ def test_an_engine_that_dies_before_it_took_the_link_in_is_noticed(words, reason
     """Half a second after its process, in which its last words may still be read."""
     house = House(ready=False)
     client = house.service.client
-    readers = {}
-    client.process = SimpleNamespace(sentinel=5)
-    house.clock.add_reader = lambda fd, call, *args: readers.__setitem__(fd, (call, args))
-    house.clock.remove_reader = readers.pop
+    client.process = SimpleNamespace(sentinel=Signal())
     with house:
-        call, args = readers[5]
-        house.clock.call_soon(call, *args)
+        client.process.sentinel.end()
         house.clock.run(0.4)
-        assert client.state == "loading" and not readers
+        assert client.state == "loading"
         if words:
             house.engine.say({"op": "fatal", "message": words})
             house.engine.die()
@@ -209,14 +204,13 @@ def test_an_engine_that_dies_before_it_took_the_link_in_is_noticed(words, reason
 
 
 def test_a_process_that_ended_ends_no_other_engine(house, client):
-    """An engine that was ready is missed by its link; its successor has a process of its own."""
-    old = client.process = SimpleNamespace()
+    """An engine that was ready is missed by its link; its successor has a link of its own."""
+    sentinel = Signal()
+    house.clock.call_soon(client._process_ended, sentinel, client.transport)
     house.engine.die()
-    client.process = SimpleNamespace()
-    later(house, client._end_unheard, old)
+    house.clock.run(1)
     assert client.state == "restarting"
     house.engine.ready()
-    later(house, client._end_unheard, client.process)
     assert client.state == "ready"
 
 
@@ -225,9 +219,10 @@ def test_a_restart_begins_anew(house, client):
     started = []
     client.start = lambda: started.append(len(house.engines))
     house.engine.step(at_work=3)
-    later(house, client.pause_writing)
+    house.clock.do(client.pause_writing)
     caller = house.ask()
-    later(house, house.engine.wire.protocol.data_received, b'{"op": "st')
+    house.engine.say({"op": "fatal", "message": "no memory"})
+    house.engine.send(b'{"op": "st')
     house.engine.die()
     assert caller.answer().status == 500
     assert started == [2]  # connected first: an engine without links ends
@@ -236,3 +231,5 @@ def test_a_restart_begins_anew(house, client):
     assert client.state == "ready" and client.info["max_model_len"] == 77
     house.ask()
     assert ops(house) == [("add", "1")]
+    house.engine.die()
+    assert (client.state, client.reason) == ("dead", "the engine stopped unexpectedly")

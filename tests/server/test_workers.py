@@ -1,80 +1,18 @@
 """
-Several HTTP processes on one port: their lives on a clock of the test's own, and once as serve.py
-runs them. test_api.py has the rules of each of them, test_end_to_end.py how all of them end.
+Several HTTP processes on one port: their lives on a clock of the test's own. test_api.py has the
+rules of each of them, test_sockets.py two real ones, test_end_to_end.py how all of them end.
 """
 
 import contextlib
 import os
-import re
-import signal
 import socket
 
-import httpx
 import pytest
-import torch
-from fake_server import wait_until
-from test_end_to_end import Process, http_processes
-from wires import Clock
+from virtual import Loop
 
 import serve
-from checkpoint import save_checkpoint
-from model import GPT, GPTConfig
 from server import workers as workers_module
-from server.workers import Workers, share_port
-from training.corpus import bpe_tokenizer
-
-pytestmark = pytest.mark.skipif(
-    os.uname().sysname != "Linux", reason="one port for several processes is Linux's"
-)
-
-
-def test_two_processes_serve_as_one(tmp_path):
-    """
-    Each shows the counts of both. A process that is killed is started again, and meanwhile nobody
-    is refused: connections wait in its socket.
-    """
-    torch.manual_seed(0)
-    save_checkpoint(GPT(GPTConfig(257, 64, n_layer=1, n_head=1, n_embd=16)), tmp_path)
-    bpe_tokenizer([]).save(tmp_path)
-    body = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True}
-    with Process(tmp_path, "--http-workers", "2") as server:
-
-        def complete() -> int:
-            """On a connection of its own: to whichever process the kernel chooses."""
-            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code
-
-        def counts() -> list[float]:
-            """What all processes have counted, and what the engine says of itself."""
-            text = httpx.get(f"{server.url}/metrics").text
-            names = ("generation_tokens_total", "prefix_cache_queries_total")
-            values = [re.findall(rf"^vllm:{name}{{.*}} (\S+)", text, re.M) for name in names]
-            return [sum(map(float, value)) for value in values]
-
-        port = int(server.url.rpartition(":")[2])
-        processes = http_processes(port)
-        assert len(processes) == 2
-        assert [complete() for _ in range(12)] == [200] * 12
-        for _ in range(6):
-            wait_until(lambda: counts() == [12 * 3, 12 * 5])
-        (worker,) = set(processes) - {server.process.pid}
-        os.kill(worker, signal.SIGKILL)
-        wait_until(lambda: worker not in http_processes(port))
-        assert [complete() for _ in range(12)] == [200] * 12
-        wait_until(lambda: len(http_processes(port)) == 2)
-
-
-def test_a_port_is_shared_with_nobody_else():
-    """
-    SO_REUSEPORT lets any process of the same user in: two servers would share one port's clients,
-    in silence.
-    """
-    with contextlib.ExitStack() as stack:
-        sockets = share_port(serve.listen(serve.parse_args(["--port", "0"])), 3)
-        for sock in sockets:
-            stack.enter_context(sock)
-        assert len({sock.getsockname() for sock in sockets}) == 1
-        with pytest.raises(SystemExit, match="choose another --port"):
-            serve.listen(serve.parse_args(["--port", str(sockets[0].getsockname()[1])]))
+from server.workers import Workers
 
 
 def test_too_many_processes_are_refused_at_once():
@@ -84,10 +22,6 @@ def test_too_many_processes_are_refused_at_once():
     """
     with pytest.raises(ValueError, match="--http-workers 65: at most 64"):
         serve.serve_http(serve.parse_args(["--http-workers", "65"]))
-
-
-# --------------------------------------------------------------------------------------------------
-# Without processes, on a clock of the test's own
 
 
 class FakeProcess:
@@ -116,7 +50,7 @@ class FirstProcess:
     """Two workers, their processes and sockets, as the first HTTP process has them."""
 
     def __init__(self):
-        self.clock = Clock()
+        self.clock = Loop()
         self.readers = {}
         self.clock.add_reader = lambda fd, call, *args: self.readers.__setitem__(fd, (call, args))
         self.clock.remove_reader = self.readers.pop
@@ -133,9 +67,8 @@ class FirstProcess:
         return self.started[-1]
 
     def do(self, call, *args):
-        self.clock.call_soon(call, *args)
-        self.clock.settle()
-        assert not self.clock.failures
+        self.clock.do(call, *args)
+        assert not self.clock.errors
 
     def end(self, number: int):
         """The process of that number ends."""
