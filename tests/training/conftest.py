@@ -41,8 +41,6 @@ def no_gpu(monkeypatch):
 @pytest.fixture(autouse=True)
 def leave_signals_alone():
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)
