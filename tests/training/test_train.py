@@ -79,6 +79,7 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
         flags = ["--resume", f"--out={out}"]
         assert f"stopped and saved at step {stop}" in capsys.readouterr().out
         assert assert_loads(out)["step"] == stop
+        assert read_log(out)[-1]["step"] == stop
     train.main(flags)
     # a run that is asked to stop does not evaluate before it does
     lines = read_log(whole)
