@@ -419,7 +419,6 @@ def bench_quality(model="out/stdlib", data="stdlib") -> dict:
     """
     from train import Process, evaluate
     from training.corpus import load_corpus
-    from training.report import bits_per_byte
 
     process = Process(torch.device("cpu"), torch.float32, compile=False)
     corpus = load_corpus(data, process)
@@ -435,7 +434,7 @@ def bench_quality(model="out/stdlib", data="stdlib") -> dict:
         if gpt.config.vocab_size != corpus.tokenizer.vocab_size:
             raise ValueError(f"{model} was not trained on {data}: name its data with --data")
         nats, count = evaluate(gpt, corpus, process)
-        bits = bits_per_byte(nats, corpus.scored_bytes(count))
+        bits = corpus.bits_per_byte(nats, count)
         result[name] = {"nats a token": round(nats / count, 5), "bits a byte": round(bits, 5)}
     return result
 

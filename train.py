@@ -47,10 +47,9 @@ from common import write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
 from training.corpus import Corpus, batch_rows, count_windows, load_corpus
+from training.fast import Muon, maps_of
 from training.machine import Clock, Process, has_bfloat16, init_process, pick_device
-from training.muon import Muon, maps_of
 from training.report import (
-    clear_progress,
     exit_if_unwritable,
     generate_texts,
     introduce,
@@ -81,19 +80,19 @@ PRESETS = {
     "stdlib": {
         "cpu": SMALL,
         "cpu with bfloat16": SMALL | {"n_layer": 3},
-        "gpu": MIDDLE_SIZED | {"arch": "gpt2", "dropout": 0.1},
+        "cuda": MIDDLE_SIZED | {"arch": "gpt2", "dropout": 0.1},
     },
     "shakespeare_char": {
         "cpu": SHAKESPEARE | SHAKESPEARE_CPU,
-        "gpu": SHAKESPEARE | MIDDLE_SIZED | {"dropout": 0.2},
+        "cuda": SHAKESPEARE | MIDDLE_SIZED | {"dropout": 0.2},
     },
-    "gpt2-124M": {"cpu": GPT2, "gpu": GPT2},
+    "gpt2-124M": {"cpu": GPT2, "cuda": GPT2},
 }
 # by --arch: what it sets where a flag does not
 ARCHS = {"gpt2": {}, "llama": {"activation": "silu"}}
 LONG_SHARE = 0.25  # the last share of a run, in windows of the whole context
 # settings that may differ from the interrupted run when --resume continues it
-RESUMABLE = {"out", "preset", "resume", "device", "threads", "compile"}
+RESUMABLE = {"out", "preset", "resume", "device", "compile"}
 
 
 def build_parser() -> Parser:
@@ -105,17 +104,14 @@ def build_parser() -> Parser:
     with_no = BooleanOptionalAction  # --bias and --no-bias
 
     flag = partial(add_flag, parser)
-    about = "a corpus with a model and a recipe sized for the device"
-    flag("--preset", about, "stdlib", choices=PRESETS)
+    flag("--preset", "a corpus, and model and recipe for the device", "stdlib", choices=PRESETS)
     flag("--out", "directory of the checkpoint; default: out/PRESET")
     flag("--resume", "continue the run in --out with its own settings", False)
     flag("--overwrite", "start again in an --out that holds a checkpoint, deleting it", False)
-    about = "corpus: a folder under data/, prepared if it is not, or a prepared folder"
-    flag("--data", about, "stdlib")
+    flag("--data", "corpus: a recipe's name under data/, or a folder that one has made", "stdlib")
 
     flag = partial(add_flag, parser.add_argument_group("model"))
-    about = "family: GPT-2, or Llama of the same size (RMSNorm, rotary positions, SwiGLU)"
-    flag("--arch", about, "llama", choices=ARCHS)
+    flag("--arch", "family: GPT-2, or a Llama of the same size", "llama", choices=ARCHS)
     flag("--n_layer", "layers", 4)
     flag("--n_head", "attention heads", 2)
     flag("--n_embd", "width, a multiple of n_head", 256)
@@ -124,8 +120,7 @@ def build_parser() -> Parser:
     flag("--short_context", about, kind=positive)
     about = "function in the MLP: gelu_new, gelu, relu, relu2 or silu; Llama's default is silu"
     flag("--activation", about, "relu2")
-    about = "biases in linear layers and norms, of GPT-2 alone"
-    flag("--bias", about, False, action=with_no)
+    flag("--bias", "biases in linear layers and norms, of GPT-2 alone", False, action=with_no)
     flag("--dropout", "probability of dropout, for corpora that are read many times", 0.0)
 
     add_recipe_flags(parser.add_argument_group("recipe"))
@@ -133,11 +128,11 @@ def build_parser() -> Parser:
     flag = partial(add_flag, parser.add_argument_group("watching"))
     flag("--eval_every", "steps between evaluations, samples and checkpoints", 100)
     flag("--eval_tokens", "held-out tokens to score each time; at the end, all of them", 16384)
-    flag("--sample_tokens", "tokens of a sample; the last ones are twice as long", 64, at_least(0))
+    flag("--sample_tokens", "tokens of a sample; the last ones are twice as long", 64)
 
     flag = partial(add_flag, parser.add_argument_group("machine"))
-    flag("--device", "cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU")
-    flag("--threads", "CPU threads; default: one a core that may be used", kind=positive)
+    about = "default: a GPU if there is one; CUDA_VISIBLE_DEVICES chooses which"
+    flag("--device", about, choices=("cpu", "cuda"))
     about = "of matrix products; default: bfloat16 where the hardware has it"
     flag("--dtype", about, choices=("float32", "bfloat16"))
     flag("--compile", "torch.compile the model; default: on GPUs only", action=with_no)
@@ -148,21 +143,18 @@ def add_recipe_flags(group):
     flag = partial(add_flag, group)
     share = at_least(0, float, below=1)
     flag("--minutes", "time of a run without --steps, once the corpus is made", 2.25)
-    about = "optimizer steps, exactly; default: as many as there is time for"
-    flag("--steps", about, kind=positive)
+    flag("--steps", "optimizer steps; default: as many as there is time for", kind=positive)
     flag("--batch_size", "sequences of context_length tokens a step, over all devices", 8)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
     flag("--vector_lr", "peak learning rate of AdamW, which trains embeddings and norms", 4e-3)
     flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95, share)
     about = "of AdamW: the share of its mean squared gradient that a step keeps"
     flag("--beta2", about, 0.95, share)
-    flag("--weight_decay", "of Muon, as a share of the learning rate", 0.0)
     flag("--warmup", "steps over which the learning rate rises", 10)
     about = "last share of the run, over which the learning rate falls to zero"
     flag("--decay", about, 0.8, at_least(0.001, float))
     flag("--clip", "largest norm of the gradient", 1.0)
-    about = "of initial weights, order of batches, dropout and samples"
-    flag("--seed", about, 1337, at_least(0, below=2**62))
+    flag("--seed", "of weights, batches, dropout and samples", 1337, at_least(0, below=2**62))
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -184,9 +176,10 @@ def parse_args(argv: list[str] | None) -> Namespace:
         )
     presets = PRESETS[args.preset]
     device = pick_device(args.device)
-    settings = presets["cpu" if device.type == "cpu" else "gpu"]
-    if device.type == "cpu" and has_bfloat16(device):
-        settings = presets.get("cpu with bfloat16", settings)
+    kind = device.type
+    if kind == "cpu" and has_bfloat16(device):
+        kind = "cpu with bfloat16"
+    settings = presets.get(kind, presets["cpu"])
     if "minutes" in typed:  # exactly these, also where the preset has steps
         settings = settings | {"steps": None}
     arch = (defaults | settings | typed)["arch"]
@@ -228,13 +221,7 @@ def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
     rest = [p for p in model.parameters() if p not in matrices]
     betas = (0.9, args.beta2)
     return [
-        Muon(
-            matrices,
-            process.dtype,
-            lr=args.matrix_lr,
-            momentum=args.momentum,
-            weight_decay=args.weight_decay,
-        ),
+        Muon(matrices, process.dtype, lr=args.matrix_lr, momentum=args.momentum),
         torch.optim.AdamW(
             rest, args.vector_lr, betas, weight_decay=0.0, fused=process.device.type == "cuda"
         ),
@@ -316,7 +303,6 @@ class Run:
         self.optimizers = make_optimizers(self.model, args, process)
         self.step = 0
         self.share = 0.0  # of the run that is done: of its steps, or of its minutes
-        self.saved = 0  # the step of the checkpoint on disk
         self.log = []  # the lines of log.jsonl
 
     def forward_module(self):
@@ -372,38 +358,35 @@ class Run:
         return torch.stack([loss.detach(), norm])
 
     def record(self, **line):
-        """One line of log.jsonl."""
+        """One line of log.jsonl, which is written when the run is saved."""
         self.log.append(line)
-        if self.process.is_main:
-            with exit_if_unwritable(self.out), open(self.out / "log.jsonl", "a") as f:
-                print(json.dumps(line), file=f)
 
-    def record_steps(self, losses: list, tokens_per_second: float):
+    def record_steps(self, losses: list):
         """
         Log the last steps, pairs of loss and gradient norm. Exits where one is not a number: what
         was saved before is good, what would follow is not.
         """
-        rate = round(tokens_per_second)
         for i, (loss, norm) in enumerate(losses, self.step - len(losses) + 1):
             if not math.isfinite(loss + norm):
                 self.exit_diverged(f"step {i}: loss {loss}, gradient norm {norm}")
-            self.record(step=i, loss=round(loss, 5), norm=round(norm, 4), tokens_per_second=rate)
+            self.record(step=i, loss=round(loss, 5), norm=round(norm, 4))
 
     def exit_diverged(self, problem: str):
-        kept = "nothing is saved yet"
-        if self.saved:
-            kept = f"the checkpoint of step {self.saved} is in {self.out}"
         sys.exit(
-            f"{problem}: stopped, {kept}. Start again with a lower --matrix_lr (now "
-            f"{self.args.matrix_lr}) or --vector_lr (now {self.args.vector_lr})"
+            f"{problem}: stopped. Start again with a lower --matrix_lr (now {self.args.matrix_lr}) "
+            f"or --vector_lr (now {self.args.vector_lr}); a checkpoint of an earlier step is kept"
         )
+
+    def score(self, T: int | None = None, limit: int | None = None) -> tuple[float, int]:
+        """As `evaluate`. Exits where the model is broken: it cannot be sampled, or saved."""
+        nats, count = evaluate(self.model, self.corpus, self.process, T, limit)
+        if not math.isfinite(nats):
+            self.exit_diverged(f"step {self.step}: held-out loss {nats}")
+        return nats, count
 
     def evaluate_and_sample(self) -> str:
         """Evaluate on a part of the held-out text, and sample. Returns the lines to print."""
-        T = self.window()
-        nats, count = evaluate(self.model, self.corpus, self.process, T, self.args.eval_tokens)
-        if not math.isfinite(nats):  # a model that cannot be sampled, and is not to be saved
-            self.exit_diverged(f"step {self.step}: held-out loss {nats}")
+        nats, count = self.score(self.window(), self.args.eval_tokens)
         self.record(step=self.step, val_loss=round(nats / count, 5))
         (text,) = generate_texts(self, 1, self.args.sample_tokens)
         return (
@@ -415,7 +398,7 @@ class Run:
         """
         Write train_state.pt, which --resume reads, then the checkpoint, which everything else
         reads. A kill between the two leaves them of different steps; both load, and `load` writes
-        the checkpoint anew.
+        the checkpoint again.
         """
         if self.process.is_main:
             state = {
@@ -429,47 +412,42 @@ class Run:
             with exit_if_unwritable(self.out):
                 write_atomically(self.out / "train_state.pt", partial(torch.save, state))
                 save_checkpoint(self.model, self.out)
-        self.saved = self.step
+                self.write_log()
+
+    def write_log(self):
+        lines = "".join(json.dumps(line) + "\n" for line in self.log)
+        write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
 
     def load(self, state: dict):
         """Go on from what `save` wrote."""
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.step = self.saved = state["step"]
+        self.step = state["step"]
         self.share = state["share"]
         self.log = state["log"]
-        if self.process.is_main:
-            # after a kill, log.jsonl may be ahead of train_state.pt, and the checkpoint behind it
-            lines = "".join(json.dumps(line) + "\n" for line in self.log)
-            with exit_if_unwritable(self.out):
-                write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
-                save_checkpoint(self.model, self.out)
+        self.save()  # after a kill, the checkpoint may be older
 
 
 def open_out(args: Namespace) -> dict | None:
     """The state to resume from, None for a new run; or exit. Nothing is deleted yet."""
     out = Path(args.out)
     if args.resume:
+        state = out / "train_state.pt"
         try:
-            return torch.load(out / "train_state.pt", map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            sys.exit(
-                f"nothing to resume in {out}: run without --resume, or name the run with --out"
-            )
+            return torch.load(state, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file raises errors of any kind
             sys.exit(
-                f"{out / 'train_state.pt'} cannot be read ({error}): start again with --overwrite"
+                f"nothing to resume, {state} cannot be read ({error}): name the run with --out, or "
+                "start anew: without --resume, with --overwrite where there is a model"
             )
     if (out / "config.json").exists() and not args.overwrite:
         sys.exit(
             f"{out} holds a model: --resume continues it, --overwrite starts again, --out names "
             "another directory"
         )
-    try:
+    with exit_if_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        sys.exit(f"--out {out} cannot be made ({error}): name another directory")
     return None
 
 
@@ -526,20 +504,17 @@ def train(run: Run, caught: list[int], started: float) -> bool:
         pending.clear()
         step_seconds = (time.perf_counter() - began) / len(losses)
         tokens_per_second = args.batch_size * args.context_length / step_seconds
-        run.record_steps(losses, tokens_per_second)
+        run.record_steps(losses)
         part = clock.part_of_rest(step_seconds)
         stop, part = process.mean_of(bool(caught), part)  # all processes must stop alike
         if not args.steps:  # with --steps, `update` knows the share
             run.share = 1.0 if part == 1 else run.share + (1 - run.share) * part
         print_progress(run, losses[-1][0], tokens_per_second)
         ends = run.share == 1 or stop
-        if warning := clock.warning(is_over=run.share == 1):
-            process.print(warning)
         if is_evaluated and not ends:
             process.print(run.evaluate_and_sample())
         if is_evaluated or ends:
             run.save()
-    clear_progress(run)
     return run.share == 1
 
 
@@ -568,9 +543,8 @@ def main(argv: list[str] | None = None):
     if state is not None:
         run.load(state)
     elif process.is_main:
-        with exit_if_unwritable(run.out):
-            delete_checkpoint(run.out)
-            corpus.tokenizer.save(run.out)
+        delete_checkpoint(run.out)
+        corpus.tokenizer.save(run.out)
     process.print(introduce(run))
 
     # loop
@@ -578,9 +552,7 @@ def main(argv: list[str] | None = None):
         started = time.perf_counter() - run.share * 60 * args.minutes
     if train(run, caught, started):
         # every held-out token once, after the last checkpoint was written
-        nats, count = evaluate(run.model, corpus, process)
-        if not math.isfinite(nats):
-            run.exit_diverged(f"held-out loss {nats}")
+        nats, count = run.score()
         if process.is_main:
             report_result(run, nats, count)
     else:

@@ -54,12 +54,12 @@ PREPARE = """
 from pathlib import Path
 from training.corpus import train_bpe, write_corpus
 
-def prepare():
+def prepare(folder, tokenizer=None):
     names = ("model.py", "paged.py", "engine/engine.py", "train.py")
     text = "".join(Path(name).read_text() for name in names)
     tokenizer = train_bpe([text], 400)
     ids = tokenizer.encode(text)
-    write_corpus(Path(__file__).parent, tokenizer, ids[4000:], ids[:4000])
+    write_corpus(folder, tokenizer, ids[4000:], ids[:4000])
 """
 # So high learning rates make a bad model whose answers are lively; after these few steps a good one
 # says only blanks.

@@ -39,7 +39,7 @@ ORDER = [
     "server.welcome", "server.workers", "server.text", "server.protocol",
     "server.connection", "server.metrics", "server.gate", "server.client",
     "server.answers", "server.live", "server.app", "server.terminal", "flags", "serve",
-    "training.fast", "training.report", "training.machine", "training.muon", "train",
+    "training.fast", "training.report", "training.machine", "train",
     "bench", "walkthrough", "examples.beam_search", "examples.from_nanogpt", "examples.post",
 ]  # fmt: skip
 WITHOUT_TORCH = "paged, tokenizer, serve, params, flags, engine.events, server.app, server.text, "

@@ -172,9 +172,6 @@ COMMANDS = {  # what is typed -> the packages that it may lack first
     "test_paged.py": "torch",
     "walkthrough.py 3": "torch",
     "examples/post.py": "torch",
-    "data/stdlib/prepare.py": "tokenizers",
-    "data/stdlib_gpt2/prepare.py": "numpy",
-    "data/shakespeare_char/prepare.py": "numpy",
 }
 
 

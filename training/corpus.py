@@ -1,9 +1,10 @@
 """
-A corpus: a tokenizer that fits its text, and files of token ids. Recipes, data/*/prepare.py, make
-it:
+A corpus: a tokenizer that fits its text, and files of token ids. A recipe makes it, `prepare` in
+data/NAME/prepare.py:
 
-    tokenizer = train_bpe(texts, vocab_size=4096)      # or char_tokenizer(text), gpt2_tokenizer()
-    write_corpus(folder, tokenizer, train_ids, val_ids)
+    def prepare(folder, tokenizer=None):                   # None: one that it makes itself
+        tokenizer = train_bpe(texts, vocab_size=4096)      # or char_tokenizer(text)
+        write_corpus(folder, tokenizer, train_ids, val_ids)
 
 train.py reads it, calls the recipe first if need be, and cuts its batches:
 
@@ -14,12 +15,12 @@ train.py reads it, calls the recipe first if need be, and cuts its batches:
 """
 
 import json
+import math
 import runpy
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,10 @@ from tokenizer import (
     Tokenizer,
     TokenizerError,
     load_tokenizer,
-    piece_bytes,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
+GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 
 # --------------------------------------------------------------------------------------------------
 # Tokenizers
@@ -53,20 +54,17 @@ def char_tokenizer(text: str) -> CharTokenizer:
     return CharTokenizer(backend)
 
 
-def bpe_tokenizer(
-    merges: list[tuple[bytes, bytes]], byte_order: Iterable[int] = range(256)
-) -> Tokenizer:
+def bpe_tokenizer(merges: list[tuple[str, str]], alphabet: Iterable[str] = ALPHABET) -> Tokenizer:
     """
     Byte-level BPE: every text and every sequence of bytes has an encoding, and decoded it is the
-    same. merges: pairs of pieces, in the order in which they were learnt. byte_order: which byte
-    each of the ids 0 to 255 is. Then come, as in GPT-2, what each merge makes and the end-of-text
-    token.
+    same. merges: pairs of pieces, spelled as in a vocabulary (b" a" is "Ġa"), in the order in which
+    they were learnt. alphabet: the pieces of one byte, which have the ids 0 to 255. Then come, as
+    in GPT-2, what each merge makes and the end-of-text token.
     """
-    pairs = [(piece_of(first), piece_of(second)) for first, second in merges]
-    pieces = [ALPHABET[byte] for byte in byte_order]
-    pieces += [first + second for first, second in pairs]
+    pieces = [*alphabet]
+    pieces += [first + second for first, second in merges]
     vocab = numbered(dict.fromkeys(pieces))  # two merges may make the same piece
-    backend = Backend(models.BPE(vocab, pairs))
+    backend = Backend(models.BPE(vocab, merges))
     # GPT-2's pattern cuts a text into pieces, and bytes are merged only within a piece: into
     # contractions; words, numbers and punctuation, each with at most one space before it; and runs
     # of white space, except that a last space belongs to the word after it
@@ -74,11 +72,6 @@ def bpe_tokenizer(
     backend.decoder = decoders.ByteLevel(add_prefix_space=False)
     backend.add_special_tokens([END_OF_TEXT])
     return Tokenizer(backend)
-
-
-def piece_of(data: bytes) -> str:
-    """How bytes are spelled in a byte-level vocabulary: b" a" is "Ġa"."""
-    return "".join(ALPHABET[byte] for byte in data)
 
 
 def numbered(pieces: Iterable[str]) -> dict[str, int]:
@@ -95,45 +88,26 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     learner.train_from_iterator(texts, trainer)
     merges = json.loads(learner.to_str())["model"]["merges"]
-    return bpe_tokenizer([(piece_bytes(first), piece_bytes(second)) for first, second in merges])
+    return bpe_tokenizer([tuple(pair) for pair in merges])
 
 
 def gpt2_tokenizer() -> Tokenizer:
     """
-    GPT-2's tokenizer, from tiktoken's copy of it. Raises TokenizerError with what to set when
-    offline.
+    GPT-2's tokenizer, from the merges that tiktoken downloads and stores. Raises TokenizerError
+    with what to do when offline.
     """
     try:
-        import tiktoken
+        from tiktoken.load import read_file_cached
 
-        ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
-    except ImportError:
-        raise TokenizerError(
-            "GPT-2's vocabulary is read by tiktoken: pip install tiktoken"
-        ) from None
+        text = read_file_cached(GPT2_MERGES).decode()
     except Exception as error:  # tiktoken lets the errors of its HTTP client through
         raise TokenizerError(
-            f"GPT-2's vocabulary is not at hand ({type(error).__name__}): connect to the network "
-            "once, or set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has stored it"
+            f"GPT-2's vocabulary is not at hand ({error!r}): pip install tiktoken, and connect to "
+            "the network once or set TIKTOKEN_CACHE_DIR to a folder in which it is stored"
         ) from error
-    tokens = sorted(ranks, key=ranks.get)
-    byte_order = [token[0] for token in tokens if len(token) == 1]
-    merges = [last_merge(token, ranks) for token in tokens if len(token) > 1]
-    return bpe_tokenizer(merges, byte_order)
-
-
-def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """
-    The pair of pieces whose merge makes a token (`ranks` has its id and those of its parts): merge
-    its bytes, lowest rank first, until two pieces are left.
-    """
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [first + second for first, second in pairwise(parts)]
-        lowest = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
-        place = pairs.index(lowest)
-        parts[place : place + 2] = [lowest]
-    return tuple(parts)
+    merges = [tuple(line.split()) for line in text.splitlines()[1:]]  # the first is a version
+    # GPT-2 numbers bytes by their spelling: printable characters first
+    return bpe_tokenizer(merges, sorted(ALPHABET))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -169,30 +143,35 @@ class Corpus:
     train: np.ndarray  # memory-mapped tokens
     val: np.ndarray  # held out
 
-    def scored_bytes(self, count: int) -> bytes:
+    def bits_per_byte(self, nats: float, count: int) -> float:
         """
-        The text of the `count` held-out tokens that `evaluate` scored. Without an end-of-text token
-        to precede it, the first token has no score, and its bytes are not in the text.
+        The loss of the last `count` held-out tokens, `nats` together, by the bytes of their text.
+        Without an end-of-text token to precede it, the first token has no score, and its bytes are
+        not in the text.
         """
-        return self.tokenizer.decode_bytes(self.val[-count:].tolist())
+        text = self.tokenizer.decode_bytes(self.val[-count:].tolist())
+        return nats / math.log(2) / len(text)
 
 
 def load_corpus(name: str, process) -> Corpus:
     """
     The corpus in data/NAME, which the first of the processes makes if need be, or in the folder
-    NAME. Exits without one. `process`: see training/machine.py.
+    NAME; data/NAME_gpt2 is the same text in GPT-2's tokens. Exits without one. `process`: see
+    training/machine.py.
     """
     folder = ROOT / "data" / name
     if not (folder / "meta.json").is_file():
-        recipe = folder / "prepare.py"
+        recipe = ROOT / "data" / name.removesuffix("_gpt2") / "prepare.py"
         if not recipe.is_file():
             names = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
             sys.exit(
-                f"--data {name}: {folder} has neither meta.json nor prepare.py; there is "
+                f"--data {name}: neither {folder / 'meta.json'} nor {recipe} exists; there is "
                 f"{', '.join(names)}"
             )
         if process.is_main:
-            runpy.run_path(str(recipe))["prepare"]()
+            tokenizer = gpt2_tokenizer() if name.endswith("_gpt2") else None
+            folder.mkdir(exist_ok=True)
+            runpy.run_path(str(recipe))["prepare"](folder, tokenizer)
     process.wait()  # until the first process has prepared it
     return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))
 

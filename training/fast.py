@@ -1,17 +1,19 @@
 """
-The operators that train: `model.TORCH` with faster attention and a loss that needs less memory.
+The arithmetic of a training step that torch has slower: the operators of the model, which are
+`model.TORCH` with faster attention and a loss that needs less memory, and the optimizer Muon.
 
     logits, loss = model(tokens, targets, training_ops(device))
+    Muon(maps_of(block), torch.float32, lr=0.02, momentum=0.95).step()
 
-They know the models that train.py makes: no windows, no soft caps, one KV head a query head.
-
-Letters as in model.py; N = B T rows.
+The operators know the models that train.py makes: no windows, no soft caps, one KV head a query
+head. Letters as in model.py; N = B T rows.
 """
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from model import TORCH, Attention, Ops, RMSNorm, WholeTexts, add_norm, linear
+from model import TORCH, Attention, Block, Ops, RMSNorm, WholeTexts, add_norm, linear
 
 SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
 ROWS = 256  # so many rows of logits fit, too
@@ -22,26 +24,17 @@ def training_ops(device: torch.device | str) -> Ops:
     # these are for CPUs: on a GPU torch.compile fuses the reference's
     if torch.device(device).type == "cpu":
         return TORCH._replace(
-            name="training on a CPU",
             rotate=rotate,
             add_norm=add_rms_norm,
-            attend=attend_on_cpu,
+            attend=attention_on_cpu,
             linear=gated_linear,
             loss=chunked_loss,
         )
-    return TORCH._replace(name="training on a GPU", attend=fused_attention)
+    return TORCH._replace(attend=fused_attention)
 
 
-def attend_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> torch.Tensor:
-    """As `fused_attention`, by the faster of two ways."""
-    if q.dtype == torch.bfloat16 and q.shape[1] <= SHORT:
-        return attention_by_products(q, kv, attn, batch)
-    return fused_attention(q, kv, attn, batch)
-
-
-def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> torch.Tensor:
+def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     """torch's flash attention, causal: q, k and v (B, T, H, D) -> as q."""
-    assert not (attn.window or attn.softcap), "training has no windows and no soft caps"
     q, k, v = (x.transpose(1, 2) for x in (q, *kv))  # (B, H, T, D)
     mixed = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, dropout_p=batch.dropout, scale=attn.scale
@@ -49,12 +42,15 @@ def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> torch.Tensor:
     return mixed.transpose(1, 2)
 
 
-def attention_by_products(q, kv, attn: Attention, batch: WholeTexts) -> torch.Tensor:
+def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     """
-    Two batched matrix products. In bfloat16 on a CPU, forward and backward take half
-    the time of flash attention (26 against 59 ms at B=32, H=4, T=256, D=64; 14 against 66 at H=2).
+    As `fused_attention`; in bfloat16, for windows that are not long, by two batched matrix
+    products. Forward and backward then take half the time of flash attention (26 against 59 ms at
+    B=32, H=4, T=256, D=64; 14 against 66 at H=2).
     """
     B, T, H, D = q.shape
+    if q.dtype != torch.bfloat16 or T > SHORT:
+        return fused_attention(q, kv, attn, batch)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, *kv))  # (B H, T, D)
     future = torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1)
     mask = future.expand(B * H, T, T)
@@ -64,12 +60,11 @@ def attention_by_products(q, kv, attn: Attention, batch: WholeTexts) -> torch.Te
     return mixed.transpose(1, 2)
 
 
-def chunked_loss(x, layer: torch.nn.Linear, targets, softcap: float = 0.0) -> torch.Tensor:
+def chunked_loss(x, layer: torch.nn.Linear, targets, softcap: float = 0.0) -> Tensor:
     """
     As `model.loss`: x (B, T, C), a layer with weight (V, C), targets (B, T) int64, -100 where there
     is none.
     """
-    assert not softcap, "training has no soft caps"
     dtype = x.dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -156,7 +151,7 @@ class FusedRMSNorm(torch.autograd.Function):
         along = grad * x
         rows = along.flatten(0, -2)
         dweight = shrink.flatten() @ rows
-        # x may change its direction alone: what goes along it is taken away
+        # the result does not depend on the length of x: no gradient along x
         mean = along @ weight / x.shape[-1]
         dx = grad * weight
         dx.mul_(shrink)
@@ -222,3 +217,79 @@ class SwiGLU(torch.autograd.Function):
         torch.mul(grad, up, out=dgate)
         torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
         return dx
+
+
+# --------------------------------------------------------------------------------------------------
+# Muon, the optimizer of the matrices (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)
+
+QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's a, b, c: of a singular value s, a s + b s^3 + c s^5
+
+
+def maps_of(block: Block) -> dict[Tensor, int]:
+    """
+    The matrices of a block, each with the number of maps that are stacked in it: to queries, keys
+    and values, and to the gate and the values that it lets through.
+    """
+    maps = {p: 1 for p in block.parameters() if p.ndim == 2}
+    maps[block.attn.c_attn.weight] = 3
+    if block.mlp.gated:
+        maps[block.mlp.c_fc.weight] = 2
+    return maps
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    SGD with Nesterov momentum. Each update is orthogonalized, so that
+    every direction of a matrix moves equally far, and the rare ones are learnt, too. torch's own
+    Muon multiplies in bfloat16, which many CPUs only emulate, and takes matrices one by one; here
+    the dtype is chosen, and matrices (rows, columns) of one shape are updated as one batch.
+    """
+
+    def __init__(self, matrices: dict[Tensor, int], dtype: torch.dtype, **settings: float):
+        """
+        matrices: see `maps_of`
+        settings: lr, momentum
+        """
+        alike: dict[tuple, list] = {}
+        for p, maps in matrices.items():
+            alike.setdefault((p.shape, maps), []).append(p)
+        groups = [{"params": same} for same in alike.values()]
+        super().__init__(groups, settings)
+        self.dtype = dtype
+        self.maps = matrices
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            self.update_group(**group)
+
+    def update_group(self, params: list, lr: float, momentum: float):
+        """Update N matrices of one shape (rows, columns) in place, by their gradients."""
+        updates = []
+        for p in params:
+            mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            mean.lerp_(p.grad, 1 - momentum)
+            updates.append(p.grad.lerp(mean, momentum))  # Nesterov: one step ahead
+        rows, columns = params[0].shape
+        rows //= self.maps[params[0]]  # each map is orthogonalized on its own, all as one batch
+        batch = torch.stack(updates).view(-1, rows, columns)
+        batch = orthogonalize(batch.to(self.dtype)).float()
+        stretch = max(1, rows / columns) ** 0.5
+        for p, update in zip(params, batch.reshape(len(params), *params[0].shape), strict=True):
+            p.sub_(update, alpha=lr * stretch)
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """
+    Newton-Schulz iteration: applies the quintic five times to every singular value of the matrices
+    x (N, rows, columns), which leaves them between 0.7 and 1.2, near enough to 1 for an update.
+    """
+    if x.shape[1] > x.shape[2]:
+        return orthogonalize(x.mT).mT
+    a, b, c = QUINTIC
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value above 1
+    for _ in range(5):
+        square = x @ x.mT
+        odd = torch.baddbmm(square, square, square, beta=b, alpha=c)  # b x x' + c (x x')^2
+        x = torch.baddbmm(x, odd, x, beta=a)
+    return x

@@ -1,6 +1,6 @@
 """
-The machine of a training run: the processes of torchrun, their devices, on a CPU the number of
-threads, and the clock of a run whose length is set by --minutes.
+The machine of a training run: the processes of torchrun, their devices, and the clock of a run
+whose length is set by --minutes.
 
     process = init_process(args)
     clock = Clock(run, started)
@@ -10,7 +10,6 @@ threads, and the clock of a run whose length is set by --minutes.
 environment again.
 """
 
-import math
 import os
 import sys
 import time
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from common import plural
 from model import TORCH, Ops
 from training.fast import training_ops
-from training.report import LAST_SAMPLES, last_sample_tokens
 
 
 @dataclass
@@ -78,30 +76,22 @@ class Process:
             print(text, flush=True)
 
     def __str__(self) -> str:
-        """As train.py prints it: "CPU, 2 threads, bfloat16"."""
+        """As train.py prints it: "1 x CPU, 2 threads, bfloat16"."""
         if self.device.type == "cpu":
             name = f"CPU, {plural(torch.get_num_threads(), 'thread')}"
         else:
             name = torch.cuda.get_device_name(self.device)
-        processes = f" x {self.world}" if self.world > 1 else ""
         compiled = ", compiled" if self.compile else ""
-        return f"{name}{processes}, {str(self.dtype).removeprefix('torch.')}{compiled}"
+        return f"{self.world} x {name}, {str(self.dtype).removeprefix('torch.')}{compiled}"
 
 
 def pick_device(name: str | None) -> torch.device:
-    """
-    The device of that name; for None or "cuda" this process's GPU, for None the CPU where there is
-    no GPU. Exits with a message for a name that is no CPU's or GPU's.
-    """
-    if name == "cuda" or (name is None and torch.cuda.is_available()):
+    """The CPU for "cpu", this process's GPU for "cuda", and for None that GPU if there is one."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
-        device = torch.device("cpu" if name is None else name)
-    except RuntimeError:  # not a name that torch knows
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        sys.exit(f"--device {name}: no such device, there is cpu and, with a GPU, cuda")
-    return device
+    return torch.device(name)
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -144,12 +134,12 @@ def read(path: str) -> str:
 
 def init_process(args: Namespace) -> Process:
     """
-    Join the other processes of torchrun; take the device and what the flags say about it. Exits
-    with a message where there is no such GPU.
+    Join the other processes of torchrun; choose device and dtype by the flags. Exits with a message
+    where there is no such GPU.
     """
     device = pick_device(args.device)
     if device.type == "cpu":
-        torch.set_num_threads(args.threads or count_cores())
+        torch.set_num_threads(count_cores())
     else:
         count = torch.cuda.device_count()
         if device.index >= count:
@@ -171,12 +161,11 @@ def init_process(args: Namespace) -> Process:
 # --------------------------------------------------------------------------------------------------
 # The clock
 
-# Of the end of a run, apart from the model's computation: compressing the held-out text, drawing
-# the loss, saving twice.
-CLOSING_SECONDS = 4
+# Of the end of a run, apart from scoring the held-out text: the last samples, compressing the text,
+# drawing the loss, saving.
+CLOSING_SECONDS = 5
 LEAST_STEPS = 200  # with fewer, not even the smallest model of a preset learns much
-TIMED = 5  # steps after the first that show how many will fit
-RESERVE = 1.15  # the minutes that a warning names are for so many times the steps
+TIMED = 5  # so many timed steps show how many will fit
 
 
 class Clock:
@@ -184,13 +173,9 @@ class Clock:
 
     def __init__(self, run, started: float):
         self.run = run
-        self.started = started
         self.end = started + 60 * run.args.minutes
-        self.counted = time.perf_counter()  # until when the run's time has been counted
-        self.recent: deque | None = None  # seconds of the last steps
-        self.fitting = math.inf  # steps that fit into the run's time, by the latest estimate
-        self.needed = 0.0  # seconds for LEAST_STEPS
-        self.may_warn = not (run.args.steps or run.args.resume)
+        self.counted: float | None = None  # until when the run's time has been counted
+        self.recent = deque(maxlen=20)  # seconds of each of the last steps
 
     def part_of_rest(self, step_seconds: float) -> float:
         """
@@ -198,45 +183,36 @@ class Clock:
         `step_seconds`: of each step since then.
         """
         now = time.perf_counter()
+        if self.counted is None:  # a first step allocates, or compiles: the others are faster
+            self.counted = now
+            return 0.0
         spent = now - self.counted
         self.counted = now
-        if self.recent is None:  # a first step allocates, or compiles: the others are faster
-            self.recent = deque(maxlen=20)
-            return 0.0
         self.recent.append(step_seconds)
         step_seconds = median(self.recent)
-        closing = closing_seconds(self.run, step_seconds)
-        left = self.end - closing - now
-        self.fitting = self.run.step + max(0.0, left) / step_seconds
-        others = now - self.started - self.run.step * step_seconds  # such as compiling
-        self.needed = RESERVE * LEAST_STEPS * step_seconds + max(0.0, others) + closing
-        return spent / (spent + left) if left > 0 else 1.0
+        left = max(0.0, self.end - closing_seconds(self.run, step_seconds) - now)
+        timed = len(self.recent)
+        if timed == TIMED or (timed < TIMED and not left):
+            self.warn_of_few_steps(left / step_seconds)
+        return spent / (spent + left) if left else 1.0
 
-    def warning(self, is_over: bool) -> str:
-        """Once, when some steps were timed: a warning if fewer than LEAST_STEPS fit. Else ""."""
-        timed = len(self.recent or ())
-        if not self.may_warn or not (is_over or timed >= TIMED):
-            return ""
-        self.may_warn = False
-        if self.fitting >= LEAST_STEPS:
-            return ""
-        return (
-            f"warning: only about {self.fitting:.0f} steps fit into {self.run.args.minutes:g} "
-            f"minutes, and in fewer than {LEAST_STEPS} a model learns little: --minutes "
-            f"{math.ceil(self.needed / 6) / 10} or more makes sense"
-        )
+    def warn_of_few_steps(self, more: float):
+        """Print a warning if fewer than LEAST_STEPS fit into a new run: those done, and `more`."""
+        args = self.run.args
+        fitting = self.run.step + more
+        if fitting < LEAST_STEPS and not (args.steps or args.resume):
+            self.run.process.print(
+                f"warning: only about {fitting:.0f} steps fit into {args.minutes:g} minutes, and "
+                f"in fewer than {LEAST_STEPS} a model learns little: raise --minutes"
+            )
 
 
 def closing_seconds(run, step_seconds: float) -> float:
     """
-    Estimated seconds from the last step to the end of the program: scoring the held-out text, the
-    last samples, and the rest. `step_seconds`: of one training step.
+    Estimated seconds from the last step to the end of the program. `step_seconds`: of one training
+    step.
     """
-    args = run.args
-    length = last_sample_tokens(args)
-    # a sample reads, for each of its tokens, the text so far
-    forward_tokens = len(run.corpus.val) + LAST_SAMPLES * length * length / 2
     # A forward pass is 2 of the 6 operations per weight and token that a training step takes, and
     # somewhat more with attention and norms.
-    forward_seconds = 0.4 * step_seconds / (args.batch_size * args.context_length)
-    return forward_seconds * forward_tokens + CLOSING_SECONDS
+    forward_seconds = 0.4 * step_seconds / (run.args.batch_size * run.args.context_length)
+    return forward_seconds * len(run.corpus.val) + CLOSING_SECONDS

@@ -8,12 +8,8 @@ good the model is, or why it cannot go on.
     report_result(run, nats, count)
 """
 
-import gzip
-import math
-import shutil
 import sys
 import textwrap
-from argparse import Namespace
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -55,17 +51,11 @@ def introduce(run) -> str:
 
 
 def print_progress(run, loss: float, tokens_per_second: float):
-    """On a terminal: a line that the next one overwrites."""
+    """On a terminal: a line that the next one, which is longer, overwrites."""
     if run.process.is_main and sys.stderr.isatty():
-        rate = tokens_per_second / 1e3
-        line = f"step {run.step}, {run.share:.0%}: loss {loss:.3f}, {rate:.1f}k tokens/s"
+        done = f"step {run.step}, {run.share:.0%}"
+        line = f"{done}: loss {loss:.3f}, {tokens_per_second / 1e3:.1f}k tokens/s"
         print(f"{line}\x1b[K", end="\r", file=sys.stderr, flush=True)
-
-
-def clear_progress(run):
-    """What is printed next, such as a shell's prompt, gets an empty line."""
-    if run.process.is_main and sys.stderr.isatty():
-        print("\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def generate_texts(run, count: int, length: int) -> list[str]:
@@ -96,11 +86,6 @@ def generate_texts(run, count: int, length: int) -> list[str]:
     return texts
 
 
-def last_sample_tokens(args: Namespace) -> int:
-    """The length of the last samples, the token before them apart."""
-    return min(2 * args.sample_tokens, args.context_length - 1)
-
-
 # --------------------------------------------------------------------------------------------------
 # At the end
 
@@ -110,26 +95,17 @@ def report_result(run, nats: float, count: int):
     Log and print how well the last `count` held-out tokens were predicted, `nats` in all; show
     samples, and draw loss.png.
     """
-    data = run.corpus.scored_bytes(count)
-    bits = bits_per_byte(nats, data)
+    bits = run.corpus.bits_per_byte(nats, count)
     run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(bits, 5))
+    run.write_log()
     print(
-        f"held out: {count:,} tokens, {len(data):,} bytes, each scored once, in windows of "
-        f"{run.args.context_length}"
+        f"held out: {count:,} tokens, each scored once, in windows of {run.args.context_length}\n"
+        f"val loss: {nats / count:.4f} nats a token"
     )
-    print(f"val loss: {nats / count:.4f} nats a token")
-    length = last_sample_tokens(run.args)
-    if length > 0:
-        for i, text in enumerate(generate_texts(run, LAST_SAMPLES, length), 1):
-            print(f"sample {i}:\n{textwrap.indent(text, '    ')}")
-    gz = 8 * len(gzip.compress(data, 9)) / len(data)
-    print(f"bits per byte: model {bits:.3f}, gzip -9 {gz:.3f}")
+    for i, text in enumerate(generate_texts(run, LAST_SAMPLES, 2 * run.args.sample_tokens), 1):
+        print(f"sample {i}:\n{textwrap.indent(text, '    ')}")
+    print(f"bits per byte: {bits:.3f}")
     draw(run.log, run.out / "loss.png")  # last: for the Makefile, this is what ends a training
-
-
-def bits_per_byte(nats: float, data: bytes) -> float:
-    """nats: the loss of all tokens together; data: the bytes that they spell."""
-    return nats / math.log(2) / len(data)
 
 
 def draw(log: list[dict], path: Path):
@@ -145,14 +121,9 @@ def draw(log: list[dict], path: Path):
         points = [(line["step"], line[name]) for line in log if name in line]
         axes.plot(*zip(*points, strict=True), style, lw=0.8, label=label)
     axes.set(xlabel="step", ylabel="loss, nats a token")
-    axes.grid(alpha=0.3)
     axes.legend()
     save = partial(figure.savefig, format="png", dpi=120, bbox_inches="tight")
     write_atomically(path, save)
-
-
-# --------------------------------------------------------------------------------------------------
-# Full disks
 
 
 @contextmanager
@@ -161,8 +132,7 @@ def exit_if_unwritable(out: Path):
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
-        free = shutil.disk_usage(out).free / 2**20
         sys.exit(
-            f"{out} cannot be written ({error}), {free:,.1f} MiB are free there: make room or name "
-            "another --out; a checkpoint that was saved before is whole, --resume continues it"
+            f"{out} cannot be written ({error}): make room or name another --out; a checkpoint "
+            "that was saved before is whole, --resume continues it"
         )

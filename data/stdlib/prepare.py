@@ -1,29 +1,19 @@
 """
 The default corpus: the Python standard library of the interpreter that runs this. Nothing is
-downloaded.
+downloaded. `python train.py` makes it where it is missing:
 
-    python data/stdlib/prepare.py
+    train.bin, val.bin, meta.json and a byte-level BPE, learnt from the training files
 
-Learns a byte-level BPE on the training files and writes train.bin, val.bin, meta.json and the
-tokenizer beside this file. `python train.py` calls it by itself.
+With `--data stdlib_gpt2`, as for `--preset gpt2-124M`, the tokens are GPT-2's.
 """
 
-import argparse
 import hashlib
 import sys
 import sysconfig
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
-
-from common import end_with_one_line  # noqa: E402
-
-if __name__ == "__main__":
-    end_with_one_line()
-
-from tokenizer import Tokenizer  # noqa: E402
-from training.corpus import train_bpe, write_corpus  # noqa: E402
+from tokenizer import Tokenizer
+from training.corpus import train_bpe, write_corpus
 
 VOCAB_SIZE = 4096
 # Folders that are left out: packages from elsewhere, tests with their data, tables.
@@ -76,25 +66,19 @@ def tokenize(tokenizer: Tokenizer, documents: list[bytes]) -> list[int]:
     return ids
 
 
-def prepare(out: Path = HERE, root: Path | None = None, tokenizer: Tokenizer | None = None):
+def prepare(folder: Path, tokenizer: Tokenizer | None = None):
     """
-    Make the corpus of the library at `root` (by default the running interpreter's) in the folder
-    `out`, with a tokenizer learnt from its training files unless one is given.
+    Write the corpus to a folder, with a tokenizer learnt from the training files unless one is
+    given.
     """
-    train, val = read_library(root or Path(sysconfig.get_path("stdlib")))
+    train, val = read_library(Path(sysconfig.get_path("stdlib")))
     if tokenizer is None:  # held-out text must not shape the vocabulary that it is measured with
         texts = (document.decode("utf-8", "replace") for document in train)
         tokenizer = train_bpe(texts, VOCAB_SIZE)
     train_ids = tokenize(tokenizer, train)
     val_ids = tokenize(tokenizer, val)
-    write_corpus(out, tokenizer, train_ids, val_ids)
+    write_corpus(folder, tokenizer, train_ids, val_ids)
     print(
-        f"stdlib: {len(train)} files, {sum(map(len, train)) / 1e6:.1f} MB, {len(train_ids):,} "
-        f"training tokens; {len(val)} files, {sum(map(len, val)) / 1e6:.2f} MB, {len(val_ids):,} "
-        "tokens held out"
+        f"{folder.name}: {len(train)} files, {len(train_ids):,} training tokens; {len(val)} files, "
+        f"{len(val_ids):,} tokens held out"
     )
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(description="Prepare the stdlib corpus.").parse_args()
-    prepare()

@@ -39,10 +39,14 @@ def no_gpu(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Two processes share the tests; and a training's losses depend on the number of threads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
 def leave_signals_alone():
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)

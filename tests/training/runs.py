@@ -14,8 +14,8 @@ from tokenizer import load_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = train.Process(torch.device("cpu"), torch.float32, compile=False)
 FLAGS = """--n_layer=1 --n_head=2 --n_embd=16 --context_length=32 --short_context=16 --batch_size=4
-    --warmup=2 --dropout=0.1 --dtype=float32 --threads=1 --device=cpu --eval_every=5
-    --eval_tokens=64 --sample_tokens=4"""
+    --warmup=2 --dropout=0.1 --dtype=float32 --device=cpu --eval_every=5 --eval_tokens=64
+    --sample_tokens=4"""
 TINY = FLAGS.split()
 
 
@@ -45,25 +45,21 @@ def stop_after(monkeypatch, steps):
     after_update(monkeypatch, react)
 
 
-def read_log(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-
-
-def losses(out: Path) -> list[dict]:
-    """The log without the speed of each step."""
-    rows = read_log(out)
-    for row in rows:
-        row.pop("tokens_per_second", None)
-    return rows
+def read_log(out: Path, field: str = "step") -> list[dict]:
+    """The lines that have this field."""
+    lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if field in line]
 
 
 def assert_loads(out: Path) -> dict:
     """All three ways to open the directory work, and its model is no wreck. The state."""
-    model, tokenizer = load_checkpoint(out), load_tokenizer(out)
+    model = load_checkpoint(out)
+    tokenizer = load_tokenizer(out)
     state = torch.load(out / "train_state.pt", "cpu", weights_only=True)
     assert model.config.vocab_size == tokenizer.vocab_size == 300
     assert model.config.eos_token_id == tokenizer.eos_token_id == 299
-    assert all(w.isfinite().all() for w in [*model.state_dict().values(), *state["model"].values()])
+    for weights in model.state_dict(), state["model"]:
+        assert all(w.isfinite().all() for w in weights.values())
     return state
 
 
