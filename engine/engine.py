@@ -10,7 +10,6 @@ loop is in process.py, the tutorial's at the end of this file.
 """
 
 import random
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -18,19 +17,14 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from common import plural
 from engine.events import Recorder
-from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
+from engine.runner import InFlight, Runner, StepResult
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
-from kernels import Batch
 from model import GPT
-from ops.choice import TORCH
-from ops.inputs import upload
-from ops.sampling import SamplingRows, sample_torch
-from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings, blocks_held
+from paged import Plan, Request, Scheduler, SchedulerSettings, blocks_held
 from params import SamplingParams, Settings
 
 MAX_DELAYS = 10_000  # of each kind are kept: `stats` empties them, but only servers call it
@@ -71,9 +65,11 @@ class Engine:
         self.scheduler = Scheduler(
             settings.policy, settings.token_budget, max_kv_tokens, S, settings=settings
         )
-        self.weights = describe_weights(model, settings)
-        pool = f"a KV pool of {plural(self.num_blocks, 'block')} of {S}"
-        with explain_lack_of_memory(f"{self.weights} and {pool}"):
+        size = sum(w.nbytes for w in model.parameters()) / 2**20
+        dtype = str(model.wte.weight.dtype).removeprefix("torch.")
+        how = "" if settings.quantize == "none" else f", quantize {settings.quantize}"
+        self.weights = f"{size:,.0f} MiB of weights ({dtype}{how})"
+        with explain_lack_of_memory(f"{self.weights} and a KV pool of {self.blocks}"):
             self.runner = Runner(model, settings)
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
@@ -87,6 +83,11 @@ class Engine:
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
+
+    @property
+    def blocks(self) -> str:
+        """The pool's, for messages: "40 blocks of 16"."""
+        return f"{plural(self.num_blocks, 'block')} of {self.scheduler.block_size}"
 
     @property
     def num_at_work(self) -> int:
@@ -120,13 +121,11 @@ class Engine:
         that is in use.
         """
         prompt_tokens = list(prompt_tokens)
-        V = self.config.vocab_size
-        params.check_vocabulary(V)
-        if type(n) is not int or n < 1:
-            raise ValueError(f"n is {n!r}: wanted a whole number, at least 1")
-        is_count = type(prompt_logprobs) is int and 0 <= prompt_logprobs <= V
-        if not is_count and prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}: wanted 0 to {V}, or None")
+        params.check_vocabulary(self.config.vocab_size)
+        counts = [("n", n, 1), ("prompt_logprobs", prompt_logprobs or 0, 0)]
+        for option, value, least in counts:
+            if type(value) is not int or value < least:
+                raise ValueError(f"{option} is {value!r}: wanted a whole number, at least {least}")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt is {cache_salt!r}: wanted a string")
         self._check_ids(id, n)
@@ -174,8 +173,8 @@ class Engine:
             raise ValueError(
                 f"{plural(len(prompt_tokens), 'prompt token')} + {max_tokens:,} max_tokens = "
                 f"{wanted:,} do not fit into {self.max_model_len:,} (context length "
-                f"{self.config.context_length:,}, KV pool of {plural(self.num_blocks, 'block')} of "
-                f"{self.scheduler.block_size}): shorten the prompt, or lower max_tokens"
+                f"{self.config.context_length:,}, KV pool of {self.blocks}): shorten the prompt, "
+                "or lower max_tokens"
             )
 
     def _fork_choices(self, first: Request):
@@ -189,10 +188,11 @@ class Engine:
         scheduler = self.scheduler
         P = len(first.prompt_tokens)
         prompt_blocks = first.block_table[: scheduler.blocks_for(P)]
-        can_share = first.status == "active" and first.num_committed * scheduler.block_size < P
-        if can_share:  # with a window, `first` may have left a block that a fork still sees
-            seen = prompt_blocks[scheduler.first_block(P - 1)]
-            can_share = seen != scheduler.block_allocator.sink
+        # with a window, `first` may have left a block that a fork still sees
+        seen = prompt_blocks[scheduler.first_block(P - 1) :]
+        has_left = scheduler.block_allocator.sink in seen
+        is_partial = first.num_committed * scheduler.block_size < P
+        can_share = first.status == "active" and is_partial and not has_left
         for choice in self.promised.pop(first.id):
             if can_share and scheduler.free_rows:
                 choice = scheduler.fork(
@@ -290,8 +290,10 @@ class Engine:
             result = self.runner.wait_for(flight)
         except BaseException as error:
             return self._fail(plan, error)
-        if result.prompt_scores:
-            self._keep_prompt_scores(result)
+        for request, (start, scores) in result.prompt_scores.items():
+            if self.requests.get(request.id) is request:  # not aborted since
+                kept = self.prompt_scores.setdefault(request.id, [])
+                kept[start:] = scores  # chunk by chunk; after a preemption, from 0 again
         # a request that was aborted since the launch has no token to come; `resolve` ends others
         pairs = zip(plan.sampled, result.tokens, strict=True)
         new = [(r, token) for r, token in pairs if r.num_to_come]
@@ -316,13 +318,6 @@ class Engine:
             tuple.__new__(Output, (r.id, [token], r.finish_reason, r.num_hit_tokens, *rest))
             for r, token in new
         ]
-
-    def _keep_prompt_scores(self, result: StepResult):
-        """A prompt may be scored in several chunks; its scores are sent with the first token."""
-        for request, (start, scores) in result.prompt_scores.items():
-            if self.requests.get(request.id) is request:  # not aborted since
-                kept = self.prompt_scores.setdefault(request.id, [])
-                kept[start:] = scores  # after a preemption, from 0 again
 
     def _output(self, r: Request, token: int, result: StepResult) -> Output:
         """What a step brought for a request. One whose logits are not numbers is aborted."""
@@ -362,9 +357,9 @@ class Engine:
     ) -> list[list[int]]:
         """
         Continue all prompts (lists of token ids), batched continuously, by one SamplingParams or
-        one for each prompt. Returns the answers in order, a stop token included. Raises ValueError
-        for what does not fit, RuntimeError if a step failed; either way, and after Ctrl-C, nothing
-        of the call stays in the engine.
+        one for each prompt; `progress`: with a bar on stderr. Returns the answers in order, a stop
+        token included. Raises ValueError for what does not fit, RuntimeError if a step failed;
+        either way, and after Ctrl-C, nothing of the call stays in the engine.
         """
         prompts = list(prompts)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -372,7 +367,12 @@ class Engine:
         try:
             for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
                 requests.append(self.add_request(f"generate-{i}", prompt, p))
-            self._run_until_done(len(prompts), progress)
+            with tqdm(total=len(prompts), unit=" requests", disable=not progress) as bar:
+                while self.has_work:
+                    for output in self.step():
+                        if output.error:
+                            raise RuntimeError(f"request {output.id} failed: {output.error}")
+                        bar.update(output.finish_reason is not None)
         finally:
             for request in requests:
                 self.abort(request.id)
@@ -381,35 +381,20 @@ class Engine:
                 self.in_flight = None
         return [r.generated_tokens for r in requests]
 
-    def _run_until_done(self, total: int, progress: bool):
-        """Step until idle; a progress bar on stderr, and the counts at the end."""
-        started = time.perf_counter()
-        before = self.counts()
-        with tqdm(total=total, unit=" requests", disable=not progress) as bar:
-            while self.has_work:
-                for output in self.step():
-                    if output.error:
-                        raise RuntimeError(f"request {output.id} failed: {output.error}")
-                    bar.update(output.finish_reason is not None)
-        if progress:
-            print(self.summary(before, time.perf_counter() - started), file=sys.stderr)
-
     # -- for logs and metrics ----------------------------------------------------------------------
 
     def statement(self) -> str:
-        """What was built: memory, room, attention and graphs, to be said once before it serves."""
+        """What was built: memory, room, attention and graphs; printed before it serves."""
         runner = self.runner
         S = self.scheduler.block_size
-        tokens = self.num_blocks * S
         size = runner.pool.kv.nbytes / 2**20
         num_texts = self.num_blocks // blocks_held(self.max_model_len, S, self.settings.window)
         texts = f"{plural(num_texts, 'text')} of {self.max_model_len:,}"
         if self.max_model_len < self.config.context_length:
             texts += f" (the model's context has {self.config.context_length:,})"
-        blocks = f"{plural(self.num_blocks, 'block')} of {S}"
         parts = [
             self.weights,
-            f"KV pool of {size:,.0f} MiB: {blocks}, {tokens:,} tokens, {texts}",
+            f"KV pool of {size:,.0f} MiB: {self.blocks}, {self.num_blocks * S:,} tokens, {texts}",
             f"attention: {runner.ops.name}, {runner.reason}",
         ]
         if runner.graphs:
@@ -426,14 +411,6 @@ class Engine:
             "queried tokens": self.scheduler.num_queried_tokens,
             "hit tokens": self.scheduler.num_hit_tokens,
         }
-
-    def summary(self, before: dict[str, int], seconds: float) -> str:
-        """What happened since the counts were `before`; the peak is of the engine's whole life."""
-        new = {name: count - before[name] for name, count in self.counts().items()}
-        hit_rate = new.pop("hit tokens") / max(1, new.pop("queried tokens"))
-        counts = ", ".join(plural(count, name.removesuffix("s")) for name, count in new.items())
-        peak = f"peak {self.scheduler.peak_blocks} of {plural(self.num_blocks, 'block')}"
-        return f"{counts}, prefix hit rate {hit_rate:.0%}, {peak}, {seconds:.2f} s"
 
     def stats(self) -> dict:
         """
@@ -457,65 +434,10 @@ class Engine:
         }
 
 
-def describe_weights(model: GPT, settings: Settings) -> str:
-    size = sum(w.nbytes for w in model.parameters()) / 2**20
-    dtype = str(model.wte.weight.dtype).removeprefix("torch.")
-    how = "" if settings.quantize == "none" else f", quantize {settings.quantize}"
-    text = f"{size:,.0f} MiB of weights ({dtype}{how})"
-    if settings.compile:
-        text += ", and a second copy for the compiled step"
-    return text
-
-
 # --------------------------------------------------------------------------------------------------
 # The tutorial's loop
 
 
-def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
-    """
-    A step on one flat token axis, from lists: what `Runner.compute` makes with arrays that stay on
-    the device. The logits wanted are those of `plan.sampled`, in that order.
-    """
-    _, _, _, _, S, _ = pool.kv.shape
-    tokens = []
-    positions = []
-    slot_mapping = []
-    query_start = [0]
-    context_lens = []
-    for request, n in plan.work:
-        start = request.num_filled_slots
-        end = start + n
-        tokens += request.tokens_between(start, end)
-        for position in range(start, end):
-            positions.append(position)
-            slot_mapping.append(request.block_table[position // S] * S + position % S)
-        query_start.append(len(tokens))
-        context_lens.append(end)
-    sampled = [i for i, (request, _) in enumerate(plan.work) if request in plan.sampled]
-    M = max(len(request.block_table) for request, _ in plan.work)
-    tables = [r.block_table + [pool.sink] * (M - len(r.block_table)) for r, _ in plan.work]
-    on_device = partial(torch.tensor, device=pool.kv.device)
-    int32 = partial(on_device, dtype=torch.int32)
-    batch = Batch(
-        tokens=on_device(tokens),
-        positions=on_device(positions),
-        slot_mapping=on_device(slot_mapping),
-        query_start=int32(query_start),
-        context_lens=int32(context_lens),
-        block_tables=int32(tables),
-        logits_index=int32([query_start[i + 1] - 1 for i in sampled]),  # of each the last token
-        num_decodes=len(plan.decodes),
-        query_lens_host=[n for _, n in plan.work],
-        context_lens_host=context_lens,
-        ops=TORCH,
-    )
-    H = model.config.n_head
-    windows = set(model.config.windows)
-    batch.prepared = {w: TORCH.prepare(batch, H, pool.kv[0], w) for w in windows}
-    return batch
-
-
-@torch.inference_mode()
 def interleaved_generate(
     model: GPT,
     requests: list[Request],
@@ -529,39 +451,26 @@ def interleaved_generate(
     ValueError for a request that is longer than the context, RuntimeError for one that alone is
     larger than the pool. `Engine.step` does the same for requests that come and go.
     """
-    config = model.config
+    context_length = model.config.context_length
     for r in requests:
-        if len(r.prompt_tokens) + r.max_new_tokens > config.context_length:
+        if len(r.prompt_tokens) + r.max_new_tokens > context_length:
             raise ValueError(
                 f"request {r.id}: {len(r.prompt_tokens)} prompt tokens + {r.max_new_tokens} new "
-                f"ones do not fit into the context length of {config.context_length}: shorten one "
-                "of them"
+                f"ones do not fit into the context length of {context_length}: shorten one of them"
             )
-    settings = SchedulerSettings(max_num_seqs=max(1, len(requests)))
+    max_num_seqs = max(1, len(requests))
+    settings = SchedulerSettings(max_num_seqs=max_num_seqs)
     scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
-    pool = KVBlockPool(
-        scheduler.block_allocator.num_blocks,
-        scheduler.block_size,
-        config.n_layer,
-        config.n_kv_head,
-        config.head_size,
-        model.wte.weight.device,
-        kv_dtype(model),
-    )
-    sampling = SamplingRows(scheduler.max_num_seqs, config.vocab_size, pool.kv.device)
+    num_blocks = scheduler.block_allocator.num_blocks
+    sizes = {"num_blocks": num_blocks, "block_size": scheduler.block_size}
+    runner = Runner(model, Settings(max_num_seqs=max_num_seqs, attention="torch", **sizes))
     for request in requests:
         scheduler.add_request(request)
     step = 0
     while not scheduler.is_done():
-        plan = scheduler.plan(step)
-        for request in plan.admitted:
-            sampling.fill(sampling_row(request))
-        batch = flat_batch(plan, model, pool)
-        x = model.hidden(batch, pool.kv)  # the one model call: each layer stores K, V and attends
-        logits = model.logits(x[batch.logits_index], batch.ops)  # [R, V]
-        where = [[r.row, r.num_tokens] for r in plan.sampled]  # its row, its new token's position
-        rows, positions = upload(where, logits.device).view(-1, 2).unbind(1)
-        tokens = sample_torch(logits, rows, positions, sampling)
-        scheduler.update(plan, tokens.tolist())
+        plan = scheduler.plan(step)  # who computes which tokens, in which blocks
+        flight = runner.launch(plan)  # the one model call: each layer stores its K, V, and attends
+        result = runner.wait_for(flight)
+        scheduler.update(plan, result.tokens)
         step += 1
     return scheduler

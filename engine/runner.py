@@ -26,11 +26,9 @@ from ops.compiled import check_can_compile, compile_decode_one
 from ops.inputs import (
     KnownRows,
     StepShape,
-    check_ranges,
     lay_out,
     pack,
     sizes,
-    split,
     upload,
 )
 from ops.sampling import Row, SamplingRows, logprobs
@@ -56,7 +54,7 @@ class InFlight:
     logits: Tensor  # [n + C, V], on the device until the next step: for walkthrough.py
     tokens: Tensor  # [n + C]
     # requests that want their token scored, and what `logprobs` gives for these tokens
-    sampled_scores: tuple[list[Request], list[Tensor]] | None = None
+    sampled_scores: tuple[list[Request], list[Tensor]] = ((), ())
     # request, start, and what `logprobs` gives for its prompt's tokens start + 1 ..
     prompt_scores: list[tuple[Request, int, list[Tensor]]] = field(default_factory=list)
     done: torch.cuda.Event | None = None
@@ -245,11 +243,9 @@ class Runner:
         width], or None after a compiled step. With `fixed_shapes` the host does not wait for the
         device, so a CUDA graph can hold it; `plan` (None at a capture) tells what can be skipped.
         """
-        step = split(packed, shape)
-        batch = lay_out(step, shape, plan, self.known, self.ops)
+        batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
         H = self.model.config.n_head
         kv = self.pool.kv[0]
-        check_ranges(batch, H, kv)
         batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
         if self.decode_one and shape.n == 1 and not shape.C:
             x = None
@@ -258,9 +254,6 @@ class Runner:
             x = self.model.hidden(batch, self.pool.kv)
             wanted = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
             logits = self.model.logits(wanted, self.ops)
-        rows = step.rows
-        if shape.C:
-            rows = torch.cat([rows, step.sampling_rows])
         # a request without params is greedy, which asks for nothing
         asked = [r.params for r in plan.sampled if r.params] if plan else None
         sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
@@ -268,17 +261,16 @@ class Runner:
 
     def score_sampled(self, plan: Plan, wanted: list[int], tokens, logits):
         """
-        Start to score sampled tokens. Returns None, or the requests that want it and, for these in
-        order, the tensors of `logprobs`, under way to the host.
+        Start to score sampled tokens. Returns the requests that want it and, for these in order,
+        the tensors of `logprobs`, under way to the host.
         """
-        places = zip(plan.sampled, wanted, strict=True)
-        asked = [(r, i) for r, i in places if r.row in self.scored_rows]
-        if not asked:
-            return None
-        requests = [r for r, _ in asked]
-        at = upload([i for _, i in asked], self.device)
-        most = max(r.params.logprobs for r in requests)
-        return requests, to_host(logprobs(logits[at], tokens[at], most))
+        pairs = zip(plan.sampled, wanted, strict=True)
+        places = {r: i for r, i in pairs if r.row in self.scored_rows}
+        if not places:
+            return (), ()
+        at = upload(list(places.values()), self.device)
+        most = max(r.params.logprobs for r in places)
+        return list(places), to_host(logprobs(logits[at], tokens[at], most))
 
     def score_prompts(self, plan: Plan, first: int, x) -> list[tuple[Request, int, list]]:
         """
@@ -286,17 +278,18 @@ class Runner:
         width]. Returns (request, start, the scores of its prompt tokens start + 1 .., under way to
         the host) of each.
         """
-        found = []
+        scores = []
         for request, n in plan.chunks:
             count = num_scored(request, n)
             if count:
                 start = request.prefill_cursor
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
+                targets = upload(targets, self.device)
                 logits = self.model.logits(x[first : first + count], self.ops)
-                scores = logprobs(logits, upload(targets, self.device), request.prompt_logprobs)
-                found.append((request, start, to_host(scores)))
+                tensors = logprobs(logits, targets, request.prompt_logprobs)
+                scores.append((request, start, to_host(tensors)))
             first += n
-        return found
+        return scores
 
     def wait_for(self, flight: InFlight) -> StepResult:
         """Wait until a step is done; what it has brought."""
@@ -310,12 +303,11 @@ class Runner:
         if NO_TOKEN in tokens:
             pairs = zip(plan.sampled, tokens, strict=True)
             result.broken.extend(r for r, token in pairs if token == NO_TOKEN)
-        if flight.sampled_scores:
-            requests, tensors = flight.sampled_scores
-            for request, score in zip(requests, rows_of(tensors), strict=True):
-                # as many candidates were found as any of the requests wants
-                most = request.params.logprobs
-                result.logprobs[request] = [score[0], score[1][:most], score[2][:most]]
+        requests, tensors = flight.sampled_scores
+        for request, score in zip(requests, rows_of(tensors), strict=True):
+            logprob, ids, candidates = score  # as many as any of the requests wants
+            most = request.params.logprobs
+            result.logprobs[request] = [logprob, ids[:most], candidates[:most]]
         for request, start, tensors in flight.prompt_scores:
             result.prompt_scores[request] = start, rows_of(tensors)
         return result

@@ -11,10 +11,10 @@ A step, beside the same step of `interleaved_generate` at the end of engine/engi
     schedule                                          Scheduler.plan
     find_cached_prefix, load_cached_blocks            in it: a hit goes into the block table
     ensure_blocks_for_new_tokens                      in it: a new block where the last is full
-    assemble_fused_batch, with assemble_paged_cache   flat_batch: one axis, no padding, no gathering
+    assemble_fused_batch, with assemble_paged_cache   Runner.launch: one axis, no padding
     the model: the head sees K and V side by side     the same model: its head reads the pool
     disassemble_paged_fused                           in the model: each layer stores its K and V
-    softmax, multinomial                              sample_torch
+    softmax, multinomial                              Runner.launch, Runner.wait_for
 
 Letters: B requests, T new tokens of the longest, P past tokens of the longest, L layers, H query
 heads, Hk KV heads, D head size, V vocabulary.
@@ -113,8 +113,8 @@ def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size)
     """
     A rectangle of one token of each decode and a chunk of a prompt, padded on the left, too.
     Returns tokens and positions [B, T], past_kvs, a mask [B, 1, T, P + T], True where a token may
-    see a key, and pad_lengths. In this repo: `flat_batch` in engine/engine.py, all new tokens on
-    one axis without padding; to serve, `lay_out` in ops/inputs.py, from arrays on the device.
+    see a key, and pad_lengths. In this repo: `pack` and `lay_out` in ops/inputs.py, all new tokens
+    on one axis without padding.
     """
     requests = list(decode_reqs)
     num_new = [1] * len(decode_reqs)

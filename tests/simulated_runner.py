@@ -277,7 +277,7 @@ class SimulatedRunner(Runner):
         places = zip(plan.sampled, wanted, strict=True)
         asked = [(r, i) for r, i in places if r.row in self.scored_rows]
         if not asked:
-            return None
+            return (), ()
         most = max(r.params.logprobs for r, _ in asked)
         scored = [(texts[i], tokens[i]) for _, i in asked]
         return [r for r, _ in asked], self.in_columns(scored, most)

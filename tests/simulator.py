@@ -61,7 +61,6 @@ from tests.swarm import (
     FAULTS,
     FEATURES,
     a_life,
-    blocks_of_window,
     longest_text,
     simpler,
 )
@@ -531,17 +530,12 @@ class World:
         return ()
 
     def has_room_for_beams(self, prompt: list[int], width: int, max_tokens: int) -> bool:
-        """
-        Beams share the full blocks of their prompt, and each has its own from there on; but no more
-        than its window touches.
-        """
+        """Beams share the full blocks of their prompt, and each has its own from there on."""
         end = len(prompt) + max_tokens
         shared = len(prompt) // self.S
         own = -(-end // self.S) - shared
         sizes = self.settings["engine"]
         needed = shared + width * own
-        if self.window:
-            needed = min(needed, width * min(shared + own, blocks_of_window(self.settings)))
         has_room = needed <= sizes["num_blocks"] and width <= sizes["max_num_seqs"]
         return has_room and end <= self.longest
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import paged
-from engine.engine import flat_batch, interleaved_generate
-from engine.runner import Runner
-from ops import inputs
+from engine.engine import interleaved_generate
 from paged import (
     BlockAllocator,
     KVBlockPool,
@@ -24,7 +22,6 @@ from paged import (
     maybe_allocate_block,
     write_kv_to_pool,
 )
-from params import Settings
 from test_paged import CONTEXT, assert_equals_dense, mixed_params, prompt, raises, trained_model
 
 SIGNATURES = """
@@ -214,38 +211,3 @@ def test_interleaved_generate_samples_by_params():
     assert scheduler.num_preemptions > 0
     for request in requests:
         assert_equals_dense(model, request.prompt_tokens, request.generated_tokens, request.params)
-
-
-def test_the_flat_batch_is_the_runners():
-    """The one made of lists, to be read, and the one made on the device: decodes and chunks."""
-    model = trained_model()
-    scheduler = Scheduler(token_budget=12)
-    runner = Runner(model, Settings(max_num_seqs=256, num_blocks=64, block_size=4, token_budget=12))
-    for i, length in enumerate((3, 6, 14)):
-        scheduler.add_request(Request(i, prompt(i, length), 9))
-    kinds = set()
-    for step in range(5):
-        plan = scheduler.plan(step)
-        if plan.admitted:
-            runner.fill_rows(*plan.admitted)
-        kinds.add((len(plan.decodes), len(plan.chunks)))
-        ours = flat_batch(plan, model, runner.pool)
-        chunk_tokens = sum(n for _, n in plan.chunks)
-        shape = inputs.StepShape(len(plan.decodes), len(plan.chunks), chunk_tokens)
-        packed = inputs.pack(plan, shape, runner.padding_row, runner.pool.sink)
-        step_inputs = inputs.split(inputs.upload(packed, runner.device), shape)
-        theirs = inputs.lay_out(step_inputs, shape, plan, runner.known, ours.ops)
-        sampled = [i for i, (r, _) in enumerate(plan.work) if r in plan.sampled]
-        assert torch.equal(ours.logits_index, theirs.logits_index[sampled])
-        for name in ("tokens", "positions", "slot_mapping", "query_start", "context_lens"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-            assert getattr(ours, name).dtype == getattr(theirs, name).dtype
-        M = theirs.block_tables.shape[1]
-        assert torch.equal(ours.block_tables[:, :M], theirs.block_tables)
-        for name in ("num_decodes", "query_lens_host", "context_lens_host"):
-            assert getattr(ours, name) == getattr(theirs, name), name
-        tokens = list(range(len(plan.sampled)))
-        for request, token in zip(plan.sampled, tokens, strict=True):
-            runner.known.last_token[request.row] = token
-        scheduler.update(plan, tokens)
-    assert any(decodes and chunks for decodes, chunks in kinds)

@@ -5,11 +5,8 @@ test_paged.py and test_runner.py, and random lives are the simulator's.
 """
 
 import dataclasses
-import io
-from contextlib import redirect_stderr
 from copy import deepcopy
 from dataclasses import replace
-from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -212,10 +209,9 @@ def test_out_of_memory_says_what_to_change():
         ([0] * 31, {}, "31 prompt tokens + 10 max_tokens = 41 do not fit into 40 (context length "
             "64, KV pool of 10 blocks of 4): shorten the prompt"),
         ([1], {"cache_salt": None}, "cache_salt is None: wanted a string"),
-        ([1], {"n": 0}, "n is 0"),
+        ([1], {"n": 0}, "n is 0: wanted a whole number, at least 1"),
         ([1], {"n": True}, "n is True"),
-        ([1], {"prompt_logprobs": -1}, "prompt_logprobs is -1: wanted 0 to 12"),
-        ([1], {"prompt_logprobs": 13}, "prompt_logprobs is 13"),
+        ([1], {"prompt_logprobs": -1}, "prompt_logprobs is -1"),
         ([1], {"prompt_logprobs": True}, "prompt_logprobs is True"),
         ([1], {"id": "a"}, "request id 'a' is in use"),
         ([1], {"id": "a.2"}, "request id 'a.2' is in use"),
@@ -449,23 +445,6 @@ def test_the_statement_says_how_many_texts_fit():
     pool += " (the model's context has 64)"
     weights = "0 MiB of weights (float32, quantize int8)"
     assert engine.statement() == f"{weights}; {pool}; attention: torch, because; 7 graphs"
-
-
-def test_the_summary_is_of_this_call(monkeypatch):
-    """By a clock of a second a look: counts and time of the first call came with the second."""
-    seconds = count(1.0)  # of looks
-    clock = SimpleNamespace(perf_counter=lambda: next(seconds), monotonic=lambda: 0.0)
-    monkeypatch.setattr(engine_module, "time", clock)
-    engine = simulated_engine(num_blocks=100)
-    prompts = [[1, 2, 3, 4, 5, i] for i in range(3)]
-    for steps_and_prefill, hits in (("5 steps, 18", "0%"), ("4 steps, 6", "67%")):
-        printed = io.StringIO()
-        with redirect_stderr(printed):
-            engine.generate(prompts, greedy(4, ignore_eos=True))
-        *_, bar, summary = printed.getvalue().replace("\r", "\n").strip().split("\n")
-        assert "3/3" in bar
-        counts = f"{steps_and_prefill} prefill tokens, 9 decode tokens, 0 preemptions"
-        assert summary == f"{counts}, prefix hit rate {hits}, peak 7 of 100 blocks, 1.00 s"
 
 
 def test_delays_that_nobody_asks_for_are_forgotten(monkeypatch):
