@@ -10,7 +10,7 @@ import random
 
 FEATURES = [
     "n", "priorities", "salts", "stop tokens", "prompt scores", "logprobs", "shared prefixes",
-    "forks", "beams", "overlap", "padding", "prefix cache", "several links", "windows",
+    "forks", "overlap", "padding", "prefix cache", "several links", "windows",
 ]  # fmt: skip
 FAULTS = [
     "abort", "step raises", "late step", "broken logits", "tiny pool", "clock jump",
@@ -46,7 +46,6 @@ def longest_text(settings: dict) -> int:
 WEIGHTS = {
     "abort": 10, "step raises": 1, "late step": 1, "broken logits": 1, "clock jump": 1,
     "id used again": 8, "refused": 1, "full queue": 10, "link gone": 1, "restart": 1, "forks": 4,
-    "beams": 1,
 }  # fmt: skip
 SIMPLE_FAULTS = {
     "step raises": [
@@ -57,6 +56,7 @@ SIMPLE_FAULTS = {
     "late step": [{"do": "fault", "where": "late", "how": seconds} for seconds in (0.5, 100.0)],
     "clock jump": [{"do": "jump", "seconds": seconds} for seconds in (0.001, 10.0, 10_000.0)],
     "link gone": [{"do": "gone", "link": link} for link in range(3)],
+    "restart": [{"do": "restart"}],
 }
 
 
@@ -97,8 +97,6 @@ class Life:
         rng = self.rng
         has = self.has
         return {
-            "features": [name for name in FEATURES if has[name]],
-            "faults": [name for name in FAULTS if has[name]],
             "V": self.V,
             "context": rng.choice([4, 12, 40, 100]),
             "eos": rng.randrange(self.V) if has["stop tokens"] and rng.random() < 0.5 else None,
@@ -138,10 +136,6 @@ class Life:
             case "forks":
                 event = {"do": "fork", "id": number, "choice": 100 + number, "state": "active"}
                 return event | {"pick": self.rng.randrange(100), "patience": 5}
-            case "beams":
-                return self.beam()
-            case "restart":
-                return {"do": "restart"}
         return dict(self.rng.choice(SIMPLE_FAULTS[kind]))
 
     def request(self, number: int) -> dict:
@@ -207,15 +201,6 @@ class Life:
             return self.request(rng.randrange(number + 1))
         state = rng.choice(FATEFUL)
         return self.request(number) | {"do": "replace"} | self.aimed() | {"state": state}
-
-    def beam(self) -> dict:
-        rng = self.rng
-        prompt = self.prompt(rng.randint(1, min(self.longest - 1, 12)))
-        width = rng.randint(1, 3)
-        max_tokens = rng.randint(1, 8)
-        patience = rng.choice([0, 100, 100])  # until the engine is idle
-        event = {"do": "beam", "prompt": prompt, "width": width, "max_tokens": max_tokens}
-        return event | {"patience": patience}
 
 
 def simpler(event: dict):
