@@ -15,7 +15,7 @@ al. 2012), the settings of the engine, and a list of events. What happens follow
 on any machine. A failing list is shrunk and written as a trace: its first line has the settings,
 each other one an event.
 
-After each step `Scheduler.check()` holds, and more: every answer is exact, each token is told once,
+After each step `Scheduler.check()` holds, and more: every answer is exact, each token is sent once,
 the queue is in order, nobody starves, counters and stats are true, and an idle engine has nothing
 left.
 """
@@ -754,31 +754,19 @@ class World:
 # Lives by their seeds, their traces, and what they have in common
 
 
-class Violation(AssertionError):
-    """A life in which something was not as it must be, after so many steps."""
-
-    def __init__(self, steps: int, error: Exception):
-        super().__init__(f"step {steps}: {type(error).__name__}: {error}")
-        self.steps = steps
-
-
-def play(settings: dict, events: list[dict]) -> World:
-    """A life. Raises Violation, from whatever went wrong."""
+def play(settings: dict, events: list[dict]) -> tuple[World, str]:
+    """A life, and why it fails: "" if it does not."""
     world = World(settings, events)
     try:
         world.run()
     except Exception as error:
-        raise Violation(world.steps, error) from error
-    return world
+        return world, f"step {world.steps}: {type(error).__name__}: {error}"
+    return world, ""
 
 
 def fails(settings: dict, events: list[dict]) -> str:
-    """How a life ends: why it fails, "" if it does not."""
-    try:
-        play(settings, events)
-    except Violation as violation:
-        return str(violation)
-    return ""
+    _, why = play(settings, events)
+    return why
 
 
 def write_trace(path: str, settings: dict, events: list[dict]):
@@ -864,12 +852,8 @@ def shrunk_trace(seed: int) -> tuple[str, str, int]:
 
 def life_of(seed: int) -> tuple[int, str, Counter]:
     """(seed, why its life failed or "", what happened how often)"""
-    settings, events = a_life(seed)
-    try:
-        world = play(settings, events)
-    except Violation as violation:
-        return seed, str(violation), Counter()
-    return seed, "", world.counts
+    world, why = play(*a_life(seed))
+    return seed, why, world.counts
 
 
 def campaign(seed: int, steps: float, seconds: float, processes: int) -> tuple[int, str, Counter]:

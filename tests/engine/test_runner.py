@@ -348,11 +348,9 @@ def test_the_sizes_that_steps_are_padded_to():
     assert padded_shapes(20, 300) == sizes
     assert padded_shapes(1, 128) == [(1, 0, 0), (1, 8, 128)]
     shapes = padded_shapes(256, 8192)
-    decodes = [1, 2, 4, *range(8, 257, 8)]
-    assert shapes[: len(decodes)] == [(n, 0, 0) for n in decodes]
-    chunks = {128: 8, 256: 8, 512: 8, 1024: 16, 2048: 32, 4096: 64, 8192: 128}
-    chunks = product((8, 32, 64, 128, 256), chunks.items())
-    assert set(shapes[len(decodes) :]) == {(n, C, T) for n, (T, C) in chunks}
+    assert len(shapes) == 35 + 7 * 5
+    assert shapes[34:36] == [(256, 0, 0), (8, 8, 128)]
+    assert (64, 16, 1024) in shapes and shapes[-1] == (256, 128, 8192)
 
 
 # decodes, then the tokens of each chunk -> decodes, chunks, and their tokens together

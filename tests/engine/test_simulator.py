@@ -85,7 +85,8 @@ def test_a_failure_is_shrunk_and_played_again(monkeypatch, capsys, tmp_path):
     assert main() == 1
     assert "block tables hold" in capsys.readouterr().out
     monkeypatch.undo()
-    assert play(settings, events).steps, "without the bug it does not fail"
+    world, why = play(settings, events)
+    assert world.steps and not why, "without the bug it does not fail"
 
 
 def forgets_the_last_block(request, block_allocator):
