@@ -31,7 +31,7 @@ MAX_DELAYS = 10_000  # of each kind are kept: `stats` empties them, but only ser
 
 
 class Output(NamedTuple):
-    """What a step brought for one request. A score: see `runner.StepResult`."""
+    """The result of a step for one request. A score: see `runner.StepResult`."""
 
     id: int | str
     tokens: list[int]  # new ones; a stop token is included
@@ -74,7 +74,7 @@ class Engine:
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.in_flight: InFlight | None = None
-        self.recorder: Recorder | None = None  # told what each step does
+        self.recorder: Recorder | None = None  # is sent what each step does
         self.requests: dict[int | str, Request] = {}  # waiting or running
         self.promised: dict[int | str, list[Request]] = {}  # other choices, still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of requests whose prompt is being scored
@@ -168,11 +168,11 @@ class Engine:
                     f"the prompt has token {t!r}, outside 0..{V - 1}: encode it with this model's "
                     "tokenizer, to a list"
                 )
-        wanted = len(prompt_tokens) + max_tokens
-        if wanted > self.max_model_len:
+        length = len(prompt_tokens) + max_tokens
+        if length > self.max_model_len:
             raise ValueError(
                 f"{plural(len(prompt_tokens), 'prompt token')} + {max_tokens:,} max_tokens = "
-                f"{wanted:,} do not fit into {self.max_model_len:,} (context length "
+                f"{length:,} do not fit into {self.max_model_len:,} (context length "
                 f"{self.config.context_length:,}, KV pool of {self.blocks}): shorten the prompt, "
                 "or lower max_tokens"
             )
@@ -211,7 +211,7 @@ class Engine:
 
     def abort(self, id: int | str):
         """
-        Forget a request in whatever state, and free its blocks. One that has finished already is no
+        Forget a request, in any state, and free its blocks. One that has finished already is no
         error. Choices that are not forked yet never are; the others have ids of their own.
         """
         self.promised.pop(id, None)
@@ -320,7 +320,7 @@ class Engine:
         ]
 
     def _output(self, r: Request, token: int, result: StepResult) -> Output:
-        """What a step brought for a request. One whose logits are not numbers is aborted."""
+        """The result of a step for a request. One whose logits are not numbers is aborted."""
         if r in result.broken:
             self.abort(r.id)
             r.finish_reason = "error"
@@ -414,7 +414,7 @@ class Engine:
 
     def stats(self) -> dict:
         """
-        What a server's metrics show. `waited` has the seconds in the queue of each request that was
+        For a server's metrics. `waited` has the seconds in the queue of each request that was
         admitted since the last call, `prefilled` those from there to the first token, of each that
         got its first.
         """

@@ -241,12 +241,12 @@ class SimulatedRunner(Runner):
         hear of it.
         """
 
-    def score_sampled(self, plan: Plan, wanted: list[int], tokens, texts):
-        pairs = zip(plan.sampled, wanted, strict=True)
-        places = {r: i for r, i in pairs if r.row in self.scored_rows}
-        most = max([r.params.logprobs for r in places], default=0)
-        scored = [(texts[i], tokens[i]) for i in places.values()]
-        return list(places), self.in_columns(scored, most)
+    def score_sampled(self, plan: Plan, places: list[int], tokens, texts):
+        pairs = zip(plan.sampled, places, strict=True)
+        asked = {r: i for r, i in pairs if r.row in self.scored_rows}
+        most = max([r.params.logprobs for r in asked], default=0)
+        scored = [(texts[i], tokens[i]) for i in asked.values()]
+        return list(asked), self.in_columns(scored, most)
 
     def score_prompts(self, plan: Plan, n: int, x) -> list[tuple]:
         scores = []
@@ -293,7 +293,7 @@ class NoModel:
 
 
 class Clock:
-    """In place of the module `time`: it stands still until somebody moves it."""
+    """In place of the module `time`: it stands still until a test moves it."""
 
     def __init__(self):
         self.now = 0.0

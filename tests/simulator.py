@@ -16,7 +16,7 @@ on any machine. A failing list is shrunk and written as a trace: its first line 
 each other one an event.
 
 After each step `Scheduler.check()` holds, and more: every answer is exact, each token is sent once,
-the queue is in order, nobody starves, counters and stats are true, and an idle engine has nothing
+the queue is in order, none starves, counters and stats are true, and an idle engine has nothing
 left.
 """
 
@@ -53,7 +53,7 @@ from tests.simulated_runner import (
 from tests.swarm import a_life, longest_text, simpler
 
 # --------------------------------------------------------------------------------------------------
-# What is true of a text that somebody waits for
+# The truth about a text that a client waits for
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +100,7 @@ URGENCY = {  # the smallest goes first: written anew from the README, in seconds
 
 
 class Writer(NamedTuple):
-    """Who has written a block last, and which block of its text that is."""
+    """The text that has written a block last, and which of its blocks that is."""
 
     prompt: list[int]
     answer: list[int]
@@ -145,12 +145,12 @@ class FaultyRunner(SimulatedRunner):
 
 
 class Wire:
-    """One link of the engine's loop: what the engine puts there is checked at once."""
+    """One link of the engine's loop: its rows and errors are checked at once."""
 
     def __init__(self, world: "World", number: int):
         self.number = number
-        self.queue = partial(world.hears_error, number)
-        self.queue_row = partial(world.hears_row, number)
+        self.queue = partial(world.on_error, number)
+        self.queue_row = partial(world.on_row, number)
 
 
 class World:
@@ -190,7 +190,7 @@ class World:
         self.writers: dict[int, Writer] = {}  # block -> of whom wrote it last
         self.in_need: set[Request] = set()  # gave back blocks of a step under way, to grow
         self.everybody: list[Text] = []
-        self.told_idle = True
+        self.reported_idle = True
         self.restarting = False
         self.links: dict[int, Wire] = {}
 
@@ -214,7 +214,7 @@ class World:
         resolve = scheduler.resolve
 
         def watched(step: int) -> Plan:
-            # their blocks come back with the step under way: nobody need be sent away for these
+            # their blocks come back with the step under way: no request need be preempted for these
             ending = [r.id for r in scheduler.ending]
             before = {r: self.num_left(r) for r in scheduler.running}
             made = plan(step)
@@ -355,7 +355,7 @@ class World:
 
     def find(self, event: dict) -> Text | None:
         """The text that an event aims at: one of those in a certain state."""
-        found = []
+        candidates = []
         for id, text in self.live.items():
             r = self.engine.requests[id]
             states = {r.status}
@@ -368,8 +368,8 @@ class World:
             if text.others:
                 states.add("promising")
             if event["state"] in states or event["state"] == "any":
-                found.append(text)
-        return found[event["pick"] % len(found)] if found else None
+                candidates.append(text)
+        return candidates[event["pick"] % len(candidates)] if candidates else None
 
     def abort(self, event: dict):
         text = self.find(event)
@@ -384,7 +384,7 @@ class World:
         yield link, {"op": "abort", "id": id}
 
     def link_and_id(self, text: Text) -> tuple[Wire, str]:
-        """Who asked for it, and under which name."""
+        """The link that asked for it, and its name there."""
         number, _, id = text.id.partition(":")
         return self.links[int(number)], id
 
@@ -417,7 +417,7 @@ class World:
         return ()
 
     def broken(self, event: dict):
-        """The next logits of somebody are not numbers."""
+        """The next logits of a request are not numbers."""
         text = self.find(event)
         if text:
             self.engine.runner.broken_logits.add(self.engine.requests[text.id])
@@ -429,7 +429,7 @@ class World:
         return ()
 
     def restart(self, event: dict):
-        """The engine is stopped in whatever state, and built again."""
+        """The engine is stopped, in any state, and built again."""
         self.restarting = True
         self.counts["restart"] += 1
         return ()
@@ -460,7 +460,7 @@ class World:
 
     # -- what the engine says ----------------------------------------------------------------------
 
-    def hears_row(self, link: int, row: list):
+    def on_row(self, link: int, row: list):
         id, tokens, reason, cached, *scores = row
         text = self.live.get(f"{link}:{id}")
         assert text, f"{row} is for nobody"
@@ -509,7 +509,7 @@ class World:
             self.comes_alive(other)
         text.others = []
 
-    def hears_error(self, link: int, message: dict):
+    def on_error(self, link: int, message: dict):
         kind = message["kind"]
         if kind != "internal":
             self.answered = kind
@@ -569,7 +569,7 @@ class World:
                 self.writers[request.block_table[i]] = text.writer(i)
 
     def check_preempted(self, plan: Plan):
-        """Whoever was sent away is behind all who stay."""
+        """Preempted requests are behind all that stay."""
         self.counts["tiny pool"] += len(plan.preempted)
         for request in plan.preempted:
             self.live[request.id].runs = False
@@ -591,23 +591,23 @@ class World:
     def check_admitted(self, text: Text, request: Request):
         text.runs = True
         S = self.S
-        found = request.num_filled_slots
+        hits = request.num_filled_slots
         right = self.longest_hit(text, request.num_tokens)
-        assert found == right, f"{text.id}: {found} tokens found in the cache, {right} are there"
-        first = max(0, found - self.window + 1) // S if self.window else 0
+        assert hits == right, f"{text.id}: {hits} tokens found in the cache, {right} are there"
+        first = max(0, hits - self.window + 1) // S if self.window else 0
         sink = self.engine.num_blocks
         given_back = [index for index, block in enumerate(request.block_table) if block == sink]
         assert given_back == [*range(first)], (
             f"{text.id} is without blocks {given_back}, and does not see the first {first}"
         )
-        for index in range(first, found // S):
+        for index in range(first, hits // S):
             writer = self.writers[request.block_table[index]]
             assert writer.text(S) == text.writer(index).text(S), (
                 f"{text.id} of salt {text.salt!r} finds {writer.text(S)}"
             )
-        self.counts["prefix cache"] += found > 0
+        self.counts["prefix cache"] += hits > 0
         if text.hits is None:
-            text.hits = found
+            text.hits = hits
             text.admitted = self.clock.now
             self.waited.append(self.clock.now - text.arrival)
 
@@ -630,16 +630,16 @@ class World:
         return 0
 
     def must_fail(self, plan: Plan):
-        """This step raises: whoever takes part must hear of it before the step is over."""
+        """This step raises: each request that takes part must get an error before it is over."""
         took_part = dict.fromkeys([*plan.decodes, *(r for r, _ in plan.chunks), *plan.admitted])
         self.failing += [self.live[r.id] for r in took_part if self.engine.requests.get(r.id) is r]
 
     def check(self, stats: dict):
-        """After a step, when its tokens and errors are told."""
+        """After a step, when its tokens and errors are sent."""
         engine = self.engine
         engine.scheduler.check()
         assert not self.failing, (
-            f"{[text.id for text in self.failing]} were not told of the step's failure"
+            f"{[text.id for text in self.failing]} got no error for the step's failure"
         )
         assert engine.requests.keys() == self.live.keys(), (
             f"{[*engine.requests]} are in work, not {[*self.live]}"
@@ -711,15 +711,15 @@ class World:
         assert stats == right, f"stats {stats}, right: {right}"
         self.waited = []
         self.prefilled = []
-        self.told_idle = not stats["at_work"]
+        self.reported_idle = not stats["at_work"]
 
     def check_age(self, text: Text):
         """
-        Nobody starves. While the most urgent text waits, nobody is admitted, and each step computes
-        a token that it will not compute again: all rows are empty after R * L steps, R rows and L
-        tokens of the longest text. Then it runs and is never sent away: its prompt takes as many
-        steps again at most, its answer a token a turn. Then somebody else is first. Each text more
-        urgent can be first once, or twice when another one arrives.
+        No request starves. While the most urgent text waits, none is admitted, and each step
+        computes a token that it will not compute again: all rows are empty after R * L steps, R
+        rows and L tokens of the longest text. Then it runs and is never sent away: its prompt takes
+        as many steps again at most, its answer a token a turn. Then another text is first. Each
+        text more urgent can be first once, or twice when another one arrives.
         """
         R = self.settings["engine"]["max_num_seqs"]
         L = self.longest
@@ -747,7 +747,7 @@ class World:
         )
         left = [engine.requests, engine.promised, engine.prompt_scores]
         assert not any(left), f"the engine is idle, and has kept {left}"
-        assert self.told_idle, "the engine is idle, and nobody was told"
+        assert self.reported_idle, "the engine is idle, and its stats were not sent"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -815,19 +815,19 @@ class RecordedWorld(World):
         self.check_tallies()
 
     def check_tallies(self):
-        """What the lines so far tell is so."""
+        """The state that the lines so far describe is the real one."""
         scheduler = self.engine.scheduler
         allocator = scheduler.block_allocator
         everyone = scheduler.waiting + scheduler.running
-        found = self.tallies
+        read = self.tallies
         tables = {r.arrival_number: r.block_table for r in everyone}
-        assert found.tables == tables, f"tables {found.tables}, right: {tables}"
+        assert read.tables == tables, f"tables {read.tables}, right: {tables}"
         counts = Counter(dict(enumerate(allocator.ref_counts)))
-        assert found.references == counts, f"references {found.references}, right: {counts}"
+        assert read.references == counts, f"references {read.references}, right: {counts}"
         held = allocator.block_cache.held
-        assert found.committed == held.keys(), f"committed {found.committed}, right: {held.keys()}"
+        assert read.committed == held.keys(), f"committed {read.committed}, right: {held.keys()}"
         idle = [*allocator.idle]
-        assert [*found.idle] == idle, f"idle {[*found.idle]}, right: {idle}"
+        assert [*read.idle] == idle, f"idle {[*read.idle]}, right: {idle}"
 
     def fork(self, event: dict):
         """Of a running request, which only tests do between two steps."""

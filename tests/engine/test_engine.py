@@ -250,7 +250,7 @@ def test_an_add_message_carries_a_bias_and_is_refused_with_the_reason():
 
 def test_requests_without_a_seed_are_drawn_one():
     """
-    Every start of the server or of the terminal said the same text again: the seeds were always
+    Every start of the server or of the terminal gave the same text again: the seeds were always
     drawn from 0. With a seed, an engine's runs can be repeated.
     """
 
@@ -340,7 +340,7 @@ def test_a_hundred_steps_without_waiting_for_the_device():
 # `generate`
 
 
-def test_delays_that_nobody_asks_for_are_forgotten(monkeypatch):
+def test_delays_that_are_never_asked_for_are_forgotten(monkeypatch):
     """`generate` in a program never asks: two numbers of each request were kept for ever."""
     monkeypatch.setattr(engine_module, "MAX_DELAYS", 2)
     engine = simulated_engine()
@@ -351,8 +351,8 @@ def test_delays_that_nobody_asks_for_are_forgotten(monkeypatch):
 
 def test_generate_leaves_the_requests_of_others_as_they_are():
     """
-    With overlap it dropped the step under way, and with it a token of a request that somebody else
-    had added.
+    With overlap it dropped the step under way, and with it a token of a request that another
+    caller had added.
     """
     engine = simulated_engine(overlap=True)
     generate = partial(engine.generate, progress=False)
@@ -417,7 +417,7 @@ def test_ctrl_c_under_overlap_takes_in_the_step_under_way():
     """
     The interrupted plan has preempted a prompt of which a chunk was under way. Admitted again
     before that step was taken in, the prompt had the chunk counted twice, and blocks committed
-    before their K, V were there.
+    before their K, V existed.
     """
     sizes = {"num_blocks": 12, "max_num_seqs": 2, "token_budget": 5, "watermark": 0}
     engine = simulated_engine(overlap=True, **sizes)
@@ -459,8 +459,8 @@ def test_texts_longer_than_the_pool_are_the_dense_models(device, attention, over
     """
     model = windowed_model(8, 16)
     sizes = {"num_blocks": 7, "max_num_seqs": 3, "token_budget": 12, "watermark": 0}
-    model_there = deepcopy(model).to(device)
-    engine = new_engine(model_there, overlap=overlap, attention=attention, **sizes)
+    served = deepcopy(model).to(device)
+    engine = new_engine(served, overlap=overlap, attention=attention, **sizes)
     engine.reference = model
     assert "1 text of 64" in engine.statement()
     prompts = [prompt(seed, length) for seed, length in enumerate([40, 6, 8, 30, 7])]

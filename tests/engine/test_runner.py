@@ -1,6 +1,6 @@
 """
-The device's side of a step: whatever the runner pads, replays or computes by other kernels, the
-answers are the dense model's.
+The device's side of a step: padded, replayed or computed by other kernels, the answers are the
+dense model's.
 
 A `Scenario` lets requests of every kind come and hang up while others run, and judges each token,
 score and log-probability that the engine gives out by the dense model's logits of the same text
@@ -222,7 +222,7 @@ class Scenario:
 
     def judge_score(self, score: list | None, n: int | None, row: torch.Tensor, token: int):
         if n is None:
-            assert score is None, "a log-probability that nobody asked for"
+            assert score is None, "a log-probability that was not asked for"
             return
         logprob, ids, best = score
         assert len(ids) == len(best) == n and len(set(ids)) == n
@@ -250,10 +250,10 @@ CASES += [pytest.param(*case, 3000, marks=pytest.mark.slow) for case in ALL]
 
 
 @pytest.mark.parametrize(("ready", "overlap", "num_blocks", "steps"), CASES)
-def test_whatever_happens_the_answers_are_the_dense_models(ready, overlap, num_blocks, steps):
+def test_the_answers_of_random_requests_are_the_dense_models(ready, overlap, num_blocks, steps):
     """
-    Would catch: a row of the padding that is somebody's, inputs of the step before replayed, a row
-    that keeps what it was told of its last owner, scores of a neighbour, a copy that comes too
+    Would catch: a row of the padding that a request owns, inputs of the step before replayed, a row
+    that keeps state of its last owner, scores of a neighbour, a copy that comes too
     late, a chunk that samples too early.
     """
     engine = new_engine(trained_model(), overlap=overlap, num_blocks=num_blocks, **SIZES)
@@ -300,7 +300,7 @@ def test_a_few_steps_of_kernels_alone_are_the_dense_models():
 )
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "launches"])
 @pytest.mark.parametrize("num_blocks", [15, 60])
-def test_whatever_happens_a_gpus_answers_are_the_dense_models(num_blocks, graphs):
+def test_a_gpus_answers_to_random_requests_are_the_dense_models(num_blocks, graphs):
     """In fp32, with what serves there by default: overlap, padding, CUDA graphs, Triton."""
     model = deepcopy(trained_model()).cuda()
     engine = new_engine(model, num_blocks=num_blocks, graphs=graphs, **SIZES)
@@ -314,7 +314,7 @@ def test_whatever_happens_a_gpus_answers_are_the_dense_models(num_blocks, graphs
 def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
     """
     While the same requests decode on in their blocks, the device knows it all: an upload in each
-    step is a third of a small model's. A new block, or a request that ends, is told.
+    step is a third of a small model's. A new block, or a request that ends, is uploaded.
     """
     engine = new_engine(trained_model(), block_size=16, num_blocks=8, max_num_seqs=2)
     capture(engine)

@@ -18,8 +18,7 @@ TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl"))
 @pytest.mark.parametrize("first", range(0, 60, 30))
 def test_random_lives(first):
     """
-    Would catch: whatever makes an answer, a count or the order of service wrong, or keeps what
-    nobody needs.
+    Would catch: a wrong answer, a wrong count, a wrong order of service; anything kept too long.
     """
     for seed in range(first, first + 30):
         settings, events = a_life(seed)
@@ -43,14 +42,14 @@ def test_what_it_has_found_stays_mended(path):
 
 
 class Listening(World):
-    """Remembers all that it hears."""
+    """Remembers all rows that it is sent."""
 
     def __init__(self, *life):
         super().__init__(*life)
         self.heard = []
 
-    def hears_row(self, link, row):
-        super().hears_row(link, row)
+    def on_row(self, link, row):
+        super().on_row(link, row)
         self.heard.append((link, row, self.steps, self.clock.now))
 
 
