@@ -37,7 +37,7 @@ def test_a_million_steps_of_random_lives():
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
 def test_what_it_has_found_stays_mended(path):
-    """Shrunk traces of earlier failures, and of what random lives rarely meet, named for the bug."""
+    """Shrunk traces of earlier failures, and of bugs that random lives rarely meet."""
     assert not fails(*read_trace(path))
 
 
