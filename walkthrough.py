@@ -69,8 +69,8 @@ def next_step(engine, kv=None, **own):
     runner.fill_rows(*plan.admitted or plan.decodes)
     shape = runner.padded_shape(plan)
     packed = inputs.pack(plan, shape, runner.padding_row, runner.pool.sink)
-    step = inputs.split(inputs.upload(packed, runner.device), shape)
-    batch = inputs.lay_out(step, shape, plan, runner.known, TORCH._replace(**own))
+    packed = inputs.upload(packed, runner.device)
+    batch, _ = inputs.lay_out(packed, shape, plan, runner.known, TORCH._replace(**own))
     pool = runner.pool.kv
     batch.prepared = {0: gather.prepare_torch(batch, H, pool[0])}
 

@@ -10,7 +10,6 @@ loop is in process.py, the tutorial's at the end of this file.
 """
 
 import random
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -37,7 +36,7 @@ MAX_DELAYS = 10_000  # of each kind are kept: `stats` empties them, but only ser
 
 
 class Output(NamedTuple):
-    """What a step brought for one request. A score: see `runner.StepResult`."""
+    """The result of a step for one request. A score: see `runner.StepResult`."""
 
     id: int | str
     tokens: list[int]  # new ones; a stop token is included
@@ -71,14 +70,16 @@ class Engine:
         self.scheduler = Scheduler(
             settings.policy, settings.token_budget, max_kv_tokens, S, settings=settings
         )
-        self.weights = describe_weights(model, settings)
-        pool = f"a KV pool of {plural(self.num_blocks, 'block')} of {S}"
-        with explain_lack_of_memory(f"{self.weights} and {pool}"):
+        size = sum(w.nbytes for w in model.parameters()) / 2**20
+        dtype = str(model.wte.weight.dtype).removeprefix("torch.")
+        how = "" if settings.quantize == "none" else f", quantize {settings.quantize}"
+        self.weights = f"{size:,.0f} MiB of weights ({dtype}{how})"
+        with explain_lack_of_memory(f"{self.weights} and a KV pool of {self.blocks}"):
             self.runner = Runner(model, settings)
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.in_flight: InFlight | None = None
-        self.recorder: Recorder | None = None  # told what each step does
+        self.recorder: Recorder | None = None  # is sent what each step does
         self.requests: dict[int | str, Request] = {}  # waiting or running
         self.promised: dict[int | str, list[Request]] = {}  # other choices, still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of requests whose prompt is being scored
@@ -87,6 +88,11 @@ class Engine:
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
+
+    @property
+    def blocks(self) -> str:
+        """The pool's, for messages: "40 blocks of 16"."""
+        return f"{plural(self.num_blocks, 'block')} of {self.scheduler.block_size}"
 
     @property
     def num_at_work(self) -> int:
@@ -120,13 +126,11 @@ class Engine:
         that is in use.
         """
         prompt_tokens = list(prompt_tokens)
-        V = self.config.vocab_size
-        params.check_vocabulary(V)
-        if type(n) is not int or n < 1:
-            raise ValueError(f"n is {n!r}: wanted a whole number, at least 1")
-        is_count = type(prompt_logprobs) is int and 0 <= prompt_logprobs <= V
-        if not is_count and prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}: wanted 0 to {V}, or None")
+        params.check_vocabulary(self.config.vocab_size)
+        counts = [("n", n, 1), ("prompt_logprobs", prompt_logprobs or 0, 0)]
+        for option, value, least in counts:
+            if type(value) is not int or value < least:
+                raise ValueError(f"{option} is {value!r}: wanted a whole number, at least {least}")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt is {cache_salt!r}: wanted a string")
         self._check_ids(id, n)
@@ -169,13 +173,13 @@ class Engine:
                     f"the prompt has token {t!r}, outside 0..{V - 1}: encode it with this model's "
                     "tokenizer, to a list"
                 )
-        wanted = len(prompt_tokens) + max_tokens
-        if wanted > self.max_model_len:
+        length = len(prompt_tokens) + max_tokens
+        if length > self.max_model_len:
             raise ValueError(
                 f"{plural(len(prompt_tokens), 'prompt token')} + {max_tokens:,} max_tokens = "
-                f"{wanted:,} do not fit into {self.max_model_len:,} (context length "
-                f"{self.config.context_length:,}, KV pool of {plural(self.num_blocks, 'block')} of "
-                f"{self.scheduler.block_size}): shorten the prompt, or lower max_tokens"
+                f"{length:,} do not fit into {self.max_model_len:,} (context length "
+                f"{self.config.context_length:,}, KV pool of {self.blocks}): shorten the prompt, "
+                "or lower max_tokens"
             )
 
     def _fork_choices(self, first: Request):
@@ -189,10 +193,11 @@ class Engine:
         scheduler = self.scheduler
         P = len(first.prompt_tokens)
         prompt_blocks = first.block_table[: scheduler.blocks_for(P)]
-        can_share = first.status == "active" and first.num_committed * scheduler.block_size < P
-        if can_share:  # with a window, `first` may have left a block that a fork still sees
-            seen = prompt_blocks[scheduler.first_block(P - 1)]
-            can_share = seen != scheduler.block_allocator.sink
+        # with a window, `first` may have left a block that a fork still sees
+        seen = prompt_blocks[scheduler.first_block(P - 1) :]
+        has_left = scheduler.block_allocator.sink in seen
+        is_partial = first.num_committed * scheduler.block_size < P
+        can_share = first.status == "active" and is_partial and not has_left
         for choice in self.promised.pop(first.id):
             if can_share and scheduler.free_rows:
                 choice = scheduler.fork(
@@ -211,7 +216,7 @@ class Engine:
 
     def abort(self, id: int | str):
         """
-        Forget a request in whatever state, and free its blocks. One that has finished already is no
+        Forget a request, in any state, and free its blocks. One that has finished already is no
         error. Choices that are not forked yet never are; the others have ids of their own.
         """
         self.promised.pop(id, None)
@@ -290,8 +295,10 @@ class Engine:
             result = self.runner.wait_for(flight)
         except BaseException as error:
             return self._fail(plan, error)
-        if result.prompt_scores:
-            self._keep_prompt_scores(result)
+        for request, (start, scores) in result.prompt_scores.items():
+            if self.requests.get(request.id) is request:  # not aborted since
+                kept = self.prompt_scores.setdefault(request.id, [])
+                kept[start:] = scores  # chunk by chunk; after a preemption, from 0 again
         # a request that was aborted since the launch has no token to come; `resolve` ends others
         pairs = zip(plan.sampled, result.tokens, strict=True)
         new = [(r, token) for r, token in pairs if r.num_to_come]
@@ -317,15 +324,8 @@ class Engine:
             for r, token in new
         ]
 
-    def _keep_prompt_scores(self, result: StepResult):
-        """A prompt may be scored in several chunks; its scores are sent with the first token."""
-        for request, (start, scores) in result.prompt_scores.items():
-            if self.requests.get(request.id) is request:  # not aborted since
-                kept = self.prompt_scores.setdefault(request.id, [])
-                kept[start:] = scores  # after a preemption, from 0 again
-
     def _output(self, r: Request, token: int, result: StepResult) -> Output:
-        """What a step brought for a request. One whose logits are not numbers is aborted."""
+        """The result of a step for a request. One whose logits are not numbers is aborted."""
         if r in result.broken:
             self.abort(r.id)
             r.finish_reason = "error"
@@ -362,9 +362,9 @@ class Engine:
     ) -> list[list[int]]:
         """
         Continue all prompts (lists of token ids), batched continuously, by one SamplingParams or
-        one for each prompt. Returns the answers in order, a stop token included. Raises ValueError
-        for what does not fit, RuntimeError if a step failed; either way, and after Ctrl-C, nothing
-        of the call stays in the engine.
+        one for each prompt; `progress`: with a bar on stderr. Returns the answers in order, a stop
+        token included. Raises ValueError for what does not fit, RuntimeError if a step failed;
+        either way, and after Ctrl-C, nothing of the call stays in the engine.
         """
         prompts = list(prompts)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -372,7 +372,12 @@ class Engine:
         try:
             for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
                 requests.append(self.add_request(f"generate-{i}", prompt, p))
-            self._run_until_done(len(prompts), progress)
+            with tqdm(total=len(prompts), unit=" requests", disable=not progress) as bar:
+                while self.has_work:
+                    for output in self.step():
+                        if output.error:
+                            raise RuntimeError(f"request {output.id} failed: {output.error}")
+                        bar.update(output.finish_reason is not None)
         finally:
             for request in requests:
                 self.abort(request.id)
@@ -381,35 +386,20 @@ class Engine:
                 self.in_flight = None
         return [r.generated_tokens for r in requests]
 
-    def _run_until_done(self, total: int, progress: bool):
-        """Step until idle; a progress bar on stderr, and the counts at the end."""
-        started = time.perf_counter()
-        before = self.counts()
-        with tqdm(total=total, unit=" requests", disable=not progress) as bar:
-            while self.has_work:
-                for output in self.step():
-                    if output.error:
-                        raise RuntimeError(f"request {output.id} failed: {output.error}")
-                    bar.update(output.finish_reason is not None)
-        if progress:
-            print(self.summary(before, time.perf_counter() - started), file=sys.stderr)
-
     # -- for logs and metrics ----------------------------------------------------------------------
 
     def statement(self) -> str:
-        """What was built: memory, room, attention and graphs, to be said once before it serves."""
+        """What was built: memory, room, attention and graphs; printed before it serves."""
         runner = self.runner
         S = self.scheduler.block_size
-        tokens = self.num_blocks * S
         size = runner.pool.kv.nbytes / 2**20
         num_texts = self.num_blocks // blocks_held(self.max_model_len, S, self.settings.window)
         texts = f"{plural(num_texts, 'text')} of {self.max_model_len:,}"
         if self.max_model_len < self.config.context_length:
             texts += f" (the model's context has {self.config.context_length:,})"
-        blocks = f"{plural(self.num_blocks, 'block')} of {S}"
         parts = [
             self.weights,
-            f"KV pool of {size:,.0f} MiB: {blocks}, {tokens:,} tokens, {texts}",
+            f"KV pool of {size:,.0f} MiB: {self.blocks}, {self.num_blocks * S:,} tokens, {texts}",
             f"attention: {runner.ops.name}, {runner.reason}",
         ]
         if runner.graphs:
@@ -427,17 +417,9 @@ class Engine:
             "hit tokens": self.scheduler.num_hit_tokens,
         }
 
-    def summary(self, before: dict[str, int], seconds: float) -> str:
-        """What happened since the counts were `before`; the peak is of the engine's whole life."""
-        new = {name: count - before[name] for name, count in self.counts().items()}
-        hit_rate = new.pop("hit tokens") / max(1, new.pop("queried tokens"))
-        counts = ", ".join(plural(count, name.removesuffix("s")) for name, count in new.items())
-        peak = f"peak {self.scheduler.peak_blocks} of {plural(self.num_blocks, 'block')}"
-        return f"{counts}, prefix hit rate {hit_rate:.0%}, {peak}, {seconds:.2f} s"
-
     def stats(self) -> dict:
         """
-        What a server's metrics show. `waited` has the seconds in the queue of each request that was
+        For a server's metrics. `waited` has the seconds in the queue of each request that was
         admitted since the last call, `prefilled` those from there to the first token, of each that
         got its first.
         """
@@ -455,16 +437,6 @@ class Engine:
             "at_work": self.num_at_work,
             **delays,
         }
-
-
-def describe_weights(model: GPT, settings: Settings) -> str:
-    size = sum(w.nbytes for w in model.parameters()) / 2**20
-    dtype = str(model.wte.weight.dtype).removeprefix("torch.")
-    how = "" if settings.quantize == "none" else f", quantize {settings.quantize}"
-    text = f"{size:,.0f} MiB of weights ({dtype}{how})"
-    if settings.compile:
-        text += ", and a second copy for the compiled step"
-    return text
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """
-The device side of a step: what the scheduler's `Plan` says, computed and sampled.
+The device side of a step: the scheduler's `Plan`, computed and sampled.
 
 The `Runner` has the model, the KV pool and what the device must know of each running request, so a
 plan carries only what changed. inputs.py lays a plan out on the flat token axis. On a GPU a step is
@@ -26,11 +26,9 @@ from ops.compiled import check_can_compile, compile_decode_one
 from ops.inputs import (
     KnownRows,
     StepShape,
-    check_ranges,
     lay_out,
     pack,
     sizes,
-    split,
     upload,
 )
 from ops.sampling import Row, SamplingRows, logprobs
@@ -52,11 +50,11 @@ class InFlight:
     """A step under way: its plan, and where its results arrive, in tensors on the host."""
 
     plan: Plan
-    wanted: list[int]  # where plan.sampled are among the n decodes, with padding, and C chunks
+    places: list[int]  # of plan.sampled among the n decodes, with padding, and C chunks
     logits: Tensor  # [n + C, V], on the device until the next step: for walkthrough.py
     tokens: Tensor  # [n + C]
     # requests that want their token scored, and what `logprobs` gives for these tokens
-    sampled_scores: tuple[list[Request], list[Tensor]] | None = None
+    sampled_scores: tuple[list[Request], list[Tensor]] = ((), ())
     # request, start, and what `logprobs` gives for its prompt's tokens start + 1 ..
     prompt_scores: list[tuple[Request, int, list[Tensor]]] = field(default_factory=list)
     done: torch.cuda.Event | None = None
@@ -64,7 +62,7 @@ class InFlight:
 
 class StepResult(NamedTuple):
     """
-    What a step has brought. A score: [log-probability of the token, ids of the likeliest tokens,
+    The results of a step. A score: [log-probability of the token, ids of the likeliest tokens,
     log-probabilities of these].
     """
 
@@ -216,8 +214,8 @@ class Runner:
         if self.window and plan.chunks:  # a long prompt gets its blocks chunk by chunk
             self.fill_tables([r for r, _ in plan.chunks])
         shape = self.padded_shape(plan)
-        wanted = list(range(len(plan.decodes)))
-        wanted += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
+        places = list(range(len(plan.decodes)))
+        places += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
         packed = pack(plan, shape, self.padding_row, self.pool.sink)
         if shape in self.graphs:
             graph, *outputs = self.graphs[shape]
@@ -228,9 +226,9 @@ class Runner:
         else:
             outputs = self.compute(upload(packed, self.device), shape, plan)
         tokens, logits, x = outputs
-        flight = InFlight(plan, wanted, logits, tokens.to("cpu", non_blocking=True))
+        flight = InFlight(plan, places, logits, tokens.to("cpu", non_blocking=True))
         if self.scored_rows:
-            flight.sampled_scores = self.score_sampled(plan, wanted, tokens, logits)
+            flight.sampled_scores = self.score_sampled(plan, places, tokens, logits)
         if plan.chunks:
             flight.prompt_scores = self.score_prompts(plan, shape.n, x)
         if tokens.is_cuda:
@@ -243,42 +241,36 @@ class Runner:
         A step of n decodes and C chunks of T tokens together. Returns the sampled tokens [n + C] of
         all of them, their logits [n + C, V], and the hidden states of the last layer [n + T,
         width], or None after a compiled step. With `fixed_shapes` the host does not wait for the
-        device, so a CUDA graph can hold it; `plan` (None at a capture) tells what can be skipped.
+        device, so a CUDA graph can hold it; `plan` (None at a capture) shows what can be skipped.
         """
-        step = split(packed, shape)
-        batch = lay_out(step, shape, plan, self.known, self.ops)
+        batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
         H = self.model.config.n_head
         kv = self.pool.kv[0]
-        check_ranges(batch, H, kv)
         batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
         if self.decode_one and shape.n == 1 and not shape.C:
             x = None
             logits = self.decode_one(batch)
         else:
             x = self.model.hidden(batch, self.pool.kv)
-            wanted = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
-            logits = self.model.logits(wanted, self.ops)
-        rows = step.rows
-        if shape.C:
-            rows = torch.cat([rows, step.sampling_rows])
+            last = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
+            logits = self.model.logits(last, self.ops)
         # a request without params is greedy, which asks for nothing
         asked = [r.params for r in plan.sampled if r.params] if plan else None
         sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
         return sampled, logits, x
 
-    def score_sampled(self, plan: Plan, wanted: list[int], tokens, logits):
+    def score_sampled(self, plan: Plan, places: list[int], tokens, logits):
         """
-        Start to score sampled tokens. Returns None, or the requests that want it and, for these in
-        order, the tensors of `logprobs`, under way to the host.
+        Start to score sampled tokens. Returns the requests that want it and, for these in order,
+        the tensors of `logprobs`, under way to the host.
         """
-        places = zip(plan.sampled, wanted, strict=True)
-        asked = [(r, i) for r, i in places if r.row in self.scored_rows]
-        if not asked:
-            return None
-        requests = [r for r, _ in asked]
-        at = upload([i for _, i in asked], self.device)
-        most = max(r.params.logprobs for r in requests)
-        return requests, to_host(logprobs(logits[at], tokens[at], most))
+        pairs = zip(plan.sampled, places, strict=True)
+        scored = {r: i for r, i in pairs if r.row in self.scored_rows}
+        if not scored:
+            return (), ()
+        at = upload(list(scored.values()), self.device)
+        most = max(r.params.logprobs for r in scored)
+        return list(scored), to_host(logprobs(logits[at], tokens[at], most))
 
     def score_prompts(self, plan: Plan, first: int, x) -> list[tuple[Request, int, list]]:
         """
@@ -286,36 +278,36 @@ class Runner:
         width]. Returns (request, start, the scores of its prompt tokens start + 1 .., under way to
         the host) of each.
         """
-        found = []
+        scores = []
         for request, n in plan.chunks:
             count = num_scored(request, n)
             if count:
                 start = request.prefill_cursor
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
+                targets = upload(targets, self.device)
                 logits = self.model.logits(x[first : first + count], self.ops)
-                scores = logprobs(logits, upload(targets, self.device), request.prompt_logprobs)
-                found.append((request, start, to_host(scores)))
+                tensors = logprobs(logits, targets, request.prompt_logprobs)
+                scores.append((request, start, to_host(tensors)))
             first += n
-        return found
+        return scores
 
     def wait_for(self, flight: InFlight) -> StepResult:
-        """Wait until a step is done; what it has brought."""
+        """Wait until a step is done. Returns its results."""
         if flight.done:
             flight.done.synchronize()
         plan = flight.plan
         computed = flight.tokens.tolist()
         n = len(plan.decodes)
-        tokens = computed[:n] + [computed[i] for i in flight.wanted[n:]]
+        tokens = computed[:n] + [computed[i] for i in flight.places[n:]]
         result = StepResult(tokens, [], {}, {})
         if NO_TOKEN in tokens:
             pairs = zip(plan.sampled, tokens, strict=True)
             result.broken.extend(r for r, token in pairs if token == NO_TOKEN)
-        if flight.sampled_scores:
-            requests, tensors = flight.sampled_scores
-            for request, score in zip(requests, rows_of(tensors), strict=True):
-                # as many candidates were found as any of the requests wants
-                most = request.params.logprobs
-                result.logprobs[request] = [score[0], score[1][:most], score[2][:most]]
+        requests, tensors = flight.sampled_scores
+        for request, score in zip(requests, rows_of(tensors), strict=True):
+            logprob, ids, candidates = score  # as many as any of the requests wants
+            most = request.params.logprobs
+            result.logprobs[request] = [logprob, ids[:most], candidates[:most]]
         for request, start, tensors in flight.prompt_scores:
             result.prompt_scores[request] = start, rows_of(tensors)
         return result
@@ -353,7 +345,7 @@ class Runner:
         largest_first = sorted(self.shapes, key=lambda shape: -shape.n - shape.T)
         for shape in tqdm(largest_first, "CUDA graphs", leave=False, disable=None):
             packed = upload(self.padding(shape), self.device, to=self.static_inputs)
-            stream.wait_stream(torch.cuda.current_stream())  # where all that it reads was made
+            stream.wait_stream(torch.cuda.current_stream())  # which made all that it reads
             with torch.cuda.stream(stream):
                 self.compute(packed, shape)
             stream.synchronize()
@@ -362,7 +354,7 @@ class Runner:
                 outputs = self.compute(packed, shape)
             self.graphs[shape] = graph, *outputs
         gc.collect()
-        # what is there by now stays: to look through all of it would hold up a step for 50 ms
+        # all objects so far stay: to look through them would hold up a step for 50 ms
         gc.freeze()
         memory = (torch.cuda.memory_reserved() - reserved) / 2**20
         seconds = time.perf_counter() - started
@@ -377,7 +369,7 @@ def to_host(tensors) -> list[Tensor]:
 
 
 def rows_of(tensors: list[Tensor]) -> list[list]:
-    """Tensors [R, ..] as R lists of what each has for a row."""
+    """Tensors [R, ..] as R lists, each with one row of all of them."""
     columns = [tensor.tolist() for tensor in tensors]
     return [list(row) for row in zip(*columns, strict=True)]
 

@@ -1,5 +1,6 @@
 """
-How large the engine is: what `Settings` leaves open, found from the model and the device's memory.
+How large the engine is: the sizes that `Settings` leaves open, from the model and the device's
+memory.
 """
 
 import os
@@ -55,15 +56,15 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
         useful = settings.max_num_seqs * text
         if device.type == "cpu":
             # Few texts are of full length. And so the pool of a small model, which memory does not
-            # limit, can overflow: with room for all, nobody would ever see a preemption.
+            # limit, can overflow: with room for all, a preemption would never be seen.
             useful = max(text, useful * 3 // 4)
         possible = int(POOL_SHARE[device.type] * free // size)
         num_blocks = max(1, min(useful, possible))
-    wanted = num_blocks * size
-    if wanted > total:  # a process may reserve that much, and is killed once it uses it
+    needed = num_blocks * size
+    if needed > total:  # a process may reserve that much, and is killed once it uses it
         raise ValueError(
             f"a KV pool of {plural(num_blocks, 'block')} of {S} tokens takes "
-            f"{wanted / 2**30:,.1f} GiB, {device} has {total / 2**30:,.1f}: lower --kv-blocks or "
+            f"{needed / 2**30:,.1f} GiB, {device} has {total / 2**30:,.1f}: lower --kv-blocks or "
             "--block-size"
         )
     longest = context_length
@@ -144,7 +145,7 @@ def memory_of(device: torch.device) -> tuple[float, float]:
 
 @contextmanager
 def explain_lack_of_memory(what: str):
-    """Turn torch's out-of-memory error in the body into a ValueError that says what to change."""
+    """Turn torch's out-of-memory error in the body into a ValueError with a remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -155,7 +156,7 @@ def explain_lack_of_memory(what: str):
 
 
 def machine_name(device: str) -> str:
-    """What figures and records are of: "NVIDIA H200", "x86_64 CPU, 2 threads"."""
+    """The machine of figures and records: "NVIDIA H200", "x86_64 CPU, 2 threads"."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {plural(torch.get_num_threads(), 'thread')}"

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from common import plural
 from engine.engine import Engine
-from paged import Plan, Request, blocks_held
+from paged import Plan, Request
 from params import GREEDY
 
 Answer = tuple[list[int], float]  # tokens, log-probability
@@ -63,8 +63,6 @@ def check_beams_fit(engine: Engine, P: int, width: int, max_tokens: int):
         )
     shared = P // scheduler.block_size  # full blocks of the prompt
     needed = shared + width * (scheduler.blocks_for(P + max_tokens) - shared)
-    held = blocks_held(P + max_tokens, scheduler.block_size, scheduler.window)
-    needed = min(needed, width * held)
     if needed > engine.num_blocks:
         raise ValueError(
             f"{width} beams need {needed} blocks, the pool has {engine.num_blocks}: change width "

@@ -83,8 +83,8 @@ def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size)
     """
     A rectangle of one token of each decode and a chunk of a prompt, padded on the left, too.
     Returns tokens and positions [B, T], past_kvs, a mask [B, 1, T, P + T], True where a token may
-    see a key, and pad_lengths. In this repo: `flat_batch` in engine/engine.py, all new tokens on
-    one axis without padding; to serve, `lay_out` in ops/inputs.py, from arrays on the device.
+    see a key, and pad_lengths. In this repo: `pack` and `lay_out` in ops/inputs.py, all new tokens
+    on one axis without padding.
     """
     requests = list(decode_reqs)
     num_new = [1] * len(decode_reqs)

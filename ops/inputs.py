@@ -1,9 +1,9 @@
 """
 From the scheduler's plan to the model's batch.
 
-    packed = pack(plan, shape, padding_row, sink)       # host: one array, so that one copy does
-    step = split(upload(packed, device), shape)         # device: views of it, by name
-    batch = lay_out(step, shape, plan, known, ops)      # the flat token axis
+    packed = pack(plan, shape, padding_row, sink)               # host: one array, one copy
+    packed = upload(packed, device)
+    batch, rows = lay_out(packed, shape, plan, known, ops)      # device: the flat token axis
 
 Most of what a step needs is on the device already, in arrays indexed by a request's row: its last
 token, its context length, its block table. `decode_inputs` makes the inputs of decodes from these.
@@ -108,13 +108,6 @@ def upload(values, device, dtype=torch.int64, to: Tensor | None = None) -> Tenso
     return to[: len(host)].copy_(host, non_blocking=True)
 
 
-def split(packed: Tensor, shape: StepShape) -> StepInputs:
-    """Views of the fields of a packed tensor, which may be longer."""
-    lengths = sizes(shape)
-    fields = packed[: sum(lengths)].split(lengths)
-    return StepInputs(*fields)
-
-
 class ModelInputs(NamedTuple):
     """
     The model's inputs, as in kernels.Batch: of n decodes, as below; of chunks, T tokens of C
@@ -165,16 +158,20 @@ def chunk_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
 
 
 def lay_out(
-    step: StepInputs, shape: StepShape, plan: Plan | None, known: KnownRows, ops: Ops
-) -> Batch:
+    packed: Tensor, shape: StepShape, plan: Plan | None, known: KnownRows, ops: Ops
+) -> tuple[Batch, Tensor]:
     """
-    The batch of a step on one flat token axis: decodes first, then chunks. Without a plan, all of
-    it is padding. In place: known.context_len and known.block_tables become those after the step.
+    The batch of a step on one flat token axis, decodes first, then chunks; and the rows [n + C] of
+    its requests, to sample by. `packed` may be longer than the step. Without a plan, all of it is
+    padding. In place: known.context_len and known.block_tables become those after the step.
     """
     n, C, _ = shape
+    lengths = sizes(shape)
+    step = StepInputs(*packed[: sum(lengths)].split(lengths))  # views of the fields
     inputs = ops.decode_inputs(step.rows, step.last_blocks, known)
     query_start = known.counting[: n + 1]
     logits_index = query_start[:n]  # each decode's one token
+    rows = step.rows
     if C:
         of_chunks = chunk_inputs(step, known)
         inputs = ModelInputs(*map(torch.cat, zip(inputs, of_chunks, strict=True)))
@@ -182,6 +179,7 @@ def lay_out(
         query_start = torch.cat([known.counting[:n], chunk_starts])
         logits_index = query_start[1:] - 1  # each one's last token
         known.context_len[step.chunk_rows] = step.chunk_contexts
+        rows = torch.cat([rows, step.sampling_rows])
     # The lengths on the host, too, for operators that divide up their work there; in this order:
     # decodes, padding, chunks, padding.
     plan = plan or Plan()
@@ -190,10 +188,13 @@ def lay_out(
     context_lens = [r.num_filled_slots + 1 for r in plan.decodes]
     context_lens += [1] * (n - len(plan.decodes))
     context_lens += [r.num_filled_slots + m for r, m in plan.chunks] + no_chunk
+    longest = max(context_lens)
+    M = inputs.block_tables.shape[1]
+    assert longest <= M * known.S, f"a context of {longest} tokens does not fit into {M} blocks"
     if not ops.fixed_shapes:  # tables no wider than is needed
-        M = -(-max(context_lens) // known.S)
+        M = -(-longest // known.S)
         inputs = inputs._replace(block_tables=inputs.block_tables[:, :M])
-    return Batch(
+    batch = Batch(
         **inputs._asdict(),
         query_start=query_start,
         logits_index=logits_index,
@@ -202,22 +203,4 @@ def lay_out(
         context_lens_host=context_lens,
         ops=ops,
     )
-
-
-def check_ranges(batch: Batch, H: int, kv: Tensor):
-    """
-    Assert what all operators assume of a step's sizes. Contents of tensors are not checked: that
-    would wait for the device.
-    """
-    B = len(batch.query_lens_host)
-    T = len(batch.tokens)
-    M = batch.block_tables.shape[1]
-    _, _, Hk, S, _ = kv.shape
-    assert H % Hk == 0, f"{H} query heads do not share {Hk} KV heads evenly"
-    queries = sum(batch.query_lens_host)  # padding may follow the last token
-    slots = len(batch.slot_mapping)
-    assert queries <= T == slots, f"{queries} queries and {slots} slots for {T} tokens"
-    same = len(batch.context_lens) == len(batch.block_tables) == B
-    assert same, f"wanted lengths and tables of {B} requests"
-    longest = max(batch.context_lens_host, default=0)
-    assert longest <= M * S, f"a context of {longest} tokens does not fit into {M} blocks of {S}"
+    return batch, rows

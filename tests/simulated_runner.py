@@ -81,38 +81,6 @@ def answer(
     return tokens, "length"
 
 
-def beams(
-    prompt: list[int], width: int, max_tokens: int, ends: set[int], V: int, window: int = 0
-) -> list[tuple[list[int], float]]:
-    """
-    The right result of a beam search, straight from its definition: all extensions of all beams;
-    no blocks, no forks, no early end. Of the best 2 * width those that end are answers, and the
-    best `width` of the others are the next beams.
-    """
-    going = [([], 0.0)]
-    answers = []
-    for length in range(1, max_tokens + 1):
-        extended = []
-        for tokens, total in going:
-            _, ids, logprobs = score(seen(bytes(prompt + tokens), window), 0, V, V)
-            pairs = zip(ids, logprobs, strict=True)
-            extended += [([*tokens, token], total + logprob) for token, logprob in pairs]
-        best = sorted(extended, key=lambda one: -one[1])[: 2 * width]
-        ended = [one for one in best if one[0][-1] in ends or length == max_tokens]
-        going = [one for one in best if one not in ended][:width]
-        answers = sorted(answers + ended, key=lambda one: -one[1])[:width]
-    return answers
-
-
-def total_logprob(prompt: list[int], tokens: list[int], V: int, window: int = 0) -> float:
-    """Of these tokens after the prompt: as `beams` adds them up."""
-    total = 0.0
-    for i, token in enumerate(tokens):
-        _, ids, logprobs = score(seen(bytes(prompt + tokens[:i]), window), 0, V, V)
-        total += logprobs[ids.index(token)]
-    return total
-
-
 # --------------------------------------------------------------------------------------------------
 # The runner
 
@@ -273,26 +241,25 @@ class SimulatedRunner(Runner):
         hear of it.
         """
 
-    def score_sampled(self, plan: Plan, wanted: list[int], tokens, texts):
-        places = zip(plan.sampled, wanted, strict=True)
-        asked = [(r, i) for r, i in places if r.row in self.scored_rows]
-        if not asked:
-            return None
-        most = max(r.params.logprobs for r, _ in asked)
-        scored = [(texts[i], tokens[i]) for _, i in asked]
-        return [r for r, _ in asked], self.in_columns(scored, most)
+    def score_sampled(self, plan: Plan, places: list[int], tokens, texts):
+        pairs = zip(plan.sampled, places, strict=True)
+        asked = {r: i for r, i in pairs if r.row in self.scored_rows}
+        most = max([r.params.logprobs for r in asked], default=0)
+        scored = [(texts[i], tokens[i]) for i in asked.values()]
+        return list(asked), self.in_columns(scored, most)
 
     def score_prompts(self, plan: Plan, n: int, x) -> list[tuple]:
-        found = []
+        scores = []
         for request, m in plan.chunks:
-            if count := num_scored(request, m):
-                start = request.prefill_cursor
-                scored = [
-                    (self.read(request.row, i + 1), request.prompt_tokens[i + 1])
-                    for i in range(start, start + count)
-                ]
-                found.append((request, start, self.in_columns(scored, request.prompt_logprobs)))
-        return found
+            start = request.prefill_cursor
+            scored = []
+            for i in range(start, start + num_scored(request, m)):
+                text = self.read(request.row, i + 1)
+                scored.append((text, request.prompt_tokens[i + 1]))
+            if scored:
+                columns = self.in_columns(scored, request.prompt_logprobs)
+                scores.append((request, start, columns))
+        return scores
 
     def in_columns(self, scored: list[tuple], n: int) -> list[HostTokens]:
         rows = [score(text, max(token, 0), n, self.V) for text, token in scored]
@@ -326,7 +293,7 @@ class NoModel:
 
 
 class Clock:
-    """In place of the module `time`: it stands still until somebody moves it."""
+    """In place of the module `time`: it stands still until a test moves it."""
 
     def __init__(self):
         self.now = 0.0

@@ -15,8 +15,8 @@ al. 2012), the settings of the engine, and a list of events. What happens follow
 on any machine. A failing list is shrunk and written as a trace: its first line has the settings,
 each other one an event.
 
-After each step `Scheduler.check()` holds, and more: every answer is exact, each token is told once,
-the queue is in order, nobody starves, counters and stats are true, and an idle engine has nothing
+After each step `Scheduler.check()` holds, and more: every answer is exact, each token is sent once,
+the queue is in order, none starves, counters and stats are true, and an idle engine has nothing
 left.
 """
 
@@ -27,20 +27,15 @@ import os
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, product
+from itertools import count
 from math import inf
-from pathlib import Path
 from typing import NamedTuple
-
-import pytest
 
 from engine import engine as engine_module
 from engine import process as loop
 from engine.events import Recorder, Tallies
-from examples.beam_search import beam_search
 from paged import Plan, Request
 from params import Settings
 from tests.shrink import shrink
@@ -49,25 +44,16 @@ from tests.simulated_runner import (
     NoModel,
     SimulatedRunner,
     answer,
-    beams,
     noise_key,
     score,
     scores_of,
     seen,
     simulated,
-    total_logprob,
 )
-from tests.swarm import (
-    FAULTS,
-    FEATURES,
-    a_life,
-    blocks_of_window,
-    longest_text,
-    simpler,
-)
+from tests.swarm import a_life, longest_text, simpler
 
 # --------------------------------------------------------------------------------------------------
-# What is true of a text that somebody waits for
+# The truth about a text that a client waits for
 
 
 @dataclass(eq=False, slots=True)
@@ -83,18 +69,14 @@ class Text:
     choice: int
     prompt: list[int]
     params: dict
-    max_tokens: int
     stops: set[int]
     priority: int
     salt: str
-    logprobs: int | None
     arrival: float
     prompt_logprobs: int | None = None
     number: int = 0  # the order of arrival
-    others: list["Text"] = field(
-        default_factory=list
-    )  # choices to be forked once it has its first token
-    told: int = 0  # tokens so far
+    others: list["Text"] = field(default_factory=list)  # choices to be forked after its first token
+    num_sent: int = 0  # tokens so far
     runs: bool = False  # has a row
     added_at: int = 0  # step
     ended_at: int | None = None
@@ -102,26 +84,23 @@ class Text:
     admitted: float | None = None  # when
     broken_at: int | None = None  # which of its tokens came from logits that are not numbers
 
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + self.params["max_tokens"]
+
     def writer(self, index: int) -> "Writer":
         return Writer(self.prompt, self.tokens, self.salt, index)
 
 
-ALL_THE_TIME = {
-    "overlap",
-    "padding",
-    "several links",
-    "shared prefixes",
-}  # features that no event is needed for
-
 URGENCY = {  # the smallest goes first: written anew from the README, in seconds
     "fcfs": lambda t: (t.arrival, t.number),
     "priority": lambda t: (t.arrival + 240 * t.priority / (abs(t.priority) + 3), t.number),
-    "sjf": lambda t: (t.arrival + 0.05 * (len(t.prompt) + t.max_tokens), t.number),
+    "sjf": lambda t: (t.arrival + 0.05 * t.length, t.number),
 }
 
 
 class Writer(NamedTuple):
-    """Who has written a block last, and which block of its text that is."""
+    """The text that has written a block last, and which of its blocks that is."""
 
     prompt: list[int]
     answer: list[int]
@@ -141,9 +120,7 @@ class FaultyRunner(SimulatedRunner):
         self.world = world
 
     def launch(self, plan: Plan):
-        fault = None
-        if not self.world.has_beams:  # a fault waits until their search is over
-            fault = self.world.armed.pop("launch", None)
+        fault = self.world.armed.pop("launch", None)
         if fault:
             self.world.must_fail(plan)
         if fault == "before":
@@ -156,7 +133,7 @@ class FaultyRunner(SimulatedRunner):
     def wait_for(self, flight):
         world = self.world
         world.clock.now += world.armed.pop("late", 0.0)
-        if not world.has_beams and world.armed.pop("collect", None):
+        if world.armed.pop("collect", None):
             world.must_fail(flight.plan)
             raise FloatingPointError("simulated, when it was waited for")
         return super().wait_for(flight)
@@ -168,17 +145,12 @@ class FaultyRunner(SimulatedRunner):
 
 
 class Wire:
-    """One link of the engine's loop: what the engine puts there is checked at once."""
+    """One link of the engine's loop: its rows and errors are checked at once."""
 
     def __init__(self, world: "World", number: int):
-        self.world = world
         self.number = number
-
-    def queue(self, message: dict):
-        self.world.hears_error(self.number, message)
-
-    def queue_row(self, row: list):
-        self.world.hears_row(self.number, row)
+        self.queue = partial(world.on_error, number)
+        self.queue_row = partial(world.on_row, number)
 
 
 class World:
@@ -218,9 +190,8 @@ class World:
         self.writers: dict[int, Writer] = {}  # block -> of whom wrote it last
         self.in_need: set[Request] = set()  # gave back blocks of a step under way, to grow
         self.everybody: list[Text] = []
-        self.told_idle = True
+        self.reported_idle = True
         self.restarting = False
-        self.has_beams = False
         self.links: dict[int, Wire] = {}
 
     def run(self) -> Counter:
@@ -235,7 +206,6 @@ class World:
                 self.watch_scheduler()
                 loop.serve(self.engine, self, settings["max_queue"])
         self.counts["steps"] = self.steps
-        self.counts |= {name: 1 for name in ALL_THE_TIME if name in settings["features"]}
         return self.counts
 
     def watch_scheduler(self):
@@ -244,7 +214,7 @@ class World:
         resolve = scheduler.resolve
 
         def watched(step: int) -> Plan:
-            # their blocks come back with the step under way: nobody need be sent away for these
+            # their blocks come back with the step under way: no request need be preempted for these
             ending = [r.id for r in scheduler.ending]
             before = {r: self.num_left(r) for r in scheduler.running}
             made = plan(step)
@@ -273,15 +243,17 @@ class World:
         return not self.restarting and not self.is_over
 
     def set_greeting(self, message: dict):
-        assert message["max_model_len"] == self.longest, (
-            f"{message} but the longest text is {self.longest}"
-        )
+        sizes = {"max_num_seqs": self.settings["engine"]["max_num_seqs"], "vocab_size": self.V}
+        limits = {"max_model_len": self.longest, "eos_token_ids": tuple(self.eos)}
+        assert message == {"op": "ready"} | sizes | limits
         for _ in range(self.settings["links"]):
             self.open_link()
 
     def open_link(self):
-        self.links[self.num_links] = Wire(self, self.num_links)
+        """Its number begins with those of the links before it: 1, 10, 100, .."""
+        number = 10 ** (self.num_links % 12)
         self.num_links += 1
+        self.links[number] = Wire(self, number)
 
     def receive(self, timeout: float | None):
         """
@@ -308,13 +280,10 @@ class World:
         self.countdown -= 1
 
     def is_time_for(self, event: dict) -> bool:
-        """
-        Some events wait for a while: for somebody in the state that they aim at, or for an idle
-        engine.
-        """
+        """Some events wait for a while for a text in the state that they aim at."""
         if not self.engine.has_work:
             return True
-        return event["do"] != "beam" and self.find(event) is not None
+        return self.find(event) is not None
 
     def flush(self, stats: dict):
         self.check(stats)
@@ -328,24 +297,19 @@ class World:
         yield from self.submit(link, event)
 
     def submit(self, link: Wire, event: dict):
-        id, prompt, params, options = (
-            event[name] for name in ("id", "prompt", "params", "options")
-        )
+        id = event["id"]
+        prompt = event["prompt"]
+        params = event["params"]
+        options = event["options"]
         n = options.get("n", 1)
         ids = [f"{link.number}:{id}", *(f"{link.number}:{id}.{i}" for i in range(1, n))]
-        self.refusal = self.why_refused(ids, prompt, params, n)
+        self.refusal = self.why_refused(ids, prompt, params)
         self.answered = None
         self.explained = ""
-        message = {
-            "op": "add",
-            "id": id,
-            "prompt": prompt,
-            "params": dict(params),
-            "options": options,
-        }
         if not self.refusal:
             self.accept(ids, prompt, params, options)
-        yield link, message
+        asked = {"prompt": prompt, "params": dict(params), "options": options}
+        yield link, {"op": "add", "id": id} | asked
         assert self.answered == self.refusal, (
             f"request {id}: wanted {self.refusal!r}, the engine said {self.answered!r} "
             f"{self.explained}"
@@ -353,12 +317,13 @@ class World:
         if self.refusal:
             self.counts["full queue" if self.refusal == "full" else "refused"] += 1
 
-    def why_refused(self, ids: list[str], prompt: list[int], params: dict, n: int) -> str | None:
-        rows = self.settings["engine"]["max_num_seqs"]
+    def why_refused(self, ids: list[str], prompt: list[int], params: dict) -> str | None:
         max_queue = self.settings["max_queue"]
         at_work = len(self.live) + len(self.promised)
-        if max_queue is not None and at_work + n > rows + max_queue:
-            return "full"
+        if max_queue is not None:
+            rows = self.settings["engine"]["max_num_seqs"]
+            if at_work + len(ids) > rows + max_queue:
+                return "full"
         taken = any(id in self.live or id in self.promised for id in ids)
         fits = prompt and len(prompt) + params["max_tokens"] <= self.longest
         return None if fits and not taken and max(prompt) < self.V else "invalid"
@@ -367,31 +332,19 @@ class World:
         stops = set(params.get("stop_token_ids", ()))
         if not params.get("ignore_eos"):
             stops |= self.eos
-        shared = {
-            "prompt": prompt,
-            "params": params,
-            "max_tokens": params["max_tokens"],
-            "stops": stops,
-            "priority": options.get("priority", 0),
-            "salt": options.get("cache_salt", ""),
-            "logprobs": params.get("logprobs"),
-            "arrival": self.clock.now,
-        }
         texts = []
         for choice, id in enumerate(ids):
             key = noise_key(params["seed"], choice)
             right = answer(prompt, params["max_tokens"], stops, key, self.V, self.window)
-            texts.append(Text(id, *right, choice, **shared))
+            text = Text(id, *right, choice, prompt, params, stops, 0, "", self.clock.now)
+            text.priority = options.get("priority", 0)
+            text.salt = options.get("cache_salt", "")
+            texts.append(text)
         first, *others = texts
         first.prompt_logprobs = options.get("prompt_logprobs")
         first.others = others
         self.promised |= {text.id: text for text in others}
         self.comes_alive(first)
-        self.counts["n"] += len(ids) > 1
-        self.counts["priorities"] += first.priority != 0
-        self.counts["salts"] += first.salt != ""
-        self.counts["logprobs"] += first.logprobs is not None
-        self.counts["prompt scores"] += first.prompt_logprobs is not None
 
     def comes_alive(self, text: Text):
         self.live[text.id] = text
@@ -402,7 +355,7 @@ class World:
 
     def find(self, event: dict) -> Text | None:
         """The text that an event aims at: one of those in a certain state."""
-        found = []
+        candidates = []
         for id, text in self.live.items():
             r = self.engine.requests[id]
             states = {r.status}
@@ -415,8 +368,8 @@ class World:
             if text.others:
                 states.add("promising")
             if event["state"] in states or event["state"] == "any":
-                found.append(text)
-        return found[event["pick"] % len(found)] if found else None
+                candidates.append(text)
+        return candidates[event["pick"] % len(candidates)] if candidates else None
 
     def abort(self, event: dict):
         text = self.find(event)
@@ -431,7 +384,7 @@ class World:
         yield link, {"op": "abort", "id": id}
 
     def link_and_id(self, text: Text) -> tuple[Wire, str]:
-        """Who asked for it, and under which name."""
+        """The link that asked for it, and its name there."""
         number, _, id = text.id.partition(":")
         return self.links[int(number)], id
 
@@ -464,7 +417,7 @@ class World:
         return ()
 
     def broken(self, event: dict):
-        """The next logits of somebody are not numbers."""
+        """The next logits of a request are not numbers."""
         text = self.find(event)
         if text:
             self.engine.runner.broken_logits.add(self.engine.requests[text.id])
@@ -476,7 +429,7 @@ class World:
         return ()
 
     def restart(self, event: dict):
-        """The engine is stopped in whatever state, and built again."""
+        """The engine is stopped, in any state, and built again."""
         self.restarting = True
         self.counts["restart"] += 1
         return ()
@@ -495,9 +448,9 @@ class World:
         )
         engine.requests[child.id] = child
         engine.runner.fill_rows(child)
-        so_far = parent.tokens[: parent.told]
+        so_far = parent.tokens[: parent.num_sent]
         key = noise_key(child.params.seed, event["choice"])
-        left = parent.max_tokens - parent.told
+        left = parent.params["max_tokens"] - parent.num_sent
         text = parent.prompt + so_far
         tokens, reason = answer(text, left, parent.stops, key, self.V, self.window)
         own = {"id": child.id, "tokens": so_far + tokens, "reason": reason, "prompt_logprobs": None}
@@ -505,62 +458,23 @@ class World:
         self.counts["forks"] += 1
         return ()
 
-    def beam(self, event: dict):
-        """Beam search has the engine for itself, and refuses to run beside others."""
-        self.has_beams = not self.engine.has_work
-        arguments = event["prompt"], event["width"], event["max_tokens"]
-        possible = self.has_beams and self.has_room_for_beams(*arguments)
-        try:
-            found = beam_search(self.engine, *arguments)
-        except ValueError as error:
-            assert not possible, f"beam search was refused: {error}"
-        else:
-            assert possible, f"beam search of {arguments} was not refused"
-            right = beams(*arguments, self.eos, self.V, self.window)
-            # of two beams that are as good either may be taken, so these are judged one by one
-            scores = [score for _, score in found]
-            same = scores == pytest.approx([score for _, score in right])
-            assert same and len({bytes(tokens) for tokens, _ in found}) == len(found), (
-                f"beams {found}, right: {right}"
-            )
-            for tokens, logprob in found:
-                right = total_logprob(event["prompt"], tokens, self.V, self.window)
-                assert logprob == pytest.approx(right), f"beam {tokens}: {logprob}, right: {right}"
-            self.counts["beams"] += 1
-        self.has_beams = False
-        return ()
-
-    def has_room_for_beams(self, prompt: list[int], width: int, max_tokens: int) -> bool:
-        """
-        Beams share the full blocks of their prompt, and each has its own from there on; but no more
-        than its window touches.
-        """
-        end = len(prompt) + max_tokens
-        shared = len(prompt) // self.S
-        own = -(-end // self.S) - shared
-        sizes = self.settings["engine"]
-        needed = shared + width * own
-        if self.window:
-            needed = min(needed, width * min(shared + own, blocks_of_window(self.settings)))
-        has_room = needed <= sizes["num_blocks"] and width <= sizes["max_num_seqs"]
-        return has_room and end <= self.longest
-
     # -- what the engine says ----------------------------------------------------------------------
 
-    def hears_row(self, link: int, row: list):
+    def on_row(self, link: int, row: list):
         id, tokens, reason, cached, *scores = row
         text = self.live.get(f"{link}:{id}")
         assert text, f"{row} is for nobody"
-        assert text not in self.failing and text.told != text.broken_at, (
+        assert text not in self.failing and text.num_sent != text.broken_at, (
             f"{text.id} was to fail, and got {row}"
         )
-        wanted = text.tokens[text.told]
-        end = text.reason if text.told + 1 == len(text.tokens) else None
-        assert tokens == [wanted], f"{id} got {tokens} after {text.told} tokens, right is {wanted}"
+        wanted = text.tokens[text.num_sent]
+        end = text.reason if text.num_sent + 1 == len(text.tokens) else None
+        assert tokens == [wanted], (
+            f"{id} got {tokens} after {text.num_sent} tokens, right is {wanted}"
+        )
         assert reason == end, f"{id} ends with {reason}, right is {end}"
         assert cached == text.hits, f"{id}: {cached} cached tokens, {text.hits} were found at first"
-        if scores or text.logprobs is not None or text.prompt_logprobs is not None:
-            self.check_scores(text, wanted, *(scores or (None, None)))
+        self.check_scores(text, wanted, *scores)
         self.has_token(text)
         if end:
             self.counts["stop tokens" if reason == "stop" else "full length"] += 1
@@ -568,33 +482,34 @@ class World:
 
     def check_scores(self, text: Text, token: int, logprobs, prompt_logprobs):
         right = None
-        if text.logprobs is not None:
-            so_far = bytes(text.prompt + text.tokens[: text.told])
-            right = [score(seen(so_far, self.window), token, text.logprobs, self.V)]
+        n = text.params.get("logprobs")
+        if n is not None:
+            so_far = bytes(text.prompt + text.tokens[: text.num_sent])
+            right = [score(seen(so_far, self.window), token, n, self.V)]
         assert logprobs == right, f"{text.id}: log-probabilities {logprobs}, right: {right}"
         right = None
-        if text.prompt_logprobs is not None and text.told == 0 and len(text.prompt) > 1:
-            right = scores_of(text.prompt, text.prompt_logprobs, self.V, self.window)
+        n = text.prompt_logprobs
+        if n is not None and text.num_sent == 0 and len(text.prompt) > 1:
+            right = scores_of(text.prompt, n, self.V, self.window)
         assert prompt_logprobs == right, (
             f"{text.id}: scores of the prompt {prompt_logprobs}, right: {right}"
         )
 
     def has_token(self, text: Text):
-        text.told += 1
-        if text.told > 1:
+        text.num_sent += 1
+        if text.num_sent > 1:
             return
         if text.admitted is not None:
             self.prefilled.append(self.clock.now - text.admitted)
         for other in text.others:
             del self.promised[other.id]
-            other.runs = (
-                self.engine.requests[other.id].status == "active"
-            )  # a fork, else it waits for a row
+            # a fork, else it waits for a row
+            other.runs = self.engine.requests[other.id].status == "active"
             other.hits = text.hits if other.runs else None
             self.comes_alive(other)
         text.others = []
 
-    def hears_error(self, link: int, message: dict):
+    def on_error(self, link: int, message: dict):
         kind = message["kind"]
         if kind != "internal":
             self.answered = kind
@@ -609,13 +524,11 @@ class World:
             )
             self.counts["step raises"] += 1
         else:
-            assert text.told == text.broken_at, (
-                f"{text.id} fails after {text.told} tokens: {message}"
+            assert text.num_sent == text.broken_at, (
+                f"{text.id} fails after {text.num_sent} tokens: {message}"
             )
             assert "not numbers" in message["message"], f"{text.id} ends with {message}"
-            self.has_token(
-                text
-            )  # the step itself went well, and its other choices go their own ways
+            self.has_token(text)  # the step went well, and its other choices go their own ways
             self.counts["broken logits"] += 1
         self.ends(text)
 
@@ -638,13 +551,6 @@ class World:
             self.truth["queried tokens"] += request.num_tokens
             self.truth["hit tokens"] += request.num_filled_slots
         scheduler.check_plan(plan)
-        if self.has_beams:
-            for r in scheduler.running:
-                for i in range(r.num_filled_slots // self.S, len(r.block_table)):
-                    self.writers[r.block_table[i]] = Writer(
-                        r.prompt_tokens, r.generated_tokens, "", i
-                    )
-            return
         assert computes or scheduler.is_done() or self.engine.in_flight, (
             "a step without a token, while there is work"
         )
@@ -663,7 +569,7 @@ class World:
                 self.writers[request.block_table[i]] = text.writer(i)
 
     def check_preempted(self, plan: Plan):
-        """Whoever was sent away is behind all who stay."""
+        """Preempted requests are behind all that stay."""
         self.counts["tiny pool"] += len(plan.preempted)
         for request in plan.preempted:
             self.live[request.id].runs = False
@@ -685,23 +591,23 @@ class World:
     def check_admitted(self, text: Text, request: Request):
         text.runs = True
         S = self.S
-        found = request.num_filled_slots
+        hits = request.num_filled_slots
         right = self.longest_hit(text, request.num_tokens)
-        assert found == right, f"{text.id}: {found} tokens found in the cache, {right} are there"
-        first = max(0, found - self.window + 1) // S if self.window else 0
+        assert hits == right, f"{text.id}: {hits} tokens found in the cache, {right} are there"
+        first = max(0, hits - self.window + 1) // S if self.window else 0
         sink = self.engine.num_blocks
         given_back = [index for index, block in enumerate(request.block_table) if block == sink]
         assert given_back == [*range(first)], (
             f"{text.id} is without blocks {given_back}, and does not see the first {first}"
         )
-        for index in range(first, found // S):
+        for index in range(first, hits // S):
             writer = self.writers[request.block_table[index]]
             assert writer.text(S) == text.writer(index).text(S), (
                 f"{text.id} of salt {text.salt!r} finds {writer.text(S)}"
             )
-        self.counts["prefix cache"] += found > 0
+        self.counts["prefix cache"] += hits > 0
         if text.hits is None:
-            text.hits = found
+            text.hits = hits
             text.admitted = self.clock.now
             self.waited.append(self.clock.now - text.arrival)
 
@@ -724,16 +630,16 @@ class World:
         return 0
 
     def must_fail(self, plan: Plan):
-        """This step raises: whoever takes part must hear of it before the step is over."""
+        """This step raises: each request that takes part must get an error before it is over."""
         took_part = dict.fromkeys([*plan.decodes, *(r for r, _ in plan.chunks), *plan.admitted])
         self.failing += [self.live[r.id] for r in took_part if self.engine.requests.get(r.id) is r]
 
     def check(self, stats: dict):
-        """After a step, when its tokens and errors are told."""
+        """After a step, when its tokens and errors are sent."""
         engine = self.engine
         engine.scheduler.check()
         assert not self.failing, (
-            f"{[text.id for text in self.failing]} were not told of the step's failure"
+            f"{[text.id for text in self.failing]} got no error for the step's failure"
         )
         assert engine.requests.keys() == self.live.keys(), (
             f"{[*engine.requests]} are in work, not {[*self.live]}"
@@ -755,7 +661,7 @@ class World:
         The blocks that a step has filled, which must be in the cache once it is resolved: unless
         others hold them, too, or no block was free when they were left.
         """
-        if self.has_beams or not self.settings["engine"]["prefix_cache"]:
+        if not self.settings["engine"]["prefix_cache"]:
             return []
         filled = []
         for request, n in plan.work:
@@ -805,15 +711,15 @@ class World:
         assert stats == right, f"stats {stats}, right: {right}"
         self.waited = []
         self.prefilled = []
-        self.told_idle = not stats["at_work"]
+        self.reported_idle = not stats["at_work"]
 
     def check_age(self, text: Text):
         """
-        Nobody starves. While the most urgent text waits, nobody is admitted, and each step computes
-        a token that it will not compute again: all rows are empty after R * L steps, R rows and L
-        tokens of the longest text. Then it runs and is never sent away: its prompt takes as many
-        steps again at most, its answer a token a turn. Then somebody else is first. Each text more
-        urgent can be first once, or twice when another one arrives.
+        No request starves. While the most urgent text waits, none is admitted, and each step
+        computes a token that it will not compute again: all rows are empty after R * L steps, R
+        rows and L tokens of the longest text. Then it runs and is never sent away: its prompt takes
+        as many steps again at most, its answer a token a turn. Then another text is first. Each
+        text more urgent can be first once, or twice when another one arrives.
         """
         R = self.settings["engine"]["max_num_seqs"]
         L = self.longest
@@ -822,10 +728,10 @@ class World:
         first = 2 * R * L + 1 + turn * L  # steps
         age = self.steps - text.added_at
         if age > first:
-            others = [
-                t for t in self.everybody if t.ended_at is None or t.ended_at >= text.added_at
-            ]
-            before = sum(self.urgency(other) < self.urgency(text) for other in others)
+            before = 0
+            for other in self.everybody:
+                beside = other.ended_at is None or other.ended_at >= text.added_at
+                before += beside and self.urgency(other) < self.urgency(text)
             assert age <= (1 + 2 * before) * first, (
                 f"{text.id} is {age} steps old, {before} texts go before it"
             )
@@ -841,38 +747,26 @@ class World:
         )
         left = [engine.requests, engine.promised, engine.prompt_scores]
         assert not any(left), f"the engine is idle, and has kept {left}"
-        assert self.told_idle, "the engine is idle, and nobody was told"
+        assert self.reported_idle, "the engine is idle, and its stats were not sent"
 
 
 # --------------------------------------------------------------------------------------------------
 # Lives by their seeds, their traces, and what they have in common
 
 
-class Violation(AssertionError):
-    """A life in which something was not as it must be, after so many steps."""
-
-    def __init__(self, steps: int, error: Exception):
-        super().__init__(f"step {steps}: {type(error).__name__}: {error}")
-        self.steps = steps
-
-
-def play(settings: dict, events: list[dict]) -> World:
-    """A life. Raises Violation, from whatever went wrong."""
+def play(settings: dict, events: list[dict]) -> tuple[World, str]:
+    """A life, and why it fails: "" if it does not."""
     world = World(settings, events)
     try:
         world.run()
     except Exception as error:
-        raise Violation(world.steps, error) from error
-    return world
+        return world, f"step {world.steps}: {type(error).__name__}: {error}"
+    return world, ""
 
 
 def fails(settings: dict, events: list[dict]) -> str:
-    """How a life ends: why it fails, "" if it does not."""
-    try:
-        play(settings, events)
-    except Violation as violation:
-        return str(violation)
-    return ""
+    _, why = play(settings, events)
+    return why
 
 
 def write_trace(path: str, settings: dict, events: list[dict]):
@@ -921,116 +815,60 @@ class RecordedWorld(World):
         self.check_tallies()
 
     def check_tallies(self):
-        """What the lines so far tell is so."""
+        """The state that the lines so far describe is the real one."""
         scheduler = self.engine.scheduler
         allocator = scheduler.block_allocator
         everyone = scheduler.waiting + scheduler.running
-        found = self.tallies
+        read = self.tallies
         tables = {r.arrival_number: r.block_table for r in everyone}
-        assert found.tables == tables, f"tables {found.tables}, right: {tables}"
+        assert read.tables == tables, f"tables {read.tables}, right: {tables}"
         counts = Counter(dict(enumerate(allocator.ref_counts)))
-        assert found.references == counts, f"references {found.references}, right: {counts}"
+        assert read.references == counts, f"references {read.references}, right: {counts}"
         held = allocator.block_cache.held
-        assert found.committed == held.keys(), f"committed {found.committed}, right: {held.keys()}"
+        assert read.committed == held.keys(), f"committed {read.committed}, right: {held.keys()}"
         idle = [*allocator.idle]
-        assert [*found.idle] == idle, f"idle {[*found.idle]}, right: {idle}"
+        assert [*read.idle] == idle, f"idle {[*read.idle]}, right: {idle}"
 
     def fork(self, event: dict):
         """Of a running request, which only tests do between two steps."""
         yield from super().fork(event)
         self.recorder.end_step()
 
-    def beam(self, event: dict):
-        """These steps are not the engine's own: a snapshot says where they have led."""
-        yield from super().beam(event)
-        self.recorder.failed()
-        self.recorder.end_step()
-
     def record(self) -> bytes:
         return "".join(f"{line}\n" for line in self.lines).encode()
 
 
-def write_record(path: str, settings: dict, events: list[dict]):
-    """The record of a life, as far as it goes; `python assets/draw.py replay` draws it."""
-    world = RecordedWorld(settings, events)
-    with suppress(Exception):
-        world.run()
-    Path(path).write_bytes(world.record())
-
-
 def shrunk_trace(seed: int) -> tuple[str, str, int]:
     """
-    Shrinks the life of a seed that fails into a file, and its record into another one. Returns why
-    it fails, the file, and the number of events.
+    Shrinks the life of a seed that fails into a file. Returns why it fails, the file, and the
+    number of events.
     """
     settings, events = a_life(seed)
     few = shrink(events, lambda events: bool(fails(settings, events)), simpler)
     path = f"simulator-{seed}.jsonl"
     write_trace(path, settings, few)
-    write_record(f"record-{seed}.jsonl", settings, few)
     return fails(settings, few), path, len(few)
 
 
-def pairs_of(counts: Counter) -> list[tuple[str, str]]:
-    """Which features met which faults: both did happen."""
-    return [pair for pair in product(FEATURES, FAULTS) if counts[pair[0]] and counts[pair[1]]]
+def life_of(seed: int) -> tuple[int, str, Counter]:
+    """(seed, why its life failed or "", what happened how often)"""
+    world, why = play(*a_life(seed))
+    return seed, why, world.counts
 
 
-def life_of(seed: int) -> tuple[int, str, Counter, list[tuple[str, str]]]:
-    """
-    (seed, why its life failed or "", what happened how often, which features met which faults)
-    """
-    settings, events = a_life(seed)
-    try:
-        world = play(settings, events)
-    except Violation as violation:
-        return seed, str(violation), Counter(), []
-    return seed, "", world.counts, pairs_of(world.counts)
-
-
-def campaign(seed: int, steps: float, seconds: float, processes: int) -> "Summary":
+def campaign(seed: int, steps: float, seconds: float, processes: int) -> tuple[int, str, Counter]:
     """
     Lives `seed`, `seed` + 1, .. until so many steps are done, so many seconds have passed, or one
-    has failed.
+    has failed. Returns as `life_of`, of all of them.
     """
-    summary = Summary(seed)
+    counts = Counter()
+    end = time.monotonic() + seconds
     with multiprocessing.Pool(processes) as pool:
-        for result in pool.imap(life_of, count(seed), chunksize=8):
-            summary.add(*result)
-            if summary.failure or summary.counts["steps"] >= steps or summary.seconds >= seconds:
-                break
-        pool.terminate()
-    return summary
-
-
-class Summary:
-    """What many lives were together."""
-
-    def __init__(self, first: int):
-        self.first = first
-        self.last = first
-        self.lives = 0
-        self.failure = ""
-        self.counts = Counter()
-        self.steps_with = Counter()  # (feature, fault) -> steps of lives with both
-        self.started = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    def add(self, seed: int, failure: str, counts: Counter, pairs: list[tuple[str, str]]):
-        self.last = seed
-        self.lives += 1
-        self.failure = failure
-        self.counts += counts
-        for pair in pairs:
-            self.steps_with[pair] += counts["steps"]
-
-    def __str__(self) -> str:
-        counts = "\n".join(f"{name:24}{n:14,}" for name, n in sorted(self.counts.items()))
-        rate = self.counts["steps"] / self.seconds
-        return f"{counts}\nseeds {self.first} to {self.last}, {rate:,.0f} steps a second"
+        for last, failure, new in pool.imap(life_of, count(seed), chunksize=8):
+            counts += new
+            if failure or counts["steps"] >= steps or time.monotonic() >= end:
+                pool.terminate()
+                return last, failure, counts
 
 
 def main() -> int:
@@ -1051,14 +889,15 @@ def main() -> int:
         return bool(why)
     if args.steps == args.minutes == inf:
         args.steps = 1  # the first life is enough
-    summary = campaign(args.seed, args.steps, 60 * args.minutes, args.processes)
-    print(summary)
-    if not summary.failure:
+    last, failure, counts = campaign(args.seed, args.steps, 60 * args.minutes, args.processes)
+    for name, n in sorted(counts.items()):
+        print(f"{name:24}{n:14,}")
+    print(f"seeds {args.seed} to {last}")
+    if not failure:
         return 0
-    print(f"seed {summary.last} fails, {summary.failure}\nshrinking ..", flush=True)
-    why, path, events = shrunk_trace(summary.last)
+    print(f"seed {last} fails, {failure}\nshrinking ..", flush=True)
+    why, path, events = shrunk_trace(last)
     print(f"{events} events are enough: {why}\npython -m tests.simulator --replay {path}")
-    print(f"python assets/draw.py replay record-{summary.last}.jsonl")
     return 1
 
 

@@ -10,7 +10,7 @@ import random
 
 FEATURES = [
     "n", "priorities", "salts", "stop tokens", "prompt scores", "logprobs", "shared prefixes",
-    "forks", "beams", "overlap", "padding", "prefix cache", "several links", "windows",
+    "forks", "overlap", "padding", "prefix cache", "several links", "windows",
 ]  # fmt: skip
 FAULTS = [
     "abort", "step raises", "late step", "broken logits", "tiny pool", "clock jump",
@@ -20,226 +20,187 @@ STATES = [
     "any", "waiting", "preempted", "prefilling", "scoring", "promising", "active", "to come",
     "ending",
 ]  # fmt: skip
+FATEFUL = ["any", "prefilling", "scoring", "scoring", "promising", "to come"]  # much to lose
 
 
 def a_life(seed: int) -> tuple[dict, list[dict]]:
     """Settings and events."""
-    rng = random.Random(seed)
-    has = {name: rng.random() < 0.7 for name in FEATURES} | {
-        name: rng.random() < 0.4 for name in FAULTS
-    }
-    settings = settings_of(rng, has)
-    makers = [request] * 20
-    for name, maker, weight in MAKERS:
-        makers += [maker] * (weight * has[name])
-    events = [
-        rng.choice(makers)(rng, has, settings, number) for number in range(rng.randint(20, 400))
-    ]
-    pace = rng.choice([0, 1, 4, 10])  # the mean of steps between two events
-    for event in events:
-        after = min(50, int(rng.expovariate(1 / pace))) if pace else 0
-        event["after"] = 0 if event.pop("at once", False) else after
-    return settings, events
-
-
-def settings_of(rng: random.Random, has: dict) -> dict:
-    block_size = rng.randint(1, 4)
-    num_blocks = rng.randint(2, 12) if has["tiny pool"] else rng.randint(12, 32)
-    max_num_seqs = rng.randint(1, 8)
-    engine = {
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "max_num_seqs": max_num_seqs,
-        "token_budget": max_num_seqs + rng.choice([0, 0, 1, 2, 8, 30]),
-        "prefix_cache": has["prefix cache"],
-        "policy": rng.choice(["priority", "sjf"]) if has["priorities"] else "fcfs",
-        "prefill_share": rng.choice([0.0, 0.25, 0.9]),
-        "max_num_partial_prefills": rng.randint(1, 4),
-        "max_long_partial_prefills": rng.randint(1, 3),
-        "long_prefill_threshold": rng.choice([1, 4, 8, 512]),
-        "watermark": rng.choice([0.0, 0.01, 0.1]),
-        "overlap": has["overlap"],
-    }
-    V = rng.choice([2, 3, 16, 250, 250])
-    return {
-        "features": [name for name in FEATURES if has[name]],
-        "faults": [name for name in FAULTS if has[name]],
-        "V": V,
-        "context": rng.choice([4, 12, 40, 100]),
-        "eos": rng.randrange(V) if has["stop tokens"] and rng.random() < 0.5 else None,
-        "padded": has["padding"],
-        "max_queue": rng.choice([0, 1, 4]) if has["full queue"] else None,
-        "links": rng.randint(2, 3) if has["several links"] else 1,
-        "tick": rng.choice([0.0, 0.01, 1.0, 30.0]),  # seconds that a step takes
-        "window": rng.choice([0] * 7 + [1, 2, 3, 5, 8, 13, 21]) if has["windows"] else 0,
-        "engine": engine,
-    }
-
-
-def blocks_of_window(settings: dict) -> int | None:
-    """How many blocks a window touches at most, wherever it begins."""
-    S = settings["engine"]["block_size"]
-    window = settings.get("window", 0)  # older traces have none
-    return max(len({p // S for p in range(i, i + window)}) for i in range(S)) if window else None
+    life = Life(random.Random(seed))
+    return life.settings, life.events()
 
 
 def longest_text(settings: dict) -> int:
     """A text whose windows fit into the pool may be longer than it."""
-    engine = settings["engine"]
-    num_blocks = engine["num_blocks"]
-    slides = settings.get("window", 0) and blocks_of_window(settings) <= num_blocks
-    pool = settings["context"] if slides else num_blocks * engine["block_size"]
-    return min(settings["context"], pool)
+    num_blocks = settings["engine"]["num_blocks"]
+    S = settings["engine"]["block_size"]
+    context = settings["context"]
+    window = settings.get("window", 0)  # older traces have none
+    # the blocks that a window touches, wherever it begins
+    touched = [len({p // S for p in range(i, i + window)}) for i in range(S)]
+    if window and max(touched) <= num_blocks:
+        return context
+    return min(context, num_blocks * S)
 
 
-def request(rng: random.Random, has: dict, settings: dict, number: int) -> dict:
-    longest = longest_text(settings)
-    length = rng.choice([rng.randint(1, longest - 1), rng.randint(1, min(longest - 1, 9))])
-    most = longest - length
-    params = {"max_tokens": rng.choice([most, rng.randint(1, most)]), "seed": rng.randrange(2**32)}
-    if has["stop tokens"]:
-        params["stop_token_ids"] = rng.choices(range(settings["V"]), k=rng.randint(0, 2))
-        params["ignore_eos"] = rng.random() < 0.3
-    if has["logprobs"] and rng.random() < 0.5:
-        params["logprobs"] = rng.randint(0, 2)
-    options = {}
-    if has["n"] and rng.random() < 0.4:
-        options["n"] = rng.randint(2, 4)
-    if has["priorities"]:
-        options["priority"] = rng.choice([0, 0, 1, 5, -3])
-    if has["salts"]:
-        options["cache_salt"] = rng.choice(["", "pepper", "thyme"])
-    if has["prompt scores"] and rng.random() < 0.6:
-        options["prompt_logprobs"] = rng.choice([0, 0, 1, 2])
-    prompt = a_prompt(rng, has, settings["V"], length)
-    return {
-        "do": "add",
-        "link": rng.randrange(3),
-        "id": str(number),
-        "prompt": prompt,
-        "params": params,
-        "options": options,
-    }
+# How often something happens, where requests come 20 times: a feature or fault of the life
+WEIGHTS = {
+    "abort": 10, "step raises": 1, "late step": 1, "broken logits": 1, "clock jump": 1,
+    "id used again": 8, "refused": 1, "full queue": 10, "link gone": 1, "restart": 1, "forks": 4,
+}  # fmt: skip
+SIMPLE_FAULTS = {
+    "step raises": [
+        {"do": "fault", "where": "launch", "how": "before"},
+        {"do": "fault", "where": "launch", "how": "after"},
+        {"do": "fault", "where": "collect", "how": "at all"},
+    ],
+    "late step": [{"do": "fault", "where": "late", "how": seconds} for seconds in (0.5, 100.0)],
+    "clock jump": [{"do": "jump", "seconds": seconds} for seconds in (0.001, 10.0, 10_000.0)],
+    "link gone": [{"do": "gone", "link": link} for link in range(3)],
+    "restart": [{"do": "restart"}],
+}
 
 
-def a_prompt(rng: random.Random, has: dict, V: int, length: int) -> list[int]:
-    """The trunk of a small tree of texts as far as it is shared, then tokens of its own."""
-    shared = rng.choice([length, rng.randint(0, length)]) if has["shared prefixes"] else 0
-    trunk = random.Random(rng.randrange(3))
-    return [trunk.randrange(V) for _ in range(shared)] + [
-        rng.randrange(V) for _ in range(length - shared)
-    ]
+class Life:
+    """Draws settings and events."""
 
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.has = {name: rng.random() < 0.7 for name in FEATURES}
+        self.has |= {name: rng.random() < 0.4 for name in FAULTS}
+        engine = self.engine_settings()
+        self.V = rng.choice([2, 3, 16, 250, 250])
+        self.settings = self.other_settings() | {"engine": engine}
+        self.longest = longest_text(self.settings)
 
-def refused(rng, has, settings, number) -> dict:
-    """
-    What the engine must not take: too long, empty, or with a token that the vocabulary has not.
-    """
-    event = request(rng, has, settings, number)
-    wrong = rng.choice(["long", "empty", "token"])
-    if wrong == "long":
-        event["params"]["max_tokens"] += settings["context"]
-    elif wrong == "empty":
-        event["prompt"] = []
-    else:
-        event["prompt"][-1] = settings["V"]
-    return event
+    def engine_settings(self) -> dict:
+        rng = self.rng
+        has = self.has
+        block_size = rng.randint(1, 4)
+        num_blocks = rng.randint(2, 12) if has["tiny pool"] else rng.randint(12, 32)
+        max_num_seqs = rng.randint(1, 8)
+        return {
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "max_num_seqs": max_num_seqs,
+            "token_budget": max_num_seqs + rng.choice([0, 0, 1, 2, 8, 30]),
+            "prefix_cache": has["prefix cache"],
+            "policy": rng.choice(["priority", "sjf"]) if has["priorities"] else "fcfs",
+            "prefill_share": rng.choice([0.0, 0.25, 0.9]),
+            "max_num_partial_prefills": rng.randint(1, 4),
+            "max_long_partial_prefills": rng.randint(1, 3),
+            "long_prefill_threshold": rng.choice([1, 4, 8, 512]),
+            "watermark": rng.choice([0.0, 0.01, 0.1]),
+            "overlap": has["overlap"],
+        }
 
+    def other_settings(self) -> dict:
+        rng = self.rng
+        has = self.has
+        return {
+            "V": self.V,
+            "context": rng.choice([4, 12, 40, 100]),
+            "eos": rng.randrange(self.V) if has["stop tokens"] and rng.random() < 0.5 else None,
+            "padded": has["padding"],
+            "max_queue": rng.choice([0, 1, 4]) if has["full queue"] else None,
+            "links": rng.randint(2, 3) if has["several links"] else 1,
+            "tick": rng.choice([0.0, 0.01, 1.0, 30.0]),  # seconds that a step takes
+            "window": rng.choice([0] * 7 + [1, 2, 3, 5, 8, 13, 21]) if has["windows"] else 0,
+        }
 
-def burst(rng, has, settings, number) -> dict:
-    """A request right after what was before it, so that the queue fills."""
-    return request(rng, has, settings, number) | {"at once": True}
+    def events(self) -> list[dict]:
+        rng = self.rng
+        kinds = ["request"] * 20
+        for name, weight in WEIGHTS.items():
+            kinds += [name] * (weight * self.has[name])
+        events = [self.event(rng.choice(kinds), i) for i in range(rng.randint(20, 400))]
+        pace = rng.choice([0, 1, 4, 10])  # the mean of steps between two events
+        for event in events:
+            after = min(50, int(rng.expovariate(1 / pace))) if pace else 0
+            event["after"] = 0 if event.pop("at once", False) else after
+        return events
 
+    def event(self, kind: str, number: int) -> dict:
+        match kind:
+            case "request":
+                return self.request(number)
+            case "full queue":  # right after the event before it
+                return self.request(number) | {"at once": True}
+            case "refused":
+                return self.refused(number)
+            case "id used again":
+                return self.id_used_again(number)
+            case "abort":
+                return {"do": "abort"} | self.aimed()
+            case "broken logits":
+                return {"do": "broken"} | self.aimed()
+            case "forks":
+                event = {"do": "fork", "id": number, "choice": 100 + number, "state": "active"}
+                return event | {"pick": self.rng.randrange(100), "patience": 5}
+        return dict(self.rng.choice(SIMPLE_FAULTS[kind]))
 
-def aimed(rng) -> dict:
-    """At somebody in a certain state, if there is one within some steps."""
-    return {
-        "state": rng.choice(STATES),
-        "pick": rng.randrange(100),
-        "patience": rng.choice([0, 20]),
-    }
+    def request(self, number: int) -> dict:
+        rng = self.rng
+        has = self.has
+        most = self.longest - 1
+        length = rng.choice([rng.randint(1, most), rng.randint(1, min(most, 9))])
+        most = self.longest - length
+        max_tokens = rng.choice([most, rng.randint(1, most)])
+        params = {"max_tokens": max_tokens, "seed": rng.randrange(2**32)}
+        if has["stop tokens"]:
+            params["stop_token_ids"] = rng.choices(range(self.V), k=rng.randint(0, 2))
+            params["ignore_eos"] = rng.random() < 0.3
+        if has["logprobs"] and rng.random() < 0.5:
+            params["logprobs"] = rng.randint(0, 2)
+        options = {}
+        if has["n"] and rng.random() < 0.4:
+            options["n"] = rng.randint(2, 4)
+        if has["priorities"]:
+            options["priority"] = rng.choice([0, 0, 1, 5, -3])
+        if has["salts"]:
+            options["cache_salt"] = rng.choice(["", "pepper", "thyme"])
+        if has["prompt scores"] and rng.random() < 0.6:
+            options["prompt_logprobs"] = rng.choice([0, 0, 1, 2])
+        prompt = self.prompt(length)
+        event = {"do": "add", "link": rng.randrange(3), "id": str(number)}
+        return event | {"prompt": prompt, "params": params, "options": options}
 
+    def prompt(self, length: int) -> list[int]:
+        """The trunk of a small tree of texts as far as it is shared, then tokens of its own."""
+        rng = self.rng
+        shared = 0
+        if self.has["shared prefixes"]:
+            shared = rng.choice([length, rng.randint(0, length)])
+        trunk = random.Random(rng.randrange(3))
+        tokens = [trunk.randrange(self.V) for _ in range(shared)]
+        return tokens + [rng.randrange(self.V) for _ in range(length - shared)]
 
-def abort(rng, has, settings, number) -> dict:
-    return {"do": "abort"} | aimed(rng)
+    def refused(self, number: int) -> dict:
+        """
+        What the engine must not take: too long, empty, or with a token that the vocabulary has not.
+        """
+        event = self.request(number)
+        wrong = self.rng.choice(["long", "empty", "token"])
+        if wrong == "long":
+            event["params"]["max_tokens"] += self.settings["context"]
+        elif wrong == "empty":
+            event["prompt"] = []
+        else:
+            event["prompt"][-1] = self.V
+        return event
 
+    def aimed(self) -> dict:
+        """At a text in a certain state, if there is one within some steps."""
+        rng = self.rng
+        aim = {"state": rng.choice(STATES), "pick": rng.randrange(100)}
+        return aim | {"patience": rng.choice([0, 20])}
 
-def id_used_again(rng, has, settings, number) -> dict:
-    """Of one who is aborted just now, or of whoever has it."""
-    if rng.random() < 0.3:
-        earlier = rng.randrange(number + 1)
-        return request(rng, has, settings, earlier)
-    state = rng.choice(
-        ["any", "prefilling", "scoring", "scoring", "promising", "to come"]
-    )  # it has something to lose
-    return request(rng, has, settings, number) | {"do": "replace"} | aimed(rng) | {"state": state}
-
-
-def step_raises(rng, has, settings, number) -> dict:
-    where, how = rng.choice([("launch", "before"), ("launch", "after"), ("collect", "at all")])
-    return {"do": "fault", "where": where, "how": how}
-
-
-def late_step(rng, has, settings, number) -> dict:
-    return {"do": "fault", "where": "late", "how": rng.choice([0.5, 100.0])}
-
-
-def broken_logits(rng, has, settings, number) -> dict:
-    return {"do": "broken"} | aimed(rng)
-
-
-def clock_jump(rng, has, settings, number) -> dict:
-    return {"do": "jump", "seconds": rng.choice([0.001, 10.0, 10_000.0])}
-
-
-def link_gone(rng, has, settings, number) -> dict:
-    return {"do": "gone", "link": rng.randrange(3)}
-
-
-def restart(rng, has, settings, number) -> dict:
-    return {"do": "restart"}
-
-
-def fork(rng, has, settings, number) -> dict:
-    return {
-        "do": "fork",
-        "id": number,
-        "choice": 100 + number,
-        "state": "active",
-        "pick": rng.randrange(100),
-        "patience": 5,
-    }
-
-
-def beam(rng, has, settings, number) -> dict:
-    longest = longest_text(settings)
-    length = rng.randint(1, min(longest - 1, 12))
-    prompt = a_prompt(rng, has, settings["V"], length)
-    event = {
-        "do": "beam",
-        "prompt": prompt,
-        "width": rng.randint(1, 3),
-        "max_tokens": rng.randint(1, 8),
-    }
-    return event | {"patience": rng.choice([0, 100, 100])}  # until the engine is idle
-
-
-# Feature or fault; what makes an event of it, from (rng, what the life has, settings, number of the
-# event); and how often, where requests have 20.
-MAKERS = [
-    ("abort", abort, 10),
-    ("step raises", step_raises, 1),
-    ("late step", late_step, 1),
-    ("broken logits", broken_logits, 1),
-    ("clock jump", clock_jump, 1),
-    ("id used again", id_used_again, 8),
-    ("refused", refused, 1),
-    ("full queue", burst, 10),
-    ("link gone", link_gone, 1),
-    ("restart", restart, 1),
-    ("forks", fork, 4),
-    ("beams", beam, 1),
-]
+    def id_used_again(self, number: int) -> dict:
+        """Of a text that is aborted just now, or of an earlier event."""
+        rng = self.rng
+        if rng.random() < 0.3:
+            return self.request(rng.randrange(number + 1))
+        state = rng.choice(FATEFUL)
+        return self.request(number) | {"do": "replace"} | self.aimed() | {"state": state}
 
 
 def simpler(event: dict):
@@ -250,19 +211,16 @@ def simpler(event: dict):
     if event["do"] not in ("add", "replace"):
         return
     prompt = event["prompt"]
-    for length in (1, len(prompt) // 2, len(prompt) - 1):
-        if 0 < length < len(prompt):
-            yield event | {"prompt": prompt[:length]}
+    for length in fewer(len(prompt)):
+        yield event | {"prompt": prompt[:length]}
     params = event["params"]
-    most = params["max_tokens"]
-    for fewer in (1, most // 2, most - 1):
-        if 0 < fewer < most:
-            yield event | {"params": params | {"max_tokens": fewer}}
-    for name in event["options"]:
-        yield event | {"options": without(event["options"], name)}
-    for name in sorted(params.keys() - {"max_tokens", "seed"}):
-        yield event | {"params": without(params, name)}
+    for max_tokens in fewer(params["max_tokens"]):
+        yield event | {"params": params | {"max_tokens": max_tokens}}
+    for part, kept in (("options", set()), ("params", {"max_tokens", "seed"})):
+        fields = event[part]
+        for name in sorted(fields.keys() - kept):
+            yield event | {part: {key: fields[key] for key in fields if key != name}}
 
 
-def without(fields: dict, name: str) -> dict:
-    return {key: value for key, value in fields.items() if key != name}
+def fewer(most: int) -> list[int]:
+    return [n for n in (1, most // 2, most - 1) if 0 < n < most]

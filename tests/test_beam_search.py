@@ -1,6 +1,6 @@
 """
 examples/beam_search.py against a textbook's, which computes every beam's whole text again: with a
-model, and over hundreds of random scores (simulated_runner.py). The simulator has beams, too.
+model, and over hundreds of random scores (simulated_runner.py).
 """
 
 import random
@@ -11,7 +11,7 @@ import torch
 from examples.beam_search import beam_search
 from test_paged import assert_idle, new_engine, prompt, raises, trained_model
 from tests.simulated_runner import VOCABULARY as V
-from tests.simulated_runner import beams, greedy, simulated_engine
+from tests.simulated_runner import greedy, score, simulated_engine
 
 
 def test_with_a_model():
@@ -19,22 +19,20 @@ def test_with_a_model():
     Would catch: a beam that continues another's text, scores that belong to another beam, a beam
     that ends early. A wider search finds at least as good an answer here.
     """
-    for seed, eos_at in ((12, None), (12, 6), (13, 4)):
-        start = prompt(seed, 17)
-        # a letter that the model expects soon: some beams end there
-        eos = None if eos_at is None else start[eos_at]
+    start = prompt(12, 17)
+    for eos in (None, start[6]):  # a letter that the model expects soon: some beams end there
         model = trained_model(eos_token_id=eos)
         engine = new_engine(model, num_blocks=40, token_budget=8)  # the prompt comes in chunks
         best = []
-        for width, max_tokens in ((1, 9), (3, 9), (5, 9)):
-            answers = beam_search(engine, start, width, max_tokens)
+        for width in (1, 3, 5):
+            answers = beam_search(engine, start, width, max_tokens=9)
             assert len({tuple(tokens) for tokens, _ in answers}) == width
-            for tokens, score in answers:
+            for tokens, total in answers:
                 with torch.no_grad():
                     logits = model(torch.tensor([start + tokens]))[0][0, 16:-1]
                 own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])
-                assert score == pytest.approx(own.sum().item(), abs=1e-3)
-                assert len(tokens) == max_tokens or tokens[-1] == eos
+                assert total == pytest.approx(own.sum().item(), abs=1e-3)
+                assert len(tokens) == 9 or tokens[-1] == eos
             best.append(answers[0][1])
             assert eos is None or any(tokens[-1] == eos for tokens, _ in answers)
             assert_idle(engine)
@@ -42,14 +40,37 @@ def test_with_a_model():
         assert engine.scheduler.num_copies > 0 and engine.scheduler.num_forks > 0
 
 
-def tight_engine(S: int, P: int, width: int, max_tokens: int, eos=(), budget=4):
+def tight_engine(S: int, P: int, width: int, max_tokens: int, eos=()):
     """
     With as many blocks and rows as the beams need when each has its own from the prompt's last full
     block on.
     """
-    blocks = P // S + width * (-(-(P + max_tokens) // S) - P // S)
-    sizes = {"num_blocks": blocks, "max_num_seqs": width, "token_budget": max(width, budget)}
+    shared = P // S
+    own = -(-(P + max_tokens) // S) - shared
+    sizes = {"num_blocks": shared + width * own, "max_num_seqs": width, "token_budget": 4}
     return simulated_engine(eos, block_size=S, watermark=0, **sizes)
+
+
+def textbook(start: list[int], width: int, max_tokens: int, ends: set[int]) -> list[list[int]]:
+    """
+    The answers straight from the definition: all extensions of all beams; no blocks, no forks, no
+    early end. Of the best 2 * width those that end are answers, and the best `width` of the others
+    are the next beams.
+    """
+    going = [([], 0.0)]
+    answers = []
+    for length in range(1, max_tokens + 1):
+        extended = []
+        for tokens, total in going:
+            _, ids, logprobs = score(bytes(start + tokens), 0, V, V)
+            for token, logprob in zip(ids, logprobs, strict=True):
+                extended.append(([*tokens, token], total + logprob))
+        extended.sort(key=lambda one: -one[1])
+        best = extended[: 2 * width]
+        ended = [one for one in best if one[0][-1] in ends or length == max_tokens]
+        going = [one for one in best if one not in ended][:width]
+        answers = sorted(answers + ended, key=lambda one: -one[1])[:width]
+    return [tokens for tokens, _ in answers]
 
 
 def test_over_random_scores():
@@ -61,16 +82,16 @@ def test_over_random_scores():
     rng = random.Random(0)
     steps_saved = 0
     for trial in range(150):
-        P, S = rng.randint(1, 9), rng.choice([1, 2, 4])
-        width, max_tokens = rng.randint(1, 4), rng.randint(1, 9)
+        P = rng.randint(1, 9)
+        S = rng.choice([1, 2, 4])
+        width = rng.randint(1, 4)
+        max_tokens = rng.randint(1, 9)
         eos = tuple(rng.sample(range(V), rng.choice([0, 1, 2, 4])))
         start = [rng.randrange(V) for _ in range(P)]
         engine = tight_engine(S, P, width, max_tokens, eos)
         answers = beam_search(engine, start, width, max_tokens)
-        right = beams(start, width, max_tokens, set(eos), V)
-        assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in right], (
-            f"trial {trial}"
-        )
+        right = textbook(start, width, max_tokens, set(eos))
+        assert [tokens for tokens, _ in answers] == right, f"trial {trial}"
         assert_idle(engine)
         assert engine.scheduler.num_preemptions == 0
         steps_saved += P + max_tokens - engine.num_steps
@@ -78,15 +99,13 @@ def test_over_random_scores():
 
 
 def test_a_block_or_a_row_less_than_beams_need_is_refused():
-    """The simulator knows whether; here are the words."""
-    start, max_tokens, width = [*range(9)], 4, 3
-    exact = tight_engine(4, 9, width, max_tokens)
-    small = simulated_engine(num_blocks=exact.num_blocks - 1, max_num_seqs=width)
+    start = [*range(9)]
+    small = simulated_engine(num_blocks=7, max_num_seqs=3)
     with raises(ValueError, "3 beams need 8 blocks, the pool has 7"):
-        beam_search(small, start, width, max_tokens)
-    for wrong in width + 1, 0:
-        with raises(ValueError, f"a beam width of {wrong}: wanted 1 to {width}"):
-            beam_search(exact, start, wrong, max_tokens)
-    exact.add_request("a", start, greedy(1))
+        beam_search(small, start, 3, 4)
+    for wrong in 4, 0:
+        with raises(ValueError, f"a beam width of {wrong}: wanted 1 to 3"):
+            beam_search(small, start, wrong, 4)
+    small.add_request("a", start, greedy(1))
     with raises(ValueError, "needs the engine for itself, not beside 1 request"):
-        beam_search(exact, start, width, max_tokens)
+        beam_search(small, start, 2, 4)

@@ -234,8 +234,8 @@ def test_the_flat_batch_is_the_runners():
         chunk_tokens = sum(n for _, n in plan.chunks)
         shape = inputs.StepShape(len(plan.decodes), len(plan.chunks), chunk_tokens)
         packed = inputs.pack(plan, shape, runner.padding_row, runner.pool.sink)
-        step_inputs = inputs.split(inputs.upload(packed, runner.device), shape)
-        batch = inputs.lay_out(step_inputs, shape, plan, runner.known, ours.ops)
+        packed = inputs.upload(packed, runner.device)
+        batch, _ = inputs.lay_out(packed, shape, plan, runner.known, ours.ops)
         sampled = [i for i, (r, _) in enumerate(plan.work) if r in plan.sampled]
         M = batch.block_tables.shape[1]
         ours.block_tables = ours.block_tables[:, :M]

@@ -9,8 +9,8 @@ from zlib import crc32
 import pytest
 
 import paged
-from tests.simulator import FAULTS, FEATURES, World, campaign, fails, main, play, read_trace
-from tests.swarm import a_life
+from tests.simulator import World, campaign, fails, main, play, read_trace
+from tests.swarm import FAULTS, a_life
 
 TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl"))
 
@@ -18,8 +18,7 @@ TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl"))
 @pytest.mark.parametrize("first", range(0, 60, 30))
 def test_random_lives(first):
     """
-    Would catch: whatever makes an answer, a count or the order of service wrong, or keeps what
-    nobody needs.
+    Would catch: a wrong answer, a wrong count, a wrong order of service; anything kept too long.
     """
     for seed in range(first, first + 30):
         settings, events = a_life(seed)
@@ -28,41 +27,30 @@ def test_random_lives(first):
 
 @pytest.mark.slow
 def test_a_million_steps_of_random_lives():
-    """
-    The same, long enough for what happens once in 100,000 steps; and every feature meets every
-    fault in it.
-    """
-    summary = campaign(10**6, steps=1e6, seconds=3600, processes=2)
-    print(f"\n{summary}")
-    assert not summary.failure, (
-        f"python -m tests.simulator --seed {summary.last}: {summary.failure}"
-    )
-    rare = [pair for pair in summary.steps_with if summary.steps_with[pair] < 1000]
-    assert len(summary.steps_with) == len(FEATURES) * len(FAULTS) and not rare, (
-        f"hardly met: {rare}"
-    )
+    """The same, long enough for what happens once in 100,000 steps; every fault does in it."""
+    last, failure, counts = campaign(10**6, steps=1e6, seconds=3600, processes=2)
+    print(f"\n{counts}")
+    assert not failure, f"python -m tests.simulator --seed {last}: {failure}"
+    rare = [name for name in (*FAULTS, "forks", "windows", "prefix cache") if counts[name] < 1000]
+    assert not rare, f"hardly met: {rare}"
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
 def test_what_it_has_found_stays_mended(path):
-    """The shrunk traces of failures of earlier days, each in a file named for the bug."""
+    """Shrunk traces of earlier failures, and of bugs that random lives rarely meet."""
     assert not fails(*read_trace(path))
 
 
 class Listening(World):
-    """Remembers all that it hears."""
+    """Remembers all rows that it is sent."""
 
     def __init__(self, *life):
         super().__init__(*life)
         self.heard = []
 
-    def hears_row(self, link, row):
-        super().hears_row(link, row)
+    def on_row(self, link, row):
+        super().on_row(link, row)
         self.heard.append((link, row, self.steps, self.clock.now))
-
-    def hears_error(self, link, message):
-        super().hears_error(link, message)
-        self.heard.append((link, message, self.steps, self.clock.now))
 
 
 def test_a_seed_is_the_same_life_on_any_machine():
@@ -75,7 +63,7 @@ def test_a_seed_is_the_same_life_on_any_machine():
         world = Listening(*a_life(seed))
         world.run()
         heard.append(world.heard)
-    assert crc32(repr(heard).encode()) == 4053111577
+    assert crc32(repr(heard).encode()) == 1215052181
     assert len(heard[0]) > 100
 
 
@@ -96,12 +84,12 @@ def test_a_failure_is_shrunk_and_played_again(monkeypatch, capsys, tmp_path):
     assert main() == 1
     assert "block tables hold" in capsys.readouterr().out
     monkeypatch.undo()
-    assert play(settings, events).steps, "without the bug it does not fail"
+    world, why = play(settings, events)
+    assert world.steps and not why, "without the bug it does not fail"
 
 
 def forgets_the_last_block(request, block_allocator):
     block_allocator.free_blocks_for_request(request.block_table[:-1])
     request.block_table = []
-    request.num_filled_slots = request.num_computed_slots = request.prefill_cursor = (
-        request.num_committed
-    ) = 0
+    for cursor in "num_filled_slots", "num_computed_slots", "prefill_cursor", "num_committed":
+        setattr(request, cursor, 0)
