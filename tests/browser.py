@@ -27,6 +27,13 @@ CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.whic
 ORIGIN = "http://page.test"  # of pages without a server: the test answers
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 NUM_BLOCKS = 24
+# All calls are over, and what the engine did for them is on the tape, whose lines come apart from
+# the answers, and has been played.
+IS_OVER = "stops.size === 0 && calls.size"
+IS_IDLE = 'tape.lines.at(-1).event === "idle" && tape.at === tape.lines.length - 1'
+IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
+    && tape.lines.flatMap((line) => line.new ?? []).filter((q) => calls.has(q.name)).length
+        === [...calls.values()].flat().length"""
 in_browser = [
     pytest.mark.browser,
     pytest.mark.skipif(not CHROMIUM, reason="no chromium here: apt-get install chromium"),
@@ -50,7 +57,7 @@ def chromium():
 
 def wait_for(page, condition: str):
     """Until this is true there. Playwright's own wait is what the page's policy forbids."""
-    wait_until(lambda: page.evaluate(f"Boolean({condition})"))
+    wait_until(lambda: page.evaluate(f"Boolean({condition})"), seconds=120)
 
 
 @pytest.fixture
@@ -105,6 +112,14 @@ def answer(route, told, inside):
         route.fulfill(body=text, content_type="application/jsonl")
     else:
         route.fulfill(status=404, body=json.dumps({"error": {"message": f"no {path}"}}))
+
+
+def live_page(open_page):
+    """A page whose server says what the test says, by takeIn(lines)."""
+    page = open_page(wait="document.title")
+    page.expected = "404"
+    page.evaluate("listening.abort(); tellServer({ is: 'Live' }); window.known = new Map()")
+    return page
 
 
 def visit(open_page, server):
