@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route, Router
 
 from common import plural
-from server import welcome
+from server import live, welcome
 from server.connection import Connection, check_head, close_after_early_answer
 from server.metrics import Metrics
 from server.protocol import ApiError, ClientGone, error_response
@@ -249,8 +249,8 @@ class Site:
 
     async def show_page(self, http):
         """The page is the same for all: it asks for the key, and for what happens, by itself."""
-        page = welcome.page()
-        return Response(page, headers=welcome.page_headers(page), media_type="text/html")
+        page = live.page()
+        return Response(page, headers=live.page_headers(page), media_type="text/html")
 
     def make_server(self, on_signal: Callable) -> uvicorn.Server:
         """The HTTP server in front of this site; signals are for on_signal."""

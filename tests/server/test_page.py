@@ -5,6 +5,8 @@ with a random model, or line by line from the test.
 """
 
 # ruff: noqa: F811  fixtures of browser.py
+import base64
+import hashlib
 import json
 import os
 import random
@@ -34,7 +36,8 @@ from test_end_to_end import Process
 
 from engine.events import Recorder
 from params import SamplingParams
-from server import welcome
+from server.live import page as page_html
+from server.live import page_headers
 from tests.simulated_runner import HostTokens, SimulatedRunner, simulated_engine
 
 FOLDER = ROOT / "server/page"
@@ -48,7 +51,7 @@ SIZES = [(1440, 900), (1024, 768), (390, 844)]
 
 def test_it_is_small():
     """All of it, the tour's record included, is less than a picture."""
-    assert len(welcome.page().encode()) <= 100 * 1024
+    assert len(page_html().encode()) <= 100 * 1024
     for path in FOLDER.iterdir():
         lines = path.read_text().splitlines()
         assert max(len(line) for line in lines if "<link" not in line) <= 100, path
@@ -59,7 +62,7 @@ def test_it_is_one_document_that_asks_nobody_else():
     One script and one style, which its policy allows by their hashes, and nothing that the policy
     would block; no text becomes HTML, nothing is kept in the browser.
     """
-    html = welcome.page()
+    html = page_html()
     assert html.count("<script>") == html.count("<style>") == 1
     head, _, script = html.partition("<script>")
     assert not re.findall(r"https?:(?!%2f%2fwww.w3.org/2000/svg)|//[a-z]+\.com|@import", html)
@@ -68,6 +71,23 @@ def test_it_is_one_document_that_asks_nobody_else():
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", script)
     assert not re.findall(r"(call|json)\(\"/", script)  # behind a proxy its path may be another
     assert not re.findall(r"localStorage|sessionStorage|cookie", script)
+
+
+def test_only_the_pages_own_script_runs_and_nothing_frames_it():
+    """The hashes are those of its one script and its one style; what is added to it is not run."""
+    html = "<p><style>a{}</style><script>go()</script><script type='x'>data</script>"
+    headers = page_headers(html)
+    parts = headers["Content-Security-Policy"].split(";")
+    policy = dict(part.strip().split(" ", 1) for part in parts)
+    closed = ("default-src", "base-uri", "form-action", "frame-ancestors")
+    assert {name: policy.get(name) for name in closed} == dict.fromkeys(closed, "'none'")
+    assert policy["img-src"] == "data:" and policy["connect-src"] == "'self'"
+    for name, content in (("script-src", b"go()"), ("style-src", b"a{}")):
+        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
+        assert policy[name] == f"'sha256-{digest}'"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert headers["Cache-Control"] == "no-store"
 
 
 def test_no_script_takes_a_name_of_another():

@@ -5,7 +5,7 @@ from urllib.parse import quote
 import pytest
 from wires import House
 
-from server import gate, welcome
+from server import gate, live
 from server import text as text_module
 from server.text import TokenizerError
 
@@ -161,7 +161,7 @@ def test_the_page_is_the_same_for_all():
         page = house.get("/", Host='"><b>x')
     assert page.status == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.headers["content-security-policy"].startswith("default-src 'none'; ")
-    assert page.body == welcome.page()
+    assert page.body == live.page()
 
 
 def test_openapi_describes_what_is_taken(house):
