@@ -116,10 +116,10 @@ def answer(route, told, inside):
 
 
 def live_page(open_page):
-    """A page whose server says what the test says, by takeIn(lines)."""
+    """A page without a server: the test gives it lines, by takeIn(lines)."""
     page = open_page(wait="document.title")
     page.expected = "404"
-    page.evaluate("listening.abort(); tellServer({ is: 'Live' }); window.known = new Map()")
+    page.evaluate("listening.abort(); tellServer({ is: 'Live' })")
     return page
 
 
