@@ -42,14 +42,13 @@ from engine.events import (
     RecordError,
     Tallies,
     open_record,
-    read_lines,
     replay,
     title,
 )
 from engine.sizing import machine_name
 from paged import Request, Scheduler, SchedulerSettings
 from params import Settings
-from server.welcome import page_with_record
+from server.live import page_with_record
 
 OUT = Path("out")
 
@@ -278,7 +277,7 @@ def draw_record(name: str) -> dict:
     if name not in RUNS:
         raise ValueError(f"{name}: wanted {' or '.join(RUNS)}")
     with open_record(ROOT / f"assets/{name}.jsonl") as record:
-        _, old = next(read_lines(record))
+        _, old = next(replay(record))
     captions = {"tour": old["tour"]} if "tour" in old else {}
     machine = machine_name(bench.DEVICE)
     first = title(name=name, model="random weights", machine=machine, **captions)
@@ -289,7 +288,7 @@ def draw_record(name: str) -> dict:
 def draw_page(file: str) -> dict:
     """The page of serve.py with a record inside, as one file that can be hosted anywhere."""
     with open_record(file) as record:
-        page = page_with_record(line for _, line in read_lines(record))
+        page = page_with_record(record.read().decode())
     return write("page.html", page)
 
 

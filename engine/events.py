@@ -6,7 +6,7 @@ Records: what the engine does, line by line; written, sent to the page at /, and
 
     with open_record("FILE.jsonl") as file:     # a file of `serve.py --record`, or one of assets/
         for tallies, line in replay(file):      # raises RecordError for a bad one
-            print(line["event"], tallies.tables, tallies.idle)
+            print(line["event"], tallies and tallies.tables)
 
 Without a Recorder nothing is computed. A record begins with a snapshot; each line after it has the
 changes of a step: what its `Plan` says, and the block tables that differ.
@@ -23,13 +23,12 @@ which they became idle. Imports no torch.
 
 import json
 import math
-import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
-from itertools import count, islice, takewhile
+from itertools import chain, count, islice, takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,7 +40,6 @@ SETTINGS = ("num_blocks", "block_size", "token_budget", "max_num_seqs", "max_mod
 LINES_A_SNAPSHOT = 1000  # a reader can begin at any snapshot
 PUBLISH_SECONDS = 0.1  # between two messages to listeners
 KEEP_SECONDS = 600  # for which lines are still published without listeners: pages are reloaded
-FLUSH_SECONDS = 0.1  # the end of a record that a killed process loses
 MAX_LINE = 2**24  # bytes that are read at once
 compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -120,19 +118,15 @@ class Recorder:
         self._add_ended()
         self._add_idle()
         if self.line:
-            self._write(self._line("step") | self.line)
+            self._write(compact_json(self._line("step") | self.line))
             self.line = {}
             self.is_idle = False
         if self.lines_left <= 0:
             self._take_stock()
-            self._write(self._snapshot())
+            self._write(self.snapshot())
         if not self.is_idle and not self.engine.has_work:
-            self._write(self._line("idle"))
+            self._write(compact_json(self._line("idle")))
             self.is_idle = True
-
-    def snapshot(self) -> str:
-        """A line with the whole state; valid between two steps."""
-        return compact_json(self._snapshot())
 
     # -- a line ------------------------------------------------------------------------------------
 
@@ -142,11 +136,10 @@ class Recorder:
         self.time = round(max(now, self.time + 1e-5), 5)
         return {"event": event, "time": self.time}
 
-    def _write(self, line: dict):
+    def _write(self, line: str):
         self.lines_left -= 1
-        text = compact_json(line)
         for listener in self.listeners:
-            listener(text)
+            listener(line)
 
     def _add(self, name: str, values: list):
         """Empty lists are left out."""
@@ -206,11 +199,10 @@ class Recorder:
         self._add("idle", [block for block, _ in new][::-1])
         self.num_idled = allocator.num_idled
 
-    def _snapshot(self) -> dict:
-        line = self._line("snapshot")
-        for name in SETTINGS:
-            line[name] = getattr(self.engine.settings, name)
-        return line | {
+    def snapshot(self) -> str:
+        """A line with the whole state; valid between two steps."""
+        settings = {name: getattr(self.engine.settings, name) for name in SETTINGS}
+        state = {
             "version": VERSION,
             # not its process id: a restarted container has the same again
             "engine": round(self.engine.started * 1e6),
@@ -222,13 +214,13 @@ class Recorder:
             "idle": [*self.scheduler.block_allocator.idle],
             "totals": self.engine.counts(),
         }
+        return compact_json(self._line("snapshot") | settings | state)
 
     def _describe(self, r: Request) -> dict:
         described = {
             "status": r.status,
             "filled": r.num_filled_slots,
             "target": r.prefill_target,
-            "committed": r.num_committed,
             "hits": r.num_hit_tokens,
             "preemptions": r.num_preemptions,
             "generated": r.num_generated,
@@ -299,7 +291,8 @@ class Subscribers:
 
     def due_in(self, links) -> float | None:
         """Seconds until a message is due; None: there is nothing to send."""
-        if not self.is_on or not (self.lines or {*links.links.values()} - self.up_to_date):
+        is_news = self.lines or {*links.links.values()} - self.up_to_date
+        if not self.is_on or not is_news:
             return None
         return max(0.0, self.sent_at + PUBLISH_SECONDS - time.monotonic())
 
@@ -335,50 +328,31 @@ def send_lines(links, receivers: set, lines: list[str]):
         links.send(link, {"op": "events", "lines": "\n".join(lines)})
 
 
-class RecordFile:
-    """
-    The file of --record, a listener that writes every FLUSH_SECONDS. When that fails, it prints why
-    and closes, and the server goes on.
-    """
-
-    def __init__(self, path: str):
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the engine)
-        self.unwritten: list[str] = []
-        self.written_at = 0.0
-
-    def write(self, line: str):
-        if self.file.closed:
-            return
-        self.unwritten.append(line + "\n")
-        now = time.monotonic()
-        if now - self.written_at < FLUSH_SECONDS and not line.startswith('{"event":"idle"'):
-            return
-        self.written_at = now
-        data = "".join(self.unwritten).encode()
-        self.unwritten = []
-        try:
-            if os.fstat(self.file.fileno()).st_nlink == 0:
-                raise OSError("the file was deleted")
-            end = self.file.tell()
-            # at once, so that a killed process leaves whole lines
-            if self.file.write(data) < len(data):
-                self.file.truncate(end)
-                raise OSError("no space is left for the next lines")
-        except OSError as error:
-            print(f"--record {self.file.name} ends here: {error}", file=sys.stderr, flush=True)
-            self.file.close()
-
-
 def record_to(path: str, engine, tokens: bool = False, **fields):
     """
     Have an engine append every step to a file. The fields are those of its title: which model, what
-    machine.
+    machine. When a line cannot be written, the file ends there, and the server goes on.
     """
+    file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the engine)
+
+    def write(line: str):
+        if file.closed:
+            return
+        data = f"{line}\n".encode()
+        try:
+            end = file.tell()
+            # at once, so that a killed process leaves whole lines
+            if file.write(data) < len(data):
+                file.truncate(end)
+                raise OSError("no space is left for the next lines")
+        except OSError as error:
+            print(f"--record {path} ends here: {error}", file=sys.stderr, flush=True)
+            file.close()
+
     engine.recorder = Recorder(engine, tokens)
-    file = RecordFile(path)
-    file.write(title(**fields))
-    file.write(engine.recorder.snapshot())
-    engine.recorder.listeners.append(file.write)
+    engine.recorder.listeners.append(write)
+    write(title(**fields))
+    write(engine.recorder.snapshot())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -391,98 +365,80 @@ class RecordError(ValueError):
 
 class Tallies:
     """
-    The state after a snapshot and the lines that followed it: which blocks each request holds, how
-    many hold each block, and which blocks are committed, in the order in which they became idle.
+    The state after a snapshot and the lines that followed it: which blocks each request holds, and
+    which blocks are committed, in the order in which they became idle.
     """
 
     def __init__(self, snapshot: dict):
         version = snapshot["version"]
         if version != VERSION:
-            raise RecordError(f"this reads version {VERSION}, there is {version!r:.20}")
+            raise ValueError(f"this reads version {VERSION}, there is {version!r:.20}")
         self.num_blocks = snapshot["num_blocks"]  # an entry of this number is no block
-        if type(self.num_blocks) is not int or self.num_blocks < 1:
-            raise RecordError(f"a pool of {self.num_blocks!r:.20} blocks")
-        self.tables: dict[int, list[int]] = {}  # request -> its block table
-        self.references: Counter[int] = Counter()  # block -> block tables that hold it
+        self.tables = {q["r"]: q["table"] for q in snapshot["requests"]}
         self.committed = set(snapshot["committed"])
         self.idle = dict.fromkeys(snapshot["idle"])  # the next to be evicted first
-        for q in snapshot["requests"]:
-            self.tables[q["r"]] = []
-            self._hold(q["r"], 0, q["table"])
+
+    @property
+    def references(self) -> Counter[int]:
+        """block -> block tables that hold it"""
+        entries = chain(*self.tables.values())
+        return Counter(block for block in entries if block != self.num_blocks)
 
     def apply(self, line: dict):
         """The changes of a step."""
         for q in line.get("new", ()):
             self.tables[q["r"]] = []
-        for block in line.get("evicted", ()):
-            self.committed.discard(block)
-            self.idle.pop(block, None)
+        evicted = line.get("evicted", ())
+        self.committed.difference_update(evicted)
+        self._reuse(evicted)
         for r, start, blocks in line.get("tables", ()):
-            self._hold(r, start, blocks)
+            self.tables[r][start:] = blocks
+            self._reuse(blocks)
         self.committed.update(line.get("committed", ()))
         for r, *_ in line.get("ended", ()):
-            self._hold(r, 0, [])
             del self.tables[r]
-        for block in line.get("idle", ()):
-            self.idle.pop(block, None)
-            self.idle[block] = None
+        idle = line.get("idle", ())
+        self._reuse(idle)  # one that was idle before is now behind the others
+        self.idle |= dict.fromkeys(idle)
 
-    def _hold(self, r: int, start: int, blocks: list[int]):
-        """Replace the table's entries from logical block `start` on."""
-        table = self.tables[r]
-        self.references.subtract(block for block in table[start:] if block != self.num_blocks)
-        table[start:] = blocks
+    def _reuse(self, blocks: list[int]):
         for block in blocks:
             self.idle.pop(block, None)
-        self.references.update(block for block in blocks if block != self.num_blocks)
 
 
 def replay(file: BinaryIO) -> Iterator[tuple[Tallies | None, dict]]:
     """
     Each line, and the tallies after it: one object that changes, until a snapshot brings another;
-    None before the first. Raises RecordError.
+    None before the first. A last line that was cut off, when the server was killed, is left out.
+    Raises RecordError.
     """
     tallies = None
-    for number, line in read_lines(file):
+    for number in count(1):
+        data = file.readline(MAX_LINE)
+        try:
+            line = dict(json.loads(data))
+        except (ValueError, TypeError, RecursionError):
+            if number > 1 and len(data) < MAX_LINE and not data.endswith(b"\n"):
+                return  # or there is none
+            raise RecordError(f"this is no record: line {number} is {data[:60]!r}") from None
         try:
             if line["event"] == "snapshot":
                 tallies = Tallies(line)
-            elif tallies is None and line["event"] != "title":
-                raise RecordError("this is no record: it does not begin with a snapshot")
             elif line["event"] == "step":
                 tallies.apply(line)
-        except RecordError:
-            raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise RecordError(f"line {number} contradicts itself or others: {error!r}") from None
         yield tallies, line
 
 
-def read_lines(file: BinaryIO) -> Iterator[tuple[int, dict]]:
-    """
-    The number and the content of each line, except a last one that was cut off when the server was
-    killed. Raises RecordError for other files.
-    """
-    for number in count(1):
-        data = file.readline(MAX_LINE)
-        try:
-            yield number, dict(json.loads(data))
-        except (ValueError, TypeError, RecursionError):
-            if number > 1 and len(data) < MAX_LINE and not data.endswith(b"\n"):
-                return  # or there is none
-            raise RecordError(f"this is no record: line {number} is {data[:60]!r}") from None
-
-
 def open_record(path: str | Path) -> BinaryIO:
     """Open a file that begins as a record does. Raises RecordError."""
     try:
-        if Path(path).is_fifo():  # opening one waits until somebody writes
-            raise RecordError("a record is read twice, and this is a pipe")
         file = Path(path).open("rb")  # noqa: SIM115 (the caller closes it)
         if not any(tallies for tallies, _ in islice(replay(file), 2)):
             raise RecordError("this is no record: it does not begin with a snapshot")
         file.seek(0)
         return file
     except (OSError, RecordError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = getattr(error, "strerror", None) or error
         raise RecordError(f"{path}: {why}; name a file of serve.py --record") from None

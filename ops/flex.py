@@ -74,11 +74,14 @@ def flex_call(batch: Batch, requests: slice, kv: Tensor, window: int) -> FlexCal
     offset = batch.positions[tokens] - begin[request]
 
     # logical blocks that some query of a tile sees: [b, rows, M] for `rows` tiles of queries
-    lowest = begin[:, None, None] + torch.arange(0, n, FLEX_ROWS, device=device)[:, None]
+    first_rows = torch.arange(0, n, FLEX_ROWS, device=device)
+    lowest = begin[:, None, None] + first_rows[:, None]
     numbers = torch.arange(M, device=device)
     start = numbers * S
     highest = torch.minimum(lowest + FLEX_ROWS, lens[:, None, None]) - 1
-    seen = (start <= highest) & (start + S > lowest - window + 1)
+    begins_before_end = start <= highest
+    ends_in_window = start + S > lowest - window + 1
+    seen = begins_before_end & ends_in_window
     # Before its windows and behind its end a table may name a block that it has elsewhere: these go
     # to the last column, which means nothing.
     columns = torch.where(seen.any(1), tables, all_blocks)
@@ -91,7 +94,8 @@ def flex_call(batch: Batch, requests: slice, kv: Tensor, window: int) -> FlexCal
         request = entry // heads
         page = key // block_size
         block = logical[request, page // heads]
-        is_own = (block >= 0) & (page % heads == entry % heads)
+        is_head = page % heads == entry % heads
+        is_own = (block >= 0) & is_head
         position = begin[request] + query
         key_position = block * block_size + key % block_size
         is_before = key_position <= position
@@ -102,8 +106,8 @@ def flex_call(batch: Batch, requests: slice, kv: Tensor, window: int) -> FlexCal
     for x, axes in ((logical, 1), (count, 1), (tiles, (1, 3))):
         torch._dynamo.mark_static(x, axes)
     lengths = (n, all_blocks * Hk * S)
-    sizes = (FLEX_ROWS, size)
-    options = {"BLOCK_SIZE": sizes, "seq_lengths": lengths, "compute_q_blocks": False}
+    tile = (FLEX_ROWS, size)
+    options = {"BLOCK_SIZE": tile, "seq_lengths": lengths, "compute_q_blocks": False}
     mask = BlockMask.from_kv_blocks(count, tiles, mask_mod=sees, **options)
     return FlexCall(tokens, request, offset, mask)
 
@@ -171,12 +175,14 @@ def paged_attention_flex(q: Tensor, kv: Tensor, attn: model.Attention, batch: Ba
         n, _ = mask.seq_lengths
         queries = k.new_zeros(b, n, H, D)
         queries[request, offset] = q[tokens].to(k.dtype)
-        queries = queries.transpose(1, 2).reshape(b * Hk, H // Hk, n, D)
+        queries = queries.transpose(1, 2)  # [b, H, n, D]
+        queries = queries.reshape(b * Hk, H // Hk, n, D)
         torch._dynamo.mark_static(queries, (1, 3))
         options = {"scale": attn.scale, "score_mod": capped(attn.softcap, q.device)}
         if q.is_cuda:  # keys at a time: of one tile
             options["kernel_options"] = {"BLOCK_N": min(64, mask.BLOCK_SIZE[1])}
         mixed = compiled_flex()(queries, k, v, block_mask=mask, enable_gqa=True, **options)
-        mixed = mixed.reshape(b, H, n, D).transpose(1, 2)
+        mixed = mixed.reshape(b, H, n, D)
+        mixed = mixed.transpose(1, 2)  # [b, n, H, D]
         out[tokens] = mixed[request, offset].to(q.dtype)
     return out

@@ -19,12 +19,10 @@ import time
 
 import orjson
 
+from server.live import EVENTS, PING, PING_SECONDS
 from server.protocol import ApiError, ChatRequest, ClientGone, CompletionRequest, error_body
 from tokenizer import token_name
 
-PING_SECONDS = 10  # how often a silent stream sends a comment, or proxies would take it for dead
-PING = b": ping\n\n"
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 SEED_BITS = 48  # of drawn seeds: readers of JSON that take numbers for doubles keep 53 exactly
 SLICE = 2**18  # bytes of a long answer that go out at a time
 

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
-from server import welcome
+from server import live
 from server.connection import Connection, check_head, close_after_early_answer
 from server.metrics import Metrics
 from server.protocol import ApiError, ClientGone, error_response
@@ -228,8 +228,8 @@ class Site:
 
     async def show_page(self, http):
         """The page is the same for all: it asks for the key, and for what happens, by itself."""
-        page = welcome.page()
-        return Response(page, headers=welcome.page_headers(page), media_type="text/html")
+        page = live.page()
+        return Response(page, headers=live.page_headers(page), media_type="text/html")
 
     def make_server(self, on_signal: Callable) -> uvicorn.Server:
         """The HTTP server in front of this site; signals are for on_signal."""

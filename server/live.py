@@ -1,5 +1,8 @@
 """
-GET /events: the engine's record, as server-sent events, for the page at / and other clients.
+The live page at /, and GET /events for it and other clients: the engine's record, as server-sent
+events.
+
+    Response(page(), headers=page_headers(page()))
 
     listeners = Listeners(client, tokens=False)
     app = listeners.join("key 0")           # an ASGI application: the answer to one call
@@ -11,13 +14,22 @@ listener is sent the names or texts of requests of other API keys.
 """
 
 import asyncio
+import base64
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
 import orjson
 
-from server.answers import EVENTS, PING, PING_SECONDS
 from server.client import EngineClient
 from server.protocol import ApiError
 
+# The files of the page, in the order in which they are joined; and the record of its tour.
+PAGE = ("index.html", "page.css", "state.js", "pool.js", "timeline.js", "talk.js")
+TOUR = Path(__file__).parents[1] / "assets/tour.jsonl"
+PING_SECONDS = 10  # how often a silent stream sends a comment, or proxies would take it for dead
+PING = b": ping\n\n"
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 MAX_LISTENERS = 16  # of an HTTP process
 KEPT_LINES = 2000  # the last ones, from the snapshot before them on
 LINES_AN_EVENT = 200  # at most, so that no other call waits for a long history
@@ -147,22 +159,75 @@ class Listener:
         return lines
 
     def view(self, line: dict) -> dict:
-        """The line, without texts and names of other keys."""
-        shown = dict(line)
+        """The line, now without texts and names of other keys."""
         if line["event"] == "snapshot":  # of another engine, perhaps, whose numbers begin again
             self.own.clear()
-        for name in ("requests", "new"):
-            if name in line:
-                shown[name] = [self.view_request(r) for r in line[name]]
+        for request in [*line.get("requests", ()), *line.get("new", ())]:
+            hidden = {"key"}
+            if request["key"] == self.key:
+                self.own.add(request["r"])
+            else:
+                hidden |= {"name", "tokens"}
+            for name in hidden & request.keys():
+                del request[name]
         if "tokens" in line:
-            shown["tokens"] = [[r, token] for r, token in line["tokens"] if r in self.own]
+            line["tokens"] = [[r, token] for r, token in line["tokens"] if r in self.own]
         self.own -= {r for r, *_ in line.get("ended", [])}
-        return shown
+        return line
 
-    def view_request(self, request: dict) -> dict:
-        hidden = {"key"}
-        if request["key"] == self.key:
-            self.own.add(request["r"])
-        else:
-            hidden |= {"name", "tokens"}
-        return {name: value for name, value in request.items() if name not in hidden}
+
+# --------------------------------------------------------------------------------------------------
+# The page
+
+
+@cache
+def page() -> str:
+    """The page at /, as HTML: the files of page/ and the tour's record, joined to one document."""
+    folder = Path(__file__).with_name("page")
+    html, style, *scripts = (folder.joinpath(name).read_text(encoding="utf-8") for name in PAGE)
+    html = html.replace("<style></style>", f"<style>\n{style}</style>")
+    html = html.replace("<script></script>", "<script>\n{}</script>".format("\n".join(scripts)))
+    return with_record(html, "tour-lines", TOUR.read_text(encoding="utf-8"))
+
+
+def page_with_record(record: str) -> str:
+    """The page as one file with a record inside, to be hosted anywhere, its policy included."""
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{content_policy(page())}">'
+    html = page().replace("<style>", f"{policy}\n<style>", 1)
+    return with_record(html, "record", record)
+
+
+def with_record(html: str, name: str, record: str) -> str:
+    """The page with a record's lines in an element of this name, before the script that reads it"""
+    # in JSON a "<" is in a text; as it stands there "</script>" would end the element
+    lines = record.replace("<", "\\u003c")
+    element = f'<script type="application/json" id="{name}">{lines}</script>'
+    return html.replace("<script>", f"{element}\n<script>", 1)
+
+
+def content_policy(html: str) -> str:
+    """
+    The Content Security Policy of the page: nothing runs but its own script, and nothing is asked
+    for but from its own origin.
+    """
+    script, style = (hash_of(html, element) for element in ("script", "style"))
+    return (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def hash_of(html: str, element: str) -> str:
+    """How a Content Security Policy names the one element of this kind, by its content."""
+    content = html.partition(f"<{element}>")[2].partition(f"</{element}>")[0]
+    return f"'sha256-{base64.b64encode(sha256(content.encode()).digest()).decode()}'"
+
+
+def page_headers(html: str) -> dict[str, str]:
+    """With its policy; and no other page frames it (clickjacking)."""
+    return {
+        "Content-Security-Policy": f"{content_policy(html)}; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }

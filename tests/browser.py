@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import wait_until
+from fake_server import wait_until
 from test_end_to_end import Process
 
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
-from server import welcome
+from server.live import page as page_html
+from server.live import page_headers
 from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -103,10 +104,10 @@ def open_page(chromium):
 def answer(route, told, inside):
     """What a server without a model answers: the page, and a record [(line, ..), ..]."""
     path = route.request.url.removeprefix(ORIGIN)
-    html = welcome.page()
+    html = page_html()
     if path.partition("?")[0] in ("", "/"):
         body = html.replace("</body>", f"{inside}</body>")
-        route.fulfill(body=body, content_type="text/html", headers=welcome.page_headers(html))
+        route.fulfill(body=body, content_type="text/html", headers=page_headers(html))
     elif path == "/record.jsonl":
         text = "".join(json.dumps(line) + "\n" for line, *_ in told)
         route.fulfill(body=text, content_type="application/jsonl")
@@ -115,10 +116,10 @@ def answer(route, told, inside):
 
 
 def live_page(open_page):
-    """A page whose server says what the test says, by takeIn(lines)."""
+    """A page without a server: the test gives it lines, by takeIn(lines)."""
     page = open_page(wait="document.title")
     page.expected = "404"
-    page.evaluate("listening.abort(); tellServer({ is: 'Live' }); window.known = new Map()")
+    page.evaluate("listening.abort(); tellServer({ is: 'Live' })")
     return page
 
 

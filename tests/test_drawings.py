@@ -15,7 +15,7 @@ from engine.events import VERSION, RecordError
 from model import GPT, GPTConfig
 from paged import TO_COME, Request, Scheduler
 from params import SamplingParams
-from server import welcome
+from server import live
 
 ROOT = Path(__file__).parents[1]
 PREEMPTION = ROOT / "assets/preemption.jsonl"
@@ -82,13 +82,13 @@ def test_the_page_with_a_record_inside(tmp_path):
     record = tmp_path / "a.jsonl"
     record.write_bytes(PREEMPTION.read_bytes().replace(b"random", b"</script><!-- \\u2028"))
     page = draw.draw_page(record)["file"].read_text(encoding="utf-8")
-    assert page.count("</script") == welcome.page().count("</script") + 1
+    assert page.count("</script") == live.page().count("</script") + 1
     pattern = r'<script type="application/json" id="record">(.*?)</script>'
     (inside,) = re.findall(pattern, page, re.DOTALL)
-    assert json.loads(inside) == lines_of(record)
+    assert [json.loads(line) for line in inside.splitlines()] == lines_of(record)
     assert page.index('id="record"') < page.index("<script>"), "it is there when the script runs"
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="(.*?)">', page)
-    assert policy == welcome.content_policy(page) == welcome.content_policy(welcome.page())
+    assert policy == live.content_policy(page) == live.content_policy(live.page())
 
 
 def test_a_padded_batch_is_a_rectangle():

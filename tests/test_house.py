@@ -36,9 +36,9 @@ ORDER = [
     "ops.flex", "ops.linear", "ops.fused", "ops.choice", "ops.compiled",
     "engine.runner", "engine.sizing", "engine.links", "engine.events",
     "engine.engine", "engine.process",
-    "server.welcome", "server.workers", "server.text", "server.protocol",
-    "server.connection", "server.metrics", "server.gate", "server.client",
-    "server.answers", "server.live", "server.app", "server.terminal", "flags", "serve",
+    "server.workers", "server.text", "server.protocol",
+    "server.client", "server.live", "server.connection", "server.metrics", "server.gate",
+    "server.answers", "server.app", "server.terminal", "flags", "serve",
     "training.fast", "training.report", "training.machine", "train",
     "bench", "walkthrough", "examples.beam_search", "examples.from_nanogpt", "examples.post",
 ]  # fmt: skip

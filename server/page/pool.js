@@ -1,342 +1,342 @@
 // ---- The pool: a cell is a block, a colour is a request ----
 
-const GUTTER = 44; // pixels, left of the cells, for the number of each row's first block
-const THEME = "paper ink quiet free cached held strong accent error good".split(" ");
-const TONES = ["fill", "pale", "strong", "cached"]; // of each hue: lightness and chroma
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const still = matchMedia("(prefers-reduced-motion: reduce)");
-const theme = {};
-const view = { at: -1, isNews: true, told: 0 }; // what has been drawn
-let palette = [];
-let grid; // where the cells are; null: to be laid out again
-let ages; // the shade in which each cached block was drawn, 0 to 5
-let pointed; // the block under the pointer, or where the arrow keys have gone
+const GUTTER = 44 // pixels, left of the cells, for the number of each row's first block
+const THEME = "paper ink quiet free cached held strong accent error good".split(" ")
+const TONES = ["fill", "pale", "strong", "cached"] // of each hue: lightness and chroma
+const dark = matchMedia("(prefers-color-scheme: dark)")
+const still = matchMedia("(prefers-reduced-motion: reduce)")
+const theme = {}
+const view = { at: -1, isNews: true, told: 0 } // what has been drawn
+let palette = []
+let grid // where the cells are; null: to be laid out again
+let ages // the shade in which each cached block was drawn, 0 to 5
+let pointed // the block under the pointer, or where the arrow keys have gone
 
-const idOf = (r) => `${state.engine}/${r}`;
-const shadesOf = (id) => palette[tape.hues.get(id)] ?? theme; // which has some for the others
+const idOf = r => `${state.engine}/${r}`
+const shadesOf = id => palette[tape.hues.get(id)] ?? theme // which has some for the others
 
 function colour(element, r) { // page.css makes its shades of the hue
-  element.style.setProperty("--hue", tape.hues.get(idOf(r)) ?? "");
+  element.style.setProperty("--hue", tape.hues.get(idOf(r)) ?? "")
 }
 
 function mixColours() {
-  const style = getComputedStyle(document.body);
-  for (const name of THEME) theme[name] = style.getPropertyValue(`--${name}`);
+  const style = getComputedStyle(document.body)
+  for (const name of THEME) theme[name] = style.getPropertyValue(`--${name}`)
   palette = Array.from({ length: NUM_HUES }, (_, i) => {
-    const tone = (name) => `oklch(${style.getPropertyValue(`--${name}-tone`)} ${20 + 150 * i})`;
-    return Object.fromEntries(TONES.map((name) => [name, tone(name)]));
-  });
+    const tone = name => `oklch(${style.getPropertyValue(`--${name}-tone`)} ${20 + 150 * i})`
+    return Object.fromEntries(TONES.map(name => [name, tone(name)]))
+  })
 }
 
 function forgetDrawing() {
-  grid = null;
-  $("effects").replaceChildren();
+  grid = null
+  $("effects").replaceChildren()
 }
 
 function fit(canvas) { // as many pixels as it has on the screen
-  const { clientWidth: width, clientHeight: height } = canvas;
-  const ratio = devicePixelRatio;
-  Object.assign(canvas, { width: width * ratio, height: height * ratio });
-  const ctx = canvas.getContext("2d");
-  ctx.scale(ratio, ratio);
-  ctx.font = "11px system-ui";
-  ctx.textBaseline = "middle";
-  return { ctx, width, height };
+  const { clientWidth: width, clientHeight: height } = canvas
+  const ratio = devicePixelRatio
+  canvas.width = width * ratio
+  canvas.height = height * ratio
+  const ctx = canvas.getContext("2d")
+  ctx.scale(ratio, ratio)
+  ctx.font = "11px system-ui"
+  ctx.textBaseline = "middle"
+  return { ctx, width, height }
 }
 
 function layOut() { // columns are a power of two, so that rows mean something
-  mixColours();
-  const { ctx, width, height } = fit($("pool"));
-  const n = state.num_blocks;
-  const wide = Math.max(1, width - GUTTER - 14); // a phone may show another part
-  const high = Math.max(1, height - 10);
-  const columns = 2 ** Math.round(Math.log2((n * wide) / high) / 2);
-  const whole = (x) => Math.max(1, Math.floor(x * devicePixelRatio)) / devicePixelRatio;
-  const w = whole(Math.min(130, wide / columns));
-  const h = whole(Math.min(60, high / Math.ceil(n / columns)));
-  const gap = Math.min(2, Math.floor(Math.min(w, h) / 4));
-  grid = { ctx, columns, w, h, gap };
-  ages = new Int8Array(n).fill(-1);
-  ctx.textAlign = "right";
+  mixColours()
+  const { ctx, width, height } = fit($("pool"))
+  const n = state.num_blocks
+  const wide = Math.max(1, width - GUTTER - 14) // a phone may show another part
+  const high = Math.max(1, height - 10)
+  const columns = 2 ** Math.round(Math.log2((n * wide) / high) / 2)
+  const whole = x => Math.max(1, Math.floor(x * devicePixelRatio)) / devicePixelRatio
+  const w = whole(Math.min(130, wide / columns))
+  const h = whole(Math.min(60, high / Math.ceil(n / columns)))
+  const gap = Math.min(2, Math.floor(Math.min(w, h) / 4))
+  grid = { ctx, columns, w, h, gap }
+  ages = new Int8Array(n).fill(-1)
+  ctx.textAlign = "right"
   for (let row = 0; row * columns < n; row += Math.ceil(15 / h)) {
-    write(ctx, theme.quiet, row * columns, GUTTER - 8, row * h + Math.max(6, h / 2));
+    write(ctx, theme.quiet, row * columns, GUTTER - 8, row * h + Math.max(6, h / 2))
   }
-  ctx.textAlign = "center";
-  state.touched = null;
-  paper = fit($("timeline"));
+  ctx.textAlign = "center"
+  state.touched = null
+  paper = fit($("timeline"))
 }
 
 function cellOf(block) {
-  const { columns, w, h, gap } = grid;
-  return [GUTTER + (block % columns) * w, Math.floor(block / columns) * h, w - gap, h - gap];
+  const { columns, w, h, gap } = grid
+  return [GUTTER + (block % columns) * w, Math.floor(block / columns) * h, w - gap, h - gap]
 }
 
 function blockAt({ offsetX, offsetY }) {
-  if (!grid) return;
-  const column = Math.floor((offsetX - GUTTER) / grid.w);
-  const block = Math.floor(offsetY / grid.h) * grid.columns + column;
-  if (column >= 0 && column < grid.columns && block < state.num_blocks) return block;
+  if (!grid) return
+  const column = Math.floor((offsetX - GUTTER) / grid.w)
+  const block = Math.floor(offsetY / grid.h) * grid.columns + column
+  if (column >= 0 && column < grid.columns && block < state.num_blocks) return block
 }
 
 function drawPool() { // only the cells that changed, and the cached ones whose shade has
-  const changed = state.touched ?? new Set(state.references.keys());
-  [...state.idle].forEach((block, place, { length }) => {
-    const age = Math.floor((6 * place) / length);
-    if (ages[block] !== age) changed.add(block);
-    ages[block] = age;
-  });
-  for (const block of changed) if (block < state.num_blocks) drawCell(block);
-  state.touched = new Set();
+  const changed = state.touched ?? new Set(state.owners.keys())
+  const idle = [...state.idle]
+  idle.forEach((block, place) => {
+    const age = Math.floor((6 * place) / idle.length)
+    if (ages[block] !== age) changed.add(block)
+    ages[block] = age
+  })
+  for (const block of changed) if (block < state.num_blocks) drawCell(block)
+  state.touched = new Set()
 }
 
 function paint(ctx, colour, ...box) {
-  ctx.fillStyle = colour;
-  ctx.fillRect(...box);
+  ctx.fillStyle = colour
+  ctx.fillRect(...box)
 }
 
 function write(ctx, colour, ...text) {
-  ctx.fillStyle = colour;
-  ctx.fillText(...text);
+  ctx.fillStyle = colour
+  ctx.fillText(...text)
 }
 
 function drawCell(block) {
-  const { ctx } = grid;
-  const box = cellOf(block);
-  const owners = state.owners[block];
-  ctx.clearRect(...box);
-  if (!owners.length) drawIdle(block, box);
-  else drawHeld(block, owners, box);
+  const box = cellOf(block)
+  const owners = state.owners[block]
+  grid.ctx.clearRect(...box)
+  if (!owners.length) drawIdle(block, box)
+  else drawHeld(block, owners, box)
 }
 
 function drawIdle(block, box) {
-  const isCached = state.idle.has(block);
-  const { cached } = palette[state.hues[block] - 1] ?? theme;
-  grid.ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1; // the older, the paler
-  paint(grid.ctx, isCached ? cached : theme.free, ...box);
-  grid.ctx.globalAlpha = 1;
+  const isCached = state.idle.has(block)
+  const { cached } = palette[state.hues[block] - 1] ?? theme
+  grid.ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1 // the older, the paler
+  paint(grid.ctx, isCached ? cached : theme.free, ...box)
+  grid.ctx.globalAlpha = 1
 }
 
 function drawHeld(block, owners, [x, y, w, h]) {
-  const { ctx } = grid;
-  const high = h / Math.min(4, owners.length); // of more each could not be told apart
+  const { ctx } = grid
+  const high = h / Math.min(4, owners.length) // of more each could not be told apart
   owners.slice(0, 4).forEach(([q, logical], i) => {
-    const top = y + i * high;
-    const part = clamp(q.filled / state.block_size - logical, 0, 1);
-    paint(ctx, palette[q.hue].pale, x, top, w, high);
-    paint(ctx, palette[q.hue].fill, x, top, w * part, high);
-  });
-  const [[{ r, hue }]] = owners;
-  ctx.strokeStyle = palette[hue].strong;
-  if (state.committed.has(block) && w > 4) ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
-  const text = owners.length > 1 ? `×${owners.length}` : `${r}`;
-  const isRoom = h >= 12 && w >= 7 * text.length + 5;
-  if (isRoom) write(ctx, theme.ink, text, x + w / 2, y + h / 2 + 0.5);
+    const top = y + i * high
+    const part = clamp(q.filled / state.block_size - logical, 0, 1)
+    paint(ctx, palette[q.hue].pale, x, top, w, high)
+    paint(ctx, palette[q.hue].fill, x, top, w * part, high)
+  })
+  const [[{ r, hue }]] = owners
+  ctx.strokeStyle = palette[hue].strong
+  if (state.committed.has(block) && w > 4) ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1)
+  const text = owners.length > 1 ? `×${owners.length}` : `${r}`
+  const isRoom = h >= 12 && w >= 7 * text.length + 5
+  if (isRoom) write(ctx, theme.ink, text, x + w / 2, y + h / 2 + 0.5)
 }
 
 // ---- Over the cells: what is lit, a block table, what has just happened ----
 
-const corners = ([x, y, w, h]) => `M${x} ${y}h${w}v${h}h${-w}z`;
-const centre = ([x, y, w, h]) => [x + w / 2, y + h / 2];
-const boxesOf = (blocks) => blocks.map(cellOf).map(corners).join("");
-const pointsOf = (blocks) => blocks.map(cellOf).map(centre).join(" ");
+const corners = ([x, y, w, h]) => `M${x} ${y}h${w}v${h}h${-w}z`
+const centre = ([x, y, w, h]) => [x + w / 2, y + h / 2]
+const boxesOf = blocks => blocks.map(cellOf).map(corners).join("")
+const pointsOf = blocks => blocks.map(cellOf).map(centre).join(" ")
 
 function showEffects(events) { // page.css has how each looks, and how it ends
-  if (still.matches || !grid) return;
-  for (const { kind, r, blocks } of events.filter((event) => event.blocks)) {
-    const path = $("effect").cloneNode();
-    const shape = kind === "copied" ? `M${pointsOf(blocks)}` : boxesOf(blocks);
-    path.setAttribute("d", shape);
-    path.setAttribute("class", kind);
-    colour(path, r);
-    path.onanimationend = () => path.remove();
-    $("effects").append(path);
+  if (still.matches || !grid) return
+  for (const { kind, r, blocks } of events.filter(event => event.blocks)) {
+    const path = $("effect").cloneNode()
+    const shape = kind === "copied" ? `M${pointsOf(blocks)}` : boxesOf(blocks)
+    path.setAttribute("d", shape)
+    path.setAttribute("class", kind)
+    colour(path, r)
+    path.onanimationend = () => path.remove()
+    $("effects").append(path)
   }
 }
 
 function drawOver() {
-  const { table = [] } = state.requests.get(lit) ?? {};
-  const marked = [pointed, chosen.block].filter((block) => block >= 0);
-  const chain = state.requests.get(chosen.r)?.table ?? [];
-  const all = `M${GUTTER} 0h9999v9999H${GUTTER}z`;
-  $("dim").setAttribute("d", table.length ? all + boxesOf(table) : "");
-  $("marked").setAttribute("d", boxesOf(marked));
-  $("chain").setAttribute("points", pointsOf(chain));
+  const { table = [] } = state.requests.get(lit) ?? {}
+  const marked = [pointed, chosen.block].filter(block => block >= 0)
+  const chain = state.requests.get(chosen.r)?.table ?? []
+  const all = `M${GUTTER} 0h9999v9999H${GUTTER}z`
+  $("dim").setAttribute("d", table.length ? all + boxesOf(table) : "")
+  $("marked").setAttribute("d", boxesOf(marked))
+  $("chain").setAttribute("points", pointsOf(chain))
 }
 
 // ---- What is lit in all, and what is chosen ----
 
-let lit = null;
-let chosen = {}; // {block} or {r}: what the drawer tells of
+let lit = null
+let chosen = {} // {block} or {r}: what the drawer tells of
 
 function light(r) {
-  if (r === lit) return;
-  lit = r;
-  view.isNews = true;
-  lightAnswers();
+  if (r === lit) return
+  lit = r
+  view.isNews = true
+  lightAnswers()
 }
 
 function choose(what) {
-  if ($("drawer").contains(document.activeElement)) $("pool").focus(); // before it is gone
-  chosen = what;
-  $("drawer").hidden = (what.r ?? what.block) === undefined;
-  view.isNews = true;
-  fillDrawer();
+  if ($("drawer").contains(document.activeElement)) $("pool").focus() // before it is gone
+  chosen = what
+  $("drawer").hidden = (what.r ?? what.block) === undefined
+  view.isNews = true
+  fillDrawer()
 }
 
 function point(block, x, y) {
-  if (pointed !== block) view.isNews = true;
-  pointed = block;
-  light(state.owners[block]?.[0]?.[0].r ?? null);
-  tip(block === undefined ? [] : wordsOfBlock(block), x, y);
+  if (pointed !== block) view.isNews = true
+  pointed = block
+  light(state.owners[block]?.[0]?.[0].r ?? null)
+  tip(block === undefined ? [] : wordsOfBlock(block), x, y)
 }
 
 function tip(words, x, y) {
-  const box = $("tip");
-  box.hidden = !words.length;
-  box.textContent = words.join("\n");
-  box.style.left = `${clamp(x + 14, 0, innerWidth - box.offsetWidth - 8)}px`;
-  box.style.top = `${clamp(y + 18, 0, innerHeight - box.offsetHeight - 8)}px`;
+  const box = $("tip")
+  box.hidden = !words.length
+  box.textContent = words.join("\n")
+  box.style.left = `${clamp(x + 14, 0, innerWidth - box.offsetWidth - 8)}px`
+  box.style.top = `${clamp(y + 18, 0, innerHeight - box.offsetHeight - 8)}px`
 }
 
-const yours = (q) => `request ${q.r}${ownOf(q) ? " (yours)" : ""}`;
+const yours = q => `request ${q.r}${ownOf(q) ? " (yours)" : ""}`
 
 function wordsOfBlock(block) {
-  const { idle, block_size: size } = state;
-  const owners = state.owners[block];
-  const place = [...idle].indexOf(block);
-  const cached = place < 0 ? "free" : `cached, evicted after ${count(place, "other")}`;
-  const shared = owners.length > 1 ? `, shared ×${owners.length}` : "";
-  const committed = state.committed.has(block) ? ", committed" : "";
+  const { idle, block_size: size } = state
+  const owners = state.owners[block]
+  const place = [...idle].indexOf(block)
+  const cached = place < 0 ? "free" : `cached, evicted after ${count(place, "other")}`
+  const shared = owners.length > 1 ? `, shared ×${owners.length}` : ""
+  const committed = state.committed.has(block) ? ", committed" : ""
   const who = owners.slice(0, 8).map(([q, i]) => `${yours(q)}: tokens ${i * size} to ` +
-    `${i * size + size - 1}, ${clamp(q.filled - i * size, 0, size)} of ${size} slots filled`);
-  const what = owners.length ? `held${shared}${committed}` : cached;
-  return [`Block ${block}: ${what}`, ...who];
+    `${i * size + size - 1}, ${clamp(q.filled - i * size, 0, size)} of ${size} slots filled`)
+  const what = owners.length ? `held${shared}${committed}` : cached
+  return [`Block ${block}: ${what}`, ...who]
 }
 
 function wordsOfRequest(q) {
-  const { status, filled, target, generated, max_tokens, prompt, hits } = q;
-  const done = `${generated} of ${count(max_tokens, "token")}`;
-  const progress = status === "active" ? `answer: ${done}` : `${status}: ${filled} of ${target}`;
-  const found = `${count(prompt, "prompt token")}, ${hits} of them found in the cache`;
-  return [yours(q).replace("r", "R"), progress, found];
+  const { status, filled, target, generated, max_tokens, prompt, hits } = q
+  const done = `${generated} of ${count(max_tokens, "token")}`
+  const progress = status === "active" ? `answer: ${done}` : `${status}: ${filled} of ${target}`
+  const found = `${count(prompt, "prompt token")}, ${hits} of them found in the cache`
+  return [yours(q).replace("r", "R"), progress, found]
 }
 
 // ---- The drawer ----
 
 function fillDrawer() {
-  const { block, r } = chosen;
-  const q = state.requests.get(r);
-  $("parts").hidden = !q;
+  const { block, r } = chosen
+  const q = state.requests.get(r)
+  $("parts").hidden = !q
   if (q) {
-    fillParts(q);
-    fillWords(wordsOfRequest(q), tableOf(q));
-  } else if (block < state.num_blocks) fillWords(wordsOfBlock(block), holdersOf(block));
-  else fillWords([`Request ${r}`, "It holds no blocks at this step."], []);
+    fillParts(q)
+    fillWords(wordsOfRequest(q), tableOf(q))
+  } else if (block < state.num_blocks) fillWords(wordsOfBlock(block), holdersOf(block))
+  else fillWords([`Request ${r}`, "It holds no blocks at this step."], [])
 }
 
 function fillWords([title, ...words], entries) {
-  setText("title", title);
-  setText("status", words.join("\n"));
-  $("entries").replaceChildren(...entries);
+  setText("title", title)
+  setText("status", words.join("\n"))
+  $("entries").replaceChildren(...entries)
 }
 
 function holdersOf(block) {
-  const size = state.block_size;
-  return state.owners[block].map(([q, i]) => {
-    const { prompt = [], answer = [] } = ownOf(q) ?? {};
-    const slots = [...prompt, ...answer].slice(i * size, Math.min(q.filled, (i + 1) * size));
-    const texts = slots.map((token) => make("span", {}, visible(token)));
-    const open = make("button", { onclick: () => choose({ r: q.r }) }, `Request ${q.r}`);
-    return make("li", { className: "slots" }, open, ...texts);
-  });
+  return state.owners[block].map(([{ r }]) => {
+    const open = make("button", { onclick: () => choose({ r }) }, `Request ${r}`)
+    return make("li", {}, open)
+  })
 }
 
 function tableOf(q) {
-  const name = (block) => (block < state.num_blocks ? block : "sink");
-  return q.table.map((block, i) => make("li", { className: "entry" }, `${i} → ${name(block)}`));
+  const name = block => (block < state.num_blocks ? block : "sink")
+  return q.table.map((block, i) => make("li", { className: "entry" }, `${i} → ${name(block)}`))
 }
 
 function fillParts(q) { // its bar: of how many tokens what is true
-  const { block_size: size, underWay: line, committed } = state;
-  const isDecode = line && state.decodes.includes(q.r);
-  const chunk = line?.chunks?.find(([r]) => r === q.r)?.[2] ?? 0;
+  const { block_size: size, underWay: line, committed } = state
+  const isDecode = line && state.decodes.includes(q.r)
+  const chunk = line?.chunks?.find(([r]) => r === q.r)?.[2] ?? 0
   const ends = {
-    committed: size * (q.table.findLastIndex((block) => committed.has(block)) + 1),
+    committed: size * (q.table.findLastIndex(block => committed.has(block)) + 1),
     computed: q.filled - chunk - isDecode,
     filled: q.filled,
     allocated: size * q.table.length,
-  };
-  let from = 0;
-  for (const [name, end] of Object.entries(ends)) {
-    $(`part-${name}`).style.flexGrow = end - from;
-    setText(`end-${name}`, end);
-    from = end;
   }
-  colour($("about"), q.r);
+  let from = 0
+  for (const [name, end] of Object.entries(ends)) {
+    $(`part-${name}`).style.flexGrow = end - from
+    setText(`end-${name}`, end)
+    from = end
+  }
+  colour($("about"), q.r)
 }
 
 // ---- Figures and words ----
 
 function draw(now) {
-  if (state.num_blocks && !grid) layOut();
-  if (grid) drawNews(now);
-  if (now - view.told < 150) return; // words need not change sixty times a second
-  view.told = now;
-  tellState();
-  if (state.num_blocks) tellFigures(now);
-  if (view.isTold) tellPlace();
-  view.isTold = false;
+  if (state.num_blocks && !grid) layOut()
+  if (grid) drawNews(now)
+  if (now - view.told < 150) return // words need not change sixty times a second
+  view.told = now
+  tellState()
+  if (state.num_blocks) tellFigures(now)
+  if (view.isTold) tellPlace()
+  view.isTold = false
 }
 
 function drawNews(now) {
   if (view.at !== tape.at || !state.touched) {
-    drawPool();
-    followPlace();
-    markAnswers();
-    Object.assign(view, { at: tape.at, since: now, isNews: true, isTold: true });
+    drawPool()
+    followPlace()
+    markAnswers()
+    view.at = tape.at
+    view.since = now
+    view.isNews = true
+    view.isTold = true
   }
-  if (!view.isNews) return;
-  view.isNews = false;
-  drawTimeline();
-  drawOver();
+  if (!view.isNews) return
+  view.isNews = false
+  drawTimeline()
+  drawOver()
 }
 
 function stateOf() {
-  const last = tape.lines.findLast(({ event }) => /engine|snapshot/.test(event));
-  if (player.isLive && server.is !== "Live") return server.is;
-  if (player.isLive && last?.event === "engine") return "Restarting";
-  if (!isPlaying()) return "Paused";
-  return player.isLive ? "Live" : "Replay";
+  const last = tape.lines.findLast(({ event }) => /engine|snapshot/.test(event))
+  if (player.isLive && server.is !== "Live") return server.is
+  if (player.isLive && last?.event === "engine") return "Restarting"
+  if (!isPlaying()) return "Paused"
+  return player.isLive ? "Live" : "Replay"
 }
 
 function setText(id, text) { // what is read aloud is touched only when it changes
-  if ($(id).textContent !== `${text}`) $(id).textContent = text;
+  if ($(id).textContent !== `${text}`) $(id).textContent = text
 }
 
-const english = (number) => number.toLocaleString("en"); // 32,768
-const waiting = () => [...state.requests.values()].filter(({ status }) => status === "waiting");
+const english = number => number.toLocaleString("en") // 32,768
+const waiting = () => [...state.requests.values()].filter(({ status }) => status === "waiting")
 
 function tellState() {
-  const name = stateOf();
-  const word = name === "Paused" ? `Paused at step ${state.step}` : name;
-  const running = state.requests.size - waiting().length;
-  const { model, machine, date } = player.isLive ? server : tape.title;
-  document.body.dataset.state = name;
-  document.body.classList.toggle("replay", !player.isLive);
-  document.title = `${running ? `● ${running} running` : word} – pagedGPT`;
-  setText("pill", word);
-  setText("model", [tape.name, model, machine, date].filter(Boolean).join(" · "));
-  $("speed").value = player.speed;
-  $("pause").ariaLabel = isPlaying() ? "Pause" : "Play";
+  const name = stateOf()
+  const word = name === "Paused" ? `Paused at step ${state.step}` : name
+  const running = state.requests.size - waiting().length
+  const { model, machine, date } = player.isLive ? server : tape.title
+  document.body.dataset.state = name
+  document.body.classList.toggle("replay", !player.isLive)
+  document.title = `${running ? `● ${running} running` : word} – pagedGPT`
+  setText("pill", word)
+  setText("model", [tape.name, model, machine, date].filter(Boolean).join(" · "))
+  $("speed").value = player.speed
+  $("pause").ariaLabel = isPlaying() ? "Pause" : "Play"
 }
 
 function tellFigures(now) {
-  const { num_blocks: n, requests, idle, totals } = state;
-  const held = state.references.filter(Boolean).length;
-  const parts = { held, cached: idle.size, free: n - held - idle.size };
-  for (const part of $("bar").children) part.style.flexGrow = parts[part.className];
-  const hitRate = Math.round((100 * totals["hit tokens"]) / totals["queried tokens"]);
-  const isKnown = /Live|Paused|Replay/.test(document.body.dataset.state);
+  const { num_blocks: n, requests, idle, totals } = state
+  const held = state.owners.slice(0, n).filter(({ length }) => length).length
+  const parts = { held, cached: idle.size, free: n - held - idle.size }
+  for (const part of $("bar").children) part.style.flexGrow = parts[part.className]
+  const hitRate = Math.round((100 * totals["hit tokens"]) / totals["queried tokens"])
+  const isKnown = /Live|Paused|Replay/.test(document.body.dataset.state)
   const texts = {
     held: english(held),
     of: `of ${english(n)} blocks held`,
@@ -346,44 +346,43 @@ function tellFigures(now) {
     waiting: waiting().length,
     preemptions: totals.preemptions,
     size: `${n} blocks of ${state.block_size} tokens`,
-  };
-  for (const [id, text] of Object.entries(texts)) setText(id, text);
-  $("pool-empty").hidden = requests.size || idle.size || !player.isLive;
-  $("steps-empty").hidden = chart.columns.length;
+  }
+  for (const [id, text] of Object.entries(texts)) setText(id, text)
+  $("pool-empty").hidden = requests.size || idle.size || !player.isLive
+  $("steps-empty").hidden = chart.columns.length
 }
 
 function tellPlace() {
-  Object.assign($("place"), { max: tape.lines.length - 1, value: tape.at });
-  setText("said", wordsOfColumn(columnOf(tape.at)).join(" · "));
-  if (!$("drawer").hidden) fillDrawer();
+  Object.assign($("place"), { max: tape.lines.length - 1, value: tape.at })
+  setText("said", wordsOfColumn(columnOf(tape.at)).join(" · "))
+  if (!$("drawer").hidden) fillDrawer()
   // the link is to the step that is shown, unless it is the newest
-  const isNewest = document.body.dataset.state === "Live";
-  const link = isNewest ? location.pathname + location.search : `#step=${state.step}`;
-  if (location.hash || !isNewest) history.replaceState(null, "", link);
+  const isNewest = document.body.dataset.state === "Live"
+  const link = isNewest ? location.pathname + location.search : `#step=${state.step}`
+  if (location.hash || !isNewest) history.replaceState(null, "", link)
 }
 
 function startPool() {
-  const pool = $("pool");
-  pool.onpointermove = (event) => point(blockAt(event), event.clientX, event.clientY);
-  pool.onpointerleave = pool.onblur = () => point();
-  pool.onclick = (event) => {
-    const block = blockAt(event);
-    const owners = state.owners[block] ?? [];
-    choose(owners.length === 1 ? { r: owners[0][0].r } : { block });
-  };
-  pool.onkeydown = (event) => {
-    const { columns } = grid;
-    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
-    const move = moves[event.key];
-    if (event.key === "Enter") choose({ block: pointed });
-    if (!move) return;
-    event.preventDefault(); // and no step is made
-    const block = clamp((pointed ?? -move) + move, 0, state.num_blocks - 1);
-    const [x, y] = cellOf(block);
-    const { left, top } = pool.getBoundingClientRect();
-    point(block, left + x, top + y + grid.h);
-    setText("pool-said", wordsOfBlock(block).join("\n"));
-  };
-  for (const id of ["pool-panel", "steps-panel"]) new ResizeObserver(forgetDrawing).observe($(id));
-  dark.onchange = forgetDrawing;
+  const pool = $("pool")
+  pool.onpointermove = event => point(blockAt(event), event.clientX, event.clientY)
+  pool.onpointerleave = pool.onblur = () => point()
+  pool.onclick = event => {
+    const block = blockAt(event)
+    const owners = state.owners[block] ?? []
+    choose(owners.length === 1 ? { r: owners[0][0].r } : { block })
+  }
+  pool.onkeydown = event => {
+    const { columns } = grid
+    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }
+    const move = moves[event.key]
+    if (event.key === "Enter") choose({ block: pointed })
+    if (!move) return
+    event.preventDefault() // and no step is made
+    const block = clamp((pointed ?? -move) + move, 0, state.num_blocks - 1)
+    const [x, y] = cellOf(block)
+    const { left, top } = pool.getBoundingClientRect()
+    point(block, left + x, top + y + grid.h)
+  }
+  for (const id of ["pool-panel", "steps-panel"]) new ResizeObserver(forgetDrawing).observe($(id))
+  dark.onchange = forgetDrawing
 }

@@ -1,409 +1,395 @@
-"use strict";
+"use strict"
 // What the lines have said so far (the state), all lines and the place on them (the tape), who
 // plays them, and the server that they come from. Draws nothing.
 
-const $ = (id) => document.getElementById(id);
-const clamp = (x, low, high) => Math.max(low, Math.min(x, high));
-const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
+const $ = id => document.getElementById(id)
+const clamp = (x, low, high) => Math.max(low, Math.min(x, high))
+const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`
 
 function make(tag, properties, ...children) {
   // texts from a server stay texts, never HTML
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...children);
-  return element;
+  const element = Object.assign(document.createElement(tag), properties)
+  element.append(...children)
+  return element
 }
 
-// ---- The state: three tallies (tables, references, committed blocks), and what follows ----
+// ---- The state: three tallies (tables, owners of each block, committed blocks), and the rest ----
 
-const NUM_HUES = 12;
-let state;
-let tape;
+const NUM_HUES = 12
+let state
+let tape
 
-const hasNumber = (line) => line.event === "step" && line.step !== undefined;
+const hasNumber = line => line.event === "step" && line.step !== undefined
 
 function load(line) { // all that is, as a snapshot says
-  const { num_blocks, engine } = line;
-  if (engine !== state.engine) state.hues = new Uint8Array(num_blocks);
-  line.hues ??= state.hues.slice(); // what cached blocks have kept, for whoever comes back here
+  const { num_blocks, engine } = line
+  if (engine !== state.engine) state.hues = new Uint8Array(num_blocks)
+  line.hues ??= state.hues.slice() // what cached blocks have kept, for whoever comes back here
   Object.assign(state, line, {
     step: Math.max(0, line.step - 1), // the line's is that of the next step
     totals: { ...line.totals },
     requests: new Map(),
-    references: new Uint16Array(num_blocks),
     committed: new Set(line.committed),
     idle: new Set(line.idle), // in the order in which they are evicted
     hues: line.hues.slice(), // of each block's last owner, from 1 on
     // who holds a block: [request, logical block]; the last is the sink, which is no block
     owners: Array.from({ length: num_blocks + 1 }, () => []),
     touched: null, // blocks that have changed since they were drawn; null: all
-  });
-  line.requests.forEach(addRequest);
+  })
+  line.requests.forEach(addRequest)
 }
 
 function addRequest(told) {
-  const { requests } = state;
-  const twin = [...requests.values()].find(({ name }) => name === told.name);
-  const none = { filled: 0, generated: 0, hits: 0, preemptions: 0, target: told.prompt };
-  const first = twin?.first ?? told.r; // the first request of the same call
-  const q = { ...none, ...told, first, table: [], hue: tape.hues.get(idOf(told.r)) };
-  requests.set(q.r, q);
-  setTable(q, 0, told.table ?? []);
+  const { requests } = state
+  const twin = [...requests.values()].find(({ name }) => name === told.name)
+  const none = { filled: 0, generated: 0, hits: 0, preemptions: 0, target: told.prompt }
+  const first = twin?.first ?? told.r // the first request of the same call
+  const q = { ...none, ...told, first, table: [], hue: tape.hues.get(idOf(told.r)) }
+  requests.set(q.r, q)
+  setTable(q, 0, told.table ?? [])
 }
 
 // At its first block a request has the next hue that no other has, in turn, so that hues rest.
 function giveHue(q) {
-  const used = new Set([...state.requests.values()].map(({ hue }) => hue));
-  let turn = tape.hues.size;
-  while (used.has(turn % NUM_HUES) && turn < tape.hues.size + NUM_HUES) turn += 1;
-  q.hue = turn % NUM_HUES;
-  tape.hues.set(idOf(q.r), q.hue);
+  const used = new Set([...state.requests.values()].map(({ hue }) => hue))
+  let turn = tape.hues.size
+  while (used.has(turn % NUM_HUES) && turn < tape.hues.size + NUM_HUES) turn += 1
+  q.hue = turn % NUM_HUES
+  tape.hues.set(idOf(q.r), q.hue)
 }
 
 function setTable(q, from, blocks) {
-  const { owners, references } = state;
-  const left = q.table.splice(from, Infinity, ...blocks);
-  for (const block of left) {
-    owners[block] = owners[block].filter(([holder]) => holder !== q);
-    references[block] -= 1;
-  }
-  if (blocks.length && q.hue === undefined) giveHue(q);
+  const { owners } = state
+  const left = q.table.splice(from, Infinity, ...blocks)
+  for (const block of left) owners[block] = owners[block].filter(([holder]) => holder !== q)
+  if (blocks.length && q.hue === undefined) giveHue(q)
   blocks.forEach((block, i) => {
-    owners[block].push([q, from + i]);
-    references[block] += 1;
-    state.hues[block] = q.hue + 1;
-    state.idle.delete(block);
-  });
-  touch([...left, ...blocks]);
+    owners[block].push([q, from + i])
+    state.hues[block] = q.hue + 1
+    state.idle.delete(block)
+  })
+  touch([...left, ...blocks])
 }
 
 function touch(blocks) {
-  for (const block of blocks) state.touched?.add(block);
+  for (const block of blocks) state.touched?.add(block)
 }
 
 function fill(q, end) {
-  touch(q.table.slice(Math.floor(q.filled / state.block_size)));
-  q.filled = end;
-  q.status = end < q.target ? "prefilling" : "active";
-  if (end >= q.target) q.generated = Math.max(q.generated, end - q.prompt + 1);
+  touch(q.table.slice(Math.floor(q.filled / state.block_size)))
+  q.filled = end
+  q.status = end < q.target ? "prefilling" : "active"
+  if (end >= q.target) q.generated = Math.max(q.generated, end - q.prompt + 1)
 }
 
 // Apply a line. Returns what is worth showing: [{kind, r, text, blocks}].
 function apply(line) {
-  if (line.event === "snapshot") load(line);
-  state.time = line.time ?? state.time;
-  return line.event === "step" ? applyStep(line) : [];
+  if (line.event === "snapshot") load(line)
+  state.time = line.time ?? state.time
+  return line.event === "step" ? applyStep(line) : []
 }
 
 function applyStep(line) {
-  const events = [];
-  const { requests, totals, idle, block_size: size } = state;
-  const { preempted = [], evicted = [], committed = [], idle: idled = [], lack } = line;
-  const tell = (kind, r, text, blocks) => events.push({ kind, r, text, blocks });
+  const events = []
+  const { requests, totals, idle, block_size: size } = state
+  const { preempted = [], evicted = [], committed = [], idle: idled = [], lack } = line
+  const tell = (kind, r, text, blocks) => events.push({ kind, r, text, blocks })
   const each = (name, change) => {
-    for (const [r, ...rest] of line[name] ?? []) change(requests.get(r), ...rest);
-  };
-  line.new?.forEach(addRequest);
-  if (hasNumber(line)) {
-    Object.assign(state, { decodes: line.decodes ?? state.decodes, step: line.step });
-    state.underWay = line.resolved === line.step ? null : line; // its K, V are to come
-    for (const q of state.decodes.map((r) => requests.get(r))) fill(q, q.filled + 1);
+    for (const [r, ...rest] of line[name] ?? []) change(requests.get(r), ...rest)
   }
-  for (const q of preempted.map((r) => requests.get(r))) {
-    tell("preempted", q.r, `gave back ${count(q.table.length, "block")}`, q.table.slice());
-    setTable(q, 0, []);
-    Object.assign(q, { status: "waiting", filled: 0, preemptions: q.preemptions + 1 });
-    totals.preemptions += 1;
+  line.new?.forEach(addRequest)
+  if (hasNumber(line)) {
+    state.decodes = line.decodes ?? state.decodes
+    state.step = line.step
+    state.underWay = line.resolved === line.step ? null : line // its K, V are to come
+    for (const q of state.decodes.map(r => requests.get(r))) fill(q, q.filled + 1)
+  }
+  for (const q of preempted.map(r => requests.get(r))) {
+    tell("preempted", q.r, `gave back ${count(q.table.length, "block")}`, q.table.slice())
+    setTable(q, 0, [])
+    q.status = "waiting"
+    q.filled = 0
+    q.preemptions += 1
+    totals.preemptions += 1
   }
   each("copies", ({ r }, block, source) =>
-    tell("copied", r, `shared block ${source} to ${block}`, [source, block]));
-  if (evicted.length) tell("evicted", "", count(evicted.length, "block"), evicted);
+    tell("copied", r, `shared block ${source} to ${block}`, [source, block]))
+  if (evicted.length) tell("evicted", "", count(evicted.length, "block"), evicted)
   for (const block of evicted) {
-    state.committed.delete(block);
-    idle.delete(block);
+    state.committed.delete(block)
+    idle.delete(block)
   }
-  if (lack) tell("waits", lack[0], `needs ${count(lack[1], "block")}, ${lack[2]} to spare`);
-  each("tables", setTable);
+  if (lack) tell("waits", lack[0], `needs ${count(lack[1], "block")}, ${lack[2]} to spare`)
+  each("tables", setTable)
   each("admitted", (q, hits, target) => {
-    Object.assign(q, { status: "prefilling", filled: hits, target });
-    totals["queried tokens"] += target;
-    totals["hit tokens"] += hits;
-    if (!q.preemptions) q.hits = hits;
-    const kind = q.preemptions ? "resumed" : "hit";
-    const text = `${count(hits / size, "block")} found in the cache`;
-    if (hits || q.preemptions) tell(kind, q.r, text, q.table.slice(0, hits / size));
-  });
-  each("chunks", (q, first, n) => fill(q, first + n));
-  for (const block of committed) state.committed.add(block);
+    q.status = "prefilling"
+    q.filled = hits
+    q.target = target
+    totals["queried tokens"] += target
+    totals["hit tokens"] += hits
+    if (!q.preemptions) q.hits = hits
+    const kind = q.preemptions ? "resumed" : "hit"
+    const text = `${count(hits / size, "block")} found in the cache`
+    if (hits || q.preemptions) tell(kind, q.r, text, q.table.slice(0, hits / size))
+  })
+  each("chunks", (q, first, n) => fill(q, first + n))
+  for (const block of committed) state.committed.add(block)
   each("ended", (q, reason, n) => {
-    tell("ended", q.r, `${reason} after ${count(n, "token")}`);
-    setTable(q, 0, []);
-    requests.delete(q.r);
-  });
+    tell("ended", q.r, `${reason} after ${count(n, "token")}`)
+    setTable(q, 0, [])
+    requests.delete(q.r)
+  })
   for (const block of idled) { // behind all others, if it was idle before this line too
-    idle.delete(block);
-    idle.add(block);
+    idle.delete(block)
+    idle.add(block)
   }
-  touch([...evicted, ...committed, ...idled]);
-  return events;
+  touch([...evicted, ...committed, ...idled])
+  return events
 }
 
 // ---- The tape: all lines, and the place on it. Backwards goes from the snapshot before. ----
 
-const MOST = 50000; // lines that are kept
+const MOST = 50000 // lines that are kept
 
 function begin(lines, isLive) {
-  state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [] };
-  tape = { lines, at: -1, noted: -1, hues: new Map(), name: "", title: {} };
-  Object.assign(player, { isPaused: false, isLive, until: null, speed: isLive ? Infinity : 10 });
-  beginChart();
-  forgetDrawing();
+  state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [] }
+  tape = { lines, at: -1, noted: -1, hues: new Map(), seen: new Map(), name: "", title: {} }
+  Object.assign(player, { isPaused: false, isLive, until: null, speed: isLive ? Infinity : 10 })
+  beginChart()
+  forgetDrawing()
 }
 
 function moveTo(place) {
-  const { lines, at } = tape;
-  place = clamp(place, 0, lines.length - 1);
-  document.querySelectorAll(".kept").forEach((effect) => effect.remove()); // by a demo
-  const isStart = ({ event }, i) => i <= place && event === "snapshot";
-  if (place < at) tape.at = lines.findLastIndex(isStart) - 1;
-  try {
-    while (tape.at < place) moveOn();
-  } catch ({ message }) { // a record that contradicts itself ends there
-    notify(`line ${tape.at + 1} contradicts those before it: ${message}`, true);
-    lines.length = tape.at;
-    tape.at -= 1;
-  }
-  if (Math.abs(place - at) > 20) $("effects").replaceChildren(); // nothing has just happened
+  const { lines, at } = tape
+  place = clamp(place, 0, lines.length - 1)
+  const isStart = ({ event }, i) => i <= place && event === "snapshot"
+  if (place < at) tape.at = lines.findLastIndex(isStart) - 1
+  while (tape.at < place) moveOn()
+  if (Math.abs(place - at) > 20) $("effects").replaceChildren() // nothing has just happened
 }
 
 function moveOn() {
-  tape.at += 1;
-  const line = tape.lines[tape.at];
-  const events = apply(line);
-  if (tape.at > tape.noted) note(line, events);
-  tape.noted = Math.max(tape.noted, tape.at);
-  showEffects(events);
+  tape.at += 1
+  const line = tape.lines[tape.at]
+  const events = apply(line)
+  if (tape.at > tape.noted) note(line, events)
+  tape.noted = Math.max(tape.noted, tape.at)
+  showEffects(events)
 }
 
-const stepPlace = (step) =>
-  tape.lines.findLastIndex((line) => line.event === "step" && line.step === step);
+const stepPlace = step =>
+  tape.lines.findLastIndex(line => line.event === "step" && line.step === step)
 
 // ---- The player ----
 
 // While player.until = {test(line), then()} is set, by a demo, the tape plays at 10 steps a second
 // and stops behind the line for which test is true. To seek is to leave it.
-const player = { isPaused: false, isLive: true, speed: Infinity, until: null, owed: 0, before: 0 };
+const player = { isPaused: false, isLive: true, speed: Infinity, until: null, owed: 0, before: 0 }
 
-const isPlaying = () => Boolean(player.until) || !player.isPaused;
+const isPlaying = () => Boolean(player.until) || !player.isPaused
 
 function frame(now) {
-  requestAnimationFrame(frame); // whatever goes wrong below
-  const seconds = Math.min(0.1, (now - player.before) / 1000);
-  const behind = tape.lines.length - 1 - tape.at;
-  const speed = player.until ? 10 : player.speed;
-  player.before = now;
+  requestAnimationFrame(frame) // whatever goes wrong below
+  const seconds = Math.min(0.1, (now - player.before) / 1000)
+  const behind = tape.lines.length - 1 - tape.at
+  const speed = player.until ? 10 : player.speed
+  player.before = now
   // lines come in batches: at most a sixth of what is missing, so that they flow
-  player.owed = Math.min((player.owed % 1) + (speed * seconds || 0), Math.ceil(behind / 6));
-  for (let i = 1; i <= player.owed && isPlaying(); i++) playOn();
-  if (!player.isLive && !behind) player.isPaused = true;
-  draw(now);
+  player.owed = Math.min((player.owed % 1) + (speed * seconds || 0), Math.ceil(behind / 6))
+  for (let i = 1; i <= player.owed && isPlaying(); i++) playOn()
+  if (!player.isLive && !behind) player.isPaused = true
+  draw(now)
 }
 
 function playOn() {
-  const { until } = player;
-  moveTo(tape.at + 1);
-  if (!until?.test(tape.lines[tape.at])) return;
-  Object.assign(player, { until: null, isPaused: true });
-  until.then();
+  const { until } = player
+  moveTo(tape.at + 1)
+  if (!until?.test(tape.lines[tape.at])) return
+  player.until = null
+  player.isPaused = true
+  view.told = 0 // paused at once, so that its arrow stays in sight
+  until.then()
 }
 
 function seek(place, isPaused = true) {
-  if (!tape.lines.length) return;
-  if (player.until) setText("moment", "");
-  moveTo(place);
-  Object.assign(player, { isPaused, until: null });
-  state.touched = null;
-  chart.follows = true;
+  if (!tape.lines.length) return
+  if (player.until) setText("moment", "")
+  $("effects").replaceChildren() // a demo's arrow stays until now
+  moveTo(place)
+  player.isPaused = isPaused
+  player.until = null
+  state.touched = null
+  chart.follows = true
 }
 
 function seekStep(direction) {
-  let place = tape.at + direction;
-  while (tape.lines[place] && tape.lines[place].event !== "step") place += direction;
-  seek(place);
+  let place = tape.at + direction
+  while (tape.lines[place] && tape.lines[place].event !== "step") place += direction
+  seek(place)
 }
 
 function togglePause() { // at its end a record starts over
-  const isOver = !player.isLive && player.isPaused && tape.at === tape.lines.length - 1;
-  seek(isOver ? 0 : tape.at, isPlaying());
+  const isOver = !player.isLive && player.isPaused && tape.at === tape.lines.length - 1
+  seek(isOver ? 0 : tape.at, isPlaying())
 }
 
 function goLive() {
-  player.speed = Infinity;
-  seek(Infinity, false);
+  player.speed = Infinity
+  seek(Infinity, false)
 }
 
 async function replay(text, name, link = "") {
   try { // text: of a file, or a promise of it
-    const lines = readLines((await text).trim());
-    const title = lines[0]?.event === "title" ? lines.shift() : {};
-    const { event, version, num_blocks: n, block_size: S, requests } = lines[0] ?? {};
-    const isPool = n > 0 && n < 2 ** 20 && S > 0 && requests?.map;
-    if (event !== "snapshot") throw new Error("its first line is no snapshot");
-    if (version !== 2) throw new Error(`it has version ${version}, this page reads version 2`);
-    if (!isPool) throw new Error("its first line describes no pool");
-    listening.abort();
-    begin(lines, false);
-    Object.assign(tape, { name, title });
-    notify("");
-    showTab("pool");
-    moveTo(5000); // what the timeline shows; more of it comes when it is played
-    if (!followLink(link)) seek(telling(lines));
+    const lines = readLines(await text)
+    const title = lines[0]?.event === "title" ? lines.shift() : {}
+    if (lines[0]?.version !== 2) throw new Error("it begins with no snapshot of version 2")
+    listening.abort()
+    begin(lines, false)
+    tape.name = name
+    tape.title = title
+    notify("")
+    showTab("pool")
+    moveTo(5000) // what the timeline shows; more of it comes when it is played
+    if (!followLink(link)) seek(telling(lines))
   } catch ({ message }) {
-    notify(`${name} is no record of serve.py: ${message}`, true);
+    notify(`${name} is no record of serve.py: ${message}`, true)
+    player.isPaused = true
   }
 }
 
-function readLines(all) { // lines of JSON, or a list of them
-  const parts = all.split("\n");
+function readLines(text) {
+  const lines = text.trim().split("\n")
   try {
-    JSON.parse(parts.at(-1));
+    JSON.parse(lines.at(-1))
   } catch {
-    parts.pop(); // cut off: the server was killed
+    lines.pop() // cut off: the server was killed
   }
-  return JSON.parse(`[${parts.join()}]`).flat();
+  return JSON.parse(`[${lines.join()}]`)
 }
 
 function telling(lines) { // the place that says most about paging
   const tests = [
-    (line) => line.preempted,
-    (line) => line.copies,
-    (line) => line.admitted?.some(([, hits]) => hits),
-  ];
-  const places = tests.map((test) => lines.findIndex(test));
-  return places.find((place) => place > 0) ?? lines.length >> 1;
+    line => line.preempted,
+    line => line.copies,
+    line => line.admitted?.some(([, hits]) => hits),
+  ]
+  const places = tests.map(test => lines.findIndex(test))
+  return places.find(place => place > 0) ?? lines.length >> 1
 }
 
 function followLink(link = location.hash) { // to the step of #step=46, if it is there
-  const place = stepPlace(Number(link.split("#step=")[1]));
-  if (place >= 0) seek(place);
-  return place >= 0;
+  const place = stepPlace(Number(link.split("#step=")[1]))
+  if (place >= 0) seek(place)
+  return place >= 0
 }
 
 // ---- The server ----
 
 // is: Loading, Key wanted, Live or Offline
-const server = { model: "", hasChat: true, is: "Loading" };
-let key = "";
-let asking; // a promise of another key
-let listening = new AbortController();
+const server = { model: "", hasChat: true, is: "Loading" }
+let key = ""
+let asking // a promise of another key
+let listening = new AbortController()
 
 function tellServer(changes) {
-  Object.assign(server, changes);
-  tellForm();
+  Object.assign(server, changes)
+  tellForm()
 }
 
 function notify(text, isError = false) {
-  $("notice").classList.toggle("error", isError);
-  setText("notice", text);
+  $("notice").classList.toggle("error", isError)
+  setText("notice", text)
 }
 
 function askForKey() {
-  notify(key ? "This API key is not accepted" : "The server wants an API key", key);
-  tellServer({ is: "Key wanted" });
-  $("key").hidden = false;
-  if (key) $("text").focus(); // it was there, and was hidden
-  asking ??= Promise.withResolvers();
-  return asking.promise;
+  notify(key ? "This API key is not accepted" : "The server wants an API key", key)
+  tellServer({ is: "Key wanted" })
+  $("key").hidden = false
+  asking ??= Promise.withResolvers()
+  return asking.promise
 }
 
 function takeKey() {
-  key = $("text").value.trim();
-  $("key").hidden = true;
-  $("key").reset();
-  notify("");
-  asking.resolve();
-  asking = null;
+  key = $("text").value.trim()
+  $("key").hidden = true
+  $("key").reset()
+  notify("")
+  asking.resolve()
+  asking = null
 }
 
 async function call(path, options = {}) { // relative: a proxy may add a path
-  const { body, signal } = options;
-  const used = key;
-  const headers = { "Content-Type": "application/json", ...options.headers };
-  if (key) headers.Authorization = `Bearer ${key}`;
-  const request = { method: body ? "POST" : "GET", body: JSON.stringify(body), headers, signal };
-  const response = await fetch(path, request);
-  const { ok, status } = response;
-  if (ok) return response;
-  if (status === 401) {
-    if (used === key) await askForKey();
-    return call(path, options);
+  const { body, signal } = options
+  const used = key
+  const headers = { "Content-Type": "application/json", ...options.headers }
+  if (key) headers.Authorization = `Bearer ${key}`
+  const request = { method: body ? "POST" : "GET", body: JSON.stringify(body), headers, signal }
+  const response = await fetch(path, request)
+  if (response.ok) return response
+  if (response.status === 401) {
+    if (used === key) await askForKey()
+    return call(path, options)
   }
-  const { error } = await response.json();
-  throw Object.assign(new Error(error.message), { status });
+  const { error } = await response.json()
+  throw Object.assign(new Error(error.message), { status: response.status })
 }
 
-const json = async (path, body) => (await call(path, { body })).json();
+const json = async (path, body) => (await call(path, { body })).json()
 
 async function* eventsOf(response) { // the data of server-sent events, as texts
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader()
   for (let rest = "", part; !(part = await reader.read()).done;) {
-    const events = (rest + part.value).split("\n\n");
-    rest = events.pop();
-    for (const event of events) if (event.startsWith("data: ")) yield event.slice(6);
+    const events = (rest + part.value).split("\n\n")
+    rest = events.pop()
+    for (const event of events) if (event.startsWith("data: ")) yield event.slice(6)
   }
 }
 
 async function listen() {
-  listening = new AbortController();
-  const { signal } = listening;
+  listening = new AbortController()
+  const { signal } = listening
   while (!signal.aborted) {
-    const error = await hear(signal).catch((thrown) => thrown);
-    if (signal.aborted) return;
-    const isLoading = error?.status === 503;
-    notify(isLoading ? "Loading the model.." : "The server does not answer. Trying again..");
-    tellServer({ is: isLoading ? "Loading" : "Offline" });
-    await new Promise((resolve) => setTimeout(resolve, 2000));
+    const error = await hear(signal).catch(thrown => thrown)
+    if (signal.aborted) return
+    const isLoading = error?.status === 503
+    notify(isLoading ? "Loading the model.." : "The server does not answer. Trying again..")
+    tellServer({ is: isLoading ? "Loading" : "Offline" })
+    await new Promise(resolve => setTimeout(resolve, 2000))
   }
 }
 
 async function hear(signal) { // until the server ends
-  const { data: [{ id, chat = true }] } = await json("v1/models");
-  const response = await call("events", { signal });
-  notify("");
-  tellServer({ model: id, hasChat: chat, is: "Live" });
-  const known = timesOf(tape.lines); // of what comes first the tape may have a part
-  let link = tape.at < 0 ? location.hash : ""; // once: later the place is what it was
+  const { data: [{ id, chat = true }] } = await json("v1/models")
+  const response = await call("events", { signal })
+  notify("")
+  tellServer({ model: id, hasChat: chat, is: "Live" })
+  let link = tape.at < 0 ? location.hash : "" // once: later the place is what it was
   for await (const data of eventsOf(response)) {
-    const lines = JSON.parse(data);
-    takeIn(lines, known);
-    if (followLink(link) || lines.length < 100) link = ""; // the history is over
+    const lines = JSON.parse(data)
+    takeIn(lines)
+    if (followLink(link) || lines.length < 100) link = "" // the history is over
   }
 }
 
-function timesOf(lines) { // engine -> time of its last line; Infinity: it has ended
-  const times = new Map();
-  let last;
-  for (const { engine = last, time = Infinity } of lines) {
-    last = engine;
-    times.set(engine, time);
-  }
-  return times;
-}
-
-function takeIn(lines, known) {
-  const isNew = ({ engine = known.last, time = Infinity }) => {
-    known.last = engine;
-    return time > (known.get(engine) ?? -1);
-  };
-  const news = lines.filter(isNew);
-  tape.lines.push(...news);
+// What comes first is a history, of which the tape may have a part.
+function takeIn(lines) {
+  const { seen } = tape // engine -> time of its last line; Infinity: it has ended
+  const news = lines.filter(({ engine = seen.last, time = Infinity }) => {
+    const isNew = time > (seen.get(engine) ?? -1)
+    if (isNew) seen.set(engine, time)
+    seen.last = engine
+    return isNew
+  })
+  tape.lines.push(...news)
   if (tape.lines.length > MOST && !player.isPaused) {
-    const last = tape.lines.findLastIndex((line) => line.event === "snapshot");
-    begin(tape.lines.slice(last), true);
+    const last = tape.lines.findLastIndex(line => line.event === "snapshot")
+    begin(tape.lines.slice(last), true)
+    tape.seen = seen
   }
-  if (news.length > 50 && !player.until && !player.isPaused) moveTo(Infinity); // history
+  if (news.length > 50 && !player.until && !player.isPaused) moveTo(Infinity) // history
 }
 
 function showTab(name) { // of a phone: talk, pool or steps
-  document.body.dataset.tab = name;
-  for (const tab of $("tabs").children) tab.ariaPressed = tab.value === name;
+  document.body.dataset.tab = name
+  for (const tab of $("tabs").children) tab.ariaPressed = tab.value === name
 }

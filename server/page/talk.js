@@ -4,250 +4,220 @@
 
 // ---- This page's own requests ----
 
-const calls = new Map(); // name of a call -> its answers
-const stops = new Set(); // AbortControllers of the calls under way
-const pageName = `page-${Math.random().toString(36).slice(2, 8)}`;
+const calls = new Map() // name of a call -> its answers
+const stops = new Set() // AbortControllers of the calls under way
+const pageName = `page-${Math.random().toString(36).slice(2, 8)}`
 
-// {prompt: [token texts], answer: [token texts], element, ..} of request q, if it is this page's.
+// {element, number, ..} of the answer of request q, if it is this page's.
 // Either all requests of a call have one prompt, or each has its own.
 // The number of its first is that of when it came: later a snapshot may be without it.
 function ownOf(q) {
-  const answers = calls.get(q.name);
-  if (answers) answers.first ??= q.first;
-  return answers?.[q.choice || q.r - answers.first];
+  const answers = calls.get(q.name)
+  if (answers) answers.first ??= q.first
+  return answers?.[q.choice || q.r - answers.first]
 }
 
 // While its request runs, an answer has its colour; later that is another's.
 function markAnswers() {
-  document.querySelectorAll(".runs").forEach(({ classList }) => classList.remove("runs"));
+  document.querySelectorAll(".runs").forEach(({ classList }) => classList.remove("runs"))
   for (const q of state.requests.values()) {
-    const { element, number } = Object.assign(ownOf(q) ?? {}, { r: q.r });
-    if (!element) continue;
-    number.textContent = q.r;
-    element.classList.add("runs");
-    colour(element, q.r);
+    const { element, number } = Object.assign(ownOf(q) ?? {}, { r: q.r })
+    if (!element) continue
+    number.textContent = q.r
+    element.classList.add("runs")
+    colour(element, q.r)
   }
 }
 
 function lightAnswers() {
   for (const { element, r } of [...calls.values()].flat()) {
-    element.classList.toggle("lit", r === lit);
+    element.classList.toggle("lit", r === lit)
   }
 }
 
 // ---- Tokens and their probabilities ----
 
-const END_TOKEN = /^<(\|.*\||\/?s|eos|pad|\w+_of_\w+)>$/;
+const END_TOKEN = /^<(\|.*\||\/?s|eos|pad|\w+_of_\w+)>$/
 
 // A choice's new tokens, of a completion or a chat: [{name, logprob, others: [[name, logprob]]}].
 function scoredTokens({ logprobs }) {
-  const { content, tokens = [], token_logprobs, top_logprobs } = logprobs ?? {};
+  const { content, tokens = [], token_logprobs: scores, top_logprobs: tops } = logprobs ?? {}
   if (!content) {
-    return tokens.map((name, i) => {
-      const others = Object.entries(top_logprobs[i]);
-      return { name, logprob: token_logprobs[i], others };
-    });
+    return tokens.map((name, i) => ({ name, logprob: scores[i], others: Object.entries(tops[i]) }))
   }
-  return content.map(({ token: name, logprob, top_logprobs: top }) => {
-    const others = top.map((other) => [other.token, other.logprob]);
-    return { name, logprob, others };
-  });
+  return content.map(({ token, logprob, top_logprobs: others }) =>
+    ({ name: token, logprob, others: others.map(one => [one.token, one.logprob]) }))
 }
 
 // Parts of a character are named "bytes:\xe2\x98": its text comes with the last of them.
 function textOf(name, decoder) {
-  if (!name.startsWith("bytes:\\x")) return name;
-  const bytes = Uint8Array.fromHex(name.slice(6).replaceAll("\\x", ""));
-  return decoder.decode(bytes, { stream: true });
+  if (!name.startsWith("bytes:\\x")) return name
+  const bytes = Uint8Array.fromHex(name.slice(6).replaceAll("\\x", ""))
+  return decoder.decode(bytes, { stream: true })
 }
 
 // A token's text with its blanks in sight: "\n    if" is ↵␣×4if.
 function visible(text) {
-  const line = text.replaceAll("\n", "↵").replaceAll("\t", "⇥");
-  return line.replace(/ +/g, ({ length }) => (length > 1 ? `␣×${length}` : "␣"));
+  const line = text.replaceAll("\n", "↵").replaceAll("\t", "⇥")
+  return line.replace(/ +/g, ({ length }) => (length > 1 ? `␣×${length}` : "␣"))
 }
 
 function addToken(answer, scores) {
-  const text = textOf(scores.name, answer.decoder);
-  const token = make("span", { className: "token", scores }, text);
-  token.classList.toggle("end", END_TOKEN.test(scores.name));
-  token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob));
-  answer.answer.push(scores.name);
-  answer.text.append(token);
-  makeButton(token);
+  const text = textOf(scores.name, answer.decoder)
+  const token = make("span", { className: "token", scores }, text)
+  token.classList.toggle("end", END_TOKEN.test(scores.name))
+  token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
+  answer.length += 1
+  answer.text.append(token)
+  token.tabIndex = tabIndexOfTokens()
+  token.onpointerenter = token.onfocus = () => tellToken(token)
+  token.onpointerleave = token.onblur = () => tip([])
 }
 
-// With probabilities a token is a button. Tab goes to an answer's first, the arrows to the next.
-function makeButton(token) {
-  const isOn = $("probabilities").checked;
-  token.role = isOn ? "button" : null;
-  token.tabIndex = isOn && !token.previousSibling ? 0 : -1;
-  token.ariaLabel = isOn ? visible(token.scores.name) : null;
+// With probabilities Tab goes from token to token, and each says what else was likely.
+const tabIndexOfTokens = () => ($("probabilities").checked ? 0 : -1)
+
+function tellProbabilities() {
+  for (const token of document.querySelectorAll(".token")) token.tabIndex = tabIndexOfTokens()
 }
 
-const showProbabilities = () => document.querySelectorAll(".token").forEach(makeButton);
-
-function showLikeliest(token) {
-  const { name, others } = token.scores;
-  const rows = others.sort((a, b) => b[1] - a[1]).map(([other, logprob]) => {
-    const percent = `${(100 * Math.exp(logprob)).toFixed(1)}%`;
-    const bar = make("i", { style: `width: ${percent}` });
-    const text = make("code", {}, visible(other));
-    return make("li", { className: other === name ? "chosen" : "" }, text, percent, bar);
-  });
-  $("likeliest").firstElementChild.replaceChildren(...rows);
-  $("likeliest").showPopover({ source: token });
+function wordsOfToken({ name, others }) {
+  return others.sort((a, b) => b[1] - a[1]).map(([other, logprob]) =>
+    `${other === name ? "▸" : " "} ${(100 * Math.exp(logprob)).toFixed(1)}% ${visible(other)}`)
 }
 
-const tokenKeys = {
-  ArrowLeft: (token) => token.previousSibling?.focus(),
-  ArrowRight: (token) => token.nextSibling?.focus(),
-  Enter: showLikeliest,
-  " ": showLikeliest,
-};
+function tellToken(token) {
+  const { left, bottom } = token.getBoundingClientRect()
+  if (token.tabIndex === 0) tip(wordsOfToken(token.scores), left, bottom)
+}
 
 // ---- The transcript ----
 
-function newAnswer(asked) {
-  const element = $("answer").content.firstElementChild.cloneNode(true);
-  const [text, number, progress] = element.querySelectorAll(".text, b, span");
-  const answer = { asked, prompt: [], answer: [], said: "", text, number, progress, element };
-  answer.decoder = new TextDecoder();
-  element.onpointerenter = () => light(answer.r ?? null);
-  element.onpointerleave = () => light(null);
-  return answer;
+function newAnswer() {
+  const element = $("answer").content.firstElementChild.cloneNode(true)
+  const [text, number, progress] = element.querySelectorAll(".text, b, span")
+  const answer = { length: 0, said: "", text, number, progress, element }
+  answer.decoder = new TextDecoder()
+  element.onpointerenter = () => light(answer.r ?? null)
+  element.onpointerleave = () => light(null)
+  return answer
 }
 
 // Append a call's prompts and answers, folded if they are many. Returns the answers.
 function addArticle(prompts, n) {
-  const total = prompts.length * n;
-  const isFew = total <= 4;
-  const summary = make("summary", { hidden: isFew }, count(total, "answer"));
-  const article = make("details", { open: isFew }, summary);
-  $("articles").append(article);
-  $("answers").scrollTop = 0; // its end, as it is laid out from there: it stays in view
-  return prompts.flatMap((asked) => {
-    const answers = Array.from({ length: n }, () => newAnswer(asked));
-    article.append(make("p", { className: "asked" }, asked.text));
-    article.append(...answers.map(({ element }) => element));
-    return answers;
-  });
+  const total = prompts.length * n
+  const isFew = total <= 4
+  const summary = make("summary", { hidden: isFew }, count(total, "answer"))
+  const article = make("details", { open: isFew }, summary)
+  $("articles").append(article)
+  $("answers").scrollTop = 0 // its end, as it is laid out from there: it stays in view
+  return prompts.flatMap(({ text }) => {
+    const answers = Array.from({ length: n }, newAnswer)
+    article.append(make("p", { className: "asked" }, text))
+    article.append(...answers.map(({ element }) => element))
+    return answers
+  })
 }
 
-function tellProgress({ answer: { length }, progress, reason }, most) {
-  const all = count(length, "token");
-  const words = { length: `stopped at ${all}`, stop: `ended after ${all}`, abort: "stopped" };
-  progress.textContent = words[reason] ?? (most ? `${length} of ${count(most, "token")}` : all);
+function tellProgress({ length, progress, reason }, most) {
+  const all = count(length, "token")
+  const words = { length: `stopped at ${all}`, stop: `ended after ${all}`, abort: "stopped" }
+  progress.textContent = words[reason] ?? (most ? `${length} of ${count(most, "token")}` : all)
 }
 
 // ---- Calls ----
 
-let conversation = []; // messages of the chat so far
-
-const tokenize = (input) => json("tokenize", { ...input, return_token_strs: true });
-
-// The texts of a prompt's tokens, for the slots of its blocks.
-async function nameTokens(answer, messages) {
-  const input = messages ? { messages } : { prompt: answer.asked.text };
-  answer.prompt = answer.asked.names ?? (await tokenize(input)).token_strs;
-}
+let conversation = [] // messages of the chat so far
 
 function knobs() {
-  const inputs = [...document.querySelectorAll(".knobs input")].filter(({ value }) => value);
-  return Object.fromEntries(inputs.map(({ name, value }) => [name, Number(value)]));
+  const inputs = [...document.querySelectorAll(".knobs input")].filter(({ value }) => value)
+  return Object.fromEntries(inputs.map(({ name, value }) => [name, Number(value)]))
 }
 
 // fetch fails with a TypeError, in the middle of an answer too.
 function wordsOf(error) {
-  const isGone = error instanceof TypeError;
-  return isGone ? "The server does not answer. Send it again when it is back." : error.message;
+  const isGone = error instanceof TypeError
+  return isGone ? "The server does not answer. Send it again when it is back." : error.message
 }
 
-// One call, as a browser has few connections, of prompts [{text, ids, names}]; with several of them
+// One call, as a browser has few connections, of prompts [{text, ids}]; with several of them
 // n is 1. Its answers appear token by token. Returns whether it went well.
 async function ask(prompts, isChat, fields) {
-  const name = `${pageName}-${calls.size + 1}`;
-  const before = conversation;
-  const messages = isChat && [...before, { role: "user", content: prompts[0].text }];
+  const name = `${pageName}-${calls.size + 1}`
+  const before = conversation
+  const messages = isChat && [...before, { role: "user", content: prompts[0].text }]
   const input = isChat
     ? { messages, top_logprobs: 5 }
-    : { prompt: prompts.map(({ ids, text }) => ids ?? text) };
-  const body = { ...knobs(), ...input, logprobs: isChat || 5, stream: true, ...fields };
-  const answers = addArticle(prompts, body.n ?? 1);
-  const stop = new AbortController();
-  const { signal } = stop;
-  calls.set(name, answers);
-  stops.add(stop);
-  tellForm();
-  let error = "";
+    : { prompt: prompts.map(({ ids, text }) => ids ?? text) }
+  const body = { ...knobs(), ...input, logprobs: isChat || 5, stream: true, ...fields }
+  const answers = addArticle(prompts, body.n ?? 1)
+  const stop = new AbortController()
+  const { signal } = stop
+  calls.set(name, answers)
+  stops.add(stop)
+  tellForm()
+  let error = ""
   try {
-    const path = isChat ? "v1/chat/completions" : "v1/completions";
-    const answered = call(path, { body, headers: { "X-Request-Id": name }, signal });
-    for (const answer of answers) nameTokens(answer, messages).catch(() => {});
+    const path = isChat ? "v1/chat/completions" : "v1/completions"
+    const answered = call(path, { body, headers: { "X-Request-Id": name }, signal })
     for await (const data of eventsOf(await answered)) {
-      if (data !== "[DONE]") read(JSON.parse(data), answers, body.max_tokens);
+      if (data !== "[DONE]") read(JSON.parse(data), answers, body.max_tokens)
     }
   } catch (thrown) {
-    error = signal.aborted ? "" : wordsOf(thrown);
+    error = signal.aborted ? "" : wordsOf(thrown)
   }
   for (const answer of answers) {
-    answer.reason ??= "abort";
-    tellProgress(answer);
+    answer.reason ??= "abort"
+    tellProgress(answer)
   }
-  if (error) $("articles").append(make("p", { className: "error" }, error));
+  if (error) $("articles").append(make("p", { className: "error" }, error))
   if (isChat && answers[0].said && conversation === before) { // no new chat has begun
-    conversation = [...messages, { role: "assistant", content: answers[0].said }];
+    conversation = [...messages, { role: "assistant", content: answers[0].said }]
   }
-  stops.delete(stop);
-  tellForm();
-  return !error;
+  stops.delete(stop)
+  tellForm()
+  return !error
 }
 
 function read({ choices, error }, answers, most) {
-  if (error) throw new Error(error.message);
+  if (error) throw new Error(error.message)
   for (const choice of choices) {
-    const answer = answers[choice.index];
-    for (const scores of scoredTokens(choice)) addToken(answer, scores);
-    answer.said += choice.delta?.content ?? "";
-    answer.reason = choice.finish_reason ?? answer.reason;
-    if (answer.answer.length) tellProgress(answer, most);
+    const answer = answers[choice.index]
+    for (const scores of scoredTokens(choice)) addToken(answer, scores)
+    answer.said += choice.delta?.content ?? ""
+    answer.reason = choice.finish_reason ?? answer.reason
+    if (answer.length) tellProgress(answer, most)
   }
 }
 
 // ---- The form ----
 
 function tellForm() {
-  const [text, chat] = $("ask").elements.kind;
-  chat.disabled = !server.hasChat;
-  if (chat.disabled) text.checked = true;
-  $("stop").disabled = !stops.size;
-  $("send").disabled = chat.checked && stops.size > 0;
+  const [text, chat] = $("ask").elements.kind
+  chat.disabled = !server.hasChat
+  if (chat.disabled) text.checked = true
+  $("stop").disabled = !stops.size
+  $("send").disabled = chat.checked && stops.size > 0
 }
 
-// Several prompts, divided by lines of ---, are one call, unless each has several answers.
 async function send() {
-  const { prompt, kind, n } = $("ask").elements;
-  const isChat = kind.value === "chat";
-  const written = prompt.value;
-  const parts = isChat ? [written] : written.split(/^---$/m);
-  const texts = parts.map((part) => part.replace(/^\n|\n$/g, "")).filter(Boolean);
-  const prompts = texts.map((text) => ({ text }));
-  if (!prompts.length || $("send").disabled) return;
-  prompt.value = "";
-  const groups = isChat || n.value > 1 ? prompts.map((one) => [one]) : [prompts];
-  const went = await Promise.all(groups.map((group) => ask(group, isChat)));
-  if (went.includes(false)) prompt.value ||= written; // what was refused can be mended
+  const { prompt, kind } = $("ask").elements
+  const text = prompt.value
+  if (!text || $("send").disabled) return
+  prompt.value = ""
+  const isWell = await ask([{ text }], kind.value === "chat")
+  if (!isWell) prompt.value ||= text // what was refused can be mended
 }
 
 function stopAll() {
-  for (const stop of stops) stop.abort();
+  for (const stop of stops) stop.abort()
 }
 
 function newChat() {
-  stopAll();
-  conversation = [];
-  $("articles").append(make("hr"));
-  $("ask").elements.prompt.focus();
+  stopAll()
+  conversation = []
+  $("articles").append(make("hr"))
+  $("ask").elements.prompt.focus()
 }
 
 // ---- Demos ----
@@ -256,40 +226,39 @@ function newChat() {
 // what the demo is about: `find` gives its [[r, ..]], and `say` puts the first of this page's into
 // words. `many` requests are to end.
 async function demonstrate(many, find, say, begin) {
-  const mine = new Set();
-  let found;
+  const mine = new Set()
+  let found
   const until = {
     test(line) {
-      for (const { name, r } of line.new ?? []) if (calls.has(name)) mine.add(r);
-      found = find(line)?.find(([r]) => mine.has(r));
-      many -= (line.ended ?? []).filter(([r]) => mine.has(r)).length;
-      if (!found && many <= 0) finish("All have ended without it: try it on an idle server.");
-      return found;
+      for (const { name, r } of line.new ?? []) if (calls.has(name)) mine.add(r)
+      found = find(line)?.find(([r]) => mine.has(r))
+      many -= (line.ended ?? []).filter(([r]) => mine.has(r)).length
+      if (!found && many <= 0) finish("All have ended without it: try it on an idle server.")
+      return found
     },
     then() {
-      setText("moment", `${say(...found)} Paused: press ▶ to go on.`);
-      light(found[0]);
-      // copies stay in sight until the next step
-      document.querySelectorAll(".copied").forEach((copy) => copy.classList.add("kept"));
+      setText("moment", `${say(...found)} Paused: press ▶ to go on.`)
+      light(found[0])
     },
-  };
-  const finish = (text) => {
-    if (player.until !== until) return;
-    player.until = null;
-    setText("moment", text);
-  };
-  leaveTour();
-  if (!state.num_blocks) return;
-  showTab("pool");
-  seek(Infinity, false);
-  player.until = until;
-  setText("moment", "At ten steps a second, until it happens ..");
+  }
+  const finish = text => {
+    if (player.until !== until) return
+    player.until = null
+    setText("moment", text)
+  }
+  leaveTour()
+  if (!state.num_blocks) return
+  showTab("pool")
+  seek(Infinity, false)
+  player.until = until
+  setText("moment", "At ten steps a second, until it happens ..")
   try {
-    const { tokens, token_strs } = await tokenize({ prompt: OPENING });
-    const opening = tokens.map((id, i) => [id, token_strs[i]]);
-    if (!(await begin(opening))) finish("");
+    const input = { prompt: OPENING, return_token_strs: true }
+    const { tokens, token_strs } = await json("tokenize", input)
+    const opening = tokens.map((id, i) => [id, token_strs[i]])
+    if (!(await begin(opening))) finish("")
   } catch (error) {
-    finish(wordsOf(error));
+    finish(wordsOf(error))
   }
 }
 
@@ -306,95 +275,94 @@ const OPENING = `class BlockPool:
         block = self.free.pop()
         self.references[block] = 1
         return block
-`;
+`
 
 function promptOf(tokens) {
-  const names = tokens.map(([, name]) => name);
-  return { ids: tokens.map(([id]) => id), names, text: names.join("") };
+  const names = tokens.map(([, name]) => name)
+  return { ids: tokens.map(([id]) => id), text: names.join("") }
 }
 
 const demos = {
   // The first computes the opening, three blocks and a half, and the others find the three.
   alike() {
-    const { block_size: S, max_model_len: L } = state;
-    const blocks = clamp(Math.floor(L / 2 / S), 1, 3);
-    const hits = [];
+    const S = state.block_size
+    const hits = []
     const find = ({ admitted = [] }) => {
-      hits.push(...admitted.filter(([, hit]) => hit >= blocks * S));
-      return hits.length < 7 ? [] : hits;
-    };
-    const say = (r, hit) => `Seven have found ${hit} tokens cached, in ${count(hit / S, "block")}.`;
-    return demonstrate(8, find, say, async (opening) => {
-      const { text } = promptOf(opening.slice(0, (blocks + 0.5) * S));
-      const names = "add sub mul div mod pow abs neg".split(" ");
-      const [first, ...others] = names.map((name) => ({ text: `${text}\ndef ${name}(` }));
-      await ask([first], false, { n: 1, max_tokens: 4 });
-      return ask(others, false, { n: 1, max_tokens: Math.min(32, L >> 2) });
-    });
+      hits.push(...admitted.filter(([, hit]) => hit >= 3 * S))
+      return hits.length < 7 ? [] : hits
+    }
+    const say = (r, hit) => `Seven have found ${hit} tokens cached, in ${hit / S} blocks.`
+    return demonstrate(8, find, say, async opening => {
+      const { text } = promptOf(opening.slice(0, 3.5 * S))
+      const names = "add sub mul div mod pow abs neg".split(" ")
+      const [first, ...others] = names.map(name => ({ text: `${text}\ndef ${name}(` }))
+      await ask([first], false, { n: 1, max_tokens: 4 })
+      return ask(others, false, { n: 1, max_tokens: 32 })
+    })
   },
 
   // The prompt's last block is half empty: what four answers write there cannot be shared.
   fork() {
-    const { block_size: S } = state;
+    const { block_size: S } = state
     const say = (r, block, source) =>
-      `Request ${r} must write into block ${source}, which it shares: it gets a copy, ${block}.`;
-    return demonstrate(4, ({ copies }) => copies, say, (opening) =>
-      ask([promptOf(opening.slice(0, 2.5 * S))], false, { n: 4, temperature: 1, max_tokens: 40 }));
+      `Request ${r} must write into block ${source}, which it shares: it gets a copy, ${block}.`
+    return demonstrate(4, ({ copies }) => copies, say, opening =>
+      ask([promptOf(opening.slice(0, 2.5 * S))], false, { n: 4, temperature: 1, max_tokens: 40 }))
   },
 
   // Prompts that just fit into the pool, and answers that do not.
   flood() {
-    const { num_blocks: N, block_size: S, max_model_len: L, max_num_seqs } = state;
-    const many = clamp(Math.ceil((1.25 * N * S) / L), 4, max_num_seqs);
-    const length = Math.min(L - S, Math.floor((0.97 * N) / many) * S) - 2;
-    const find = ({ preempted }) => preempted?.map((r) => [r]);
-    const say = (r) => `No block was free, so request ${r} gave its blocks back, and waits.`;
-    const max_tokens = Math.min(L - length, 8 * S + 2);
-    const fields = { n: 1, max_tokens, temperature: 1, logprobs: 0, ignore_eos: true };
-    return demonstrate(many, find, say, (all) => {
-      const any = () => all[Math.floor(Math.random() * all.length)]; // so they share no block
-      const prompt = () => promptOf(Array.from({ length }, any));
-      return ask(Array.from({ length: many }, prompt), false, fields);
-    });
+    const { num_blocks: N, block_size: S, max_model_len: L, max_num_seqs } = state
+    const many = clamp(Math.ceil((1.25 * N * S) / L), 4, max_num_seqs)
+    const length = Math.min(L - S, Math.floor((0.97 * N) / many) * S) - 2
+    const find = ({ preempted }) => preempted?.map(r => [r])
+    const say = r => `No block was free, so request ${r} gave its blocks back, and waits.`
+    const max_tokens = Math.min(L - length, 8 * S + 2)
+    const fields = { n: 1, max_tokens, temperature: 1, logprobs: 0, ignore_eos: true }
+    return demonstrate(many, find, say, all => {
+      const any = () => all[Math.floor(Math.random() * all.length)] // so they share no block
+      const prompt = () => promptOf(Array.from({ length }, any))
+      return ask(Array.from({ length: many }, prompt), false, fields)
+    })
   },
-};
+}
 
 // ---- The guided tour: captions [[step, request, text], ..] on a record of its own ----
 
 // Which caption is shown; home: what is there but for the tour.
-const tour = { at: -1 };
+const tour = { at: -1 }
 
 function startTour() {
-  const [{ tour: captions }, ...lines] = JSON.parse($("tour-lines").textContent);
-  leaveTour();
-  Object.assign(tour, { captions, home: { state, tape, chart, player: { ...player } } });
-  listening.abort();
-  begin(lines, false);
-  $("tour").hidden = false;
-  showTab("pool");
-  showCaption(0);
-  $("next").focus();
+  const [{ tour: captions }, ...lines] = readLines($("tour-lines").textContent)
+  leaveTour()
+  Object.assign(tour, { captions, home: { state, tape, chart, player: { ...player } } })
+  listening.abort()
+  begin(lines, false)
+  $("tour").hidden = false
+  showTab("pool")
+  showCaption(0)
+  $("next").focus()
 }
 
 function showCaption(at) {
-  if (at === tour.captions.length) return leaveTour();
-  tour.at = Math.max(0, at);
-  const [step, r, text] = tour.captions[tour.at];
-  seek(stepPlace(step));
-  light(r);
-  setText("caption", text);
-  setText("caption-number", `${tour.at + 1} of ${tour.captions.length}`);
+  if (at === tour.captions.length) return leaveTour()
+  tour.at = Math.max(0, at)
+  const [step, r, text] = tour.captions[tour.at]
+  seek(stepPlace(step))
+  light(r)
+  setText("caption", text)
+  setText("caption-number", `${tour.at + 1} of ${tour.captions.length}`)
 }
 
 function leaveTour() { // all is as it was; the server sends what came since
-  if (tour.at < 0) return;
-  tour.at = -1;
-  $("tour").hidden = true;
-  light(null);
-  ({ state, tape, chart } = tour.home);
-  Object.assign(player, tour.home.player);
-  forgetDrawing();
-  if (player.isLive) listen();
+  if (tour.at < 0) return
+  tour.at = -1
+  $("tour").hidden = true
+  light(null)
+  ;({ state, tape, chart } = tour.home)
+  Object.assign(player, tour.home.player)
+  forgetDrawing()
+  if (player.isLive) listen()
 }
 
 // ---- What buttons, keys and files do ----
@@ -414,72 +382,55 @@ const clicks = {
   live: goLive,
   close: () => choose({}),
   fit: fitAll,
-};
-const keys = {
-  Home: () => seek(0),
-  End: () => seek(Infinity, !player.isLive),
-};
-
-function onTokenKey(event) {
-  const action = event.target.role === "button" && tokenKeys[event.key];
-  if (!action) return;
-  event.preventDefault();
-  action(event.target);
 }
-
 // A button in sight has its keys, those of the tour before the player's.
 function buttonOf(key) {
-  const name = CSS.escape(key === " " ? "Space" : key);
-  const buttons = [...document.querySelectorAll(`[aria-keyshortcuts~="${name}" i]`)];
-  return buttons.find((button) => button.checkVisibility());
+  const name = CSS.escape(key === " " ? "Space" : key)
+  const buttons = [...document.querySelectorAll(`[aria-keyshortcuts~="${name}" i]`)]
+  return buttons.find(button => button.checkVisibility())
 }
 
 function onKey(event) {
-  const { key, target } = event;
-  const action = clicks[buttonOf(key)?.id] ?? keys[key];
-  if (!action || isUsed(key, target)) return;
-  if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
-  event.preventDefault();
-  action();
+  const { key, target } = event
+  const button = buttonOf(key)
+  if (!button || isUsed(key, target)) return
+  if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return
+  event.preventDefault()
+  button.click()
 }
 
 function isUsed(key, target) { // by the browser
-  if (key === "Escape") return $("likeliest").matches(":popover-open");
-  return target.closest(`input, textarea, select${key === " " ? ", button, summary" : ""}`);
+  return target.closest(`input, textarea, select${key === " " ? ", button, summary" : ""}`)
 }
 
 function start() {
-  begin([], true);
-  for (const [id, click] of Object.entries(clicks)) $(id).onclick = click;
-  $("tabs").onclick = ({ target }) => target.value && showTab(target.value);
-  $("place").oninput = () => seek(Number($("place").value));
-  $("speed").oninput = () => (player.speed = Number($("speed").value));
-  $("probabilities").onchange = showProbabilities;
-  $("answers").onkeydown = onTokenKey;
-  $("answers").onclick = ({ target }) => target.role === "button" && showLikeliest(target);
-  $("key").onsubmit = takeKey;
-  $("ask").onsubmit = send;
-  $("ask").onchange = tellForm;
-  $("ask").onkeydown = (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
-  };
-  onsubmit = ondragover = (event) => event.preventDefault();
-  onkeydown = onKey;
-  onhashchange = () => followLink();
-  const open = (file) => file && replay(file.text(), file.name);
-  $("file").onchange = () => open($("file").files[0]);
-  ondrop = (event) => {
-    event.preventDefault();
-    open(event.dataTransfer.files[0]);
-  };
-  startPool();
-  startTimeline();
-  requestAnimationFrame(frame);
-  const path = new URLSearchParams(location.search).get("replay");
-  const { hash } = location;
-  if ($("record")) replay($("record").textContent, "the record in this page", hash);
-  else if (path) replay(call(path).then((response) => response.text()), path, hash);
-  else listen();
+  begin([], true)
+  for (const [id, click] of Object.entries(clicks)) $(id).onclick = click
+  $("tabs").onclick = ({ target }) => target.value && showTab(target.value)
+  $("place").oninput = () => seek(Number($("place").value))
+  $("speed").oninput = () => (player.speed = Number($("speed").value))
+  $("probabilities").onchange = tellProbabilities
+  $("key").onsubmit = takeKey
+  $("ask").onsubmit = send
+  $("ask").onchange = tellForm
+  $("ask").onkeydown = event => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit()
+  }
+  onsubmit = event => event.preventDefault()
+  onkeydown = onKey
+  onhashchange = () => followLink()
+  $("file").onchange = () => {
+    const [file] = $("file").files
+    if (file) replay(file.text(), file.name)
+  }
+  startPool()
+  startTimeline()
+  requestAnimationFrame(frame)
+  const path = new URLSearchParams(location.search).get("replay")
+  const { hash } = location
+  if ($("record")) replay($("record").textContent, "the record in this page", hash)
+  else if (path) replay(call(path).then(response => response.text()), path, hash)
+  else listen()
 }
 
-document.addEventListener("DOMContentLoaded", start);
+document.addEventListener("DOMContentLoaded", start)

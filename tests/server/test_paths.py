@@ -6,7 +6,7 @@ from urllib.parse import quote
 import pytest
 from wires import House
 
-from server import welcome
+from server import live
 from server.app import greeting
 from server.protocol import CompletionRequest
 from tokenizer import TokenizerError
@@ -163,7 +163,7 @@ def test_the_page_is_the_same_for_all():
         page = house.get("/", Host='"><b>x')
     assert page.status == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.headers["content-security-policy"].startswith("default-src 'none'; ")
-    assert page.body == welcome.page()
+    assert page.body == live.page()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
-"""First contact: the page's policy, and wrong flags of each command."""
+"""First contact: wrong flags of each command."""
 
 import argparse
-import base64
-import hashlib
 
 import pytest
 
@@ -10,25 +8,6 @@ import bench
 import serve
 import train
 from common import Help, announce, plural
-from server import welcome
-
-
-def test_only_the_pages_own_script_runs_and_nothing_frames_it():
-    """The hashes are those of its one script and its one style; what is added to it is not run."""
-    html = "<p><style>a{}</style><script>go()</script><script type='x'>data</script>"
-    headers = welcome.page_headers(html)
-    parts = headers["Content-Security-Policy"].split(";")
-    policy = dict(part.strip().split(" ", 1) for part in parts)
-    closed = ("default-src", "base-uri", "form-action", "frame-ancestors")
-    assert {name: policy.get(name) for name in closed} == dict.fromkeys(closed, "'none'")
-    assert policy["img-src"] == "data:" and policy["connect-src"] == "'self'"
-    for name, content in (("script-src", b"go()"), ("style-src", b"a{}")):
-        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
-        assert policy[name] == f"'sha256-{digest}'"
-    assert headers["X-Content-Type-Options"] == "nosniff"
-    assert headers["Referrer-Policy"] == "no-referrer"
-    assert headers["Cache-Control"] == "no-store"
-
 
 TRAIN, BENCH = train.build_parser().parse_args, bench.build_parser("", bench.COMMANDS).parse_args
 FLAG = "unrecognized arguments: "
