@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_server import wait_until
+from processes import wait_until
 from test_end_to_end import Process
 
 from checkpoint import save_checkpoint

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def bpe() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def gpt2() -> Tokenizer:
+def gpt2() -> Iterator[Tokenizer]:
     """GPT-2's own, from an offline copy of its vocabulary."""
     shared = ROOT.parent / "shared" / "data" / "tiktoken_cache"
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or shared
@@ -51,7 +52,7 @@ def gpt2() -> Tokenizer:
         pytest.skip("GPT-2's vocabulary is not at hand: set TIKTOKEN_CACHE_DIR")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
-        return gpt2_tokenizer()
+        yield gpt2_tokenizer()
 
 
 # --------------------------------------------------------------------------------------------------
