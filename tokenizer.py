@@ -432,17 +432,20 @@ def foreign(what: str) -> TokenizerError:
 
 
 def open_backend(path: Path) -> tokenizers.Tokenizer:
-    """Raises TokenizerError for a step that the library does not know, by its name."""
+    """Raises TokenizerError for a step that the library does not know, and for BPE dropout."""
     text = path.read_bytes()
     for kind in set(re.findall(rb'"type":\s*"([^"\\]*)"', text)):
         if kind.decode() not in STEPS:
             raise foreign(f"has a step of the type {kind.decode()!r:.100}")
     try:
-        return tokenizers.Tokenizer.from_buffer(text)
+        backend = tokenizers.Tokenizer.from_buffer(text)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # of the library's Rust: plain ones, or panics
         raise ValueError(error) from None
+    if getattr(backend.model, "dropout", None):
+        raise foreign("is a BPE with dropout: a text has other ids each time")
+    return backend
 
 
 def state(step) -> dict:

@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
+from common import plural
 from server import live
 from server.connection import Connection, check_head, close_after_early_answer
 from server.metrics import Metrics
@@ -40,9 +41,30 @@ STOPPED = "the server stopped before this was finished"
 
 
 def log(event: str, **fields):
-    """One line of JSON on stderr: nothing that a client sends can look like a line of its own."""
-    line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
+    """
+    One line on stderr, JSON unless that is a terminal: nothing that a client sends can look like a
+    line of its own.
+    """
+    if sys.stderr.isatty():
+        line = f"{time.strftime('%H:%M:%S')} {short(event, fields)}"
+    else:
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
     print(line, file=sys.stderr, flush=True)
+
+
+def short(event: str, fields: dict) -> str:
+    """For a reader at a terminal: "POST /v1/completions 200 0.8 s 64 tokens"."""
+    if event == "access":
+        words = [str(fields[name]) for name in ("method", "path", "status") if name in fields]
+        if "ms" in fields:
+            words.append(f"{fields['ms'] / 1000:.1f} s")
+        if "tokens" in fields:
+            words.append(plural(fields["tokens"], "token"))
+        if "error" in fields:
+            words.append(f"({fields['error']})")
+    else:
+        words = [event.replace("_", " "), *(f"{name}={value}" for name, value in fields.items())]
+    return ascii(" ".join(words))[1:-1]  # without line ends, and what else steers a terminal
 
 
 class Gate:

@@ -192,6 +192,7 @@ CHANGES = r"""
 {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false}} -> unmatched parenthesis.*restore it
 {"model": {"merges": [["a", "zz"]]}} -> restore it
 {"model": {"type": 5}} -> restore it
+{"model": {"dropout": 0.1}} -> is a BPE with dropout: a text has other ids each time
 {"decoder": {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true}} -> makes text of tokens by {"type": "CTC
 {"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 0}} ->
 {"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 1}} -> makes text of tokens by

@@ -11,6 +11,7 @@ import pytest
 from wires import House, request
 
 import serve
+from server import gate
 
 KEY = {"Authorization": "Bearer sesame"}
 ASK = request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 4})
@@ -386,10 +387,10 @@ def test_a_clients_own_id_is_taken_if_it_can_be_a_header(house, text):
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_calls_that_nobody_asked_for_are_not_logged(logged, monkeypatch, is_terminal):
+def test_calls_that_nobody_asked_for_are_not_logged(capfd, monkeypatch, is_terminal):
     """
-    Those of supervisors, and on a terminal those of the page. Nothing that a client sends makes a
-    line of its own, or steers the terminal.
+    Those of supervisors, and on a terminal those of the page. There a line is short, and nothing
+    that a client sends makes a line of its own, or steers the terminal.
     """
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     with House() as house:
@@ -398,8 +399,35 @@ def test_calls_that_nobody_asked_for_are_not_logged(logged, monkeypatch, is_term
             house.get(path)
         house.call("HEAD", "/events")
         house.call("POST", "/tokenize", {"prompt": "a"})
-    by_the_page = ["/v1/models", "/events", "/tokenize"]
-    expected = [*by_the_page[:1], "/metrics", "/v1/x\n\x1b[2Jevil", *by_the_page[1:]]
-    if is_terminal:
-        expected = expected[1:3]
-    assert [line["path"] for line in logged()] == expected
+        house.ask()
+        house.engine.step({"0": b"xy"}, "length")
+        house.ask()
+        house.engine.step({"1": b"x"}, "length")
+    lines = [line for line in capfd.readouterr().err.splitlines() if line]
+    if not is_terminal:
+        calls = [json.loads(line) for line in lines]
+        paths = ["/v1/models", "/metrics", "/v1/x\n\x1b[2Jevil", "/events", "/tokenize"]
+        assert [call["path"] for call in calls] == paths + ["/v1/completions"] * 2
+        return
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+    paths = ", ".join(route.path_format for route in house.service.router.routes)
+    missing = rf"there is no GET /v1/x\n\x1b[2Jevil here; there is {paths}"
+    assert [line[9:] for line in lines] == [
+        "GET /metrics 200 0.0 s",
+        rf"GET /v1/x\n\x1b[2Jevil 404 0.0 s ({missing})",
+        "POST /v1/completions 200 0.0 s 2 tokens",
+        "POST /v1/completions 200 0.0 s 1 token",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "line"),
+    [
+        ("access", {"client": None, "status": 400, "error": "no HTTP"}, "400 (no HTTP)"),
+        ("engine_died", {"reason": "it stopped"}, "engine died reason=it stopped"),
+        ("worker_died", {"pid": 12, "code": -9}, "worker died pid=12 code=-9"),
+        ("request", {"id": "r", "prompt": ["\x1b\n"]}, r"request id=r prompt=['\\x1b\\n']"),
+    ],
+)
+def test_every_event_has_a_short_line(event, fields, line):
+    assert gate.short(event, fields) == line
