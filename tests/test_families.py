@@ -31,6 +31,7 @@ from tiny_models import (
     text,
 )
 
+import kernels
 from checkpoint import CheckpointError, load_checkpoint, load_config
 from engine.engine import Engine
 from model import TORCH
@@ -217,6 +218,7 @@ def test_served_by(family, attention, monkeypatch):
     serve_all_ways(Judge(*pair(family), **ENGINE, attention=attention))
 
 
+@pytest.mark.skipif(not kernels.triton, reason="triton is not installed")
 @pytest.mark.parametrize("family", soon("gemma3"))
 def test_served_by_triton(family):
     """

@@ -39,6 +39,10 @@ def not_timed(monkeypatch):
     monkeypatch.setattr(walkthrough, "median_seconds", lambda call, repeats, before=None: 1e-3)
 
 
+needs_triton = pytest.mark.skipif(not walkthrough.triton, reason="triton is not installed")
+KERNEL = pytest.param(8, marks=needs_triton)  # the first stage that is one
+
+
 def walk(monkeypatch, capsys, *arguments) -> str:
     monkeypatch.setattr(sys, "argv", ["walkthrough.py", *arguments])
     walkthrough.main()
@@ -53,10 +57,10 @@ def check(number: int, out: str):
 
 
 # in the interpreter the kernel takes seconds; test_all_in_order has these stages, too
-SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (9, 10)]
+SLOW = [pytest.param(number, marks=[pytest.mark.slow, needs_triton]) for number in (9, 10)]
 
 
-@pytest.mark.parametrize("number", [3, 7, 8, *SLOW])
+@pytest.mark.parametrize("number", [3, 7, KERNEL, *SLOW])
 def test_alone(number, monkeypatch, capsys):
     """The stage before is computed too, silently: its logits are what this one's must be."""
     out = walk(monkeypatch, capsys, str(number))
@@ -65,6 +69,7 @@ def test_alone(number, monkeypatch, capsys):
     check(number, out)
 
 
+@needs_triton
 def test_all_in_order(monkeypatch, capsys):
     out = walk(monkeypatch, capsys)
     assert re.findall(HEADING, out, re.MULTILINE) == [str(number) for number in range(11)]
@@ -100,7 +105,7 @@ class Called(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", [*range(8), KERNEL])
 def test_launches_are_counted(number, monkeypatch):
     """
     The stated launches, counted: what stores (one operator each), what gathers (an index, where

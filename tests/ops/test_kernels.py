@@ -35,7 +35,7 @@ from engine import runner, sizing
 from kernels import Batch
 from model import ACTIVATIONS, Attention, GPTConfig
 from ops import flex, fused, gather, inputs, linear, sampling, sampling_kernels
-from ops.choice import choose_ops
+from ops.choice import choose_ops, tables_for
 from paged import KVBlockPool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,6 +50,8 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 KERNEL_FLOATS = FLOATS if DEVICE == "cuda" else FLOATS[:2]
 all_backends = pytest.mark.parametrize("backend", BACKENDS)
 needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="triton is not installed")
+has_flex = "flex" in tables_for(DEVICE == "cuda")
+needs_flex = pytest.mark.skipif(not has_flex, reason="there is no compiler")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -470,8 +472,9 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     ops, reason = choose_ops("auto")
     assert ops.name == "cpu" and reason == "the fastest on a CPU"
     assert ops.sample is sampling.sample_torch
-    assert choose_ops("flex")[1] == "as asked"
-    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, cpu, torch,"):
+    if has_flex:
+        assert choose_ops("flex")[1] == "as asked"
+    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, cpu, torch"):
         choose_ops("trition")
     if kernels.triton:
         ops, reason = choose_ops("auto", "cuda:1")
@@ -499,6 +502,7 @@ FLEX += [DECODES, replace(DECODES, Hk=1, G=6, D=80), LONG, replace(MIXED, Hk=2, 
 all_flex = pytest.mark.parametrize("shape", FLEX, ids=str)
 
 
+@needs_flex
 @all_flex
 def test_flex_attention(shape, monkeypatch):
     """Without the compiler: mask off by one, heads or requests mixed up."""
@@ -511,6 +515,7 @@ COMPILED = [(shape, "inductor") for shape in FLEX]
 COMPILED = [pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED]
 
 
+@needs_flex
 @pytest.mark.parametrize(("shape", "compiler"), [(FLEX[-1], "eager"), *COMPILED], ids=str)
 def test_flex_attention_compiled(shape, compiler, monkeypatch):
     """Wrong tile, a tile counted twice. "eager" writes no kernel, but captures the graph."""
@@ -520,6 +525,7 @@ def test_flex_attention_compiled(shape, compiler, monkeypatch):
     check_attention(shape, "flex")
 
 
+@needs_flex
 @all_flex
 def test_the_tiles_that_flex_attention_reads(shape):
     """
