@@ -77,6 +77,18 @@ def test_the_lines_of_a_run_are_those_of_the_reference(tokens):
     assert re.sub(changing, "", "\n".join(lines)) == expected.strip()
 
 
+def test_each_time_that_the_engine_is_idle_has_a_line():
+    engine = simulated_engine(num_blocks=8)
+    lines = []
+    engine.recorder = Recorder(engine, tokens=False)
+    engine.recorder.listeners.append(lines.append)
+    for id in ("a", "b"):
+        engine.add_request(id, [1, 2, 3], greedy(2))
+        finish(engine)
+    events = [json.loads(line)["event"] for line in lines]
+    assert events.count("idle") == 2 and events[-1] == "idle"
+
+
 EVERYTHING = """copies
 preempted
 evicted
