@@ -155,8 +155,11 @@ def tokenizers_end(directory: Path) -> dict:
     """The end of text that tokenizer_config.json names; of a chat's finetune it may alone do so."""
     config = read_config(directory)
     name = token_text(config.get("eos_token"))
-    tokens = config.get("added_tokens_decoder", {})
-    ids = [int(i) for i, token in tokens.items() if token["content"] == name]
+    tokens = config.get("added_tokens_decoder")
+    if name and not tokens:  # transformers 5 writes them to tokenizer.json alone
+        added = read_json(directory / "tokenizer.json").get("added_tokens") or []
+        tokens = {token["id"]: token for token in added}
+    ids = [int(i) for i, token in (tokens or {}).items() if token["content"] == name]
     return {"eos_token_id": ids}
 
 
@@ -229,10 +232,9 @@ class SavedWeights:
     def __init__(self, directory: Path):
         self.directory = directory
         self.files = {}  # name -> (open file, name there)
-        paths = [path for path in sorted(directory.glob("model*.safetensors")) if path.is_file()]
-        if not paths:
-            raise CheckpointError(missing_file(directory / "model.safetensors"))
-        for path in paths:
+        for path in weight_files(directory):
+            if not path.is_file():  # nor a pipe, whose writer would be waited for
+                raise CheckpointError(missing_file(path))
             try:
                 opened = safe_open(path, "pt")
                 names = opened.keys()
@@ -243,7 +245,7 @@ class SavedWeights:
             for name in names:
                 short = PREFIX.sub("", name, 1)
                 if short in self.files:
-                    raise CheckpointError(f"{path}: {name} is there twice: remove a file")
+                    raise CheckpointError(f"{path}: {name} is there twice: restore the files")
                 self.files[short] = opened, name
 
     def read(self, name: str) -> torch.Tensor:
@@ -289,3 +291,16 @@ class SavedWeights:
         if HEAD not in self.files or embedding not in self.files:
             return False
         return not torch.equal(self.read(HEAD).float(), self.read(embedding).float())
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """model.safetensors or, where there is an index instead, the files beside it that it names."""
+    index = directory / "model.safetensors.index.json"
+    whole = directory / "model.safetensors"
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    try:
+        names = set(read_json(index)["weight_map"].values())
+        return [directory / Path(name).name for name in sorted(names)]
+    except MALFORMED as error:
+        raise CheckpointError(f"{index} is broken ({error}): restore the file") from error

@@ -9,13 +9,14 @@ GPTConfig, what it leaves unsaid because the family's class knows it, and the na
 A key that would change the computation and is not understood is refused by its name.
 """
 
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from model import ACTIVATIONS, GPTConfig, Rope
+from model import ACTIVATIONS, GPTConfig, Rope, check_size
 
 
 class CheckpointError(ValueError):
@@ -265,6 +266,7 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
         raise unknown(family.names["activation"], name, ", ".join(ACTIVATIONS))
     if family is GPT2:
         return GPTConfig(**fields)
+    check_size("num_hidden_layers", fields["n_layer"], 2**10)
     fields["windows"] = read_windows(saved, family, fields["n_layer"])
     fields["rope"] = read_ropes(saved, fields["windows"])
     if "attention_scale" in fields:  # Gemma
@@ -332,8 +334,14 @@ def read_rope(parameters: dict) -> Rope:
         # a factor of 1, such as partial_rotary_factor, changes nothing
         if key not in understood and value not in (None, 1):
             raise unknown(key, value, f"rope_type {kind} without it")
+    for name in names:
+        number = parameters[name]
+        if type(number) not in (int, float) or not 0 < number < math.inf:
+            raise ValueError(f"{name} is {number!r}: a positive number is wanted")
     theta, *scaling = (float(parameters[name]) for name in names)
     if kind == "llama3":
+        if not scaling[1] < scaling[2]:
+            raise ValueError("low_freq_factor is not below high_freq_factor")
         return Rope(theta, scaling[0], tuple(scaling[1:]))
     return Rope(theta, *scaling)
 

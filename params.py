@@ -246,6 +246,8 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
             raise ValueError("there is no such file")
         values = {ours: read_json(path).get(name) for name, ours in TAKEN.items()}
         defaults = {name: value for name, value in values.items() if value is not None}
+        if defaults.get("top_k") == -1:
+            defaults["top_k"] = 0  # vLLM has two words for all tokens
         SamplingParams(**defaults)
     except MALFORMED as error:
         remedy = "correct it, or leave it out with --generation-config vllm"

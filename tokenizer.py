@@ -217,7 +217,6 @@ class Tokenizer:
         # without this class name transformers takes the tokenizer for GPT-2's own, by config.json
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config["clean_up_tokenization_spaces"] = False
-        config["is_character_level"] = isinstance(self, CharTokenizer)  # for `load_tokenizer`
         if self.eos_token_id is not None:
             name = self.names[self.eos_token_id]
             config |= {"bos_token": name, "eos_token": name}
@@ -394,6 +393,8 @@ class TextStream:
 
 # All steps that the library knows, by their names in tokenizer.json.
 STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models), *dir(processors), *dir(decoders)}
+EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
+EVERY_CHARACTER |= {"invert": False}
 # steps by which the text of a token depends on nothing but whether it is the first
 BY_TOKEN = {"ByteFallback", "Metaspace", "WordPiece", "Replace"}
 
@@ -411,7 +412,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         backend = open_backend(path)
         config = read_config(path.parent)
         add_tokens(backend, config)
-        kind = CharTokenizer if config.get("is_character_level") else Tokenizer
+        kind = CharTokenizer if is_of_characters(backend) else Tokenizer
         tokenizer = kind(backend, token_text(config.get("eos_token")) or END_OF_TEXT)
         check_fits_model(tokenizer, path.parent)
         return tokenizer
@@ -451,6 +452,15 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
 def state(step) -> dict:
     """A step as tokenizer.json has it; {} for no step."""
     return {} if step is None else json.loads(step.__getstate__())
+
+
+def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
+    """Whether each token is a character, and an unknown one has no token, as in ours."""
+    if not isinstance(backend.model, models.WordLevel) or backend.get_added_tokens_decoder():
+        return False
+    plain = [{}, EVERY_CHARACTER, {}, {"type": "Fuse"}]
+    steps = backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder
+    return [*map(state, steps)] == plain and backend.token_to_id(backend.model.unk_token) is None
 
 
 def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:

@@ -372,9 +372,11 @@ class Run:
             self.record(step=i, loss=round(loss, 5), norm=round(norm, 4))
 
     def exit_diverged(self, problem: str):
+        if self.process.is_main:
+            self.write_log()
         sys.exit(
-            f"{problem}: stopped. Start again with a lower --matrix_lr (now {self.args.matrix_lr}) "
-            f"or --vector_lr (now {self.args.vector_lr}); a checkpoint of an earlier step is kept"
+            f"{problem}: stopped; what was saved before is kept. Start again with a lower "
+            f"--matrix_lr (now {self.args.matrix_lr}) or --vector_lr (now {self.args.vector_lr})"
         )
 
     def score(self, T: int | None = None, limit: int | None = None) -> tuple[float, int]:
@@ -416,7 +418,8 @@ class Run:
 
     def write_log(self):
         lines = "".join(json.dumps(line) + "\n" for line in self.log)
-        write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
+        with exit_if_unwritable(self.out):
+            write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
 
     def load(self, state: dict):
         """Go on from what `save` wrote."""
@@ -543,8 +546,9 @@ def main(argv: list[str] | None = None):
     if state is not None:
         run.load(state)
     elif process.is_main:
-        delete_checkpoint(run.out)
-        corpus.tokenizer.save(run.out)
+        with exit_if_unwritable(run.out):
+            delete_checkpoint(run.out)
+            corpus.tokenizer.save(run.out)
     process.print(introduce(run))
 
     # loop

@@ -127,10 +127,11 @@ class Engine:
         """
         prompt_tokens = list(prompt_tokens)
         params.check_vocabulary(self.config.vocab_size)
-        counts = [("n", n, 1), ("prompt_logprobs", prompt_logprobs or 0, 0)]
-        for option, value, least in counts:
-            if type(value) is not int or value < least:
-                raise ValueError(f"{option} is {value!r}: wanted a whole number, at least {least}")
+        if type(n) is not int or n < 1:
+            raise ValueError(f"n is {n!r}: wanted a whole number, at least 1")
+        is_count = type(prompt_logprobs) is int and prompt_logprobs >= 0
+        if not is_count and prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}: wanted 0 or more, or None")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt is {cache_salt!r}: wanted a string")
         self._check_ids(id, n)

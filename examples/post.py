@@ -2,27 +2,25 @@
 The loop of "Adding Paged Attention to NanoGPT" (the post) as its reader has typed it, on the pool,
 allocator, requests and scheduler of paged.py. Each function ends with what replaces it here.
 
-    python examples/post.py                        # random weights: noise
-    python examples/post.py out/stdlib "def "      # a trained model, and a text to continue
+    python examples/post.py                                       # random weights: noise
+    python examples/post.py --model out/stdlib --prompt "def "    # a trained one
 
 A step, beside the same step of `interleaved_generate` at the end of engine/engine.py:
 
     the post                                          this repo
     schedule                                          Scheduler.plan
-    maybe_allocate_block                              in it: a new block where the last is full
+    find_cached_prefix, load_cached_blocks            in it: a hit goes into the block table
+    ensure_blocks_for_new_tokens                      in it: a new block where the last is full
     assemble_fused_batch, with assemble_paged_cache   flat_batch: one axis, no padding, no gathering
     the model: the head sees K and V side by side     the same model: its head reads the pool
     disassemble_paged_fused                           in the model: each layer stores its K and V
     softmax, multinomial                              sample_torch
-    commit_completed_blocks                           Scheduler.resolve, for answers too
-
-A prompt that begins like an earlier one finds its committed blocks, as in the post before; but no
-K and V are copied: `Scheduler._admit` puts the blocks themselves into its block table.
 
 Letters: B requests, T new tokens of the longest, P past tokens of the longest, L layers, H query
 heads, Hk KV heads, D head size, V vocabulary.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -42,18 +40,50 @@ from paged import (
     KVBlockPool,
     Request,
     Scheduler,
+    SchedulerSettings,
     commit_completed_blocks,
     gather_kv_from_pool,
-    maybe_allocate_block,
     write_kv_to_pool,
 )
 from tokenizer import load_tokenizer
 from training.corpus import bpe_tokenizer
 
-SMALL = GPTConfig(257, 128, n_layer=2, n_head=2, n_embd=32)  # of byte tokens
-
 # --------------------------------------------------------------------------------------------------
 # Before the model
+
+
+def find_cached_prefix(request, block_cache, block_size):
+    """
+    The cached blocks with the beginning of a request's text, as far as they are there without a
+    gap; never its last token, whose logits are needed. In this repo: `Scheduler._find_prefix`.
+    """
+    blocks = []
+    for index in range((request.num_tokens - 1) // block_size):
+        block = block_cache.lookup(request.content_of(index, block_size))
+        if block is None:
+            break
+        blocks.append(block)
+    return blocks
+
+
+def load_cached_blocks(request, blocks, pool, block_size):
+    """
+    Copy cached blocks into the request's own first ones, and count their tokens as computed. In
+    this repo nothing is loaded: `Scheduler._admit` puts the cached blocks themselves into the block
+    table, and counts one reference more.
+    """
+    pool.copy_blocks(request.block_table[: len(blocks)], blocks)
+    request.num_filled_slots = request.prefill_cursor = len(blocks) * block_size
+
+
+def ensure_blocks_for_new_tokens(request, num_new, block_allocator, block_size):
+    """
+    Lengthen a block table until it has room for num_new tokens more. RuntimeError where the pool
+    is exhausted. In this repo `Scheduler.plan` has done so (admission for a whole prompt,
+    `_make_room` for a decode), and so has `schedule`: the loop below finds the room there.
+    """
+    while len(request.block_table) * block_size < request.num_filled_slots + num_new:
+        request.block_table.append(block_allocator.allocate_one())
 
 
 def assemble_paged_cache(requests, pool, block_size):
@@ -83,8 +113,8 @@ def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size)
     """
     A rectangle of one token of each decode and a chunk of a prompt, padded on the left, too.
     Returns tokens and positions [B, T], past_kvs, a mask [B, 1, T, P + T], True where a token may
-    see a key, and pad_lengths. In this repo: `pack` and `lay_out` in ops/inputs.py, all new tokens
-    on one axis without padding.
+    see a key, and pad_lengths. In this repo: `flat_batch` in engine/engine.py, all new tokens on
+    one axis without padding; to serve, `lay_out` in ops/inputs.py, from arrays on the device.
     """
     requests = list(decode_reqs)
     num_new = [1] * len(decode_reqs)
@@ -158,18 +188,20 @@ def interleaved_generate(
     model, requests, policy="fcfs", token_budget=16, max_kv_tokens=256, temperature=1.0
 ):
     """
-    Serve all requests; the answers are in their `generated_tokens`. Raises ValueError for a model
-    with sliding windows, which this mask does not know. In this repo: `interleaved_generate` in
+    Serve all requests; the answers are in their `generated_tokens`. ValueError for a model with
+    sliding windows, which this mask does not know. In this repo: `interleaved_generate` in
     engine/engine.py, and `Engine.step` for requests that come and go.
     """
     config = model.config
     if any(config.windows):
         raise ValueError("the post has no sliding windows: serve this model with serve.py")
-    scheduler = Scheduler(policy, token_budget, max_kv_tokens)
+    # the scheduler's own prefix cache would share what the loop is to find and to load
+    settings = SchedulerSettings(prefix_cache=False)
+    scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
     S = scheduler.block_size
     allocator = scheduler.block_allocator
     sizes = config.n_layer, config.n_kv_head, config.head_size
-    pool = KVBlockPool(allocator.num_blocks, S, *sizes)
+    pool = KVBlockPool(allocator.num_blocks, S, *sizes, "cpu")
     for request in requests:
         scheduler.add_request(request)
     step = 0
@@ -179,12 +211,15 @@ def interleaved_generate(
         num_new = [1] * len(decode_reqs)
         chunk_size = 0
         if prefill_req is not None:
+            if prefill_req.prefill_cursor == 0:
+                hits = find_cached_prefix(prefill_req, scheduler.block_cache, S)
+                load_cached_blocks(prefill_req, hits, pool, S)
             tokens_left = prefill_req.prefill_target - prefill_req.prefill_cursor
             chunk_size = min(token_budget - len(decode_reqs), tokens_left)
             all_reqs.append(prefill_req)
             num_new.append(chunk_size)
-        for request in decode_reqs:  # `schedule` has done so
-            maybe_allocate_block(request, allocator, S)
+        for i, request in enumerate(all_reqs):
+            ensure_blocks_for_new_tokens(request, num_new[i], allocator, S)
 
         tokens, positions, past_kvs, attn_mask, _ = assemble_fused_batch(
             decode_reqs, prefill_req, chunk_size, pool, S
@@ -212,11 +247,18 @@ def interleaved_generate(
     return scheduler
 
 
-def main(folder: str = "", text: str = "def add(a, b):"):
+def main():
+    parser = argparse.ArgumentParser(description="The loop of the post, on this repo's pool.")
+    parser.add_argument("--model", help="a checkpoint directory (default: small and random)")
+    parser.add_argument("--prompt", default="def add(a, b):", help="a text to continue three times")
+    args = parser.parse_args()
+    tokenizer = bpe_tokenizer([])  # a token for each byte
+    model = GPT(GPTConfig(257, 128, n_layer=2, n_head=2, n_embd=32)).eval()
     try:
-        model = load_checkpoint(folder) if folder else GPT(SMALL).eval()
-        tokenizer = load_tokenizer(folder) if folder else bpe_tokenizer([])
-        prompt = tokenizer.encode(text)
+        if args.model:
+            tokenizer = load_tokenizer(args.model)
+            model = load_checkpoint(args.model)
+        prompt = tokenizer.encode(args.prompt)
         requests = [Request(i, prompt, 24) for i in range(3)]
         interleaved_generate(model, requests)
     except ValueError as error:
@@ -226,4 +268,4 @@ def main(folder: str = "", text: str = "def add(a, b):"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main()

@@ -315,7 +315,9 @@ class Service(Site):
         elif not self.slot.is_first:
             return  # one process logs it
         elif state == "ready" and not self.draining:
-            print(greeting(self.name, base_url(self.sock), bool(self.keys)), flush=True)
+            url = base_url(self.sock)
+            message = greeting(self.name, url, self.encoder.chat is not None, bool(self.keys))
+            print(message, flush=True)
         elif state == "restarting":
             log("engine_died", reason=self.client.reason)
 
@@ -358,11 +360,16 @@ def refusals_about(field: str):
         raise ApiError(429, str(error), code="encoder_busy") from None
 
 
-def greeting(name: str, url: str, has_key: bool) -> str:
+def greeting(name: str, url: str, chats: bool, has_key: bool) -> str:
     """
     The output of a server that is ready: a line that scripts wait for, and a command to try.
     """
+    if chats:
+        path = "chat/completions"
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
+    else:  # a small model reads better below temperature 1
+        path = "completions"
+        body = {"prompt": "def ", "max_tokens": 64, "temperature": 0.6}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
-    body = json.dumps({"prompt": "def ", "max_tokens": 64, "temperature": 0.6})
-    command = f"curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    return f"serving {name} at {url}\n    {command}"
+    command = f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key}"
+    return f"serving {name} at {url}\n    {command} -d '{json.dumps(body)}'"

@@ -187,6 +187,8 @@ def page() -> str:
     html, style, *scripts = (folder.joinpath(name).read_text(encoding="utf-8") for name in PAGE)
     html = html.replace("<style></style>", f"<style>\n{style}</style>")
     html = html.replace("<script></script>", "<script>\n{}</script>".format("\n".join(scripts)))
+    if not TOUR.exists():
+        return html
     return with_record(html, "tour-lines", TOUR.read_text(encoding="utf-8"))
 
 

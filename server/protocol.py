@@ -280,7 +280,7 @@ class Body(BaseModel):
             elif name in NOT_SERVED:
                 check_neutral(name, value)
             elif cls.model_config["extra"] == "forbid":
-                raise Refused("is not served here: leave it out", name)
+                raise Refused("is no field here: leave it out", name)
         return fields
 
 

@@ -265,19 +265,23 @@ def test_a_key_that_must_be_there(name):
         assert read_fields(without) == read_fields(whole), key
 
 
+ADDED = '[{"id": 7, "content": "<|im_end|>"}, {"id": 8, "content": "<|im_start|>"}]'
 LISTED = '{"7": {"content": "<|im_end|>"}, "8": {"content": "<|im_start|>"}}'
 
 
 @pytest.mark.parametrize("name", ['"<|im_end|>"', '{"content": "<|im_end|>"}'])
-def test_the_tokens_that_end_a_text(tmp_path, name):
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_tokens_that_end_a_text(tmp_path, name, is_old):
     """
     Any of three files may name one. Qwen's finetunes: <|im_end|> stood in tokenizer_config.json
     alone, and chats never ended.
     """
+    listed = "null" if is_old else LISTED  # as transformers 5 saves them: in tokenizer.json alone
     files = {
         "config.json": json.dumps(changed('{"eos_token_id": 5}')),
         "generation_config.json": '{"eos_token_id": [5, 6]}',
-        "tokenizer_config.json": f'{{"eos_token": {name}, "added_tokens_decoder": {LISTED}}}',
+        "tokenizer_config.json": f'{{"eos_token": {name}, "added_tokens_decoder": {listed}}}',
+        "tokenizer.json": f'{{"added_tokens": {ADDED if is_old else "[]"}}}',
     }
     for file, content in files.items():
         (tmp_path / file).write_text(content)
@@ -311,11 +315,15 @@ BROKEN = """
 {"model_type": "gpt2", "eos_token_id": 50257}
 {"model_type": "gpt2", "eos_token_id": true}
 {"model_type": "gpt2", "text_config": [5]}
+{"num_hidden_layers": 1000000000}
 {"model_type": "mistral", "sliding_window": -1}
 {"head_dim": 15}
 {"rope_scaling": {"type": "linear"}}
+{"rope_scaling": {"type": "linear", "factor": true}}
 {"rope_scaling": "linear"}
 {"rope_scaling": {"type": ["linear"]}}
+{"rope_theta": 0}
+{"rope_theta": Infinity}
 {"rope_theta": null}
 {"model_type": "gemma2", "query_pre_attn_scalar": 0}
 {"model_type": "gemma2", "query_pre_attn_scalar": -4}
@@ -356,6 +364,7 @@ REFUSED = """
 {"model_type": "gemma2", "use_bidirectional_attention": true} -> use_bidirectional_attention
 {"attn_logit_softcapping": 50.0} -> attn_logit_softcapping is 50.0
 {"model_type": "mistral", "attention_bias": true} -> attention_bias is True
+{"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}} -> not below
 {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}} -> rope_type is 'yarn'
 {"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope", "factor": 4.0}} -> rope_type is 'longrope'
 {"model_type": "qwen2", "rope_scaling": {"type": "dynamic", "factor": 4.0}} -> rope_type is 'dynamic'
@@ -380,6 +389,8 @@ def shards(folder: Path) -> list[Path]:
     paths = [folder / f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     for i, path in enumerate(paths):
         save_file({name: weights[name] for name in sorted(weights)[i::3]}, path)
+    where = {name: paths[i % 3].name for i, name in enumerate(sorted(weights))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     return paths
 
 
@@ -395,11 +406,25 @@ def test_shards(tmp_path, fields):
         path.write_bytes(part)
         refused(tmp_path, f"{path.name} cannot be read .*download the file")
     path.unlink()
-    refused(tmp_path, "is missing, wanted .*: restore or download all of them")
-    for path in tmp_path.glob("*.safetensors"):
-        path.unlink()
-    (tmp_path / "consolidated.safetensors").touch()  # the same weights, in another's format
-    refused(tmp_path, "no model in .*: model.safetensors is missing")
+    refused(tmp_path, f"{path.name} is missing")
+    os.mkfifo(path)  # to open one waits for a writer
+    refused(tmp_path, f"{path.name} is missing")
+
+
+BROKEN_INDEX = ["", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"x": 5}}']
+
+
+def test_a_broken_index(folder):
+    shards(folder)
+    index = folder / "model.safetensors.index.json"
+    for content in BROKEN_INDEX:
+        index.write_text(content)
+        refused(folder, r"index\.json is broken .*: restore the file")
+    index.write_text('{"weight_map": {"x": "/etc/../etc/passwd"}}')  # only files beside it are read
+    refused(folder, f"no model in {folder}: passwd is missing")
+    save_checkpoint(random_model(), folder)  # a whole file goes before an index and its shards
+    save_file({EMBEDDING: torch.zeros(2)}, folder / "model.fp16.safetensors")  # and another format
+    load_checkpoint(folder)
 
 
 PREFIXES = ["", "model.", "model.language_model.", "language_model.model.", "language_model."]

@@ -34,6 +34,7 @@ def folder(tmp_path):
 
 
 SAVED = [(ALL | IDS, ALL), (ALL | {"max_new_tokens": 99}, ALL | {"max_tokens": 99})]
+SAVED += [({"top_k": -1}, {"top_k": 0})]  # vLLM has two words for all tokens
 SAVED += [({"top_k": 0, "top_p": None}, {"top_k": 0}), (IDS, {}), (dict.fromkeys(TAKEN), {})]
 
 

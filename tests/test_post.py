@@ -13,7 +13,7 @@ import torch
 from checkpoint import save_checkpoint
 from examples import post
 from model import GPT, GPTConfig, Rope
-from paged import KVBlockPool, Request
+from paged import BlockAllocator, KVBlockPool, Request, Scheduler, commit_completed_blocks
 from params import GREEDY
 from test_paged import assert_equals_dense, prompt, raises, trained_model
 from training.corpus import bpe_tokenizer
@@ -36,21 +36,28 @@ def poisoned_pools(monkeypatch):
 @pytest.mark.parametrize(
     ("budget", "max_kv_tokens", "preempts"), [(16, 256, False), (5, 256, False), (16, 44, True)]
 )
-def test_its_greedy_answers_are_the_engines(budget, max_kv_tokens, preempts):
+def test_its_greedy_answers_are_the_engines(budget, max_kv_tokens, preempts, monkeypatch):
     """Would catch: a slot, mask, position, chunk, hit or resumption that is wrong."""
+    loaded = []
+    load = post.load_cached_blocks
+
+    def spy(request, blocks, *rest):
+        return loaded.extend(blocks) or load(request, blocks, *rest)
+
+    monkeypatch.setattr(post, "load_cached_blocks", spy)
     first = prompt(1, 30)
     requests = []
     for i in range(9):  # of many lengths; every second begins like the first
         length = 5 + 7 * i % 23
         tokens = first[:length] if i % 2 else prompt(90 + i, length)
         requests.append(Request(i, tokens, 12, arrival_time=i))
-    model = trained_model()
-    scheduler = post.interleaved_generate(model, requests, "fcfs", budget, max_kv_tokens, 0.0)
+    scheduler = post.interleaved_generate(
+        trained_model(), requests, "fcfs", budget, max_kv_tokens, 0.0
+    )
     for r in requests:
         assert r.num_generated == 12
-        assert_equals_dense(model, r.prompt_tokens, r.generated_tokens, GREEDY)
-    # in a small pool the later ones are admitted when there are committed blocks to find
-    assert (scheduler.num_hit_tokens > 0) == (scheduler.num_preemptions > 0) == preempts
+        assert_equals_dense(trained_model(), r.prompt_tokens, r.generated_tokens, GREEDY)
+    assert loaded and (scheduler.num_preemptions > 0) == preempts
     scheduler.check()
     assert scheduler.block_allocator.num_free == scheduler.block_allocator.num_blocks
 
@@ -82,6 +89,38 @@ def test_it_samples_as_the_post_does(monkeypatch):
     post.interleaved_generate(trained_model(), [Request(0, tokens, 1)], temperature=0.5)
     post.interleaved_generate(trained_model(), [Request(0, tokens, 1)])
     torch.testing.assert_close(drawn, [(2 * logits).softmax(-1), logits.softmax(-1)])
+
+
+def test_find_and_load_a_prefix():
+    """Would catch: a hit of the whole prompt, one after a gap, a copy into another's block."""
+    scheduler = Scheduler()
+    pool = KVBlockPool(8, 4, 2, 1, 3, "cpu")
+    pool.kv.normal_()
+    before = pool.kv.clone()
+    first = Request("first", list(range(12)), 1, block_table=[5, 2, 7], num_filled_slots=12)
+    commit_completed_blocks(first, scheduler.block_cache, 4)
+    for length, hits in (4, []), (5, [5]), (8, [5]), (9, [5, 2]), (13, [5, 2, 7]):
+        request = Request("r", list(range(length)), 1)
+        assert post.find_cached_prefix(request, scheduler.block_cache, 4) == hits
+    scheduler.block_cache.forget(2)
+    request = Request("r", list(range(13)), 1, block_table=[0, 1, 3, 4])
+    assert post.find_cached_prefix(request, scheduler.block_cache, 4) == [5]
+    post.load_cached_blocks(request, [5, 2], pool, 4)
+    assert request.prefill_cursor == request.num_filled_slots == 8
+    assert torch.equal(pool.kv[:, :, [0, 1]], before[:, :, [5, 2]])
+    assert torch.equal(pool.kv[:, :, 2:], before[:, :, 2:])
+
+
+def test_ensure_blocks_for_new_tokens():
+    """Would catch: a block too many or too few, at the edges of blocks."""
+    for filled, new, blocks in (0, 1, 1), (3, 1, 1), (4, 1, 2), (3, 6, 3), (4, 8, 3), (2, 0, 1):
+        allocator = BlockAllocator(3)
+        table = allocator.allocate_n(-(-filled // 4))
+        request = Request("r", [1], 9, block_table=table, num_filled_slots=filled)
+        post.ensure_blocks_for_new_tokens(request, new, allocator, 4)
+        assert len(request.block_table) == blocks
+    with raises(RuntimeError, "wanted 1", "available 0 of 3"):
+        post.ensure_blocks_for_new_tokens(Request("r", [1], 99), 13, BlockAllocator(3), 4)
 
 
 def test_assemble_and_disassemble():
@@ -122,7 +161,7 @@ def test_a_model_with_windows_is_refused():
         post.interleaved_generate(model, [Request(0, [1], 2)])
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, monkeypatch, capsys):
     """In another folder, with a model of its own; with a checkpoint; with one that is missing."""
     command = [sys.executable, str(ROOT / "examples/post.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -130,7 +169,9 @@ def test_the_command(tmp_path, capsys):
     torch.manual_seed(0)
     save_checkpoint(GPT(GPTConfig(257, 64, n_layer=1, n_head=1, n_embd=8)), tmp_path)
     bpe_tokenizer([]).save(tmp_path)
-    post.main(str(tmp_path), "a")
+    monkeypatch.setattr(sys, "argv", ["post.py", "--model", str(tmp_path), "--prompt", "a"])
+    post.main()
     assert capsys.readouterr().out.count("\n") == 3
+    monkeypatch.setattr(sys, "argv", ["post.py", "--model", str(tmp_path / "nowhere")])
     with pytest.raises(SystemExit, match=r"no model in .*nowhere"):
-        post.main(str(tmp_path / "nowhere"))
+        post.main()

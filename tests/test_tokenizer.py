@@ -163,7 +163,7 @@ def test_the_files_that_are_saved(tmp_path):
     bpe_tokenizer([]).save(tmp_path)
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"tokenizer.json", "tokenizer_config.json", "new"}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "is_character_level": False}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     config |= {"clean_up_tokenization_spaces": False, "bos_token": END, "eos_token": END}
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == config
 

@@ -210,6 +210,7 @@ def test_the_statement_says_how_many_texts_fit():
         ([1], {"n": True}, "n is True"),
         ([1], {"prompt_logprobs": -1}, "prompt_logprobs is -1"),
         ([1], {"prompt_logprobs": True}, "prompt_logprobs is True"),
+        ([1], {"prompt_logprobs": False}, "prompt_logprobs is False"),
         ([1], {"id": "a"}, "request id 'a' is in use"),
         ([1], {"id": "a.2"}, "request id 'a.2' is in use"),
         ([1], {"id": "b", "n": 3}, "request id 'b.2' is in use"),

@@ -8,7 +8,7 @@ from wires import House
 
 from server import live
 from server.app import greeting
-from server.protocol import CompletionRequest
+from server.protocol import ChatRequest, CompletionRequest
 from tokenizer import TokenizerError
 
 
@@ -184,13 +184,15 @@ def test_head_is_get_without_a_body(house, path):
 
 
 @pytest.mark.parametrize("has_key", [False, True])
-def test_the_greetings_command_is_a_call_that_is_served(has_key):
-    first, second = greeting("m", "http://h:1", has_key).splitlines()
+@pytest.mark.parametrize(("chats", "kind"), [(False, CompletionRequest), (True, ChatRequest)])
+def test_the_greetings_command_is_a_call_that_is_served(chats, kind, has_key):
+    first, second = greeting("m", "http://h:1", chats, has_key).splitlines()
     assert first == "serving m at http://h:1"
     command, _, body = second.strip().removesuffix("'").partition(" -d '")
-    assert CompletionRequest.model_validate(json.loads(body))
+    path = "/v1/chat/completions" if chats else "/v1/completions"
+    assert kind.model_validate(json.loads(body))
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
-    assert command == f"curl http://h:1/v1/completions -H 'Content-Type: application/json'{key}"
+    assert command == f"curl http://h:1{path} -H 'Content-Type: application/json'{key}"
 
 
 def test_so_many_tokens_are_named(house):

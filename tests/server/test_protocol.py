@@ -170,12 +170,12 @@ text {"stop_token_ids": [true]} -> stop_token_ids.0: input should be a valid int
 text {"max_tokens": 0} -> max_tokens is 0, wanted at least 1; 0 is only for echo
 text {"min_tokens": 17} -> min_tokens is 17, above max_tokens, 16
 text {"stream_options": {}} -> stream_options is for streams: send stream true or leave it out
-text {"stream": true, "stream_options": {"usage": 1}} -> stream_options.usage is not served here: leave it out
-text {"xyzzy": null, "plugh": 0} -> plugh is not served here: leave it out
+text {"stream": true, "stream_options": {"usage": 1}} -> stream_options.usage is no field here: leave it out
+text {"xyzzy": null, "plugh": 0} -> plugh is no field here: leave it out
 text {"best_of": 2} -> best_of is not served here: leave it out or send 1
 text {"logit_bias": [1]} -> logit_bias must be an object of at most 1024 token ids
 text {"cache_salt": ""} -> cache_salt: string should have at least 1 character, got ''
-chat {"prompt": "x"} -> prompt is not served here: leave it out
+chat {"prompt": "x"} -> prompt is no field here: leave it out
 chat {"messages": []} -> messages: list should have at least 1 item after validation, not 0, got []
 chat {"messages": [{"role": "tool", "content": "x"}]} -> messages.0.role: input should be ...
 chat {"messages": [{"role": "user", "content": "x"}, {"role": "user"}]} -> messages.1.content: field required, ...
@@ -264,7 +264,7 @@ def test_the_first_problem_is_the_only_one():
         with pytest.raises(ValidationError) as caught:
             parse(**fields)
         assert caught.value.error_count() == 1 and refusal(**fields)
-    assert refusal(**{long: 1}).message.startswith(f"{long[:200]} is not served here")
+    assert refusal(**{long: 1}).message.startswith(f"{long[:200]} is no field here")
     assert refusal(ChatRequest, messages=[{"role": "user", "content": [{"type": long}]}])
     assert time.process_time() - started < 1
 

@@ -148,6 +148,7 @@ def test_a_learning_rate_that_explodes_is_caught(tiny, out):
 
 def test_of_steps_that_are_read_together_the_first_bad_one_is_named(tiny, corpus):
     run = new_run(tiny, corpus)
+    run.out.mkdir()
     run.step = 30
     losses = torch.ones(3, 2)
     losses[1, 1] = losses[2, 0] = math.nan
