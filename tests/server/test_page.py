@@ -664,6 +664,12 @@ def test_hovering_says_what_a_block_is(open_record):
     assert words(second).endswith("cached, evicted after 1 other")
     page.evaluate("seek(0)")
     assert words(first) == f"Block {first}: free"
+    requests = [(i, q) for i, (_, state) in enumerate(told) for q in state["requests"]]
+    place, request = next((i, q) for i, q in requests if q["filled"] % 4 == 2 and q["filled"] > 4)
+    page.evaluate(f"seek({place})")
+    last = request["filled"] // 4
+    block = request["table"][last]
+    assert f"tokens {4 * last} to {4 * last + 3}, 2 of 4 slots filled" in words(block)
 
 
 @browser_test
