@@ -28,11 +28,11 @@ def test_random_lives(first):
 @pytest.mark.slow
 def test_a_million_steps_of_random_lives():
     """The same, long enough for what happens once in 100,000 steps; every fault does in it."""
-    last, failure, counts = campaign(10**6, steps=1e6, seconds=3600, processes=2)
+    # 20% more, since the rarest fault comes 912 times in a million
+    last, failure, counts = campaign(10**6, steps=1.2e6, seconds=3600, processes=2)
     print(f"\n{counts}")
     assert not failure, f"python -m tests.simulator --seed {last}: {failure}"
-    names = (*FAULTS, "forks", "windows", "prefix cache")
-    rare = [name for name in names if counts[name] < 500]  # the rarest comes 900 times
+    rare = [name for name in (*FAULTS, "forks", "windows", "prefix cache") if counts[name] < 1000]
     assert not rare, f"hardly met: {rare}"
 
 
