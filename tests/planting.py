@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 600  # a bug may be an endless loop; the longest run takes 170 on two cores
+SECONDS = 180  # a bug may be an endless loop; no run takes a tenth of this
 PACKAGES = ["pytest", "numpy", "torch", "hypothesis", "starlette.applications", "uvicorn"]
 PACKAGES += ["httptools", "pydantic", "orjson", "httpx", "openai", "jinja2", "prometheus_client"]
 PACKAGES += ["tokenizers", "tiktoken", "transformers"]
