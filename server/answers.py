@@ -351,11 +351,12 @@ class Job:
     # its end
 
     def fail(self, error: ApiError):
-        """End the call, all its choices; of several errors the first counts."""
-        self.error = self.error or error
-        self.is_done = True
-        self.abort()
-        self.changed.set()
+        """End the call, all its choices, unless it has ended: its last tokens may wait to be sent."""
+        if not self.is_done:
+            self.error = error
+            self.is_done = True
+            self.abort()
+            self.changed.set()
 
     def abort(self):
         is_gone = isinstance(self.error, ClientGone | None)
@@ -417,19 +418,22 @@ class Job:
         is_started = is_done = False
         while not is_done:
             await self.changed.wait()
+            self.changed.clear()
             if self.error and not is_started:
                 raise self.error
-            choices = [choice for choice in self.choices if choice.has_unsent()]
-            chunks = [self.chunk_head | chunk for choice in choices for chunk in choice.chunks()]
-            for choice in choices:
-                choice.mark_sent()
             is_done = self.is_done
-            events = [*map(orjson.dumps, chunks), *(self.last_events() if is_done else ())]
-            idle = PING if self.is_silent else b""  # b"": new text is all held back
+            events = []
+            for choice in self.choices:
+                if choice.has_unsent():
+                    events += [orjson.dumps(self.chunk_head | chunk) for chunk in choice.chunks()]
+                    choice.mark_sent()
+            if is_done:
+                events += self.last_events()
+            data = b"".join(b"data: %b\n\n" % event for event in events)
+            if self.is_silent:
+                data = data or PING
             self.is_silent = False
-            self.changed.clear()
-            data = b"".join(b"data: %b\n\n" % event for event in events) or idle
-            if not data:
+            if not data:  # the new text is all held back
                 continue
             if not is_started:
                 is_started = True

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from wires import House, request
 
 from server import answers
-from server.protocol import NOT_SERVED, CompletionRequest
+from server.protocol import NOT_SERVED, ApiError, CompletionRequest
 from server.workers import WorkerSlot
 
 ASK = request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 4})
@@ -356,6 +356,32 @@ def test_an_answer_may_take_as_long_as_the_flag_says(stream):
         if stream:
             assert begun.events[-1]["error"]["code"] == "timeout"
         assert aborted(house) == ["0", "0.1", "1", "1.1"]
+
+
+def test_an_answer_that_is_done_in_time_is_no_timeout():
+    """
+    The limit passed between the last token and its sending, here because the client reads slowly:
+    a finished stream ended in an error, and a finished answer was replaced by one.
+    """
+    with House("--request-seconds", "7") as house:
+        caller = house.ask(stream=True)
+        house.engine.step({"0": b"a"})
+        caller.stop_reading()
+        for text, finish in ((b"b", None), (b"c", None), (b"d", "length")):
+            house.engine.step({"0": text}, finish)
+        house.clock.run(8)
+        caller.read_on()
+        assert texts(caller.events) == {0: "abcd"} and caller.events[-1] == "[DONE]"
+        whole = house.ask()
+
+        def finish_late():
+            (choice,) = house.choices.values()
+            house.choices.clear()
+            choice.job.on_tokens(choice, [97], "length", 0)
+            choice.job.fail(ApiError(503, "too late"))
+
+        house.clock.do(finish_late)
+        assert whole.answer().json["choices"][0]["text"] == "a"
 
 
 @STREAMED
