@@ -10,8 +10,8 @@ is a text to continue. Not run by itself: the flags are in serve.py.
 """
 
 import contextlib
-import os
 import secrets
+import signal
 import sys
 import time
 from argparse import Namespace
@@ -40,42 +40,28 @@ def show(text: str):
     print(text, end="", flush=True)
 
 
-def sampling_params(args: Namespace, room: int, usual: int) -> SamplingParams:
-    """
-    By the flags, else by the model's own defaults; a seed is drawn. `usual` is the length where
-    neither says one, `room` what the context has left.
-    """
-    length = args.max_tokens or args.sampling.get("max_tokens", usual)
-    seed = secrets.randbits(32) if args.seed is None else args.seed
-    own = {"temperature": args.temperature, "max_tokens": min(length, room), "seed": seed}
-    return SamplingParams(**args.sampling | own)
-
-
 def stream_answer(
     args: Namespace, engine, prompt: list[int], tokenizer: Tokenizer, usual: int, opening: str = ""
 ) -> str:
     """
     Show the opening, then an answer as its tokens come, and a note with its speed and the seed that
     reproduces it. Ctrl-C ends the answer, not the program; its blocks are freed however it ends.
-    Returns the text. Raises ValueError for a request that can never be served and RuntimeError for
-    a step that failed.
+    `usual` is its length where neither a flag nor the model says one. Returns the text. Raises
+    ValueError for a request that can never be served and RuntimeError for a step that failed.
     """
     # at least 1: the engine refuses a prompt that is too long, with the numbers
-    params = sampling_params(args, max(1, engine.max_model_len - len(prompt)), usual)
+    room = max(1, engine.max_model_len - len(prompt))
+    length = args.max_tokens or args.sampling.get("max_tokens", usual)
+    seed = secrets.randbits(32) if args.seed is None else args.seed
+    own = {"temperature": args.temperature, "max_tokens": min(length, room), "seed": seed}
+    params = SamplingParams(**args.sampling | own)
     # a new id each time: a late token of an interrupted answer is none of the next answer's
     id = f"answer {engine.num_steps}"
     engine.add_request(id, prompt, params)
     stream = tokenizer.stream(prompt)
     started = time.perf_counter()
-    text = ""
-    count = 0  # of tokens, without the one that ended the text
+    pieces = []  # of the text, one for each token, but for the one that ended it
     reason = "interrupted"
-
-    def add(new: str):
-        nonlocal text
-        text += new
-        show(new)
-
     show(opening)
     try:
         with contextlib.suppress(KeyboardInterrupt):
@@ -84,27 +70,17 @@ def stream_answer(
                     if output.error:
                         raise RuntimeError(output.error)
                     reason = output.finish_reason or reason
-                    tokens = output.tokens[: -1 if output.finish_reason == "stop" else None]
-                    count += len(tokens)
-                    add("".join(map(stream.push, tokens)))
+                    for token in output.tokens[: -1 if reason == "stop" else None]:
+                        pieces.append(stream.push(token))
+                        show(pieces[-1])
     finally:
         engine.abort(id)
-    add(stream.flush())
-    show("\n")
-    rate = count / (time.perf_counter() - started)
-    note(f"{plural(count, 'token')}, {rate:.1f} a second, seed {params.seed}, end: {reason}")
-    return text
-
-
-def read_prompt(args: Namespace) -> str:
-    """The text of --prompt, or with "-" all of standard input. Raises ValueError."""
-    if args.prompt != "-":
-        return args.prompt
-    try:
-        return sys.stdin.buffer.read().decode()  # in text mode line ends would change
-    except UnicodeDecodeError as error:
-        message = f"--prompt -: standard input is not UTF-8 ({error}): convert it first"
-        raise ValueError(message) from None
+    rest = stream.flush()
+    show(f"{rest}\n")
+    rate = len(pieces) / (time.perf_counter() - started)
+    tokens = plural(len(pieces), "token")
+    note(f"{tokens}, {rate:.1f} a second, seed {seed}, end: {reason}")
+    return "".join(pieces) + rest
 
 
 def converse(args: Namespace, engine, chat: Chat):
@@ -133,13 +109,13 @@ def converse(args: Namespace, engine, chat: Chat):
 
 def add_answer(args: Namespace, engine, chat: Chat, messages: list[dict]) -> list[dict]:
     """
-    Answer a conversation. Returns it with the answer, and without its earlier turns where the
-    context is full. Raises ValueError if the last message alone does not fit, and RuntimeError.
+    Answer a conversation. Returns it with the answer, and without its earlier turns where they
+    leave too little of the context for one. Raises ValueError if the last message alone does not
+    fit, and RuntimeError.
     """
     limit = engine.max_model_len
-    reserve = min(args.max_tokens or PLAIN_TOKENS, limit // 4)  # tokens for the answer
     prompt = chat.encode(messages, add_generation_prompt=True)
-    if len(prompt) > limit - reserve and len(messages) > 1:
+    if len(prompt) > limit * 3 // 4 and len(messages) > 1:
         note("the context is full: the conversation begins anew")
         messages = messages[-1:]
         prompt = chat.encode(messages, add_generation_prompt=True)
@@ -149,8 +125,6 @@ def add_answer(args: Namespace, engine, chat: Chat, messages: list[dict]) -> lis
 
 def run(args: Namespace, build_engine: Callable):
     """Answer --prompt, or the lines of --chat. `build_engine(args)` loads the model."""
-    # a terminal that cannot show a character shows another
-    sys.stdout.reconfigure(errors="replace")
     tokenizer = load_tokenizer(args.model)
     chat = None if args.raw else load_chat(args.model, tokenizer, args.default_chat_template_kwargs)
     if args.chat and not chat:
@@ -158,16 +132,15 @@ def run(args: Namespace, build_engine: Callable):
             f"--chat needs a chat template, {args.model} has none (or --raw is set): continue a "
             "text with --prompt"
         )
-    text = "" if args.chat else read_prompt(args)
-    try:
-        if args.chat:
-            sys.stdin.reconfigure(errors="replace")
-            converse(args, build_engine(args), chat)
-        elif chat:
-            add_answer(args, build_engine(args), chat, [{"role": "user", "content": text}])
-        else:
-            prompt = tokenizer.encode(text, True, add_special_tokens=True)
-            stream_answer(args, build_engine(args), prompt, tokenizer, PLAIN_TOKENS, text)
-    except BrokenPipeError:  # the reader has ended, as in `| head`
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # or Python complains when it flushes
+    if args.prompt == "-":  # bytes: in text mode line ends would change
+        args.prompt = sys.stdin.buffer.read().decode()
+    engine = build_engine(args)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may end first, as in `| head`
+    if args.chat:
+        sys.stdin.reconfigure(errors="replace")
+        converse(args, engine, chat)
+    elif chat:
+        add_answer(args, engine, chat, [{"role": "user", "content": args.prompt}])
+    else:
+        prompt = tokenizer.encode(args.prompt, True, add_special_tokens=True)
+        stream_answer(args, engine, prompt, tokenizer, PLAIN_TOKENS, args.prompt)
