@@ -158,7 +158,7 @@ def test_results(encoder, fill):
     rest = [*fill.encode()]
     texts = [f"a{END}{fill}", "", "b\ud83d" + fill]
     ids = asyncio.run(encoder.encode(texts, True))
-    assert ids == [[97, 256, *rest], [], [98, *"\ufffd".encode(), *rest]]
+    assert ids == [[97, 256, *rest], [], [98, *b"?", *rest]]
     ids = [*b"a", 256, 0xC3, 98, 300, *rest]
     assert asyncio.run(encoder.decode(ids)) == f"a{END}\ufffdb{fill}"
     message = {"role": "user", "content": f"{END}{fill}"}
