@@ -351,7 +351,7 @@ class Job:
     # its end
 
     def fail(self, error: ApiError):
-        """End the call, all its choices, unless it has ended: its last tokens may wait to be sent."""
+        """End the call, unless it has ended: its last tokens may still wait to be sent."""
         if not self.is_done:
             self.error = error
             self.is_done = True

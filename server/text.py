@@ -16,10 +16,10 @@ same tokens. Against prompt injection, a user's text never becomes a control tok
 import asyncio
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 from common import MALFORMED, read_json
@@ -86,25 +86,26 @@ class Encoder:
     ) -> list[int]:
         """Token ids of a conversation; see Chat.encode."""
         size = sum(len(text) for message in messages for text in message.values())
-        work = partial(self.chat.encode, messages, add_special_tokens, **options)
-        return await self._run_in_thread(work, size)
 
-    async def _run(self, work: Callable, size: int):
+        def work(_) -> list[int]:
+            return self.chat.encode(messages, add_special_tokens, **options)
+
+        return await self._run(work, size, is_quick=False)
+
+    async def _run(self, work: Callable, size: int, is_quick: bool = True):
         """
         `work(tokenizer)`, in place if it takes at most 2 ms. A regular expression that the
-        checkpoint brings may take longer, and so may a chat template, which is a program.
+        checkpoint brings may take longer, and so may a chat template, which is a program. Raises
+        EncoderBusy if too much waits already.
         """
-        if size <= SHORT and self.tokenizer.has_known_pattern:
+        if is_quick and size <= SHORT and self.tokenizer.has_known_pattern:
             return work(self.tokenizer)
-        return await self._run_in_thread(partial(work, self.thread_tokenizer), size)
-
-    async def _run_in_thread(self, work: Callable, size: int):
-        """Raises EncoderBusy if too much waits already."""
         if self.waiting + size > MAX_WAITING:
             raise EncoderBusy("too much text is waiting to be encoded: try again later")
         self.waiting += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.thread, work, self.thread_tokenizer)
         finally:
             self.waiting -= size
 
@@ -271,20 +272,31 @@ class ControlNames:
         self.ends = {name[n:] for name in names for n in range(1, len(name))}
         self.longest = max(map(len, names), default=0)
 
-    def disguise(self, text: str, stand_in: Callable[[str], str]) -> str:
+    def disguise(self, value, stand_ins: dict[str, str]):
+        """Plain data with each text in it disguised, also names of fields."""
+        if isinstance(value, list):
+            return [self.disguise(item, stand_ins) for item in value]
+        if isinstance(value, dict):
+            return {
+                self.disguise(name, stand_ins): self.disguise(item, stand_ins)
+                for name, item in value.items()
+            }
+        return self._disguise_text(value, stand_ins) if isinstance(value, str) else value
+
+    def _disguise_text(self, text: str, stand_ins: dict[str, str]) -> str:
         """
         The text with a stand-in for the first character of each name, also of parts of names at its
         ends. (One regular expression of 256 names would hold the GIL for seconds over 4 MiB.)
         """
         for name in self.names:
             while name in text:  # again: in <<< the name << begins twice
-                text = text.replace(name, stand_in(name[0]) + name[1:])
+                text = text.replace(name, stand_ins[name[0]] + name[1:])
         for n in range(1, min(self.longest, len(text) + 1)):
             start = len(text) - n
             if text[start:] in self.beginnings:
-                text = text[:start] + stand_in(text[start]) + text[start + 1 :]
+                text = text[:start] + stand_ins[text[start]] + text[start + 1 :]
             if text[:n] in self.ends:
-                text = stand_in(text[0]) + text[1:]
+                text = stand_ins[text[0]] + text[1:]
         return text
 
 
@@ -304,29 +316,17 @@ def disguise(
     everything = json.dumps([messages, options], ensure_ascii=False)
     used = set(re.findall(PRIVATE_USE, everything))
     unused = (c for c in map(chr, range(0xF0000, 0x10FFFE)) if c not in used)
-    stand_ins: dict[str, str] = {}
-
-    def stand_in(original: str) -> str:
-        if original not in stand_ins:
-            stand_ins[original] = next(unused, "")
-        return stand_ins[original]
-
-    def disguised(text: str) -> str:
-        return names.disguise(text, stand_in)
-
-    def all_disguised(value):
-        """The same for plain data: each text in it."""
-        if isinstance(value, list):
-            return [all_disguised(item) for item in value]
-        if isinstance(value, dict):
-            return {disguised(name): all_disguised(item) for name, item in value.items()}
-        return disguised(value) if isinstance(value, str) else value
-
+    stand_ins = defaultdict(
+        lambda: next(unused, "")
+    )  # character -> its own, made when it is needed
     # a template looks its variables up by their names: these stay
-    options = {name: all_disguised(value) for name, value in options.items()}
+    options = {name: names.disguise(value, stand_ins) for name, value in options.items()}
     # a role is one of a few words, of which templates make control tokens
     messages = [
-        message | {field: disguised(text) for field, text in message.items() if field != "role"}
+        {
+            field: text if field == "role" else names.disguise(text, stand_ins)
+            for field, text in message.items()
+        }
         for message in messages
     ]
     if "" in stand_ins.values():

@@ -527,6 +527,7 @@ def test_names_that_a_message_completes_stay_text(tokenizer, first, last):
     for template, content in (
         (f"{first}{{{{ messages[0].content }}}}", last),
         (f"{{{{ messages[0].content }}}}{last}", first),
+        (f"{first}{{{{ messages[0].content }}}}{last}", f"{last} {first}"),  # at both ends at once
     ):
         chat = module.Chat(template, {}, tokenizer)
         for text in (content, f"{content} {content}"):
