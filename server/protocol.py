@@ -278,17 +278,14 @@ class Body(BaseModel):
             if name in cls.model_fields:
                 fields[name] = value
             elif name in NOT_SERVED:
-                check_neutral(name, value)
+                neutral = NOT_SERVED[name]
+                same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # True is 1, too
+                if value != neutral or not same_kind:
+                    remedy = f"leave it out or send {json.dumps(neutral)}"
+                    raise Refused(f"is not served here: {remedy}", name)
             elif cls.model_config["extra"] == "forbid":
                 raise Refused("is no field here: leave it out", name)
         return fields
-
-
-def check_neutral(name: str, value):
-    neutral = NOT_SERVED[name]
-    same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # to Python True is 1
-    if value != neutral or not same_kind:
-        raise Refused(f"is not served here: leave it out or send {json.dumps(neutral)}", name)
 
 
 class StreamOptions(Body):
@@ -371,7 +368,16 @@ class SamplingRequest(Body):
         if self.min_tokens and stops.issuperset(range(vocab_size)):
             message = "min_tokens is above 0, but all tokens are stop tokens"
             raise ApiError(400, message, "min_tokens")
-        self.check_length(max(map(len, prompts)), max_model_len)
+        longest = max(map(len, prompts))
+        asked = self.min_tokens if self.max_tokens is None else self.max_tokens
+        asked = max(asked, int(self.needs_engine))
+        if longest + asked > max_model_len:
+            # client libraries look for these very words, and for the code
+            limit = f"this model's maximum context length is {max_model_len} tokens"
+            prompt = plural(longest, "prompt token")
+            numbers = f"{prompt} and max_tokens {asked:,} make {longest + asked:,}"
+            message = f"{limit}, {numbers}: shorten the prompt or lower max_tokens"
+            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         scores = sum(self.num_scores(len(prompt), max_model_len) for prompt in prompts)
         if scores > MAX_SCORES:
             message = f"{scores} log-probabilities in one answer, at most {MAX_SCORES} are sent: "
@@ -382,21 +388,6 @@ class SamplingRequest(Body):
     def needs_engine(self) -> bool:
         """An echo alone is no work; its prompt's scores take a step, and that makes a token."""
         return self.max_tokens != 0 or self.num_prompt_logprobs is not None
-
-    def check_length(self, longest: int, max_model_len: int):
-        """
-        Raises ApiError if a prompt of so many tokens, and the tokens asked for, are more than the
-        model takes.
-        """
-        asked = self.min_tokens if self.max_tokens is None else self.max_tokens
-        asked = max(asked, int(self.needs_engine))
-        if longest + asked > max_model_len:
-            # client libraries look for these very words, and for the code
-            limit = f"this model's maximum context length is {max_model_len} tokens"
-            prompt = plural(longest, "prompt token")
-            numbers = f"{prompt} and max_tokens {asked:,} make {longest + asked:,}"
-            message = f"{limit}, {numbers}: shorten the prompt or lower max_tokens"
-            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
 
     def num_scores(self, prompt_length: int, max_model_len: int) -> int:
         """
