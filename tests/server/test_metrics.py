@@ -5,18 +5,11 @@ the test's own: sums of seconds are exact.
 """
 
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 from wires import House, request
 
-from engine import engine as engine_module
-from engine import process as loop
-from engine.engine import Engine
-from model import GPT, GPTConfig
-from params import Settings
 from server import metrics
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -325,136 +318,3 @@ def test_the_panels_of_vllms_grafana_board_have_their_metrics(house):
     """Also before anything was served."""
     names = {f"{name}_{part}" for name in HISTOGRAMS for part in ("sum", "count", "bucket:+Inf")}
     assert shown(house).keys() >= names | set(GRAFANA_BOARD.split())
-
-
-# --------------------------------------------------------------------------------------------------
-# With the real engine behind it
-
-
-class Link:
-    """
-    The engine's end of the link to the one HTTP process: what is put waits for `house.engine` to
-    say it.
-    """
-
-    number = 0
-
-    def __init__(self):
-        self.messages = []
-        self.rows = []
-
-    def queue(self, message):
-        self.messages.append(message)
-
-    def queue_row(self, row):
-        self.rows.append(row)
-
-
-class Driven:
-    """The real engine, a step at a time, behind the real client, on the house's clock."""
-
-    def __init__(self, house: House, **sizes):
-        self.house = house
-        torch.manual_seed(0)
-        model = GPT(
-            GPTConfig(vocab_size=257, context_length=64, n_layer=1, n_head=2, n_embd=16)
-        ).eval()
-        self.engine = Engine(model, Settings(block_size=4, check=True, **sizes))
-        self.link = Link()
-        self.links = SimpleNamespace(links={0: self.link})
-        self.num_heard = 0
-
-    def take_in(self):
-        heard = self.house.engine.heard
-        for message in heard[self.num_heard :]:
-            loop.handle_message(self.engine, self.link, message, self.house.args.max_queue)
-        self.num_heard = len(heard)
-
-    def step(self, seconds: float = 1.0):
-        """Take in what was sent; compute a step, which takes so long; send what it brought."""
-        self.take_in()
-        outputs = self.engine.step()
-        self.house.clock.run(seconds)
-        for output in outputs:
-            loop.send_output(self.links, output)
-        step = {"op": "step", "out": self.link.rows, "stats": self.engine.stats()}
-        self.house.engine.say(step, *self.link.messages)
-        self.link.rows = []
-        self.link.messages = []
-
-
-@pytest.fixture
-def driven_house(monkeypatch):
-    with House("--max-num-seqs", "2", "--max-queue", "3") as house:
-        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=house.clock.time))
-        yield house
-
-
-def usage(answer) -> tuple[int, int, int]:
-    """Prompt tokens, completion tokens and cached ones of an answer."""
-    counts = answer.json["usage"]
-    return (
-        counts["prompt_tokens"],
-        counts["completion_tokens"],
-        counts["prompt_tokens_details"]["cached_tokens"],
-    )
-
-
-def test_the_numbers_of_a_real_engine(driven_house):
-    """
-    Ten blocks of 4 tokens and two rows: what runs, waits, is held, looked up and found, a step at a
-    time, and nothing running, waiting or held in the end: what is only cached is free.
-    """
-    house = driven_house
-    driven = Driven(house, num_blocks=10, max_num_seqs=2, token_budget=32)
-    watched = Watched(house)
-    prompts = ["abcdefghi", "vwxyz", "abcdefghj"]
-    callers = [house.ask(prompt, max_tokens=3, temperature=0) for prompt in prompts]
-    driven.take_in()
-    house.clock.run(2)
-    driven.step()
-    assert (
-        watched.moved()
-        == """\
-generation_tokens 2
-kv_cache_usage_perc 0.5
-num_requests_running 2
-num_requests_waiting 1
-prefix_cache_queries 14
-prompt_tokens 14
-request_prefill_time_seconds_count 2 0
-request_queue_time_seconds_count 2 4
-time_to_first_token_seconds_count 2 6
-"""
-    )
-    for _ in range(2):
-        driven.step()
-    assert [usage(caller.answer()) for caller in callers[:2]] == [(9, 3, 0), (5, 3, 0)]
-    moved = watched.moved()
-    assert "num_requests_waiting 1\n" in moved and "num_requests_running" not in moved
-    for _ in range(3):
-        driven.step()
-    assert usage(callers[2].answer()) == (9, 3, 8)
-    moved = watched.moved()
-    assert "prefix_cache_hits 8\nprefix_cache_queries 9\n" in moved
-    assert "request_queue_time_seconds_count 1 5\n" in moved and "num_requests" not in moved
-    assert "kv_cache_usage_perc" not in moved
-
-
-def test_a_key_has_a_prefix_cache_of_its_own_for_all_its_choices(monkeypatch):
-    """
-    Three choices on one row: two wait, and look their prompt up. They find what their own key has
-    computed, 8 of 9 tokens; another key's first choice finds nothing. Waiting choices once had no
-    salt, and shared with all.
-    """
-    with House("--max-num-seqs", "1", keys=["sesame", "simsim"]) as house:
-        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=house.clock.time))
-        driven = Driven(house, num_blocks=20, max_num_seqs=1, token_budget=32)
-        hits = []
-        for key in ("sesame", "simsim", "sesame"):
-            body = {"prompt": "abcdefghi", "n": 3, "max_tokens": 2}
-            caller = house.call("POST", "/v1/completions", body, Authorization=f"Bearer {key}")
-            while house.choices:
-                driven.step()
-            hits.append((usage(caller.answer())[2], driven.engine.stats()["hits"]))
-        assert hits == [(0, 8 + 8), (0, 2 * 16), (8, 2 * 16 + 3 * 8)]
