@@ -16,6 +16,7 @@ from training.corpus import bpe_tokenizer
 HELLO = [{"role": "user", "content": "hello"}]
 TEMPLATE = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}"
 TEMPLATE += "{% endif %}say {{ messages[0].content }}{{ ' thinks' if thinks }}{{ more }}"
+TEMPLATE += "{{ '!' if add_generation_prompt }}"
 
 
 @pytest.fixture
@@ -37,32 +38,10 @@ def call(house, **fields):
     return house.call("POST", path, {"max_tokens": 9} | fields)
 
 
-def scores_of(count: int) -> list[list]:
-    """Of so many tokens: the token itself is none of the likeliest."""
-    return [[-2.0, [98, 99], [-1.0, -1.5]]] * count
-
-
-def run(house, text: bytes, finish: str):
-    """The engine answers all choices, a token a step; the last one ends a text, or is its limit."""
-    tokens = [*text, 256][: len(text) + (finish == "stop")]
-    for number, token in enumerate(tokens):
-        rows = []
-        for id, choice in house.choices.items():
-            end = finish if number == len(tokens) - 1 else None
-            row = [id, [token], end, 4, None, None]
-            if choice.num_logprobs is not None:
-                row[4] = scores_of(1)
-            if choice.body.num_prompt_logprobs is not None and not number:
-                row[5] = scores_of(len(choice.prompt) - 1)
-            rows.append(row)
-        house.engine.say({"op": "step", "out": rows, "stats": house.engine.stats})
-
-
-# fields, what the engine says and how it ends; the answer but for what all of them share. A token's
-# offset counts characters; bytes that are no character are spelled out.
+# fields, what the engine says and how it ends; the answer but for what all of them share
 ANSWERS = r"""
 {"prompt": "say hello", "return_token_ids": true, "request_id": "cmpl"} hello stop
-{"choices": [{
+{"object": "text_completion", "choices": [{
     "index": 0, "text": "hello", "logprobs": null, "finish_reason": "stop", "stop_reason": null,
     "prompt_token_ids": [115, 97, 121, 32, 104, 101, 108, 108, 111],
     "token_ids": [104, 101, 108, 108, 111, 256]
@@ -71,31 +50,14 @@ ANSWERS = r"""
     "prompt_tokens_details": {"cached_tokens": 4}
 }}
 
-{"prompt": "é", "logprobs": 1, "echo": true} a€ length
-{"choices": [{
-    "index": 0, "text": "éa€", "finish_reason": "length", "stop_reason": null, "logprobs": {
-        "tokens": ["bytes:\\xc3", "bytes:\\xa9", "a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"],
-        "token_logprobs": [null, -2.0, -2.0, -2.0, -2.0, -2.0],
-        "top_logprobs": [
-            null, {"b": -1.0, "bytes:\\xa9": -2.0}, {"b": -1.0, "a": -2.0},
-            {"b": -1.0, "bytes:\\xe2": -2.0}, {"b": -1.0, "bytes:\\x82": -2.0},
-            {"b": -1.0, "bytes:\\xac": -2.0}
-        ], "text_offset": [0, 0, 1, 2, 2, 2]
-    }
-}], "usage": {
-    "prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6,
-    "prompt_tokens_details": {"cached_tokens": 4}
-}}
-
-{"messages": HELLO, "logprobs": true, "top_logprobs": 1, "request_id": "chatcmpl"} h length
-{"choices": [{
+{"messages": HELLO, "return_token_ids": true, "request_id": "chatcmpl"} h length
+{"object": "chat.completion",
+"prompt_token_ids": [115, 97, 121, 32, 104, 101, 108, 108, 111, 33],
+"choices": [{
     "index": 0, "message": {"role": "assistant", "content": "h"}, "finish_reason": "length",
-    "stop_reason": null, "logprobs": {"content": [{
-        "token": "h", "logprob": -2.0, "bytes": [104],
-        "top_logprobs": [{"token": "b", "logprob": -1.0, "bytes": [98]}]
-    }], "refusal": null}
+    "stop_reason": null, "logprobs": null, "token_ids": [104]
 }], "usage": {
-    "prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10,
+    "prompt_tokens": 10, "completion_tokens": 1, "total_tokens": 11,
     "prompt_tokens_details": {"cached_tokens": 4}
 }}"""
 
@@ -107,16 +69,12 @@ def test_whole_answers_have_exactly_these_fields(chat, row):
     first, _, expected = row.partition("\n")
     fields, text, finish = first.rsplit(" ", 2)
     fields = json.loads(fields)
-    is_chat = "messages" in fields
     caller = call(chat, **fields)
-    run(chat, text.encode(), finish)
-    answer = caller.answer().json
-    id = fields.get("request_id") or answer["id"].partition("-")[2]
-    head = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{id}", "model": "fake"}
-    head |= {"object": "chat.completion" if is_chat else "text_completion"}
-    created = answer["created"]
-    assert created == int(chat.clock.clock.time())
-    assert answer == head | {"created": created} | json.loads(expected)
+    end = [256] if finish == "stop" else []
+    chat.engine.step({"0": [*text.encode(), *end]}, finish, cached=4)
+    name = fields["request_id"]
+    head = {"id": f"{name}-{name}", "model": "fake", "created": int(chat.clock.clock.time())}
+    assert caller.answer().json == head | json.loads(expected)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -139,21 +97,14 @@ def test_variables_of_the_template(folder):
     with House(directory=folder) as house:
         house.service.encoder = Encoder(folder, variables={"thinks": True})
         for variables, text in (
-            (None, " thinks"),
-            ({"more": [1, "<end>"]}, " thinks[1, '<end>']"),
-            ({"thinks": False, "self": 1, "more": "."}, "."),
+            (None, " thinks!"),
+            ({"more": [1, "<end>"]}, " thinks[1, '<end>']!"),
+            ({"thinks": False, "self": 1, "more": "."}, ".!"),
         ):
             prompt = prompt_of(house, messages=HELLO, chat_template_kwargs=variables)
             assert bytes(prompt) == f"say hello{text}".encode()
-
-
-def test_a_generation_prompt_may_be_left_out(folder):
-    template = "{{ messages[0].content }}{{ '!' if add_generation_prompt }}"
-    (folder / "chat_template.jinja").write_text(template)
-    with House(directory=folder) as house:
-        assert bytes(prompt_of(house, messages=HELLO)) == b"hello!"
         prompt = prompt_of(house, messages=HELLO, add_generation_prompt=False)
-        assert bytes(prompt) == b"hello"
+        assert bytes(prompt) == b"say hello thinks"
 
 
 def test_chats_are_refused_with_reasons(chat):
@@ -191,6 +142,9 @@ def test_a_bos_comes_once_to_prompts_and_chats(folder):
             caller = call(house, prompt=prompt, echo=True, max_tokens=0)
             assert caller.answer().json["choices"][0]["text"] == echo
         caller = call(house, prompt="hi", echo=True, logprobs=0)
-        run(house, b"x", "length")
+        (id,) = house.choices
+        score = [-2.0, [], []]
+        row = [id, [120], "length", 0, [score], [score] * 2]
+        house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
         logprobs = caller.answer().json["choices"][0]["logprobs"]
         assert logprobs["tokens"][:2] == [end, "h"] and logprobs["text_offset"][:3] == [0, 0, 1]
