@@ -5,7 +5,7 @@ the engine's steps cut the tokens, and whenever the client is sent something.
 
 import json
 import re
-from itertools import chain, pairwise
+from itertools import accumulate, pairwise
 
 import orjson
 import pytest
@@ -25,8 +25,9 @@ USAGE = {"include_usage": True, "continuous_usage_stats": True}
 IN_CHUNKS = {"stream": True, "stream_options": USAGE}
 
 
-def choice_of(body, prompt: list[int], eos=(END,)) -> Choice:
-    return CHOICES[type(body)](None, 7, body, prompt, TOKENIZER, eos)
+def choice_of(body, prompt: list[int]) -> Choice:
+    ends = (END, 254)  # several, as Llama's config.json names
+    return CHOICES[type(body)](None, 7, body, prompt, TOKENIZER, ends)
 
 
 def score(place: int, token: int) -> list:
@@ -77,6 +78,8 @@ TEXTS = """
 {} [97, 256] stop -> ["a", "stop", null, 2]
 {"ignore_eos": true} [97, 256] stop -> ["a", "stop", 256, 2]
 {"stop_token_ids": [98]} [97, 98] stop -> ["a", "stop", 98, 2]
+{"stop_token_ids": [254]} [97, 254] stop -> ["a", "stop", null, 2]
+{"stop_token_ids": [254], "ignore_eos": true} [97, 254] stop -> ["a", "stop", 254, 2]
 {} [97, 195, 169, 255, 98] length -> ["aé\\ufffdb", "length", null, 5]
 {} [97, 195] length -> ["a\\ufffd", "length", null, 2]
 {} [195, 256] stop -> ["\\ufffd", "stop", null, 2]
@@ -168,6 +171,21 @@ FIELDS = {
 }
 
 
+def joined(chunks: list[dict]) -> dict:
+    """The whole answer that the chunks of a stream make: what is new in each, in order."""
+    whole = {}
+    for chunk in chunks:
+        choice = dict(chunk["choices"][0])
+        delta = choice.pop("delta", {})
+        choice["text"] = choice.get("text", delta.get("content", ""))
+        choice |= choice.pop("logprobs") or {}
+        for name, value in choice.items():
+            if name == "text" or isinstance(value, list):
+                value = whole.get(name, value[:0]) + value
+            whole[name] = value
+    return whole
+
+
 @settings(max_examples=400, deadline=None)
 @given(
     kind=st.sampled_from([*LEAST]),
@@ -190,36 +208,26 @@ def test_a_stream_says_the_same_however_it_is_cut(
     (whole,) = give(choice_of(kind(**fields), prompt), *answer)
     chunks = give(choice_of(kind(**fields, **IN_CHUNKS), prompt), *answer, cuts, pauses)
     choices = [chunk["choices"][0] for chunk in chunks]
-    expected = whole["choices"][0]
+    expected = joined([whole])
+    if is_chat:
+        message = expected.pop("message")
+        assert message == {"role": "assistant", "content": message["content"]}
+        expected["text"] = message["content"]
+        roles, *deltas, last = [choice["delta"] for choice in choices]
+        assert (roles, last) == ({"role": "assistant", "content": ""}, {})
+        assert all(delta.keys() == {"content"} for delta in deltas)
+    assert joined(chunks) == expected
     # only the last chunk has the reason
-    ends = [(choice["finish_reason"], choice["stop_reason"]) for choice in choices]
-    end = (expected["finish_reason"], expected["stop_reason"])
-    assert ends == [(None, None)] * (len(chunks) - 1) + [end]
+    reasons = [choice["stop_reason"] for choice in choices if choice["finish_reason"] is None]
+    assert reasons == [None] * (len(chunks) - 1)
     # the prompt's ids come once; tokens in all, and their number until then in each chunk's usage
     asked = fields["return_token_ids"]
-    shown = [part.get("prompt_token_ids") for part in (chunks if is_chat else choices)]
-    assert shown == [prompt if asked else None] + [None] * (len(shown) - 1)
-    assert all(("token_ids" in choice) == asked for choice in choices)
+    first, *others = chunks if is_chat else choices
+    assert first.get("prompt_token_ids") == (prompt if asked else None)
+    assert not any("prompt_token_ids" in other for other in others)
     if asked:
-        ids = [choice["token_ids"] for choice in choices]
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert [*chain(*ids)] == expected["token_ids"]
-        assert counts == [sum(map(len, ids[: i + 1])) for i in range(len(ids))]
-    if is_chat:
-        deltas = [choice["delta"] for choice in choices]
-        assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
-        assert all(delta.keys() == {"content"} for delta in deltas[1:-1])
-        text = "".join(delta["content"] for delta in deltas[:-1])
-        assert expected["message"] == {"role": "assistant", "content": text}
-    else:
-        assert "".join(choice["text"] for choice in choices) == expected["text"]
-    parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-    if n is None:
-        assert not parts and expected["logprobs"] is None
-    else:
-        lists = [name for name, value in expected["logprobs"].items() if value is not None]
-        joined = {name: [*chain(*(part[name] for part in parts))] for name in lists}
-        assert joined == {name: expected["logprobs"][name] for name in lists}
+        assert counts == [*accumulate(len(choice["token_ids"]) for choice in choices)]
 
 
 def test_usage_is_in_chunks_only_beside_the_last_one():
@@ -248,32 +256,16 @@ def test_scores_of_a_prompt_come_with_one_of_its_choices():
         assert logprobs["token_logprobs"] == [None, -0.5, -0.5]
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_of_several_ends_of_text_none_is_a_reason(ignored):
-    """
-    Llama's config.json names three. With ignore_eos they end a text only where stop_token_ids name
-    them, and are then the reason.
-    """
-    body = CompletionRequest(prompt="x", ignore_eos=ignored, stop_token_ids=[7, 8, 9])
-    for last, reason in ((7, None), (8, None), (9, 9)):
-        choice = choice_of(body, [120], eos=(7, 8))
-        choice.add_tokens([120, last], "stop", 0)
-        reason = last if ignored else reason
-        assert (choice.text, choice.finish_reason, choice.stop_reason) == ("x", "stop", reason)
-
-
-@pytest.mark.parametrize(
-    "fields, is_news", [({}, False), ({"return_token_ids": True}, True), ({"logprobs": 0}, True)]
-)
-def test_a_token_without_text_is_news_only_where_tokens_are_asked_for(fields, is_news):
+@pytest.mark.parametrize("fields", [{}, {"return_token_ids": True}, {"logprobs": 0}])
+def test_a_token_without_text_is_news_only_where_tokens_are_asked_for(fields):
     choice = choice_of(CompletionRequest(prompt="x", stream=True, **fields), [97])
     unsent = []
     for token, reason in ((0xC3, None), (0xA9, None), (END, "stop")):
-        choice.add_tokens([token], reason, 0, [score(0, token)] if "logprobs" in fields else None)
-        unsent.append((choice.has_unsent(), choice.text))
+        choice.add_tokens([token], reason, 0, scores_of([token]) if "logprobs" in fields else None)
+        unsent.append(choice.has_unsent())
         choice.mark_sent()
         assert not choice.has_unsent()
-    assert unsent == [(is_news, ""), (True, "é"), (True, "")]
+    assert unsent == [bool(fields), True, True]
 
 
 def test_a_long_echo_is_text_at_once(monkeypatch):
