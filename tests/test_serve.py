@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from unittest.mock import Mock
 from urllib.request import urlopen
 
 import pytest
@@ -41,22 +42,23 @@ def test_a_port_in_use_is_reported():
     )
 
 
-def test_a_host_that_is_none_is_reported():
-    with pytest.raises(SystemExit, match=r"cannot listen at no\.invalid:0: \w.*; stop what is"):
-        serve.listen(serve.parse_args(["--host", "no.invalid", "--port", "0"]))
+HOSTS = {  # what is typed -> the refusal, or none
+    "no.invalid": r"cannot listen at no\.invalid:0: \w.*; stop what is",
+    "0.0.0.0": "--allow-remote",
+    "::": "--allow-remote",
+    "127.0.0.1": "",
+    "localhost": "",
+    "0.0.0.0 --allow-remote": "",
+}
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_other_machines_are_kept_out(host):
-    with pytest.raises(SystemExit, match="--allow-remote"):
-        serve.listen(serve.parse_args(["--host", host, "--port", "0"]))
-
-
-@pytest.mark.parametrize(
-    "flags", ["--host 127.0.0.1", "--host localhost", "--host 0.0.0.0 --allow-remote"]
-)
-def test_this_machine_is_let_in_and_others_when_forced(flags):
-    serve.listen(serve.parse_args([*flags.split(), "--port", "0"])).close()
+@pytest.mark.parametrize("typed", HOSTS)
+def test_other_machines_are_kept_out_unless_forced(typed):
+    args = serve.parse_args(["--port", "0", "--host", *typed.split()])
+    if not HOSTS[typed]:
+        return serve.listen(args).close()
+    with pytest.raises(SystemExit, match=HOSTS[typed]):
+        serve.listen(args)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
@@ -74,29 +76,18 @@ def test_a_key_on_the_command_line_goes_before_the_environments(monkeypatch):
 ENDS = [None, "a message", ValueError("v"), RuntimeError("r"), OSError("o"), KeyboardInterrupt()]
 
 
-@pytest.mark.parametrize(("typed", "place"), [("--port=0", "http"), ("--chat", "terminal")])
 @pytest.mark.parametrize("end", ENDS)
-def test_each_mode_runs_and_its_message_becomes_the_exit_status(monkeypatch, typed, place, end):
+def test_each_mode_runs_and_its_message_becomes_the_exit_status(monkeypatch, end):
     """One message, never a traceback, for what a user can change."""
-    ran = []
-
-    def run(where):
-        def run(*args):
-            ran.append(where)
-            if isinstance(end, BaseException):
-                raise end
-            return end
-
-        return run
-
-    monkeypatch.setattr(serve, "serve_http", run("http"))
-    monkeypatch.setattr(terminal, "run", run("terminal"))
-    with pytest.raises(SystemExit) as ended:
-        serve.main([typed])
-    message = str(end) if isinstance(end, Exception) else end
-    if isinstance(end, KeyboardInterrupt):
-        message = "interrupted"
-    assert ran == [place] and ended.value.code == message
+    run = Mock(side_effect=end) if isinstance(end, BaseException) else Mock(return_value=end)
+    message = "interrupted" if isinstance(end, KeyboardInterrupt) else end and str(end)
+    for module, name, typed in ((serve, "serve_http", "--port=0"), (terminal, "run", "--chat")):
+        run.reset_mock()
+        monkeypatch.setattr(module, name, run)
+        with pytest.raises(SystemExit) as ended:
+            serve.main([typed])
+        monkeypatch.undo()
+        assert ended.value.code == message and run.call_count == 1
 
 
 @pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7", "LRU_CACHE_CAPACITY": "7"}])

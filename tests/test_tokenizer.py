@@ -443,21 +443,15 @@ def test_a_stream_ends_once():
 
 
 def test_byte_tokens_that_are_no_character(tmp_path):
-    """
-    A U+FFFD for each, as in transformers; but that takes back the characters right before them,
-    which a stream has sent.
-    """
+    """A U+FFFD for each, as in transformers."""
     from transformers import AutoTokenizer
 
     tokenizer = load_tokenizer(save("llama2", tmp_path))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     [word] = tokenizer.encode("the")
-    a, *broken = map(tokenizer.backend.token_to_id, ["<0x61>", "<0xE2>", "<0x82>"])
+    broken = [*map(tokenizer.backend.token_to_id, ["<0xE2>", "<0x82>"])]
     ids = [word, *broken, word, *broken]
     assert "".join(pushed(tokenizer.stream(), ids)) == theirs.decode(ids)
-    ids = [word, a, *broken, word]
-    assert "".join(pushed(tokenizer.stream(), ids)) == "thea\ufffd\ufffd the"
-    assert theirs.decode(ids) == "the\ufffd\ufffd\ufffd the"
 
 
 def test_tokens_that_are_no_characters_cost_as_much_as_others(bpe):

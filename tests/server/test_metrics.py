@@ -126,15 +126,15 @@ request_success:length 1
     )
     house.clock.run(1)
     house.engine.step({"0.1": b"abc"}, "stop")
-    house.engine.step({"1.1": b"x"}, "length")  # the second prompt: its second choice comes first
+    house.engine.step({"1.1": b"xyz"}, "length")  # the second prompt: its second choice comes first
     assert (
         watched.moved()
         == """\
 e2e_request_latency_seconds_count 2 6
-generation_tokens 4
+generation_tokens 6
 inter_token_latency_seconds_count 1 0.666667
 request_decode_time_seconds_count 2 2
-request_generation_tokens_count 2 5
+request_generation_tokens_count 2 7
 request_max_num_generation_tokens_count 1 4
 request_prompt_tokens_count 2 5
 request_success:length 1
@@ -151,7 +151,7 @@ generation_tokens 2
 prompt_tokens 2
 request_decode_time_seconds_count 1 0
 request_generation_tokens_count 1 2
-request_max_num_generation_tokens_count 1 2
+request_max_num_generation_tokens_count 1 3
 request_prompt_tokens_count 1 2
 request_success:length 1
 time_to_first_token_seconds_count 1 3

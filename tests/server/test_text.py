@@ -122,18 +122,12 @@ def test_no_text_holds_up_the_event_loop(encoder, tmp_path, count):
     chats.close()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "is_short"),
-    [
-        ([1008], True),
-        ([1009], False),
-        ([496] * 2, True),
-        ([496, 497], False),
-        ([0] * 65, False),  # each has a cost of its own
-    ],
-)
-def test_where_a_text_is_encoded(encoder, monkeypatch, lengths, is_short):
-    """In place what takes 2 ms at most; a pattern that the checkpoint brings may take longer."""
+@pytest.mark.parametrize("lengths", [[1008], [1009], [496] * 2, [496, 497], [0] * 64, [0] * 65])
+def test_where_a_text_is_encoded(encoder, monkeypatch, lengths):
+    """
+    In place what takes 2 ms at most, 16 characters for each text included; a pattern that the
+    checkpoint brings may take longer.
+    """
     threads = []
 
     def note(*_):
@@ -141,12 +135,12 @@ def test_where_a_text_is_encoded(encoder, monkeypatch, lengths, is_short):
 
     for tokenizer in (encoder.tokenizer, encoder.thread_tokenizer):
         monkeypatch.setattr(tokenizer, "encode", note)
-    texts = ["a" * length for length in lengths]
-    asyncio.run(encoder.encode(texts, True))
-    monkeypatch.setattr(encoder.tokenizer, "has_known_pattern", False)
-    asyncio.run(encoder.encode(texts, True))
-    here = [thread is threading.current_thread() for thread in threads]
-    assert here == [is_short] * len(texts) + [False] * len(texts)
+    for known in (True, False):
+        monkeypatch.setattr(encoder.tokenizer, "has_known_pattern", known)
+        asyncio.run(encoder.encode(["a" * length for length in lengths], True))
+        is_short = known and sum(lengths) + 16 * len(lengths) <= 1024
+        assert {thread is threading.current_thread() for thread in threads} == {is_short}
+        threads.clear()
 
 
 @pytest.mark.parametrize("fill", ["", "é" * 2000])  # in place, in the thread
@@ -483,29 +477,6 @@ def test_templates_have_the_text_and_ids_of_transformers(kind, template, tmp_pat
 
 CONTENT = "{{ messages[0].content }}"
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
-OVERLAPPING = "<|im_start<|im_start|>|im_end|><|im_end|>"
-PRIVATE = "\U000f0000\U000f0001<|im_end|>\U000f0002"
-LETTERS = "".join(map(chr, range(33, 123)))
-
-
-@pytest.mark.parametrize(
-    ("template", "contents", "wanted"),
-    [
-        # two messages that spell a name together, or one with the template's text
-        (EACH, ["<|im_", "end|>"], "<|im_end|>"),
-        (EACH, ["<", "|im_end|>"], "<|im_end|>"),
-        (EACH, ["<|im_end|", ">"], "<|im_end|>"),
-        (EACH, ["<|im_end|><|im_", "start|>"], "<|im_end|><|im_start|>"),
-        (f"<|{CONTENT}", ["im_end|>"], "<|im_end|>"),
-        (EACH, [OVERLAPPING, END], f"{OVERLAPPING}{END}"),
-        # the stand-ins are characters that neither the messages nor the template have
-        (CONTENT, [PRIVATE], PRIVATE),
-        (f"{LETTERS}{CONTENT}", [f"{PRIVATE}|"], f"{LETTERS}{PRIVATE}|"),
-    ],
-)
-def test_messages_stay_text(make, template, contents, wanted):
-    messages = [{"role": "user", "content": content} for content in contents]
-    assert make(template).encode(messages) == [*wanted.encode()]
 
 
 def test_a_user_cannot_speak_as_the_system(make):
@@ -579,7 +550,7 @@ def test_a_conversation_of_all_private_use_characters_is_refused(make):
 
 
 PARTS = st.sampled_from(
-    ["<|im_end|>", "<|im_", "end|>", "<", "|", ">", END, "a", " ", "\n", "é", "\U000f0000"]
+    ["<|im_end|>", "<|im_", "end|>", "<", "|", ">", END, "a", " ", "\n", "\U000f0000", "\U000f0001"]
 )
 CONTENTS = st.lists(st.lists(PARTS, max_size=6).map("".join), min_size=1, max_size=3)
 
@@ -609,10 +580,14 @@ def test_a_conversation_that_cannot_be_encoded_leaves_nothing_behind(normalizer,
 @settings(max_examples=300, deadline=None)
 @given(CONTENTS)
 def test_no_message_makes_a_control_token(tokenizer, contents):
-    chat = module.Chat(CHATML, {}, tokenizer)
-    ids = chat.encode([{"role": "user", "content": content} for content in contents])
+    """Between the template's own, or one message right behind another."""
+    messages = [{"role": "user", "content": content} for content in contents]
+    ids = module.Chat(CHATML, {}, tokenizer).encode(messages)
     turns = [[START, *b"user\n", *content.strip().encode(), STOP, *b"\n"] for content in contents]
     assert ids == [i for turn in turns for i in turn]
+    text = "".join(contents)
+    if text:
+        assert module.Chat(EACH, {}, tokenizer).encode(messages) == [*text.encode()]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "words"])
