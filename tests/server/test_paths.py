@@ -9,7 +9,6 @@ from wires import House
 from server import live
 from server.app import greeting
 from server.protocol import ChatRequest, CompletionRequest
-from tokenizer import TokenizerError
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +56,7 @@ POST /v1/completions {"prompt": ["\\u0000", "a"], "n": 16} -> 400 prompt - 32 pr
 POST /v1/chat/completions {"messages": [{"role": "user", "content": "x"}]} -> 400 messages - fake has no chat template: use /v1/completions
 POST /tokenize {"messages": [{"role": "user", "content": "x"}]} -> 400 messages - fake has no chat ...
 POST /tokenize {"prompt": "a", "model": "other"} -> 404 model model_not_found there is no model 'other' here; ...
+POST /tokenize {"prompt": "a\\u0000b"} -> 400 prompt - character '\\x00' is not in the vocabulary
 POST /tokenize {} -> 400 prompt - prompt or messages must be sent, and not both
 POST /detokenize {"tokens": [97, 257]} -> 400 tokens - token id 257 is outside the vocabulary, 0..256
 GET /v1/models/other -> 404 model model_not_found there is no model 'other' here; there is 'fake'
@@ -97,24 +97,6 @@ def test_a_body_needs_the_type_of_json(house, kind):
     assert refusal_of(answer) == (400, None, message)
     taken = house.call("POST", "/detokenize", body, Content_Type="Application/JSON; charset=utf-8")
     assert taken.answer().json == {"prompt": "a<end>"}
-
-
-def test_refusals_of_the_encoder(house, monkeypatch):
-    error = TokenizerError("no such character")
-    refusal = (400, None, str(error))
-
-    def encode(*_):
-        raise error
-
-    monkeypatch.setattr(house.encoder.tokenizer, "encode", encode)
-    monkeypatch.setattr(house.encoder.tokenizer, "decode", encode)
-    for path, body, param in (
-        ("/v1/completions", {"prompt": "a"}, "prompt"),
-        ("/tokenize", {"prompt": "a"}, "prompt"),
-        ("/detokenize", {"tokens": [1]}, "tokens"),
-    ):
-        answer = house.call("POST", path, body).answer()
-        assert (*refusal_of(answer), answer.json["error"]["param"]) == (*refusal, param)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from params import SamplingParams
 from server import terminal
 from server.terminal import stream_answer
 from server.text import load_chat
-from test_paged import assert_idle, new_engine, prompt, trained_model
 from tokenizer import TextStream, load_tokenizer
 from training.corpus import train_bpe
 
@@ -135,7 +135,7 @@ def test_refusals_print_nothing_else(run, flags, stdin, problem):
 
 
 def test_the_seed_that_is_shown_gives_the_same_text(run):
-    """Of a prompt, and of both answers of a conversation."""
+    """Of a prompt, and of both answers of a conversation, which are drawn each on its own."""
     hot = ["--max-tokens", "20", "--temperature", "1"]
     first = run("--prompt", "def f", *hot)
     (seed,) = re.findall(r", seed (\d+)[],]", first.err)
@@ -143,8 +143,6 @@ def test_the_seed_that_is_shown_gives_the_same_text(run):
     assert run("--prompt", "def f", *hot, "--seed", str(int(seed) + 1)).out != first.out
     unseeded = run("--chat", *hot, stdin=b"one\ntwo\n")
     assert len(set(re.findall(r", seed (\d+)[],]", unseeded.err))) == 2
-    zero = run("--chat", *hot, "--seed", "0", stdin=b"one\n")
-    assert zero.err.count(", seed 0") == 1
 
 
 def test_without_jinja2_raw_text_is_continued_all_the_same(run, monkeypatch):
@@ -188,6 +186,7 @@ class Fake:
 
     def add_request(self, id, prompt, params):
         self.has_work = True
+        self.added = id
         self.params = params
 
     def step(self):
@@ -229,45 +228,25 @@ def test_flags_go_before_the_models_defaults(row):
 def test_a_full_context_begins_a_conversation_anew(checkpoint, capsys):
     """What is left for an answer is a quarter of the context."""
     chat = load_chat(checkpoint, load_tokenizer(checkpoint))
-    engine = Fake(max_model_len=120)
-    messages = []
-    lengths = set()
-    for number in range(20):
-        question = {"role": "user", "content": f"question {number}"}
-        asked = [*messages, question]
-        fits = len(chat.encode(asked, add_generation_prompt=True)) <= 90
-        messages = terminal.add_answer(args_of(), engine, chat, asked)
-        assert messages[:-1] == (asked if fits else [question])
-        assert messages[-1] == {"role": "assistant", "content": "x"}
-        lengths.add(len(messages))
-    assert len(lengths) > 2 and "the context is full" in capsys.readouterr().err
+    messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
+    length = len(chat.encode(messages, add_generation_prompt=True))
+    answer = {"role": "assistant", "content": "x"}
+    for room, kept in ((length, messages), (length - 1, messages[1:])):
+        engine = Fake(max_model_len=(4 * room + 3) // 3)
+        assert terminal.add_answer(args_of(), engine, chat, messages) == [*kept, answer]
+        assert ("the context is full" in capsys.readouterr().err) == (kept != messages)
+    assert terminal.add_answer(args_of(), engine, chat, [messages[0]]) == [messages[0], answer]
 
 
 def test_ctrl_c_stops_an_answer_and_frees_its_blocks(capsys):
-    """The part is kept, and the next answer is computed as if nothing had happened."""
-    engine = new_engine(trained_model())
-    spell = SimpleNamespace(stream=lambda prompt: TextStream(lambda token: b"<%d>" % token))
-    args = args_of(temperature=0, max_tokens=20)
-
-    def answer() -> str:
-        return stream_answer(args, engine, prompt(0, 10), spell, 20)
-
-    whole = answer()
-    step = engine.step
-    before = engine.num_steps
-
-    def interrupted():
-        if engine.num_steps == before + 5:
-            raise KeyboardInterrupt
-        return step()
-
-    engine.step = interrupted
-    assert answer() == "".join(re.findall("<.*?>", whole)[:5])
-    err = capsys.readouterr().err
-    assert "[5 tokens, " in err and err.endswith("end: interrupted]\n")
-    assert_idle(engine)
-    engine.step = step
-    assert answer() == whole
+    """The part is kept, and the next answer is a request of its own."""
+    engine = Fake(b"ab", finish_reason=None)
+    engine.step = Mock(side_effect=[[engine.output], KeyboardInterrupt])
+    engine.has_work = True
+    assert stream_answer(args_of(), engine, [1], BYTES, 9) == "ab"
+    shown = capsys.readouterr()
+    assert shown.out == "ab\n" and shown.err.startswith("[2 tokens, ")
+    assert shown.err.endswith("end: interrupted]\n") and engine.aborted == [engine.added]
 
 
 @pytest.mark.parametrize(
@@ -316,25 +295,14 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
 
 
 def test_a_question_that_is_interrupted_before_its_answer_is_forgotten(monkeypatch, capsys):
-    lines = iter(["one", KeyboardInterrupt(), "two", "three", EOFError()])
-    asked = []
-
-    def read(prompt):
-        line = next(lines)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    def answer(args, engine, chat, messages):
-        asked.append([message["content"] for message in messages])
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return [*messages, {"role": "assistant", "content": "yes"}]
-
-    monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(terminal, "add_answer", answer)
+    lines = Mock(side_effect=["one", KeyboardInterrupt, "two", "three", EOFError])
+    add_answer = Mock(side_effect=[["one", "yes"], KeyboardInterrupt, []])
+    monkeypatch.setattr("builtins.input", lines)
+    monkeypatch.setattr(terminal, "add_answer", add_answer)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     terminal.converse(SimpleNamespace(model="m"), None, None)
-    assert asked == [["one"], ["one", "yes", "two"], ["one", "yes", "three"]]
+    asked = [{"role": "user", "content": line} for line in ("one", "two", "three")]
+    conversations = [call.args[3] for call in add_answer.call_args_list]
+    assert conversations == [asked[:1], ["one", "yes", asked[1]], ["one", "yes", asked[2]]]
     # each Ctrl-C, and at the end Ctrl-D, has a line of its own: the shell's prompt comes next
     assert capsys.readouterr().out == "\n" * 3

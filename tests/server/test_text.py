@@ -161,46 +161,30 @@ def test_results(encoder, fill):
         assert ids == [*f"user: {END}{fill}".encode(), 256, *more]
 
 
-def test_one_thing_at_a_time_is_done_in_the_thread(encoder, monkeypatch):
-    """Each changes fields of the thread's tokenizer."""
-    encode = encoder.thread_tokenizer.encode
-    alone = threading.Lock()
-
-    def encode_alone(*text):
-        assert alone.acquire(blocking=False), "two at once"
-        try:
-            time.sleep(0.01)
-            return encode(*text)
-        finally:
-            alone.release()
-
-    async def encode_all():
-        texts = ["b" * length for length in range(5000, 5010)]
-        return await asyncio.gather(*(encoder.encode([text], True) for text in texts))
-
-    monkeypatch.setattr(encoder.thread_tokenizer, "encode", encode_alone)
-    assert asyncio.run(encode_all()) == [[[98] * length] for length in range(5000, 5010)]
+def test_one_thing_at_a_time_is_done_in_the_thread(encoder):
+    """Encoding changes fields of a tokenizer: the one thread has its own."""
+    assert encoder.thread._max_workers == 1
+    assert encoder.thread_tokenizer is not encoder.tokenizer
 
 
 def test_only_so_much_waits(encoder, monkeypatch):
     """It is in memory; a text that is too much is refused at once, not when its turn comes."""
-    messages = [{"role": "user", "content": "a" * 4988, "name": "bot"}]  # 5000 - 16 + 11 = 4995
+    messages = [{"role": "user", "content": "a" * 4988, "name": "bot"}]
 
     async def ask_all():
         jobs = [encoder.encode(["a" * 4984], True), encoder.encode_chat(messages, False, {})]
-        jobs.append(encoder.decode([97] * 5000))
+        jobs.append(encoder.decode([2**40] * 2000))  # it fails, and waits no longer, either
         return await asyncio.gather(*jobs, return_exceptions=True)
 
+    last = 5000 + 4995 + 2000
     for room, kinds in (
-        (9994, [list, EncoderBusy, EncoderBusy]),
-        (9995, [list, list, EncoderBusy]),
+        (last, [list, list, OverflowError]),
+        (last - 1, [list, list, EncoderBusy]),
+        (9994, [list, EncoderBusy, OverflowError]),
     ):
         monkeypatch.setattr(module, "MAX_WAITING", room)
         assert [type(result) for result in asyncio.run(ask_all())] == kinds
         assert encoder.waiting == 0
-    with pytest.raises(OverflowError):  # what fails waits no longer, either
-        asyncio.run(encoder.decode([2**40] * 2000))
-    assert encoder.waiting == 0
 
 
 def test_refusals_of_the_thread_reach_the_caller(tmp_path):
@@ -238,10 +222,13 @@ def test_a_broken_template_is_found_at_the_start(tmp_path, source, message):
         Encoder(tmp_path, variables={"a": 1})
 
 
-def test_a_call_is_refused_while_too_much_waits(monkeypatch):
+@pytest.mark.parametrize(
+    "path, body", [("/tokenize", {"prompt": "a" * 5000}), ("/detokenize", {"tokens": [1] * 5000})]
+)
+def test_a_call_is_refused_while_too_much_waits(monkeypatch, path, body):
     monkeypatch.setattr(module, "MAX_WAITING", 0)
     with House() as house:
-        busy = house.call("POST", "/tokenize", {"prompt": "a" * 5000}).answer()
+        busy = house.call("POST", path, body).answer()
     assert busy.status == 429 and busy.headers["retry-after"]
     assert busy.json["error"]["code"] == "encoder_busy"
 
