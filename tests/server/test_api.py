@@ -28,8 +28,9 @@ def house():
         yield house
 
 
-def refusal_of(answer) -> tuple:
+def refusal_of(caller) -> tuple:
     """Status, code and message."""
+    answer = caller.answer()
     assert ("retry-after" in answer.headers) == (answer.status in (429, 503))
     return answer.status, answer.json["error"]["code"], answer.json["error"]["message"]
 
@@ -71,8 +72,7 @@ class Held:
         return await self.encode(body)
 
     def release(self):
-        self.house.clock.call_soon(self.gate.set)
-        self.house.clock.settle()
+        self.house.clock.do(self.gate.set)
 
 
 @STREAMED
@@ -86,7 +86,7 @@ def test_a_burst_does_not_pass_the_queue(stream):
         callers = [house.ask(n=n, stream=stream) for n in (1, 2, 1, 2, 1, 1, 1)]
         assert held.num_asked == 7 and not house.choices
         held.release()
-        refused = [refusal_of(caller.answer())[:2] for caller in callers if caller.said]
+        refused = [refusal_of(caller)[:2] for caller in callers if caller.said]
         assert refused == [(429, "queue_full")] * 3
         assert [message["options"]["n"] for message in house.engine.of("add")] == [1, 2, 1, 1]
         assert len(house.choices) == 2 + 3
@@ -100,22 +100,22 @@ def test_the_queue_counts_choices():
     """
     with House("--max-num-seqs", "2", "--max-queue", "3") as house:
         message = "6 prompts x n in one call, at most 5 are taken: split it"
-        assert refusal_of(house.ask(["a", "b"], n=3).answer()) == (400, None, message)
+        assert refusal_of(house.ask(["a", "b"], n=3)) == (400, None, message)
         house.ask(n=2)
         house.ask(["a"] * 2)
         message = "2 choices beside 4 in work: at most 5 are taken, try again later"
-        assert refusal_of(house.ask(n=2).answer()) == (429, "queue_full", message)
+        assert refusal_of(house.ask(n=2)) == (429, "queue_full", message)
         house.ask()
         message = "1 choice beside 5 in work: at most 5 are taken, try again later"
         for at_work in (0, 5):
             house.engine.step(at_work=at_work)
-            assert refusal_of(house.ask().answer()) == (429, "queue_full", message)
+            assert refusal_of(house.ask()) == (429, "queue_full", message)
     with House("--max-num-seqs", "2", "--max-queue", "3") as house:
         house.engine.step(at_work=4)
         house.ask()
         assert len(house.choices) == 1
         house.engine.step(at_work=5)
-        assert refusal_of(house.ask().answer())[2] == message
+        assert refusal_of(house.ask())[2] == message
 
 
 # --------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_a_body_may_be_as_long_as_the_flag_says(size, status, chunked):
         too_long = "the body has more than 1024 bytes: shorten it or raise --max-body-mib"
         no_json = "the body must be a JSON object: Invalid JSON: EOF while parsing a value at line "
         message = f"{no_json}1 column 1024" if status == 400 else too_long
-        assert refusal_of(caller.answer()) == (status, None, message)
+        assert refusal_of(caller) == (status, None, message)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -167,10 +167,10 @@ def test_no_body_makes_a_500(patient, body, prompted):
     body = ({"prompt": "say hi"} if prompted else {}) | body | {"max_tokens": 5}
     caller = patient.call("POST", "/v1/completions", json.dumps(body).encode())
     patient.engine.step(dict.fromkeys(patient.choices, b"x"), "length")
-    answer = caller.answer()
     caller.hang_up()
+    answer = caller.answer()
     assert answer.status in (200, 400, 404), answer.body
-    assert answer.status == 200 or refusal_of(answer)[2]
+    assert answer.status == 200 or refusal_of(caller)[2]
 
 
 # without their line ends, which a piece may lack
@@ -315,7 +315,7 @@ def test_a_refusal_of_the_engine_becomes_its_status(house, stream):
     for number, (kind, expected) in enumerate(kinds.items()):
         caller = house.ask(["a", "b"], stream=stream)
         fail(house, str(2 * number + 1), kind)
-        assert refusal_of(caller.answer()) == (*expected, f"it is {kind}") and not house.choices
+        assert refusal_of(caller) == (*expected, f"it is {kind}") and not house.choices
 
 
 @STREAMED
@@ -327,7 +327,7 @@ def test_an_answer_may_take_as_long_as_the_flag_says(stream):
         assert not silent.said and len(house.choices) == 4
         house.clock.run(0.2)
         message = "not finished within 7 s, what the server allows"
-        assert refusal_of(silent.answer()) == (503, "timeout", message)
+        assert refusal_of(silent) == (503, "timeout", message)
         if stream:
             assert begun.events[-1]["error"]["code"] == "timeout"
         assert aborted(house) == ["0", "0.1", "1", "1.1"]
@@ -367,7 +367,7 @@ def test_a_bug_while_an_answer_is_sent_ends_a_calls_work(house, monkeypatch, str
     house.engine.step({"0": b"x"}, "length")
     house.engine.step({"1": b"x"}, "length" if not stream else None)
     refusal = (500, None, "a bug of this server: KeyError")
-    assert refusal_of(caller.answer()) == refusal and not house.choices
+    assert refusal_of(caller) == refusal and not house.choices
     assert not asyncio.all_tasks(house.clock)
 
 
@@ -382,7 +382,7 @@ def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
         task.cancel()
     house.clock.settle()
     for caller in (waiting, half, encoded):
-        assert refusal_of(caller.answer())[:2] == (503, "stopping")
+        assert refusal_of(caller)[:2] == (503, "stopping")
     assert texts(stream.events) == {0: "x"} and not house.choices
     assert sorted(aborted(house)) == ["0", "1"]
 
@@ -455,18 +455,13 @@ def test_four_long_answers_are_in_memory_at_once(house, monkeypatch):
 # The life of the server
 
 
-def stop(house):
-    house.clock.call_soon(house.service.stop)
-    house.clock.settle()
-
-
 def test_while_it_loads_it_is_alive_and_accepts_nothing():
     with House(ready=False) as house:
         assert house.get("/livez").json == {"status": "alive"}
         refusal = (503, "loading", "the server is loading: try again later")
         for path in ("/readyz", "/health", "/v1/models", "/v1/models/fake"):
-            assert refusal_of(house.get(path)) == refusal
-        assert refusal_of(house.ask().answer()) == refusal
+            assert refusal_of(house.call("GET", path)) == refusal
+        assert refusal_of(house.ask()) == refusal
         house.engine.ready()
         for path in ("/readyz", "/health"):
             assert house.get(path).json == {"status": "ready"}
@@ -476,11 +471,11 @@ def test_running_calls_may_finish_after_the_signal(house, capsys):
     """New ones are refused, also one whose body was under way."""
     caller, half = house.ask(), house.connect()
     half.send(ASK[:-3])
-    stop(house)
+    house.clock.do(house.service.stop)
     half.send(ASK[-3:])
     refusal = (503, "draining", "the server is draining: try again later")
-    assert refusal_of(half.answer()) == refusal_of(house.ask().answer()) == refusal
-    assert refusal_of(house.get("/readyz")) == refusal and house.get("/livez").status == 200
+    assert refusal_of(half) == refusal_of(house.ask()) == refusal
+    assert refusal_of(house.call("GET", "/readyz")) == refusal and house.get("/livez").status == 200
     house.clock.run(29)
     assert not house.service.server.should_exit
     house.engine.step({"0": b"x"}, "length")
@@ -494,18 +489,18 @@ def test_calls_that_do_not_finish_in_time_are_refused(seconds, signals, capsys):
     """After --drain-seconds, or at the second signal. An idle server ends at once."""
     with House("--drain-seconds", "5") as house:
         caller = house.ask()
-        stop(house)
+        house.clock.do(house.service.stop)
         house.clock.run(seconds - 0.1)
         assert not caller.said and not house.service.server.should_exit
         if signals == 2:
-            stop(house)
+            house.clock.do(house.service.stop)
         house.clock.run(0.2)
         message = "the server stopped before this was finished"
-        assert refusal_of(caller.answer()) == (503, "stopping", message)
+        assert refusal_of(caller) == (503, "stopping", message)
         assert house.service.server.should_exit and not house.choices
     with House() as house:
         capsys.readouterr()
-        stop(house)
+        house.clock.do(house.service.stop)
         house.clock.run(0.1)
         assert house.service.server.should_exit and capsys.readouterr().err == ""
 
@@ -527,7 +522,7 @@ def test_the_first_process_speaks_for_all(number, capsys):
         house.service.on_signal(15, None)
         house.clock.settle()
         assert house.service.draining == is_first
-        stop(house) if not is_first else None
+        house.clock.do(house.service.stop) if not is_first else None
         assert ("finishing 7 requests" in capsys.readouterr().err) == is_first
         house.clock.run(10)
         assert not house.service.server.should_exit
@@ -545,8 +540,8 @@ def test_each_signal_is_passed_on_to_the_other_processes():
         house.ask()
         stops = []
         house.service.workers = SimpleNamespace(processes={}, stop=lambda: stops.append("stop"))
-        stop(house)
-        stop(house)
+        house.clock.do(house.service.stop)
+        house.clock.do(house.service.stop)
         assert stops == ["stop"] * 2
 
 
@@ -561,10 +556,14 @@ def test_a_dead_engine_is_started_again_once(house, capfd):
     house.engine.die()
     held.release()
     reason = "the engine stopped unexpectedly, a new one is starting"
-    assert [refusal_of(caller.answer()) for caller in callers] == [(500, "engine_dead", reason)] * 2
+    assert [refusal_of(caller) for caller in callers] == [(500, "engine_dead", reason)] * 2
     restarting = (503, "restarting", f"the server is restarting: {reason}")
-    assert refusal_of(encoded.answer()) == refusal_of(house.get("/readyz")) == restarting
-    assert refusal_of(house.get("/livez")) == (503, "dead", f"the engine is not alive: {reason}")
+    assert refusal_of(encoded) == refusal_of(house.call("GET", "/readyz")) == restarting
+    assert refusal_of(house.call("GET", "/livez")) == (
+        503,
+        "dead",
+        f"the engine is not alive: {reason}",
+    )
     assert f'"event": "engine_died", "reason": "{reason}"' in capfd.readouterr().err
     assert not house.choices and not house.service.server.should_exit and len(house.engines) == 2
     house.engine.ready()
@@ -584,7 +583,7 @@ def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
         house.engine.step()
     house.clock.run(121)
     refusal = (503, "dead", "the engine is not alive: no step in 120 s")
-    assert refusal_of(house.get("/livez")) == refusal
+    assert refusal_of(house.call("GET", "/livez")) == refusal
     house.engine.step({"0": b"x"}, "length")
     house.clock.run(3600)
     assert house.get("/livez").status == 200
