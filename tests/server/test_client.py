@@ -135,22 +135,6 @@ def test_the_engine_is_left_unread_for_as_long_as_a_round_took(house, client, se
     assert client.transport.is_reading
 
 
-def test_one_pause_at_a_time(house, client):
-    """A message that was read before the pause began ends none and begins none."""
-    house.ask(max_tokens=99, stream=True)
-    line = to_line(step_of(house, "0", b"x"))
-    receive(house, line, 0.02)
-    house.clock.run(0.01)
-    receive(house, line, 0.005)
-    assert not client.transport.is_reading
-    house.clock.run(0.0051)
-    assert client.transport.is_reading
-    house.clock.run(1)
-    assert client.transport.is_reading
-    receive(house, line, 0.01)
-    assert not client.transport.is_reading
-
-
 def test_half_a_message_is_no_round(house, client):
     caller = house.ask(max_tokens=9, stream=True)
     line = to_line(step_of(house, "0", b"x"))
@@ -203,14 +187,19 @@ def test_an_engine_that_dies_before_it_took_the_link_in_is_noticed(words, reason
         assert house.service.server.should_exit
 
 
-def test_a_process_that_ended_ends_no_other_engine(house, client):
-    """An engine that was ready is missed by its link; its successor has a link of its own."""
-    sentinel = Signal()
-    house.clock.call_soon(client._process_ended, sentinel, client.transport)
+def test_a_link_is_read_to_its_end_after_the_process_has_ended(house, client):
+    """The last rows of a slow link were lost half a second later."""
+    caller = house.ask()
+    house.clock.call_soon(client.transport.pause_reading)
+    house.engine.step({"0": b"x"}, "length")
+    house.clock.call_soon(client._process_ended, Signal(), client.transport)
     house.engine.die()
     house.clock.run(1)
-    assert client.state == "restarting"
+    assert not caller.said
+    house.clock.do(client.transport.resume_reading)
+    assert caller.answer().status == 200 and client.state == "restarting"
     house.engine.ready()
+    house.clock.run(1)
     assert client.state == "ready"
 
 
