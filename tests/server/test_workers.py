@@ -1,6 +1,6 @@
 """
 Several HTTP processes on one port: their lives on a clock of the test's own. test_api.py has the
-rules of each of them, test_sockets.py two real ones, test_end_to_end.py how all of them end.
+rules of each of them, test_end_to_end.py two real ones, and how all of them end.
 """
 
 import socket
