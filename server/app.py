@@ -9,7 +9,6 @@ itself: serve.py starts a Service in each HTTP process.
 
 import asyncio
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -289,9 +288,8 @@ class Service(Site):
         elif not self.slot.is_first:
             return  # one process logs it
         elif state == "ready" and not self.draining:
-            url = base_url(self.sock)
-            message = greeting(self.name, url, self.encoder.chat is not None, bool(self.keys))
-            print(message, flush=True)
+            # scripts wait for this line
+            print(f"serving {self.name} at {base_url(self.sock)}", flush=True)
         elif state == "restarting":
             log("engine_died", reason=self.client.reason)
 
@@ -338,18 +336,3 @@ def long_json(content: dict) -> Callable:
     """The ASGI application that sends this, of /tokenize perhaps 30 MB, as fast as it is read."""
     data = orjson.dumps(content)
     return lambda scope, receive, send: send_json(send, data)
-
-
-def greeting(name: str, url: str, chats: bool, has_key: bool) -> str:
-    """
-    The output of a server that is ready: a line that scripts wait for, and a command to try.
-    """
-    if chats:
-        path = "chat/completions"
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
-    else:  # a small model reads better below temperature 1
-        path = "completions"
-        body = {"prompt": "def ", "max_tokens": 64, "temperature": 0.6}
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
-    command = f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key}"
-    return f"serving {name} at {url}\n    {command} -d '{json.dumps(body)}'"

@@ -134,7 +134,7 @@ class Run:
         if self.has("n"):
             body["n"] = rng.randint(1, 4)
         if self.has("stop"):
-            body["stop"] = rng.choice([["a"], ["b ", "€"], ["ab", "bc", "abc"], ["ccc€"]])
+            body["stop"] = rng.choice(["a", "bc", "ccc€"])
         if self.has("ignore_eos"):
             body["ignore_eos"] = True
         if self.has("salt"):

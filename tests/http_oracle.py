@@ -43,26 +43,21 @@ def expected(call: dict) -> list[Expected]:
 
 
 def one_expected(body: dict, said: list[int]) -> Expected:
+    stop = body.get("stop")
+    ends = {"finish_reason": "length", "stop_reason": None}
     tokens = []
-    reason = "length"
-    stop = None
     for token in said[: body["max_tokens"]]:
         tokens.append(token)
-        if token == EOS and not body.get("ignore_eos"):
-            reason = "stop"
-            break
         text = text_of(tokens, "ignore")
-        matched = [stop for stop in body.get("stop", ()) if stop in text]
-        if matched:
-            reason = "stop"
-            end = min(text.index(stop) + len(stop) for stop in matched)
-            stop = max((stop for stop in matched if text[:end].endswith(stop)), key=len)
-            text = text[: end - len(stop)]
+        if stop and stop in text:
+            ends = {"finish_reason": "stop", "stop_reason": stop}
+            text = text[: text.index(stop)]
             break
-    if stop is None:
         text = text_of(tokens, "replace")
+        if token == EOS and not body.get("ignore_eos"):
+            ends["finish_reason"] = "stop"
+            break
     logprobs = None if body.get("logprobs") is None else [*map(logprob_of, tokens)]
-    ends = {"finish_reason": reason, "stop_reason": stop}
     return Expected(text=text, num_tokens=len(tokens), logprobs=logprobs, **ends)
 
 

@@ -246,6 +246,7 @@ class World:
             call = self.calls[call_of(message["prompt"])]
             body = call["body"]
             asked = {"n": body.get("n", 1), "priority": body.get("priority", 0)}
+            asked["name"] = f"r{call['id']}"
             key = KEYS.index(call["key"])
             asked["cache_salt"] = f"key {key}:{body.get('cache_salt', '')}"
             for name, value in asked.items():

@@ -28,25 +28,6 @@ def ops(house) -> list[tuple[str, str]]:
     return [(message["op"], message["id"]) for message in house.engine.heard]
 
 
-def test_what_the_engine_is_sent_for_a_request(house):
-    """
-    Ids of our own, for clients may choose the same; a choice's is its prompt's and its number, as
-    the engine's.
-    """
-    fields = {"n": 2, "max_tokens": 5, "priority": -3, "seed": 9, "cache_salt": "s", "logprobs": 1}
-    house.ask([[1, 2], [3]], request_id="x", **fields)
-    first, second = house.engine.heard
-    assert (first["op"], first["id"], first["prompt"]) == ("add", "0", [1, 2])
-    assert (second["op"], second["id"], second["prompt"]) == ("add", "1", [3])
-    options = {"n": 2, "priority": -3, "cache_salt": ":s", "prompt_logprobs": None}
-    assert first["options"].pop("name") == second["options"].pop("name") != ""  # X-Request-Id
-    assert first["options"] == second["options"] == options
-    params = {"max_tokens": 5, "seed": 9, "logprobs": 1}
-    assert first["params"] | params == first["params"]
-    assert list(house.choices) == ["0", "0.1", "1", "1.1"]
-    assert [choice.index for choice in house.choices.values()] == [0, 1, 2, 3]
-
-
 def test_a_choice_that_has_ended_gets_nothing_more(house, client):
     """Its row is dropped if it comes again, and an abort of it is none."""
     house.ask(n=2, max_tokens=9)

@@ -1,14 +1,11 @@
 """What each path answers, and calls that are refused: the status, and words that say why."""
 
-import json
 from urllib.parse import quote
 
 import pytest
 from wires import House
 
 from server import live
-from server.app import greeting
-from server.protocol import ChatRequest, CompletionRequest
 from tokenizer import TokenizerError
 
 
@@ -181,18 +178,6 @@ def test_head_is_get_without_a_body(house, path):
     head = house.call("HEAD", path).answer("HEAD")
     assert (head.status, head.body) == (whole.status, "")
     assert head.headers["content-type"] == whole.headers["content-type"]
-
-
-@pytest.mark.parametrize("has_key", [False, True])
-@pytest.mark.parametrize(("chats", "kind"), [(False, CompletionRequest), (True, ChatRequest)])
-def test_the_greetings_command_is_a_call_that_is_served(chats, kind, has_key):
-    first, second = greeting("m", "http://h:1", chats, has_key).splitlines()
-    assert first == "serving m at http://h:1"
-    command, _, body = second.strip().removesuffix("'").partition(" -d '")
-    path = "/v1/chat/completions" if chats else "/v1/completions"
-    assert kind.model_validate(json.loads(body))
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
-    assert command == f"curl http://h:1{path} -H 'Content-Type: application/json'{key}"
 
 
 def test_so_many_tokens_are_named(house):

@@ -98,6 +98,10 @@ def test_workers_that_do_not_end_in_time_are_killed(first):
     assert not task.done()
     first.clock.run(0.2)
     assert task.done() and first.calls[2:] == [("join", 1), ("kill", 2)]
+    first.end(first.started[1])
+    task = first.clock.create_task(first.workers.end_within(3))
+    first.clock.run(0.1)
+    assert task.done()
 
 
 CORES = [(1, "Linux", 1), (4, "Linux", 1), (7, "Linux", 1), (8, "Linux", 2), (16, "Linux", 4)]
