@@ -30,18 +30,21 @@ def serve(engine: Engine, links: Links, max_queue: int | None = None):
     Serve until no HTTP process is left. With more than `max_queue` choices waiting for a row,
     further ones are refused; None: any number may wait.
     """
-    links.set_greeting(
-        {
-            "op": "ready",
-            "max_model_len": engine.max_model_len,
-            "max_num_seqs": engine.scheduler.max_num_seqs,
-            "vocab_size": engine.config.vocab_size,
-            "eos_token_ids": engine.config.eos_token_ids,
-        }
-    )
+    links.set_greeting(greeting(engine))
     subscribers = Subscribers(engine)
     while links.is_wanted:
         serve_step(engine, links, subscribers, max_queue)
+
+
+def greeting(engine: Engine) -> dict:
+    """What an HTTP process must know of the engine before its first request."""
+    return {
+        "op": "ready",
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.scheduler.max_num_seqs,
+        "vocab_size": engine.config.vocab_size,
+        "eos_token_ids": engine.config.eos_token_ids,
+    }
 
 
 def serve_step(engine: Engine, links: Links, subscribers: Subscribers, max_queue: int | None):

@@ -10,10 +10,11 @@ itself: serve.py starts a Service in each HTTP process.
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
+from multiprocessing import parent_process
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -27,11 +28,10 @@ from server.answers import Job, send_json
 from server.gate import LINGER_SECONDS, STOPPED, Site, base_url, log
 from server.live import Listeners
 from server.protocol import ApiError
-from server.text import SHORT, EncoderBusy
-from server.workers import Workers, WorkerSlot
+from server.text import EncoderBusy
+from server.workers import STOP_SIGNAL, Workers, WorkerSlot
 from tokenizer import TokenizerError, token_name
 
-MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize and /detokenize
 MAX_NAMES = 2**14  # tokens that one answer names: more would hold up the event loop
 
 
@@ -54,7 +54,6 @@ class Service(Site):
         self.encoder = encoder
         self.workers = workers or Workers(None, [])
         self.created = int(time.time())
-        self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.listeners = Listeners(client, args.log_requests)
         self.draining = False
         client.on_state = self.engine_changed
@@ -105,7 +104,6 @@ class Service(Site):
             body = kind.model_validate_json(data, context=self.args.sampling)
         except ValidationError as findings:
             raise protocol.body_refusal(findings) from None
-        self.check_ready()
         self.check_model(body.model)
         return body
 
@@ -175,42 +173,21 @@ class Service(Site):
 
     async def tokenize(self, kind, http):
         body = await self.parse_body(http, kind)
-
-        async def answer() -> dict:
-            (ids,) = await self.encode(body)
-            names = None
-            if body.return_token_strs:
-                if len(ids) > MAX_NAMES:
-                    message = f"is for at most {MAX_NAMES} tokens, not {len(ids)}: leave it out"
-                    raise ApiError(400, f"return_token_strs {message}", "return_token_strs")
-                names = [token_name(self.encoder.tokenizer.spelled_bytes(i)) for i in ids]
-            counts = {"count": len(ids), "max_model_len": self.client.info["max_model_len"]}
-            return counts | {"tokens": ids, "token_strs": names}
-
-        return self.json_answer(answer, not body.messages and len(body.prompt) <= SHORT)
+        (ids,) = await self.encode(body)
+        names = None
+        if body.return_token_strs:
+            if len(ids) > MAX_NAMES:
+                message = f"is for at most {MAX_NAMES} tokens, not {len(ids)}: leave it out"
+                raise ApiError(400, f"return_token_strs {message}", "return_token_strs")
+            names = [token_name(self.encoder.tokenizer.spelled_bytes(i)) for i in ids]
+        counts = {"count": len(ids), "max_model_len": self.client.info["max_model_len"]}
+        return long_json(counts | {"tokens": ids, "token_strs": names})
 
     async def detokenize(self, kind, http):
         body = await self.parse_body(http, kind)
         protocol.check_vocabulary("tokens", body.tokens, self.client.info["vocab_size"])
-
-        async def answer() -> dict:
-            with refusals_about("tokens"):
-                return {"prompt": await self.encoder.decode(body.tokens)}
-
-        return self.json_answer(answer, len(body.tokens) <= SHORT)
-
-    def json_answer(self, answer, is_short: bool):
-        """
-        The ASGI application that sends what `answer()` returns. At most MAX_LONG_ANSWERS long ones
-        are in memory at once, from the encoding until the client has read them: each may have 30
-        MB.
-        """
-
-        async def respond(scope, receive, send):
-            async with contextlib.nullcontext() if is_short else self.long_answers:
-                await send_json(send, orjson.dumps(await answer()))
-
-        return respond
+        with refusals_about("tokens"):
+            return long_json({"prompt": await self.encoder.decode(body.tokens)})
 
     async def list_models(self, http):
         return JSONResponse({"object": "list", "data": [self.describe_model()]})
@@ -260,8 +237,10 @@ class Service(Site):
         self.server = self.make_server(self.on_signal)  # ours drains first
         self.loop = asyncio.get_running_loop()
         self.sock = sock
-        if self.slot.control_pipe:
-            self.loop.add_reader(self.slot.control_pipe.fileno(), self.on_order)
+        if not self.slot.is_first:
+            self.loop.add_signal_handler(STOP_SIGNAL, self.stop)
+            first = parent_process().sentinel
+            self.loop.add_reader(first, self.first_process_ended, first)
         self.workers.on_death = lambda process: log(
             "worker_died", pid=process.pid, code=process.exitcode
         )
@@ -288,19 +267,14 @@ class Service(Site):
             await asyncio.sleep(0.02)
 
     def on_signal(self, *_):
-        """Signals are for the first HTTP process; the others get its orders through their pipes."""
+        """Signals are for the first HTTP process, which sends STOP_SIGNAL to the others."""
         if self.slot.is_first:
             self.loop.call_soon_threadsafe(self.stop)
 
-    def on_order(self):
-        """
-        Stop, as the first HTTP process orders: a byte comes for each of its own stops. At the end
-        of the file that process is gone: stop at once.
-        """
-        pipe = self.slot.control_pipe.fileno()
-        if not os.read(pipe, 1):
-            self.loop.remove_reader(pipe)
-            self.stop()
+    def first_process_ended(self, sentinel: int):
+        """Stop at once: nothing is left that could order it."""
+        self.loop.remove_reader(sentinel)
+        self.stop()
         self.stop()
 
     def engine_changed(self, state):
@@ -373,3 +347,9 @@ def greeting(name: str, url: str, chats: bool, has_key: bool) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
     command = f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key}"
     return f"serving {name} at {url}\n    {command} -d '{json.dumps(body)}'"
+
+
+def long_json(content: dict) -> Callable:
+    """The ASGI application that sends this, of /tokenize perhaps 30 MB, as fast as it is read."""
+    data = orjson.dumps(content)
+    return lambda scope, receive, send: send_json(send, data)

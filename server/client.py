@@ -74,7 +74,6 @@ class EngineClient(asyncio.Protocol):
         self.choices = {}  # the request's id -> the answers.Choice that waits for its tokens
         self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
         self.heard = time.monotonic()  # the last word of the engine, or the first request since
-        self.is_paused = False  # between two rounds
         self.on_state = self.on_stats = self.on_events = lambda *news: None
         self._connect()
 
@@ -128,21 +127,14 @@ class EngineClient(asyncio.Protocol):
         if not self.choices.pop(choice.engine_id, None):
             return False
         self._write(op="abort", id=choice.engine_id)
-        self._forget_unsent(choice)
-        return True
-
-    def _forget_unsent(self, choice):
-        """
-        Drop the unsent "add" and "abort" messages of a prompt for which no choice waits any more.
-        An engine that does not read, as in a long step, would later compute it for nothing; and
-        clients that come and go meanwhile would fill the memory here.
-        """
+        # An engine that does not read, as in a long step, would later compute a prompt for which no
+        # choice waits any more; and clients that come and go meanwhile would fill the memory here.
         ids = [sibling.engine_id for sibling in choice.siblings]
         add = f"add {ids[0]}"
-        if add in self.unsent and not any(id in self.choices for id in ids):
-            del self.unsent[add]
-            for id in ids:
-                self.unsent.pop(f"abort {id}", None)
+        if add in self.unsent and self.choices.keys().isdisjoint(ids):
+            for message in (add, *(f"abort {id}" for id in ids)):
+                self.unsent.pop(message, None)
+        return True
 
     def listen(self, is_on: bool, tokens: bool = False):
         """Have the engine publish its record, from a snapshot on; or no listener is left."""
@@ -250,24 +242,25 @@ class EngineClient(asyncio.Protocol):
         round took.
         """
         pause = min(MAX_PAUSE, time.monotonic() - started)
-        if pause >= MIN_PAUSE and transport is self.transport and not self.is_paused:
-            self.is_paused = True
+        if pause >= MIN_PAUSE and transport is self.transport:
             transport.pause_reading()
             asyncio.get_running_loop().call_later(pause, self._resume, transport)
 
     def _resume(self, transport):
-        self.is_paused = False
         if transport is self.transport:  # else it is closed
             transport.resume_reading()
 
     def _process_ended(self, sentinel: int, transport):
         """
         The engine's process has ended. If it did before it accepted this link, the link stays open
-        and nothing ever comes over it, so it is ended here, LAST_WORDS_SECONDS later.
+        and nothing ever comes over it, so it is ended here, LAST_WORDS_SECONDS later. A link over
+        which the engine has reported itself ready ends by itself, after all that it still holds,
+        however late that is read.
         """
         loop = asyncio.get_running_loop()
         loop.remove_reader(sentinel)
-        loop.call_later(LAST_WORDS_SECONDS, transport.abort)
+        if self.state != "ready":
+            loop.call_later(LAST_WORDS_SECONDS, transport.abort)
 
     def _end(self, reason: str):
         """The engine is gone: so is all it was working at. The first time, start another one."""

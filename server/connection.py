@@ -126,7 +126,11 @@ class Connection(HttpToolsProtocol):
             self.refuse(ApiError(503, message, code="too_many_connections"))
 
     def watch_client(self):
-        """One timer cuts off a client that is slow to send a request or to read an answer."""
+        """
+        One timer cuts off a client that is slow to send a request or to read an answer. It is not
+        started anew while the client owes either, so one that begins a request while it does not
+        read has what is left of its time, no more.
+        """
         is_owing = self.is_sending or self.flow.write_paused
         if is_owing and not self.timer:
             self.timer = self.loop.call_later(self.args.client_seconds, self.transport.abort)

@@ -15,16 +15,18 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 RESTART_SECONDS = 1.0  # before a restart: a process that cannot start must not keep a core busy
 CORES_EACH = 4  # cores for each HTTP process where no number is given
 MAX_BY_DEFAULT = 8  # HTTP processes, however many cores there are
 MAX_WORKERS = 64  # where a number is given: each has sockets and files of counts in the first one
+# Of each `stop`. One that has not begun to serve is ended by it.
+STOP_SIGNAL = signal.SIGUSR1
 METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's variable: where processes count
 
 # Not a fork, which would inherit sockets, and keep the port open, and the event loop; and CUDA does
@@ -38,8 +40,6 @@ class WorkerSlot:
 
     number: int = 0  # 0: the first
     num_processes: int = 1
-    # from the first process: each byte is one `stop`, the end of the file is that process's end
-    control_pipe: Connection | None = None
 
     @property
     def is_first(self) -> bool:
@@ -106,16 +106,13 @@ class Workers:
         self.start = start
         self.sockets = sockets
         self.processes: dict[int, Any] = {}  # by number
-        self.control_pipes: dict[int, Connection] = {}  # our ends
         self.stopping = False
         for number in range(1, len(sockets) + 1):
             self._start(number)
 
     def _start(self, number: int):
-        pipe, self.control_pipes[number] = context.Pipe(duplex=False)
-        slot = WorkerSlot(number, 1 + len(self.sockets), pipe)
+        slot = WorkerSlot(number, 1 + len(self.sockets))
         self.processes[number] = self.start(self.sockets[number - 1], slot)
-        pipe.close()  # only the process has that end now, so it sees when ours is closed
 
     def watch(self):
         """From now on, start workers that die again."""
@@ -131,7 +128,6 @@ class Workers:
         process = self.processes.pop(number)
         loop.remove_reader(process.sentinel)
         process.join()
-        self.control_pipes.pop(number).close()
         if not self.stopping:
             self.on_death(process)
             loop.call_later(RESTART_SECONDS, self._restart, number)
@@ -152,9 +148,9 @@ class Workers:
         self.stopping = True
         for sock in self.sockets:
             sock.close()  # the port is closed when the last worker closes its own
-        for pipe in self.control_pipes.values():
-            with contextlib.suppress(BrokenPipeError):  # it has just ended
-                os.write(pipe.fileno(), b".")
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(process.pid, STOP_SIGNAL)
 
     async def end_within(self, seconds: float):
         """Wait until all workers have ended; kill those that take longer than so many seconds."""

@@ -9,26 +9,20 @@ import random
 import zlib
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
+from simulated_runner import NoModel
 from virtual import Signal
 from wires import EOS, fake_score
 
-from engine import links
-from engine import process as loop
-from engine.engine import Engine
+from engine import engine, links, process
 from engine.events import Subscribers
 from engine.runner import StepResult
-from paged import Scheduler, SchedulerSettings
 from params import NO_TOKEN, Settings
 
 
 class Violation(AssertionError):
     """A rule is broken."""
-
-
-class FakeChat:
-    def encode(self, messages, add_special_tokens=False, /, **options):
-        return list("".join(message["content"] for message in messages).encode())
 
 
 @functools.lru_cache(10_000)
@@ -47,9 +41,9 @@ def call_of(prompt: list[int]) -> int:
     return int(bytes(prompt).decode().rpartition("~")[2].partition(".")[0])
 
 
-def score(token: int, n: int) -> list:
-    """Log-probabilities that tell tokens apart."""
-    return fake_score(token, n, -0.5 - token)
+def logprob_of(token: int) -> float:
+    """It tells tokens apart."""
+    return -0.5 - token
 
 
 class Runner:
@@ -68,27 +62,21 @@ class Runner:
         for request in plan.sampled:
             said = script(tuple(request.prompt_tokens), request.params.seed, request.choice)
             tokens.append(said[len(request.generated_tokens)])
-        prompts = [(request, request.prefill_cursor, n) for request, n in plan.chunks]
-        return SimpleNamespace(plan=plan, tokens=tokens, prompts=prompts)
+        return SimpleNamespace(plan=plan, tokens=tokens)
 
     def wait_for(self, flight):
-        plan, tokens = flight.plan, flight.tokens
+        plan = flight.plan
+        tokens = flight.tokens
         result = StepResult(tokens, [], {}, {})
         self.fail("collect", plan)
-        if (self.fault == "logits" and tokens) or (self.fault == "one of many" and len(tokens) > 1):
+        if self.fault == "logits" and tokens:
             self.has_failed(plan.sampled[:1])
             tokens[0] = NO_TOKEN
             result.broken.append(plan.sampled[0])
         for request, token in zip(plan.sampled, tokens, strict=True):
-            if request.params.logprobs is not None:
-                result.logprobs[request] = score(token, request.params.logprobs)
-        for request, start, n in flight.prompts:
-            if request.prompt_logprobs is not None:
-                targets = request.prompt_tokens[start + 1 : start + 1 + n]
-                result.prompt_scores[request] = (
-                    start,
-                    [score(token, request.prompt_logprobs) for token in targets],
-                )
+            count = request.params.logprobs
+            if count is not None:
+                result.logprobs[request] = fake_score(token, count, logprob_of(token))
         return result
 
     def fail(self, where: str, plan):
@@ -104,47 +92,29 @@ class Runner:
         pass
 
 
-class ScriptedEngine(Engine):
-    """The real engine on a scheduler of the settings' sizes, with the runner above."""
+class ScriptedEngine(engine.Engine):
+    """The real engine, which counts the delays of its stats, with the runner above."""
 
-    def __init__(self, settings: dict, runner: Runner):
-        S = settings["block_size"]
-        num_tokens = settings["num_tokens"]
-        self.config = SimpleNamespace(vocab_size=257, eos_token_ids=[EOS])
-        self.num_blocks = num_tokens // S
-        self.max_model_len = num_tokens
-        self.scheduler = Scheduler(
-            "priority",
-            settings["token_budget"],
-            num_tokens,
-            S,
-            settings=SchedulerSettings(max_num_seqs=settings["max_num_seqs"]),
-        )
-        self.runner = runner
-        self.overlap = settings["overlap"]
-        self.in_flight = self.recorder = None
-        self.requests = {}
-        self.promised = {}
-        self.prompt_scores = {}
-        self.seeds = random.Random(0)
-        self.delays = {"waited": [], "prefilled": []}
-        self.settings = Settings()
-        self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = 0
-        self.num_told = Counter()  # of the delays
+    def __init__(self, world):
+        settings = {"block_size": 4}
+        for name in ("num_blocks", "max_num_seqs", "token_budget", "overlap"):
+            settings[name] = world.settings[name]
+        self.num_delays = Counter()
+        with mock.patch.object(engine, "Runner", lambda *args: Runner(world)):
+            model = NoModel(257, 4 * settings["num_blocks"], (EOS,))
+            super().__init__(model, Settings(**settings))
 
     def stats(self) -> dict:
         stats = super().stats()
-        self.num_told.update({name: len(stats[name]) for name in self.delays})
+        self.num_delays.update({name: len(stats[name]) for name in self.delays})
         return stats
 
     def assert_idle(self):
-        for name in ("requests", "promised", "prompt_scores"):
+        for name in ("requests", "promised"):
             if getattr(self, name):
                 raise Violation(f"the engine is idle, but has {name} {getattr(self, name)}")
-        if (
-            self.scheduler.block_allocator.num_free != self.num_blocks
-            or not self.scheduler.is_done()
-        ):
+        num_free = self.scheduler.block_allocator.num_free
+        if num_free != self.num_blocks or not self.scheduler.is_done():
             raise Violation("the engine is idle, but blocks are still held")
 
 
@@ -156,7 +126,6 @@ class EngineProcess:
 
     def __init__(self, world):
         self.world = world
-        self.settings = world.settings
         self.loop = world.loop
         self.sentinel = Signal()
         self.state = "starting"
@@ -164,7 +133,7 @@ class EngineProcess:
         self.engine: ScriptedEngine | None = None
         self.stalled_until = 0.0
         self.is_due = False
-        self.loop.call_later(self.settings["start_seconds"], self.load)
+        self.loop.call_later(0.1, self.load)
 
     @property
     def is_dead(self) -> bool:
@@ -175,23 +144,16 @@ class EngineProcess:
             self.state = "loading"
             self.links = links.Links(self.world.link_listener)
             self.links.accept()
-            self.loop.call_later(self.settings["load_seconds"], self.begin)
+            self.loop.call_later(self.world.settings["load_seconds"], self.begin)
 
     def begin(self):
-        if self.is_dead:
-            return
-        self.state = "ready"
-        self.engine = ScriptedEngine(self.settings, Runner(self.world))
-        self.audience = Subscribers(self.engine)
-        self.links.selector.on_ready = self.wake
-        limits = {
-            "max_model_len": self.engine.max_model_len,
-            "max_num_seqs": self.settings["max_num_seqs"],
-        }
-        self.links.set_greeting(
-            {"op": "ready", **limits, "vocab_size": 257, "eos_token_ids": [EOS]}
-        )
-        self.wake()
+        if not self.is_dead:
+            self.state = "ready"
+            self.engine = ScriptedEngine(self.world)
+            self.subscribers = Subscribers(self.engine)
+            self.links.selector.on_ready = self.wake
+            self.links.set_greeting(process.greeting(self.engine))
+            self.wake()
 
     def cannot_load(self):
         """As a process that finds no model."""
@@ -214,34 +176,34 @@ class EngineProcess:
         if not self.links.is_wanted:
             self.engine.assert_idle()
             return self.die()
-        loop.serve_step(self.engine, self.links, self.audience, self.settings["max_queue"])
+        settings = self.world.settings
+        process.serve_step(self.engine, self.links, self.subscribers, settings["max_queue"])
         for link in self.links.links.values():
             self.check_link(link)
         if self.engine.has_work or self.links.selector.select(0) or not self.links.is_wanted:
-            self.wake(self.settings["step_seconds"])
+            self.wake(settings["step_seconds"])
 
     def check_link(self, link: links.Link):
         """
         When nothing is on its way, the engine works at what an HTTP process waits for, and at
         nothing else.
         """
-        theirs = link.sock.peer
         http = self.world.client
-        if not (self.world.is_running and http.sock is theirs and http.transport):
+        theirs = http.sock
+        if not (self.world.is_running and theirs is link.sock.peer and http.transport):
             return
+        if http.unsent or http.transport.unsent or link.sock.arrived or link.incoming.unread:
+            return  # the engine has not heard all
         mine = {id for id in self.engine.requests if id.startswith(f"{link.number}:")}
         for first, choices in self.engine.promised.items():
             mine |= {choice.id for choice in choices if first in mine}
         waiting = {f"{link.number}:{id}" for id in http.choices}
-        all_heard = not (
-            http.unsent or http.transport.unsent or link.sock.arrived or link.incoming.unread
-        )
-        all_told = not (
-            link.rows or link.messages or link.unsent or theirs.arrived or http.incoming.unread
-        )
-        if all_heard and mine - waiting:
+        if mine - waiting:
             raise Violation(f"the engine works at {mine - waiting}, for which nobody waits")
-        if all_heard and all_told and waiting - mine:
+        is_behind = link.rows or link.messages or link.unsent
+        if is_behind or theirs.arrived or http.incoming.unread:
+            return  # nor has the HTTP process
+        if waiting - mine:
             raise Violation(
                 f"the HTTP process waits for {waiting - mine}, of which the engine knows nothing"
             )
@@ -252,10 +214,10 @@ class EngineProcess:
     def die(self):
         if self.is_dead:
             return
-        was, self.state = self.state, "dead"
-        if was != "starting":
+        if self.links:
             for link in self.links.links.values():
                 link.sock.close()
+        self.state = "dead"
         self.sentinel.end()
 
     def join(self, seconds=None):

@@ -2,30 +2,26 @@
 The HTTP side through a million faults: real gate, jobs, connections, client and links, the real
 scheduler behind them, and callers of every kind, all on a virtual clock.
 
-    python -m tests.simulator_http --seed 7                 # one run; prints what happened
+    python -m tests.simulator_http --seed 7                 # one run
     python -m tests.simulator_http --seed 7 --minutes 30    # seed 7, 8, 9 .. for so long
-    python -m tests.simulator_http --replay FILE            # a run that failed, from its trace
 
 What the engine says is in scripted_engine.py, what clients must get is in http_oracle.py, and
 http_draws.py makes a run of a seed.
 
 A run is a function of its settings and its events, both drawn from the seed: calls that come and
 go, and faults. What a prompt is answered is a pure function of prompt, seed and choice, so every
-answer is known. A run that breaks a rule is shrunk to a few events, which are written to a file, as
-JSON, a line each, for --replay.
+answer is known. A run that breaks a rule is shrunk to a few events, which are printed.
 """
 
 import argparse
 import asyncio
 import contextlib
-import json
+import itertools
 import logging
 import math
 import random
 import sys
 import time
-from collections import Counter
-from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -37,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 from http_draws import KEYS, draw
 from http_oracle import Books, Judge, prompts_of
-from scripted_engine import EngineProcess, FakeChat, Violation, call_of
+from scripted_engine import EngineProcess, Violation, call_of
 from shrink import shrink
 from virtual import Listener, Loop, Socket, pair, selectors_of_memory
 from wires import TIMED, ByteTokenizer, Client, read_answers, request
@@ -70,27 +66,20 @@ class InlineEncoder(encoder.Encoder):
 
     def __init__(self):
         self.tokenizer = self.thread_tokenizer = ByteTokenizer()
-        self.chat = FakeChat()
+        self.chat = None
         self.thread = SimpleNamespace(shutdown=lambda **options: None)
         self.waiting = 0
 
 
 def as_bytes(call: dict, is_last: bool) -> bytes:
     """The request as it goes over the wire."""
-    key = call.get("key")
-    headers = {
-        "X-Request-Id": f"r{call['id']}",
-        "Authorization": key and f"Bearer {key}",
-        "Connection": "close" if is_last else None,
-    }
-    if "body" not in call and "raw" not in call:
-        return request("GET", call["path"], **headers)
-    headers["Content-Type"] = call.get("type", "application/json")
-    body = json.dumps(call["body"]).encode() if "body" in call else call["raw"].encode()
-    if call.get("chunked"):
-        headers |= {"Transfer-Encoding": "chunked", "Content-Length": None}
-        body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-    return request("POST", call["path"], body, **headers)
+    headers = {"X-Request-Id": f"r{call['id']}", "Authorization": f"Bearer {call['key']}"}
+    if is_last:
+        headers["Connection"] = "close"
+    if "type" in call:
+        headers["Content-Type"] = call["type"]
+    body = call.get("body") or call.get("raw", "").encode()
+    return request("POST" if body else "GET", call["path"], body, **headers)
 
 
 class Caller(Client):
@@ -99,7 +88,6 @@ class Caller(Client):
     def __init__(self, world: "World", event: dict):
         super().__init__(world.loop, world.connect())
         self.world = world
-        self.loop = world.loop
         self.event = event
         self.calls = event["calls"]
         self.unsent = b"".join(as_bytes(call, call is self.calls[-1]) for call in self.calls)
@@ -109,9 +97,9 @@ class Caller(Client):
         self.has_left = False
         kind, seconds = event.get("leaves", ("", 0))
         if kind == "seconds":
-            self.loop.call_later(seconds, self.leave)
+            self.clock.call_later(seconds, self.leave)
         if event.get("sip"):
-            self.loop.call_later(event["rest"], self.read_slowly)
+            self.clock.call_later(event["rest"], self.read_slowly)
         self.send()
 
     @property
@@ -134,7 +122,7 @@ class Caller(Client):
         self.num_sent += sent
         self.leave_if_due()
         if self.unsent:
-            self.loop.call_later(self.event.get("gap", 0.001), self.send)
+            self.clock.call_later(self.event.get("gap", 0.001), self.send)
         elif self.sent_at is None:
             self.sent_at = self.world.now
 
@@ -147,7 +135,7 @@ class Caller(Client):
         while len(self.received) < before + self.event["sip"] and self.read(self.event["sip"]):
             pass
         if self.ended_at is None:
-            self.loop.call_later(self.event["rest"], self.read_slowly)
+            self.clock.call_later(self.event["rest"], self.read_slowly)
 
     def read(self, size: int) -> bool:
         is_more = super().read(size)
@@ -166,7 +154,7 @@ class Caller(Client):
     def leave(self):
         if self.ended_at is None:
             self.has_left = True
-            self.loop.call_later(2.5 + self.world.pause, self.check_forgotten)
+            self.clock.call_later(2.5 + self.world.pause, self.check_forgotten)
             if self.event.get("how") == "reset":
                 self.sock.peer.reset()
             self.finish()
@@ -193,7 +181,6 @@ class World:
         self.loop.high = settings["link_high"]
         self.start = self.now
         self.rng = random.Random(settings["seed"])  # of sizes of pieces, and of seeds
-        self.keys = KEYS[: settings["keys"]]
         self.most = settings["max_num_seqs"] + settings["max_queue"]  # choices at once
         flags = ["--model", "sim", "--no-access-log"]
         for name in FLAGS:
@@ -210,14 +197,10 @@ class World:
         self.callers: list[Caller] = []
         self.calls: dict[int, dict] = {}
         self.access: dict[str, list[dict]] = {}
-        self.refused: Counter = Counter()  # calls by status
-        self.is_known = True  # what came of all calls that are not logged
-        self.seen: Counter = Counter()
         self.failed: set[int] = set()  # calls whose steps have failed
         self.stopped_at: float | None = None
         self.drained_at = math.inf  # when the server may end what still runs
         self.num_happened = 0
-        self.problems: list[str] = []
         self.pause = sum(event["seconds"] for event in events if event["do"] == "stall_engine")
         # seconds by which the server may know late that a client has left
         self.lag = 3.0 + self.pause
@@ -231,9 +214,6 @@ class World:
         return Listener(
             lambda: pair(self.settings[f"{kind}_room"], lambda: self.rng.randint(1, most), hard)
         )
-
-    def broken(self, what: str):
-        self.problems.append(what)
 
     def connect(self) -> Socket:
         """A connection to the server; one that it refuses is reset."""
@@ -253,29 +233,26 @@ class World:
     def start_engine(self) -> EngineProcess:
         self.engines.append(EngineProcess(self))
         if len(self.engines) > 2:
-            self.broken("an engine that dies for the second time is started again")
+            raise Violation("an engine that dies for the second time is started again")
         return self.engines[-1]
 
     def log(self, event: str, **fields):
         if event == "access" and "id" in fields:
             self.access.setdefault(fields["id"], []).append(fields)
-        if event == "access" and fields["status"] >= 400 and fields["status"] != 499:
-            self.refused[fields["status"]] += 1
-
-    def salt_of(self, call: dict) -> str:
-        name = f"key {KEYS.index(call['key'])}" if self.keys and call.get("key") in KEYS else ""
-        return f"{name}:{call['body'].get('cache_salt', '')}" if "body" in call else ""
 
     def handle_message(self, running: Engine, link, message: dict, max_queue: int):
         """What comes to the engine is what was asked for."""
         if message["op"] == "add":
             call = self.calls[call_of(message["prompt"])]
-            body, options = call["body"], message["options"]
+            body = call["body"]
             asked = {"n": body.get("n", 1), "priority": body.get("priority", 0)}
-            asked["cache_salt"] = self.salt_of(call)
+            asked["name"] = f"r{call['id']}"
+            key = KEYS.index(call["key"])
+            asked["cache_salt"] = f"key {key}:{body.get('cache_salt', '')}"
             for name, value in asked.items():
-                if options[name] != value:
-                    what = f"the engine gets {name} {options[name]!r}, wanted {value!r}"
+                sent = message["options"][name]
+                if sent != value:
+                    what = f"the engine gets {name} {sent!r}, wanted {value!r}"
                     raise Violation(f"call {call['id']}: {what}")
             if message["prompt"] not in prompts_of(call):
                 raise Violation(f"call {call['id']}: the engine gets another prompt")
@@ -330,7 +307,7 @@ class World:
     def start_server(self):
         """What serve.py runs in its first HTTP process."""
         self.client = client.EngineClient("nowhere", self.start_engine)
-        self.service = api.Service(self.client, InlineEncoder(), self.args, self.keys)
+        self.service = api.Service(self.client, InlineEncoder(), self.args, KEYS)
         self.client.on_state = self.note_state
         task = self.loop.create_task(self.service.run(self.listener))
         task.add_done_callback(self.end_server)
@@ -342,7 +319,7 @@ class World:
     def end_server(self, task: asyncio.Task):
         """It has come to its end by itself."""
         if not task.cancelled() and task.exception():
-            self.broken(f"the HTTP process ended by {task.exception()!r}")
+            raise Violation(f"the HTTP process ended by {task.exception()!r}")
         self.is_running = False
         self.ended_at = self.now
         for transport in self.loop.transports:
@@ -360,7 +337,6 @@ class World:
         self.judge()
         if self.is_serving():
             self.probe()
-            self.probe_failure()
             self.probe_limit()
             self.check_idle()
             self.check_metrics()
@@ -375,37 +351,35 @@ class World:
 
     def longest(self) -> float:
         """How many seconds the last event may take."""
-        names = ("start", "load", "request", "client", "drain")
+        names = ("load", "request", "client", "drain")
         seconds = QUIET_SECONDS + sum(self.settings[f"{name}_seconds"] for name in names)
         seconds += self.lag + sum(event.get("rest", 0) * 100 for event in self.events)
         each = self.settings["encode_seconds"] + self.settings["turn_seconds"] * 2000
         return seconds + each * len(self.events)
 
     def wait(self, seconds: float, is_over, what: str):
-        self.loop.run(seconds, lambda: self.has_problem() or is_over())
-        self.raise_problems()
+        self.loop.run(seconds, lambda: self.has_errors() or is_over())
+        self.raise_errors()
         if not is_over():
             callers = [caller.calls[0]["id"] for caller in self.callers if caller.ended_at is None]
             raise Violation(f"{what}: after {seconds:.0f} s the calls {callers} are open")
 
     def rest(self, seconds: float):
-        self.loop.run(seconds, self.has_problem)
-        self.raise_problems()
+        self.loop.run(seconds, self.has_errors)
+        self.raise_errors()
 
-    def has_problem(self) -> bool:
+    def has_errors(self) -> bool:
         count = len(self.client.choices)
         if count > self.most:
-            self.broken(f"{count} choices are in work, at most {self.most} may be")
-        return bool(self.problems or self.loop.errors)
+            raise Violation(f"{count} choices are in work, at most {self.most} may be")
+        return bool(self.loop.errors)
 
-    def raise_problems(self):
+    def raise_errors(self):
         for context in self.loop.errors:
             error = context.get("exception")
             if isinstance(error, Violation):
                 raise error
             raise Violation(f"nobody caught: {context['message']}: {error!r}") from error
-        if self.problems:
-            raise Violation(self.problems[0])
 
     def is_quiet(self) -> bool:
         return self.num_happened == len(self.events) and all(
@@ -432,7 +406,7 @@ class World:
             name = caller.calls[0]["id"]
             if len(received) > len(caller.calls):
                 raise Violation(f"call {name}: {len(received)} answers, {len(caller.calls)} calls")
-            for call, answer in zip_longest(caller.calls, received):
+            for call, answer in itertools.zip_longest(caller.calls, received):
                 # after an answer that closes, a client has to send the next call again
                 if answer or not received or received[-1].headers.get("connection") != "close":
                     Judge(self, caller, call, answer).check()
@@ -451,23 +425,12 @@ class World:
         self.callers.pop()
         self.rest(1.5)
 
-    def ask(self, id: int, max_tokens: int = 2) -> Caller:
+    def ask(self, id: int) -> Caller:
         """A call like any other."""
-        body = {"prompt": f"~{id}", "max_tokens": max_tokens, "seed": 1, "ignore_eos": True}
-        key = self.keys[0] if self.keys else None
-        self.call({"calls": [{"id": id, "path": "/v1/completions", "body": body, "key": key}]})
+        body = {"prompt": [f"~{id}"], "max_tokens": 2, "seed": 1, "ignore_eos": True}
+        call = {"id": id, "path": "/v1/completions", "body": body, "key": KEYS[0]}
+        self.call({"calls": [call]})
         return self.callers[-1]
-
-    def probe_failure(self):
-        """The engine fails at one of two calls: the other one's answer is whole."""
-        if self.settings["max_num_seqs"] < 2 or self.settings["request_seconds"] < 10:
-            return
-        self.engines[-1].engine.runner.fault = "one of many"
-        asked = [self.ask(14_000 + number, max_tokens=20) for number in range(2)]
-        self.rest(8.0)
-        for caller in asked:
-            (answer,) = read_answers(caller.received)
-            Judge(self, caller, caller.calls[0], answer).check()
 
     def probe_limit(self):
         """An engine that does nothing for a while: a call ends when its time is over."""
@@ -524,7 +487,6 @@ class World:
             "choices": self.client.choices,
             "messages to the engine": self.client.unsent,
             "characters that wait to be encoded": self.service.encoder.waiting,
-            "long answers": api.MAX_LONG_ANSWERS - self.service.long_answers._value,
             "connections": state.connections,
             "calls": state.tasks,
         }
@@ -546,8 +508,8 @@ class World:
         books.expect("prefix_cache_queries_total", running.scheduler.num_queried_tokens)
         books.expect("prefix_cache_hits_total", running.scheduler.num_hit_tokens)
         books.expect("num_preemptions_total", running.scheduler.num_preemptions)
-        books.expect("request_queue_time_seconds_count", running.num_told["waited"])
-        books.expect("request_prefill_time_seconds_count", running.num_told["prefilled"])
+        books.expect("request_queue_time_seconds_count", running.num_delays["waited"])
+        books.expect("request_prefill_time_seconds_count", running.num_delays["prefilled"])
 
     def check_end(self):
         """The server was stopped, or its engine is gone for good."""
@@ -575,7 +537,6 @@ def stand_ins(world: World):
             "log": world.log,
             "print": lambda *args, **options: None,
             "Job": world.make_job,
-            "MAX_LONG_ANSWERS": settings["max_long_answers"],
         },
         answers: {"secrets": chance, "PING_SECONDS": settings["ping_seconds"]},
         gate: {"log": world.log, "Connection": NumberedConnection},
@@ -587,7 +548,7 @@ def stand_ins(world: World):
         connection: {"uuid": ids},
         engine: {"time": clock},
         serving_loop: {"handle_message": world.handle_message},
-        encoder: {"SHORT": settings["short"], "MAX_WAITING": settings["max_waiting"]},
+        encoder: {"SHORT": 20},
         prometheus_client.metrics: {"time": clock},
         uvicorn.server: {"time": clock, "HANDLED_SIGNALS": ()},
     }
@@ -610,61 +571,29 @@ def violation(settings: dict, events: list[dict]) -> str | None:
         return str(broken)
 
 
-def shrunk_trace(settings: dict, events: list[dict]) -> tuple[str, Path, int]:
-    """
-    Of a run that breaks a rule: what the few events break that are enough for it, their file, and
-    their number.
-    """
-    events = shrink(events, lambda fewer: violation(settings, fewer) is not None)
-    path = Path(f"simulator-http-{settings['seed']}.jsonl")
-    path.write_text("".join(json.dumps(line) + "\n" for line in (settings, *events)))
-    return violation(settings, events), path, len(events)
-
-
-def read_trace(path: Path | str) -> tuple[dict, list[dict]]:
-    settings, *events = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return settings, events
-
-
-def campaign(seed: int, steps: int, minutes: float) -> bool:
-    """One seed after the other, at least this one; whether none breaks a rule."""
-    first = seed
-    until = time.monotonic() + 60 * minutes
-    seen: Counter = Counter()
-    while seed == first or time.monotonic() < until:
-        settings, events = draw(seed, steps)
-        world = World(settings, events)
-        try:
-            world.run()
-        except Violation as broken:
-            print(f"seed {seed}: {broken}\nshrinking ..", flush=True)
-            why, path, count = shrunk_trace(settings, events)
-            print(
-                f"{count} events are enough: {why}\npython -m tests.simulator_http --replay {path}"
-            )
-            return False
-        seen.update({str(name): count for name, count in world.seen.items()})
-        seed += 1
-    print(json.dumps({"seeds": [first, seed - 1], **seen}))
-    return True
-
-
 def main() -> int:
+    """One seed after the other, at least one, until a run breaks a rule."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--steps", type=int, default=30, help="events of a run")
     parser.add_argument(
-        "--minutes", type=float, default=0.0, help="one seed after the other for so long"
+        "--minutes", type=float, default=0.0, help="play the next seeds for so long"
     )
-    parser.add_argument("--replay", metavar="FILE", help="play a trace that a failure left")
     args = parser.parse_args()
-    if args.replay:
-        problem = violation(*read_trace(args.replay))
-        print(problem or "it does not fail")
-        return int(problem is not None)
-    return int(not campaign(args.seed, args.steps, args.minutes))
+    end = time.monotonic() + 60 * args.minutes
+    for seed in itertools.count(args.seed):
+        settings, events = draw(seed, args.steps)
+        why = violation(settings, events)
+        if why:
+            print(f"seed {seed}: {why}\nshrinking ..", flush=True)
+            events = shrink(events, lambda fewer, of=settings: violation(of, fewer) is not None)
+            print(violation(settings, events), settings, *events, sep="\n")
+            return 1
+        if time.monotonic() >= end:
+            print(f"seeds {args.seed} to {seed} break no rule")
+            return 0
 
 
 if __name__ == "__main__":

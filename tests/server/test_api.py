@@ -5,12 +5,12 @@ engine is sent, what a client is sent, and when.
 
 import asyncio
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual import Signal
 from wires import House, request
 
 from server import answers
@@ -430,27 +430,6 @@ def test_long_answers_go_out_in_slices():
     assert parts == [(data[:-1], False), (data[:-1], True), (b"1", False)]
 
 
-def test_four_long_answers_are_in_memory_at_once(house, monkeypatch):
-    """Until their clients have read them; a short one needs no turn."""
-    asked = []
-    encode = house.encoder.encode
-
-    async def note(texts, *more):
-        asked.append(len(texts[0]))
-        return await encode(texts, *more)
-
-    monkeypatch.setattr(house.encoder, "encode", note)
-    callers = [house.connect() for _ in range(6)]
-    for caller in callers:
-        caller.stop_reading()
-        caller.send(request("POST", "/tokenize", {"prompt": "a" * 5000}))
-    house.call("POST", "/tokenize", {"prompt": "a"})
-    assert asked == [5000] * 4 + [1]
-    callers[0].read_on()
-    callers[1].hang_up()
-    assert callers[0].answer().json["count"] == 5000 and asked[5:] == [5000] * 2
-
-
 # --------------------------------------------------------------------------------------------------
 # The life of the server
 
@@ -593,23 +572,14 @@ def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
     assert house.get("/livez").status == 503
 
 
-@pytest.mark.parametrize("orders", [".", "..", "-", ".-"])
-def test_orders_of_the_first_process_are_obeyed(orders):
-    """A byte is one stop; the end of the file, "-", is its death: stop now."""
+def test_a_process_stops_at_once_when_the_first_one_has_ended():
     with House(slot=WorkerSlot(1, 2)) as house:
-        reader, writer = os.pipe()
-        house.service.slot.control_pipe = SimpleNamespace(fileno=lambda: reader)
-        house.clock.remove_reader = lambda number: None
         caller = house.ask()
-        for order in orders:
-            assert not house.service.server.should_exit
-            os.close(writer) if order == "-" else os.write(writer, b".")
-            house.clock.call_soon(house.service.on_order)
-            house.clock.run(0.1)
-        is_now = orders != "."
-        assert house.service.draining and house.service.server.should_exit == is_now
-        assert [answer.status for answer in caller.answers()] == [503] * is_now
-        os.close(reader)
+        first = Signal()
+        house.service.loop.add_reader(first, house.service.first_process_ended, first)
+        first.end()
+        house.clock.run(0.1)
+        assert house.service.server.should_exit and caller.answer().status == 503
 
 
 def test_a_late_process_waits_a_second_for_the_engines_greeting():

@@ -28,25 +28,6 @@ def ops(house) -> list[tuple[str, str]]:
     return [(message["op"], message["id"]) for message in house.engine.heard]
 
 
-def test_what_the_engine_is_sent_for_a_request(house):
-    """
-    Ids of our own, for clients may choose the same; a choice's is its prompt's and its number, as
-    the engine's.
-    """
-    fields = {"n": 2, "max_tokens": 5, "priority": -3, "seed": 9, "cache_salt": "s", "logprobs": 1}
-    house.ask([[1, 2], [3]], request_id="x", **fields)
-    first, second = house.engine.heard
-    assert (first["op"], first["id"], first["prompt"]) == ("add", "0", [1, 2])
-    assert (second["op"], second["id"], second["prompt"]) == ("add", "1", [3])
-    options = {"n": 2, "priority": -3, "cache_salt": ":s", "prompt_logprobs": None}
-    assert first["options"].pop("name") == second["options"].pop("name") != ""  # X-Request-Id
-    assert first["options"] == second["options"] == options
-    params = {"max_tokens": 5, "seed": 9, "logprobs": 1}
-    assert first["params"] | params == first["params"]
-    assert list(house.choices) == ["0", "0.1", "1", "1.1"]
-    assert [choice.index for choice in house.choices.values()] == [0, 1, 2, 3]
-
-
 def test_a_choice_that_has_ended_gets_nothing_more(house, client):
     """Its row is dropped if it comes again, and an abort of it is none."""
     house.ask(n=2, max_tokens=9)
@@ -135,22 +116,6 @@ def test_the_engine_is_left_unread_for_as_long_as_a_round_took(house, client, se
     assert client.transport.is_reading
 
 
-def test_one_pause_at_a_time(house, client):
-    """A message that was read before the pause began ends none and begins none."""
-    house.ask(max_tokens=99, stream=True)
-    line = to_line(step_of(house, "0", b"x"))
-    receive(house, line, 0.02)
-    house.clock.run(0.01)
-    receive(house, line, 0.005)
-    assert not client.transport.is_reading
-    house.clock.run(0.0051)
-    assert client.transport.is_reading
-    house.clock.run(1)
-    assert client.transport.is_reading
-    receive(house, line, 0.01)
-    assert not client.transport.is_reading
-
-
 def test_half_a_message_is_no_round(house, client):
     caller = house.ask(max_tokens=9, stream=True)
     line = to_line(step_of(house, "0", b"x"))
@@ -203,14 +168,19 @@ def test_an_engine_that_dies_before_it_took_the_link_in_is_noticed(words, reason
         assert house.service.server.should_exit
 
 
-def test_a_process_that_ended_ends_no_other_engine(house, client):
-    """An engine that was ready is missed by its link; its successor has a link of its own."""
-    sentinel = Signal()
-    house.clock.call_soon(client._process_ended, sentinel, client.transport)
+def test_a_link_is_read_to_its_end_after_the_process_has_ended(house, client):
+    """The last rows of a slow link were lost half a second later."""
+    caller = house.ask()
+    house.clock.call_soon(client.transport.pause_reading)
+    house.engine.step({"0": b"x"}, "length")
+    house.clock.call_soon(client._process_ended, Signal(), client.transport)
     house.engine.die()
     house.clock.run(1)
-    assert client.state == "restarting"
+    assert not caller.said
+    house.clock.do(client.transport.resume_reading)
+    assert caller.answer().status == 200 and client.state == "restarting"
     house.engine.ready()
+    house.clock.run(1)
     assert client.state == "ready"
 
 

@@ -1,18 +1,17 @@
 """
 Several HTTP processes on one port: their lives on a clock of the test's own. test_api.py has the
-rules of each of them, test_sockets.py two real ones, test_end_to_end.py how all of them end.
+rules of each of them, test_end_to_end.py two real ones, and how all of them end.
 """
 
-import contextlib
-import os
 import socket
+from types import SimpleNamespace
 
 import pytest
-from virtual import Loop
+from virtual import Loop, Signal
 
 import serve
 from server import workers as workers_module
-from server.workers import Workers
+from server.workers import STOP_SIGNAL, Workers
 
 
 def test_too_many_processes_are_refused_at_once():
@@ -24,37 +23,13 @@ def test_too_many_processes_are_refused_at_once():
         serve.serve_http(serve.parse_args(["--http-workers", "65"]))
 
 
-class FakeProcess:
-    """A worker's process that ends when the test says so."""
-
-    def __init__(self, slot):
-        self.number = slot.number
-        self.sentinel = 100 + slot.number
-        self.control_pipe = os.dup(slot.control_pipe.fileno())  # a real one has its own, too
-        os.set_blocking(self.control_pipe, False)
-        self.calls = []
-
-    def join(self):
-        self.calls.append("join")
-
-    def kill(self):
-        self.calls.append("kill")
-
-    def read(self) -> bytes:
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self.control_pipe, 100)
-        return b"nothing"
-
-
 class FirstProcess:
     """Two workers, their processes and sockets, as the first HTTP process has them."""
 
     def __init__(self):
         self.clock = Loop()
-        self.readers = {}
-        self.clock.add_reader = lambda fd, call, *args: self.readers.__setitem__(fd, (call, args))
-        self.clock.remove_reader = self.readers.pop
         self.started = []
+        self.calls = []  # what was done to processes: (name, number)
         self.deaths = []
         self.sockets = [socket.socket() for _ in range(2)]
         self.workers = Workers(self.start, self.sockets)
@@ -63,70 +38,70 @@ class FirstProcess:
 
     def start(self, sock, slot):
         assert sock is self.sockets[slot.number - 1] and slot.num_processes == 3
-        self.started.append(FakeProcess(slot))
-        return self.started[-1]
+        process = SimpleNamespace(pid=slot.number, sentinel=Signal())
+        process.join = lambda: self.calls.append(("join", slot.number))
+        process.kill = lambda: self.calls.append(("kill", slot.number))
+        self.started.append(process)
+        return process
 
     def do(self, call, *args):
         self.clock.do(call, *args)
         assert not self.clock.errors
 
-    def end(self, number: int):
-        """The process of that number ends."""
-        call, args = self.readers[100 + number]
-        self.do(call, *args)
+    def end(self, process):
+        """It ends. Its sentinel stays readable."""
+        for _ in range(2):
+            self.do(process.sentinel.end)
 
 
 @pytest.fixture
-def first():
+def first(monkeypatch):
     first = FirstProcess()
+    kill = lambda pid, number: first.calls.append((number, pid))  # noqa: E731
+    monkeypatch.setattr(workers_module.os, "kill", kill)
     yield first
     for sock in first.sockets:
         sock.close()
-    for process in first.started:
-        os.close(process.control_pipe)
     first.clock.close()
 
 
 def test_a_worker_that_died_is_started_again_a_second_later(first):
     """At its socket and number, each time."""
-    first.end(1)
-    assert first.deaths == [first.started[0]] and first.started[0].calls == ["join"]
-    assert list(first.readers) == [102]
+    first.end(first.started[0])
+    assert first.deaths == first.started[:1] and first.calls == [("join", 1)]
     first.clock.run(0.9)
     assert len(first.started) == 2
     first.clock.run(0.2)
-    assert [process.number for process in first.started] == [1, 2, 1]
-    first.end(1)
+    assert [process.pid for process in first.started] == [1, 2, 1]
+    first.end(first.started[2])
     assert first.deaths == first.started[::2]
 
 
 def test_workers_that_were_stopped_are_not_started_again(first):
-    """Not those that die afterwards, nor one that had died before. Each stop is a byte."""
-    first.end(1)
+    """Not those that die afterwards, nor one that had died before. Each stop is a signal."""
+    first.end(first.started[0])
     for _ in range(2):
         first.do(first.workers.stop)
-        assert first.started[1].read() == b"."
+    assert first.calls[1:] == [(STOP_SIGNAL, 2)] * 2
     assert [sock.fileno() for sock in first.sockets] == [-1, -1]
-    first.end(2)
+    first.end(first.started[1])
     first.clock.run(5)
     assert len(first.started) == 2 and len(first.deaths) == 1 and not first.workers.processes
 
 
 def test_workers_that_do_not_end_in_time_are_killed(first):
+    first.do(first.workers.stop)
     task = first.clock.create_task(first.workers.end_within(3))
     first.clock.run(1)
-    first.end(1)
+    first.end(first.started[0])
     first.clock.run(1.9)
-    assert not task.done() and first.started[1].calls == []
+    assert not task.done()
     first.clock.run(0.2)
-    assert task.done() and first.started[1].calls == ["kill"]
-    assert first.started[0].calls == ["join"]
-
-
-def test_the_end_of_the_first_process_is_seen_by_the_others(first):
-    """Their pipes end: nobody else holds the first one's end open, nor a worker's in the first."""
-    first.workers.control_pipes[1].close()
-    assert [process.read() for process in first.started] == [b"", b"nothing"]
+    assert task.done() and first.calls[2:] == [("join", 1), ("kill", 2)]
+    first.end(first.started[1])
+    task = first.clock.create_task(first.workers.end_within(3))
+    first.clock.run(0.1)
+    assert task.done()
 
 
 CORES = [(1, "Linux", 1), (4, "Linux", 1), (7, "Linux", 1), (8, "Linux", 2), (16, "Linux", 4)]
