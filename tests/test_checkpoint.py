@@ -219,6 +219,7 @@ SERVED = """
 {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
 {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}}
 {"rope_theta": 5.0, "rope_parameters": {"rope_type": "default"}}
+{"rope_parameters": {"rope_theta": 7.0, "rope_type": "default", "partial_rotary_factor": 1.0}}
 {"tie_word_embeddings": null}
 {"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"rope_type": "linear", "factor": 2}}
 {"num_key_value_heads": null}

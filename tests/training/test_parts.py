@@ -92,9 +92,10 @@ def test_evaluation_scores_every_token_once(corpus):
     assert train.evaluate(model, loaded, MACHINE) == (nats(32), 1001)
     assert count(process=MACHINE, limit=96) == 96 - 32 + 1001 % 32  # first, middle, last window
     assert count(process=MACHINE, limit=1) == 32
-    first = replace(MACHINE, world=2)
-    first.mean = lambda x: x
-    assert count(process=first, limit=1) == 64  # a window for each process, here times two
+    second = replace(MACHINE, rank=1, world=2)
+    second.mean = lambda x: x
+    # a window for each process, here the last one, times two
+    assert count(process=second, limit=1) == 2 * (1001 % 32)
     # of 32 windows the 99th process has none: its NaN made the sum of all processes NaN
     assert train.evaluate(model, loaded, replace(MACHINE, rank=98)) == (0.0, 0)
 

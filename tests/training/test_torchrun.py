@@ -87,7 +87,7 @@ def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(
 # CPUs that may be used, siblings of each core, a container's share, OMP_NUM_THREADS -> threads
 THREADS = [
     (2, "0-1 0-1", "max 100000", None, 2),  # two hyperthreads of one core are both taken
-    (4, "0-1 0-1 2-3 2-3", "max 100000", None, 2),
+    (4, "0-1 0-1 2-3 2-3", "900000 100000", None, 2),
     (6, "0,8 1,9 2,10 3,11 4,12 5,13", "", None, 6),
     (4, "0 1 2 3", "250000 100000", None, 2),
     (4, "0 1 2 3", "50000 100000", None, 1),
