@@ -209,7 +209,7 @@ def gated_width(n_embd: int) -> int:
     GPUs train, since they multiply in tiles.
     """
     tile = 64 if n_embd >= 384 else 8
-    return max(1, round(8 * n_embd / 3 / tile)) * tile
+    return round(8 * n_embd / 3 / tile) * tile
 
 
 # --------------------------------------------------------------------------------------------------
@@ -376,8 +376,9 @@ class Run:
 
     def evaluate_and_sample(self) -> str:
         """Evaluate on a part of the held-out text, and sample. Returns the lines to print."""
-        limit = self.args.eval_tokens
-        nats, count = evaluate(self.model, self.corpus, self.process, self.window(), limit)
+        nats, count = evaluate(
+            self.model, self.corpus, self.process, self.window(), self.args.eval_tokens
+        )
         self.record(step=self.step, val_loss=round(nats / count, 5))
         (text,) = generate_texts(self, 1, SAMPLE_TOKENS)
         return (
@@ -515,7 +516,7 @@ def main(argv: list[str] | None = None):
     caught = catch_signals()
     state = open_out(args)
     if state:  # the settings of the interrupted run, but for the machine's
-        now = {name: getattr(args, name) for name in RESUMABLE - {"preset"}}
+        now = {name: getattr(args, name) for name in RESUMABLE}
         args = Namespace(**state["args"] | now)
 
     # corpus and model

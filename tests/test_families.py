@@ -194,28 +194,23 @@ def serve_all_ways(judge: Judge):
     judge.finish()
 
 
+WAYS = ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "flex"))]
+
+
+@pytest.mark.parametrize("attention", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_served(family):
-    """As the machine does it by default."""
+def test_served(family, attention, monkeypatch):
+    """FlexAttention without its compiler, which takes a minute a family."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex, "compiled_flex", lambda: flex_attention.flex_attention)
     theirs, ours = pair(family)
     if torch.cuda.is_available():
         ours = deepcopy(ours).cuda()
-    judge = Judge(theirs, ours, **ENGINE)
+    judge = Judge(theirs, ours, **ENGINE, attention=attention)
     serve_all_ways(judge)
     counts = judge.engine.counts()
     assert counts["hit tokens"] >= 40
     assert counts["preemptions"] > 0 or all(ours.config.windows)
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("attention", ["torch", "flex"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_served_by(family, attention, monkeypatch):
-    """FlexAttention without its compiler, which takes a minute a family."""
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex, "compiled_flex", lambda: flex_attention.flex_attention)
-    serve_all_ways(Judge(*pair(family), **ENGINE, attention=attention))
 
 
 @pytest.mark.skipif(not kernels.triton, reason="triton is not installed")

@@ -4,15 +4,13 @@ which one writes and prints.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from runs import MACHINE, ROOT, TINY, new_run, read_log
+from runs import MACHINE, ROOT, new_run, read_log
 
 import train
 from checkpoint import load_checkpoint
@@ -127,42 +125,22 @@ def place(rank: int, world: int) -> train.Process:
     return replace(MACHINE, rank=rank, world=world)
 
 
-def train_as(rank: int, port: int, flags: list[str], folder: Path):
-    """One of two processes with torchrun's environment; its output goes to the file `rank`."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with open(folder / str(rank), "w") as sys.stdout:
-        train.main(flags)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd with a GPU cannot be forked")
-def test_two_processes_take_the_steps_of_one(corpus, tmp_path):
+def test_two_processes_take_the_steps_of_one(tiny, out, tmp_path):
     """Gradients are averaged, so losses and weights are those of one process up to rounding."""
-    flags = [*TINY, "--steps=4", "--dropout=0", "--eval_every=2", f"--data={corpus}"]
+    flags = [*tiny, "--steps=4", "--dropout=0", "--eval_every=2"]
     one = tmp_path / "one"
-    two = tmp_path / "two"
     train.main([*flags, f"--out={one}"])
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    work = (port, [*flags, f"--out={two}"], tmp_path)
-    torch.multiprocessing.start_processes(train_as, work, nprocs=2, start_method="fork")
-    expected = load_checkpoint(one).state_dict()
-    for name, w in load_checkpoint(two).state_dict().items():
-        assert (expected[name] - w).abs().max() < 1e-4
-    for alone, together in zip(read_log(one), read_log(two), strict=True):
-        assert together == pytest.approx(alone, abs=2e-4)
-    printed = (tmp_path / "0").read_text()
-    assert "device: 2 x CPU, 1 thread, float32" in printed
-    assert "val loss:" in printed
-    assert (tmp_path / "1").read_text() == ""
-
-
-@pytest.mark.slow
-def test_torchrun_starts_it(tiny, out):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [str(ROOT / "train.py"), *tiny, "--steps=2"]
-    subprocess.run(command, check=True, timeout=120)
+    command += [str(ROOT / "train.py"), *flags]
+    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    printed = done.stdout
+    expected = load_checkpoint(one).state_dict()
+    for name, w in load_checkpoint(out).state_dict().items():
+        assert (expected[name] - w).abs().max() < 1e-4
+    for alone, together in zip(read_log(one), read_log(out), strict=True):
+        assert together == pytest.approx(alone, abs=2e-4)
+    assert printed.startswith("device: 2 x CPU, 1 thread, float32")
+    assert printed.count("val loss:") == printed.count("step 2, ") == 1
     assert (out / "loss.png").exists()
 
 
