@@ -18,9 +18,8 @@ pytest.importorskip("transformers")
 import real_models
 import transformers
 from judging import Judge, dense, distance, log_probabilities, report
-from tiny_models import spell_as_4
 
-from checkpoint import load_checkpoint, load_config
+from checkpoint import load_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_models]
 
@@ -80,15 +79,6 @@ def test_twelve_prompts(real):
         tokens = prompt + answer
         said = log_probabilities(real.theirs, tokens, 49)
         assert distance(dense(real.ours, tokens)[-49:], said) <= UNLIKELY
-
-
-def test_as_the_hub_spells_it(real, tmp_path):
-    """config.json of transformers 4, in which most models are kept there."""
-    path = real.directory / "config.json"
-    (tmp_path / "config.json").write_text(path.read_text())
-    spell_as_4(tmp_path)
-    assert "rope_theta" in (tmp_path / "config.json").read_text()
-    assert load_config(tmp_path) == real.ours.config
 
 
 def test_a_long_prompt(real):
