@@ -24,7 +24,6 @@ from pathlib import Path
 
 from common import (
     SPINS_TRAINING,
-    Help,
     Parser,
     add_flag,
     announce,
@@ -103,7 +102,7 @@ def build_parser() -> Parser:
         "Train a small GPT. A preset sets some of the flags; a flag that you name overrides it. "
         "The defaults below apply where neither sets a flag."
     )
-    parser = Parser(description=about, allow_abbrev=False, formatter_class=Help)
+    parser = Parser(description=about, allow_abbrev=False)
     with_no = BooleanOptionalAction  # --bias and --no-bias
 
     flag = partial(add_flag, parser)
