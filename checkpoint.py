@@ -219,7 +219,7 @@ class SavedWeights:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.files = {}  # name -> (open file, name there)
+        self.files = {}  # name -> (open file, its name with the prefix)
         for path in weight_files(directory):
             if not path.is_file():  # nor a pipe, whose writer would be waited for
                 raise CheckpointError(missing_file(path))
@@ -238,8 +238,8 @@ class SavedWeights:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor as it is in the file: mapped, so in memory only where it is looked at."""
-        opened, name_there = self.files[name]
-        return opened.get_tensor(name_there)
+        opened, full_name = self.files[name]
+        return opened.get_tensor(full_name)
 
     def check(self, shapes: dict[str, tuple[int, ...]]):
         """
@@ -250,11 +250,11 @@ class SavedWeights:
         for name, shape in shapes.items():
             if name not in self.files:
                 raise self.mismatch(f"{name} is missing, wanted {shape}")
-            opened, name_there = self.files[name]
-            saved = opened.get_slice(name_there)
+            opened, full_name = self.files[name]
+            saved = opened.get_slice(full_name)
             dtype = saved.get_dtype()
             if dtype not in READABLE:
-                raise unknown(f"the dtype of {name_there}", dtype, ", ".join(READABLE))
+                raise unknown(f"the dtype of {full_name}", dtype, ", ".join(READABLE))
             saved_shape = tuple(saved.get_shape())
             if saved_shape != shape:
                 raise self.mismatch(f"{name} is {saved_shape}, wanted {shape}")

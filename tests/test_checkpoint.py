@@ -84,11 +84,11 @@ def test_transformers_opens_a_saved_model(tmp_path, fields):
     ours = random_model(eos_token_ids=(5,), **fields)
     save_checkpoint(ours, tmp_path)
     open_saved = transformers.AutoModelForCausalLM.from_pretrained
-    theirs, info = open_saved(tmp_path, output_loading_info=True)
+    hf_model, info = open_saved(tmp_path, output_loading_info=True)
     assert not any(info.values())
-    assert theirs.config.eos_token_id == 5
+    assert hf_model.config.eos_token_id == 5
     with torch.no_grad():
-        assert (ours(TOKENS)[0] - theirs.eval()(TOKENS).logits).abs().max() <= 1e-4
+        assert (ours(TOKENS)[0] - hf_model.eval()(TOKENS).logits).abs().max() <= 1e-4
 
 
 SAVED = [{}, {"bias": False}, {"n_kv_head": 2}, {"eos_token_ids": (3, 5), "dropout": 0.1}]
@@ -229,8 +229,8 @@ def test_a_configuration_is_read_as_transformers_reads_it(changes):
     ours = read_fields(saved)
     if saved.get("tie_word_embeddings", 0) is None:  # transformers takes null for false
         del saved["tie_word_embeddings"]
-    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(saved)))
-    assert read_fields(theirs.to_dict()) == ours
+    hf_model = transformers.AutoConfig.for_model(**json.loads(json.dumps(saved)))
+    assert read_fields(hf_model.to_dict()) == ours
 
 
 def test_the_other_name_of_gemmas_pattern():

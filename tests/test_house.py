@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -88,28 +87,21 @@ def test_statements_have_few_tokens():
     assert count_tokens(source) == [6, 4]
 
 
-def nodes() -> Iterator[tuple[Path, ast.AST]]:
-    """Of all files; not of @jit kernels."""
+def test_functions_are_short():
+    lengths = []
     for path in CODE:
         source = path.read_text()
         skipped = skipped_lines(source)
         for node in ast.walk(ast.parse(source)):
-            if getattr(node, "lineno", None) not in skipped:
-                yield path, node
-
-
-def test_functions_are_short():
-    lengths = []
-    for path, node in nodes():
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            docstring = node.body[0] if ast.get_docstring(node) else None
-            of_docstring = docstring.end_lineno - docstring.lineno + 1 if docstring else 0
-            length = node.end_lineno - node.lineno + 1 - of_docstring
-            lengths.append(length)
-            assert node.name == "main" or length <= FUNCTION_LINES, f"{path}: {node.name}"
-            names = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            count = sum(name.arg not in ("self", "cls") for name in names)
-            assert count <= ARGUMENTS, f"{path}: {node.name} has {count} arguments"
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_function and node.lineno not in skipped:
+                lines = set(range(node.lineno, node.end_lineno + 1))
+                length = len(lines - skipped)
+                lengths.append(length)
+                assert node.name == "main" or length <= FUNCTION_LINES, f"{path}: {node.name}"
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = sum(argument.arg not in ("self", "cls") for argument in arguments)
+                assert count <= ARGUMENTS, f"{path}: {node.name} has {count} arguments"
     assert statistics.median(lengths) <= MEDIAN_LINES
 
 

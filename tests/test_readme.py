@@ -91,13 +91,13 @@ def test_flags_and_subcommands_exist(program, arguments, capsys):
     measured["assets/draw.py"] = bench.commands_of(vars(draw), "draw_")
     if program in measured:
         bench.build_parser("", measured[program]).parse_args(arguments.split())  # or it exits
-    known = (ROOT / program).read_text()
+    text = (ROOT / program).read_text()
     if program == "serve.py":
         with pytest.raises(SystemExit):
             serve.parse_args(["--help"])
-        known = capsys.readouterr().out
+        text = capsys.readouterr().out
     for flag in re.findall(r"--[a-z][\w-]*", arguments):
-        assert flag in known or program in measured, f"{program} has no {flag}"
+        assert flag in text or program in measured, f"{program} has no {flag}"
 
 
 def test_the_offline_example_runs(tmp_path, monkeypatch, capsys):

@@ -1,9 +1,9 @@
 """
 Tiny random models of every family, made by transformers.
 
-    theirs = make("gemma2")              # transformers' model
-    theirs.save_pretrained(directory)    # what `load_checkpoint` must open
-    spell_as_4(directory)                # the same, as transformers 4 wrote it
+    hf_model = make("gemma2")               # transformers' model
+    hf_model.save_pretrained(directory)     # what `load_checkpoint` must open
+    spell_as_4(directory)                   # the same, as transformers 4 wrote it
 
 Their weights make everything matter: norms far from one, biases far from zero, attention that is
 neither even nor blind, windows shorter than the texts, an epsilon that is felt. What a model would
@@ -225,10 +225,10 @@ def fill(name: str, weight: Tensor, family: str, generator: torch.Generator):
 
 
 @torch.no_grad()
-def changed(theirs, family: str, **changes):
+def changed(hf_model, family: str, **changes):
     """The same weights, read as another configuration says."""
     other = build(config_of(family, **changes))
-    other.load_state_dict(theirs.state_dict(), strict=False)
+    other.load_state_dict(hf_model.state_dict(), strict=False)
     return other
 
 
