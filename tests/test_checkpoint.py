@@ -195,7 +195,8 @@ def changed(changes: str) -> dict:
 
 SERVED = """
 {"model_type": "gemma3_text"}
-{"model_type": "gemma3_text", "sliding_window_pattern": 3}
+{"model_type": "gemma3_text", "sliding_window_pattern": 3, "torch_dtype": "bfloat16"}
+{"model_type": "gemma3_text", "rope_local_base_freq": 500.0, "rope_theta": 90000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
 {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 2}}
 {"model_type": "gemma2"}
 {"model_type": "gemma2", "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention"]}

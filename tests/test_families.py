@@ -27,12 +27,11 @@ from tiny_models import (
     VOCABULARY,
     WITHOUT,
     make,
-    spell_as_4,
     text,
 )
 
 import kernels
-from checkpoint import CheckpointError, load_checkpoint, load_config
+from checkpoint import CheckpointError, load_checkpoint
 from engine.engine import Engine
 from model import TORCH
 from ops import cpu, flex
@@ -93,14 +92,10 @@ def scores(family: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_directory_opens_in_both_spellings(family, tmp_path):
-    """transformers 4's and 5's; and what it saves in shards, with an index."""
+def test_a_directory_opens(family, tmp_path):
+    """As transformers saves it: whole, and in shards with an index."""
     hf_model = make(family)
-    ours = load_checkpoint(save(hf_model, tmp_path))
-    assert_same(ours, hf_model)
-    spell_as_4(tmp_path)
-    assert load_config(tmp_path) == ours.config
-    assert_same(ours, opened(tmp_path))  # transformers reads the old spelling as we do
+    assert_same(load_checkpoint(save(hf_model, tmp_path)), hf_model)
     hf_model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     assert_same(load_checkpoint(tmp_path / "shards"), hf_model)
