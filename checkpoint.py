@@ -34,7 +34,7 @@ from families import (
     unknown,
     without_nesting,
 )
-from model import GPT, GPTConfig, RMSNorm
+from model import GPT, GPTConfig
 from tokenizer import read_config, token_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +75,7 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
         del ours[HEAD]
     weights = {}
     for name, weight in ours.items():
-        for hub_name, part in hub_parts(model, name, weight.cpu(), family).items():
+        for hub_name, part in hub_parts(model.config, name, weight.cpu(), family).items():
             prefix = "" if hub_name == HEAD else family_prefix
             weights[prefix + hub_name] = part.contiguous()
             is_embedding = name.startswith(("wte.", "wpe.", "lm_head."))
@@ -86,32 +86,20 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
     return weights
 
 
-def stacked_rows(config: GPTConfig, name: str) -> list[int]:
-    """The rows of each part of a weight that is stacked here: q, k, v; or gate and up."""
-    if name.split(".")[-2] == "c_fc":
-        return [config.n_inner, config.n_inner]
-    D = config.head_size
-    return [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]
-
-
-def module_of(model: GPT, name: str) -> torch.nn.Module:
-    """The one that has the weight of that name."""
-    return model.get_submodule(name.rpartition(".")[0])
-
-
-def hub_parts(model: GPT, name: str, weight: torch.Tensor, family: Family) -> dict:
+def hub_parts(config: GPTConfig, name: str, weight: torch.Tensor, family: Family) -> dict:
     """
     Views of our weight `name` as the family keeps it, by their names there without the prefix: of a
-    stacked weight its parts; GPT-2 keeps the matrices of its linear layers as [in, out], torch as
+    stacked weight its parts; GPT-2 keeps the matrices of its blocks as [in, out], torch as
     [out, in].
     """
-    is_layer = isinstance(module_of(model, name), torch.nn.Linear) and name != HEAD
-    is_transposed = is_layer and weight.ndim > 1 and family is GPT2
-    if is_transposed:
+    if family is GPT2 and name.startswith("h.") and weight.ndim == 2:
         weight = weight.mT
     names = hub_names(name, family)
-    rows = stacked_rows(model.config, name) if len(names) > 1 else [len(weight)]
-    return dict(zip(names, weight.split(rows), strict=True))
+    parts = weight.chunk(len(names))  # gate and up, or all of it
+    if len(names) == 3:  # queries, keys, values
+        rows = config.n_kv_head * config.head_size
+        parts = weight.split([len(weight) - 2 * rows, rows, rows])
+    return dict(zip(names, parts, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -184,7 +172,7 @@ def load_checkpoint(
     ours = dict(model.named_parameters())  # of a tied model without the head's
     shapes = {}
     for name, weight in ours.items():
-        for hub_name, part in hub_parts(model, name, weight, family).items():
+        for hub_name, part in hub_parts(config, name, weight, family).items():
             shapes[hub_name] = tuple(part.shape)
     saved.check(shapes)
     if check:
@@ -193,10 +181,10 @@ def load_checkpoint(
     # by default a lock for processes: Python warns that it leaked when the engine's is killed
     tqdm.set_lock(threading.RLock())
     for name in tqdm(ours, "loading", unit=" weights", leave=False, delay=2, disable=None):
-        is_norm = isinstance(module_of(model, name), RMSNorm)
+        is_norm = config.norm == "rms" and name.endswith(".weight") and ours[name].ndim == 1
         kept = torch.float32 if is_norm else dtype
         weight = torch.empty(ours[name].shape, dtype=kept, device=device)
-        for hub_name, part in hub_parts(model, name, weight, family).items():
+        for hub_name, part in hub_parts(config, name, weight, family).items():
             part.copy_(saved.read(hub_name))
         weights[name] = weight.add_(family.norm_offset) if is_norm else weight
     model.load_state_dict(weights, strict=False, assign=True)
@@ -231,7 +219,7 @@ class SavedWeights:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.files = {}  # name -> (open file, name there)
+        self.files = {}  # name -> (open file, its name with the prefix)
         for path in weight_files(directory):
             if not path.is_file():  # nor a pipe, whose writer would be waited for
                 raise CheckpointError(missing_file(path))
@@ -250,8 +238,8 @@ class SavedWeights:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor as it is in the file: mapped, so in memory only where it is looked at."""
-        opened, name_there = self.files[name]
-        return opened.get_tensor(name_there)
+        opened, full_name = self.files[name]
+        return opened.get_tensor(full_name)
 
     def check(self, shapes: dict[str, tuple[int, ...]]):
         """
@@ -262,11 +250,11 @@ class SavedWeights:
         for name, shape in shapes.items():
             if name not in self.files:
                 raise self.mismatch(f"{name} is missing, wanted {shape}")
-            opened, name_there = self.files[name]
-            saved = opened.get_slice(name_there)
+            opened, full_name = self.files[name]
+            saved = opened.get_slice(full_name)
             dtype = saved.get_dtype()
             if dtype not in READABLE:
-                raise unknown(f"the dtype of {name_there}", dtype, ", ".join(READABLE))
+                raise unknown(f"the dtype of {full_name}", dtype, ", ".join(READABLE))
             saved_shape = tuple(saved.get_shape())
             if saved_shape != shape:
                 raise self.mismatch(f"{name} is {saved_shape}, wanted {shape}")

@@ -7,7 +7,7 @@ and settings that must be made before torch is loaded (nothing here loads it).
 
     announce("loading torch")
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)
-    parser = Parser(formatter_class=Help)
+    parser = Parser()
     add_flag(parser, "--port", "port to listen at; 0: any free one", 8000, at_least(0))
 """
 
@@ -144,19 +144,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists the flags\n")
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """
-    Adds "(default: 8000)" to the help of a flag whose default is worth naming: not of a switch, and
-    not None or [], where the help itself says what happens without the flag.
-    """
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        is_switch = action.nargs == 0
-        if is_switch or action.default is None or action.default == []:
-            return action.help
-        return super()._get_help_string(action)
-
-
 def at_least(
     least: float, number: type = int, below: float | None = None
 ) -> Callable[[str], float]:
@@ -187,11 +174,14 @@ def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = 
     """
     One flag. `kind` makes a value of the text; not given, it is the default's type: for an int
     whole numbers from 1 on, for a float numbers from 0 on. A default of False or True makes a
-    switch, unless `action` is given.
+    switch, unless `action` is given. The help of None or [] itself says what happens without the
+    flag; to others the default is added.
     """
     if isinstance(default, bool):
         options.setdefault("action", "store_false" if default else "store_true")
     elif "action" not in options:
         kinds = {int: positive, float: not_negative}
         options["type"] = kind or kinds.get(type(default), str)
+        if default not in (None, []):
+            help += " (default: %(default)s)"
     group.add_argument(flag, default=default, help=help, **options)

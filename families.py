@@ -206,7 +206,7 @@ def hub_config(config: GPTConfig, dtype: torch.dtype) -> dict:
     saved["dtype"] = str(dtype).removeprefix("torch.")
     if config.rope:
         saved["architectures"] = ["LlamaForCausalLM"]
-        [saved["rope_theta"], *_] = [rope.theta for rope in config.rope.values()]
+        saved["rope_theta"] = next(iter(config.rope.values())).theta
     else:
         saved["architectures"] = ["GPT2LMHeadModel"]
         saved["embd_pdrop"] = config.dropout
@@ -308,7 +308,8 @@ def read_ropes(saved: dict, windows: tuple[int, ...]) -> dict[int, Rope]:
     """
     The rotary positions of the layers of each window. transformers 5 has `rope_parameters`, Gemma 3
     one for each type of layers; version 4 has `rope_theta`, `rope_scaling` and, for Gemma 3's
-    layers that slide, `rope_local_base_freq`.
+    layers that slide, `rope_local_base_freq`. In a file with both, `rope_scaling` counts and
+    `rope_parameters` is ignored, as in transformers 5.
     """
     base = {"rope_theta": saved["rope_theta"]}
     base["original_max_position_embeddings"] = saved["max_position_embeddings"]

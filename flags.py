@@ -16,7 +16,7 @@ from dataclasses import fields
 from functools import partial
 from typing import get_args
 
-from common import Help, Parser, add_flag, at_least, positive
+from common import Parser, add_flag, at_least, positive
 from params import Settings, check_variables, model_defaults
 from server.workers import CORES_EACH, MAX_BY_DEFAULT
 
@@ -35,7 +35,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     `sampling_note`, the line to print of them. Exits with a message about what is wrong.
     """
     about = "Serve a model over HTTP, or talk to it at the terminal."
-    parser = Parser(description=about, formatter_class=Help)
+    parser = Parser(description=about)
     add_model_flags(partial(add_flag, parser))
     add_engine_flags(parser.add_argument_group("engine"))
     add_http_flags(parser.add_argument_group("HTTP"))

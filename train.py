@@ -24,7 +24,6 @@ from pathlib import Path
 
 from common import (
     SPINS_TRAINING,
-    Help,
     Parser,
     add_flag,
     announce,
@@ -50,6 +49,7 @@ from training.corpus import Corpus, batch_rows, count_windows, load_corpus
 from training.fast import Muon, maps_of
 from training.machine import Clock, Process, has_bfloat16, init_process, pick_device
 from training.report import (
+    SAMPLE_TOKENS,
     exit_if_unwritable,
     generate_texts,
     introduce,
@@ -86,11 +86,13 @@ PRESETS = {
         "cpu": SHAKESPEARE | SHAKESPEARE_CPU,
         "cuda": SHAKESPEARE | MIDDLE_SIZED | {"dropout": 0.2},
     },
-    "gpt2-124M": {"cpu": GPT2, "cuda": GPT2},
+    "gpt2-124M": {"cpu": GPT2},  # on any device
 }
 # by --arch: what it sets where a flag does not
 ARCHS = {"gpt2": {}, "llama": {"activation": "silu"}}
 LONG_SHARE = 0.25  # the last share of a run, in windows of the whole context
+# Losses are read after so many steps: to read one is to wait for the device, which on a CPU is free
+STRIDES = {"cpu": 1, "cuda": 10}
 # settings that may differ from the interrupted run when --resume continues it
 RESUMABLE = {"out", "preset", "resume", "device", "compile"}
 
@@ -100,7 +102,7 @@ def build_parser() -> Parser:
         "Train a small GPT. A preset sets some of the flags; a flag that you name overrides it. "
         "The defaults below apply where neither sets a flag."
     )
-    parser = Parser(description=about, allow_abbrev=False, formatter_class=Help)
+    parser = Parser(description=about, allow_abbrev=False)
     with_no = BooleanOptionalAction  # --bias and --no-bias
 
     flag = partial(add_flag, parser)
@@ -128,7 +130,6 @@ def build_parser() -> Parser:
     flag = partial(add_flag, parser.add_argument_group("watching"))
     flag("--eval_every", "steps between evaluations, samples and checkpoints", 100)
     flag("--eval_tokens", "held-out tokens to score each time; at the end, all of them", 16384)
-    flag("--sample_tokens", "tokens of a sample; the last ones are twice as long", 64)
 
     flag = partial(add_flag, parser.add_argument_group("machine"))
     about = "default: a GPU if there is one; CUDA_VISIBLE_DEVICES chooses which"
@@ -207,7 +208,7 @@ def gated_width(n_embd: int) -> int:
     GPUs train, since they multiply in tiles.
     """
     tile = 64 if n_embd >= 384 else 8
-    return max(1, round(8 * n_embd / 3 / tile)) * tile
+    return round(8 * n_embd / 3 / tile) * tile
 
 
 # --------------------------------------------------------------------------------------------------
@@ -346,10 +347,9 @@ class Run:
         # a rare batch with a huge gradient would undo many steps
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), args.clip)
         rate = learning_rate(self.step, self.share, args)
-        peaks = (args.matrix_lr, args.vector_lr)
-        for optimizer, peak in zip(self.optimizers, peaks, strict=True):
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = peak * rate
+                group["lr"] = optimizer.defaults["lr"] * rate
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
@@ -357,40 +357,29 @@ class Run:
             self.share = self.step / args.steps
         return torch.stack([loss.detach(), norm])
 
-    def record(self, **line):
-        """One line of log.jsonl, which is written when the run is saved."""
-        self.log.append(line)
-
-    def record_steps(self, losses: list):
+    def record(self, **line: float):
         """
-        Log the last steps, pairs of loss and gradient norm. Exits where one is not a number: what
-        was saved before is good, what would follow is not.
+        Add a line to log.jsonl, which is written when the run is saved. Exits if a number is not
+        finite: the last checkpoint is good, the model is not.
         """
-        for i, (loss, norm) in enumerate(losses, self.step - len(losses) + 1):
-            if not math.isfinite(loss + norm):
-                self.exit_diverged(f"step {i}: loss {loss}, gradient norm {norm}")
-            self.record(step=i, loss=round(loss, 5), norm=round(norm, 4))
-
-    def exit_diverged(self, problem: str):
+        if all(map(math.isfinite, line.values())):
+            self.log.append(line)
+            return
         if self.process.is_main:
             self.write_log()
+        numbers = ", ".join(f"{name} {value}" for name, value in line.items())
         sys.exit(
-            f"{problem}: stopped; what was saved before is kept. Start again with a lower "
+            f"{numbers}: stopped; what was saved before is kept. Start again with a lower "
             f"--matrix_lr (now {self.args.matrix_lr}) or --vector_lr (now {self.args.vector_lr})"
         )
 
-    def score(self, T: int | None = None, limit: int | None = None) -> tuple[float, int]:
-        """As `evaluate`. Exits where the model is broken: it cannot be sampled, or saved."""
-        nats, count = evaluate(self.model, self.corpus, self.process, T, limit)
-        if not math.isfinite(nats):
-            self.exit_diverged(f"step {self.step}: held-out loss {nats}")
-        return nats, count
-
     def evaluate_and_sample(self) -> str:
         """Evaluate on a part of the held-out text, and sample. Returns the lines to print."""
-        nats, count = self.score(self.window(), self.args.eval_tokens)
+        nats, count = evaluate(
+            self.model, self.corpus, self.process, self.window(), self.args.eval_tokens
+        )
         self.record(step=self.step, val_loss=round(nats / count, 5))
-        (text,) = generate_texts(self, 1, self.args.sample_tokens)
+        (text,) = generate_texts(self, 1, SAMPLE_TOKENS)
         return (
             f"step {self.step}, {self.share:.0%} of the run: held-out loss {nats / count:.3f} nats "
             f"a token; a sample:\n{textwrap.indent(text, '    ')}"
@@ -436,12 +425,15 @@ def open_out(args: Namespace) -> dict | None:
     """The state to resume from, None for a new run; or exit. Nothing is deleted yet."""
     out = Path(args.out)
     if args.resume:
-        state = out / "train_state.pt"
+        path = out / "train_state.pt"
         try:
-            return torch.load(state, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if state["args"].keys() != vars(args).keys():
+                raise ValueError("another version of train.py wrote it")
+            return state
         except Exception as error:  # a damaged file raises errors of any kind
             sys.exit(
-                f"nothing to resume, {state} cannot be read ({error}): name the run with --out, or "
+                f"nothing to resume, {path} cannot be read ({error}): name the run with --out, or "
                 "start anew: without --resume, with --overwrite where there is a model"
             )
     if (out / "config.json").exists() and not args.overwrite:
@@ -449,8 +441,6 @@ def open_out(args: Namespace) -> dict | None:
             f"{out} holds a model: --resume continues it, --overwrite starts again, --out names "
             "another directory"
         )
-    with exit_if_unwritable(out):
-        out.mkdir(parents=True, exist_ok=True)
     return None
 
 
@@ -491,9 +481,7 @@ def train(run: Run, caught: list[int], started: float) -> bool:
     process = run.process
     module = run.forward_module()
     clock = Clock(run, started)
-    # To read a loss is to wait for the device: after each step on a CPU, where that is free, else
-    # after each tenth.
-    stride = 1 if process.device.type == "cpu" else 10
+    stride = STRIDES[process.device.type]
     pending = []
     stop = 0.0
     while run.share < 1 and not stop:
@@ -506,13 +494,13 @@ def train(run: Run, caught: list[int], started: float) -> bool:
         losses = process.mean(torch.stack(pending)).tolist()  # waits for the device
         pending.clear()
         step_seconds = (time.perf_counter() - began) / len(losses)
-        tokens_per_second = args.batch_size * args.context_length / step_seconds
-        run.record_steps(losses)
-        part = clock.part_of_rest(step_seconds)
-        stop, part = process.mean_of(bool(caught), part)  # all processes must stop alike
+        for step, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
+            run.record(step=step, loss=round(loss, 5), norm=round(norm, 4))
+        # all processes must stop alike
+        stop, share = process.mean_of(bool(caught), clock.share(step_seconds))
         if not args.steps:  # with --steps, `update` knows the share
-            run.share = 1.0 if part == 1 else run.share + (1 - run.share) * part
-        print_progress(run, losses[-1][0], tokens_per_second)
+            run.share = share
+        print_progress(run, loss, step_seconds)
         ends = run.share == 1 or stop
         if is_evaluated and not ends:
             process.print(run.evaluate_and_sample())
@@ -526,9 +514,9 @@ def main(argv: list[str] | None = None):
     args = parse_args(argv)
     caught = catch_signals()
     state = open_out(args)
-    if state is not None:  # the settings of the interrupted run, but for the machine's
-        now = {name: getattr(args, name) for name in RESUMABLE - {"preset"}}
-        args = Namespace(**vars(args) | state["args"] | now)
+    if state:  # the settings of the interrupted run, but for the machine's
+        now = {name: getattr(args, name) for name in RESUMABLE}
+        args = Namespace(**state["args"] | now)
 
     # corpus and model
     process = init_process(args)
@@ -543,22 +531,19 @@ def main(argv: list[str] | None = None):
         run = Run(args, corpus, process)
     except ValueError as error:  # of the tokenizer or the configuration, and written to be read
         sys.exit(str(error))
-    if state is not None:
+    if state:
         run.load(state)
     elif process.is_main:
         with exit_if_unwritable(run.out):
+            run.out.mkdir(parents=True, exist_ok=True)
             delete_checkpoint(run.out)
             corpus.tokenizer.save(run.out)
     process.print(introduce(run))
 
     # loop
-    if args.resume:  # of its minutes, a resumed run has those left that it had not used
-        started = time.perf_counter() - run.share * 60 * args.minutes
     if train(run, caught, started):
         # every held-out token once, after the last checkpoint was written
-        nats, count = run.score()
-        if process.is_main:
-            report_result(run, nats, count)
+        report_result(run, *evaluate(run.model, corpus, process))
     else:
         process.print(
             f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` "

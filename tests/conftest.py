@@ -54,14 +54,15 @@ def quicken_the_interpreter():
 
     def quicken(kind, key_of):
         """Objects of this class with the same key are given the attributes of the first one."""
-        slow_init, known = kind.__init__, {}
+        slow_init = kind.__init__
+        cache = {}
 
         def init(self, *args):
             key = key_of(*args)
-            if key not in known:
+            if key not in cache:
                 slow_init(self, *args)
-                known[key] = dict(vars(self))
-            vars(self).update(known[key])
+                cache[key] = dict(vars(self))
+            vars(self).update(cache[key])
             if kind is core.tensor:
                 self.handle = args[0]
 

@@ -2,7 +2,7 @@
 The engine's scores beside transformers': a `Judge` serves texts and compares every log-probability
 that comes out.
 
-    judge = Judge(theirs, ours, attention="torch")
+    judge = Judge(hf_model, ours, attention="torch")
     judge.ask(prompt, max_tokens=14)
     judge.finish()        # raises AssertionError where one differs
 """
@@ -22,12 +22,12 @@ counted = Counter()
 
 
 @torch.no_grad()
-def log_probabilities(theirs, tokens: list[int], last: int = 0) -> Tensor:
+def log_probabilities(hf_model, tokens: list[int], last: int = 0) -> Tensor:
     """
     transformers' log-probabilities of the tokens that may follow each token of a text, (T, V); with
     `last`, only of the last ones.
     """
-    logits = theirs(torch.tensor([tokens]), use_cache=False, logits_to_keep=last).logits
+    logits = hf_model(torch.tensor([tokens]), use_cache=False, logits_to_keep=last).logits
     return logits[0].float().log_softmax(-1)
 
 
@@ -50,12 +50,12 @@ def report():
 
 class Judge:
     """
-    Serves texts by `ours`, and judges the answers by `theirs`: the tokens that were chosen to
+    Serves texts by `ours`, and judges the answers by `hf_model`: the tokens that were chosen to
     TOLERANCE, the other candidates, which may be unlikely, to `candidates`.
     """
 
-    def __init__(self, theirs, ours: GPT, candidates: float = TOLERANCE, **settings):
-        self.theirs = theirs
+    def __init__(self, hf_model, ours: GPT, candidates: float = TOLERANCE, **settings):
+        self.hf_model = hf_model
         self.candidates = candidates
         self.engine = Engine(ours, Settings(check=True, **settings))
         poison(self.engine.runner, self.engine.scheduler)
@@ -88,7 +88,7 @@ class Judge:
         answer = [token for output in outputs for token in output.tokens]
         scored = outputs[0].prompt_logprobs
         last = 0 if scored else len(answer) + 1
-        expected = log_probabilities(self.theirs, prompt + answer, last)
+        expected = log_probabilities(self.hf_model, prompt + answer, last)
         if scored:
             self.compare(expected[: len(prompt) - 1], prompt[1:], scored)
         expected = expected[-len(answer) - 1 : -1]

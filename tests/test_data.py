@@ -3,7 +3,6 @@ data/: the same corpus on every run, held-out text kept apart, and files that ar
 """
 
 import hashlib
-import os
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,21 +85,6 @@ def test_stdlib_without_sources_says_so(library, tmp_path):
             (library / name).unlink()
     with pytest.raises(SystemExit, match=r"files to train on and 0 to hold out .* choose another"):
         prepare(tmp_path / "out")
-
-
-def test_shakespeare_is_nanogpts(tmp_path):
-    """65 symbols, 1,003,854 and 111,540 tokens, and the ids of nanoGPT's sorted vocabulary."""
-    text = ROOT.parent / "shared" / "data" / "tinyshakespeare" / "input.txt"
-    path = Path(os.environ.get("SHAKESPEARE_TXT") or text)
-    if not path.is_file():
-        pytest.skip("the text is not at hand: set SHAKESPEARE_TXT")
-    (tmp_path / "input.txt").symlink_to(path)
-    shakespeare["prepare"](tmp_path)
-    train = read_corpus(tmp_path, "train")
-    assert len(train) == 1_003_854
-    assert len(read_corpus(tmp_path, "val")) == 111_540
-    assert load_tokenizer(tmp_path).vocab_size == 65
-    assert train[:10].tolist() == [18, 47, 56, 57, 58, 1, 15, 47, 58, 47]  # "First Citi"
 
 
 def test_the_last_tenth_of_shakespeare_is_held_out(tmp_path):

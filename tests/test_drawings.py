@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 import bench
-import paged
 from assets import draw
-from engine.engine import Engine
 from engine.events import VERSION, RecordError
-from model import GPT, GPTConfig
+from model import GPTConfig
 from paged import TO_COME, Request, Scheduler
-from params import SamplingParams
 from server import live
 
 ROOT = Path(__file__).parents[1]
@@ -145,20 +142,3 @@ def test_the_ruler_of_cursors():
     # before the step is under way, 9 are filled
     assert cursors == {name: int(end) for name, end in drawn} and ("filled", "9") in drawn
     assert request.tokens_so_far[10] is TO_COME and request.num_tokens == 11
-
-
-def test_which_of_the_posts_names_serving_runs():
-    """A reader who sets a breakpoint in one that is only to be read waits for ever."""
-    comment = Path(paged.__file__).read_text().partition("Of the post's names")[2]
-    runs, read = comment.partition("#   examples/post.py")[0].split("to be read:")
-    names = re.findall(r"[a-z_]+", runs.partition("serving runs:")[2])
-    only_read = re.findall(r"\w+", read)
-    engine = Engine(GPT(GPTConfig(vocab_size=32, n_layer=1, n_head=1, n_embd=8)))
-    called = set()
-    sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name))
-    try:
-        engine.generate([[1] * 40], SamplingParams(max_tokens=20), progress=False)
-    finally:
-        sys.setprofile(None)
-    assert len(names) == 8 and called.issuperset(names)
-    assert len(only_read) == 7 and called.isdisjoint(only_read)

@@ -1,11 +1,9 @@
 """
-What fits: a model is refused before it is loaded, a pool takes its share of memory, packing copies
-only what it packs.
+What fits: a model is refused before it is loaded, packing copies only what it packs.
 """
 
 import io
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,9 +13,9 @@ from test_checkpoint import LLAMA, random_model
 from checkpoint import SavedWeights, load_checkpoint, save_checkpoint
 from engine import sizing
 from engine.engine import Engine
-from engine.sizing import check_fits, with_step_size
+from engine.sizing import check_fits
 from ops import cpu
-from ops.cpu import PackedLinear, UnpackedLinear, can_pack, packed_for_cpu
+from ops.cpu import PackedLinear, UnpackedLinear, packed_for_cpu
 from params import SamplingParams, Settings
 
 
@@ -87,33 +85,12 @@ def test_memory_that_holds_cached_files_is_free(monkeypatch):
     assert sizing.memory_of(torch.device("cpu")) == (163840, 163840)
 
 
-def test_a_pool_takes_its_share_of_what_is_free(monkeypatch):
-    """Not of what the machine has, and no more than the texts need; a block at least."""
-    model = random_model(**LLAMA)
-    size = sizing.bytes_per_block(model, 4)
-    useful = 3 * -(-model.config.context_length // 4) * 3 // 4
-    settings = with_step_size(Settings(block_size=4, max_num_seqs=3), False)
-    cases = [(0, 1), (7 * size, 7), (7 * size - 1, 6), (10**6 * size, useful)]
-    for share, num_blocks in cases:
-        set_memory(monkeypatch, share / sizing.POOL_SHARE["cpu"])
-        assert sizing.with_pool_size(settings, model).num_blocks == num_blocks
-    set_memory(monkeypatch, 0, 5 * size)  # a pool that is asked for may swap
-    asked = replace(settings, num_blocks=5)
-    assert sizing.with_pool_size(asked, model).num_blocks == 5
-    with pytest.raises(ValueError, match="a KV pool of 6 blocks of 4 tokens takes"):
-        sizing.with_pool_size(replace(settings, num_blocks=6), model)
-
-
 def test_block_tables_are_as_long_as_texts_may_be():
     """
     A context of 131,072 made tables of 8,192 blocks, gathered in each step, whatever
     --max-model-len said.
     """
     model = random_model(**LLAMA)
-    engine = Engine(model, Settings(block_size=4, num_blocks=7, max_num_seqs=2))
-    assert engine.max_model_len == 28  # what fits: not the context's 33
-    assert engine.runner.known.block_tables.shape == (3, 7)
-    assert "1 text of 28 (the model's context has 33)" in engine.statement()
     engine = Engine(model, Settings(block_size=4, num_blocks=9, max_num_seqs=2, max_model_len=17))
     assert engine.runner.known.block_tables.shape == (3, 5)
     prompts = [list(range(13)), list(range(20, 29))]
@@ -124,35 +101,33 @@ def test_block_tables_are_as_long_as_texts_may_be():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packing_copies_only_what_it_packs(dtype):
-    """The whole model was copied first: three times the memory at the start."""
+@pytest.mark.parametrize("can_pack", [True, False])
+def test_packing_copies_only_what_it_packs(dtype, can_pack, monkeypatch):
+    """
+    The whole model was copied first: three times the memory at the start. Matrices that cannot be
+    packed are the model's own. Without AVX-512 a bf16 model was served as it is, its norms and sums
+    between layers in bf16 as well: all but matrices is fp32.
+    """
+    if not can_pack:
+        monkeypatch.setattr(cpu, "can_pack", lambda weight: False)
     model = random_model(**LLAMA | {"tied": True}).to(dtype)
+    kind = PackedLinear if cpu.can_pack(model.wte.weight) else UnpackedLinear
     tokens = torch.arange(9)[None]
     before = model(tokens)[0]
     packed = packed_for_cpu(model)
-    assert all(w.dtype == dtype and w.requires_grad for n, w in model.named_parameters())
-    assert torch.equal(model(tokens)[0], before) and model.lm_head.weight is model.wte.weight
-    assert packed.wte.weight.dtype == torch.float32 and not packed.wte.weight.requires_grad
-    is_shared = packed.wte.weight.data_ptr() == model.wte.weight.data_ptr()
-    assert is_shared == (dtype == torch.float32)
-    kind = PackedLinear if can_pack(model.wte.weight) else UnpackedLinear
-    assert isinstance(packed.h[0].mlp.c_fc, kind)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrices_keep_their_dtype_where_they_cannot_be_packed(dtype, monkeypatch):
-    """
-    Without AVX-512 a bf16 model was served as it is, its norms and sums between layers in bf16 as
-    well. The matrices are the model's own, not copied; all else is fp32.
-    """
-    monkeypatch.setattr(cpu, "can_pack", lambda weight: False)
-    model = random_model(**LLAMA | {"tied": True}).to(dtype)
-    packed = packed_for_cpu(model)
+    assert all(w.dtype == dtype and w.requires_grad for w in model.parameters())
+    assert torch.equal(model(tokens)[0], before)
+    embedding = model.wte.weight
+    assert model.lm_head.weight is embedding
     assert {w.dtype for w in packed.parameters()} == {torch.float32}
-    for layer, theirs in (packed.h[0].mlp.c_fc, model.h[0].mlp.c_fc), (packed.lm_head, model.wte):
-        assert isinstance(layer, UnpackedLinear)
-        assert layer.weight.dtype == dtype and layer.weight.data_ptr() == theirs.weight.data_ptr()
-    tokens = torch.arange(9)[None]
+    assert not packed.wte.weight.requires_grad
+    is_shared = packed.wte.weight.data_ptr() == embedding.data_ptr()
+    assert is_shared == (dtype == torch.float32)
+    matrices = {model.h[0].mlp.c_fc.weight: packed.h[0].mlp.c_fc, embedding: packed.lm_head}
+    for weight, layer in matrices.items():
+        assert isinstance(layer, kind)
+        if kind is UnpackedLinear:
+            assert layer.weight.dtype == dtype and layer.weight.data_ptr() == weight.data_ptr()
     exact = deepcopy(model).float()(tokens)[0]
     error = (packed(tokens)[0] - exact).abs().max()
-    assert error <= (model(tokens)[0] - exact).abs().max() + 1e-5
+    assert kind is PackedLinear or error <= (before - exact).abs().max() + 1e-5

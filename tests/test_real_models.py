@@ -18,9 +18,8 @@ pytest.importorskip("transformers")
 import real_models
 import transformers
 from judging import Judge, dense, distance, log_probabilities, report
-from tiny_models import spell_as_4
 
-from checkpoint import load_checkpoint, load_config
+from checkpoint import load_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_models]
 
@@ -50,7 +49,7 @@ class Real:
     def __init__(self, name: str):
         self.directory = real_models.make(name)
         how = {"attn_implementation": "eager", "dtype": torch.float32}
-        self.theirs = transformers.AutoModelForCausalLM.from_pretrained(self.directory, **how)
+        self.hf_model = transformers.AutoModelForCausalLM.from_pretrained(self.directory, **how)
         self.ours = load_checkpoint(self.directory)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.directory)
 
@@ -70,7 +69,7 @@ def real(request):
 
 def test_twelve_prompts(real):
     """48 greedy tokens each, all at once in the engine; the same texts again without a cache."""
-    judge = Judge(real.theirs, real.ours, UNLIKELY, num_blocks=200, max_num_seqs=12)
+    judge = Judge(real.hf_model, real.ours, UNLIKELY, num_blocks=200, max_num_seqs=12)
     prompts = [real.encode(prompt) for prompt in PROMPTS]
     for prompt in prompts:
         judge.ask(prompt, 48)
@@ -78,22 +77,13 @@ def test_twelve_prompts(real):
     assert "Paris" in real.tokenizer.decode(answers[0])
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = prompt + answer
-        said = log_probabilities(real.theirs, tokens, 49)
-        assert distance(dense(real.ours, tokens)[-49:], said) <= UNLIKELY
-
-
-def test_as_the_hub_spells_it(real, tmp_path):
-    """config.json of transformers 4, in which most models are kept there."""
-    path = real.directory / "config.json"
-    (tmp_path / "config.json").write_text(path.read_text())
-    spell_as_4(tmp_path)
-    assert "rope_theta" in (tmp_path / "config.json").read_text()
-    assert load_config(tmp_path) == real.ours.config
+        scored = log_probabilities(real.hf_model, tokens, 49)
+        assert distance(dense(real.ours, tokens)[-49:], scored) <= UNLIKELY
 
 
 def test_a_long_prompt(real):
     """More than 2,000 tokens, in chunks: four windows of Gemma's."""
-    judge = Judge(real.theirs, real.ours, UNLIKELY, num_blocks=140)
+    judge = Judge(real.hf_model, real.ours, UNLIKELY, num_blocks=140)
     tokens = real.encode(README.read_text())[:2100]
     judge.ask(tokens, 16)
     judge.finish()

@@ -1,9 +1,8 @@
 """
 Tiny random models of every family, made by transformers.
 
-    theirs = make("gemma2")              # transformers' model
-    theirs.save_pretrained(directory)    # what `load_checkpoint` must open
-    spell_as_4(directory)                # the same, as transformers 4 wrote it
+    hf_model = make("gemma2")               # transformers' model
+    hf_model.save_pretrained(directory)     # what `load_checkpoint` must open
 
 Their weights make everything matter: norms far from one, biases far from zero, attention that is
 neither even nor blind, windows shorter than the texts, an epsilon that is felt. What a model would
@@ -12,7 +11,6 @@ log-probabilities.
 """
 
 import json
-from pathlib import Path
 
 import torch
 import transformers
@@ -225,47 +223,13 @@ def fill(name: str, weight: Tensor, family: str, generator: torch.Generator):
 
 
 @torch.no_grad()
-def changed(theirs, family: str, **changes):
+def changed(hf_model, family: str, **changes):
     """The same weights, read as another configuration says."""
     other = build(config_of(family, **changes))
-    other.load_state_dict(theirs.state_dict(), strict=False)
+    other.load_state_dict(hf_model.state_dict(), strict=False)
     return other
 
 
 def text(seed: int, length: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
-
-
-# --------------------------------------------------------------------------------------------------
-# config.json
-
-
-def spell_as_4(directory: Path):
-    """
-    Write config.json as transformers 4 did, and as the hub's directories have it: theta and scaling
-    apart, the layers' types by a pattern, and nothing that the family's class knows.
-    """
-    config = json.loads((directory / "config.json").read_text())
-    kind = config["model_type"]
-    config["torch_dtype"] = config.pop("dtype")
-    spelled = config.pop("rope_parameters", None)
-    if kind == "gemma3_text":
-        local = spelled["sliding_attention"]
-        spelled = spelled["full_attention"]
-        config["rope_local_base_freq"] = local["rope_theta"]
-        config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
-    if spelled:
-        config["rope_theta"] = spelled.pop("rope_theta")
-        config["rope_scaling"] = None
-        if spelled["rope_type"] == "linear" and kind == "llama":  # the oldest name
-            config["rope_scaling"] = {"type": spelled.pop("rope_type")} | spelled
-        elif spelled["rope_type"] != "default":
-            config["rope_scaling"] = spelled
-    if kind != "qwen3" or not config["use_sliding_window"]:  # its windows are in no order
-        config.pop("layer_types", None)
-    if config["tie_word_embeddings"] == (kind in ("gpt2", "gemma2", "gemma3_text")):
-        del config["tie_word_embeddings"]
-    if kind == "llama" and config["head_dim"] == 16:  # a head's share of the width
-        del config["head_dim"]
-    (directory / "config.json").write_text(json.dumps(config))

@@ -4,7 +4,7 @@ whose length is set by --minutes.
 
     process = init_process(args)
     clock = Clock(run, started)
-    share = clock.part_of_rest(step_seconds)    # after each few steps
+    run.share = clock.share(step_seconds)       # after each few steps
 
 `process` goes wherever something depends on it: no function asks torch.distributed or the
 environment again.
@@ -169,23 +169,27 @@ TIMED = 5  # so many timed steps show how many will fit
 
 
 class Clock:
-    """The clock of `run`, whose --minutes began at `started`, a time.perf_counter()."""
+    """
+    The clock of `run`, whose --minutes began at `started`, a time.perf_counter(). A resumed run has
+    those that it had not used.
+    """
 
     def __init__(self, run, started: float):
         self.run = run
-        self.end = started + 60 * run.args.minutes
+        self.end = started + 60 * run.args.minutes * (1 - run.share)
         self.counted: float | None = None  # until when the run's time has been counted
         self.recent = deque(maxlen=20)  # seconds of each of the last steps
 
-    def part_of_rest(self, step_seconds: float) -> float:
+    def share(self, step_seconds: float) -> float:
         """
-        The part of the run's remaining time that went by since the last call; 1 when time is up.
-        `step_seconds`: of each step since then.
+        The share of the run that is done, 1 when time is up: of its rest, the part that went by
+        since the last call. `step_seconds`: of each step since then.
         """
         now = time.perf_counter()
+        share = self.run.share
         if self.counted is None:  # a first step allocates, or compiles: the others are faster
             self.counted = now
-            return 0.0
+            return share
         spent = now - self.counted
         self.counted = now
         self.recent.append(step_seconds)
@@ -194,7 +198,7 @@ class Clock:
         timed = len(self.recent)
         if timed == TIMED or (timed < TIMED and not left):
             self.warn_of_few_steps(left / step_seconds)
-        return spent / (spent + left) if left else 1.0
+        return share + (1 - share) * spent / (spent + left) if left else 1.0
 
     def warn_of_few_steps(self, more: float):
         """Print a warning if fewer than LEAST_STEPS fit into a new run: those done, and `more`."""

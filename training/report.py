@@ -3,7 +3,7 @@ The output of a training run: its settings, its progress, samples of its model, 
 good the model is, or why it cannot go on.
 
     print(introduce(run))
-    print_progress(run, loss, tokens_per_second)    # after some steps
+    print_progress(run, loss, step_seconds)         # after some steps
     generate_texts(run, count=1, length=64)
     report_result(run, nats, count)
 """
@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 
 from common import plural, write_atomically
 
-LAST_SAMPLES = 3
+SAMPLE_TOKENS = 64
+LAST_SAMPLES = 3  # at the end of a run, of twice as many tokens
 TEMPERATURE = 0.6  # at 0.8 a small model stumbles over its rarer choices, at 0.4 it repeats itself
 
 # --------------------------------------------------------------------------------------------------
@@ -50,12 +51,13 @@ def introduce(run) -> str:
 # Meanwhile
 
 
-def print_progress(run, loss: float, tokens_per_second: float):
+def print_progress(run, loss: float, step_seconds: float):
     """On a terminal: a line that the next one, which is longer, overwrites."""
     if run.process.is_main and sys.stderr.isatty():
         done = f"step {run.step}, {run.share:.0%}"
-        line = f"{done}: loss {loss:.3f}, {tokens_per_second / 1e3:.1f}k tokens/s"
-        print(f"{line}\x1b[K", end="\r", file=sys.stderr, flush=True)
+        rate = run.args.batch_size * run.args.context_length / step_seconds / 1e3
+        line = f"{done}: loss {loss:.3f}, {rate:.1f}k tokens/s\x1b[K"
+        print(line, end="\r", file=sys.stderr, flush=True)
 
 
 def generate_texts(run, count: int, length: int) -> list[str]:
@@ -93,16 +95,18 @@ def generate_texts(run, count: int, length: int) -> list[str]:
 def report_result(run, nats: float, count: int):
     """
     Log and print how well the last `count` held-out tokens were predicted, `nats` in all; show
-    samples, and draw loss.png.
+    samples, and draw loss.png. Only the main process prints and writes.
     """
     bits = run.corpus.bits_per_byte(nats, count)
     run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(bits, 5))
+    if not run.process.is_main:
+        return
     run.write_log()
     print(
         f"held out: {count:,} tokens, each scored once, in windows of {run.args.context_length}\n"
         f"val loss: {nats / count:.4f} nats a token"
     )
-    for i, text in enumerate(generate_texts(run, LAST_SAMPLES, 2 * run.args.sample_tokens), 1):
+    for i, text in enumerate(generate_texts(run, LAST_SAMPLES, 2 * SAMPLE_TOKENS), 1):
         print(f"sample {i}:\n{textwrap.indent(text, '    ')}")
     print(f"bits per byte: {bits:.3f}")
     draw(run.log, run.out / "loss.png")  # last: for the Makefile, this is what ends a training

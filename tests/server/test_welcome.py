@@ -7,7 +7,7 @@ import pytest
 import bench
 import serve
 import train
-from common import Help, announce, plural
+from common import add_flag, announce, plural
 
 TRAIN, BENCH = train.build_parser().parse_args, bench.build_parser("", bench.COMMANDS).parse_args
 FLAG = "unrecognized arguments: "
@@ -47,12 +47,12 @@ def test_one_process_says_that_it_begins(monkeypatch, capsys):
 
 
 def test_help_names_defaults_that_are_some():
-    parser = argparse.ArgumentParser(formatter_class=Help)
-    parser.add_argument("--number", default=3, help="a number")
-    parser.add_argument("--none", help="nothing")
-    parser.add_argument("--list", nargs="*", default=[], help="a list")
-    parser.add_argument("--switch", action="store_true", help="a switch")
-    parser.add_argument("--zero", default=0, help="a zero")
+    parser = argparse.ArgumentParser()
+    add_flag(parser, "--number", "a number", 3)
+    add_flag(parser, "--none", "nothing")
+    add_flag(parser, "--list", "a list", [], nargs="*")
+    add_flag(parser, "--switch", "a switch", False)
+    add_flag(parser, "--zero", "a zero", 0)
     text = parser.format_help()
     assert "a number (default: 3)" in text and "a zero (default: 0)" in text
     assert text.count("(default") == 2

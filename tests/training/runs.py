@@ -14,8 +14,7 @@ from tokenizer import load_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = train.Process(torch.device("cpu"), torch.float32, compile=False)
 FLAGS = """--n_layer=1 --n_head=2 --n_embd=16 --context_length=32 --short_context=16 --batch_size=4
-    --warmup=2 --dropout=0.1 --dtype=float32 --device=cpu --eval_every=5 --eval_tokens=64
-    --sample_tokens=4"""
+    --warmup=2 --dropout=0.1 --dtype=float32 --device=cpu --eval_every=5 --eval_tokens=64"""
 TINY = FLAGS.split()
 
 

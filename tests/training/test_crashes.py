@@ -1,11 +1,10 @@
 """
-Kills at each write: whatever training writes, a process that dies between two operations on files,
-or a machine that loses power there, leaves a directory that is whole: served, resumed or begun
-anew, never a mixture.
+Kills at each write: whenever a process dies while it trains, it leaves a directory that is whole:
+served, resumed or begun anew, never a mixture.
 
-Nothing is killed. A `Disk` notes what is on disk around each operation, while a training runs once,
-undisturbed; each of these moments is then laid out in a directory of its own, and opened in all
-ways.
+Nothing is killed. A `Disk` notes the files after each rename and each deletion, while a training
+runs once, undisturbed; each of these moments is then laid out in a directory of its own, and opened
+in all ways.
 """
 
 import io
@@ -24,7 +23,7 @@ from tokenizer import load_tokenizer
 from training.corpus import char_tokenizer, write_corpus
 
 FLAGS = """--device=cpu --dtype=float32 --n_layer=1 --n_head=1 --n_embd=16
-    --context_length=16 --batch_size=2 --sample_tokens=1 --eval_tokens=32 --eval_every=1"""
+    --context_length=16 --batch_size=2 --eval_tokens=32 --eval_every=1"""
 PICTURE = b"the curve of a loss"
 TEXT = "a tale told by an idiot, full of sound and fury, signifying nothing. " * 9
 TEXTS = {1: TEXT, 2: TEXT.upper()}
@@ -32,73 +31,31 @@ TEXTS = {1: TEXT, 2: TEXT.upper()}
 
 class Disk:
     """
-    The files that a crash would leave in a folder, at each moment since this was made: `moments`
-    are dictionaries, name -> bytes.
-
-    A killed process leaves all that it has written. A power cut leaves whole only what was flushed
-    to disk by fsync: of all else, also under the name to which it was renamed later, the second
-    half is missing.
+    The files that a kill would leave in a folder, at each moment since this was made: `moments` are
+    dictionaries, name -> bytes. Files appear by a rename, else half of one might be left; that all
+    of it is on the disk by then, test_common.py holds.
     """
 
     def __init__(self, folder: Path, monkeypatch):
         self.folder = folder
-        self.moments: list[dict[str, bytes]] = []
-        self.flushed = self.files()  # name -> what is safe of it
-        for name in ("fsync", "replace", "rename", "unlink", "remove"):
-            monkeypatch.setattr(os, name, self.noted(name, getattr(os, name)))
-        self.look()
+        self.moments = [self.files()]
+        for name in ("replace", "rename", "unlink", "remove"):
+            monkeypatch.setattr(os, name, self.noted(getattr(os, name)))
 
     def files(self) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in self.folder.iterdir() if path.is_file()}
+        """Without temporary ones, which nobody reads."""
+        paths = [path for path in self.folder.glob("*.*") if path.suffix != ".tmp"]
+        return {path.name: path.read_bytes() for path in paths}
 
-    def look(self):
-        """Note what a kill and what a power cut would leave now."""
-        written = self.files()
-        safe = dict(written)
-        for name, content in written.items():
-            if self.flushed.get(name) != content:
-                safe[name] = content[: len(content) // 2]
-        for files in (written, safe):
-            if files not in self.moments[-2:]:
-                self.moments.append(files)
-
-    def noted(self, name: str, function):
-        """An operation on files that takes notes before and after it is done."""
+    def noted(self, operation):
+        """A rename or a deletion that takes notes."""
 
         def operate(*arguments, **named):
-            self.look()
-            if name == "fsync":  # of this disk, not of the real one
-                self.flush(*arguments)
-                result = None
-            else:
-                result = function(*arguments, **named)
-                self.move(*(Path(path).name for path in arguments))
-            self.look()
-            return result
+            assert self.files() == self.moments[-1], "a file was written in place"
+            operation(*arguments, **named)
+            self.moments.append(self.files())
 
         return operate
-
-    def flush(self, fd: int):
-        inode = os.fstat(fd).st_ino
-        for path in self.folder.iterdir():
-            if path.stat().st_ino == inode:
-                self.flushed[path.name] = path.read_bytes()
-
-    def move(self, old: str, new: str | None = None):
-        """To another name, or, for None, away."""
-        content = self.flushed.pop(old, b"")
-        if new is not None:
-            self.flushed[new] = content
-
-    def distinct(self) -> list[dict[str, bytes]]:
-        """
-        The moments, of those that differ only in what nobody reads (temporary files, the log) one.
-        """
-        kept = {}
-        for files in self.moments:
-            read = [name for name in sorted(files) if not name.endswith((".tmp", ".jsonl"))]
-            kept[tuple((name, files[name]) for name in read)] = files
-        return list(kept.values())
 
 
 def lay_out(files: dict[str, bytes], folder: Path) -> Path:
@@ -184,9 +141,7 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(
         with pytest.MonkeyPatch.context() as patch:
             disk = Disk(out, patch)
             train.main(flags if seed == 1 else [*flags, "--overwrite"])
-            disk.look()
-        assert not [name for name in disk.files() if name.endswith(".tmp")]
-        moments += disk.distinct()
+        moments += disk.moments
         logs[seed] = read_log(out)
     verdicts = []
     for i, files in enumerate(moments):
@@ -231,7 +186,6 @@ def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(tmp_
         with pytest.MonkeyPatch.context() as patch:
             disk = Disk(folder, patch)
             write_corpus(folder, tokenizer, tokenizer.encode(text), tokenizer.encode(text[::-1]))
-            disk.look()
         moments += disk.moments
     verdicts = []
     for i, files in enumerate(moments):
@@ -256,7 +210,6 @@ def test_a_fetched_text_is_whole_or_absent(tmp_path, monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", download)
     disk = Disk(tmp_path, monkeypatch)
     assert shakespeare["fetch"](tmp_path / "input.txt") == TEXT
-    disk.look()
-    assert {files.get("input.txt") for files in disk.moments} == {None, TEXT.encode()}
+    assert disk.moments == [{}, {"input.txt": TEXT.encode()}]
     monkeypatch.setattr("urllib.request.urlopen", None)
     assert shakespeare["fetch"](tmp_path / "input.txt") == TEXT  # once

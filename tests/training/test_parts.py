@@ -26,22 +26,20 @@ from training.fast import training_ops
 
 def test_an_epoch_is_every_window_once_in_another_order():
     tokens = np.arange(1005, dtype=np.uint16)
-    starts_of = partial(epoch_starts, 99, 10)
-    epochs = [starts_of(3, epoch).tolist() for epoch in range(60)]
+    epochs = [epoch_starts(99, 10, 3, epoch).tolist() for epoch in range(60)]
     for starts in epochs:
         offset = min(starts)
-        assert 0 <= offset < 10
         assert sorted(starts) == list(range(offset, offset + 990, 10))
     # whatever the offset, every token comes: no two epochs cut the text at the same places
-    assert {starts[0] % 10 for starts in epochs} == set(range(10))
+    assert {min(starts) for starts in epochs} == set(range(10))
     rows_of = partial(batch_rows, tokens, 9, 10, 3)
     rows = np.concatenate([rows_of(step) for step in range(12)])
     firsts = rows[:, 0]
     assert firsts.tolist() == epochs[0] + epochs[1][:9]
     assert np.array_equal(rows, firsts[:, None] + np.arange(11))
-    shares = np.stack([rows_of(11, rank, 3) for rank in range(3)], 1)
-    assert np.array_equal(shares.reshape(9, 11), rows[-9:])
-    assert epochs[0] != starts_of(4, 0).tolist()
+    shares = [rows_of(11, rank, 3) for rank in range(3)]
+    assert np.array_equal(np.stack(shares, 1).reshape(9, 11), rows[-9:])
+    assert epochs[0] != epoch_starts(99, 10, 4, 0).tolist()
 
 
 def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
@@ -92,9 +90,10 @@ def test_evaluation_scores_every_token_once(corpus):
     assert train.evaluate(model, loaded, MACHINE) == (nats(32), 1001)
     assert count(process=MACHINE, limit=96) == 96 - 32 + 1001 % 32  # first, middle, last window
     assert count(process=MACHINE, limit=1) == 32
-    first = replace(MACHINE, world=2)
-    first.mean = lambda x: x
-    assert count(process=first, limit=1) == 64  # a window for each process, here times two
+    second = replace(MACHINE, rank=1, world=2)
+    second.mean = lambda x: x
+    # a window for each process, here the last one, times two
+    assert count(process=second, limit=1) == 2 * (1001 % 32)
     # of 32 windows the 99th process has none: its NaN made the sum of all processes NaN
     assert train.evaluate(model, loaded, replace(MACHINE, rank=98)) == (0.0, 0)
 
@@ -203,9 +202,8 @@ def test_initial_weights_are_gpt2s_and_follow_the_seed(tiny, corpus):
     N(0, 0.02), but the projections into the residual stream, of which two a layer add up, less;
     biases zero.
     """
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(500, context_length=200, n_layer=3, n_head=2, n_embd=64))
-    for name, w in model.named_parameters():
+    flags = [*tiny, "--arch=gpt2", "--bias", "--n_layer=3", "--n_embd=64", "--context_length=200"]
+    for name, w in new_run(flags, corpus).model.named_parameters():
         if w.ndim == 2:
             spread = 0.02 / math.sqrt(6) if "c_proj" in name else 0.02
             assert w.std().item() == pytest.approx(spread, rel=0.05), name

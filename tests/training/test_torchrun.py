@@ -4,15 +4,13 @@ which one writes and prints.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from runs import MACHINE, ROOT, TINY, new_run, read_log
+from runs import MACHINE, ROOT, new_run, read_log
 
 import train
 from checkpoint import load_checkpoint
@@ -26,14 +24,14 @@ from training.fast import training_ops
 
 def test_each_process_of_a_host_takes_a_gpu_of_its_own(monkeypatch):
     """`--device cuda` has no index, which torch.cuda.set_device refuses."""
-    assert train.pick_device(None) == train.pick_device("cpu") == torch.device("cpu")
+    pick = train.pick_device
+    assert pick(None) == pick("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert train.pick_device("cpu") == torch.device("cpu")
-    for local in (0, 5):
-        gpu = torch.device("cuda", local)
-        assert train.pick_device("cuda") == train.pick_device(None) == gpu
-        monkeypatch.setenv("RANK", "13")
-        monkeypatch.setenv("LOCAL_RANK", "5")
+    assert pick("cpu") == torch.device("cpu")
+    assert pick("cuda") == pick(None) == torch.device("cuda", 0)
+    monkeypatch.setenv("RANK", "13")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert pick("cuda") == pick(None) == torch.device("cuda", 5)
 
 
 FULL = {"avx512_bf16": True, "amx_bf16": True}
@@ -87,7 +85,7 @@ def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(
 # CPUs that may be used, siblings of each core, a container's share, OMP_NUM_THREADS -> threads
 THREADS = [
     (2, "0-1 0-1", "max 100000", None, 2),  # two hyperthreads of one core are both taken
-    (4, "0-1 0-1 2-3 2-3", "max 100000", None, 2),
+    (4, "0-1 0-1 2-3 2-3", "900000 100000", None, 2),
     (6, "0,8 1,9 2,10 3,11 4,12 5,13", "", None, 6),
     (4, "0 1 2 3", "250000 100000", None, 2),
     (4, "0 1 2 3", "50000 100000", None, 1),
@@ -127,42 +125,22 @@ def place(rank: int, world: int) -> train.Process:
     return replace(MACHINE, rank=rank, world=world)
 
 
-def train_as(rank: int, port: int, flags: list[str], folder: Path):
-    """One of two processes with torchrun's environment; its output goes to the file `rank`."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with open(folder / str(rank), "w") as sys.stdout:
-        train.main(flags)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd with a GPU cannot be forked")
-def test_two_processes_take_the_steps_of_one(corpus, tmp_path):
+def test_two_processes_take_the_steps_of_one(tiny, out, tmp_path):
     """Gradients are averaged, so losses and weights are those of one process up to rounding."""
-    flags = [*TINY, "--steps=4", "--dropout=0", "--eval_every=2", f"--data={corpus}"]
+    flags = [*tiny, "--steps=4", "--dropout=0", "--eval_every=2"]
     one = tmp_path / "one"
-    two = tmp_path / "two"
     train.main([*flags, f"--out={one}"])
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    work = (port, [*flags, f"--out={two}"], tmp_path)
-    torch.multiprocessing.start_processes(train_as, work, nprocs=2, start_method="fork")
-    expected = load_checkpoint(one).state_dict()
-    for name, w in load_checkpoint(two).state_dict().items():
-        assert (expected[name] - w).abs().max() < 1e-4
-    for alone, together in zip(read_log(one), read_log(two), strict=True):
-        assert together == pytest.approx(alone, abs=2e-4)
-    printed = (tmp_path / "0").read_text()
-    assert "device: 2 x CPU, 1 thread, float32" in printed
-    assert "val loss:" in printed
-    assert (tmp_path / "1").read_text() == ""
-
-
-@pytest.mark.slow
-def test_torchrun_starts_it(tiny, out):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [str(ROOT / "train.py"), *tiny, "--steps=2"]
-    subprocess.run(command, check=True, timeout=120)
+    command += [str(ROOT / "train.py"), *flags]
+    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    printed = done.stdout
+    expected = load_checkpoint(one).state_dict()
+    for name, w in load_checkpoint(out).state_dict().items():
+        assert (expected[name] - w).abs().max() < 1e-4
+    for alone, together in zip(read_log(one), read_log(out), strict=True):
+        assert together == pytest.approx(alone, abs=2e-4)
+    assert printed.startswith("device: 2 x CPU, 1 thread, float32")
+    assert printed.count("val loss:") == printed.count("step 2, ") == 1
     assert (out / "loss.png").exists()
 
 

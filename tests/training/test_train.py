@@ -13,7 +13,6 @@ import time
 
 import pytest
 import torch
-import transformers
 from runs import (
     ROOT,
     TINY,
@@ -36,7 +35,7 @@ from training.corpus import char_tokenizer, read_corpus, write_corpus
 
 
 def test_a_run_learns_and_leaves_a_checkpoint(tiny, corpus, out, capsys):
-    """Here and in transformers the same: a Llama, with dropout, which no file of a Llama says."""
+    """What it prints, what it logs, and the picture."""
     train.main([*tiny, "--steps=40"])
     steps = read_log(out, "loss")
     evaluations = read_log(out, "val_loss")
@@ -56,12 +55,6 @@ def test_a_run_learns_and_leaves_a_checkpoint(tiny, corpus, out, capsys):
     assert "held out: 1,001 tokens, each scored once, in windows of 32\n" in printed
     assert f"val loss: {last['val_loss']:.4f}"[:-1] in printed  # both are rounded
     assert f"bits per byte: {bits:.3f}" in printed
-    reference = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
-    assert isinstance(reference, transformers.LlamaForCausalLM)
-    tokens = torch.randint(300, (2, 32))
-    with torch.no_grad():
-        logits, _ = load_checkpoint(out)(tokens)
-        assert (reference(tokens).logits - logits).abs().max() < 1e-4
 
 
 # between two evaluations; then at once, at one, and in the long windows of the last quarter
@@ -114,6 +107,10 @@ def break_loss(run, result):
     return result * math.nan
 
 
+def break_norm(run, result):
+    return result * torch.tensor([1, math.inf])
+
+
 def break_weights(run, result):
     """Noticed by an evaluation: the loss of the step is that before its update."""
     run.model.wte.weight.data.fill_(math.nan)
@@ -121,39 +118,32 @@ def break_weights(run, result):
 
 # step -> what breaks in it, the message, the step of the checkpoint that is left
 DIVERGED = {
-    8: (break_loss, "^step 8: loss nan", 5),
-    10: (break_weights, "^step 10: held-out loss nan", 5),
-    20: (break_weights, "^step 20: held-out loss nan", 20),
+    8: (break_loss, "^step 8, loss nan, norm nan: stopped", 5),
+    9: (break_norm, r"^step 9, loss [\d.]+, norm inf: stopped", 5),
+    10: (break_weights, "^step 10, val_loss nan: stopped", 5),
+    20: (break_weights, "^step 20, val_loss nan, bits_per_byte nan: stopped", 20),
 }
 
 
+@pytest.mark.parametrize("stride", [1, 10])
 @pytest.mark.parametrize("at", DIVERGED)
-def test_a_loss_that_is_not_a_number_stops_the_run(tiny, out, monkeypatch, at):
+def test_a_number_that_is_not_finite_stops_the_run(tiny, out, monkeypatch, at, stride):
+    """Of steps whose losses are read together, the first bad one is named."""
     react, message, kept = DIVERGED[at]
+    monkeypatch.setitem(train.STRIDES, "cpu", stride)
     after_update(monkeypatch, lambda run, result: react(run, result) if run.step == at else None)
-    with pytest.raises(SystemExit, match=f"{message}.*stopped.* lower --matrix_lr"):
+    with pytest.raises(SystemExit, match=f"{message}.* lower --matrix_lr"):
         train.main([*tiny, "--steps=20"])
     state = torch.load(out / "train_state.pt", weights_only=True)
     assert state["step"] == kept
-    if kept < at:
-        assert_loads(out)
+    assert read_log(out, "loss")[-1]["step"] == min(at, 20) - (at < 10)
 
 
 def test_a_learning_rate_that_explodes_is_caught(tiny, out):
     """Nothing patched: the real thing, before anything was saved."""
-    with pytest.raises(SystemExit, match=r"gradient norm .* stopped"):
+    with pytest.raises(SystemExit, match=r"norm \S+: stopped"):
         train.main([*tiny, "--steps=20", "--vector_lr=1e30", "--eval_every=20"])
     assert not (out / "config.json").exists()
-
-
-def test_of_steps_that_are_read_together_the_first_bad_one_is_named(tiny, corpus):
-    run = new_run(tiny, corpus)
-    run.out.mkdir()
-    run.step = 30
-    losses = torch.ones(3, 2)
-    losses[1, 1] = losses[2, 0] = math.nan
-    with pytest.raises(SystemExit, match=r"^step 29: loss 1\.0, gradient norm nan: stopped"):
-        run.record_steps(losses.tolist())
 
 
 def test_a_full_disk_ends_the_run_with_a_message_and_keeps_what_was_saved(tiny, out, monkeypatch):
@@ -227,17 +217,24 @@ def test_a_directory_with_a_model_is_not_overwritten_by_accident(tiny, out):
 
 
 def test_nothing_to_resume(tmp_path):
-    state = tmp_path / "train_state.pt"
-
-    def assert_refused():
-        with pytest.raises(SystemExit, match=r"nothing to resume, .*train_state\.pt cannot be rea"):
+    """Nor from a version with other flags: a state with a weight decay ended in a traceback."""
+    path = tmp_path / "train_state.pt"
+    older = vars(train.parse_args([])) | {"weight_decay": 0.1}
+    contents = {
+        "No such file": None,
+        "": b"torn",
+        "Weights only load failed": {"args": tmp_path},  # whose unpickling could run anything
+        "another version of train.py wrote it": {"args": older, "step": 3},
+    }
+    for reason, content in contents.items():
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content:
+            torch.save(content, path)
+        with pytest.raises(
+            SystemExit, match=rf"nothing to resume, .*pt cannot be read \(.*{reason}"
+        ):
             train.main(["--resume", f"--out={tmp_path}"])
-
-    assert_refused()
-    state.write_bytes(b"torn")
-    assert_refused()
-    torch.save({"step": tmp_path}, state)  # whose unpickling could run anything
-    assert_refused()
 
 
 SMALL = {"n_layer": 2, "context_length": 512, "short_context": 128, "steps": None, "arch": "llama"}
@@ -252,6 +249,8 @@ SETTINGS = {
     "--device=cuda --minutes=5": GPU | {"steps": None},
     "bf16 --preset=gpt2-124M": {"arch": "gpt2", "activation": "gelu_new", "steps": 2000},
     "--activation=relu2": SMALL | {"activation": "relu2"},
+    "--preset=shakespeare_char": {"n_layer": 3, "n_head": 2, "batch_size": 16, "dropout": 0.0},
+    "--preset=shakespeare_char --device=cuda": {"n_layer": 6, "n_head": 6, "dropout": 0.2},
 }
 
 
@@ -261,12 +260,7 @@ def test_flags_come_before_the_preset_of_the_device_and_that_before_defaults(fla
     argv = [flag for flag in flags.split() if flag != "bf16"]
     args = vars(train.parse_args(["--device=cpu", *argv]))
     assert args | SETTINGS[flags] == args
-
-
-def test_presets_know_only_flags():
-    flags = vars(train.build_parser().parse_args([])).keys()
-    for preset in train.PRESETS.values():
-        assert all(settings.keys() <= flags for settings in preset.values())
+    assert args.keys() == vars(train.build_parser().parse_args([])).keys()
 
 
 def test_a_llama_has_the_weights_of_a_gpt2(corpus):
@@ -275,7 +269,7 @@ def test_a_llama_has_the_weights_of_a_gpt2(corpus):
     config = new_run(flags, corpus).model.config
     assert (config.norm, config.activation, config.gated) == ("rms", "silu", True)
     assert (config.n_inner, config.bias, config.tied) == (2048, False, True)
-    widths = {1: 8, 3: 8, 6: 16, 128: 344, 256: 680, 384: 1024}
+    widths = {3: 8, 6: 16, 128: 344, 256: 680, 384: 1024}
     assert {n: train.gated_width(n) for n in widths} == widths
 
 
@@ -355,40 +349,27 @@ def test_a_second_signal_kills(monkeypatch):
         assert caught[-1] == number and signal.getsignal(number) is signal.SIG_DFL
 
 
-def wait_until(condition, process: subprocess.Popen):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(40, marks=pytest.mark.slow)])
-def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(tiny, out, tmp_path, kills):
+@pytest.mark.slow
+def test_kill_9_at_random_moments_leaves_a_loadable_checkpoint(tiny, out):
     """
     Each life saves after every step, so that most kills fall into a save; the next life resumes
     what is left. The last one ends by Ctrl-C, with status 0 and what it had.
     """
-    moments = random.Random(kills)
+    moments = random.Random(0)
     step = 0
-    flags = [*tiny, "--steps=1000000", "--eval_every=1", "--sample_tokens=1"]
-    state = out / "train_state.pt"
-
-    def written() -> int:
-        return state.stat().st_mtime_ns if (out / "config.json").exists() else 0
-
-    for sign in [signal.SIGKILL] * kills + [signal.SIGINT]:
-        with open(tmp_path / "stdout", "w") as log:
-            command = [sys.executable, str(ROOT / "train.py"), *flags]
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        for _ in range(2):  # a resumed run saves before its first step
-            mark = written()
-            wait_until(lambda mark=mark: written() > mark, process)
+    flags = [*tiny, "--steps=1000000", "--eval_every=1"]
+    for sign in [signal.SIGKILL] * 40 + [signal.SIGINT]:
+        command = [sys.executable, str(ROOT / "train.py"), *flags]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        evaluations = (line for line in process.stdout if line.startswith("step "))
+        for _ in range(2):  # it saves after each
+            next(evaluations)
         time.sleep(moments.random() * 0.2)
         process.send_signal(sign)
-        status = process.wait(60)
-        assert status == (-sign if sign == signal.SIGKILL else 0)
+        printed, _ = process.communicate(timeout=60)
+        assert process.returncode == (0 if sign == signal.SIGINT else -sign)
         before = step
         step = assert_loads(out)["step"]
         assert step > before
         flags = ["--resume", f"--out={out}"]
-    assert f"stopped and saved at step {step}" in (tmp_path / "stdout").read_text()
+    assert f"stopped and saved at step {step}" in printed
