@@ -319,27 +319,6 @@ STOPS = (2, 8, 11, 99, -3)
 LIKELY = SamplingParams(top_p=0.5, seed=1)
 
 
-def random_params(choose: random.Random, V: int, likely: list[int]) -> SamplingParams:
-    """
-    Half of the requests ask for one thing, so that nothing else hides it; the others for several.
-    """
-    biases = [{0: 5, V // 2: -5}, {likely[0]: -3.5}]
-    several = {
-        "top_k": [1, 2, 5, 50, V - 1, V, 2**31 - 1],
-        "top_p": [0.1, 0.5, 0.9, 0.99],
-        "min_p": [0.02, 0.1, 0.5, 1],
-        "presence_penalty": [-1.0, 1.0],
-        "frequency_penalty": [-0.5, 0.7],
-        "repetition_penalty": [0.5, 1.3],
-        "logit_bias": biases,
-        "min_tokens": [4],
-    }
-    temperature = choose.choice([0, 0.3, 0.7, 1, 1.7, 2])
-    names = choose.sample(sorted(several), choose.choice([1, 1, 1, 2, 3, len(several)]))
-    fields = {name: choose.choice(several[name]) for name in names}
-    return SamplingParams(temperature, **fields)
-
-
 def random_requests(R: int, V: int, dtype, seed: int) -> tuple[Tensor, list[Row]]:
     """Logits [R, V] and requests; some rows are flat, some steep, and bf16 has many ties."""
     choose = random.Random(seed)
@@ -350,7 +329,7 @@ def random_requests(R: int, V: int, dtype, seed: int) -> tuple[Tensor, list[Row]
         # the tokens that a penalty or a ban must change
         prompt = choose.choices(best, k=choose.randrange(5))
         generated = choose.choices(best, k=choose.randrange(5))
-        params = random_params(choose, V, best)
+        params = oracle.random_params(choose, V, best)
         seed = choose.getrandbits(64) - 2**63
         stops = (best[0], V - 1, V + 7, -2)
         requests.append(Row(row, params, seed, row % 3, prompt, generated, stops))
