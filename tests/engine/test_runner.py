@@ -94,11 +94,12 @@ def capture(engine: Engine):
 
 def random_params(rng: random.Random) -> SamplingParams:
     params = oracle.random_params(rng, VOCABULARY, [3])
-    params = replace(params, seed=rng.getrandbits(64) - 2**63)
     stops = rng.sample(range(VOCABULARY), rng.choice([0, 0, 2]))
     max_tokens = max(rng.randint(1, 16), params.min_tokens)
-    n = rng.choice([None, None, 0, 1, 5])
-    return replace(params, max_tokens=max_tokens, stop_token_ids=stops, logprobs=n)
+    own = {"max_tokens": max_tokens, "stop_token_ids": stops, "seed": rng.getrandbits(64) - 2**63}
+    own["repetition_penalty"] = rng.choice([1.0, 0.7, 1.4])
+    own["logprobs"] = rng.choice([None, None, 0, 1, 5])
+    return replace(params, **own)
 
 
 @dataclass
