@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import cache
 
@@ -660,18 +661,14 @@ def test_any_number_of_kv_heads():
 def count_computed(engine: Engine) -> list[int]:
     """A list that grows by the number of tokens that the model really computes in each step."""
     computed = []
-    forward = engine.runner.model.hidden
+    model = engine.runner.model = copy(engine.runner.model)
+    hidden = model.hidden
 
-    class Counting:
-        config = engine.runner.model.config
+    def counting(batch, kv):
+        computed.append(len(batch.tokens))
+        return hidden(batch, kv)
 
-        def hidden(self, batch, kv):
-            computed.append(len(batch.tokens))
-            return forward(batch, kv)
-
-        logits = engine.runner.model.logits
-
-    engine.runner.model = Counting()
+    model.hidden = counting
     return computed
 
 
@@ -809,16 +806,19 @@ def test_a_full_pool_serves_every_request():
 
 def test_interleaved_generate_of_the_tutorial():
     """
-    Would catch: the post's own loop answering otherwise than the model, or in a pool where it must
-    preempt.
+    Would catch: the post's own loop answering otherwise than the model, by another request's
+    parameters, or in a pool where it must preempt.
     """
     model = trained_model()
-    requests = [Request(i, prompt(70 + i, 9 + 4 * i), 12, arrival_time=i) for i in range(5)]
+    params = [None, *mixed_params(12, 4)]  # without, a request is greedy
+    requests = []
+    for i, p in enumerate(params):
+        requests.append(Request(i, prompt(70 + i, 9 + 4 * i), 12, arrival_time=i, params=p))
     scheduler = interleaved_generate(model, requests, token_budget=16, max_kv_tokens=48)
     assert scheduler.num_preemptions > 0 and scheduler.is_done()
-    for request in requests:
-        assert request.num_generated == 12 and request.status == "done"
-        assert_equals_dense(model, request.prompt_tokens, request.generated_tokens, GREEDY)
+    for r in requests:
+        assert r.num_generated == 12 and r.status == "done"
+        assert_equals_dense(model, r.prompt_tokens, r.generated_tokens, r.params or GREEDY)
 
 
 def main():

@@ -195,7 +195,7 @@ def pool(engine):
     kv = engine.runner.pool.kv[0]
     batch, compute = next_step(engine)
     width = batch.block_tables.shape[1] * S
-    batch.prepared[0].gathers[:] = [gather.gather(batch, slice(8), slice(8), width, H, kv, 0)]
+    batch.prepared[0].calls[:] = [gather.gather(batch, slice(8), slice(8), width, H, kv, 0)]
     rows = gather.pool_rows(batch.slot_mapping, kv)[0]
     slot = batch.slot_mapping[2].item()
     print(f"slot {slot}: offset {slot % S} of block {slot // S}; K in rows {rows[:, 2].tolist()}")

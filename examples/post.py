@@ -2,8 +2,7 @@
 The loop of "Adding Paged Attention to NanoGPT" (the post) as its reader has typed it, on the pool,
 allocator, requests and scheduler of paged.py. Each function ends with what replaces it here.
 
-    python examples/post.py                                       # random weights: noise
-    python examples/post.py --model out/stdlib --prompt "def "    # a trained one
+    python examples/post.py --prompt "def "    # with the model in out/stdlib, or --model DIR
 
 A step, beside the same step of `interleaved_generate` at the end of engine/engine.py:
 
@@ -22,6 +21,7 @@ heads, Hk KV heads, D head size, V vocabulary.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,9 +33,10 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import load_checkpoint
-from model import GPT, TORCH, GPTConfig, WholeTexts, attention
+from model import TORCH, WholeTexts
 from paged import (
     KVBlockPool,
     Request,
@@ -46,7 +47,8 @@ from paged import (
     write_kv_to_pool,
 )
 from tokenizer import load_tokenizer
-from training.corpus import bpe_tokenizer
+
+pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
 
 # --------------------------------------------------------------------------------------------------
 # Before the model
@@ -93,18 +95,16 @@ def assemble_paged_cache(requests, pool, block_size):
     and how much of it is, for each request. In this repo: nothing; attention reads the pool through
     the block tables (kernels.py, `decode_kernel`).
     """
-    longest = max(request.num_filled_slots for request in requests)
-    pad_lengths = [longest - request.num_filled_slots for request in requests]
+    lengths = [request.num_filled_slots for request in requests]
     past_kvs = [[] for _ in pool.kv]
     for layer, head in pool.k_pool:
-        keys = []
-        values = []
-        for i, request in enumerate(requests):
-            where = request.block_table, block_size, request.num_filled_slots
-            k, v = gather_kv_from_pool(pool, *where, layer, head)  # [1, filled slots, D]
-            keys.append(F.pad(k, (0, 0, pad_lengths[i], 0)))
-            values.append(F.pad(v, (0, 0, pad_lengths[i], 0)))
-        past_kvs[layer].append((torch.cat(keys), torch.cat(values)))
+        pairs = []
+        for request, n in zip(requests, lengths, strict=True):
+            pair = gather_kv_from_pool(pool, request.block_table, block_size, n, layer, head)
+            pairs.append(torch.cat(pair).transpose(0, 1))  # [n, 2, D]
+        past_kvs[layer].append(pad_left(pairs).unbind(2))
+    longest = max(lengths)
+    pad_lengths = [longest - n for n in lengths]
     mask = torch.arange(longest) >= torch.tensor(pad_lengths)[:, None, None]
     return past_kvs, mask, pad_lengths
 
@@ -122,18 +122,18 @@ def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size)
         requests.append(prefill_req)
         num_new.append(chunk_size)
     past_kvs, past_mask, pad_lengths = assemble_paged_cache(requests, pool, block_size)
-    T = max(num_new)
-    tokens = torch.zeros(len(requests), T, dtype=torch.int64)
-    positions = torch.zeros_like(tokens)
-    seen = torch.eye(T, dtype=torch.bool).repeat(len(requests), 1, 1)
-    for i, request in enumerate(requests):
-        n = num_new[i]
+    tokens = []
+    positions = []
+    for request, n in zip(requests, num_new, strict=True):
         start = request.num_filled_slots
-        tokens[i, -n:] = torch.tensor(request.tokens_between(start, start + n))
-        positions[i, -n:] = torch.arange(start, start + n)
-        seen[i, -n:, -n:] = torch.ones(n, n).tril()  # causal; padding sees itself, for no NaN
+        tokens.append(torch.tensor(request.tokens_between(start, start + n)))
+        positions.append(torch.arange(start, start + n))
+    T = max(num_new)
+    is_new = torch.arange(T) >= T - torch.tensor(num_new)[:, None, None]  # [B, 1, T]
+    before = torch.ones(T, T).tril().bool()
+    seen = is_new & before | torch.eye(T).bool()  # padding sees itself, for no NaN
     mask = torch.cat((past_mask.expand(-1, T, -1), seen), 2)
-    return tokens, positions, past_kvs, mask[:, None], pad_lengths
+    return pad_left(tokens), pad_left(positions), past_kvs, mask[:, None], pad_lengths
 
 
 # --------------------------------------------------------------------------------------------------
@@ -154,12 +154,10 @@ def call_model(model, tokens, pos, past_kvs, attn_mask):
         past_k, past_v = (torch.stack(heads, 2) for heads in zip(*past, strict=True))
         return torch.cat((past_k, k), 1), torch.cat((past_v, v), 1)
 
-    def attend(q, kv, attn, batch):
-        G = attn.H // attn.Hk  # query heads that share a KV head
-        k, v = (x.transpose(1, 2).repeat_interleave(G, 1) for x in kv)  # [B, H, P + T, D]
-        mask = torch.zeros(attn_mask.shape).masked_fill(~attn_mask, -torch.inf)
-        q = q.transpose(1, 2)  # [B, H, T, D]
-        return attention(q, k, v, mask, attn.scale, softcap=attn.softcap).transpose(1, 2)
+    def attend(q, kv, attn, batch):  # fewer KV heads are shared: grouped-query attention
+        q, k, v = (x.transpose(1, 2) for x in (q, *kv))  # [B, H, T, D], [B, Hk, P + T, D]
+        options = {"scale": attn.scale, "enable_gqa": True}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, **options).transpose(1, 2)
 
     batch = WholeTexts(tokens, pos, TORCH._replace(store_kv=store_kv, attend=attend))
     x = model.hidden(batch, past_kvs)
@@ -172,15 +170,14 @@ def disassemble_paged_fused(all_reqs, new_kvs, num_new_per_req, pool, block_size
     its own, at the batch's `slot_mapping` (kernels.py, `store_kv_kernel`), and `Scheduler.advance`
     counts.
     """
-    for layer, heads in enumerate(new_kvs):
-        for head, (k, v) in enumerate(heads):
-            for i, request in enumerate(all_reqs):
-                n = num_new_per_req[i]
-                new = k[i : i + 1, -n:], v[i : i + 1, -n:]  # padding is on the left
-                where = request.block_table, block_size, request.num_filled_slots
-                write_kv_to_pool(pool, *where, *new, layer, head)
     for i, request in enumerate(all_reqs):
-        request.num_filled_slots += num_new_per_req[i]
+        n = num_new_per_req[i]
+        where = request.block_table, block_size, request.num_filled_slots
+        for layer, heads in enumerate(new_kvs):
+            for head, (k, v) in enumerate(heads):
+                new = k[i : i + 1, -n:], v[i : i + 1, -n:]  # padding is on the left
+                write_kv_to_pool(pool, *where, *new, layer, head)
+        request.num_filled_slots += n
 
 
 @torch.no_grad()
@@ -249,18 +246,14 @@ def interleaved_generate(
 
 def main():
     parser = argparse.ArgumentParser(description="The loop of the post, on this repo's pool.")
-    parser.add_argument("--model", help="a checkpoint directory (default: small and random)")
+    parser.add_argument("--model", default="out/stdlib", help="a checkpoint directory")
     parser.add_argument("--prompt", default="def add(a, b):", help="a text to continue three times")
     args = parser.parse_args()
-    tokenizer = bpe_tokenizer([])  # a token for each byte
-    model = GPT(GPTConfig(257, 128, n_layer=2, n_head=2, n_embd=32)).eval()
     try:
-        if args.model:
-            tokenizer = load_tokenizer(args.model)
-            model = load_checkpoint(args.model)
+        tokenizer = load_tokenizer(args.model)
         prompt = tokenizer.encode(args.prompt)
         requests = [Request(i, prompt, 24) for i in range(3)]
-        interleaved_generate(model, requests)
+        interleaved_generate(load_checkpoint(args.model), requests)
     except ValueError as error:
         sys.exit(str(error))
     for request in requests:

@@ -167,7 +167,7 @@ def compile_decode_one(model: GPT, quantize: str, kv: Tensor) -> Callable:
     def decode_one(batch: Batch) -> Tensor:
         rows = {}
         for window, plan in batch.prepared.items():
-            (context,) = plan.gathers
+            (context,) = plan.calls
             rows[window] = context.kv_rows[..., :-1].contiguous()
         logits, new = step(batch.tokens, batch.positions, rows, kv)
         kv.view(L, -1, D).index_copy_(1, plan.store_rows, new.view(L, -1, D))

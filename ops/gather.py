@@ -37,7 +37,7 @@ class GatherPlan(NamedTuple):
     """What `prepare_torch` leaves in batch.prepared, for a window."""
 
     store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
-    gathers: list[Gather]
+    calls: list  # of `Gather`, or of another operator's calls (ops/flex.py)
 
 
 def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def length_classes(lens: list[int]) -> list[list[int]]:
 def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
     """Work out, once for all layers, which rows of the pool the step writes and which it reads."""
     lens = batch.context_lens_host
-    gathers = []
+    calls = []
     num_decodes = batch.num_decodes
     decodes = [i for i in range(num_decodes) if lens[i]]  # the others are padding
     seen = [min(lens[i], window or lens[i]) for i in decodes]
@@ -94,16 +94,16 @@ def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPl
         places = slice(0, len(requests))
         if len(requests) < num_decodes:
             places = torch.tensor(requests, device=batch.tokens.device)
-        gathers.append(gather(batch, places, places, longest, H, kv, window))
+        calls.append(gather(batch, places, places, longest, H, kv, window))
     start = num_decodes
     for i in range(num_decodes, len(lens)):
         end = start + batch.query_lens_host[i]
         chunk = slice(i, i + 1)
         tokens = slice(start, end)
-        gathers.append(gather(batch, chunk, tokens, lens[i], H, kv, window))
+        calls.append(gather(batch, chunk, tokens, lens[i], H, kv, window))
         start = end
     store_rows = pool_rows(batch.slot_mapping[:, None], kv).flatten()
-    return GatherPlan(store_rows, gathers)
+    return GatherPlan(store_rows, calls)
 
 
 def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, window: int) -> Gather:
@@ -164,7 +164,7 @@ def paged_attention_torch(
         attention = partial(model.attention, softcap=attn.softcap)
     pool = kv.view(-1, D)
     out = None
-    for tokens, kv_rows, mask in batch.prepared[attn.window].gathers:
+    for tokens, kv_rows, mask in batch.prepared[attn.window].calls:
         _, b, Hk, _ = kv_rows.shape
         G = H // Hk
         k, v = F.embedding(kv_rows, pool).unbind()  # [b, Hk, C, D] each

@@ -11,6 +11,7 @@ often there was a choice is counted.
 """
 
 import math
+import random
 from collections import Counter
 
 import torch
@@ -136,3 +137,24 @@ def possible_tokens(
     counts["tokens"] += 1
     counts["ties"] += len(possible) > 1
     return possible
+
+
+def random_params(choose: random.Random, V: int, likely: list[int]) -> SamplingParams:
+    """
+    Half of the requests ask for one thing, so that nothing else hides it; the others for several.
+    """
+    biases = [{0: 5, V // 2: -5}, {likely[0]: -3.5}]
+    several = {
+        "top_k": [1, 2, 5, 50, V - 1, V, 2**31 - 1],
+        "top_p": [0.1, 0.5, 0.9, 0.99],
+        "min_p": [0.02, 0.1, 0.5, 1],
+        "presence_penalty": [-1.0, 1.0],
+        "frequency_penalty": [-0.5, 0.7],
+        "repetition_penalty": [0.5, 1.3],
+        "logit_bias": biases,
+        "min_tokens": [4],
+    }
+    temperature = choose.choice([0, 0.3, 0.7, 1, 1.7, 2])
+    names = choose.sample(sorted(several), choose.choice([1, 1, 1, 2, 3, len(several)]))
+    fields = {name: choose.choice(several[name]) for name in names}
+    return SamplingParams(temperature, **fields)

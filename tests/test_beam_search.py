@@ -1,43 +1,14 @@
 """
-examples/beam_search.py against a textbook's, which computes every beam's whole text again: with a
-model, and over hundreds of random scores (simulated_runner.py).
+examples/beam_search.py against a textbook's, which computes every beam's whole text again, over
+random scores (simulated_runner.py).
 """
 
 import random
 
-import pytest
-import torch
-
 from examples.beam_search import beam_search
-from test_paged import assert_idle, new_engine, prompt, raises, trained_model
+from test_paged import assert_idle, raises
 from tests.simulated_runner import VOCABULARY as V
 from tests.simulated_runner import greedy, score, simulated_engine
-
-
-def test_with_a_model():
-    """
-    Would catch: a beam that continues another's text, scores that belong to another beam, a beam
-    that ends early. A wider search finds at least as good an answer here.
-    """
-    start = prompt(12, 17)
-    for eos in (None, start[6]):  # a letter that the model expects soon: some beams end there
-        model = trained_model(eos_token_id=eos)
-        engine = new_engine(model, num_blocks=40, token_budget=8)  # the prompt comes in chunks
-        best = []
-        for width in (1, 3, 5):
-            answers = beam_search(engine, start, width, max_tokens=9)
-            assert len({tuple(tokens) for tokens, _ in answers}) == width
-            for tokens, total in answers:
-                with torch.no_grad():
-                    logits = model(torch.tensor([start + tokens]))[0][0, 16:-1]
-                own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])
-                assert total == pytest.approx(own.sum().item(), abs=1e-3)
-                assert len(tokens) == 9 or tokens[-1] == eos
-            best.append(answers[0][1])
-            assert eos is None or any(tokens[-1] == eos for tokens, _ in answers)
-            assert_idle(engine)
-        assert best == pytest.approx(sorted(best))
-        assert engine.scheduler.num_copies > 0 and engine.scheduler.num_forks > 0
 
 
 def tight_engine(S: int, P: int, width: int, max_tokens: int, eos=()):
@@ -51,7 +22,7 @@ def tight_engine(S: int, P: int, width: int, max_tokens: int, eos=()):
     return simulated_engine(eos, block_size=S, watermark=0, **sizes)
 
 
-def textbook(start: list[int], width: int, max_tokens: int, ends: set[int]) -> list[list[int]]:
+def textbook(start: list[int], width: int, max_tokens: int, ends: set[int]) -> list[tuple]:
     """
     The answers straight from the definition: all extensions of all beams; no blocks, no forks, no
     early end. Of the best 2 * width those that end are answers, and the best `width` of the others
@@ -70,7 +41,7 @@ def textbook(start: list[int], width: int, max_tokens: int, ends: set[int]) -> l
         ended = [one for one in best if one[0][-1] in ends or length == max_tokens]
         going = [one for one in best if one not in ended][:width]
         answers = sorted(answers + ended, key=lambda one: -one[1])[:width]
-    return [tokens for tokens, _ in answers]
+    return answers
 
 
 def test_over_random_scores():
@@ -90,8 +61,7 @@ def test_over_random_scores():
         start = [rng.randrange(V) for _ in range(P)]
         engine = tight_engine(S, P, width, max_tokens, eos)
         answers = beam_search(engine, start, width, max_tokens)
-        right = textbook(start, width, max_tokens, set(eos))
-        assert [tokens for tokens, _ in answers] == right, f"trial {trial}"
+        assert answers == textbook(start, width, max_tokens, set(eos)), f"trial {trial}"
         assert_idle(engine)
         assert engine.scheduler.num_preemptions == 0
         steps_saved += P + max_tokens - engine.num_steps

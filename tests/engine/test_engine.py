@@ -451,9 +451,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("attention", ["auto", "torch"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-def test_texts_longer_than_the_pool_are_the_dense_models(device, attention, overlap):
+def test_texts_longer_than_the_pool_are_the_dense_models(device, overlap):
     """
     A window of 16 touches 5 blocks of 4, and the pool has 7: so blocks are left, found and taken by
     others all the time. Every token is the dense model's, which computes whole texts.
@@ -461,7 +460,7 @@ def test_texts_longer_than_the_pool_are_the_dense_models(device, attention, over
     model = windowed_model(8, 16)
     sizes = {"num_blocks": 7, "max_num_seqs": 3, "token_budget": 12, "watermark": 0}
     served = deepcopy(model).to(device)
-    engine = new_engine(served, overlap=overlap, attention=attention, **sizes)
+    engine = new_engine(served, overlap=overlap, **sizes)
     engine.reference = model
     assert "1 text of 64" in engine.statement()
     prompts = [prompt(seed, length) for seed, length in enumerate([40, 6, 8, 30, 7])]

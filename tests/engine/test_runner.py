@@ -92,28 +92,14 @@ def capture(engine: Engine):
 # Requests that come and go
 
 
-# fields of SamplingParams of which a request has some
-EXTRAS = {
-    "top_k": [0, 3, 12],
-    "top_p": [1, 0.7, 0.97],
-    "min_p": [0, 0.05],
-    "presence_penalty": [1.0],
-    "frequency_penalty": [-0.5],
-    "repetition_penalty": [0.7, 1.4],
-    "logit_bias": [{3: 4.0, 5: -4.0}],
-}
-
-
 def random_params(rng: random.Random) -> SamplingParams:
-    max_tokens = rng.randint(1, 16)
-    params = {"max_tokens": max_tokens, "seed": rng.getrandbits(64) - 2**63}
-    params["temperature"] = rng.choice([0.0, 0.0, 0.6, 1.0, 1.7])
-    params["min_tokens"] = rng.choice([0, 0, rng.randint(0, max_tokens)])
-    params["stop_token_ids"] = rng.sample(range(VOCABULARY), rng.choice([0, 0, 2]))
-    params["logprobs"] = rng.choice([None, None, 0, 1, 5])
-    for name in rng.sample(sorted(EXTRAS), rng.choice([0, 1, 1, 2])):
-        params[name] = rng.choice(EXTRAS[name])
-    return SamplingParams(**params)
+    params = oracle.random_params(rng, VOCABULARY, [3])
+    stops = rng.sample(range(VOCABULARY), rng.choice([0, 0, 2]))
+    max_tokens = max(rng.randint(1, 16), params.min_tokens)
+    own = {"max_tokens": max_tokens, "stop_token_ids": stops, "seed": rng.getrandbits(64) - 2**63}
+    own["repetition_penalty"] = rng.choice([1.0, 0.7, 1.4])
+    own["logprobs"] = rng.choice([None, None, 0, 1, 5])
+    return replace(params, **own)
 
 
 @dataclass
