@@ -12,12 +12,12 @@ Without a Recorder nothing is computed. A record begins with a snapshot; each li
 changes of a step: what its `Plan` says, and the block tables that differ.
 
     {"event": "snapshot", "num_blocks": 32, "block_size": 16, .., "requests": [], "idle": []}
-    {"event": "step", "new": [{"r": 1, "prompt": 20, ..}], "step": 0, "admitted": [[1, 0, 20]],
-     "chunks": [[1, 0, 20]], "resolved": 0, "sampled": 1, "tables": [[1, 0, [0, 1]]], ..}
+    {"event": "step", "step": 0, "admitted": [[1, 0, 20]], "chunks": [[1, 0, 20]], "resolved": 0,
+     "sampled": 1, "new": [{"r": 1, "prompt": 20, ..}], "tables": [[1, 0, [0, 1]]], ..}
     {"event": "idle"}
 
-REFERENCE.md lists all fields. A reader keeps three tallies (`Tallies`; in the page, state.js):
-block tables, how many of them hold each block, and which blocks are committed, in the order in
+REFERENCE.md lists all fields. A reader keeps tallies (`Tallies`; in the page, state.js): block
+tables, and with them how many hold each block, and which blocks are committed, in the order in
 which they became idle. Imports no torch.
 """
 
@@ -25,10 +25,9 @@ import json
 import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
-from itertools import chain, count, islice, takewhile
+from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,7 +56,6 @@ class Recorder:
         self.has_tokens = tokens
         self.listeners: list[Callable[[str], None]] = []
         self.line = {}  # of the step under way
-        self.is_idle = False
         self.time = -math.inf  # of the last line, in seconds since the engine was started
         self._take_stock()
 
@@ -79,7 +77,6 @@ class Recorder:
         A step was started, and its tokens are not counted as filled yet; or a plan with nothing to
         compute has preempted a request.
         """
-        self._add_new()  # now: a request that ends with this step is gone afterwards
         if plan.decodes or plan.chunks:
             self.line["step"] = plan.step
             if plan.decodes != self.decodes:
@@ -89,11 +86,9 @@ class Recorder:
         # by its new block, which a request that was preempted after all no longer has
         writers = {r.block_table[-1]: r.arrival_number for r in plan.grown if r.block_table}
         copies = [[writers[to], to, of] for to, of in plan.copies.items() if to in writers]
-        self._add("preempted", numbers(plan.preempted))
-        self._add("admitted", admitted)
-        self._add("chunks", [[r.arrival_number, r.prefill_cursor, n] for r, n in plan.chunks])
-        self._add("copies", copies)
-        self._add("evicted", plan.evicted)
+        self._add(preempted=numbers(plan.preempted), admitted=admitted)
+        self._add(chunks=[[r.arrival_number, r.prefill_cursor, n] for r, n in plan.chunks])
+        self._add(copies=copies, evicted=plan.evicted)
         shortfall = self.scheduler.admission_shortfall
         if shortfall:
             self.line["lack"] = [self.scheduler.waiting[0].arrival_number, *shortfall]
@@ -102,10 +97,9 @@ class Recorder:
     def resolved(self, plan: Plan, new: list[tuple[Request, int]]):
         """The tokens of a step are known, and its full blocks committed."""
         self.line |= {"resolved": plan.step, "sampled": len(new)}
-        self._add("committed", plan.committed)
+        self._add(committed=plan.committed)
         if self.has_tokens:
-            tokens = [[r.arrival_number, token] for r, token in new if token != NO_TOKEN]
-            self._add("tokens", tokens)
+            self._add(tokens=[[r.arrival_number, token] for r, token in new if token != NO_TOKEN])
 
     def failed(self):
         """A step failed: no line has what its plan moved, so a snapshot follows."""
@@ -117,51 +111,45 @@ class Recorder:
         self._add_tables()
         self._add_ended()
         self._add_idle()
-        if self.line:
-            self._write(compact_json(self._line("step") | self.line))
+        has_changed = bool(self.line)
+        if has_changed:
+            self._write(self._text("step", self.line))
             self.line = {}
-            self.is_idle = False
         if self.lines_left <= 0:
             self._take_stock()
             self._write(self.snapshot())
-        if not self.is_idle and not self.engine.has_work:
-            self._write(compact_json(self._line("idle")))
-            self.is_idle = True
+        if has_changed and not self.engine.has_work:
+            self._write(self._text("idle", {}))
 
     # -- a line ------------------------------------------------------------------------------------
 
-    def _line(self, event: str) -> dict:
+    def _text(self, event: str, fields: dict) -> str:
         """Its time is later than that of each line before: by it a reader knows what it has."""
         now = time.monotonic() - self.engine.started
         self.time = round(max(now, self.time + 1e-5), 5)
-        return {"event": event, "time": self.time}
+        return compact_json({"event": event, "time": self.time} | fields)
 
     def _write(self, line: str):
         self.lines_left -= 1
         for listener in self.listeners:
             listener(line)
 
-    def _add(self, name: str, values: list):
+    def _add(self, **lists: list):
         """Empty lists are left out."""
-        if values:
-            self.line[name] = values
+        self.line |= {name: values for name, values in lists.items() if values}
 
     def _add_new(self):
         """Requests since the last line: queued, or forked from an active one."""
         scheduler = self.scheduler
         if scheduler.num_added == self.num_added:
             return
-        everyone = scheduler.waiting + scheduler.running
+        # one of the plan's may have ended with this step already
+        everyone = dict.fromkeys(scheduler.waiting + scheduler.running + self.changed)
         new = [r for r in everyone if r.arrival_number > self.num_added]
         self.num_added = scheduler.num_added
         self.changed += new
-        lines = self.line.setdefault("new", [])
-        for r in new:
-            self.tables[r] = []
-            # a fork is active from its beginning; any other was admitted at most
-            is_fork = r.status == "active"
-            state = {"status": r.status, "filled": r.num_filled_slots}
-            lines.append(identity(r) | (state if is_fork else {"status": "waiting", "filled": 0}))
+        self.tables |= {r: [] for r in new}
+        self._add(new=[identity(r) for r in new])
 
     def _add_tables(self):
         """The block tables that differ from the lines so far, and from which entry on."""
@@ -169,8 +157,8 @@ class Recorder:
             self.changed = self.scheduler.running + self.changed
         tables = []
         for r in dict.fromkeys(self.changed):
-            sent = self.tables.get(r)
-            if sent is None or r.block_table == sent:  # it has ended, or is as it was
+            sent = self.tables[r]
+            if r.block_table == sent:
                 continue
             # mostly it has grown, or its last block is a copy
             start = max(0, min(len(sent), len(r.block_table)) - 1)
@@ -179,24 +167,23 @@ class Recorder:
             sent[start:] = r.block_table[start:]
             tables.append([r.arrival_number, start, sent[start:]])
         self.changed = []
-        self._add("tables", tables)
+        self._add(tables=tables)
 
     def _add_ended(self):
         scheduler = self.scheduler
-        num_alive = len(scheduler.waiting) + scheduler.max_num_seqs - len(scheduler.free_rows)
-        if num_alive == len(self.tables):
+        if len(scheduler.waiting) + len(scheduler.running) == len(self.tables):
             return
         ended = [r for r in self.tables if r.status == "done"]
         for r in ended:
             del self.tables[r]
-        self._add("ended", [[r.arrival_number, r.finish_reason, r.num_generated] for r in ended])
+        self._add(ended=[[r.arrival_number, r.finish_reason, r.num_generated] for r in ended])
 
     def _add_idle(self):
         """The blocks that have become idle, in that order."""
         allocator = self.scheduler.block_allocator
         newest_first = reversed(allocator.idle.items())
         new = takewhile(lambda item: item[1] > self.num_idled, newest_first)
-        self._add("idle", [block for block, _ in new][::-1])
+        self._add(idle=[block for block, _ in new][::-1])
         self.num_idled = allocator.num_idled
 
     def snapshot(self) -> str:
@@ -214,12 +201,10 @@ class Recorder:
             "idle": [*self.scheduler.block_allocator.idle],
             "totals": self.engine.counts(),
         }
-        return compact_json(self._line("snapshot") | settings | state)
+        return self._text("snapshot", settings | state)
 
     def _describe(self, r: Request) -> dict:
         described = {
-            "status": r.status,
-            "filled": r.num_filled_slots,
             "target": r.prefill_target,
             "hits": r.num_hit_tokens,
             "preemptions": r.num_preemptions,
@@ -232,7 +217,7 @@ class Recorder:
 
 
 def identity(r: Request) -> dict:
-    """Its fields that never change. The key, of the prefix cache, names the API key."""
+    """What is new of it to a reader. The key, of the prefix cache, names the API key."""
     return {
         "r": r.arrival_number,
         "name": r.name,
@@ -240,6 +225,8 @@ def identity(r: Request) -> dict:
         "choice": r.choice,
         "prompt": len(r.prompt_tokens),
         "max_tokens": r.max_new_tokens,
+        "status": r.status,
+        "filled": r.num_filled_slots,
     }
 
 
@@ -285,9 +272,8 @@ class Subscribers:
 
     def leave(self, link):
         """It has no listeners any more, or is gone."""
-        if link in self.listening:
-            self.listening.remove(link)
-            self.left_at = time.monotonic()
+        self.listening.discard(link)
+        self.left_at = time.monotonic()
 
     def due_in(self, links) -> float | None:
         """Seconds until a message is due; None: there is nothing to send."""
@@ -297,9 +283,10 @@ class Subscribers:
         return max(0.0, self.sent_at + PUBLISH_SECONDS - time.monotonic())
 
     def publish(self, links):
-        """Send what is due, between two steps."""
+        """Send what is due, between two steps, while it is on."""
+        now = time.monotonic()
         if self.due_in(links) == 0:
-            self.sent_at = time.monotonic()
+            self.sent_at = now
             ready = {link for link in links.links.values() if not link.unsent}
             late = ready - self.up_to_date
             if self.lines:
@@ -308,7 +295,7 @@ class Subscribers:
                 send_lines(links, late, [self.engine.recorder.snapshot()])
             self.up_to_date = ready
             self.lines.clear()
-        if self.is_on and not self.listening and time.monotonic() > self.left_at + KEEP_SECONDS:
+        if not self.listening and now > self.left_at + KEEP_SECONDS:
             self.end(links)
 
     def end(self, links):
@@ -319,7 +306,6 @@ class Subscribers:
         send_lines(links, self.up_to_date & {*links.links.values()}, [])
         self.is_on = False
         self.up_to_date = set()
-        self.lines.clear()
 
 
 def send_lines(links, receivers: set, lines: list[str]):
@@ -339,14 +325,14 @@ def record_to(path: str, engine, tokens: bool = False, **fields):
         if file.closed:
             return
         data = f"{line}\n".encode()
+        end = file.tell()
         try:
-            end = file.tell()
             # at once, so that a killed process leaves whole lines
             if file.write(data) < len(data):
-                file.truncate(end)
                 raise OSError("no space is left for the next lines")
         except OSError as error:
             print(f"--record {path} ends here: {error}", file=sys.stderr, flush=True)
+            file.truncate(end)
             file.close()
 
     engine.recorder = Recorder(engine, tokens)
@@ -378,32 +364,23 @@ class Tallies:
         self.committed = set(snapshot["committed"])
         self.idle = dict.fromkeys(snapshot["idle"])  # the next to be evicted first
 
-    @property
-    def references(self) -> Counter[int]:
-        """block -> block tables that hold it"""
-        entries = chain(*self.tables.values())
-        return Counter(block for block in entries if block != self.num_blocks)
-
     def apply(self, line: dict):
         """The changes of a step."""
         for q in line.get("new", ()):
             self.tables[q["r"]] = []
         evicted = line.get("evicted", ())
-        self.committed.difference_update(evicted)
-        self._reuse(evicted)
+        idle = line.get("idle", ())
+        used = [*evicted, *idle]  # one that was idle before is now behind the others
         for r, start, blocks in line.get("tables", ()):
             self.tables[r][start:] = blocks
-            self._reuse(blocks)
+            used += blocks
+        self.committed.difference_update(evicted)
         self.committed.update(line.get("committed", ()))
         for r, *_ in line.get("ended", ()):
             del self.tables[r]
-        idle = line.get("idle", ())
-        self._reuse(idle)  # one that was idle before is now behind the others
-        self.idle |= dict.fromkeys(idle)
-
-    def _reuse(self, blocks: list[int]):
-        for block in blocks:
+        for block in used:
             self.idle.pop(block, None)
+        self.idle |= dict.fromkeys(idle)
 
 
 def replay(file: BinaryIO) -> Iterator[tuple[Tallies | None, dict]]:
@@ -417,17 +394,14 @@ def replay(file: BinaryIO) -> Iterator[tuple[Tallies | None, dict]]:
         data = file.readline(MAX_LINE)
         try:
             line = dict(json.loads(data))
-        except (ValueError, TypeError, RecursionError):
-            if number > 1 and len(data) < MAX_LINE and not data.endswith(b"\n"):
-                return  # or there is none
-            raise RecordError(f"this is no record: line {number} is {data[:60]!r}") from None
-        try:
             if line["event"] == "snapshot":
                 tallies = Tallies(line)
             elif line["event"] == "step":
                 tallies.apply(line)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise RecordError(f"line {number} contradicts itself or others: {error!r}") from None
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            if number > 1 and len(data) < MAX_LINE and not data.endswith(b"\n"):
+                return  # or there is none
+            raise RecordError(f"no record: line {number} is {data[:60]!r}: {error}") from None
         yield tallies, line
 
 
@@ -436,7 +410,7 @@ def open_record(path: str | Path) -> BinaryIO:
     try:
         file = Path(path).open("rb")  # noqa: SIM115 (the caller closes it)
         if not any(tallies for tallies, _ in islice(replay(file), 2)):
-            raise RecordError("this is no record: it does not begin with a snapshot")
+            raise RecordError("no record: it does not begin with a snapshot")
         file.seek(0)
         return file
     except (OSError, RecordError) as error:

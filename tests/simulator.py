@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from math import inf
 from typing import NamedTuple
 
@@ -822,8 +822,9 @@ class RecordedWorld(World):
         read = self.tallies
         tables = {r.arrival_number: r.block_table for r in everyone}
         assert read.tables == tables, f"tables {read.tables}, right: {tables}"
-        counts = Counter(dict(enumerate(allocator.ref_counts)))
-        assert read.references == counts, f"references {read.references}, right: {counts}"
+        entries = Counter(chain(*read.tables.values()))
+        counts = [entries[block] for block in range(read.num_blocks)]
+        assert counts == allocator.ref_counts, f"{counts}, right: {allocator.ref_counts}"
         held = allocator.block_cache.held
         assert read.committed == held.keys(), f"committed {read.committed}, right: {held.keys()}"
         idle = [*allocator.idle]

@@ -42,7 +42,7 @@ def play(scene: str, act, news):
 # Lines
 
 LINES = """
-{"event":"step","new":[{"r":2,"name":"","key":"","choice":0,"prompt":25,"max_tokens":1,"status":"waiting","filled":0},{"r":1,"name":"call","key":"key 1","choice":0,"prompt":6,"max_tokens":3,"status":"waiting","filled":0}],"step":0,"admitted":[[1,0,6]],"chunks":[[1,0,6]],"lack":[2,7,6],"tables":[[1,0,[0,1]]]}
+{"event":"step","step":0,"admitted":[[1,0,6]],"chunks":[[1,0,6]],"lack":[2,7,6],"new":[{"r":2,"name":"","key":"","choice":0,"prompt":25,"max_tokens":1,"status":"waiting","filled":0},{"r":1,"name":"call","key":"key 1","choice":0,"prompt":6,"max_tokens":3,"status":"active","filled":6}],"tables":[[1,0,[0,1]]]}
 {"event":"step","step":1,"decodes":[1],"lack":[2,7,6],"resolved":0,"sampled":1,"committed":[0],"tokens":[[1,7]],"new":[{"r":3,"name":"call","key":"key 1","choice":1,"prompt":6,"max_tokens":3,"status":"active","filled":5}],"tables":[[3,0,[0,1]]]}
 {"event":"snapshot","num_blocks":8,"block_size":4,"token_budget":16,"max_num_seqs":3,"max_model_len":32,"window":0,"version":2,"step":2,"overlap":true,"requests":[{"r":2,"name":"","key":"","choice":0,"prompt":25,"max_tokens":1,"status":"waiting","filled":0,"target":25,"hits":0,"preemptions":0,"generated":0,"table":[],"tokens":[7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7,7]},{"r":1,"name":"call","key":"key 1","choice":0,"prompt":6,"max_tokens":3,"status":"active","filled":7,"target":6,"hits":0,"preemptions":0,"generated":2,"table":[0,1],"tokens":[1,2,3,4,5,6,7]},{"r":3,"name":"call","key":"key 1","choice":1,"prompt":6,"max_tokens":3,"status":"active","filled":5,"target":6,"hits":0,"preemptions":0,"generated":0,"table":[0,1],"tokens":[1,2,3,4,5,6]}],"decodes":[1],"committed":[0],"idle":[],"totals":{"steps":2,"prefill tokens":6,"decode tokens":1,"preemptions":0,"queried tokens":6,"hit tokens":0}}
 {"event":"step","step":2,"decodes":[1,3],"copies":[[1,2,1]],"lack":[2,7,5],"resolved":1,"sampled":1,"tokens":[[1,10]],"tables":[[1,1,[2]]]}
@@ -330,9 +330,9 @@ EVENTS = {
         say snapshot            => a: snapshot
         say 5                   => a: 5
         say 6 idle              => a: 6 idle
-        call b                  => b: snapshot 5 6 idle
+        call b                  => b: snapshot 5 6 idle; listens
         say 7                   => a: 7; b: 7
-        hang a                  =>
+        hang a                  => listens
         hang b                  => left
         say 8                   =>
         call c                  => c: snapshot 5 6 idle 7 8; listens
@@ -352,8 +352,8 @@ EVENTS = {
         die                     => a: engine
         ready                   => listens
         say snapshot 0          => a: snapshot 0
-        call b                  => b: snapshot 1 engine snapshot 0
-        hang a                  =>
+        call b                  => b: snapshot 1 engine snapshot 0; listens
+        hang a                  => listens
         hang b                  => left
         die                     =>
         wait 9                  =>
@@ -387,8 +387,8 @@ EVENTS = {
     "the first sixteen are served": """
         calls 16                => listens
         refused                 =>
-        hang 3                  =>
-        call a                  =>
+        hang 3                  => listens
+        call a                  => listens
     """,
 }
 
@@ -435,7 +435,8 @@ class Audience:
         heard = self.house.engine.of("listen")
         fresh = heard[self.known[self.house.engine] :]
         self.known[self.house.engine] = len(heard)
-        return "; ".join(news + ["listens" if message["on"] else "left" for message in fresh])
+        words = ["listens" if message["on"] else "left" for message in fresh]
+        return "; ".join(news + [*dict.fromkeys(words)])
 
 
 @pytest.mark.parametrize("title", EVENTS)
@@ -489,7 +490,7 @@ def test_keys_do_not_read_each_other():
             first, second, third, _, _, last = (line for lines in reader.events for line in lines)
             assert first["requests"] == [{"r": 1, "name": "a", "tokens": [5]}, {"r": 2}]
             assert second["new"] == [{"r": 3, "name": "c"}, {"r": 4}]
-            assert second["tokens"] == [[1, 7], [3, 9]] and third["tokens"] == [[3, 9]]
+            assert second["tokens"] == third["tokens"] == [[1, 7], [3, 9]]
             assert last["new"] == [{"r": 3}] and last["tokens"] == []
 
 
@@ -584,13 +585,13 @@ BAD = [
     ("\x89PNG\r\n\x1a\n\xff\xfe", "no record: line 1 is"),
     ("[" * 10**6, "no record: line 1 is"),
     (TITLE, "it does not begin with a snapshot"),
-    (f"{TITLE}\n{STEP}", "line 2 contradicts"),
+    (f"{TITLE}\n{STEP}", "no record: line 2 is"),
     ('{"event": ["snapshot"]}', "it does not begin with a snapshot"),
-    ("{}", "line 1 contradicts itself or others: KeyError"),
+    ("{}", "no record: line 1 is"),
     ('{"event": "snapshot", "version": 1}', "this reads version 2, there is 1"),
-    ('{"event": "snapshot"}', "line 1 contradicts itself or others: KeyError"),
-    (f'{SNAPSHOT}\n{{"event": "step", "ended": [[7, "abort", 0]]}}', "line 2 contradicts"),
-    (f'{SNAPSHOT}\n{{"event": "step", "tables": [[9, 0, [1]]]}}', "line 2 contradicts"),
+    ('{"event": "snapshot"}', "no record: line 1 is"),
+    (f'{SNAPSHOT}\n{{"event": "step", "ended": [[7, "abort", 0]]}}', "no record: line 2 is"),
+    (f'{SNAPSHOT}\n{{"event": "step", "tables": [[9, 0, [1]]]}}', "no record: line 2 is"),
     (f'{SNAPSHOT}\n{{"event": "idle", "x": "{"y" * 20_000}"}}', "no record: line 2 is"),
 ]
 
@@ -621,7 +622,7 @@ def test_only_the_last_line_may_be_cut_off():
     cut = f"{TITLE}\n{SNAPSHOT}\n{STEP}"
     assert [line["event"] for line in read(cut)] == ["title", "snapshot", "step"]
     assert [line["event"] for line in read(cut[:-5])] == ["title", "snapshot"]
-    with pytest.raises(RecordError, match="this is no record: line 3 is"):
+    with pytest.raises(RecordError, match="no record: line 3 is"):
         read(f"{cut[:-5]}\n{STEP}\n")
 
 
