@@ -16,7 +16,7 @@ Imports no package, so that HTTP processes stay small. To add a sampling paramet
     ops/sampling.py       a column in `Floats` or `Ints`, which `Row` fills; its use in `threshold`
                           (with its argument in `sample_torch`) or in `adjust`
     ops/sampling_kernels.py   the column's name and its use in `threshold_kernel` or
-                          `load_adjusted`, whose early ways out repeat that property
+                          `load_adjusted`, whose early returns repeat that property
     server/protocol.py    a field of `SamplingRequest`
     tests                 its default and edges in test_params.py, a row of NUMBERS and a value
                           in SENT in test_protocol.py, the tokens that it allows in oracle.py,

@@ -389,8 +389,8 @@ class TextStream:
 STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models), *dir(processors), *dir(decoders)}
 EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
 EVERY_CHARACTER |= {"invert": False}
-# steps of decoders that make text token by token, as a stream has to
-STREAMED = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+# steps by which the text of a token depends on nothing but whether it is the first
+BY_TOKEN = {"ByteFallback", "Metaspace", "WordPiece", "Replace"}
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -407,7 +407,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         config = read_config(path.parent)
         add_tokens(backend, config)
         kind = CharTokenizer if is_of_characters(backend) else Tokenizer
-        return kind(backend, token_text(config.get("eos_token")) or END_OF_TEXT)
+        tokenizer = kind(backend, token_text(config.get("eos_token")) or END_OF_TEXT)
+        check_fits_model(tokenizer, path.parent)
+        return tokenizer
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
     except MALFORMED as error:
@@ -432,7 +434,9 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
             raise foreign(f"has a step of the type {kind.decode()!r:.100}")
     try:
         backend = tokenizers.Tokenizer.from_buffer(text)
-    except Exception as error:  # of the library's Rust: a plain one
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # of the library's Rust: plain ones, or panics
         raise ValueError(error) from None
     if getattr(backend.model, "dropout", None):
         raise foreign("is a BPE with dropout: a text has other ids each time")
@@ -461,10 +465,19 @@ def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:
     whole = state(backend.decoder)
     steps = whole.get("decoders", [whole] if whole else [])
     kinds = [step["type"] for step in steps]
-    if kinds != ["ByteLevel"]:
-        for kind in set(kinds) - STREAMED:
-            raise foreign(f"makes text of tokens by a step of the type {kind}")
+    if kinds == ["ByteLevel"]:
+        return kinds
+    for i, step in enumerate(steps):
+        if not can_stream(step, is_fused="Fuse" in kinds[:i]):
+            raise foreign(f"makes text of tokens by {json.dumps(step)[:100]}")
     return kinds
+
+
+def can_stream(step: dict, is_fused: bool) -> bool:
+    """Whether a stream can follow a step; is_fused: it gets one text, not a token's."""
+    if step["type"] == "Strip":
+        return step["start"] <= 1 and step["stop"] == 0
+    return step["type"] == "Fuse" or (step["type"] in BY_TOKEN and not is_fused)
 
 
 def read_config(directory: Path) -> dict:
@@ -502,3 +515,21 @@ def add_tokens(backend: tokenizers.Tokenizer, config: dict):
     tokens = [*named_tokens(config).values(), *(extra if isinstance(extra, list) else [])]
     names = [token_text(token) for token in tokens]
     backend.add_special_tokens([name for name in names if name not in known])
+
+
+def check_fits_model(tokenizer: Tokenizer, directory: Path):
+    """
+    Raises TokenizerError where the model beside the tokenizer lacks rows for its vocabulary or its
+    end of text. Other added tokens (of images) may have none: a prompt with one is refused.
+    """
+    try:
+        rows = read_json(directory / "config.json").get("vocab_size")
+    except MALFORMED:
+        return  # a broken model is reported when the model is loaded
+    ids = tokenizer.backend.get_vocab(with_added_tokens=False).values()
+    needed = max([*ids, tokenizer.eos_token_id or 0]) + 1
+    if type(rows) is int and rows < needed:
+        raise TokenizerError(
+            f"it has {needed} tokens, but config.json beside it says that the model has {rows}: "
+            "they do not belong together, copy the model's own tokenizer there"
+        )

@@ -6,7 +6,7 @@ Requests in, tokens out: plan -> run -> update, a step at a time.
 
 The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py) computes it on the
 device, and the `Engine` ties both to requests that come and go: continuous batching. The server's
-loop is in process.py, the tutorial's at the end of this file.
+loop is in process.py, the post's at the end of this file.
 """
 
 import random
@@ -441,7 +441,7 @@ class Engine:
 
 
 # --------------------------------------------------------------------------------------------------
-# The tutorial's loop
+# The post's loop
 
 
 def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:

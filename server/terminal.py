@@ -125,6 +125,8 @@ def add_answer(args: Namespace, engine, chat: Chat, messages: list[dict]) -> lis
 
 def run(args: Namespace, build_engine: Callable):
     """Answer --prompt, or the lines of --chat. `build_engine(args)` loads the model."""
+    # a terminal that cannot show a character shows another
+    sys.stdout.reconfigure(errors="replace")
     tokenizer = load_tokenizer(args.model)
     chat = None if args.raw else load_chat(args.model, tokenizer, args.default_chat_template_kwargs)
     if args.chat and not chat:
@@ -133,7 +135,11 @@ def run(args: Namespace, build_engine: Callable):
             "text with --prompt"
         )
     if args.prompt == "-":  # bytes: in text mode line ends would change
-        args.prompt = sys.stdin.buffer.read().decode()
+        try:
+            args.prompt = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as error:
+            message = f"--prompt -: standard input is not UTF-8 ({error}): convert it first"
+            raise ValueError(message) from None
     engine = build_engine(args)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may end first, as in `| head`
     if args.chat:

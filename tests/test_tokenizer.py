@@ -189,13 +189,17 @@ CHANGES = r"""
 {"pre_tokenizer": {"type": "Digitz"}} -> has a step of the type 'Digitz': not supported
 {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Digitz"}]}} -> the type 'Digitz'
 {"decoder": {"type": "Digitz", "prefix": "##", "cleanup": true}} -> the type 'Digitz'
+{"decoder": {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true}} -> makes text of tokens by {"type": "CTC
+{"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 0}} ->
+{"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 1}} -> makes text of tokens by
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}} ->
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 2, "stop": 0}]}} -> makes text of
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}} -> makes text of tokens by
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}} -> makes text of
 {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false}} -> unmatched parenthesis.*restore it
 {"model": {"merges": [["a", "zz"]]}} -> restore it
 {"model": {"type": 5}} -> restore it
 {"model": {"dropout": 0.1}} -> is a BPE with dropout: a text has other ids each time
-{"decoder": {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true}} -> makes text of tokens by a step of the type CTC
-{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}} ->
-{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}} -> makes text of tokens by a step of the type ByteLevel
 """  # noqa: E501
 
 
@@ -292,6 +296,23 @@ def test_an_id_may_be_left_out(bpe, tmp_path):
     assert names == [END.encode(), b"", b"zz", b""]
     assert tokenizer.decode_bytes([97, 704, 699, 706]) == b"a"
     assert tokenizer.decode([97, 699]) == "a"
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(bpe, tmp_path):
+    """A prompt with one of the others ended in an error of the engine, if it came to that."""
+    bpe.save(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text('{"vocab_size": 699}')
+    with pytest.raises(TokenizerError, match=r"it has 700 tokens, .* the model has 699"):
+        load_tokenizer(tmp_path)
+    # a broken file is reported by the model's loader
+    for fine in ('{"vocab_size": 700}', '{"vocab_size": 704}', "{}", "{", "[]"):
+        config.write_text(fine)
+        assert load_tokenizer(tmp_path).vocab_size == 700
+    # Gemma 3 adds a token of images, of which models of text have no row: prompts are checked
+    write_changed(bpe, tmp_path, config='{"pad_token": "<image>"}')
+    config.write_text('{"vocab_size": 700}')
+    assert load_tokenizer(tmp_path).encode("<image>", allow_special=True) == [700]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -436,7 +436,7 @@ class Audience:
         fresh = heard[self.known[self.house.engine] :]
         self.known[self.house.engine] = len(heard)
         words = ["listens" if message["on"] else "left" for message in fresh]
-        return "; ".join(news + [*dict.fromkeys(words)])
+        return "; ".join([*news, *dict.fromkeys(words)])
 
 
 @pytest.mark.parametrize("title", EVENTS)

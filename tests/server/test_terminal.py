@@ -123,7 +123,7 @@ def test_each_answer_follows_the_conversation(run, expected):
     ("flags", "stdin", "problem"),
     [
         (["--prompt", "-", "--raw"], b"", "the prompt is empty"),
-        (["--prompt", "-"], b"\xff", "can't decode byte 0xff in position 0"),
+        (["--prompt", "-"], b"\xff", "standard input is not UTF-8"),
         (["--prompt", "-"], b"x " * 5000, "4,000"),
         (["--chat", "--raw"], b"", "--chat needs a chat template, "),
     ],
@@ -292,6 +292,17 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
     pictures[9], pictures[10] = "\t", "\n"
     expected = [*pictures, *map(chr, range(32, 127)), *["\ufffd"] * 33, *map(chr, range(160, 256))]
     assert capsys.readouterr().out == "".join(expected)
+
+
+def test_a_terminal_that_cannot_show_a_character_shows_another(checkpoint, monkeypatch):
+    """In the C locale an answer with a \u20ac ended in a UnicodeEncodeError."""
+    data = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="ascii"))
+    monkeypatch.setattr(terminal, "stream_answer", lambda *_: terminal.show("a\u20acb"))
+    flags = ["--model", str(checkpoint), "--prompt", "x", "--raw"]
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    terminal.run(serve.parse_args(flags), lambda args: None)
+    assert data.getvalue() == b"a?b"
 
 
 def test_a_question_that_is_interrupted_before_its_answer_is_forgotten(monkeypatch, capsys):
