@@ -55,6 +55,13 @@ def gpt2() -> Iterator[Tokenizer]:
         yield gpt2_tokenizer()
 
 
+def read_both(directory: Path) -> tuple:
+    """transformers' tokenizer of a directory, and ours."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+
+
 # --------------------------------------------------------------------------------------------------
 # Our own
 
@@ -80,11 +87,9 @@ def test_texts_that_stop_others_come_back(bpe):
 @pytest.mark.parametrize("name", ["bpe", "gpt2"])
 def test_transformers_reads_ours_with_the_same_ids(name, request, tmp_path):
     """It always reads a spelt control token as one."""
-    from transformers import AutoTokenizer
-
     ours = request.getfixturevalue(name)
     ours.save(tmp_path)
-    theirs, again = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    theirs, again = read_both(tmp_path)
     assert len(theirs) == ours.vocab_size
     assert theirs.eos_token_id == ours.eos_token_id == again.eos_token_id
     # the characters where Unicode tables of two libraries could differ: each once beside a letter,
@@ -130,14 +135,12 @@ def test_a_spelt_control_token_is_text_unless_asked(bpe):
 
 
 def test_characters(tmp_path):
-    from transformers import AutoTokenizer
-
     text = "wörld\r\n 😀e\u0301"
     chars = char_tokenizer(text + text)
     assert chars.vocab_size == len(set(text)) and chars.eos_token_id is None
     assert chars.encode("\n\r") == [0, 1]  # sorted, numbered from 0
     chars.save(tmp_path)
-    theirs, again = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    theirs, again = read_both(tmp_path)
     assert type(again) is type(chars) and again.has_known_pattern
     for part in (text, text[::-1], "  ", ""):
         ids = theirs.encode(part)
@@ -245,12 +248,11 @@ NAMED = """{"mask_token": "<m>", "image_token": "<i>", "eos_token": "<e>", "cls_
 
 def test_named_tokens_are_added_in_transformers_order(bpe, tmp_path):
     """Whatever the order in the file: the seven names first, then those that only it knows."""
-    from transformers import AutoTokenizer
-
     write_changed(bpe, tmp_path, config=NAMED)
     text = "<x><y><i><m><c><e><b>"
-    ids = load_tokenizer(tmp_path).encode(text, allow_special=True)
-    assert ids == AutoTokenizer.from_pretrained(tmp_path).encode(text)
+    theirs, ours = read_both(tmp_path)
+    ids = ours.encode(text, allow_special=True)
+    assert ids == theirs.encode(text)
     assert sorted(ids) == [*range(700, 707)] and ids[:2] == [706, 705]
 
 
@@ -303,9 +305,7 @@ def assert_same(directory: Path, texts: list[str]):
     Ids with and without a BOS, texts of all ids with and without control tokens, and streams: from
     the first token, and behind a prompt.
     """
-    from transformers import AutoTokenizer
-
-    theirs, ours = AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+    theirs, ours = read_both(directory)
     for add in (False, True):
         expected = theirs(texts, add_special_tokens=add)["input_ids"]
         for text, ids in zip(texts, expected, strict=True):
@@ -444,10 +444,7 @@ def test_a_stream_ends_once():
 
 def test_byte_tokens_that_are_no_character(tmp_path):
     """A U+FFFD for each, as in transformers."""
-    from transformers import AutoTokenizer
-
-    tokenizer = load_tokenizer(save("llama2", tmp_path))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs, tokenizer = read_both(save("llama2", tmp_path))
     [word] = tokenizer.encode("the")
     broken = [*map(tokenizer.backend.token_to_id, ["<0xE2>", "<0x82>"])]
     ids = [word, *broken, word, *broken]
