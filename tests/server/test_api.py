@@ -391,15 +391,6 @@ def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
 # What the engine is sent
 
 
-def test_echo_of_the_prompt_alone_is_no_work(house):
-    """Unless its tokens are to be scored."""
-    answer = house.ask("abc", echo=True, max_tokens=0, n=2).answer().json
-    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
-    assert not house.engine.of("add")
-    house.ask("abc", echo=True, max_tokens=0, logprobs=0)
-    assert house.engine.of("add")[0]["options"]["prompt_logprobs"] == 0
-
-
 def test_each_prompt_without_a_seed_has_its_own(house):
     """Equal prompts of a call get different answers; with a seed they are what it says."""
     house.ask(["a"] * 3, n=2)
@@ -455,6 +446,14 @@ def test_four_long_answers_are_in_memory_at_once(house, monkeypatch):
 # The life of the server
 
 
+def stop(house):
+    house.clock.do(house.service.stop)
+
+
+def is_over(house) -> bool:
+    return house.service.server.should_exit
+
+
 def test_while_it_loads_it_is_alive_and_accepts_nothing():
     with House(ready=False) as house:
         assert house.get("/livez").json == {"status": "alive"}
@@ -471,16 +470,16 @@ def test_running_calls_may_finish_after_the_signal(house, capsys):
     """New ones are refused, also one whose body was under way."""
     caller, half = house.ask(), house.connect()
     half.send(ASK[:-3])
-    house.clock.do(house.service.stop)
+    stop(house)
     half.send(ASK[-3:])
     refusal = (503, "draining", "the server is draining: try again later")
     assert refusal_of(half) == refusal_of(house.ask()) == refusal
     assert refusal_of(house.call("GET", "/readyz")) == refusal and house.get("/livez").status == 200
     house.clock.run(29)
-    assert not house.service.server.should_exit
+    assert not is_over(house)
     house.engine.step({"0": b"x"}, "length")
     house.clock.run(0.1)
-    assert caller.answer().status == 200 and house.service.server.should_exit
+    assert caller.answer().status == 200 and is_over(house)
     assert capsys.readouterr().err == "finishing 1 request; a second signal ends them\n"
 
 
@@ -489,20 +488,20 @@ def test_calls_that_do_not_finish_in_time_are_refused(seconds, signals, capsys):
     """After --drain-seconds, or at the second signal. An idle server ends at once."""
     with House("--drain-seconds", "5") as house:
         caller = house.ask()
-        house.clock.do(house.service.stop)
+        stop(house)
         house.clock.run(seconds - 0.1)
-        assert not caller.said and not house.service.server.should_exit
+        assert not caller.said and not is_over(house)
         if signals == 2:
-            house.clock.do(house.service.stop)
+            stop(house)
         house.clock.run(0.2)
         message = "the server stopped before this was finished"
         assert refusal_of(caller) == (503, "stopping", message)
-        assert house.service.server.should_exit and not house.choices
+        assert is_over(house) and not house.choices
     with House() as house:
         capsys.readouterr()
-        house.clock.do(house.service.stop)
+        stop(house)
         house.clock.run(0.1)
-        assert house.service.server.should_exit and capsys.readouterr().err == ""
+        assert is_over(house) and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -522,16 +521,16 @@ def test_the_first_process_speaks_for_all(number, capsys):
         house.service.on_signal(15, None)
         house.clock.settle()
         assert house.service.draining == is_first
-        house.clock.do(house.service.stop) if not is_first else None
+        stop(house) if not is_first else None
         assert ("finishing 7 requests" in capsys.readouterr().err) == is_first
         house.clock.run(10)
-        assert not house.service.server.should_exit
+        assert not is_over(house)
         house.service.workers.processes.clear()
         house.clock.run(0.1)
-        assert house.service.server.should_exit
+        assert is_over(house)
     with House(ready=False, slot=WorkerSlot(number, 2)) as house:
         house.engine.die()
-        assert house.service.server.should_exit
+        assert is_over(house)
 
 
 def test_each_signal_is_passed_on_to_the_other_processes():
@@ -540,8 +539,8 @@ def test_each_signal_is_passed_on_to_the_other_processes():
         house.ask()
         stops = []
         house.service.workers = SimpleNamespace(processes={}, stop=lambda: stops.append("stop"))
-        house.clock.do(house.service.stop)
-        house.clock.do(house.service.stop)
+        stop(house)
+        stop(house)
         assert stops == ["stop"] * 2
 
 
@@ -565,11 +564,11 @@ def test_a_dead_engine_is_started_again_once(house, capfd):
         f"the engine is not alive: {reason}",
     )
     assert f'"event": "engine_died", "reason": "{reason}"' in capfd.readouterr().err
-    assert not house.choices and not house.service.server.should_exit and len(house.engines) == 2
+    assert not house.choices and not is_over(house) and len(house.engines) == 2
     house.engine.ready()
     assert house.get("/livez").status == 200
     house.engine.die()
-    assert house.service.server.should_exit and len(house.engines) == 2
+    assert is_over(house) and len(house.engines) == 2
 
 
 def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
@@ -602,12 +601,12 @@ def test_orders_of_the_first_process_are_obeyed(orders):
         house.clock.remove_reader = lambda number: None
         caller = house.ask()
         for order in orders:
-            assert not house.service.server.should_exit
+            assert not is_over(house)
             os.close(writer) if order == "-" else os.write(writer, b".")
             house.clock.call_soon(house.service.on_order)
             house.clock.run(0.1)
         is_now = orders != "."
-        assert house.service.draining and house.service.server.should_exit == is_now
+        assert house.service.draining and is_over(house) == is_now
         assert [answer.status for answer in caller.answers()] == [503] * is_now
         os.close(reader)
 
