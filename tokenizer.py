@@ -259,7 +259,7 @@ def token_name(data: bytes) -> str:
 # --------------------------------------------------------------------------------------------------
 # Streaming: tokens to text, as they come
 
-# Where byte tokens are not UTF-8, `tokenizers` makes a U+FFFD of each, not of each half character.
+# Of byte tokens that are not UTF-8 `tokenizers` makes a U+FFFD each, not one for half a character.
 codecs.register_error("each_byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))
 
 
@@ -497,8 +497,8 @@ def add_tokens(backend: tokenizers.Tokenizer, config: dict):
     """Add the tokens that tokenizer_config.json alone has, or describes otherwise."""
     listed = config.get("added_tokens_decoder", {})
     backend.add_tokens([AddedToken(**listed[i]) for i in sorted(listed, key=int)])
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    existing = {token.content for token in backend.get_added_tokens_decoder().values()}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     tokens = [*named_tokens(config).values(), *(extra if isinstance(extra, list) else [])]
     names = [token_text(token) for token in tokens]
-    backend.add_special_tokens([name for name in names if name not in known])
+    backend.add_special_tokens([name for name in names if name not in existing])

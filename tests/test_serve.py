@@ -181,7 +181,7 @@ def assert_one_line(done: subprocess.CompletedProcess, package: str):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_the_virtual_environment_one_line_says_what_to_do(command):
-    """Whoever forgot to activate it met a traceback, in each of the commands."""
+    """Each command ended in a traceback when the environment was not active."""
     program, *flags = command.split()
     bare = [sys.executable, "-S", "-E", str(ROOT / program), *flags]
     done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -151,7 +151,7 @@ def numbered(pieces: list[str]) -> dict[str, int]:
 
 
 def model_of(kind: str, vocabulary: str | None, **fields) -> dict:
-    """What tokenizer.json says of the model, its vocabulary included."""
+    """The model in tokenizer.json, with its vocabulary."""
     front = ["<unk>", "<s>", "</s>"]
     unknown = {"unk_token": "<unk>"}
     pieces, merges = learnt("Metaspace")

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -372,7 +373,7 @@ def test_a_bug_while_an_answer_is_sent_ends_a_calls_work(house, monkeypatch, str
 
 
 def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
-    """What uvicorn does to those that do not end when the server stops, whatever they wait for."""
+    """uvicorn cancels calls that do not end when the server stops."""
     waiting, stream, half = house.ask(), house.ask(stream=True), house.connect()
     house.engine.step({"1": b"x"})
     half.send(ASK[:-3])
@@ -388,7 +389,7 @@ def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
 
 
 # --------------------------------------------------------------------------------------------------
-# What the engine is sent
+# Requests to the engine
 
 
 def test_each_prompt_without_a_seed_has_its_own(house):
@@ -485,8 +486,12 @@ def test_running_calls_may_finish_after_the_signal(house, capsys):
 
 @pytest.mark.parametrize("seconds, signals", [(5, 1), (2, 2)])
 def test_calls_that_do_not_finish_in_time_are_refused(seconds, signals, capsys):
-    """After --drain-seconds, or at the second signal. An idle server ends at once."""
+    """
+    After --drain-seconds, or at the second signal. Each is passed on: other processes were killed
+    in the middle of their answers. An idle server ends at once.
+    """
     with House("--drain-seconds", "5") as house:
+        house.service.workers = workers = Mock(processes={})
         caller = house.ask()
         stop(house)
         house.clock.run(seconds - 0.1)
@@ -497,6 +502,7 @@ def test_calls_that_do_not_finish_in_time_are_refused(seconds, signals, capsys):
         message = "the server stopped before this was finished"
         assert refusal_of(caller) == (503, "stopping", message)
         assert is_over(house) and not house.choices
+        assert workers.stop.call_count == signals
     with House() as house:
         capsys.readouterr()
         stop(house)
@@ -517,7 +523,7 @@ def test_the_first_process_speaks_for_all(number, capsys):
         assert (greeting in capsys.readouterr().out) == is_first
         counted = 'prefix_cache_queries_total{model_name="fake"} 3.0'
         assert (counted in house.get("/metrics").body) == is_first
-        house.service.workers = SimpleNamespace(processes={1: None}, stop=lambda: None)
+        house.service.workers = Mock(processes={1: None})
         house.service.on_signal(15, None)
         house.clock.settle()
         assert house.service.draining == is_first
@@ -531,17 +537,6 @@ def test_the_first_process_speaks_for_all(number, capsys):
     with House(ready=False, slot=WorkerSlot(number, 2)) as house:
         house.engine.die()
         assert is_over(house)
-
-
-def test_each_signal_is_passed_on_to_the_other_processes():
-    """After a second one they were killed in the middle of their answers."""
-    with House(slot=WorkerSlot(0, 2)) as house:
-        house.ask()
-        stops = []
-        house.service.workers = SimpleNamespace(processes={}, stop=lambda: stops.append("stop"))
-        stop(house)
-        stop(house)
-        assert stops == ["stop"] * 2
 
 
 def test_a_dead_engine_is_started_again_once(house, capfd):

@@ -1,6 +1,6 @@
 """
 /v1/completions and /v1/chat/completions over HTTP: what becomes of a prompt, and whole answers.
-What a choice makes of its tokens is in test_answers.py, and streams are in test_api.py.
+The text of a choice is tested in test_answers.py, streams in test_api.py.
 """
 
 import json
@@ -78,7 +78,7 @@ def test_whole_answers_have_exactly_these_fields(chat, row):
 
 
 # --------------------------------------------------------------------------------------------------
-# What becomes a prompt
+# Prompts
 
 
 def prompt_of(house, **fields) -> list[int]:

@@ -1,5 +1,5 @@
 """
-What /metrics shows: each scenario says all numbers that it moves, and by how much. Nothing else may
+/metrics: each scenario states all numbers that it moves, and by how much. Nothing else may
 move, so a count taken twice, under another name, or not at all is found whichever it is. Time is
 the test's own: sums of seconds are exact.
 """
@@ -27,7 +27,7 @@ def shown(house: House) -> dict[str, float]:
 
 
 class Watched:
-    """Of a server, the numbers that have moved since the last look."""
+    """The numbers of a server that have moved since the last look."""
 
     def __init__(self, house: House):
         self.house = house
@@ -307,7 +307,7 @@ def test_buckets_are_vllms(house):
         assert buckets == expected | {f"{name}_bucket:+Inf": 1.0}
 
 
-# What the twelve panels of vLLM's Grafana board ask for beside the histograms
+# Metrics that the twelve panels of vLLM's Grafana board query, beside the histograms
 # (examples/observability/prometheus_grafana/grafana.json).
 GRAFANA_BOARD = "num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total "
 GRAFANA_BOARD += "generation_tokens_total request_success_total:stop request_success_total:length "

@@ -1,4 +1,4 @@
-"""What each path answers, and calls that are refused: the status, and words that say why."""
+"""The answer of each path; and refusals: their status, and words that say why."""
 
 import json
 from urllib.parse import quote

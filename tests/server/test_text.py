@@ -464,7 +464,7 @@ def test_templates_have_the_text_and_ids_of_transformers(kind, template, tmp_pat
 
 
 # --------------------------------------------------------------------------------------------------
-# What users write stays text
+# Against prompt injection: the words of users stay text
 
 CONTENT = "{{ messages[0].content }}"
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
