@@ -389,8 +389,8 @@ class TextStream:
 STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models), *dir(processors), *dir(decoders)}
 EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
 EVERY_CHARACTER |= {"invert": False}
-# steps of decoders that make text token by token, as a stream has to
-STREAMED = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+# steps of decoders by which a token's text depends on nothing but whether it is the first
+BY_TOKEN = {"ByteFallback", "Metaspace", "WordPiece", "Replace"}
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -461,9 +461,18 @@ def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:
     whole = state(backend.decoder)
     steps = whole.get("decoders", [whole] if whole else [])
     kinds = [step["type"] for step in steps]
-    if kinds != ["ByteLevel"]:
-        for kind in set(kinds) - STREAMED:
-            raise foreign(f"makes text of tokens by a step of the type {kind}")
+    if kinds == ["ByteLevel"]:
+        return kinds
+    for i, step in enumerate(steps):
+        match step["type"]:
+            case "Strip":
+                can_stream = step["start"] <= 1 and step["stop"] == 0
+            case "Fuse":
+                can_stream = True
+            case kind:  # after a Fuse it would get the whole text
+                can_stream = kind in BY_TOKEN and "Fuse" not in kinds[:i]
+        if not can_stream:
+            raise foreign(f"makes text of tokens by {json.dumps(step)[:100]}")
     return kinds
 
 

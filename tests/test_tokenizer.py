@@ -196,9 +196,13 @@ CHANGES = r"""
 {"model": {"merges": [["a", "zz"]]}} -> restore it
 {"model": {"type": 5}} -> restore it
 {"model": {"dropout": 0.1}} -> is a BPE with dropout: a text has other ids each time
-{"decoder": {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true}} -> makes text of tokens by a step of the type CTC
+{"decoder": {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true}} -> makes text of tokens by {"type": "CTC
+{"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 0}} ->
+{"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 1}} -> makes text of tokens by
 {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}} ->
-{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}} -> makes text of tokens by a step of the type ByteLevel
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 2, "stop": 0}]}} -> makes text of
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}} -> makes text of tokens by
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}} -> makes text of
 """  # noqa: E501
 
 
