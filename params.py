@@ -122,7 +122,7 @@ class SamplingParams:
             if not 0 <= token < V:
                 raise ValueError(f"logit_bias has token {token}, outside 0..{V - 1}: leave it out")
 
-    # Which parts of the sampler a request needs. Computed once, read in every step.
+    # The parts of the sampler that a request needs: computed once, read in every step.
 
     @cached_property
     def adjusts(self) -> bool:

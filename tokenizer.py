@@ -259,7 +259,7 @@ def token_name(data: bytes) -> str:
 # --------------------------------------------------------------------------------------------------
 # Streaming: tokens to text, as they come
 
-# Where byte tokens are not UTF-8, `tokenizers` makes a U+FFFD of each, not of each half character.
+# Of byte tokens that are not UTF-8 `tokenizers` makes a U+FFFD each, not one for half a character.
 codecs.register_error("each_byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))
 
 
@@ -389,7 +389,7 @@ class TextStream:
 STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models), *dir(processors), *dir(decoders)}
 EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
 EVERY_CHARACTER |= {"invert": False}
-# steps by which the text of a token depends on nothing but whether it is the first
+# steps of decoders by which a token's text depends on nothing but whether it is the first
 BY_TOKEN = {"ByteFallback", "Metaspace", "WordPiece", "Replace"}
 
 
@@ -468,16 +468,16 @@ def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:
     if kinds == ["ByteLevel"]:
         return kinds
     for i, step in enumerate(steps):
-        if not can_stream(step, is_fused="Fuse" in kinds[:i]):
+        match step["type"]:
+            case "Strip":
+                can_stream = step["start"] <= 1 and step["stop"] == 0
+            case "Fuse":
+                can_stream = True
+            case kind:  # after a Fuse it would get the whole text
+                can_stream = kind in BY_TOKEN and "Fuse" not in kinds[:i]
+        if not can_stream:
             raise foreign(f"makes text of tokens by {json.dumps(step)[:100]}")
     return kinds
-
-
-def can_stream(step: dict, is_fused: bool) -> bool:
-    """Whether a stream can follow a step; is_fused: it gets one text, not a token's."""
-    if step["type"] == "Strip":
-        return step["start"] <= 1 and step["stop"] == 0
-    return step["type"] == "Fuse" or (step["type"] in BY_TOKEN and not is_fused)
 
 
 def read_config(directory: Path) -> dict:
@@ -510,11 +510,11 @@ def add_tokens(backend: tokenizers.Tokenizer, config: dict):
     """Add the tokens that tokenizer_config.json alone has, or describes otherwise."""
     listed = config.get("added_tokens_decoder", {})
     backend.add_tokens([AddedToken(**listed[i]) for i in sorted(listed, key=int)])
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    existing = {token.content for token in backend.get_added_tokens_decoder().values()}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     tokens = [*named_tokens(config).values(), *(extra if isinstance(extra, list) else [])]
     names = [token_text(token) for token in tokens]
-    backend.add_special_tokens([name for name in names if name not in known])
+    backend.add_special_tokens([name for name in names if name not in existing])
 
 
 def check_fits_model(tokenizer: Tokenizer, directory: Path):

@@ -71,7 +71,7 @@ class Choice:
         """
         Begin with the prompt as it was sent: with the names of control tokens, but without a BOS
         that encoding has added. It is not searched for stop strings, but a character may begin in
-        it and end in the answer. Where log-probabilities are asked for it goes token by token,
+        it and end in the answer. With log-probabilities it goes token by token,
         because each has an offset: their number is limited, other prompts may be long.
         """
         was_text = isinstance(self.body.prompt[0], str) and self.body.add_special_tokens

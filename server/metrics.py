@@ -92,8 +92,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """
-        All metrics. Where there are several HTTP processes, each writes its own to a file, and this
-        is their sum, those that have ended included.
+        All metrics. Of several HTTP processes each writes its own to a file, and this is their
+        sum, those that have ended included.
         """
         registry = self.registry
         if METRICS_FOLDER in os.environ:

@@ -316,9 +316,8 @@ def disguise(
     everything = json.dumps([messages, options], ensure_ascii=False)
     used = set(re.findall(PRIVATE_USE, everything))
     unused = (c for c in map(chr, range(0xF0000, 0x10FFFE)) if c not in used)
-    stand_ins = defaultdict(
-        lambda: next(unused, "")
-    )  # character -> its own, made when it is needed
+    # the stand-in of each character, made when it is needed
+    stand_ins = defaultdict(lambda: next(unused, ""))
     # a template looks its variables up by their names: these stay
     options = {name: names.disguise(value, stand_ins) for name, value in options.items()}
     # a role is one of a few words, of which templates make control tokens

@@ -7,7 +7,7 @@ import json
 import signal
 import socket
 from itertools import chain
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -152,53 +152,47 @@ def test_a_gpu_that_is_not_there(device, monkeypatch):
 
 
 @pytest.fixture
-def engine_process(monkeypatch, tmp_path, capfd):
-    """Runs `serve.engine_process` here, with the engine that `build` makes."""
+def run_engine(monkeypatch, listener):
+    """Runs `serve.engine_process` here: returns the loop, a mock, and what HTTP was sent."""
+    monkeypatch.setattr(serve, "collect_garbage_rarely", lambda: None)
 
-    def run(build, *flags):
-        folder = tmp_path / "sockets"
-        folder.mkdir()
-        ran = []
+    def run(build, *flags) -> tuple[Mock, bytes]:
+        serve_engine = Mock()
         monkeypatch.setattr(serve, "build_engine", build)
-        monkeypatch.setattr(serve, "collect_garbage_rarely", lambda: None)
-        monkeypatch.setattr(loop, "serve", lambda *args: ran.append(args))
-        with (
-            serve.listen_for_links(str(folder)) as listener,
-            socket.socket(socket.AF_UNIX) as client,
-        ):
+        monkeypatch.setattr(loop, "serve", serve_engine)
+        with socket.socket(socket.AF_UNIX) as client:
             client.connect(listener.getsockname())
             serve.engine_process(serve.parse_args([*flags]), listener)
             client.settimeout(60)
-            message = b"" if ran else client.recv(4096)
-        return SimpleNamespace(ran=ran, message=message, folder=folder, err=capfd.readouterr().err)
+            return serve_engine, b"" if serve_engine.called else client.recv(4096)
 
     return run
 
 
-def test_the_engines_process_hands_the_queues_length_to_the_loop(engine_process, monkeypatch):
+def test_the_engines_process_hands_the_queues_length_to_the_loop(
+    run_engine, monkeypatch, tmp_path, capfd
+):
     """One core is left to HTTP; and when all are gone, so is the folder of the sockets."""
-    threads = []
+    set_threads = Mock()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    engine = SimpleNamespace(statement=lambda: "what was built")
-    done = engine_process(lambda args: engine, "--max-queue", "5")
-    ((ran, links, max_queue),) = done.ran
+    monkeypatch.setattr(torch, "set_num_threads", set_threads)
+    engine = Mock()
+    engine.statement.return_value = "what was built"
+    serve_engine, _ = run_engine(lambda args: engine, "--max-queue", "5")
+    ((ran, links, max_queue), _) = serve_engine.call_args
     assert ran is engine and max_queue == 5 and len(links.links) == 1
-    assert threads == [3] and done.err == "what was built\n" and not done.folder.exists()
+    set_threads.assert_called_once_with(3)
+    assert capfd.readouterr().err == "what was built\n" and not tmp_path.exists()
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [(ValueError("no model"), "no model"), (KeyError("a bug"), "KeyError: 'a bug'")],
 )
-def test_an_engine_that_cannot_be_built_says_why_to_all(engine_process, error, message):
+def test_an_engine_that_cannot_be_built_says_why_to_all(run_engine, error, message):
     """In one line, and a bug by its name."""
-
-    def build(args):
-        raise error
-
-    done = engine_process(build)
-    assert json.loads(done.message) == {"op": "fatal", "message": message} and not done.ran
+    serve_engine, sent = run_engine(Mock(side_effect=error))
+    assert json.loads(sent) == {"op": "fatal", "message": message} and not serve_engine.called
 
 
 def test_a_process_that_is_started_gets_no_signals(monkeypatch):
@@ -208,20 +202,16 @@ def test_a_process_that_is_started_gets_no_signals(monkeypatch):
     again: it is there already.
     """
     held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before, seen = signal.pthread_sigmask(signal.SIG_BLOCK, ()), []
+    seen = []
 
-    def note_blocked(*_):
+    def note_blocked():
         seen.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
-    class Process:
-        start = note_blocked
-
-        def __init__(self, target, args, daemon):
-            self.called = target, args, daemon
-
+    context = Mock()
+    context.Process.return_value.start = note_blocked
     monkeypatch.setattr(serve.resource_tracker, "ensure_running", note_blocked)
-    monkeypatch.setattr(serve, "context", SimpleNamespace(Process=Process))
-    process = serve.start_process(len, "a", "b")
+    monkeypatch.setattr(serve, "context", context)
+    serve.start_process(len, "a", "b")
     note_blocked()
-    assert process.called == (len, ("a", "b"), True)
-    assert seen == [before, before | held, before]
+    context.Process.assert_called_once_with(target=len, args=("a", "b"), daemon=True)
+    assert seen == [seen[0], seen[0] | held, seen[0]]

@@ -53,12 +53,11 @@ def test_what_vllm_takes_is_taken(folder, saved, taken):
 @pytest.mark.parametrize("name", TAKEN)
 def test_values_out_of_range_are_refused(folder, name):
     ours = TAKEN[name]
-    for value in (99 if name == "temperature" else -2, "1", True, [1], float("nan")):
+    for value in (99 if name == "temperature" else -2, float("nan")):
         with pytest.raises(ValueError) as raised:
             model_defaults(folder({name: value}))
-        message = str(raised.value)
-        wanted = f"config.json: {ours} is {value!r}; it must be {RANGES[ours].wanted}: correct it"
-        assert wanted in message and message.endswith("with --generation-config vllm")
+        wanted = f"{ours} is {value!r}; it must be {RANGES[ours].wanted}: correct it"
+        assert f"config.json: {wanted}" in str(raised.value)
 
 
 @pytest.mark.parametrize("broken", ["", "{", "[]", "5", "null", "[" * 100_000, '"\\ud800'])

@@ -1,12 +1,10 @@
 """serve.py: the address it listens at, the ranges of its flags, and what it imports."""
 
 import os
-import re
 import socket
 import subprocess
 import sys
 from unittest.mock import Mock
-from urllib.request import urlopen
 
 import pytest
 from processes import ROOT, python
@@ -129,26 +127,20 @@ def test_a_first_line_comes_before_torch(command, tmp_path):
     assert second == "torch is imported" and done.stdout == ""
 
 
-def test_serve_itself_imports_no_packages():
-    """
-    `--prompt` and the engine's process do without starlette, uvicorn and pydantic; serving says
-    which is missing.
-    """
-    done = python("import sys, serve; print(*sys.modules)")
-    imported = set(done.stdout.split())
-    assert done.returncode == 0 and "flags" in imported
-    packages = {"starlette", "uvicorn", "pydantic", "orjson", "tokenizers", "numpy", "torch"}
-    assert not packages & imported
-    done = python(
-        "import sys; sys.modules['pydantic'] = None; import serve; serve.main(['--port', '0'])"
-    )
-    assert_one_line(done, "pydantic")
+HTTP = ["orjson", "starlette", "uvicorn", "httptools", "pydantic", "prometheus_client"]
+MODEL = ["tokenizers", "torch", "numpy", "safetensors", "jinja2", "tqdm", "tiktoken", "triton"]
+NOT_NEEDED = {  # modules -> packages that they run without
+    "serve, flags": HTTP + MODEL,
+    # of train.py, test_paged.py and `serve.py --prompt`
+    "train, test_paged, engine.engine, server.text, server.terminal": HTTP,
+    # of `serve.py --replay`: a record is shown without a model
+    "serve, engine.events, server.gate": [*MODEL, "transformers", "matplotlib"],
+}
 
 
-def test_without_http_its_packages_are_not_needed():
-    """`train.py`, `test_paged.py` and `serve.py --prompt` run without them."""
-    packages = ["orjson", "starlette", "uvicorn", "httptools", "pydantic", "prometheus_client"]
-    modules = "train, test_paged, engine.engine, server.text, server.terminal"
+@pytest.mark.parametrize("modules", NOT_NEEDED)
+def test_packages_that_are_not_needed(modules):
+    packages = NOT_NEEDED[modules]
     done = python(f"import sys; sys.modules |= dict.fromkeys({packages}); import {modules}")
     assert done.returncode == 0, done.stderr
 
@@ -181,7 +173,7 @@ def assert_one_line(done: subprocess.CompletedProcess, package: str):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_the_virtual_environment_one_line_says_what_to_do(command):
-    """Whoever forgot to activate it met a traceback, in each of the commands."""
+    """Each command ended in a traceback when the environment was not active."""
     program, *flags = command.split()
     bare = [sys.executable, "-S", "-E", str(ROOT / program), *flags]
     done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -206,24 +198,3 @@ def test_a_missing_package_of_the_engine_is_one_line(tmp_path):
     where = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
     done = subprocess.run(command, **where, capture_output=True, text=True, timeout=60)
     assert_one_line(done, "torch")
-
-
-def test_a_replay_needs_what_http_needs_and_no_more():
-    """No tokenizer, no torch: a record is shown without a model."""
-    others = ["tokenizers", "torch", "numpy", "safetensors", "jinja2", "tqdm", "tiktoken"]
-    others += ["transformers", "triton", "matplotlib"]
-    code = (
-        f"import sys; sys.modules |= dict.fromkeys({others}); import serve; "
-        "serve.main(['--replay', 'assets/tour.jsonl', '--port', '0'])"
-    )
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes) as process:
-        line = process.stdout.readline()
-        try:
-            address = re.search("http://[0-9.:]+", line)[0]
-            with urlopen(f"{address}/record") as answer:
-                assert answer.read() == (ROOT / "assets/tour.jsonl").read_bytes()
-        finally:
-            process.terminate()
-            errors = process.stderr.read()
-    assert process.returncode == 0 and '"path": "/record"' in errors.splitlines()[-1], errors

@@ -55,6 +55,13 @@ def gpt2() -> Iterator[Tokenizer]:
         yield gpt2_tokenizer()
 
 
+def read_both(directory: Path) -> tuple:
+    """transformers' tokenizer of a directory, and ours."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+
+
 # --------------------------------------------------------------------------------------------------
 # Our own
 
@@ -80,20 +87,18 @@ def test_texts_that_stop_others_come_back(bpe):
 @pytest.mark.parametrize("name", ["bpe", "gpt2"])
 def test_transformers_reads_ours_with_the_same_ids(name, request, tmp_path):
     """It always reads a spelt control token as one."""
-    from transformers import AutoTokenizer
-
     ours = request.getfixturevalue(name)
     ours.save(tmp_path)
-    theirs, again = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
-    assert len(theirs) == ours.vocab_size
-    assert theirs.eos_token_id == ours.eos_token_id == again.eos_token_id
+    reference, again = read_both(tmp_path)
+    assert len(reference) == ours.vocab_size
+    assert reference.eos_token_id == ours.eos_token_id == again.eos_token_id
     # the characters where Unicode tables of two libraries could differ: each once beside a letter,
     # a digit, a space
     points = [code for code in range(0, 0x30000, 37) if not 0xD800 <= code < 0xE000]
     for text in [*NASTY, *(f"a{chr(code)}1{chr(code)} {chr(code)}" for code in points)]:
         ids = ours.encode(text, allow_special=True)
-        assert ids == theirs.encode(text) == again.encode(text, allow_special=True), text
-        assert theirs.decode(ours.encode(text)) == text
+        assert ids == reference.encode(text) == again.encode(text, allow_special=True), text
+        assert reference.decode(ours.encode(text)) == text
 
 
 def test_gpt2_ids_are_those_of_tiktoken(gpt2):
@@ -130,19 +135,17 @@ def test_a_spelt_control_token_is_text_unless_asked(bpe):
 
 
 def test_characters(tmp_path):
-    from transformers import AutoTokenizer
-
     text = "wörld\r\n 😀e\u0301"
     chars = char_tokenizer(text + text)
     assert chars.vocab_size == len(set(text)) and chars.eos_token_id is None
     assert chars.encode("\n\r") == [0, 1]  # sorted, numbered from 0
     chars.save(tmp_path)
-    theirs, again = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    reference, again = read_both(tmp_path)
     assert type(again) is type(chars) and again.has_known_pattern
     for part in (text, text[::-1], "  ", ""):
-        ids = theirs.encode(part)
+        ids = reference.encode(part)
         assert chars.encode(part) == again.encode(part) == ids
-        assert chars.decode(ids) == theirs.decode(ids) == part
+        assert chars.decode(ids) == reference.decode(ids) == part
     with pytest.raises(
         TokenizerError,
         match=r"'x' \(U\+0078, at position 2\) is not among the 11 .* train with a BPE",
@@ -248,13 +251,12 @@ NAMED = """{"mask_token": "<m>", "image_token": "<i>", "eos_token": "<e>", "cls_
 
 
 def test_named_tokens_are_added_in_transformers_order(bpe, tmp_path):
-    """Whatever the order in the file: the seven names first, then those that only it knows."""
-    from transformers import AutoTokenizer
-
+    """In any order of the file: the seven names first, then those that only it knows."""
     write_changed(bpe, tmp_path, config=NAMED)
     text = "<x><y><i><m><c><e><b>"
-    ids = load_tokenizer(tmp_path).encode(text, allow_special=True)
-    assert ids == AutoTokenizer.from_pretrained(tmp_path).encode(text)
+    reference, ours = read_both(tmp_path)
+    ids = ours.encode(text, allow_special=True)
+    assert ids == reference.encode(text)
     assert sorted(ids) == [*range(700, 707)] and ids[:2] == [706, 705]
 
 
@@ -324,17 +326,15 @@ def assert_same(directory: Path, texts: list[str]):
     Ids with and without a BOS, texts of all ids with and without control tokens, and streams: from
     the first token, and behind a prompt.
     """
-    from transformers import AutoTokenizer
-
-    theirs, ours = AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+    reference, ours = read_both(directory)
     for add in (False, True):
-        expected = theirs(texts, add_special_tokens=add)["input_ids"]
+        expected = reference(texts, add_special_tokens=add)["input_ids"]
         for text, ids in zip(texts, expected, strict=True):
             assert ours.encode(text, True, add_special_tokens=add) == ids, text
     chance = random.Random(0)
     for skip in (False, True):
         keep = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
-        decoded = theirs.batch_decode(expected, **keep)
+        decoded = reference.batch_decode(expected, **keep)
         for text, ids, whole in zip(texts, expected, decoded, strict=True):
             assert ours.decode(ids, skip) == whole
             pieces = pushed(ours.stream(skip_special_tokens=skip), ids)
@@ -342,7 +342,7 @@ def assert_same(directory: Path, texts: list[str]):
             if "\ufffd" not in whole:
                 assert "\ufffd" not in "".join(pieces), "half a character"
             middle = chance.randrange(len(ids) + 1)
-            begun = theirs.decode(ids[:middle], **keep)
+            begun = reference.decode(ids[:middle], **keep)
             if whole.startswith(begun) and not begun.endswith("\ufffd"):
                 answer = "".join(pushed(ours.stream(ids[:middle], skip), ids[middle:]))
                 assert begun + answer == whole, text
@@ -465,14 +465,11 @@ def test_a_stream_ends_once():
 
 def test_byte_tokens_that_are_no_character(tmp_path):
     """A U+FFFD for each, as in transformers."""
-    from transformers import AutoTokenizer
-
-    tokenizer = load_tokenizer(save("llama2", tmp_path))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    reference, tokenizer = read_both(save("llama2", tmp_path))
     [word] = tokenizer.encode("the")
     broken = [*map(tokenizer.backend.token_to_id, ["<0xE2>", "<0x82>"])]
     ids = [word, *broken, word, *broken]
-    assert "".join(pushed(tokenizer.stream(), ids)) == theirs.decode(ids)
+    assert "".join(pushed(tokenizer.stream(), ids)) == reference.decode(ids)
 
 
 def test_tokens_that_are_no_characters_cost_as_much_as_others(bpe):

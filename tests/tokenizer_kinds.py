@@ -40,7 +40,11 @@ KINDS = {
          "behavior": "Isolated", "invert": false},
         {"type": "Split", "pattern": {"Regex": "[!-/:-~]?[A-Za-z]+|\\s+"},
          "behavior": "Isolated", "invert": false}, PIECES]}}""",
-    "falcon": """{"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+    # what it says about the length of texts does not hold
+    "falcon": """{"truncation": {"direction": "Right", "max_length": 2,
+        "strategy": "LongestFirst", "stride": 0}, "padding": {"strategy": {"Fixed": 9},
+        "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<s>"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
         {"type": "Punctuation", "behavior": "Contiguous"}, LEVEL,
         {"type": "Digits", "individual_digits": false},
         {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"},
@@ -147,7 +151,7 @@ def numbered(pieces: list[str]) -> dict[str, int]:
 
 
 def model_of(kind: str, vocabulary: str | None, **fields) -> dict:
-    """What tokenizer.json says of the model, its vocabulary included."""
+    """The model in tokenizer.json, with its vocabulary."""
     front = ["<unk>", "<s>", "</s>"]
     unknown = {"unk_token": "<unk>"}
     pieces, merges = learnt("Metaspace")

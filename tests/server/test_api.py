@@ -6,6 +6,7 @@ engine is sent, what a client is sent, and when.
 import asyncio
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -372,7 +373,7 @@ def test_a_bug_while_an_answer_is_sent_ends_a_calls_work(house, monkeypatch, str
 
 
 def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
-    """What uvicorn does to those that do not end when the server stops, whatever they wait for."""
+    """uvicorn cancels calls that do not end when the server stops."""
     waiting, stream, half = house.ask(), house.ask(stream=True), house.connect()
     house.engine.step({"1": b"x"})
     half.send(ASK[:-3])
@@ -388,16 +389,7 @@ def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
 
 
 # --------------------------------------------------------------------------------------------------
-# What the engine is sent
-
-
-def test_echo_of_the_prompt_alone_is_no_work(house):
-    """Unless its tokens are to be scored."""
-    answer = house.ask("abc", echo=True, max_tokens=0, n=2).answer().json
-    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
-    assert not house.engine.of("add")
-    house.ask("abc", echo=True, max_tokens=0, logprobs=0)
-    assert house.engine.of("add")[0]["options"]["prompt_logprobs"] == 0
+# Requests to the engine
 
 
 def test_each_prompt_without_a_seed_has_its_own(house):
@@ -434,6 +426,14 @@ def test_long_answers_go_out_in_slices():
 # The life of the server
 
 
+def stop(house):
+    house.clock.do(house.service.stop)
+
+
+def is_over(house) -> bool:
+    return house.service.server.should_exit
+
+
 def test_while_it_loads_it_is_alive_and_accepts_nothing():
     with House(ready=False) as house:
         assert house.get("/livez").json == {"status": "alive"}
@@ -450,38 +450,43 @@ def test_running_calls_may_finish_after_the_signal(house, capsys):
     """New ones are refused, also one whose body was under way."""
     caller, half = house.ask(), house.connect()
     half.send(ASK[:-3])
-    house.clock.do(house.service.stop)
+    stop(house)
     half.send(ASK[-3:])
     refusal = (503, "draining", "the server is draining: try again later")
     assert refusal_of(half) == refusal_of(house.ask()) == refusal
     assert refusal_of(house.call("GET", "/readyz")) == refusal and house.get("/livez").status == 200
     house.clock.run(29)
-    assert not house.service.server.should_exit
+    assert not is_over(house)
     house.engine.step({"0": b"x"}, "length")
     house.clock.run(0.1)
-    assert caller.answer().status == 200 and house.service.server.should_exit
+    assert caller.answer().status == 200 and is_over(house)
     assert capsys.readouterr().err == "finishing 1 request; a second signal ends them\n"
 
 
 @pytest.mark.parametrize("seconds, signals", [(5, 1), (2, 2)])
 def test_calls_that_do_not_finish_in_time_are_refused(seconds, signals, capsys):
-    """After --drain-seconds, or at the second signal. An idle server ends at once."""
+    """
+    After --drain-seconds, or at the second signal. Each is passed on: other processes were killed
+    in the middle of their answers. An idle server ends at once.
+    """
     with House("--drain-seconds", "5") as house:
+        house.service.workers = workers = Mock(processes={})
         caller = house.ask()
-        house.clock.do(house.service.stop)
+        stop(house)
         house.clock.run(seconds - 0.1)
-        assert not caller.said and not house.service.server.should_exit
+        assert not caller.said and not is_over(house)
         if signals == 2:
-            house.clock.do(house.service.stop)
+            stop(house)
         house.clock.run(0.2)
         message = "the server stopped before this was finished"
         assert refusal_of(caller) == (503, "stopping", message)
-        assert house.service.server.should_exit and not house.choices
+        assert is_over(house) and not house.choices
+        assert workers.stop.call_count == signals
     with House() as house:
         capsys.readouterr()
-        house.clock.do(house.service.stop)
+        stop(house)
         house.clock.run(0.1)
-        assert house.service.server.should_exit and capsys.readouterr().err == ""
+        assert is_over(house) and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -497,31 +502,20 @@ def test_the_first_process_speaks_for_all(number, capsys):
         assert (greeting in capsys.readouterr().out) == is_first
         counted = 'prefix_cache_queries_total{model_name="fake"} 3.0'
         assert (counted in house.get("/metrics").body) == is_first
-        house.service.workers = SimpleNamespace(processes={1: None}, stop=lambda: None)
+        house.service.workers = Mock(processes={1: None})
         house.service.on_signal(15, None)
         house.clock.settle()
         assert house.service.draining == is_first
-        house.clock.do(house.service.stop) if not is_first else None
+        stop(house) if not is_first else None
         assert ("finishing 7 requests" in capsys.readouterr().err) == is_first
         house.clock.run(10)
-        assert not house.service.server.should_exit
+        assert not is_over(house)
         house.service.workers.processes.clear()
         house.clock.run(0.1)
-        assert house.service.server.should_exit
+        assert is_over(house)
     with House(ready=False, slot=WorkerSlot(number, 2)) as house:
         house.engine.die()
-        assert house.service.server.should_exit
-
-
-def test_each_signal_is_passed_on_to_the_other_processes():
-    """After a second one they were killed in the middle of their answers."""
-    with House(slot=WorkerSlot(0, 2)) as house:
-        house.ask()
-        stops = []
-        house.service.workers = SimpleNamespace(processes={}, stop=lambda: stops.append("stop"))
-        house.clock.do(house.service.stop)
-        house.clock.do(house.service.stop)
-        assert stops == ["stop"] * 2
+        assert is_over(house)
 
 
 def test_a_dead_engine_is_started_again_once(house, capfd):
@@ -544,11 +538,11 @@ def test_a_dead_engine_is_started_again_once(house, capfd):
         f"the engine is not alive: {reason}",
     )
     assert f'"event": "engine_died", "reason": "{reason}"' in capfd.readouterr().err
-    assert not house.choices and not house.service.server.should_exit and len(house.engines) == 2
+    assert not house.choices and not is_over(house) and len(house.engines) == 2
     house.engine.ready()
     assert house.get("/livez").status == 200
     house.engine.die()
-    assert house.service.server.should_exit and len(house.engines) == 2
+    assert is_over(house) and len(house.engines) == 2
 
 
 def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):

@@ -1,7 +1,7 @@
 """
 Clients that others wrote, as their users run them, against serve.py in a process of its own. They
 are installed from tests/clients.txt into .venv-clients, once: 2.5 minutes, and then the tests take
-one. Where they cannot be installed (no network, say) all is skipped with the reason. vLLM's own
+one. If they cannot be installed (no network, say), all is skipped with the reason. vLLM's own
 load generator comes only with all of vLLM.
 """
 
@@ -175,7 +175,7 @@ metric_list:
 
 
 def bits_per_byte(checkpoint) -> float:
-    """Of the documents, each after an end of text, straight from the model."""
+    """The model's own for the documents, each after an end of text."""
     model = load_checkpoint(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
     nats = 0.0

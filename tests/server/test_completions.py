@@ -1,6 +1,6 @@
 """
 /v1/completions and /v1/chat/completions over HTTP: what becomes of a prompt, and whole answers.
-What a choice makes of its tokens is in test_answers.py, and streams are in test_api.py.
+The text of a choice is tested in test_answers.py, streams in test_api.py.
 """
 
 import json
@@ -78,7 +78,7 @@ def test_whole_answers_have_exactly_these_fields(chat, row):
 
 
 # --------------------------------------------------------------------------------------------------
-# What becomes a prompt
+# Prompts
 
 
 def prompt_of(house, **fields) -> list[int]:
@@ -139,8 +139,8 @@ def test_a_bos_comes_once_to_prompts_and_chats(folder):
         ):
             assert prompt_of(house, **fields) == tokens
         for prompt, echo in (("hi", "hi"), (f"{end}hi", f"{end}hi"), ([256, *b"hi"], f"{end}hi")):
-            caller = call(house, prompt=prompt, echo=True, max_tokens=0)
-            assert caller.answer().json["choices"][0]["text"] == echo
+            caller = call(house, prompt=prompt, echo=True, max_tokens=0, n=2)
+            assert [choice["text"] for choice in caller.answer().json["choices"]] == [echo] * 2
         caller = call(house, prompt="hi", echo=True, logprobs=0)
         (id,) = house.choices
         score = [-2.0, [], []]

@@ -1,5 +1,5 @@
 """
-What /metrics shows: each scenario says all numbers that it moves, and by how much. Nothing else may
+/metrics: each scenario states all numbers that it moves, and by how much. Nothing else may
 move, so a count taken twice, under another name, or not at all is found whichever it is. Time is
 the test's own: sums of seconds are exact.
 """
@@ -27,7 +27,7 @@ def shown(house: House) -> dict[str, float]:
 
 
 class Watched:
-    """Of a server, the numbers that have moved since the last look."""
+    """The numbers of a server that have moved since the last look."""
 
     def __init__(self, house: House):
         self.house = house
@@ -49,6 +49,9 @@ class Watched:
         self.before = after
         return "".join(f"{name} {moves[name]}\n" for name in sorted(moves))
 
+    def expect(self, moves: str):
+        assert self.moved() == moves
+
 
 @pytest.fixture
 def house():
@@ -66,9 +69,8 @@ def test_the_numbers_of_one_request(house, watched):
     house.ask("abcde", max_tokens=40)
     house.clock.run(3)
     house.engine.step({"0": b"x"})
-    assert (
-        watched.moved()
-        == """\
+    watched.expect(
+        """\
 generation_tokens 1
 prompt_tokens 5
 time_to_first_token_seconds_count 1 3
@@ -76,12 +78,11 @@ time_to_first_token_seconds_count 1 3
     )
     house.clock.run(0.5)
     house.engine.step({"0": b"yz"})
-    assert watched.moved() == "generation_tokens 2\ninter_token_latency_seconds_count 1 0.25\n"
+    watched.expect("generation_tokens 2\ninter_token_latency_seconds_count 1 0.25\n")
     house.clock.run(1)
     house.engine.step({"0": b"!"}, "length")
-    assert (
-        watched.moved()
-        == """\
+    watched.expect(
+        """\
 e2e_request_latency_seconds_count 1 4.5
 generation_tokens 1
 inter_token_latency_seconds_count 1 1
@@ -102,9 +103,8 @@ def test_the_numbers_of_several_choices(house, watched):
     house.ask(["abc", "de"], n=2, max_tokens=7)
     house.clock.run(1)
     house.engine.step({"0": b"x", "0.1": b"y"})
-    assert (
-        watched.moved()
-        == """\
+    watched.expect(
+        """\
 generation_tokens 2
 prompt_tokens 3
 time_to_first_token_seconds_count 2 2
@@ -112,9 +112,8 @@ time_to_first_token_seconds_count 2 2
     )
     house.clock.run(1)
     house.engine.step({"0": b"x"}, "length")
-    assert (
-        watched.moved()
-        == """\
+    watched.expect(
+        """\
 e2e_request_latency_seconds_count 1 2
 generation_tokens 1
 inter_token_latency_seconds_count 1 1
@@ -127,9 +126,8 @@ request_success:length 1
     house.clock.run(1)
     house.engine.step({"0.1": b"abc"}, "stop")
     house.engine.step({"1.1": b"xyz"}, "length")  # the second prompt: its second choice comes first
-    assert (
-        watched.moved()
-        == """\
+    watched.expect(
+        """\
 e2e_request_latency_seconds_count 2 6
 generation_tokens 6
 inter_token_latency_seconds_count 1 0.666667
@@ -143,9 +141,8 @@ time_to_first_token_seconds_count 1 3
 """
     )
     house.engine.step({"1": b"xy"}, "length")
-    assert (
-        watched.moved()
-        == """\
+    watched.expect(
+        """\
 e2e_request_latency_seconds_count 1 3
 generation_tokens 2
 prompt_tokens 2
@@ -178,21 +175,21 @@ def test_calls_that_do_not_end_well(house, watched, stream):
     house.engine.step({"0": b"x"}, "length")
     watched.moved()
     caller.hang_up()
-    assert watched.moved() == "request_success:abort 2\n"
+    watched.expect("request_success:abort 2\n")
     house.ask(["ab", "c"], stream=stream)
     error = {"op": "error", "message": "no", "kind": "invalid"}
     house.engine.say(error | {"id": "2"})
-    assert watched.moved() == "pagedgpt:requests_refused:400 1\nrequest_success:error 2\n"
+    watched.expect("pagedgpt:requests_refused:400 1\nrequest_success:error 2\n")
     house.ask(stream=stream)
     house.engine.step({"3": b"x"})
     watched.moved()
     house.engine.say(error | {"id": "3"})
     refused = "" if stream else "pagedgpt:requests_refused:400 1\n"
-    assert watched.moved() == f"{refused}request_success:error 1\n"
+    watched.expect(f"{refused}request_success:error 1\n")
     half = house.connect()
     half.send(request("POST", "/v1/completions", {"prompt": "a"})[:-1])
     half.hang_up()
-    assert watched.moved() == ""
+    watched.expect("")
 
 
 REFUSALS = {
@@ -220,14 +217,14 @@ def test_each_refusal_counts_once_by_its_status():
                 caller = house.call(method, path, body, **(key | headers))
                 assert caller.answer().status == status
                 caller.hang_up()
-            assert watched.moved() == f"pagedgpt:requests_refused:{status} 2\n"
+            watched.expect(f"pagedgpt:requests_refused:{status} 2\n")
         house.connect().send(b"this is no HTTP\r\n\r\n")
-        assert watched.moved() == "pagedgpt:requests_refused:400 1\n"
+        watched.expect("pagedgpt:requests_refused:400 1\n")
         for _ in range(2):  # a full queue, and a deadline
             house.call("POST", "/v1/completions", {"prompt": [1]}, **key)
-        assert watched.moved() == "pagedgpt:requests_refused:429 1\n"
+        watched.expect("pagedgpt:requests_refused:429 1\n")
         house.clock.run(5)
-        assert watched.moved() == "pagedgpt:requests_refused:503 1\nrequest_success:error 1\n"
+        watched.expect("pagedgpt:requests_refused:503 1\nrequest_success:error 1\n")
 
 
 def test_the_engines_own_numbers_are_shown(house, watched):
@@ -235,9 +232,8 @@ def test_the_engines_own_numbers_are_shown(house, watched):
     Gauges as they are, also when they fall; totals and delays once each, under their own names.
     """
     house.engine.step(running=3, waiting=2, kv_usage=0.75, queries=20, hits=8, preemptions=1)
-    assert (
-        watched.moved()
-        == """\
+    watched.expect(
+        """\
 kv_cache_usage_perc 0.75
 num_preemptions 1
 num_requests_running 3
@@ -247,9 +243,8 @@ prefix_cache_queries 20
 """
     )
     house.engine.step(queries=26, hits=8, preemptions=3, waited=[0.5, 0.25], prefilled=[2.0])
-    assert (
-        watched.moved()
-        == """\
+    watched.expect(
+        """\
 num_preemptions 2
 prefix_cache_queries 6
 request_prefill_time_seconds_count 1 2
@@ -267,7 +262,7 @@ def test_totals_go_on_after_another_engine(house, watched):
     house.engine.ready()
     house.engine.step(queries=2, hits=0)
     house.engine.step(queries=3, hits=4)
-    assert watched.moved() == "prefix_cache_hits 10\nprefix_cache_queries 10\n"
+    watched.expect("prefix_cache_hits 10\nprefix_cache_queries 10\n")
 
 
 # Each histogram, and a value of it: at the bound is inside
@@ -307,7 +302,7 @@ def test_buckets_are_vllms(house):
         assert buckets == expected | {f"{name}_bucket:+Inf": 1.0}
 
 
-# What the twelve panels of vLLM's Grafana board ask for beside the histograms
+# Metrics that the twelve panels of vLLM's Grafana board query, beside the histograms
 # (examples/observability/prometheus_grafana/grafana.json).
 GRAFANA_BOARD = "num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total "
 GRAFANA_BOARD += "generation_tokens_total request_success_total:stop request_success_total:length "

@@ -1,4 +1,4 @@
-"""What each path answers, and calls that are refused: the status, and words that say why."""
+"""The answer of each path; and refusals: their status, and words that say why."""
 
 import json
 from urllib.parse import quote
@@ -157,12 +157,9 @@ def test_the_page_is_the_same_for_all():
     assert page.body == live.page()
 
 
-@pytest.mark.parametrize(
-    "call, allowed", [("DELETE /v1/completions", {"POST"}), ("OPTIONS /v1/models", {"GET", "HEAD"})]
-)
-def test_other_methods_learn_which_there_are(house, call, allowed):
-    answer = house.call(*call.split()).answer()
-    assert (answer.status, set(answer.headers["allow"].split(", "))) == (405, allowed)
+def test_other_methods_learn_which_there_are(house):
+    answer = house.call("DELETE", "/v1/completions").answer()
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
 
 
 @pytest.mark.parametrize("path", ["/", "/livez", "/v1/models", "/nowhere"])

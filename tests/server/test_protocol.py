@@ -310,7 +310,7 @@ def test_forms_that_are_accepted(kind, fields, expected):
 
 
 # --------------------------------------------------------------------------------------------------
-# What the engine gets
+# The parameters that are sent to the engine
 
 SENT = """{
     "temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "top_k": 7, "seed": -11, "min_tokens": 3,

@@ -226,7 +226,7 @@ def test_flags_go_before_the_models_defaults(row):
 
 
 def test_a_full_context_begins_a_conversation_anew(checkpoint, capsys):
-    """What is left for an answer is a quarter of the context."""
+    """A quarter of the context is left for an answer."""
     chat = load_chat(checkpoint, load_tokenizer(checkpoint))
     messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
     length = len(chat.encode(messages, add_generation_prompt=True))

@@ -160,9 +160,8 @@ def test_results(encoder, fill):
     ids = [*b"a", 256, 0xC3, 98, 300, *rest]
     assert asyncio.run(encoder.decode(ids)) == f"a{END}\ufffdb{fill}"
     message = {"role": "user", "content": f"{END}{fill}"}
-    for options, more in (({}, b"."), ({"more": 5, "self": 4}, b"5")):
-        ids = asyncio.run(encoder.encode_chat([message], False, options))
-        assert ids == [*f"user: {END}{fill}".encode(), 256, *more]
+    ids = asyncio.run(encoder.encode_chat([message], False, {}))
+    assert ids == [*f"user: {END}{fill}".encode(), 256, *b"."]
 
 
 def test_one_thing_at_a_time_is_done_in_the_thread(encoder):
@@ -464,7 +463,7 @@ def test_templates_have_the_text_and_ids_of_transformers(kind, template, tmp_pat
 
 
 # --------------------------------------------------------------------------------------------------
-# What users write stays text
+# Against prompt injection: the words of users stay text
 
 CONTENT = "{{ messages[0].content }}"
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
