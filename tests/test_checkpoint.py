@@ -19,6 +19,7 @@ from families import FAMILIES, read_fields
 from model import GPT, GPTConfig, Rope
 
 transformers = pytest.importorskip("transformers")
+hub = pytest.importorskip("huggingface_hub")
 ROOT = Path(__file__).parents[1]
 SHAPE = {"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 4, "n_embd": 32}
 LLAMA = SHAPE | {"norm": "rms", "bias": False, "gated": True, "activation": "silu"}
@@ -50,11 +51,6 @@ def folder(tmp_path) -> Path:
     """A directory with a small GPT-2."""
     save_checkpoint(random_model(), tmp_path)
     return tmp_path
-
-
-def change_config(folder: Path, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def change_weights(folder: Path, **changes):
@@ -111,6 +107,9 @@ def test_a_saved_model_comes_back_to_the_bit(tmp_path, fields, dtype):
         assert {file.get_tensor(name).dtype for name in file.keys()} == {dtype}  # noqa: SIM118
     assert (HEAD in load_file(path)) == (not ours.config.tied)  # without the others' prefix
     again = load_checkpoint(folder)
+    lower = load_checkpoint(folder, dtype=torch.bfloat16).state_dict()
+    keeps_norms = lower["ln_f.weight"].dtype == torch.float32
+    assert keeps_norms == (ours.config.norm == "rms")
     with path.open("r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
     path.write_bytes(b"")
@@ -380,20 +379,15 @@ def test_a_key_that_would_change_the_computation_is_refused(tmp_path, row):
 
 
 def shards(folder: Path) -> list[Path]:
-    """Spread the weights of a directory over three files, as the hub does."""
+    """Spread the weights of a directory over files, as the hub does: here a file for each."""
     weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    paths = [folder / f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    for i, path in enumerate(paths):
-        save_file({name: weights[name] for name in sorted(weights)[i::3]}, path)
-    where = {name: paths[i % 3].name for i, name in enumerate(sorted(weights))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    return paths
+    hub.save_torch_state_dict(weights, folder, max_shard_size=1)
+    return sorted(folder.glob("model-*.safetensors"))
 
 
 @pytest.mark.parametrize("fields", [SHAPE, LLAMA])
 def test_shards(tmp_path, fields):
-    """q, k and v of one layer lie in three files. A missing or broken one is named."""
+    """A missing or broken one is named."""
     ours = random_model(**fields)
     save_checkpoint(ours, tmp_path)
     path = shards(tmp_path)[1]
@@ -451,7 +445,9 @@ def test_the_hubs_oldest_layout(folder):
 def test_a_head_of_its_own_opens(folder, is_tied):
     """Some config.json say tied of a head that is not; the file counts, as in transformers."""
     embedding = load_file(folder / "model.safetensors")[EMBEDDING]
-    change_config(folder, tie_word_embeddings=is_tied)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
     if is_tied is False:
         refused(folder, r"lm_head\.weight is missing")
     change_weights(folder, **{HEAD: embedding.clone()})

@@ -305,30 +305,29 @@ def test_without_an_end_of_text_token_the_first_token_has_no_score(out, tmp_path
     assert last["bits_per_byte"] == pytest.approx(bits, abs=1e-4)
 
 
-def test_a_sample_ends_where_the_model_ends_it(tiny, corpus, monkeypatch):
-    """Text behind the end of a text is another text."""
+def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
+    tiny, corpus, monkeypatch
+):
+    """
+    Text behind the end of a text is another text. Of two tokens, the second is drawn as often as
+    softmax(difference / temperature).
+    """
     run = new_run(tiny, corpus)
     line = run.corpus.tokenizer.encode("x = 1\n")
     end = [299]
     rows = torch.tensor([end + line + end + line, end + line + line + end])
-    monkeypatch.setattr(run.model, "generate", lambda prompts, length, choose: rows)
-    assert report.generate_texts(run, 2, 64) == ["x = 1\n", "x = 1\nx = 1\n"]
-
-
-def test_samples_follow_the_temperature_and_the_seed(tiny, corpus, monkeypatch):
-    """Of two tokens, the second is drawn as often as softmax(difference / temperature)."""
-    run = new_run(tiny, corpus)
     logits = torch.tensor([[0.0, 1.0]]).repeat(20_000, 1)
     drawn = []
 
-    def choose_one(prompts, length, choose):
-        assert prompts.tolist() == [[299]] and length == 8
+    def generate(prompts, length, choose):
+        assert prompts.tolist() == [end, end] and length == 8
         drawn.append(choose(logits, 0).double())
-        return prompts
+        return rows
 
-    monkeypatch.setattr(run.model, "generate", choose_one)
+    monkeypatch.setattr(run.model, "generate", generate)
     for run.args.seed in (1, 2, 1):
-        report.generate_texts(run, 1, 8)
+        texts = report.generate_texts(run, 2, 8)
+        assert texts == ["x = 1\n", "x = 1\nx = 1\n"]
     first, other, again = drawn
     share = 1 / (1 + math.exp(-1 / report.TEMPERATURE))
     assert first.mean().item() == pytest.approx(share, abs=0.02)
