@@ -34,7 +34,8 @@ def log_probabilities(hf_model, tokens: list[int], last: int = 0) -> Tensor:
 @torch.no_grad()
 def dense(ours: GPT, tokens: list[int]) -> Tensor:
     """The same of our model, without a cache, (T, V)."""
-    return ours(torch.tensor([tokens]))[0][0].float().log_softmax(-1)
+    logits, _ = ours(torch.tensor([tokens]))
+    return logits[0].float().log_softmax(-1)
 
 
 def distance(a: Tensor, b: Tensor) -> float:

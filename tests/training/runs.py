@@ -19,7 +19,8 @@ TINY = FLAGS.split()
 
 
 def new_run(flags: list[str], corpus: Path, machine: train.Process = MACHINE) -> train.Run:
-    return train.Run(train.parse_args(flags), train.load_corpus(str(corpus), MACHINE), machine)
+    args = train.parse_args(flags)
+    return train.Run(args, train.load_corpus(str(corpus), MACHINE), machine)
 
 
 def after_update(monkeypatch, react):

@@ -73,7 +73,8 @@ def corpora(tmp_path) -> dict[int, Path]:
         folders[seed] = tmp_path / f"corpus{seed}"
         folders[seed].mkdir()
         tokenizer = char_tokenizer(text)
-        write_corpus(folders[seed], tokenizer, tokenizer.encode(text), tokenizer.encode(text[:100]))
+        ids = tokenizer.encode(text)
+        write_corpus(folders[seed], tokenizer, ids, ids[:100])
     return folders
 
 
