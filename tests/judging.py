@@ -55,7 +55,7 @@ def shortfall(scores: Tensor, tokens: list[int]) -> Tensor:
 
 
 def report():
-    """Where rounding may choose either of two tokens, it chose the other now and then."""
+    """Print how often rounding chose the other of two tokens that are equally good."""
     print(f"\n{counted['tokens']} tokens were compared, {counted['ties']} of them ties")
     assert counted["ties"] <= 0.01 * counted["tokens"]
 

@@ -35,7 +35,7 @@ from training.corpus import char_tokenizer, read_corpus, write_corpus
 
 
 def test_a_run_learns_and_leaves_a_checkpoint(tiny, corpus, out, capsys):
-    """What it prints, what it logs, and the picture."""
+    """It prints its result, logs each step, and draws the loss."""
     train.main([*tiny, "--steps=40"])
     steps = read_log(out, "loss")
     evaluations = read_log(out, "val_loss")
