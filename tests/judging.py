@@ -34,7 +34,8 @@ def log_probabilities(hf_model, tokens: list[int], last: int = 0) -> Tensor:
 @torch.no_grad()
 def dense(ours: GPT, tokens: list[int]) -> Tensor:
     """The same of our model, without a cache, (T, V)."""
-    return ours(torch.tensor([tokens]))[0][0].float().log_softmax(-1)
+    logits, _ = ours(torch.tensor([tokens]))
+    return logits[0].float().log_softmax(-1)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -42,8 +43,19 @@ def distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
+def scores_of(scores: Tensor, tokens: list[int]) -> Tensor:
+    """Those (T,) of one token at each place, of all scores (T, V)."""
+    ids = torch.tensor(tokens)
+    return scores.gather(1, ids[:, None])[:, 0]
+
+
+def shortfall(scores: Tensor, tokens: list[int]) -> Tensor:
+    """By how much the best score exceeds that of each token."""
+    return scores.amax(-1) - scores_of(scores, tokens)
+
+
 def report():
-    """Where rounding may choose either of two tokens, it chose the other now and then."""
+    """Print how often rounding chose the other of two tokens that are equally good."""
     print(f"\n{counted['tokens']} tokens were compared, {counted['ties']} of them ties")
     assert counted["ties"] <= 0.01 * counted["tokens"]
 
@@ -94,17 +106,16 @@ class Judge:
         expected = expected[-len(answer) - 1 : -1]
         self.compare(expected, answer, [output.logprobs for output in outputs])
         if temperature == 0:
-            behind = expected.amax(-1) - expected.gather(1, torch.tensor(answer)[:, None])[:, 0]
-            assert behind.max() <= TOLERANCE
+            lost = shortfall(expected, answer)
+            assert lost.max() <= TOLERANCE
             counted["tokens"] += len(answer)
-            counted["ties"] += int(behind.count_nonzero())
+            counted["ties"] += int(lost.count_nonzero())
         return answer
 
     def compare(self, expected: Tensor, tokens: list[int], scores: list):
         """Of each place: the score of the token that was taken, and those of the candidates."""
         assert len(scores) == len(expected) == len(tokens)
         chosen, ids, best = map(torch.tensor, zip(*scores, strict=True))
-        taken = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert distance(taken, chosen) <= TOLERANCE
+        assert distance(scores_of(expected, tokens), chosen) <= TOLERANCE
         assert distance(expected.gather(1, ids), best) <= self.candidates
         assert distance(expected.topk(ids.shape[1]).values, best) <= self.candidates

@@ -19,6 +19,7 @@ from families import FAMILIES, read_fields
 from model import GPT, GPTConfig, Rope
 
 transformers = pytest.importorskip("transformers")
+hub = pytest.importorskip("huggingface_hub")
 ROOT = Path(__file__).parents[1]
 SHAPE = {"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 4, "n_embd": 32}
 LLAMA = SHAPE | {"norm": "rms", "bias": False, "gated": True, "activation": "silu"}
@@ -40,9 +41,10 @@ def random_model(**changes) -> GPT:
 
 
 def same(a: GPT, b: GPT) -> bool:
+    if a.config != b.config:
+        return False
     weights = b.state_dict()
-    is_same = [torch.equal(weight, weights[name]) for name, weight in a.state_dict().items()]
-    return len(is_same) == len(weights) and all(is_same) and a.config == b.config
+    return all(torch.equal(weight, weights.pop(name)) for name, weight in a.state_dict().items())
 
 
 @pytest.fixture
@@ -50,11 +52,6 @@ def folder(tmp_path) -> Path:
     """A directory with a small GPT-2."""
     save_checkpoint(random_model(), tmp_path)
     return tmp_path
-
-
-def change_config(folder: Path, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def change_weights(folder: Path, **changes):
@@ -88,7 +85,9 @@ def test_transformers_opens_a_saved_model(tmp_path, fields):
     assert not any(info.values())
     assert hf_model.config.eos_token_id == 5
     with torch.no_grad():
-        assert (ours(TOKENS)[0] - hf_model.eval()(TOKENS).logits).abs().max() <= 1e-4
+        expected = hf_model.eval()(TOKENS).logits
+        logits, _ = ours(TOKENS)
+    assert (logits - expected).abs().max() <= 1e-4
 
 
 SAVED = [{}, {"bias": False}, {"n_kv_head": 2}, {"eos_token_ids": (3, 5), "dropout": 0.1}]
@@ -111,6 +110,9 @@ def test_a_saved_model_comes_back_to_the_bit(tmp_path, fields, dtype):
         assert {file.get_tensor(name).dtype for name in file.keys()} == {dtype}  # noqa: SIM118
     assert (HEAD in load_file(path)) == (not ours.config.tied)  # without the others' prefix
     again = load_checkpoint(folder)
+    lower = load_checkpoint(folder, dtype=torch.bfloat16).state_dict()
+    keeps_norms = lower["ln_f.weight"].dtype == torch.float32
+    assert keeps_norms == (ours.config.norm == "rms")
     with path.open("r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
     path.write_bytes(b"")
@@ -154,7 +156,8 @@ FIELDS = """{"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 6, 
 
 def test_each_key_of_a_configuration_sets_one_field():
     """The others are as in transformers' class, but for the dropout, which only training uses."""
-    assert read_fields(json.loads(SPELLED)) == GPTConfig(eos_token_ids=(7, 0), **json.loads(FIELDS))
+    fields = json.loads(FIELDS)
+    assert read_fields(json.loads(SPELLED)) == GPTConfig(eos_token_ids=(7, 0), **fields)
     defaults = transformers.GPT2Config(resid_pdrop=0.0).to_dict()
     gpt2 = json.loads(PLAIN)
     nothing = dict.fromkeys(["tie_word_embeddings", "n_inner", "add_cross_attention"])
@@ -380,20 +383,15 @@ def test_a_key_that_would_change_the_computation_is_refused(tmp_path, row):
 
 
 def shards(folder: Path) -> list[Path]:
-    """Spread the weights of a directory over three files, as the hub does."""
+    """Spread the weights of a directory over files, as the hub does: here a file for each."""
     weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    paths = [folder / f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    for i, path in enumerate(paths):
-        save_file({name: weights[name] for name in sorted(weights)[i::3]}, path)
-    where = {name: paths[i % 3].name for i, name in enumerate(sorted(weights))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    return paths
+    hub.save_torch_state_dict(weights, folder, max_shard_size=1)
+    return sorted(folder.glob("model-*.safetensors"))
 
 
 @pytest.mark.parametrize("fields", [SHAPE, LLAMA])
 def test_shards(tmp_path, fields):
-    """q, k and v of one layer lie in three files. A missing or broken one is named."""
+    """A missing or broken one is named."""
     ours = random_model(**fields)
     save_checkpoint(ours, tmp_path)
     path = shards(tmp_path)[1]
@@ -427,31 +425,35 @@ def test_a_broken_index(folder):
 PREFIXES = ["", "model.", "model.language_model.", "language_model.model.", "language_model."]
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-def test_prefixes(tmp_path, prefix):
-    """A model that was saved without its head, or as part of a larger one."""
-    ours = random_model(**LLAMA)
+LAYOUTS = [(LLAMA, prefix) for prefix in PREFIXES]
+LAYOUTS.append(({}, ""))  # the hub's gpt2
+
+
+@pytest.mark.parametrize(("fields", "prefix"), LAYOUTS)
+def test_prefixes(tmp_path, fields, prefix):
+    """
+    A model that was saved without its head, or as part of a larger one. The oldest files have
+    causal masks of two kinds.
+    """
+    ours = random_model(**fields)
     save_checkpoint(ours, tmp_path)
     path = tmp_path / "model.safetensors"
-    renamed = {n.replace("model.", prefix, 1): weight for n, weight in load_file(path).items()}
-    save_file(renamed, path)
+    weights = {"h.2.attn.masked_bias": torch.tensor(-1e4)}
+    weights["h.2.attn.bias"] = torch.ones(1, 1, 33, 33).tril()
+    for name, weight in load_file(path).items():
+        short = name.removeprefix("transformer.")
+        weights[short.replace("model.", prefix, 1)] = weight
+    save_file(weights, path)
     assert same(load_checkpoint(tmp_path), ours)
-
-
-def test_the_hubs_oldest_layout(folder):
-    """Its gpt2 has names without `transformer.`, and causal masks of two kinds."""
-    path = folder / "model.safetensors"
-    weights = {n.removeprefix("transformer."): weight for n, weight in load_file(path).items()}
-    weights |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 33, 33).tril() for layer in range(3)}
-    save_file(weights | {"h.2.attn.masked_bias": torch.tensor(-1e4)}, path)
-    assert same(load_checkpoint(folder), random_model())
 
 
 @pytest.mark.parametrize("is_tied", [True, False, None])
 def test_a_head_of_its_own_opens(folder, is_tied):
     """Some config.json say tied of a head that is not; the file counts, as in transformers."""
     embedding = load_file(folder / "model.safetensors")[EMBEDDING]
-    change_config(folder, tie_word_embeddings=is_tied)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
     if is_tied is False:
         refused(folder, r"lm_head\.weight is missing")
     change_weights(folder, **{HEAD: embedding.clone()})

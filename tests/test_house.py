@@ -1,6 +1,6 @@
 """
 How the code is built: how dense it stands, how long its functions are, which file may import which.
-What a reader takes in is tokens, however they are broken into lines; tokenize counts them.
+A reader takes in tokens, however they are broken into lines; tokenize counts them.
 """
 
 import ast

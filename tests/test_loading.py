@@ -1,5 +1,5 @@
 """
-What fits: a model is refused before it is loaded, packing copies only what it packs.
+Memory: a model that does not fit is refused before it is loaded, and packing copies only matrices.
 """
 
 import io
@@ -71,7 +71,7 @@ HugePages_Total:       0
 def test_memory_that_holds_cached_files_is_free(monkeypatch):
     """
     Of a machine that has just read a model nearly all is cached files: with MemFree for
-    MemAvailable its pool was tiny, or the model did not fit. Where nothing is said, as on macOS,
+    MemAvailable its pool was tiny, or the model did not fit. Without such a file, as on macOS,
     all of it counts.
     """
     monkeypatch.setattr(sizing, "open", lambda path: io.StringIO(MEMINFO), raising=False)
@@ -97,7 +97,8 @@ def test_block_tables_are_as_long_as_texts_may_be():
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     answers = engine.generate(prompts, params, progress=False)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert model.generate(torch.tensor([prompt]), 4)[0, len(prompt) :].tolist() == answer
+        [tokens] = model.generate(torch.tensor([prompt]), 4).tolist()
+        assert tokens == prompt + answer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

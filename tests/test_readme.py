@@ -193,11 +193,14 @@ TRAIN = "train.py --out out/stdlib"
 RESUME = f"{TRAIN} --resume"
 SERVE = "serve.py --model out/stdlib"
 STOPPED = "config.json train_state.pt"
+# files that the training writes -> the calls
+RUNS = [("config.json", [TRAIN]), (STOPPED, [TRAIN]), (STOPPED, [RESUME])]
+RUNS += [("loss.png", [RESUME, SERVE]), ("", [SERVE])]
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(tmp_path):
-    """Each run: files that the training writes, and the calls. The last one finds its model."""
+    """The last run finds its model."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("requirements.txt", "calls", ".venv/ready", ".venv/bin/python"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -207,17 +210,9 @@ def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(tmp_p
     python.chmod(0o755)
     environment = {name: x for name, x in os.environ.items() if not name.startswith("MAKE")}
     calls = []
-    for files, more in (
-        ("config.json", [TRAIN]),
-        (STOPPED, [TRAIN]),
-        (STOPPED, [RESUME]),
-        ("loss.png", [RESUME, SERVE]),
-        ("", [SERVE]),
-    ):
+    for files, more in RUNS:
         (tmp_path / "training").write_text(files)
-        done = subprocess.run(
-            ["make", "run"], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        done = subprocess.run(["make", "run"], cwd=tmp_path, env=environment, capture_output=True)
         calls += more
         assert (tmp_path / "calls").read_text().splitlines() == calls
         assert (done.returncode == 0) == (SERVE in more)

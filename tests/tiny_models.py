@@ -101,7 +101,7 @@ FAMILIES = {
     ),
 }
 
-# What engines forgot: with these changes the same weights must say something else. Gemma 2's 24 is
+# Features that engines forgot: with these changes the same weights must say something else. Gemma 2's 24 is
 # the width's share of a head.
 WITHOUT = """
 gpt2 {"layer_norm_epsilon": 1e-5}

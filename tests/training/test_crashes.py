@@ -73,7 +73,8 @@ def corpora(tmp_path) -> dict[int, Path]:
         folders[seed] = tmp_path / f"corpus{seed}"
         folders[seed].mkdir()
         tokenizer = char_tokenizer(text)
-        write_corpus(folders[seed], tokenizer, tokenizer.encode(text), tokenizer.encode(text[:100]))
+        ids = tokenizer.encode(text)
+        write_corpus(folders[seed], tokenizer, ids, ids[:100])
     return folders
 
 
@@ -154,51 +155,42 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(
         if served is None:
             assert train.open_out(args) is None  # a new training may begin
         else:
-            with pytest.raises(SystemExit, match="holds a model"):
+            choices = "holds a model: --resume continues it, --overwrite starts again, --out names"
+            with pytest.raises(SystemExit, match=choices):
                 train.open_out(args)
         end = resumed(folder, saved)
         if end is not None:  # an interrupted training learns nothing else
             assert read_log(folder) == logs[end[0]]
-        if (served, end) not in verdicts[-1:]:
-            verdicts.append((served, end))
+        verdict = f"served {served}, resumed {end}"
+        if verdict not in verdicts[-1:]:
+            verdicts.append(verdict)
     assert verdicts == [
-        (None, None),
-        (None, (1, 2)),  # train_state.pt comes first
-        ((1, 1), (1, 2)),
-        ((1, 2), (1, 2)),
-        (None, (1, 2)),  # --overwrite: config.json goes first
-        (None, None),
-        (None, (2, 2)),
-        ((2, 1), (2, 2)),
-        ((2, 2), (2, 2)),
+        "served None, resumed None",
+        "served None, resumed (1, 2)",  # train_state.pt comes first
+        "served (1, 1), resumed (1, 2)",
+        "served (1, 2), resumed (1, 2)",
+        "served None, resumed (1, 2)",  # --overwrite: config.json goes first
+        "served None, resumed None",
+        "served None, resumed (2, 2)",
+        "served (2, 1), resumed (2, 2)",
+        "served (2, 2), resumed (2, 2)",
     ]
 
 
-def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(tmp_path):
+def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(corpora, monkeypatch):
     """
     Prepared again with other characters: one's tokens with the other's tokenizer would be nonsense.
+    Without meta.json a folder is no corpus.
     """
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    moments = []
-    for text in TEXTS.values():
-        tokenizer = char_tokenizer(text)
-        with pytest.MonkeyPatch.context() as patch:
-            disk = Disk(folder, patch)
-            write_corpus(folder, tokenizer, tokenizer.encode(text), tokenizer.encode(text[::-1]))
-        moments += disk.moments
-    verdicts = []
-    for i, files in enumerate(moments):
-        try:
-            corpus = train.load_corpus(str(lay_out(files, tmp_path / str(i))), MACHINE)
-        except SystemExit:
-            verdict = None
-        else:
-            verdict = corpus.tokenizer.decode(corpus.train.tolist())
-            assert corpus.tokenizer.decode(corpus.val.tolist()) == verdict[::-1]
-        if verdict not in verdicts[-1:]:
-            verdicts.append(verdict)
-    assert verdicts == [None, TEXTS[1], None, TEXTS[2]]
+    folder = corpora[1]
+    disk = Disk(folder, monkeypatch)
+    tokenizer = char_tokenizer(TEXTS[2])
+    write_corpus(folder, tokenizer, tokenizer.encode(TEXTS[2]), [0])
+    has_meta = ["meta.json" in files for files in disk.moments]
+    between = len({*disk.moments[-1]}) - 1  # the other files are written one by one
+    assert has_meta == [True, False, *[False] * between, True]
+    corpus = train.load_corpus(str(folder), MACHINE)
+    assert corpus.tokenizer.decode(corpus.train.tolist()) == TEXTS[2]
 
 
 def test_a_fetched_text_is_whole_or_absent(tmp_path, monkeypatch):

@@ -35,12 +35,12 @@ from training.corpus import char_tokenizer, read_corpus, write_corpus
 
 
 def test_a_run_learns_and_leaves_a_checkpoint(tiny, corpus, out, capsys):
-    """What it prints, what it logs, and the picture."""
+    """It prints its result, logs each step, and draws the loss."""
     train.main([*tiny, "--steps=40"])
     steps = read_log(out, "loss")
     evaluations = read_log(out, "val_loss")
     assert [line["step"] for line in steps] == list(range(1, 41))
-    assert [line["step"] for line in evaluations] == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert [line["step"] for line in evaluations] == list(range(5, 41, 5))
     assert steps[0]["loss"] == pytest.approx(math.log(300), abs=0.1)  # as good as chance
     last = evaluations[-1]
     assert last["val_loss"] < steps[0]["loss"] - 1
@@ -136,14 +136,8 @@ def test_a_number_that_is_not_finite_stops_the_run(tiny, out, monkeypatch, at, s
         train.main([*tiny, "--steps=20"])
     state = torch.load(out / "train_state.pt", weights_only=True)
     assert state["step"] == kept
-    assert read_log(out, "loss")[-1]["step"] == min(at, 20) - (at < 10)
-
-
-def test_a_learning_rate_that_explodes_is_caught(tiny, out):
-    """Nothing patched: the real thing, before anything was saved."""
-    with pytest.raises(SystemExit, match=r"norm \S+: stopped"):
-        train.main([*tiny, "--steps=20", "--vector_lr=1e30", "--eval_every=20"])
-    assert not (out / "config.json").exists()
+    last = read_log(out, "loss")[-1]
+    assert last["step"] == at - (at < 10)  # an evaluation follows its step
 
 
 def test_a_full_disk_ends_the_run_with_a_message_and_keeps_what_was_saved(tiny, out, monkeypatch):
@@ -203,17 +197,6 @@ def test_mistakes_get_a_message_and_delete_nothing(tiny, out, flags, monkeypatch
     assert error.value.code not in (0, None)
     assert MISTAKES[flags] in str(error.value) + capsys.readouterr().err
     assert (out / "config.json").exists()
-
-
-def test_a_directory_with_a_model_is_not_overwritten_by_accident(tiny, out):
-    train.main([*tiny, "--steps=2"])
-    choices = "--resume continues it, --overwrite starts again, --out names another"
-    with pytest.raises(SystemExit, match=choices):
-        train.main([*tiny, "--steps=2", "--seed=7"])
-    assert assert_loads(out)["args"]["seed"] == 1337
-    train.main([*tiny, "--steps=2", "--overwrite", "--seed=7", "--n_embd=32"])
-    assert assert_loads(out)["args"]["seed"] == 7
-    assert load_checkpoint(out).config.n_embd == 32
 
 
 def test_nothing_to_resume(tmp_path):
@@ -305,30 +288,29 @@ def test_without_an_end_of_text_token_the_first_token_has_no_score(out, tmp_path
     assert last["bits_per_byte"] == pytest.approx(bits, abs=1e-4)
 
 
-def test_a_sample_ends_where_the_model_ends_it(tiny, corpus, monkeypatch):
-    """Text behind the end of a text is another text."""
+def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
+    tiny, corpus, monkeypatch
+):
+    """
+    Text behind the end of a text is another text. Of two tokens, the second is drawn as often as
+    softmax(difference / temperature).
+    """
     run = new_run(tiny, corpus)
     line = run.corpus.tokenizer.encode("x = 1\n")
     end = [299]
     rows = torch.tensor([end + line + end + line, end + line + line + end])
-    monkeypatch.setattr(run.model, "generate", lambda prompts, length, choose: rows)
-    assert report.generate_texts(run, 2, 64) == ["x = 1\n", "x = 1\nx = 1\n"]
-
-
-def test_samples_follow_the_temperature_and_the_seed(tiny, corpus, monkeypatch):
-    """Of two tokens, the second is drawn as often as softmax(difference / temperature)."""
-    run = new_run(tiny, corpus)
     logits = torch.tensor([[0.0, 1.0]]).repeat(20_000, 1)
     drawn = []
 
-    def choose_one(prompts, length, choose):
-        assert prompts.tolist() == [[299]] and length == 8
+    def generate(prompts, length, choose):
+        assert prompts.tolist() == [end, end] and length == 8
         drawn.append(choose(logits, 0).double())
-        return prompts
+        return rows
 
-    monkeypatch.setattr(run.model, "generate", choose_one)
+    monkeypatch.setattr(run.model, "generate", generate)
     for run.args.seed in (1, 2, 1):
-        report.generate_texts(run, 1, 8)
+        texts = report.generate_texts(run, 2, 8)
+        assert texts == ["x = 1\n", "x = 1\nx = 1\n"]
     first, other, again = drawn
     share = 1 / (1 + math.exp(-1 / report.TEMPERATURE))
     assert first.mean().item() == pytest.approx(share, abs=0.02)
