@@ -550,19 +550,6 @@ def test_what_is_forbidden_is_never_chosen_however_likely(pick):
     assert 4 not in banned and free == 4
 
 
-@pytest.mark.parametrize("params", ADJUSTED)
-def test_the_torch_path_skips_only_what_no_row_asks_for(params):
-    """`asked` is a hint: with it or without, tokens and counts are the same."""
-    results = []
-    first = Row(0, params, 0, 0, [1, 2, 2, 7], [0], (0, 1))
-    for asked in [params, LIKELY], None:
-        rows = filled(V, [first, Row(1, LIKELY, 0)])
-        logits = LOGITS.expand(2, -1)
-        tokens = sampling.sample_torch(logits, arange(2), tensor([5, 5]), rows, asked)
-        results.append((tokens.tolist(), rows.marks.tolist()))
-    assert results[0] == results[1]
-
-
 def test_placing_requests_takes_two_small_uploads(monkeypatch):
     """
     Rows of V numbers for every request that is admitted are 400 kB for each, in the engine's way;
