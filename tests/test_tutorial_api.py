@@ -157,25 +157,24 @@ def test_schedule_promote_and_complete():
     """
     scheduler = Scheduler(token_budget=8)
     assert scheduler.schedule(0) == (None, [])
-    active, prefilling, waiting = (Request(i, [i] * 8, 9) for i in range(3))
+    active, *others = (Request(i, [i] * 8, 9) for i in range(3))
     scheduler.add_request(active)
     assert scheduler.schedule(1) == (active, [])
     active.prefill_cursor = active.num_filled_slots = 8  # the post's loop computes and assigns
     scheduler.promote(active)
     active.generated_tokens.append(8)
     assert scheduler.active == [active] and scheduler.prefilling == []
-    scheduler.add_request(prefilling)
-    scheduler.add_request(waiting)
-    assert scheduler.schedule(2) == (prefilling, [active]), "the first of several"
-    late = Request("late", [4], 9)
-    scheduler.add_request(late)
-    for request in active, prefilling, waiting, late:
+    for request in others:
+        scheduler.add_request(request)
+    assert scheduler.schedule(2) == (others[0], [active]), "the first of several"
+    others.append(Request("late", [4], 9))
+    scheduler.add_request(others[-1])
+    for request in active, *others:
         assert not scheduler.is_done()
         scheduler.complete(request)
         assert request.status == "done" and request.block_table == []
     assert scheduler.is_done() and not scheduler.block_cache.held, "freed, and nothing committed"
     assert scheduler.block_allocator.num_free == 64
-    scheduler.check()
 
 
 def test_interleaved_generate_returns_the_scheduler():
