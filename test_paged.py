@@ -35,7 +35,7 @@ from paged import BlockAllocator, Plan, Request, Scheduler, SchedulerSettings, r
 from params import GREEDY, SamplingParams, Settings
 
 # --------------------------------------------------------------------------------------------------
-# What the tests share
+# Shared by the tests
 
 
 @contextmanager
@@ -170,8 +170,8 @@ def assert_equals_dense(
     model: GPT, prompt_tokens: list[int], answer: list[int], params: SamplingParams
 ):
     """
-    The answer is what the dense model gives. Where its best two scores lie within 1e-4 of each
-    other, rounding may choose either: such ties are counted, and the comparison goes on from the
+    The answer equals the dense model's. If its best two scores lie within 1e-4 of each other,
+    rounding may choose either: such ties are counted, and the comparison goes on from the
     engine's choice.
     """
     text = list(prompt_tokens)

@@ -51,7 +51,7 @@ def prefilled(kind: str) -> Engine:
         weight *= 5 if weight.dim() == 2 else 1  # else attention would hardly change a logit
     engine = Engine(gpt, Settings(num_blocks=80, token_budget=2048, attention=kind, overlap=False))
     engine.scheduler.block_allocator.free = torch.randperm(80).tolist()
-    engine.runner.pool.kv.fill_(1e3)  # so it is noticed if a slot that nobody wrote is read
+    engine.runner.pool.kv.fill_(1e3)  # so that reading an unwritten slot is noticed
     for n in LENGTHS:
         engine.add_request(n, torch.randint(512, (n,)).tolist(), fixed_length(100))
     engine.step()

@@ -11,7 +11,7 @@ commit, hit or stale row changes it.
     python -m tests.simulator --replay FILE          # a failure again, from the trace that it left
 
 A seed decides a life: which features and faults it has, a random subset (swarm testing: Groce et
-al. 2012), the settings of the engine, and a list of events. What happens follows from these alone,
+al. 2012), the settings of the engine, and a list of events. All that happens follows from these,
 on any machine. A failing list is shrunk and written as a trace: its first line has the settings,
 each other one an event.
 
@@ -290,7 +290,7 @@ class World:
     # -- what arrives: events ----------------------------------------------------------------------
 
     def add(self, event: dict):
-        """A request. What the engine must answer to it is decided here, before it is asked."""
+        """A request. The right answer is worked out here, before the engine gets it."""
         link = list(self.links.values())[event["link"] % len(self.links)]
         yield from self.submit(link, event)
 
@@ -309,7 +309,7 @@ class World:
         asked = {"prompt": prompt, "params": dict(params), "options": options}
         yield link, {"op": "add", "id": id} | asked
         assert self.answered == self.refusal, (
-            f"request {id}: wanted {self.refusal!r}, the engine said {self.answered!r} "
+            f"request {id}: right is {self.refusal!r}, the engine answered {self.answered!r} "
             f"{self.explained}"
         )
         if self.refusal:
@@ -465,14 +465,14 @@ class World:
         assert text not in self.failing and text.num_sent != text.broken_at, (
             f"{text.id} was to fail, and got {row}"
         )
-        wanted = text.tokens[text.num_sent]
+        right = text.tokens[text.num_sent]
         end = text.reason if text.num_sent + 1 == len(text.tokens) else None
-        assert tokens == [wanted], (
-            f"{id} got {tokens} after {text.num_sent} tokens, right is {wanted}"
+        assert tokens == [right], (
+            f"{id} got {tokens} after {text.num_sent} tokens, right is {right}"
         )
         assert reason == end, f"{id} ends with {reason}, right is {end}"
         assert cached == text.hits, f"{id}: {cached} cached tokens, {text.hits} were found at first"
-        self.check_scores(text, wanted, *scores)
+        self.check_scores(text, right, *scores)
         self.has_token(text)
         if end:
             self.counts["stop tokens" if reason == "stop" else "full length"] += 1

@@ -127,7 +127,7 @@ def test_a_scheduler_that_could_never_run_a_request_is_refused(arguments, messag
 
 
 # --------------------------------------------------------------------------------------------------
-# What things cost
+# The cost of a step
 
 
 def lines_executed(function) -> int:

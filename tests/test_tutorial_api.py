@@ -47,11 +47,11 @@ def test_signatures_are_the_posts(signature):
     """Would catch: a renamed, reordered or missing parameter, another default."""
     name, _, parameters = signature.partition("(")
     function = getattr(paged, name, interleaved_generate)
-    found = []
+    names = []
     for p in inspect.signature(function).parameters.values():
         default = "" if p.default is p.empty else f"={p.default!r}"
-        found.append(p.name + default.replace("=<factory>", "=").replace("=None", "="))
-    assert f"{', '.join(found)}) ".startswith(parameters)
+        names.append(p.name + default.replace("=<factory>", "=").replace("=None", "="))
+    assert f"{', '.join(names)}) ".startswith(parameters)
 
 
 def test_pool_hands_out_views_of_each_head():

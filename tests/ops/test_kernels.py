@@ -300,7 +300,7 @@ MIXTURES = st.builds(
 
 @all_backends
 def test_attention_of_any_mixture(backend):
-    """What the list above does not think of."""
+    """Random mixtures, for cases that the list above has missed."""
     is_fast = backend == "torch" or DEVICE == "cuda"
 
     @settings(max_examples=40 if is_fast else 8, derandomize=True, deadline=None)
@@ -569,7 +569,7 @@ def test_the_memory_that_attention_takes(backend, copies):
 
 
 # --------------------------------------------------------------------------------------------------
-# What else a decode step launches: its inputs, and linear layers with what stands around them
+# The other launches of a decode step: its inputs, and linear layers with their neighbours
 
 
 @needs_triton

@@ -229,8 +229,8 @@ def threshold_triton(scores, top_k, top_p, min_p) -> Tensor:
     scores = scores * temperature[:, None]
     thresholds, finished = torch.full((2, R), torch.nan, device=DEVICE)
     scratch = torch.full((R, V + width), torch.nan, device=DEVICE)
-    known = (params.packed_floats, params.packed_ints, params.bias, params.marks)
-    arrays = (scores, rows, rows, *known, thresholds, finished, scratch)
+    of_rows = (params.packed_floats, params.packed_ints, params.bias, params.marks)
+    arrays = (scores, rows, rows, *of_rows, thresholds, finished, scratch)
     strides = (scores.stride(0), scratch.stride(0))
     sampling_kernels.threshold_kernel[(R,)](*arrays, *strides, V, PDL=False, WIDTH=width)
     return thresholds / temperature
@@ -392,7 +392,7 @@ for sizes in LONG:
 @pytest.mark.parametrize(("R", "V", "dtype", "width", "quads"), MIXTURES)
 def test_every_token_is_one_that_the_rules_allow(monkeypatch, pick, R, V, dtype, width, quads):
     """
-    Whatever is mixed. Where float64 finds several, because rounding decides, either is right. min_p
+    Any mixture. If float64 finds several tokens, because rounding decides, each is right. min_p
     or top_p applied as if every temperature were 1 changed a third of the tokens at 1.7.
     """
     shrink_tiles(monkeypatch, width, quads)
