@@ -352,13 +352,6 @@ def overlapped(engine):
     Now read engine/engine.py: Engine.step. What would a plan have to wait for, without overlap?"""
     done = [next_logits(engine).clone()]
     print("request 0's answer while it is computed:", engine.scheduler.active[0].generated_tokens)
-    packed = []
-    for _ in range(17):
-        sent = inputs.pack(engine.in_flight.plan, (8, 0, 0), 64, 80)
-        packed.append(list(sent))
-        engine.step()
-    changed = torch.tensor(packed).diff(dim=0) != 0
-    print("of 16 numbers sent, so many are new in each step:", *changed.sum(1).tolist())
     return lambda: done.pop() if done else next_logits(engine)
 
 

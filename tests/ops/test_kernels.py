@@ -661,7 +661,7 @@ def test_many_rows_with_few_weights_and_with_many(limit, monkeypatch):
 @pytest.mark.parametrize(
     ("R", "N", "K", "parts"), [(1, 48, 100, 1), (3, 40, 1600, 4), (20, 130, 800, 2), (2, 48, 0, 0)]
 )
-def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, parts, dtype, bias):
+def test_the_sum_of_x_and_a_layer_and_the_norm_after_it(R, N, K, parts, dtype, bias):
     """
     A part of the sum that is left out or added twice, its bias in each part, an x that does not
     grow, a norm of what x was before, or with another epsilon. Without parts nothing is added.

@@ -538,7 +538,7 @@ def test_every_logit_is_adjusted_by_the_rules():
 
 
 @both_paths
-def test_what_is_forbidden_is_never_chosen_however_likely(pick):
+def test_a_forbidden_token_is_never_chosen_however_likely(pick):
     """
     A ban that only takes 100 off a logit, as a bias may, holds until a model is sure of the token.
     """
@@ -565,7 +565,7 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs and their streams")
-def test_a_cuda_graph_serves_whatever_is_asked_later():
+def test_a_cuda_graph_serves_parameters_that_come_later():
     """
     A decision on the host, a synchronisation or a new tensor for a row is frozen into the graph, or
     breaks it.
@@ -619,7 +619,7 @@ def test_logprobs_are_those_of_the_raw_logits(dtype, n):
     assert ids.shape == (4, n) and torch.equal(expected.gather(1, ids), best)
 
 
-def test_logprobs_are_finite_whatever_the_logits():
+def test_logprobs_are_finite_for_any_logits():
     """
     No JSON has an infinity; a row that went wrong has no token, and must not break the others'.
     """
