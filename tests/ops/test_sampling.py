@@ -509,6 +509,7 @@ def test_penalties_bias_and_bans_follow_a_text_token_by_token(pick):
     places = arange(R)
     rows = SamplingRows(R, 12, DEVICE)
     logits = (0.7 * randn(12, 12, seed=5)).round(decimals=2)  # close together: every rule matters
+    logits[1::2] -= 3  # and the penalty of logits below zero
     for step in range(12):
         if step in (0, 6):
             places = places.flip(0)
