@@ -89,6 +89,8 @@ FLAGS = {  # the help of each argument of a command
     "compile": "compile the engine's step of one request",
     "data": "the model's training data: a name in data/, or a folder",
     "streams": "numbers of requests at once",
+    "repeats": "runs of each, of which the one with the median time counts",
+    "http_workers": "HTTP processes of the server, or auto",
     "name": "the run to record: tour or preemption",
     "file": "a record: of serve.py --record, or in assets/",
 }
@@ -631,7 +633,7 @@ def device_time(engine: Engine, steps: int) -> dict:
 # The server
 
 
-def bench_server(model="out/stdlib", streams=(1, 32, 256)) -> dict:
+def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1, http_workers="auto") -> dict:
     """
     The offline workload over HTTP: as many requests as streams, all at once, and then again, with
     other prompts, at random times (Poisson) at 70% of the requests a second that were managed at
@@ -643,25 +645,32 @@ def bench_server(model="out/stdlib", streams=(1, 32, 256)) -> dict:
     config = load_config(model)
     seeds = count(1)
 
-    def new_work(n: int) -> Work:
-        return offline_workload(n, scale_for(config), config.vocab_size, next(seeds))
+    def measure(n: int, rate=0.0) -> dict:
+        runs = []
+        for _ in range(repeats):
+            work = offline_workload(n, scale_for(config), config.vocab_size, next(seeds))
+            runs.append(measure_load(address, work, rate))
+        runs.sort(key=lambda run: run["s"])
+        return runs[repeats // 2]
 
     result = {}
-    with server(model) as address:
+    with server(model, http_workers) as address:
         measure_load(address, even_workload(8, 12, 64, config.vocab_size))  # warm-up
         for n in streams:
-            row = measure_load(address, new_work(n))
+            row = measure(n)
             result[plural(n, "stream")] = row
             if n > 1:
                 rate = round(0.7 * n / row["s"], 1)
-                result[f"{n} at {rate}/s"] = measure_load(address, new_work(n), rate)
+                result[f"{n} at {rate}/s"] = measure(n, rate)
     return result
 
 
 @contextmanager
-def server(model: str) -> Iterator[list[str]]:
+def server(model: str, http_workers: str) -> Iterator[list[str]]:
     """serve.py in a process of its own: its host and port."""
     command = [sys.executable, "serve.py", "--model", model, "--port", "0", "--no-access-log"]
+    if http_workers != "auto":
+        command += ["--http-workers", http_workers]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         greeting = process.stdout.readline()

@@ -44,7 +44,7 @@ except ImportError:  # nothing but the Triton kernels needs it
 @dataclass
 class Batch:
     """
-    One step for the model. Tensors are on its device, int64 unless said otherwise; lists are the
+    One step for the model. Tensors are on its device, int64 unless noted; lists are the
     host's copy.
     """
 

@@ -149,7 +149,7 @@ def rotate(q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tenso
     """
     Rotary position embedding (RoPE, Su et al. 2021): numbers i and i + D / 2 of each head of q
     (..., T, H, D) and k (..., T, Hk, D) are turned by the position times frequency i, as
-    transformers pairs them. What q and k then have in common depends on how far apart they are.
+    transformers pairs them. The product of q and k then depends on how far apart they are.
     """
     cos, sin = rotation
     # both at once: on a CPU a decode step takes as long as its many small operations

@@ -395,7 +395,7 @@ POLICIES = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key}
 
 @dataclass(slots=True)
 class Plan:
-    """What one step computes, for which requests."""
+    """The work of one step: which requests compute how many tokens."""
 
     step: int = 0  # its number, for traces
     decodes: list[Request] = field(default_factory=list)  # one token each

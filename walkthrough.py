@@ -30,7 +30,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1" if DEVICE == "cpu" else "0")
 
 import model
 import paged
-from bench import decode_step, fixed_length, median_seconds
+from bench import fixed_length, median_seconds
 from engine.engine import Engine
 from kernels import INTERPRETED, jit, tl, triton
 from ops import gather, inputs
@@ -51,7 +51,7 @@ def prefilled(kind: str) -> Engine:
         weight *= 5 if weight.dim() == 2 else 1  # else attention would hardly change a logit
     engine = Engine(gpt, Settings(num_blocks=80, token_budget=2048, attention=kind, overlap=False))
     engine.scheduler.block_allocator.free = torch.randperm(80).tolist()
-    engine.runner.pool.kv.fill_(1e3)  # so it is noticed if a slot that nobody wrote is read
+    engine.runner.pool.kv.fill_(1e3)  # so that reading an unwritten slot is noticed
     for n in LENGTHS:
         engine.add_request(n, torch.randint(512, (n,)).tolist(), fixed_length(100))
     engine.step()
@@ -258,7 +258,6 @@ def online(engine):
     sum and total are first multiplied by e^(old - new). At the end total / sum is the answer. (So
     two parts merge, too: bring both to the higher maximum, then add.) Blocks are read in place.
     Now read kernels.py: online_softmax. What if two parts were merged without factors e^(..)?"""
-    states = []
 
     def attend(q, kv, attn, batch):
         out = torch.empty_like(q)
@@ -273,16 +272,10 @@ def online(engine):
                 weights = weights * shrink + weight.sum(1, keepdim=True)
                 total = total * shrink + weight.mT @ v  # [H, 1, D]
                 top = new_top
-                states.append((top, weights, total))
             out[i] = (total / weights)[:, 0]
         return out
 
-    _, compute = next_step(engine, attend=attend)
-    compute()
-    row("request 2", ["maximum", "sum", "total[0]"], 10)
-    for block, state in enumerate(states[4:7]):  # in the first layer; requests 0 and 1 have 2 each
-        row(f"after block {block}", [f"{x.flatten()[0]:.3f}" for x in state], 10)
-    return compute
+    return next_step(engine, attend=attend)[1]
 
 
 @jit
@@ -359,17 +352,6 @@ def overlapped(engine):
     Now read engine/engine.py: Engine.step. What would a plan have to wait for, without overlap?"""
     done = [next_logits(engine).clone()]
     print("request 0's answer while it is computed:", engine.scheduler.active[0].generated_tokens)
-    packed = []
-    for _ in range(17):
-        sent = inputs.pack(engine.in_flight.plan, (8, 0, 0), 64, 80)
-        packed.append(list(sent))
-        engine.step()
-    changed = torch.tensor(packed).diff(dim=0) != 0
-    print("of 16 numbers sent, so many are new in each step:", *changed.sum(1).tolist())
-    host = median_seconds(decode_step(8), 99)
-    if DEVICE == "cuda":
-        host = median_seconds(engine.step, 16, torch.cuda.synchronize)
-    print(f"the host's part of a step (of a CPU, plan and update alone): {1e3 * host:.3f} ms")
     return lambda: done.pop() if done else next_logits(engine)
 
 

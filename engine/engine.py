@@ -309,9 +309,9 @@ class Engine:
         if self.recorder:
             self.recorder.resolved(plan, new)
         for request in prefilled:
-            known = request.num_generated - request.num_to_come
+            num_known = request.num_generated - request.num_to_come
             # one that is resumed after a preemption has had its first token; a fork has no time
-            if known == 1 and request.admitted_time is not None:
+            if num_known == 1 and request.admitted_time is not None:
                 self._note_delay("prefilled", request.admitted_time)
             if request.id in self.promised:
                 self._fork_choices(request)
@@ -390,7 +390,7 @@ class Engine:
     # -- for logs and metrics ----------------------------------------------------------------------
 
     def statement(self) -> str:
-        """What was built: memory, room, attention and graphs; printed before it serves."""
+        """A line about memory, room, attention and graphs, printed before the engine serves."""
         runner = self.runner
         S = self.scheduler.block_size
         size = runner.pool.kv.nbytes / 2**20

@@ -184,8 +184,8 @@ class Runner:
 
     def padded_shape(self, plan: Plan) -> StepShape:
         """
-        The smallest padded shape that holds a plan. Where none does, the plan's own, its decodes
-        alone padded, if steps are padded at all.
+        The smallest padded shape that holds a plan. If none does, the plan's own shape, with only
+        its decodes padded, if steps are padded at all.
         """
         n = len(plan.decodes)
         C = len(plan.chunks)

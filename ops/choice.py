@@ -56,7 +56,7 @@ NEEDS = {
 
 
 def tables_for(on_gpu: bool) -> dict[str, Ops]:
-    """What works on such a device: the fastest first, then torch."""
+    """The tables that work on such a device: the fastest first, then torch."""
     compiler = cpu.cpp_compiler()
     fastest = CPU
     if on_gpu:

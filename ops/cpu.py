@@ -31,7 +31,7 @@ MUCH_FASTER = 0.85  # of the packed time: plain weights are kept, too, if they t
 
 
 def cpp_compiler() -> str | None:
-    """What torch.compile needs on a CPU."""
+    """The C++ compiler, which torch.compile needs on a CPU."""
     usual = "clang++" if sys.platform == "darwin" else "g++"
     return shutil.which(os.environ.get("CXX") or usual)
 
@@ -230,7 +230,7 @@ def with_short_norms(model: GPT) -> GPT:
 def with_layers(model: GPT, layer: Callable, head: Callable | None = None) -> GPT:
     """
     A copy of the model with layer(weight, bias) for each linear layer, `head` for the last one,
-    fp32 for all else. What stays as it is shares its memory with the model.
+    fp32 for all else. Unchanged weights share their memory with the model.
     """
     shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
     model = deepcopy(model, shared)  # which takes these for copies

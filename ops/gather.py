@@ -34,7 +34,7 @@ class Gather(NamedTuple):
 
 
 class GatherPlan(NamedTuple):
-    """What `prepare_torch` leaves in batch.prepared, for a window."""
+    """The result of `prepare_torch` in batch.prepared, for a window."""
 
     store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
     calls: list  # of `Gather`, or of another operator's calls (ops/flex.py)

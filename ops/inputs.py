@@ -23,7 +23,7 @@ from paged import Plan
 
 
 class StepShape(NamedTuple):
-    """What a step is padded to."""
+    """The sizes that a step is padded to."""
 
     n: int  # decodes
     C: int  # chunks
@@ -122,7 +122,7 @@ class ModelInputs(NamedTuple):
 
 
 class KnownRows(NamedTuple):
-    """What the device knows of each running request, at its row; the last row is padding's."""
+    """The device's copy of each running request's state, at its row; the last row is padding's."""
 
     last_token: Tensor  # [N + 1] int64: the next input of a decode
     context_len: Tensor  # [N + 1] int64: tokens in the pool

@@ -305,7 +305,7 @@ def gate(x: Tensor, activation: str) -> Tensor:
 # Tuned on an H200, 2026-11-22, for the sizes of gpt2-124M, SmolLM2-135M, Qwen3-0.6B and
 # Llama-3.2-1B: `python bench.py overhead` measures the time of all linear layers.
 LINEAR_ROWS = 256  # up to here these kernels; beyond, the products fill the chip and are cuBLAS's
-FEW_ROWS = 64  # up to here whatever the size; beyond, up to so many products of two numbers:
+FEW_ROWS = 64  # up to here for any size; beyond, up to so many products of two numbers:
 LINEAR_PRODUCTS = 600_000_000
 SMALL_WEIGHT = 2_000_000  # numbers of a weight matrix that takes small tiles even for many rows
 TILES_MEMORY = 210_000  # bytes of shared memory that the tiles under way may take
@@ -399,7 +399,7 @@ def head(x: Tensor | LazyNorm, layer) -> Tensor:
 
 
 class QKVTargets(NamedTuple):
-    """Where a QKV product puts keys and values, and how it rotates."""
+    """The place where a QKV product stores keys and values, and its rotation."""
 
     kv: Tensor  # one layer's pool
     slots: Tensor  # [R]

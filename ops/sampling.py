@@ -27,7 +27,7 @@ from ops.inputs import upload
 from params import GREEDY_BELOW, LOWEST_LOGPROB, NO_TOKEN, SamplingParams
 
 # --------------------------------------------------------------------------------------------------
-# What the device knows of each request
+# Each request's parameters on the device
 
 
 class Floats(NamedTuple):

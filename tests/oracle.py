@@ -4,8 +4,8 @@ float64.
 
 Two programs that follow the same rules may still choose differently where rounding decides, and
 only there. So the answer here is a set: nearly always one token, several where the best scores, or
-a filter's threshold, lie within a stated distance. What a sampler chose must be in the set; how
-often there was a choice is counted.
+a filter's threshold, lie within a stated distance. A sampler's token must be in the set; ties
+are counted.
 
     assert token in possible_tokens(logits, params, position, prompt=prompt, generated=text)
 """

@@ -34,8 +34,8 @@ from params import GREEDY, NO_TOKEN, SamplingParams, Settings
 POISON = 255  # what a slot holds that its owner has not written; vocabularies end below
 
 # --------------------------------------------------------------------------------------------------
-# What the model would say: pure functions of the text, (tokens as bytes), and of the noise's seed
-# and choice. With a window, of the text's end
+# The model's answers: pure functions of the text (tokens as bytes) and of the noise's seed and
+# choice; with a window, of the text's end
 
 
 def noise_key(seed: int, choice: int) -> int:
@@ -60,7 +60,7 @@ def scores_of(prompt: list[int], n: int, V: int, window: int = 0) -> list[list]:
 
 
 def seen(text: bytes, window: int) -> bytes:
-    """What its last token sees of it."""
+    """The part of a text that its last token sees."""
     return text[-window:] if window else text
 
 
@@ -217,7 +217,7 @@ class SimulatedRunner(Runner):
             self.context_len[row] = end
 
     def read(self, row: int, end: int) -> bytes:
-        """What the last of the first `end` tokens of a row sees, through its block table."""
+        """The text that token `end` - 1 of a row sees, read through its block table."""
         blocks = self.pool.blocks
         S = self.block_size
         start = max(0, end - self.window) if self.window else 0
@@ -237,8 +237,8 @@ class SimulatedRunner(Runner):
 
     def breaks(self, request: Request):
         """
-        Called when the logits of a request are broken: the simulator overrides it, to know who must
-        hear of it.
+        Called when the logits of a request are broken: the simulator overrides it, to know which
+        request must fail.
         """
 
     def score_sampled(self, plan: Plan, places: list[int], tokens, texts):
@@ -281,7 +281,7 @@ def split_list(packed: list[int], shape: StepShape) -> StepInputs:
 
 
 class NoModel:
-    """What `Engine` asks a model for, besides what only a runner does."""
+    """The parts of a model that `Engine` itself reads."""
 
     def __init__(self, V: int, context_length: int, ends: tuple[int, ...] = (), window: int = 0):
         sizes = {"n_layer": 1, "n_head": 1, "n_embd": 1, "windows": (window,)}

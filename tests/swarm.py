@@ -34,7 +34,7 @@ def longest_text(settings: dict) -> int:
     num_blocks = settings["engine"]["num_blocks"]
     S = settings["engine"]["block_size"]
     context = settings["context"]
-    window = settings.get("window", 0)  # older traces have none
+    window = settings["window"]
     # the blocks that a window touches, wherever it begins
     touched = [len({p // S for p in range(i, i + window)}) for i in range(S)]
     if window and max(touched) <= num_blocks:

@@ -127,7 +127,7 @@ def test_a_scheduler_that_could_never_run_a_request_is_refused(arguments, messag
 
 
 # --------------------------------------------------------------------------------------------------
-# What things cost
+# The cost of a step
 
 
 def lines_executed(function) -> int:
@@ -267,17 +267,3 @@ def test_a_block_that_no_token_sees_any_more_is_given_back_and_the_sink_takes_it
     assert [tables[p] for p in range(12, 16)] == 4 * [[sink, 1, 2, 3]]
     assert [tables[p] for p in range(16, 18)] == 2 * [[sink, sink, 2, 3, 4]]
     assert list(scheduler.block_allocator.idle) == [0, 1, 3, 2]
-
-
-@pytest.mark.parametrize(("window", "blocks"), [(1, 1), (2, 2), (5, 2), (6, 3), (9, 3), (10, 4)])
-def test_a_text_of_any_length_fits_into_the_blocks_that_its_window_touches(window, blocks):
-    """Prompt and answer are ten times as long as the pool. One block less refuses them at once."""
-    settings = SchedulerSettings(window=window)
-    scheduler = Scheduler(max_kv_tokens=4 * blocks, settings=settings)
-    r = serve_alone(scheduler, "r", [i % 7 for i in range(40 * blocks)], 40 * blocks)
-    assert r.num_generated == 40 * blocks and not r.num_preemptions
-    assert scheduler.peak_blocks == blocks
-    if blocks > 1:
-        scheduler = Scheduler(max_kv_tokens=4 * blocks - 4, settings=settings)
-        with raises(ValueError, f"needs {blocks} blocks", f"the pool has {blocks - 1}"):
-            scheduler.add_request(Request("r", [0] * 4 * blocks, 1))

@@ -32,7 +32,7 @@ from params import GREEDY, SamplingParams
 from test_paged import CONTEXT, VOCABULARY, assert_idle, new_engine, prompt, trained_model
 
 # --------------------------------------------------------------------------------------------------
-# What a GPU does, on a CPU
+# A GPU's padding and graphs, on a CPU
 
 
 def prepare_from_device(batch: kernels.Batch, H: int, kv: torch.Tensor, window: int = 0):

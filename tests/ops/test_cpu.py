@@ -91,11 +91,14 @@ def test_int8_errs_by_half_steps(count, out, into):
     bound += x_half * weight.abs().sum(1)
     bound += into * x_half * w_half
     product = F.linear(x.double(), weight.double())
-    off = Int8Linear(weight, bias)(x) - bias - product
+    linear = Int8Linear(weight, bias)
+    y = linear(x)
+    assert torch.equal(linear(x[-1:]), y[-1:])  # alone, a row has the same numbers
+    off = y - bias - product
     assert (off.abs() <= 1.001 * bound + 1e-6).all()
     typical = off.norm(dim=1) / product.norm(dim=1)
     assert typical[x.any(1)].max() < 0.02
-    assert torch.equal(Int8Linear(weight, None)(x) + bias, Int8Linear(weight, bias)(x))
+    assert torch.equal(Int8Linear(weight, None)(x) + bias, y)
 
 
 @pytest.mark.parametrize("linear", [PackedLinear, UnpackedLinear])
@@ -109,18 +112,6 @@ def test_bf16_errs_as_torch(count, linear):
     exact = F.linear(x.double(), weight.double(), bias.double())
     plain = F.linear(x.bfloat16(), weight, bias).float()
     assert error(linear(weight, bias)(x), exact) <= 2 * error(plain, exact)
-
-
-@needs_vnni
-def test_int8_rows_do_not_meet():
-    """One scale for all rows would let a neighbour's large values round a row to nothing."""
-    linear = Int8Linear(*layer(339, 799))
-    x = rows(257, 799)
-    together = linear(x)
-    for i in (0, 2, 100, 256):
-        assert torch.equal(linear(x[i : i + 1])[0], together[i])
-    cube = x[:256].view(4, 64, -1)
-    assert torch.equal(linear(cube).flatten(0, 1), together[:256])
 
 
 @each_count
@@ -140,8 +131,8 @@ def test_rms_norm_errs_as_torch(count, eps):
 @each_format
 def test_engine_is_the_same_model_run_densely(dtype, quantize):
     """
-    Alone and in a batch of decodes and chunks. Where rounding may choose, the best two logits are
-    this close.
+    Alone and in a batch of decodes and chunks. Another token than the dense model's is allowed only
+    if the best two logits are close.
     """
     model = model_in(dtype)
     params = SamplingParams(temperature=0, max_tokens=24)

@@ -300,7 +300,7 @@ MIXTURES = st.builds(
 
 @all_backends
 def test_attention_of_any_mixture(backend):
-    """What the list above does not think of."""
+    """Random mixtures, for cases that the list above has missed."""
     is_fast = backend == "torch" or DEVICE == "cuda"
 
     @settings(max_examples=40 if is_fast else 8, derandomize=True, deadline=None)
@@ -569,7 +569,7 @@ def test_the_memory_that_attention_takes(backend, copies):
 
 
 # --------------------------------------------------------------------------------------------------
-# What else a decode step launches: its inputs, and linear layers with what stands around them
+# The other launches of a decode step: its inputs, and linear layers with their neighbours
 
 
 @needs_triton
@@ -661,7 +661,7 @@ def test_many_rows_with_few_weights_and_with_many(limit, monkeypatch):
 @pytest.mark.parametrize(
     ("R", "N", "K", "parts"), [(1, 48, 100, 1), (3, 40, 1600, 4), (20, 130, 800, 2), (2, 48, 0, 0)]
 )
-def test_what_a_layer_adds_and_the_norm_after_it(R, N, K, parts, dtype, bias):
+def test_the_sum_of_x_and_a_layer_and_the_norm_after_it(R, N, K, parts, dtype, bias):
     """
     A part of the sum that is left out or added twice, its bias in each part, an x that does not
     grow, a norm of what x was before, or with another epsilon. Without parts nothing is added.

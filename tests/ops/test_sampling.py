@@ -229,8 +229,8 @@ def threshold_triton(scores, top_k, top_p, min_p) -> Tensor:
     scores = scores * temperature[:, None]
     thresholds, finished = torch.full((2, R), torch.nan, device=DEVICE)
     scratch = torch.full((R, V + width), torch.nan, device=DEVICE)
-    known = (params.packed_floats, params.packed_ints, params.bias, params.marks)
-    arrays = (scores, rows, rows, *known, thresholds, finished, scratch)
+    of_rows = (params.packed_floats, params.packed_ints, params.bias, params.marks)
+    arrays = (scores, rows, rows, *of_rows, thresholds, finished, scratch)
     strides = (scores.stride(0), scratch.stride(0))
     sampling_kernels.threshold_kernel[(R,)](*arrays, *strides, V, PDL=False, WIDTH=width)
     return thresholds / temperature
@@ -392,7 +392,7 @@ for sizes in LONG:
 @pytest.mark.parametrize(("R", "V", "dtype", "width", "quads"), MIXTURES)
 def test_every_token_is_one_that_the_rules_allow(monkeypatch, pick, R, V, dtype, width, quads):
     """
-    Whatever is mixed. Where float64 finds several, because rounding decides, either is right. min_p
+    Any mixture. If float64 finds several tokens, because rounding decides, each is right. min_p
     or top_p applied as if every temperature were 1 changed a third of the tokens at 1.7.
     """
     shrink_tiles(monkeypatch, width, quads)
@@ -509,6 +509,7 @@ def test_penalties_bias_and_bans_follow_a_text_token_by_token(pick):
     places = arange(R)
     rows = SamplingRows(R, 12, DEVICE)
     logits = (0.7 * randn(12, 12, seed=5)).round(decimals=2)  # close together: every rule matters
+    logits[1::2] -= 3  # and the penalty of logits below zero
     for step in range(12):
         if step in (0, 6):
             places = places.flip(0)
@@ -538,7 +539,7 @@ def test_every_logit_is_adjusted_by_the_rules():
 
 
 @both_paths
-def test_what_is_forbidden_is_never_chosen_however_likely(pick):
+def test_a_forbidden_token_is_never_chosen_however_likely(pick):
     """
     A ban that only takes 100 off a logit, as a bias may, holds until a model is sure of the token.
     """
@@ -548,19 +549,6 @@ def test_what_is_forbidden_is_never_chosen_however_likely(pick):
     positions = tensor([0, 5, 11, 12])
     *banned, free = pick(logits, 0 * positions, positions, rows).tolist()
     assert 4 not in banned and free == 4
-
-
-@pytest.mark.parametrize("params", ADJUSTED)
-def test_the_torch_path_skips_only_what_no_row_asks_for(params):
-    """`asked` is a hint: with it or without, tokens and counts are the same."""
-    results = []
-    first = Row(0, params, 0, 0, [1, 2, 2, 7], [0], (0, 1))
-    for asked in [params, LIKELY], None:
-        rows = filled(V, [first, Row(1, LIKELY, 0)])
-        logits = LOGITS.expand(2, -1)
-        tokens = sampling.sample_torch(logits, arange(2), tensor([5, 5]), rows, asked)
-        results.append((tokens.tolist(), rows.marks.tolist()))
-    assert results[0] == results[1]
 
 
 def test_placing_requests_takes_two_small_uploads(monkeypatch):
@@ -578,7 +566,7 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs and their streams")
-def test_a_cuda_graph_serves_whatever_is_asked_later():
+def test_a_cuda_graph_serves_parameters_that_come_later():
     """
     A decision on the host, a synchronisation or a new tensor for a row is frozen into the graph, or
     breaks it.
@@ -632,7 +620,7 @@ def test_logprobs_are_those_of_the_raw_logits(dtype, n):
     assert ids.shape == (4, n) and torch.equal(expected.gather(1, ids), best)
 
 
-def test_logprobs_are_finite_whatever_the_logits():
+def test_logprobs_are_finite_for_any_logits():
     """
     No JSON has an infinity; a row that went wrong has no token, and must not break the others'.
     """

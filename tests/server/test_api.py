@@ -5,7 +5,6 @@ engine is sent, what a client is sent, and when.
 
 import asyncio
 import json
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
