@@ -5,12 +5,12 @@ scheduler behind them, and callers of every kind, all on a virtual clock.
     python -m tests.simulator_http --seed 7                 # one run
     python -m tests.simulator_http --seed 7 --minutes 30    # seed 7, 8, 9 .. for so long
 
-What the engine says is in scripted_engine.py, what clients must get is in http_oracle.py, and
+The engine's answers are in scripted_engine.py, the rules for clients in http_oracle.py, and
 http_draws.py makes a run of a seed.
 
 A run is a function of its settings and its events, both drawn from the seed: calls that come and
-go, and faults. What a prompt is answered is a pure function of prompt, seed and choice, so every
-answer is known. A run that breaks a rule is shrunk to a few events, which are printed.
+go, and faults. An answer is a pure function of prompt, seed and choice, so every answer is known. A
+run that breaks a rule is shrunk to a few events, which are printed.
 """
 
 import argparse
@@ -241,7 +241,7 @@ class World:
             self.access.setdefault(fields["id"], []).append(fields)
 
     def handle_message(self, running: Engine, link, message: dict, max_queue: int):
-        """What comes to the engine is what was asked for."""
+        """The engine must get the fields that the client sent."""
         if message["op"] == "add":
             call = self.calls[call_of(message["prompt"])]
             body = call["body"]
@@ -305,7 +305,7 @@ class World:
                 self.loop.end_tasks()
 
     def start_server(self):
-        """What serve.py runs in its first HTTP process."""
+        """As serve.py does in its first HTTP process."""
         self.client = client.EngineClient("nowhere", self.start_engine)
         self.service = api.Service(self.client, InlineEncoder(), self.args, KEYS)
         self.client.on_state = self.note_state

@@ -62,7 +62,7 @@ class Answer(NamedTuple):
 
 
 def read_answers(data: bytes, method: str = "GET") -> list[Answer]:
-    """What a server has sent, up to where it breaks off."""
+    """The answers that a server has sent, up to where they break off."""
     answers = []
     while data:
         head, separator, data = data.partition(b"\r\n\r\n")
@@ -169,7 +169,7 @@ class Caller(Client):
         self.hang_up()
 
     def stop_reading(self):
-        """What it is sent from now on fills the system's buffers."""
+        """Data that come from now on fill the system's buffers."""
         self.sock.room = 0
 
     def read_on(self):
@@ -402,5 +402,5 @@ class House:
 
     @property
     def choices(self) -> dict:
-        """What waits for the engine, by id."""
+        """The choices that wait for the engine, by id."""
         return self.service.client.choices
