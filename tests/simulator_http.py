@@ -36,7 +36,7 @@ from http_oracle import Books, Judge, prompts_of
 from scripted_engine import EngineProcess, Violation, call_of
 from shrink import shrink
 from virtual import Listener, Loop, Socket, pair, selectors_of_memory
-from wires import TIMED, ByteTokenizer, Client, read_answers, request
+from wires import TIMED, ByteTokenizer, Client, bytes_directory, read_answers, request
 
 import serve
 from engine import engine, links
@@ -59,16 +59,6 @@ class NumberedConnection(connection.Connection):
 
     def __hash__(self) -> int:
         return self.number
-
-
-class InlineEncoder(encoder.Encoder):
-    """Its thread's jobs are done here, after the time that they take."""
-
-    def __init__(self):
-        self.tokenizer = self.thread_tokenizer = ByteTokenizer()
-        self.chat = None
-        self.thread = SimpleNamespace(shutdown=lambda **options: None)
-        self.waiting = 0
 
 
 def as_bytes(call: dict, is_last: bool) -> bytes:
@@ -307,7 +297,8 @@ class World:
     def start_server(self):
         """As serve.py does in its first HTTP process."""
         self.client = client.EngineClient("nowhere", self.start_engine)
-        self.service = api.Service(self.client, InlineEncoder(), self.args, KEYS)
+        texts = encoder.Encoder(bytes_directory(), ByteTokenizer())
+        self.service = api.Service(self.client, texts, self.args, KEYS)
         self.client.on_state = self.note_state
         task = self.loop.create_task(self.service.run(self.listener))
         task.add_done_callback(self.end_server)

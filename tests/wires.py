@@ -9,8 +9,8 @@ The HTTP side on a clock that the tests turn: no sockets, no threads, no sleepin
 
 Connections, gate, jobs and the engine's client are the real ones. A test has the other ends of
 their wires: it says byte by byte what a client sends, and message by message what the engine does,
-and knows at what time what happened. In a `Server`, the engine answers by itself what the prompt
-tells it to. For whole random runs, with the real scheduler, see simulator_http.py.
+and knows at what time what happened. For whole random runs, with the real scheduler, see
+simulator_http.py.
 """
 
 import atexit
@@ -236,10 +236,6 @@ class Engine:
 
     def of(self, op: str) -> list[dict]:
         return [message for message in self.heard if message["op"] == op]
-
-    @property
-    def added(self) -> list[dict]:
-        return self.of("add")
 
     def send(self, data: bytes):
         self.sock.send(data)
