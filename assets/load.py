@@ -68,7 +68,7 @@ class Stream:
 
     def row(self) -> dict:
         """
-        What was measured, in seconds: from when it was due to the first text; between arrivals of
+        The measurements, in seconds: from when it was due to the first text; between arrivals of
         text; from the start to the last text. Raises ValueError when the answer was not whole.
         """
         tokens = self.request["body"]["max_tokens"]

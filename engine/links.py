@@ -143,7 +143,7 @@ class Links:
         something to happen (None: for ever). {"op": "gone"} is the last message of a link that was
         closed from the other side.
         """
-        found = []
+        arrived = []
         for key, events in self.selector.select(timeout):
             link = key.data
             if link is None:
@@ -152,11 +152,11 @@ class Links:
             if events & selectors.EVENT_WRITE:
                 self.send(link)
             if events & selectors.EVENT_READ:
-                found += [(link, message) for message in link.receive()]
+                arrived += [(link, message) for message in link.receive()]
             if not link.is_open:
                 self._forget(link)
-                found.append((link, {"op": "gone"}))
-        return found
+                arrived.append((link, {"op": "gone"}))
+        return arrived
 
     def flush(self, stats: dict):
         """

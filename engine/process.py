@@ -37,7 +37,7 @@ def serve(engine: Engine, links: Links, max_queue: int | None = None):
 
 
 def greeting(engine: Engine) -> dict:
-    """What an HTTP process must know of the engine before its first request."""
+    """The limits that an HTTP process must know before its first request."""
     return {
         "op": "ready",
         "max_model_len": engine.max_model_len,
@@ -66,7 +66,7 @@ def serve_step(engine: Engine, links: Links, subscribers: Subscribers, max_queue
 
 
 def handle_message(engine: Engine, link: Link, message: dict, max_queue: int | None):
-    """Do what a message says; why that cannot be done is queued on its link, not raised."""
+    """Carry out a message. The reason of a refusal is queued on its link, not raised."""
     match message["op"]:
         case "add":
             try:
@@ -118,7 +118,7 @@ def add_request(engine: Engine, link: Link, message: dict):
 
 
 def send_output(links: Links, output: Output):
-    """Give what a step brought for a request to the link that added it."""
+    """Queue a request's output of a step on the link that added it."""
     number, _, id = output.id.partition(":")
     link = links.links.get(int(number))
     if link is None:  # its process is gone, and this was on its way

@@ -37,7 +37,7 @@ MAX_NAMES = 2**14  # tokens that one answer names: more would hold up the event 
 
 class Service(Site):
     """
-    What all calls share: the engine's client, the encoder, the flags, and whether new work is
+    State that all calls share: the engine's client, the encoder, the flags, and whether new work is
     accepted.
 
     client, encoder    EngineClient and Encoder

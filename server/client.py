@@ -18,7 +18,7 @@ from engine.links import Messages, join_rows, to_line
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 CRASHED = "the engine stopped unexpectedly"
-LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until all that it said was read
+LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until its last message was read
 
 # Backpressure: writes are batched by how busy this process is. A round: all that the engine has
 # sent is read, and written to its streams. A write to a stream costs much more than a token: with
@@ -105,7 +105,7 @@ class EngineClient(asyncio.Protocol):
 
     def submit(self, choices):
         """Have the choices of one prompt computed."""
-        # an idle engine says nothing: its silence counts from its first request
+        # an idle engine sends nothing: its silence counts from its first request
         if not self.choices:
             self.heard = time.monotonic()
         id = next(self.ids)
@@ -147,7 +147,7 @@ class EngineClient(asyncio.Protocol):
 
     def trouble(self) -> str:
         """
-        Why the engine is not alive: it is gone, or has work and said nothing for STALL_SECONDS. ""
+        Why the engine is not alive: it is gone, or has work and sent nothing for STALL_SECONDS. ""
         if it is.
         """
         stalls = self.choices and time.monotonic() - self.heard > STALL_SECONDS

@@ -235,7 +235,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
-        for cycle in self.unanswered:  # uvicorn tells only the last one
+        for cycle in self.unanswered:  # uvicorn informs only the last one
             cycle.disconnected = True
             cycle.message_event.set()
         if self.timer:

@@ -1,6 +1,6 @@
 """
-What every client of simulator_http.py must have got, and what the metrics must say: by a reference
-as plain as can be, which has each answer whole at once.
+The answers that clients of simulator_http.py must have got, and the counts that the metrics must
+show: by a reference as plain as can be, which has each answer whole at once.
 """
 
 import json
@@ -67,8 +67,8 @@ def text_of(tokens: list[int], errors: str) -> str:
 
 def parse_answer(answer: Answer, call: dict) -> SimpleNamespace:
     """
-    What an answer of status 200 says: its choices by index, its usage, its error, and whether it
-    says its end.
+    The content of an answer of status 200: its choices by index, its usage, its error, and whether
+    its end has come.
     """
     said = SimpleNamespace(choices={}, usage=None, error=None, is_over=False)
     if not call["body"].get("stream"):
@@ -290,7 +290,7 @@ class Judge:
 
 
 class Books:
-    """What an HTTP process counts, beside what its jobs say."""
+    """The counts of an HTTP process, compared with its jobs."""
 
     def __init__(self, world):
         self.world = world

@@ -1,4 +1,4 @@
-"""What tests of real processes and sockets need: a place, a wait, a read, a run of Python."""
+"""Helpers for tests of real processes and sockets: a place, a wait, a read, a run of Python."""
 
 import subprocess
 import sys

@@ -27,7 +27,7 @@ class Violation(AssertionError):
 
 @functools.lru_cache(10_000)
 def script(prompt: tuple[int, ...], seed: int, choice: int) -> list[int]:
-    """What the model says to a prompt: texts of up to 30 characters, each with an end of text."""
+    """The model's answer to a prompt: texts of up to 30 characters, each with an end of text."""
     rng = random.Random(zlib.crc32(repr((prompt, seed, choice)).encode()))
     tokens = []
     while len(tokens) < 200:

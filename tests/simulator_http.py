@@ -5,12 +5,12 @@ scheduler behind them, and callers of every kind, all on a virtual clock.
     python -m tests.simulator_http --seed 7                 # one run
     python -m tests.simulator_http --seed 7 --minutes 30    # seed 7, 8, 9 .. for so long
 
-What the engine says is in scripted_engine.py, what clients must get is in http_oracle.py, and
+The engine's answers are in scripted_engine.py, the rules for clients in http_oracle.py, and
 http_draws.py makes a run of a seed.
 
 A run is a function of its settings and its events, both drawn from the seed: calls that come and
-go, and faults. What a prompt is answered is a pure function of prompt, seed and choice, so every
-answer is known. A run that breaks a rule is shrunk to a few events, which are printed.
+go, and faults. An answer is a pure function of prompt, seed and choice, so every answer is known. A
+run that breaks a rule is shrunk to a few events, which are printed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from http_oracle import Books, Judge, prompts_of
 from scripted_engine import EngineProcess, Violation, call_of
 from shrink import shrink
 from virtual import Listener, Loop, Socket, pair, selectors_of_memory
-from wires import TIMED, ByteTokenizer, Client, read_answers, request
+from wires import TIMED, ByteTokenizer, Client, bytes_directory, read_answers, request
 
 import serve
 from engine import engine, links
@@ -59,16 +59,6 @@ class NumberedConnection(connection.Connection):
 
     def __hash__(self) -> int:
         return self.number
-
-
-class InlineEncoder(encoder.Encoder):
-    """Its thread's jobs are done here, after the time that they take."""
-
-    def __init__(self):
-        self.tokenizer = self.thread_tokenizer = ByteTokenizer()
-        self.chat = None
-        self.thread = SimpleNamespace(shutdown=lambda **options: None)
-        self.waiting = 0
 
 
 def as_bytes(call: dict, is_last: bool) -> bytes:
@@ -241,7 +231,7 @@ class World:
             self.access.setdefault(fields["id"], []).append(fields)
 
     def handle_message(self, running: Engine, link, message: dict, max_queue: int):
-        """What comes to the engine is what was asked for."""
+        """The engine must get the fields that the client sent."""
         if message["op"] == "add":
             call = self.calls[call_of(message["prompt"])]
             body = call["body"]
@@ -305,9 +295,10 @@ class World:
                 self.loop.end_tasks()
 
     def start_server(self):
-        """What serve.py runs in its first HTTP process."""
+        """As serve.py does in its first HTTP process."""
         self.client = client.EngineClient("nowhere", self.start_engine)
-        self.service = api.Service(self.client, InlineEncoder(), self.args, KEYS)
+        texts = encoder.Encoder(bytes_directory(), ByteTokenizer())
+        self.service = api.Service(self.client, texts, self.args, KEYS)
         self.client.on_state = self.note_state
         task = self.loop.create_task(self.service.run(self.listener))
         task.add_done_callback(self.end_server)
@@ -334,19 +325,22 @@ class World:
         last = max((event["t"] for event in self.events), default=0)
         self.wait(last + self.longest(), self.is_quiet, "some calls do not come to an end")
         self.rest(3.0)
-        self.judge()
+        self.judge(self.callers)
         if self.is_serving():
             self.probe()
-            self.probe_limit()
             self.check_idle()
             self.check_metrics()
-            self.part()
+            # the end comes while something is in work that takes too long
+            self.engines[-1].stall(self.settings["drain_seconds"] + 10.0)
+            self.ask(11_000)
+            self.rest(self.settings["encode_seconds"] + 0.5)
         elif self.engines[-1].is_dead:
             self.wait(
                 self.longest(), self.has_ended, "the engine is gone for good, but the server stays"
             )
         self.stop()
         self.wait(self.longest(), self.has_ended, "the server does not end")
+        self.judge(self.callers[-1:])
         self.check_end()
 
     def longest(self) -> float:
@@ -400,8 +394,8 @@ class World:
     def has_ended(self) -> bool:
         return not self.is_running and self.engines[-1].is_dead
 
-    def judge(self):
-        for caller in self.callers:
+    def judge(self, callers: list[Caller]):
+        for caller in callers:
             received = read_answers(caller.received)
             name = caller.calls[0]["id"]
             if len(received) > len(caller.calls):
@@ -431,52 +425,6 @@ class World:
         call = {"id": id, "path": "/v1/completions", "body": body, "key": KEYS[0]}
         self.call({"calls": [call]})
         return self.callers[-1]
-
-    def probe_limit(self):
-        """An engine that does nothing for a while: a call ends when its time is over."""
-        seconds = self.settings["request_seconds"]
-        self.engines[-1].stall(seconds + 5.0)
-        caller = self.ask(11_000)
-        self.rest(seconds + 4.0)
-        self.expect_refusal(caller, "timeout", "queue_full")
-        self.rest(4.0)
-
-    def expect_refusal(self, caller: Caller, *codes: str):
-        """It must have got one of these errors by now."""
-        answers = read_answers(caller.received)
-        refused = [answer.json["error"]["code"] for answer in answers if answer.status != 200]
-        if len(refused) != 1 or refused[0] not in codes:
-            what = f"should be refused with {codes} by now, its answer is {caller.received!r}"
-            raise Violation(f"call {caller.calls[0]['id']} {what}")
-
-    # how it ends
-
-    def part(self):
-        """In three ways, each while something is in work that takes too long."""
-        self.engines[-1].stall(self.settings["drain_seconds"] + 10.0)
-        asked = self.ask(12_000)
-        self.rest(self.settings["encode_seconds"] + 0.5)
-        way = self.settings["seed"] % 3
-        if way == 2:
-            return self.lose_engines()
-        self.stop()
-        if self.settings["drain_seconds"]:
-            self.rest(0.5)
-            newcomer = self.ask(13_000)
-            self.rest(0.4)
-            self.expect_refusal(newcomer, "draining")
-        if way == 1:
-            self.stop()
-        self.rest(self.drained_at - self.now + 0.5)
-        is_timed_out = asked.began + self.settings["request_seconds"] < self.drained_at
-        self.expect_refusal(asked, "timeout" if is_timed_out else "stopping", "queue_full")
-
-    def lose_engines(self):
-        """The engine dies, and the next one too, before it has taken in any link."""
-        self.engines[-1].die()
-        self.loop.run(1.0, lambda: self.engines[-1].state == "starting")
-        self.engines[-1].die()
-        self.wait(self.longest(), self.has_ended, "two engines are gone, but the server stays")
 
     # what is left
 

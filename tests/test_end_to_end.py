@@ -150,7 +150,7 @@ def client(server):
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """
-    What greedy decoding must say, from the dense model without a cache: prompt -> text of `count`
+    The reference for greedy decoding, by the dense model without a cache: prompt -> text of `count`
     tokens.
     """
     model, tokenizer = load_checkpoint(checkpoint), load_tokenizer(checkpoint)
@@ -396,7 +396,7 @@ def test_two_processes_serve_as_one(server):
         return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code
 
     def counts() -> list[float]:
-        """What all processes have counted, and what the engine says of itself."""
+        """Tokens that all processes have counted, and a count of the engine's own."""
         text = httpx.get(f"{server.url}/metrics").text
         names = ("generation_tokens_total", "prefix_cache_queries_total")
         values = [re.findall(rf"^vllm:{name}{{.*}} (\S+)", text, re.M) for name in names]

@@ -311,7 +311,7 @@ class Listener:
         return self.backlog.pop(0), None
 
     def serve(self, take: Callable, loop: Loop):
-        """What asyncio's servers do: `take` makes a transport of each connection."""
+        """As asyncio's servers do, `take` makes a transport of each connection."""
         self.take = take
         self.on_change = lambda: loop.call_soon(self._take_all)
         self.on_change()

@@ -9,8 +9,8 @@ The HTTP side on a clock that the tests turn: no sockets, no threads, no sleepin
 
 Connections, gate, jobs and the engine's client are the real ones. A test has the other ends of
 their wires: it says byte by byte what a client sends, and message by message what the engine does,
-and knows at what time what happened. In a `Server`, the engine answers by itself what the prompt
-tells it to. For whole random runs, with the real scheduler, see simulator_http.py.
+and knows at what time what happened. For whole random runs, with the real scheduler, see
+simulator_http.py.
 """
 
 import atexit
@@ -62,7 +62,7 @@ class Answer(NamedTuple):
 
 
 def read_answers(data: bytes, method: str = "GET") -> list[Answer]:
-    """What a server has sent, up to where it breaks off."""
+    """The answers that a server has sent, up to where they break off."""
     answers = []
     while data:
         head, separator, data = data.partition(b"\r\n\r\n")
@@ -169,7 +169,7 @@ class Caller(Client):
         self.hang_up()
 
     def stop_reading(self):
-        """What it is sent from now on fills the system's buffers."""
+        """Data that come from now on fill the system's buffers."""
         self.sock.room = 0
 
     def read_on(self):
@@ -236,10 +236,6 @@ class Engine:
 
     def of(self, op: str) -> list[dict]:
         return [message for message in self.heard if message["op"] == op]
-
-    @property
-    def added(self) -> list[dict]:
-        return self.of("add")
 
     def send(self, data: bytes):
         self.sock.send(data)
@@ -402,5 +398,5 @@ class House:
 
     @property
     def choices(self) -> dict:
-        """What waits for the engine, by id."""
+        """The choices that wait for the engine, by id."""
         return self.service.client.choices

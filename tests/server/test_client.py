@@ -24,7 +24,7 @@ def client(house):
 
 
 def ops(house) -> list[tuple[str, str]]:
-    """What the engine was sent, in its order."""
+    """The messages that the engine was sent, in their order."""
     return [(message["op"], message["id"]) for message in house.engine.heard]
 
 
@@ -44,7 +44,7 @@ def test_a_choice_that_has_ended_gets_nothing_more(house, client):
 
 
 def test_a_full_link_is_filled_no_further(house, client):
-    """What it has no room for waits. While it takes the first, it may be full again."""
+    """Messages wait until it has room. While it takes the first, it may be full again."""
     house.clock.do(client.pause_writing)
     for _ in range(3):
         house.ask()

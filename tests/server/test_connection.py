@@ -1,5 +1,5 @@
 """
-What clients may do to a connection, byte by byte, before anybody knows who they are. The tests hold
+The limits of a connection, byte by byte, before a client has shown a key. The tests hold
 the wires, so each limit is met exactly, and time is the tests' own.
 """
 

@@ -199,7 +199,7 @@ def test_hosts_and_origins_are_checked(guarded, row):
 
 
 def test_with_a_key_any_host_is_served_but_no_other_origin(locked):
-    """Where a browser keeps a key, it must not lend it to another page."""
+    """A browser that keeps a key must not lend it to another page."""
     own = "http://any.example"
     for origin, status in ((None, 200), (own, 200), ("http://evil.example", 403)):
         answer = locked.get("/v1/models", Host="any.example", Origin=origin, **KEY)

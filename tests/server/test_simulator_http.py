@@ -52,7 +52,7 @@ def aborts_here_alone(self, choice):
 
 
 def test_a_seed_is_always_the_same_run():
-    """What every client received, and when: to the byte and to the virtual microsecond."""
+    """Every client receives the same, to the byte, at the same virtual microsecond."""
     first, second = (run(*simulator.draw(5, 20)) for _ in range(2))
     assert first.callers and [caller.received for caller in first.callers] == [
         c.received for c in second.callers

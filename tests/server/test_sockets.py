@@ -1,4 +1,4 @@
-"""Where the kernel's behaviour is the subject: real sockets, processes and signals."""
+"""Behaviour of the kernel: real sockets, processes and signals."""
 
 import contextlib
 import json
