@@ -19,7 +19,15 @@ from wires import House
 
 import serve
 from engine import events, process
-from engine.events import Recorder, RecordError, Subscribers, open_record, record_to, replay
+from engine.events import (
+    Recorder,
+    RecordError,
+    Subscribers,
+    Tallies,
+    open_record,
+    record_to,
+    replay,
+)
 from server import live
 from tests.simulated_runner import finish, greedy, simulated_engine
 from tests.simulator import RecordedWorld
@@ -517,8 +525,11 @@ def test_a_slow_client_goes_on_from_a_snapshot(monkeypatch):
         caller.read_on()
         kept = [*range(79, 89), "snapshot", *range(89, 99), "snapshot", 99]
         assert lines_of(caller) == ["snapshot", 0, 1, "snapshot", *kept]
-        say(house, 100)
-        assert lines_of(caller)[-2:] == [99, 100]
+        caller.stop_reading()
+        for number in range(100, 125):  # more than are kept, but none is dropped yet
+            say(house, {"event": "step", "step": number, "filler": "x" * 20_000})
+        caller.read_on()
+        assert lines_of(caller) == ["snapshot", 0, 1, "snapshot", *kept, *range(100, 125)]
 
 
 def test_a_head_or_a_call_while_loading_is_no_listener():
@@ -602,6 +613,12 @@ def test_a_file_that_is_no_record_is_refused(text, says, tmp_path, monkeypatch):
         path.write_text(text + "\n" * bool(text))
     with pytest.raises(RecordError, match=re.escape(says)), open_record(path) as file:
         [*replay(file)]
+
+
+def test_a_block_that_was_hit_and_given_up_in_one_step_is_evicted_last():
+    tallies = Tallies(json.loads(SNAPSHOT) | {"committed": [1, 2], "idle": [1, 2]})
+    tallies.apply({"event": "step", "idle": [1]})
+    assert [*tallies.idle] == [2, 1]
 
 
 def read(text: str) -> list[dict]:

@@ -873,8 +873,8 @@ def test_a_box_is_as_wide_as_its_tokens_or_a_step_as_its_time(open_record):
     wait_for(page, "xOf(chart.columns.at(-1)) < paper.width")  # the place is in sight
 
 
-def test_a_ruler_says_steps_and_ms(open_record):
-    """Words of a canvas: those that were written."""
+def test_canvases_have_the_words_that_they_should(open_record):
+    """Steps and ms; the first block of each row, and the request in a held cell."""
     told = small_record()
     page = open_record(told)
     page(
@@ -884,8 +884,21 @@ def test_a_ruler_says_steps_and_ms(open_record):
     )
     show(page, 20)
     wait_for(page, "written.includes('0 ms')")
-    words = page("written")
-    assert "0" in words and any(re.fullmatch(r"\d+ ms", word) for word in words)
+    page("written = [], layOut(), drawPool()")
+    columns = page("grid.columns")
+    tables = {q["r"]: q["table"] for q in told[20][1]["requests"]}
+    owners = Counter(block for table in tables.values() for block in table)
+    held = [str(r) for r, table in tables.items() for block in table if owners[block] == 1]
+    shared = [f"×{n}" for n in owners.values() if n > 1]
+    heads = [str(first) for first in range(0, 12, columns)]
+    assert sorted(page("written")) == sorted(heads + held + shared)
+
+
+def test_a_demo_plays_at_ten_steps_a_second(open_record):
+    page = open_record(small_record())
+    page("(requestAnimationFrame = () => 0, player.until = () => false)")
+    frames = "Array.from({ length: 61 }, (_, i) => frame(1e6 + (i * 1000) / 60))"
+    assert page(f"({frames}, tape.at)") in (10, 11)
 
 
 def test_beyond_sixty_rows_is_density(open_record):
