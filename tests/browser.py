@@ -4,6 +4,7 @@ of its parts share. Without chromium they are skipped.
 
     page = open_page(server.url)        # the fixture: a page that may not complain
     wait_for(page, "tape.at >= 0")
+    page("tape.at")                     # a value of the page's
 """
 
 import json
