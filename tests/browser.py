@@ -4,6 +4,7 @@ of its parts share. Without chromium they are skipped.
 
     page = open_page(server.url)        # the fixture: a page that may not complain
     wait_for(page, "tape.at >= 0")
+    page("tape.at")                     # a value of the page's
 """
 
 import json
@@ -35,20 +36,12 @@ IS_IDLE = 'tape.lines.at(-1).event === "idle" && tape.at === tape.lines.length -
 IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
     && tape.lines.flatMap((line) => line.new ?? []).filter((q) => calls.has(q.name)).length
         === [...calls.values()].flat().length"""
-in_browser = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM, reason="no chromium here: apt-get install chromium"),
-]
-
-
-def browser_test(function):
-    for mark in in_browser:
-        function = mark(function)
-    return function
 
 
 @pytest.fixture(scope="module")
 def chromium():
+    if not CHROMIUM:
+        pytest.skip("no chromium here: apt-get install chromium")
     api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -56,16 +49,30 @@ def chromium():
         browser.close()
 
 
+class Page:
+    """Playwright's page, called with an expression in JavaScript for its value there."""
+
+    def __init__(self, page):
+        self.page = page
+        self.expected = "^$"  # a pattern of complaints that belong to the test
+
+    def __getattr__(self, name: str):
+        return getattr(self.page, name)
+
+    def __call__(self, expression: str, *argument):
+        return self.page.evaluate(expression, *argument)
+
+
 def wait_for(page, condition: str):
     """Until this is true there. Playwright's own wait is what the page's policy forbids."""
-    wait_until(lambda: page.evaluate(f"Boolean({condition})"), seconds=120)
+    wait_until(lambda: page(f"Boolean({condition})"), seconds=120)
 
 
 @pytest.fixture
 def open_page(chromium):
     """
     open_page(url, ..) is a new page there. Afterwards none of them may have complained, nor asked
-    another origin: `page.expected` is a pattern of complaints that belong to the test.
+    another origin.
     """
     contexts = []
     complaints = []
@@ -74,8 +81,7 @@ def open_page(chromium):
         width, height = size
         context = chromium.new_context(viewport={"width": width, "height": height}, **more)
         contexts.append(context)
-        page = context.new_page()
-        page.expected = None
+        page = Page(context.new_page())
         page.on("pageerror", lambda error: complaints.append((page, f"error: {error}")))
         page.on(
             "console",
@@ -97,7 +103,7 @@ def open_page(chromium):
     yield open_page
     for context in contexts:
         context.close()
-    bad = [text for page, text in complaints if not re.search(page.expected or "^$", text)]
+    bad = [text for page, text in complaints if not re.search(page.expected, text)]
     assert not bad, bad
 
 
@@ -119,7 +125,7 @@ def live_page(open_page):
     """A page without a server: the test gives it lines, by takeIn(lines)."""
     page = open_page(wait="document.title")
     page.expected = "404"
-    page.evaluate("listening.abort(); tellServer({ is: 'Live' })")
+    page("listening.abort(); tellServer({ is: 'Live' })")
     return page
 
 
@@ -127,7 +133,7 @@ def visit(open_page, server):
     """A page of a server, which is idle again afterwards."""
     page = open_page(server.url, wait="state.num_blocks")
     yield page
-    page.evaluate("stopAll(); leaveTour(); goLive()")
+    page("stopAll(); leaveTour(); goLive()")
     wait_for(page, "state.requests.size === 0")
 
 
@@ -144,10 +150,20 @@ def send(page, text: str):
     page.keyboard.press("Control+Enter")
 
 
+def add_tokens(page, *names: str, **others: float):
+    """To an answer of the page, each with these others that were likely."""
+    page(
+        """([names, others]) => { const [answer] = addArticle([{ text: "def " }], 1);
+            for (const [i, name] of names.entries())
+                addToken(answer, { name, logprob: -i, others: [[name, -i], ...others] }); }""",
+        [names, [*others.items()]],
+    )
+
+
 def violations(page, part: str | None = None) -> list:
     """Axe's, of accessibility."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    found = axe.run(page, part).response["violations"]
+    found = axe.run(page.page, part).response["violations"]
     return [(one["id"], [node["html"][:120] for node in one["nodes"]]) for one in found]
 
 

@@ -156,18 +156,17 @@ function showEffects(events) { // page.css has how each looks, and how it ends
 
 function drawOver() {
   const { table = [] } = state.requests.get(lit) ?? {}
-  const marked = [pointed, chosen.block].filter(block => block >= 0)
-  const chain = state.requests.get(chosen.r)?.table ?? []
+  const chain = state.requests.get(chosen)?.table ?? []
   const all = `M${GUTTER} 0h9999v9999H${GUTTER}z`
   $("dim").setAttribute("d", table.length ? all + boxesOf(table) : "")
-  $("marked").setAttribute("d", boxesOf(marked))
+  $("marked").setAttribute("d", pointed >= 0 ? boxesOf([pointed]) : "")
   $("chain").setAttribute("points", pointsOf(chain))
 }
 
 // ---- What is lit in all, and what is chosen ----
 
-let lit = null
-let chosen = {} // {block} or {r}: what the drawer tells of
+let lit // the request of what is hovered
+let chosen // the request that the drawer tells of
 
 function light(r) {
   if (r === lit) return
@@ -176,18 +175,22 @@ function light(r) {
   lightAnswers()
 }
 
-function choose(what) {
+async function choose(r) {
   if ($("drawer").contains(document.activeElement)) $("pool").focus() // before it is gone
-  chosen = what
-  $("drawer").hidden = (what.r ?? what.block) === undefined
+  chosen = r
+  $("drawer").hidden = r === undefined
   view.isNews = true
   fillDrawer()
+  await nameTokens(r)
+  fillDrawer()
 }
+
+const ownerOf = block => state.owners[block]?.[0]?.[0].r
 
 function point(block, x, y) {
   if (pointed !== block) view.isNews = true
   pointed = block
-  light(state.owners[block]?.[0]?.[0].r ?? null)
+  light(ownerOf(block))
   tip(block === undefined ? [] : wordsOfBlock(block), x, y)
 }
 
@@ -214,6 +217,14 @@ function wordsOfBlock(block) {
   return [`Block ${block}: ${what}`, ...who]
 }
 
+// The text in a logical block's slots, of this page's requests whose prompt's tokens have names.
+function textOfSlots(q, logical) {
+  const { prompt, names } = ownOf(q) ?? {}
+  const from = logical * state.block_size
+  const end = Math.min(from + state.block_size, q.filled)
+  return prompt?.names ? visible([...prompt.names, ...names].slice(from, end).join("")) : ""
+}
+
 function wordsOfRequest(q) {
   const { status, filled, target, generated, max_tokens, prompt, hits } = q
   const done = `${generated} of ${count(max_tokens, "token")}`
@@ -225,32 +236,20 @@ function wordsOfRequest(q) {
 // ---- The drawer ----
 
 function fillDrawer() {
-  const { block, r } = chosen
-  const q = state.requests.get(r)
-  $("parts").hidden = !q
-  if (q) {
-    fillParts(q)
-    fillWords(wordsOfRequest(q), tableOf(q))
-  } else if (block < state.num_blocks) fillWords(wordsOfBlock(block), holdersOf(block))
-  else fillWords([`Request ${r}`, "It holds no blocks at this step."], [])
-}
-
-function fillWords([title, ...words], entries) {
+  const q = state.requests.get(chosen)
+  const [title, ...words] = q ? wordsOfRequest(q) : [`Request ${chosen}`, "It holds no blocks now."]
   setText("title", title)
   setText("status", words.join("\n"))
-  $("entries").replaceChildren(...entries)
-}
-
-function holdersOf(block) {
-  return state.owners[block].map(([{ r }]) => {
-    const open = make("button", { onclick: () => choose({ r }) }, `Request ${r}`)
-    return make("li", {}, open)
-  })
+  $("parts").hidden = !q
+  $("entries").replaceChildren(...(q ? tableOf(q) : []))
+  if (q) fillParts(q)
 }
 
 function tableOf(q) {
-  const name = block => (block < state.num_blocks ? block : "sink")
-  return q.table.map((block, i) => make("li", { className: "entry" }, `${i} → ${name(block)}`))
+  return q.table.map((block, i) => {
+    const name = block < state.num_blocks ? block : "sink"
+    return make("li", { className: "entry" }, `${i} → ${name} ${textOfSlots(q, i)}`.trimEnd())
+  })
 }
 
 function fillParts(q) { // its bar: of how many tokens what is true
@@ -302,9 +301,7 @@ function drawNews(now) {
 }
 
 function stateOf() {
-  const last = tape.lines.findLast(({ event }) => /engine|snapshot/.test(event))
   if (player.isLive && server.is !== "Live") return server.is
-  if (player.isLive && last?.event === "engine") return "Restarting"
   if (!isPlaying()) return "Paused"
   return player.isLive ? "Live" : "Replay"
 }
@@ -366,16 +363,12 @@ function startPool() {
   const pool = $("pool")
   pool.onpointermove = event => point(blockAt(event), event.clientX, event.clientY)
   pool.onpointerleave = pool.onblur = () => point()
-  pool.onclick = event => {
-    const block = blockAt(event)
-    const owners = state.owners[block] ?? []
-    choose(owners.length === 1 ? { r: owners[0][0].r } : { block })
-  }
+  pool.onclick = event => choose(ownerOf(blockAt(event)))
   pool.onkeydown = event => {
     const { columns } = grid
     const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }
     const move = moves[event.key]
-    if (event.key === "Enter") choose({ block: pointed })
+    if (event.key === "Enter") choose(ownerOf(pointed))
     if (!move) return
     event.preventDefault() // and no step is made
     const block = clamp((pointed ?? -move) + move, 0, state.num_blocks - 1)

@@ -175,6 +175,7 @@ function moveOn() {
   if (tape.at > tape.noted) note(line, events)
   tape.noted = Math.max(tape.noted, tape.at)
   showEffects(events)
+  return events
 }
 
 const stepPlace = step =>
@@ -182,8 +183,8 @@ const stepPlace = step =>
 
 // ---- The player ----
 
-// While player.until = {test(line), then()} is set, by a demo, the tape plays at 10 steps a second
-// and stops behind the line for which test is true. To seek is to leave it.
+// While player.until is set, by a demo, the tape plays at 10 steps a second and stops behind the
+// line for which until(line, its events) is true. To seek is to leave it.
 const player = { isPaused: false, isLive: true, speed: Infinity, until: null, owed: 0, before: 0 }
 
 const isPlaying = () => Boolean(player.until) || !player.isPaused
@@ -202,13 +203,11 @@ function frame(now) {
 }
 
 function playOn() {
-  const { until } = player
-  moveTo(tape.at + 1)
-  if (!until?.test(tape.lines[tape.at])) return
+  const events = moveOn()
+  if (!player.until?.(tape.lines[tape.at], events)) return
   player.until = null
   player.isPaused = true
   view.told = 0 // paused at once, so that its arrow stays in sight
-  until.then()
 }
 
 function seek(place, isPaused = true) {
@@ -220,12 +219,6 @@ function seek(place, isPaused = true) {
   player.until = null
   state.touched = null
   chart.follows = true
-}
-
-function seekStep(direction) {
-  let place = tape.at + direction
-  while (tape.lines[place] && tape.lines[place].event !== "step") place += direction
-  seek(place)
 }
 
 function togglePause() { // at its end a record starts over
@@ -248,7 +241,7 @@ async function replay(text, name, link = "") {
     tape.name = name
     tape.title = title
     notify("")
-    showTab("pool")
+    $("tab-pool").checked = true
     moveTo(5000) // what the timeline shows; more of it comes when it is played
     if (!followLink(link)) seek(telling(lines))
   } catch ({ message }) {
@@ -257,15 +250,8 @@ async function replay(text, name, link = "") {
   }
 }
 
-function readLines(text) {
-  const lines = text.trim().split("\n")
-  try {
-    JSON.parse(lines.at(-1))
-  } catch {
-    lines.pop() // cut off: the server was killed
-  }
-  return JSON.parse(`[${lines.join()}]`)
-}
+// Without what follows the last line break: nothing, or what was cut off when the server was killed
+const readLines = text => text.split("\n").slice(0, -1).map(line => JSON.parse(line))
 
 function telling(lines) { // the place that says most about paging
   const tests = [
@@ -285,7 +271,7 @@ function followLink(link = location.hash) { // to the step of #step=46, if it is
 
 // ---- The server ----
 
-// is: Loading, Key wanted, Live or Offline
+// is: Loading, Key wanted, Live, Restarting or Offline
 const server = { model: "", hasChat: true, is: "Loading" }
 let key = ""
 let asking // a promise of another key
@@ -381,15 +367,11 @@ function takeIn(lines) {
     return isNew
   })
   tape.lines.push(...news)
+  if (news.length) server.is = news.at(-1).event === "engine" ? "Restarting" : "Live"
   if (tape.lines.length > MOST && !player.isPaused) {
     const last = tape.lines.findLastIndex(line => line.event === "snapshot")
     begin(tape.lines.slice(last), true)
     tape.seen = seen
   }
   if (news.length > 50 && !player.until && !player.isPaused) moveTo(Infinity) // history
-}
-
-function showTab(name) { // of a phone: talk, pool or steps
-  document.body.dataset.tab = name
-  for (const tab of $("tabs").children) tab.ariaPressed = tab.value === name
 }

@@ -31,7 +31,7 @@ function markAnswers() {
 
 function lightAnswers() {
   for (const { element, r } of [...calls.values()].flat()) {
-    element.classList.toggle("lit", r === lit)
+    element.classList.toggle("lit", r >= 0 && r === lit)
   }
 }
 
@@ -67,7 +67,7 @@ function addToken(answer, scores) {
   const token = make("span", { className: "token", scores }, text)
   token.classList.toggle("end", END_TOKEN.test(scores.name))
   token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
-  answer.length += 1
+  answer.names.push(text)
   answer.text.append(token)
   token.tabIndex = tabIndexOfTokens()
   token.onpointerenter = token.onfocus = () => tellToken(token)
@@ -93,13 +93,13 @@ function tellToken(token) {
 
 // ---- The transcript ----
 
-function newAnswer() {
+function newAnswer(prompt) {
   const element = $("answer").content.firstElementChild.cloneNode(true)
   const [text, number, progress] = element.querySelectorAll(".text, b, span")
-  const answer = { length: 0, said: "", text, number, progress, element }
+  const answer = { prompt, names: [], said: "", text, number, progress, element }
   answer.decoder = new TextDecoder()
-  element.onpointerenter = () => light(answer.r ?? null)
-  element.onpointerleave = () => light(null)
+  element.onpointerenter = () => light(answer.r)
+  element.onpointerleave = () => light()
   return answer
 }
 
@@ -111,21 +111,32 @@ function addArticle(prompts, n) {
   const article = make("details", { open: isFew }, summary)
   $("articles").append(article)
   $("answers").scrollTop = 0 // its end, as it is laid out from there: it stays in view
-  return prompts.flatMap(({ text }) => {
-    const answers = Array.from({ length: n }, newAnswer)
-    article.append(make("p", { className: "asked" }, text))
+  return prompts.flatMap(prompt => {
+    const answers = Array.from({ length: n }, () => newAnswer(prompt))
+    article.append(make("p", { className: "asked" }, prompt.text))
     article.append(...answers.map(({ element }) => element))
     return answers
   })
 }
 
-function tellProgress({ length, progress, reason }, most) {
+function tellProgress({ names: { length }, progress, reason }, most) {
   const all = count(length, "token")
   const words = { length: `stopped at ${all}`, stop: `ended after ${all}`, abort: "stopped" }
   progress.textContent = words[reason] ?? (most ? `${length} of ${count(most, "token")}` : all)
 }
 
 // ---- Calls ----
+
+const tokenize = input => json("tokenize", { ...input, return_token_strs: true })
+
+// Ask for the texts of the tokens of a request's prompt, if it is this page's.
+async function nameTokens(r) {
+  const { prompt } = ownOf(state.requests.get(r) ?? {}) ?? {}
+  if (!prompt || prompt.names) return
+  const { messages, text } = prompt
+  const named = await tokenize(messages ? { messages } : { prompt: text }).catch(() => ({}))
+  prompt.names = named.token_strs
+}
 
 let conversation = [] // messages of the chat so far
 
@@ -146,6 +157,7 @@ async function ask(prompts, isChat, fields) {
   const name = `${pageName}-${calls.size + 1}`
   const before = conversation
   const messages = isChat && [...before, { role: "user", content: prompts[0].text }]
+  if (isChat) prompts[0].messages = messages
   const input = isChat
     ? { messages, top_logprobs: 5 }
     : { prompt: prompts.map(({ ids, text }) => ids ?? text) }
@@ -186,7 +198,7 @@ function read({ choices, error }, answers, most) {
     for (const scores of scoredTokens(choice)) addToken(answer, scores)
     answer.said += choice.delta?.content ?? ""
     answer.reason = choice.finish_reason ?? answer.reason
-    if (answer.length) tellProgress(answer, most)
+    if (answer.names.length) tellProgress(answer, most)
   }
 }
 
@@ -222,24 +234,25 @@ function newChat() {
 
 // ---- Demos ----
 
-// Send by `begin`, of the opening's tokens [[id, text], ..], and play slowly until a line tells
-// what the demo is about: `find` gives its [[r, ..]], and `say` puts the first of this page's into
-// words. `many` requests are to end.
-async function demonstrate(many, find, say, begin) {
+// Send by `begin`, of the opening's tokens [[id, text], ..], and play slowly until the event has
+// happened so many times to this page's requests; `say` puts the first into words. `many` requests
+// are to end.
+async function demonstrate(many, kind, times, say, begin) {
   const mine = new Set()
-  let found
-  const until = {
-    test(line) {
-      for (const { name, r } of line.new ?? []) if (calls.has(name)) mine.add(r)
-      found = find(line)?.find(([r]) => mine.has(r))
-      many -= (line.ended ?? []).filter(([r]) => mine.has(r)).length
-      if (!found && many <= 0) finish("All have ended without it: try it on an idle server.")
-      return found
-    },
-    then() {
-      setText("moment", `${say(...found)} Paused: press ▶ to go on.`)
-      light(found[0])
-    },
+  const seen = []
+  const until = (line, events) => {
+    for (const { name, r } of line.new ?? []) if (calls.has(name)) mine.add(r)
+    const ours = events.filter(({ r }) => mine.has(r))
+    seen.push(...ours.filter(event => event.kind === kind))
+    many -= ours.filter(event => event.kind === "ended").length
+    const [first] = seen
+    if (seen.length < times) {
+      if (many <= 0) finish("All have ended without it: try it on an idle server.")
+      return false
+    }
+    setText("moment", `${say(first)} Paused: press ▶ to go on.`)
+    light(first.r)
+    return true
   }
   const finish = text => {
     if (player.until !== until) return
@@ -248,13 +261,12 @@ async function demonstrate(many, find, say, begin) {
   }
   leaveTour()
   if (!state.num_blocks) return
-  showTab("pool")
+  $("tab-pool").checked = true
   seek(Infinity, false)
   player.until = until
   setText("moment", "At ten steps a second, until it happens ..")
   try {
-    const input = { prompt: OPENING, return_token_strs: true }
-    const { tokens, token_strs } = await json("tokenize", input)
+    const { tokens, token_strs } = await tokenize({ prompt: OPENING })
     const opening = tokens.map((id, i) => [id, token_strs[i]])
     if (!(await begin(opening))) finish("")
   } catch (error) {
@@ -279,20 +291,16 @@ const OPENING = `class BlockPool:
 
 function promptOf(tokens) {
   const names = tokens.map(([, name]) => name)
-  return { ids: tokens.map(([id]) => id), text: names.join("") }
+  return { ids: tokens.map(([id]) => id), names, text: names.join("") }
 }
 
 const demos = {
   // The first computes the opening, three blocks and a half, and the others find the three.
   alike() {
     const S = state.block_size
-    const hits = []
-    const find = ({ admitted = [] }) => {
-      hits.push(...admitted.filter(([, hit]) => hit >= 3 * S))
-      return hits.length < 7 ? [] : hits
-    }
-    const say = (r, hit) => `Seven have found ${hit} tokens cached, in ${hit / S} blocks.`
-    return demonstrate(8, find, say, async opening => {
+    const say = ({ blocks: { length } }) =>
+      `Seven have found ${length * S} tokens cached, in ${length} blocks.`
+    return demonstrate(8, "hit", 7, say, async opening => {
       const { text } = promptOf(opening.slice(0, 3.5 * S))
       const names = "add sub mul div mod pow abs neg".split(" ")
       const [first, ...others] = names.map(name => ({ text: `${text}\ndef ${name}(` }))
@@ -303,11 +311,12 @@ const demos = {
 
   // The prompt's last block is half empty: what four answers write there cannot be shared.
   fork() {
-    const { block_size: S } = state
-    const say = (r, block, source) =>
+    const say = ({ r, blocks: [source, block] }) =>
       `Request ${r} must write into block ${source}, which it shares: it gets a copy, ${block}.`
-    return demonstrate(4, ({ copies }) => copies, say, opening =>
-      ask([promptOf(opening.slice(0, 2.5 * S))], false, { n: 4, temperature: 1, max_tokens: 40 }))
+    return demonstrate(4, "copied", 1, say, opening => {
+      const prompt = promptOf(opening.slice(0, 2.5 * state.block_size))
+      return ask([prompt], false, { n: 4, temperature: 1, max_tokens: 40 })
+    })
   },
 
   // Prompts that just fit into the pool, and answers that do not.
@@ -315,11 +324,10 @@ const demos = {
     const { num_blocks: N, block_size: S, max_model_len: L, max_num_seqs } = state
     const many = clamp(Math.ceil((1.25 * N * S) / L), 4, max_num_seqs)
     const length = Math.min(L - S, Math.floor((0.97 * N) / many) * S) - 2
-    const find = ({ preempted }) => preempted?.map(r => [r])
-    const say = r => `No block was free, so request ${r} gave its blocks back, and waits.`
     const max_tokens = Math.min(L - length, 8 * S + 2)
     const fields = { n: 1, max_tokens, temperature: 1, logprobs: 0, ignore_eos: true }
-    return demonstrate(many, find, say, all => {
+    const say = ({ r }) => `No block was free, so request ${r} gave its blocks back, and waits.`
+    return demonstrate(many, "preempted", 1, say, all => {
       const any = () => all[Math.floor(Math.random() * all.length)] // so they share no block
       const prompt = () => promptOf(Array.from({ length }, any))
       return ask(Array.from({ length: many }, prompt), false, fields)
@@ -339,7 +347,7 @@ function startTour() {
   listening.abort()
   begin(lines, false)
   $("tour").hidden = false
-  showTab("pool")
+  $("tab-pool").checked = true
   showCaption(0)
   $("next").focus()
 }
@@ -358,7 +366,7 @@ function leaveTour() { // all is as it was; the server sends what came since
   if (tour.at < 0) return
   tour.at = -1
   $("tour").hidden = true
-  light(null)
+  light()
   ;({ state, tape, chart } = tour.home)
   Object.assign(player, tour.home.player)
   forgetDrawing()
@@ -376,11 +384,11 @@ const clicks = {
   next: () => showCaption(tour.at + 1),
   previous: () => showCaption(tour.at - 1),
   leave: leaveTour,
-  back: () => seekStep(-1),
-  forth: () => seekStep(1),
+  back: () => seek(tape.at - 1),
+  forth: () => seek(tape.at + 1),
   pause: togglePause,
   live: goLive,
-  close: () => choose({}),
+  close: () => choose(),
   fit: fitAll,
 }
 // A button in sight has its keys, those of the tour before the player's.
@@ -406,7 +414,6 @@ function isUsed(key, target) { // by the browser
 function start() {
   begin([], true)
   for (const [id, click] of Object.entries(clicks)) $(id).onclick = click
-  $("tabs").onclick = ({ target }) => target.value && showTab(target.value)
   $("place").oninput = () => seek(Number($("place").value))
   $("speed").oninput = () => (player.speed = Number($("speed").value))
   $("probabilities").onchange = tellProbabilities

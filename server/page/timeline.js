@@ -128,7 +128,7 @@ function drawTimeline() {
   chart.rowHeight = isDense ? 20 : Math.min(26, (bottom - RULER) / all.length)
   chart.shown.forEach((row, i) => {
     row.y = RULER + i * chart.rowHeight
-    row.alpha = lit === null || row.r === lit ? 1 : 0.22
+    row.alpha = [undefined, row.r].includes(lit) ? 1 : 0.22
   })
   for (const column of seen) {
     if (isDense) drawCounts(column, bottom, (bottom - RULER - 24) / all.length)
@@ -249,7 +249,7 @@ function startTimeline() {
   }
   timeline.onpointermove = ({ buttons, offsetX: x, offsetY: y, movementX, clientX, clientY }) => {
     if (!buttons) {
-      light(rowAt(y)?.r ?? null)
+      light(rowAt(y)?.r)
       tip(x > LEFT ? wordsOfColumn(columnAt(x)) : [], clientX, clientY)
     } else if (isRuler) seekTo(x)
     else {
@@ -260,7 +260,7 @@ function startTimeline() {
   timeline.onclick = ({ offsetX: x, offsetY: y }) => {
     if (dragged > 3 || isRuler) return
     if (x > LEFT) seekTo(x)
-    else choose({ r: rowAt(y)?.r })
+    else choose(rowAt(y)?.r)
   }
   timeline.onpointerleave = () => point()
   timeline.onwheel = event => { // what is under the pointer stays there
@@ -272,11 +272,11 @@ function startTimeline() {
   }
   timeline.onkeydown = event => {
     const move = { ArrowUp: -1, ArrowDown: 1 }[event.key]
-    if (event.key === "Enter" && lit !== null) choose({ r: lit })
+    if (event.key === "Enter") choose(lit)
     if (!move) return
     event.preventDefault()
     const at = chart.shown.findIndex(({ r }) => r === lit) + move
-    light(chart.shown[clamp(at, 0, chart.shown.length - 1)]?.r ?? null)
+    light(chart.shown[clamp(at, 0, chart.shown.length - 1)]?.r)
   }
   $("widths").onchange = () => {
     chart.mode = $("widths").value

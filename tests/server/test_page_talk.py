@@ -6,6 +6,7 @@ filled it by a script, was green.
 """
 
 # ruff: noqa: F811  fixtures of browser.py
+import json
 import re
 
 import pytest
@@ -14,7 +15,7 @@ from browser import (  # noqa: F401
     IS_OVER,
     IS_PLAYED,
     ORIGIN,
-    browser_test,
+    add_tokens,
     checkpoint,
     chromium,
     live,
@@ -23,7 +24,6 @@ from browser import (  # noqa: F401
     save_random_model,
     send,
     server,
-    violations,
     visit,
     wait_for,
     write,
@@ -63,7 +63,7 @@ STEPPED = """() => {
 def stepped(open_page):
     """A page whose answers are as fast as the test wants them to be."""
     page = live_page(open_page)
-    page.evaluate(STEPPED)
+    page(STEPPED)
     return page
 
 
@@ -71,7 +71,7 @@ def step(page, *names: str, **fields):
     """New tokens of these names, of a completion."""
     scores = {"tokens": names, "token_logprobs": [-1] * len(names)}
     scores |= {"top_logprobs": [{name: -1, "other": -2} for name in names]}
-    page.evaluate("(choice) => step(choice)", {"logprobs": scores} | fields)
+    page("(choice) => step(choice)", {"logprobs": scores} | fields)
 
 
 def prompt(page) -> str:
@@ -87,14 +87,13 @@ def set_knob(page, name: str, value: str):
 
 
 def focused(page) -> str:
-    return page.evaluate("document.activeElement.id || document.activeElement.name")
+    return page("document.activeElement.id || document.activeElement.name")
 
 
 # --------------------------------------------------------------------------------------------------
 # Keys
 
 
-@browser_test
 def test_keys_work_in_the_form(live):
     """Letters, blanks, Backspace and arrows; none of them is the player's there."""
     write(live, "hello  world")
@@ -108,30 +107,12 @@ def test_keys_work_in_the_form(live):
     live.keyboard.press("End")
     live.keyboard.press("Delete")
     assert prompt(live) == ">\nhello  woXY rl"
-    assert not live.evaluate("player.isPaused") and live.evaluate("calls.size") == 0
+    assert not live("player.isPaused") and live("calls.size") == 0
     set_knob(live, "max_tokens", "17")
     live.keyboard.press("ArrowUp")
     assert live.input_value("[name=max_tokens]") == "18"
 
 
-@browser_test
-def test_tab_goes_through_the_form_and_leaves_it(live):
-    live.click("[name=prompt]")
-    seen = []
-    while len(seen) < 9 and "pool" not in seen:
-        live.keyboard.press("Tab")
-        seen.append(focused(live))
-    assert seen[0] == "send" and "pool" in seen, seen
-    for _ in seen:
-        live.keyboard.press("Shift+Tab")
-    assert focused(live) == "prompt" and prompt(live) == "def "
-    before = ["alike", "fork", "flood", "probabilities", "answers", "kind"]
-    for name in reversed(before):
-        live.keyboard.press("Shift+Tab")
-        assert focused(live) == name
-
-
-@browser_test
 @pytest.mark.parametrize("way", ["Control+Enter", "Enter on Send", "Space on Send", "mouse"])
 def test_sending(live, way):
     """The box is empty then, and the settings, which are folded, are those that were chosen."""
@@ -154,22 +135,11 @@ def test_sending(live, way):
     assert live.locator(".token").count() == 5
 
 
-@browser_test
-def test_the_choice_of_chat_by_keyboard(live):
-    live.focus("[value=text]")
-    live.keyboard.press("ArrowRight")
-    assert live.is_checked("[value=chat]") and live.is_visible("#new-chat")
-    assert not live.is_visible("#no-chat")
-    live.keyboard.press("ArrowLeft")
-    assert live.is_checked("[value=text]") and not live.is_visible("#new-chat")
-
-
 # --------------------------------------------------------------------------------------------------
 # The transcript
 
 
-@browser_test
-def test_how_far_an_answer_is(stepped):
+def test_how_far_an_answer_is_and_stop(stepped):
     progress = ".progress span"
     set_knob(stepped, "max_tokens", "60")
     send(stepped, "far")
@@ -179,26 +149,21 @@ def test_how_far_an_answer_is(stepped):
         step(stepped, *names)
         wait_for(stepped, f"document.querySelector('{progress}').textContent === '{text}'")
     step(stepped, "d", finish_reason="length")
-    stepped.evaluate("end()")
+    stepped("end()")
     wait_for(stepped, IS_OVER)
     assert stepped.inner_text(progress) == "stopped at 4 tokens"
-
-
-@browser_test
-def test_stop(stepped):
     assert stepped.is_disabled("#stop")
     set_knob(stepped, "n", "2")
+    stepped("window.step = null")
     send(stepped, "one")
     wait_for(stepped, "window.step")
-    step(stepped, "a")
-    wait_for(stepped, "document.querySelector('.token')")
     stepped.click("#stop")
     wait_for(stepped, IS_OVER)
-    assert stepped.locator(".progress span").all_text_contents() == ["stopped", "stopped"]
+    texts = stepped.locator(progress).all_text_contents()
+    assert texts == ["stopped at 4 tokens", "stopped", "stopped"]
     assert stepped.is_disabled("#stop") and stepped.locator("#answers .error").count() == 0
 
 
-@browser_test
 def test_the_oldest_is_first_and_the_newest_in_view(live):
     """It scrolls inside, also while one has scrolled back to read: then it stays where it is."""
     for text in ("one", "two", "three", "four", "five"):
@@ -210,7 +175,7 @@ def test_the_oldest_is_first_and_the_newest_in_view(live):
     answers = live.locator("#answers").bounding_box()
     last = live.locator(".progress >> nth=-1").bounding_box()
     assert answers["y"] < last["y"] < answers["y"] + answers["height"]
-    assert live.evaluate("document.documentElement.scrollHeight <= innerHeight")
+    assert live("document.documentElement.scrollHeight <= innerHeight")
     live.hover("#answers")
     live.mouse.wheel(0, -10000)
     first = ".asked >> nth=0"
@@ -218,12 +183,11 @@ def test_the_oldest_is_first_and_the_newest_in_view(live):
         clientHeight - scrollTop > scrollHeight - 1"""
     wait_for(live, f"({is_at_top})($('answers'))")  # wheels scroll smoothly
     place = live.locator(first).bounding_box()
-    live.evaluate("$('articles').append('more')")
+    live("$('articles').append('more')")
     assert live.locator(first).bounding_box()["y"] == pytest.approx(place["y"], abs=2)
     assert answers["y"] + answers["height"] <= live.locator("#ask").bounding_box()["y"] + 1
 
 
-@browser_test
 def test_several_answers(live):
     set_knob(live, "max_tokens", "4")
     set_knob(live, "n", "2")
@@ -241,10 +205,9 @@ def test_several_answers(live):
     assert live.locator(".answer:visible").count() == 2
 
 
-@browser_test
 def test_the_number_of_a_calls_first_request_is_kept(live):
     """A later snapshot may have the second alone, which was then taken for the first."""
-    places = live.evaluate(
+    places = live(
         """() => { calls.set("a call", addArticle([{ text: "one" }, { text: "two" }], 1));
             const second = { name: "a call", choice: 0, r: 8 };
             return [ownOf({ ...second, first: 7 }), ownOf({ ...second, first: 8 })]
@@ -253,45 +216,50 @@ def test_the_number_of_a_calls_first_request_is_kept(live):
     assert places == [1, 1]
 
 
-@browser_test
 def test_an_answer_and_its_blocks_are_lit_together(live):
     set_knob(live, "max_tokens", "200")
     set_knob(live, "n", "2")
     send(live, "one")
     wait_for(live, IS_PLAYED)
-    live.evaluate("seek(tape.lines.findLastIndex((line) => line.new))")
+    live("seek(tape.lines.findLastIndex((line) => line.new))")
     wait_for(live, "document.querySelectorAll('.answer.runs').length === 2")
     live.hover(".answer >> nth=1")
     number = int(live.inner_text(".progress b >> nth=1"))
-    assert live.evaluate("lit") == number
+    assert live("lit") == number
     colours = "(all) => all.map((text) => getComputedStyle(text).color)"
     dimmed, bright = live.locator(".text").evaluate_all(colours)
     assert dimmed != bright
     live.hover("#send")
-    assert live.evaluate("lit") is None
+    assert live("lit") is None
     assert live.locator(".text").evaluate_all(colours) == [bright, bright]
     border = "getComputedStyle(document.querySelector('.answer')).borderLeftColor"
-    colour = live.evaluate(border)
+    colour = live(border)
     live.click("#live")
     wait_for(live, "!document.querySelector('.answer.runs')")
-    assert live.evaluate(border) != colour  # a hue is another's when its request has ended
+    assert live(border) != colour  # a hue is another's when its request has ended
+
+
+def test_the_drawer_has_the_text_in_the_slots_of_each_block(live):
+    """Of the prompt and of the answer, as far as they are filled."""
+    set_knob(live, "max_tokens", "40")
+    send(live, "a prompt of 22 letters")
+    wait_for(live, IS_PLAYED)
+    live("seek(tape.lines.findLastIndex((line) => line.ended) - 1)")
+    request = "[...state.requests.values()][0]"
+    live(f"void choose({request}.r)")
+    filled, table = live(f"[{request}.filled, {request}.table]")
+    wait_for(live, "$('entries').textContent.includes('a␣prompt')")
+    answer = live("[...calls.values()].flat()[0].names")
+    tokens = [*"a prompt of 22 letters", *answer][:filled]
+    texts = ["".join(tokens[i : i + 16]) for i in range(0, filled, 16)]
+    wanted = [f"{i} → {table[i]} {live('visible', text)}".rstrip() for i, text in enumerate(texts)]
+    assert live.locator(".entry").all_text_contents() == wanted
 
 
 # --------------------------------------------------------------------------------------------------
 # Probabilities
 
 
-def add_tokens(page, *names: str, **others: float):
-    """To an answer of the page, each with these others that were likely."""
-    page.evaluate(
-        """([names, others]) => { const [answer] = addArticle([{ text: "def " }], 1);
-            for (const [i, name] of names.entries())
-                addToken(answer, { name, logprob: -i, others: [[name, -i], ...others] }); }""",
-        [names, [*others.items()]],
-    )
-
-
-@browser_test
 def test_probabilities_are_shown_when_they_are_wanted(live):
     add_tokens(live, "likely", "rare", x=-0.5)
     token = live.locator(".token >> nth=1")
@@ -318,14 +286,12 @@ def test_probabilities_are_shown_when_they_are_wanted(live):
     assert not live.is_visible("#tip") and not live.is_visible("#scale")
 
 
-@browser_test
 def test_blanks_can_be_told_apart(live):
     """Four alternatives once all read as a newline and a blank."""
     shown = {"\n ": "↵␣", "\n        ": "↵␣×8", "\t if": "⇥␣if", " a  b": "␣a␣×2b", "x": "x"}
-    assert {text: live.evaluate("visible", text) for text in shown} == shown
+    assert {text: live("visible", text) for text in shown} == shown
 
 
-@browser_test
 def test_end_tokens_are_dim_and_parts_of_a_character_wait_for_the_last(live):
     names = ["Hi", "<|im_end|>", "</s>", "<end_of_turn>", "<b>", "<", "|>"]
     names += ["bytes:\\xe2\\x98", "bytes:\\x83"]
@@ -344,49 +310,49 @@ def test_end_tokens_are_dim_and_parts_of_a_character_wait_for_the_last(live):
 
 def say(page, text: str):
     """And wait for the whole answer."""
-    calls = page.evaluate("calls.size")
+    calls = page("calls.size")
     send(page, text)
     wait_for(page, f"calls.size > {calls} && stops.size === 0")
 
 
-@browser_test
 def test_a_chat_goes_on_until_a_new_one_begins(live):
-    live.click(".kinds >> text=Chat")
+    live.focus("[value=text]")
+    live.keyboard.press("ArrowRight")
+    assert live.is_checked("[value=chat]") and not live.is_visible("#no-chat")
     set_knob(live, "max_tokens", "6")
     for text in ("hello", "again"):
         say(live, text)
     roles = "conversation.map((message) => message.role)"
-    assert live.evaluate(roles) == ["user", "assistant"] * 2
+    assert live(roles) == ["user", "assistant"] * 2
     assert live.locator(".asked").all_inner_texts() == ["hello", "again"]
-    said = live.evaluate("conversation[1].content")
-    assert said and said == live.evaluate("[...calls.values()].flat()[0].said")
+    said = live("conversation[1].content")
+    assert said and said == live("[...calls.values()].flat()[0].said")
     live.click("text=Continue a text")  # looking away ends no chat
+    assert not live.is_visible("#new-chat")
     live.click(".kinds >> text=Chat")
-    assert live.evaluate(roles) == ["user", "assistant"] * 2
+    assert live(roles) == ["user", "assistant"] * 2
     live.click("#new-chat")
-    assert live.evaluate("conversation.length") == 0 and focused(live) == "prompt"
+    assert live("conversation.length") == 0 and focused(live) == "prompt"
     say(live, "another")
-    assert live.evaluate(roles) == ["user", "assistant"]
+    assert live(roles) == ["user", "assistant"]
 
 
-@browser_test
 def test_a_chat_has_one_answer_at_a_time(stepped):
     """And an answer under way is no part of the chat that has begun meanwhile."""
     stepped.click(".kinds >> text=Chat")
     send(stepped, "hello")
     wait_for(stepped, "window.step")
-    stepped.evaluate("step({ delta: { content: 'Hi' } })")
+    stepped("step({ delta: { content: 'Hi' } })")
     wait_for(stepped, "[...calls.values()][0][0].said")
     assert stepped.is_disabled("#send")
     stepped.keyboard.type("more")
     stepped.keyboard.press("Control+Enter")
-    assert prompt(stepped) == "more" and stepped.evaluate("calls.size") == 1
+    assert prompt(stepped) == "more" and stepped("calls.size") == 1
     stepped.click("#new-chat")
     wait_for(stepped, IS_OVER)
-    assert stepped.evaluate("conversation.length") == 0 and stepped.is_enabled("#send")
+    assert stepped("conversation.length") == 0 and stepped.is_enabled("#send")
 
 
-@browser_test
 def test_chat_is_disabled_with_the_reason_where_there_is_no_template(open_page, small_server):
     page = open_page(small_server.url, wait="state.num_blocks")
     assert page.is_disabled("[value=chat]") and page.is_checked("[value=text]")
@@ -397,7 +363,6 @@ def test_chat_is_disabled_with_the_reason_where_there_is_no_template(open_page, 
 # What goes wrong
 
 
-@browser_test
 def test_a_refusal_is_told_and_the_prompt_comes_back(live):
     live.expected = "400"  # Chromium's own words in the console
     set_knob(live, "max_tokens", "100000")
@@ -407,7 +372,6 @@ def test_a_refusal_is_told_and_the_prompt_comes_back(live):
     assert prompt(live) == "too much"
 
 
-@browser_test
 def test_a_server_that_does_not_answer(open_page, tmp_path):
     """
     Before an answer and in its middle, in words, not the browser's "Failed to fetch". The model's
@@ -428,10 +392,9 @@ def test_a_server_that_does_not_answer(open_page, tmp_path):
     assert page.locator("#answers .error").count() == 2 and prompt(page) == "much"
     page.click("#fork")
     wait_for(page, "$('moment').textContent.startsWith('The server does not answer.')")
-    assert page.evaluate("player.until") is None
+    assert page("player.until") is None
 
 
-@browser_test
 def test_without_events_it_still_talks(open_page, server):
     page = open_page(server.url, wait="true")
     page.expected = "net::ERR_FAILED|Failed to load"
@@ -441,7 +404,7 @@ def test_without_events_it_still_talks(open_page, server):
     wait_for(page, IS_OVER)
     assert page.locator(".token").count() == 64
     page.click("#fork")  # there is nothing to watch
-    assert page.evaluate("calls.size") == 1
+    assert page("calls.size") == 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -455,8 +418,8 @@ def moment(page, demo: str) -> tuple[dict, str]:
     """The line at which a demo has stopped, and what it says of it."""
     page.click(f"#{demo}")
     wait_for(page, DEMO_IS_OVER)
-    assert page.evaluate("player.isPaused"), page.inner_text("#moment")
-    return page.evaluate("tape.lines[tape.at]"), page.inner_text("#moment")
+    assert page("player.isPaused"), page.inner_text("#moment")
+    return page("tape.lines[tape.at]"), page.inner_text("#moment")
 
 
 @pytest.fixture
@@ -464,85 +427,79 @@ def demo_page(open_page, small_server):
     yield from visit(open_page, small_server)
 
 
-@browser_test
 def test_eight_prompts_that_begin_alike(demo_page):
     """It stops when seven have found three blocks, with the context of the default model."""
     line, said = moment(demo_page, "alike")
     assert all(hit >= 48 for _, hit, _ in line["admitted"])
     assert "Seven have found 48 tokens cached, in 3 blocks" in said and "Paused: press" in said
     before = "tape.lines.slice(0, tape.at + 1)"
-    lines = demo_page.evaluate(before)
+    lines = demo_page(before)
     mine = {q["r"] for x in lines for q in x.get("new", []) if q["name"].startswith("page-")}
     hits = [r for x in lines for r, hit, _ in x.get("admitted", []) if r in mine and hit >= 48]
-    assert len(hits) >= 7 and demo_page.evaluate("lit") in mine
-    demo_page.evaluate("goLive()")
+    assert len(hits) >= 7 and demo_page("lit") in mine
+    demo_page("goLive()")
     wait_for(demo_page, IS_OVER)
     assert demo_page.locator("#answers .error").count() == 0
     assert {len(text) for text in demo_page.locator(".asked").all_text_contents()} == {65}
 
 
-@browser_test
 def test_a_demo_that_is_left_says_nothing_more(demo_page):
     """ "At ten steps a second .." stayed for ever."""
-    first, later = demo_page.evaluate(
+    first, later = demo_page(
         """() => ["flood", "pause"].map((button) => {
             $(button).click(); return $("moment").textContent; })"""
     )
     assert first.startswith("At ten steps a second") and later == ""
-    assert demo_page.evaluate("player.until") is None
+    assert demo_page("player.until") is None
 
 
-@browser_test
 def test_four_answers_to_one_prompt(demo_page):
     """It stops where a copy is made: of the half full block that they share."""
     line, said = moment(demo_page, "fork")
     r, block, source = line["copies"][0]
     assert f"Request {r} must write into block {source}" in said and f"copy, {block}." in said
-    assert demo_page.evaluate("lit") == r
-    assert demo_page.evaluate(f"state.requests.get({r}).prompt") == 40
+    assert demo_page("lit") == r
+    assert demo_page(f"state.requests.get({r}).prompt") == 40
     kinds = "[...$('effects').children].map((path) => path.className.baseVal)"
-    if not demo_page.evaluate("still.matches"):  # the arrow stays in sight until the next step
+    if not demo_page("still.matches"):  # the arrow stays in sight until the next step
         wait_for(demo_page, "!$('effects').querySelector(':not(.copied)')")
-        assert demo_page.evaluate(kinds) == ["copied"] * len(line["copies"])
+        assert demo_page(kinds) == ["copied"] * len(line["copies"])
         demo_page.click("#forth")
-        line = demo_page.evaluate("tape.lines[tape.at]")
-        assert demo_page.evaluate(kinds).count("copied") == len(line.get("copies", []))
+        line = demo_page("tape.lines[tape.at]")
+        assert demo_page(kinds).count("copied") == len(line.get("copies", []))
     wait_for(demo_page, IS_OVER)
     assert demo_page.locator(".answer:visible").count() == 4
 
 
-@browser_test
 def test_more_than_the_pool_can_hold(demo_page):
     """It stops at a preemption, in the pool that such a model has by default."""
     line, said = moment(demo_page, "flood")
     assert f"so request {line['preempted'][0]} gave its blocks back" in said
-    assert demo_page.evaluate("lit") == line["preempted"][0]
-    assert demo_page.evaluate("state.owners.filter((all) => all.length > 1).length") == 0
+    assert demo_page("lit") == line["preempted"][0]
+    assert demo_page("state.owners.filter((all) => all.length > 1).length") == 0
     assert demo_page.locator("summary", has_text="60 answers").is_visible()
     wait_for(demo_page, IS_OVER)
     assert demo_page.locator("#answers .error").count() == 0
 
 
-@browser_test
 def test_demos_in_another_pool(live):
     """A smaller one, of a longer context."""
     for demo, has in (("alike", "admitted"), ("fork", "copies"), ("flood", "preempted")):
         line, _ = moment(live, demo)
         assert line[has]
-        live.evaluate("stopAll(); goLive()")
+        live("stopAll(); goLive()")
         wait_for(live, f"{IS_OVER} && {IS_IDLE}")  # what was stopped early is not on the tape
 
 
-@browser_test
 def test_a_demo_that_does_not_come_to_its_moment_ends(demo_page):
     """Here it is stopped at once: what runs later plays as before."""
-    demo_page.evaluate("demos.flood = null")
-    demo_page.evaluate(
-        "demonstrate(1, () => [], () => '', () => ask([{ text: 'x' }], false, { max_tokens: 3 }))"
+    demo_page("demos.flood = null")
+    demo_page(
+        "demonstrate(1, '', 1, () => '', () => ask([{ text: 'x' }], false, { max_tokens: 3 }))"
     )
     wait_for(demo_page, DEMO_IS_OVER)
     assert "All have ended without it" in demo_page.inner_text("#moment")
-    assert not demo_page.evaluate("player.isPaused")
+    assert not demo_page("player.isPaused")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -553,17 +510,16 @@ CAPTIONS = ["admission", "chunk", "first decode", "hit", "fork", "copy-on-write"
 CAPTIONS += ["resume"]
 
 
-@browser_test
 def test_the_tour(live):
     """Offered to a new visitor; by keyboard and mouse; then the live tape is as it was."""
-    captions = live.evaluate("readLines($('tour-lines').textContent)[0].tour")
+    captions = live("readLines($('tour-lines').textContent)[0].tour")
     for (_, _, text), word in zip(captions, CAPTIONS, strict=True):
         assert word in text.partition(".")[0].lower()
     send(live, "before the tour")
     wait_for(live, IS_PLAYED)
-    live.evaluate("seek(5)")
+    live("seek(5)")
     place = "[tape.at, tape.lines.length, player.isPaused, state.step, state.engine]"
-    before = live.evaluate(place)
+    before = live(place)
     live.click("#take-tour")
     keys = ["Space", "ArrowRight", "ArrowLeft", "ArrowRight"]
     at = 0
@@ -571,7 +527,7 @@ def test_the_tour(live):
         step, r, text = captions[at]
         assert live.inner_text("#caption") == text
         assert live.inner_text("#caption-number") == f"{at + 1} of 8"
-        assert live.evaluate("[state.step, lit, player.isPaused]") == [step, r, True]
+        assert live("[state.step, lit, player.isPaused]") == [step, r, True]
         if key:
             live.keyboard.press(key)
             at += -1 if key == "ArrowLeft" else 1
@@ -581,79 +537,35 @@ def test_the_tour(live):
     assert live.inner_text("#caption-number") == "8 of 8"
     live.keyboard.press("Escape")
     assert not live.is_visible("#tour")
-    assert live.evaluate(place) == before and live.evaluate("lit") is None
+    assert live(place) == before and live("lit") is None
     say(live, "after it")  # the stream is there again
     wait_for(live, f"tape.lines.length > {before[1]}")
-    assert live.evaluate("tape.at") == before[0]
+    assert live("tape.at") == before[0]
 
 
-@browser_test
-@pytest.mark.parametrize("way", ["#leave", "#next"])
-def test_the_tour_has_an_end(live, way):
-    live.click("#take-tour")
-    live.evaluate("showCaption(7)")
-    live.click(way)
-    assert not live.is_visible("#tour") and live.evaluate("player.isLive && !player.isPaused")
-
-
-@browser_test
-def test_only_a_new_visitor_is_offered_the_tour_twice(open_page, checkpoint):
-    with Process(checkpoint, "--kv-blocks", "16") as server:
-        page = open_page(server.url, wait="state.num_blocks")
-        page.expected = "ERR_"
-        wait_for(page, "$('offer-tour').checkVisibility()")
-        assert page.is_visible("#take-tour")
-        page.click("#offer-tour")
+def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
+    page = live_page(open_page)
+    takeIn = "lines => takeIn(lines)"
+    snapshot, *more = page("readLines($('tour-lines').textContent).slice(1)")
+    page(takeIn, [snapshot])
+    wait_for(page, "$('offer-tour').checkVisibility()")
+    for button, way in (("#offer-tour", "#leave"), ("#take-tour", "#next")):
+        page.click(button)
         assert page.inner_text("#caption-number") == "1 of 8" and focused(page) == "next"
-        page.keyboard.press("Escape")
-        send(page, "work")
-        wait_for(page, IS_OVER)
-        wait_for(page, "$('offer-tour').checkVisibility() === false")
-        assert page.is_visible("#take-tour")
+        page("showCaption(7)")
+        page.click(way)
+        assert not page.is_visible("#tour") and page("player.isLive && !player.isPaused")
+        page(f"listening.abort(), ({takeIn})({json.dumps(more[:9])})")
+        wait_for(page, "!$('offer-tour').checkVisibility()")
 
 
-# --------------------------------------------------------------------------------------------------
-# How it looks
-
-
-@browser_test
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_accessible(live, scheme):
-    """Axe finds nothing in the form and the transcript, with a list of likely tokens, on a tour."""
-    live.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-    add_tokens(live, "f", "(", "):", "\n    ", " ", "<|im_end|>", tab=-9)
-    live.click("#probabilities")
-    assert violations(live, "#talk, #tour") == []
-    live.hover(".token >> nth=0")
-    assert live.is_visible("#tip")
-    assert violations(live, "#talk, #tip") == []
-    live.click("#take-tour")
-    assert violations(live, "#talk, #tour") == []
-
-
-@browser_test
-@pytest.mark.parametrize("size", [(1440, 900), (1024, 768), (390, 844)])
-def test_prompt_send_and_demos_are_in_view(live, size):
-    live.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
-    least = 44 if size[0] == 390 else 24
-    names = [
-        "#alike",
-        "#fork",
-        "#flood",
-        "[name=prompt]",
-        "#send",
-        "#stop",
-        "label:has(#probabilities)",
-    ]
-    for name in [*names, ".kinds label >> nth=0"]:
-        box = live.locator(name).bounding_box()
-        assert box["x"] >= 0 and box["x"] + box["width"] <= size[0], name
-        assert box["y"] >= 0 and box["y"] + box["height"] <= size[1], name
-        assert box["height"] >= least, name
-    box = live.locator("#answers").bounding_box()
-    assert box["height"] >= 90
-    live.click("#take-tour")
-    live.keyboard.press("Space")
-    box = live.locator("#next").bounding_box()
-    assert box["x"] + box["width"] <= size[0] and box["y"] + box["height"] <= size[1]
-    assert live.evaluate("document.body.scrollWidth") <= size[0]
+def test_a_tour_leads_back_to_a_record(open_page):
+    """Whose page asks no server: once it listened to one."""
+    page = live_page(open_page)
+    page("replay($('tour-lines').textContent, 'a record')")
+    wait_for(page, "tape.name && player.isPaused")
+    place = page("tape.at")
+    page.click("#take-tour")
+    page.keyboard.press("Escape")
+    assert page("[tape.at, tape.name, player.isLive]") == [place, "a record", False]
+    assert page("listening.signal.aborted")
