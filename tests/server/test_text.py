@@ -129,22 +129,25 @@ def test_no_text_holds_up_the_event_loop(encoder, tmp_path, count):
 @pytest.mark.parametrize("lengths", [[1008], [1009], [496] * 2, [496, 497], [0] * 64, [0] * 65])
 def test_where_a_text_is_encoded(encoder, monkeypatch, lengths):
     """
-    In place what takes 2 ms at most, 16 characters for each text included; a pattern that the
-    checkpoint brings may take longer.
+    In place what takes 2 ms at most, 16 characters for each text included; a pattern or a chat
+    template that the checkpoint brings may take longer.
     """
     threads = []
 
     def note(*_):
         threads.append(threading.current_thread())
+        return [1]
 
     for tokenizer in (encoder.tokenizer, encoder.thread_tokenizer):
         monkeypatch.setattr(tokenizer, "encode", note)
-    for known in (True, False):
+    for known in (False, True):
         monkeypatch.setattr(encoder.tokenizer, "has_known_pattern", known)
         asyncio.run(encoder.encode(["a" * length for length in lengths], True))
         is_short = known and sum(lengths) + 16 * len(lengths) <= 1024
         assert {thread is threading.current_thread() for thread in threads} == {is_short}
         threads.clear()
+    asyncio.run(encoder.encode_chat(say("a"), False, {}))
+    assert threads != [threading.current_thread()]
 
 
 @pytest.mark.parametrize("fill", ["", "é" * 2000])  # in place, in the thread
