@@ -101,8 +101,8 @@ FAMILIES = {
     ),
 }
 
-# Features that engines forgot: with these changes the same weights must say something else. Gemma 2's 24 is
-# the width's share of a head.
+# Features that engines forgot: with these changes the same weights must say something else. Gemma
+# 2's 24 is the width's share of a head.
 WITHOUT = """
 gpt2 {"layer_norm_epsilon": 1e-5}
 gpt2 {"activation_function": "gelu"}
