@@ -70,10 +70,12 @@ def save_checkpoint(model: GPT, directory: str | Path):
 def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
     """The weights under the names and in the layout of the family."""
     family_prefix = "transformer." if family is GPT2 else "model."
+    ours = model.state_dict()
+    if model.config.tied:
+        del ours[HEAD]
     weights = {}
-    for name, weight in model.named_parameters():  # of a tied model without the head's
-        weight = weight.detach().cpu()
-        for hub_name, part in hub_parts(model.config, name, weight, family).items():
+    for name, weight in ours.items():
+        for hub_name, part in hub_parts(model.config, name, weight.cpu(), family).items():
             prefix = "" if hub_name == HEAD else family_prefix
             weights[prefix + hub_name] = part.contiguous()
             is_embedding = name.startswith(("wte.", "wpe.", "lm_head."))

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 SHAPE = {"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 4, "n_embd": 32}
 LLAMA = SHAPE | {"norm": "rms", "bias": False, "gated": True, "activation": "silu"}
 LLAMA |= {"rope": {0: Rope(1e4)}, "n_kv_head": 2, "tied": False}
-TOKENS = torch.randint(97, (2, 33), generator=torch.Generator().manual_seed(1))
+RANDOM = torch.Generator().manual_seed(1)
+TOKENS = torch.randint(97, (2, 33), generator=RANDOM)
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
 
@@ -116,7 +117,8 @@ def test_a_saved_model_comes_back_to_the_bit(tmp_path, fields, dtype):
     with path.open("r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
     path.write_bytes(b"")
-    assert same(again, ours.float()) and not again.training
+    assert same(again, ours.float())
+    assert not again.training
     assert all(weight.is_contiguous() for weight in again.state_dict().values())
     assert (again.lm_head.weight is again.wte.weight) == again.config.tied
 
@@ -164,10 +166,11 @@ def test_each_key_of_a_configuration_sets_one_field():
     assert read_fields(gpt2) == read_fields(gpt2 | nothing) == read_fields(defaults)
 
 
-@pytest.mark.parametrize(("vocab_size", "ids"), [(50256, ()), (50257, (50256,)), (50304, (50256,))])
-def test_gpt2s_end_of_text_counts_where_there_is_such_a_token(vocab_size, ids):
+@pytest.mark.parametrize("vocab_size", [50256, 50257, 50304])
+def test_gpt2s_end_of_text_counts_where_there_is_such_a_token(vocab_size):
     """transformers writes 50256 for a GPT-2 of any vocabulary."""
-    assert read_fields(json.loads(PLAIN) | {"vocab_size": vocab_size}).eos_token_ids == ids
+    config = read_fields(json.loads(PLAIN) | {"vocab_size": vocab_size})
+    assert config.eos_token_ids == ((50256,) if vocab_size > 50256 else ())
 
 
 ROPED = """{"model_type": "llama", "num_hidden_layers": 6, "hidden_size": 64, "rms_norm_eps": 1e-5,
@@ -241,7 +244,8 @@ def test_the_other_name_of_gemmas_pattern():
     """Trap 5: the number has two names, and neither may be passed over."""
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
         saved = changed('{"model_type": "gemma3_text"}')
-        assert read_fields(saved | {name: 3}).windows == (9, 9, 0, 9, 9, 0), name
+        config = read_fields(saved | {name: 3})
+        assert config.windows == (9, 9, 0, 9, 9, 0), name
 
 
 REQUIRED = """vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size
@@ -460,7 +464,8 @@ def test_a_head_of_its_own_opens(folder, is_tied):
     assert load_checkpoint(folder).config.tied == (is_tied is not False)
     change_weights(folder, **{HEAD: embedding + 1})
     again = load_checkpoint(folder)
-    assert torch.equal(again.lm_head.weight, embedding + 1) and not again.config.tied
+    assert torch.equal(again.lm_head.weight, embedding + 1)
+    assert not again.config.tied
     assert torch.equal(again.wte.weight, embedding)
 
 

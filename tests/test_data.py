@@ -49,7 +49,8 @@ def documents(folder: Path, split: str) -> list[bytes]:
     ids = read_corpus(folder, split)
     (ends,) = np.nonzero(ids == tokenizer.eos_token_id)
     assert ends[-1] == len(ids) - 1
-    return [tokenizer.decode_bytes(part.tolist()) for part in np.split(ids, ends[:-1] + 1)]
+    parts = np.split(ids, ends[:-1] + 1)
+    return [tokenizer.decode_bytes(part.tolist()) for part in parts]
 
 
 def test_stdlib_holds_every_file_once_on_its_side(library, tmp_path):
@@ -59,7 +60,8 @@ def test_stdlib_holds_every_file_once_on_its_side(library, tmp_path):
     for name in sorted(INCLUDED, key=lambda name: Path(name).parts):
         digest = hashlib.sha256(name.encode()).hexdigest()
         side = "val" if int(digest[:8], 16) < 2**32 / 20 else "train"
-        sides[side].append((library / name).read_text(errors="replace").encode())
+        text = (library / name).read_text(errors="replace")
+        sides[side].append(text.encode())
     assert 4 < len(sides["val"]) < 20
     assert {split: documents(folder, split) for split in sides} == sides
 
@@ -93,9 +95,12 @@ def test_the_last_tenth_of_shakespeare_is_held_out(tmp_path):
     (tmp_path / "input.txt").write_text(text)
     shakespeare["prepare"](tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.decode(read_corpus(tmp_path, "train").tolist()) == text[:111]
-    assert tokenizer.decode(read_corpus(tmp_path, "val").tolist()) == text[111:]
-    assert tokenizer.decode(range(tokenizer.vocab_size)) == "".join(sorted(set(text)))
+    train = read_corpus(tmp_path, "train")
+    val = read_corpus(tmp_path, "val")
+    assert tokenizer.decode(train.tolist()) == text[:111]
+    assert tokenizer.decode(val.tolist()) == text[111:]
+    characters = tokenizer.decode(range(tokenizer.vocab_size))
+    assert characters == "".join(sorted(set(text)))
 
 
 def test_a_name_with_gpt2_is_the_same_text_in_gpt2s_tokens(library, tmp_path, monkeypatch):

@@ -47,7 +47,8 @@ def test_replay_counts_and_draws(tmp_path, monkeypatch, capsys):
     assert figures.items() >= counts.items()
     assert (tmp_path / "out/replay.png").read_bytes().startswith(b"\x89PNG")
     first = tmp_path / "first.jsonl"
-    first.write_bytes(b"".join(PREEMPTION.read_bytes().splitlines(keepends=True)[:2]))
+    lines = PREEMPTION.read_bytes().splitlines(keepends=True)
+    first.write_bytes(lines[0] + lines[1])
     with pytest.raises(RecordError, match="no step to draw"):
         draw.draw_replay(first)
 
@@ -68,7 +69,8 @@ def test_a_picture_has_bounded_size(monkeypatch, tmp_path):
     record.write_text("".join(f"{json.dumps(line)}\n" for line in [snapshot, *steps]))
     assert draw.draw_replay(record)["steps"] == 50
     (image,) = images
-    assert len(image) == 8 and all(4 <= len(row) <= 8 for row in image)
+    assert len(image) == 8
+    assert all(4 <= len(row) <= 8 for row in image)
     # blocks 0, 2, 4 and 6: two owners, one, free, idle
     colours = ["C1", "C2", "C2", "C2", "white", "white", "lightgrey", "lightgrey"]
     assert [row[-1] for row in image] == [to_rgb(colour) for colour in colours]
@@ -108,10 +110,11 @@ def test_a_picture_is_drawn(name, monkeypatch):
     toy = GPTConfig(65, 1025, n_layer=1, n_head=2, n_embd=32)
     models = dict.fromkeys(("1M", "gpt2-124M"), toy)
     monkeypatch.setattr(bench, "MODELS", models)
-    seconds = bench.median_seconds
-    monkeypatch.setattr(
-        draw, "median_seconds", lambda call, repeats, *rest: seconds(call, 1, *rest)
-    )
+
+    def once(call, repeats, *rest):
+        return bench.median_seconds(call, 1, *rest)
+
+    monkeypatch.setattr(draw, "median_seconds", once)
     picture = getattr(draw, f"draw_{name}")()["picture"]
     assert picture.stat().st_size > 1000
 
@@ -140,5 +143,7 @@ def test_the_ruler_of_cursors():
     cursors = {"committed": 4 * request.num_committed, "computed": request.num_computed_slots}
     cursors |= {"filled": request.num_filled_slots, "allocated": 4 * len(request.block_table)}
     # before the step is under way, 9 are filled
-    assert cursors == {name: int(end) for name, end in drawn} and ("filled", "9") in drawn
-    assert request.tokens_so_far[10] is TO_COME and request.num_tokens == 11
+    assert cursors == {name: int(end) for name, end in drawn}
+    assert ("filled", "9") in drawn
+    assert request.tokens_so_far[10] is TO_COME
+    assert request.num_tokens == 11

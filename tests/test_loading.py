@@ -91,7 +91,8 @@ def test_block_tables_are_as_long_as_texts_may_be():
     --max-model-len said.
     """
     model = random_model(**LLAMA)
-    engine = Engine(model, Settings(block_size=4, num_blocks=9, max_num_seqs=2, max_model_len=17))
+    settings = Settings(block_size=4, num_blocks=9, max_num_seqs=2, max_model_len=17)
+    engine = Engine(model, settings)
     assert engine.runner.known.block_tables.shape == (3, 5)
     prompts = [list(range(13)), list(range(20, 29))]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -128,7 +129,8 @@ def test_packing_copies_only_what_it_packs(dtype, can_pack, monkeypatch):
     for weight, layer in matrices.items():
         assert isinstance(layer, kind)
         if kind is UnpackedLinear:
-            assert layer.weight.dtype == dtype and layer.weight.data_ptr() == weight.data_ptr()
+            assert layer.weight.dtype == dtype
+            assert layer.weight.data_ptr() == weight.data_ptr()
     exact = deepcopy(model).float()(tokens)[0]
     error = (packed(tokens)[0] - exact).abs().max()
     assert kind is PackedLinear or error <= (before - exact).abs().max() + 1e-5

@@ -166,7 +166,8 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
         train.main(["--resume", f"--out={out}"])
     shares = [share for share, _ in seconds.steps]
     assert [shares[i] for i in (0, *stops)] == pytest.approx(begins)
-    assert sorted(shares) == shares and len(shares) == steps
+    assert sorted(shares) == shares
+    assert len(shares) == steps
     assert "warning" not in capsys.readouterr().out
 
 

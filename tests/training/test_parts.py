@@ -38,7 +38,8 @@ def test_an_epoch_is_every_window_once_in_another_order():
     assert firsts.tolist() == epochs[0] + epochs[1][:9]
     assert np.array_equal(rows, firsts[:, None] + np.arange(11))
     shares = [rows_of(11, rank, 3) for rank in range(3)]
-    assert np.array_equal(np.stack(shares, 1).reshape(9, 11), rows[-9:])
+    together = np.stack(shares, 1).reshape(9, 11)
+    assert np.array_equal(together, rows[-9:])
     assert epochs[0] != epoch_starts(99, 10, 4, 0).tolist()
 
 
@@ -60,7 +61,8 @@ def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
 
 
 def small_gpt2(**fields) -> GPT:
-    return GPT(GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16, **fields))
+    config = GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16, **fields)
+    return GPT(config)
 
 
 def test_evaluation_scores_every_token_once(corpus):
@@ -95,7 +97,8 @@ def test_evaluation_scores_every_token_once(corpus):
     # a window for each process, here the last one, times two
     assert count(process=second, limit=1) == 2 * (1001 % 32)
     # of 32 windows the 99th process has none: its NaN made the sum of all processes NaN
-    assert train.evaluate(model, loaded, replace(MACHINE, rank=98)) == (0.0, 0)
+    idle = replace(MACHINE, rank=98)
+    assert train.evaluate(model, loaded, idle) == (0.0, 0)
 
 
 def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
@@ -130,7 +133,8 @@ def test_a_compiled_step_is_the_step(arch, backend, tiny, corpus, monkeypatch):
     With the operators of a GPU, where a model is trained so; in windows of both lengths. As one
     graph: Python between two would wait for the device.
     """
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    compile_all = partial(torch.compile, backend=backend, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compile_all)
     flags = [*tiny, f"--arch={arch}", "--steps=6", "--dropout=0"]
     machine = replace(MACHINE, ops=training_ops("cuda"))
     plain = new_run(flags, corpus, machine)
@@ -162,7 +166,8 @@ def test_operators_that_train_are_the_references(fields, device, dtype):
     numbers drawn for dropout.
     """
     torch.manual_seed(0)
-    model = GPT(GPTConfig(77, 128, n_layer=2, n_head=4, n_embd=32, **fields))
+    config = GPTConfig(77, 128, n_layer=2, n_head=4, n_embd=32, **fields)
+    model = GPT(config)
     for p in model.parameters():
         p.data += torch.randn_like(p) * 0.3
     tokens = torch.randint(77, (3, 101))
@@ -173,7 +178,8 @@ def test_operators_that_train_are_the_references(fields, device, dtype):
         torch.manual_seed(1)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             _, loss = model(tokens[:, :-1], targets, ops)
-        return [loss, *torch.autograd.grad(3 * loss, model.parameters())]
+        grads = torch.autograd.grad(3 * loss, model.parameters())
+        return [loss, *grads]
 
     exact = gradients(TORCH, torch.float32)
     plain = gradients(TORCH, dtype)
@@ -206,7 +212,8 @@ def test_initial_weights_are_gpt2s_and_follow_the_seed(tiny, corpus):
     for name, w in new_run(flags, corpus).model.named_parameters():
         if w.ndim == 2:
             spread = 0.02 / math.sqrt(6) if "c_proj" in name else 0.02
-            assert w.std().item() == pytest.approx(spread, rel=0.05), name
+            expected = pytest.approx(spread, rel=0.05)
+            assert w.std().item() == expected, name
             assert abs(w.mean()) < 0.1 * spread, name
         else:
             assert torch.all(w == name.endswith("weight")), name  # of norms; biases

@@ -114,7 +114,8 @@ def test_a_thread_for_each_core_that_may_be_used(monkeypatch, cpus, siblings, qu
         monkeypatch.setenv("OMP_NUM_THREADS", omp)
     train.init_process(train.parse_args(["--device=cpu"]))
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
-    assert started == [threads] and machine.count_cores() == 7
+    assert started == [threads]
+    assert machine.count_cores() == 7
 
 
 # --------------------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ def test_a_run_learns_and_leaves_a_checkpoint(tiny, corpus, out, capsys):
     evaluations = read_log(out, "val_loss")
     assert [line["step"] for line in steps] == list(range(1, 41))
     assert [line["step"] for line in evaluations] == list(range(5, 41, 5))
-    assert steps[0]["loss"] == pytest.approx(math.log(300), abs=0.1)  # as good as chance
+    chance = math.log(300)
+    assert steps[0]["loss"] == pytest.approx(chance, abs=0.1)
     last = evaluations[-1]
     assert last["val_loss"] < steps[0]["loss"] - 1
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -94,7 +95,12 @@ def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, ca
         return 7.5, 3
 
     monkeypatch.setattr(train, "evaluate", noted_evaluate)
-    after_update(monkeypatch, lambda run, result: shapes.append(run.next_batch()[0].shape))
+
+    def note_shape(run, result):
+        tokens, _ = run.next_batch()
+        shapes.append(tokens.shape)
+
+    after_update(monkeypatch, note_shape)
     train.main([*tiny, "--steps=20"])
     assert shapes == 14 * [(8, 16)] + 6 * [(4, 32)]  # of the batch after each step
     assert windows == [(16, 64), (16, 64), (32, 64), (None, None)]
@@ -131,7 +137,11 @@ def test_a_number_that_is_not_finite_stops_the_run(tiny, out, monkeypatch, at, s
     """Of steps whose losses are read together, the first bad one is named."""
     react, message, kept = DIVERGED[at]
     monkeypatch.setitem(train.STRIDES, "cpu", stride)
-    after_update(monkeypatch, lambda run, result: react(run, result) if run.step == at else None)
+
+    def react_once(run, result):
+        return react(run, result) if run.step == at else None
+
+    after_update(monkeypatch, react_once)
     with pytest.raises(SystemExit, match=f"{message}.* lower --matrix_lr"):
         train.main([*tiny, "--steps=20"])
     state = torch.load(out / "train_state.pt", weights_only=True)
@@ -243,7 +253,8 @@ def test_flags_come_before_the_preset_of_the_device_and_that_before_defaults(fla
     argv = [flag for flag in flags.split() if flag != "bf16"]
     args = vars(train.parse_args(["--device=cpu", *argv]))
     assert args | SETTINGS[flags] == args
-    assert args.keys() == vars(train.build_parser().parse_args([])).keys()
+    defaults = train.build_parser().parse_args([])
+    assert args.keys() == vars(defaults).keys()
 
 
 def test_a_llama_has_the_weights_of_a_gpt2(corpus):
@@ -280,7 +291,8 @@ def test_without_an_end_of_text_token_the_first_token_has_no_score(out, tmp_path
     """Nothing comes before it; nor do its bytes count among those that the bits are divided by."""
     tokenizer = char_tokenizer("abcé\n")
     val = "éab\ncab\n" * 5
-    write_corpus(tmp_path, tokenizer, tokenizer.encode("abcé\n" * 30), tokenizer.encode(val))
+    ids = tokenizer.encode("abcé\n" * 30)
+    write_corpus(tmp_path, tokenizer, ids, tokenizer.encode(val))
     train.main([*TINY, "--steps=1", f"--data={tmp_path}", f"--out={out}"])
     (last,) = read_log(out, "bits_per_byte")
     nats = last["val_loss"] * (len(val) - 1)
@@ -303,7 +315,8 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
     drawn = []
 
     def generate(prompts, length, choose):
-        assert prompts.tolist() == [end, end] and length == 8
+        assert prompts.tolist() == [end, end]
+        assert length == 8
         drawn.append(choose(logits, 0).double())
         return rows
 
@@ -328,7 +341,8 @@ def test_a_second_signal_kills(monkeypatch):
     for number in (signal.SIGTERM, signal.SIGINT):
         assert signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler)
         os.kill(os.getpid(), number)
-        assert caught[-1] == number and signal.getsignal(number) is signal.SIG_DFL
+        assert caught[-1] == number
+        assert signal.getsignal(number) is signal.SIG_DFL
 
 
 @pytest.mark.slow

@@ -88,10 +88,11 @@ def reference_step(model, state: dict, x, y, step: int, args) -> tuple[dict, flo
     _, loss = model(x, y)
     loss.backward()
     gradients = {name: w.grad.double() for name, w in model.named_parameters()}
-    norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+    flat = [g.flatten() for g in gradients.values()]
+    norm = torch.cat(flat).norm().item()
     rise = min(1, step / args.warmup)
-    fall = min(1, (1 - (step - 1) / args.steps) / args.decay)
-    rate = rise * fall
+    rest = 1 - (step - 1) / args.steps
+    rate = rise * min(1, rest / args.decay)
     new = {}
     for name, w in model.named_parameters():
         g = gradients[name] * min(1, args.clip / norm)
