@@ -38,9 +38,13 @@ def prepare_flex(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPla
     all decodes, one for all chunks.
     """
     n = batch.num_decodes
-    groups = slice(0, n), slice(n, len(batch.query_lens_host))
-    calls = [flex_call(batch, some, kv, window) for some in groups if some.start < some.stop]
-    return GatherPlan(pool_rows(batch.slot_mapping[:, None], kv).flatten(), calls)
+    B = len(batch.query_lens_host)
+    calls = []
+    for requests in (slice(0, n), slice(n, B)):  # decodes, chunks
+        if requests.start < requests.stop:
+            calls.append(flex_call(batch, requests, kv, window))
+    store_rows = pool_rows(batch.slot_mapping[:, None], kv).flatten()
+    return GatherPlan(store_rows, calls)
 
 
 def flex_call(batch: Batch, requests: slice, kv: Tensor, window: int) -> FlexCall:
@@ -57,30 +61,39 @@ def flex_call(batch: Batch, requests: slice, kv: Tensor, window: int) -> FlexCal
     query_lens = batch.query_start.diff()[requests]
     begin = lens - query_lens  # [b] position of each first query
     queries = torch.arange(n, device=kv.device)
-    places = batch.query_start[:-1][requests, None] + queries
-    places.masked_fill_(queries >= query_lens[:, None], len(batch.tokens))
+    is_padding = queries >= query_lens[:, None]
+    starts = batch.query_start[:-1][requests]
+    places = starts[:, None] + queries
+    places.masked_fill_(is_padding, len(batch.tokens))
 
-    numbers = torch.arange(tables.shape[1], device=kv.device)  # of logical blocks
+    b, M = tables.shape
+    numbers = torch.arange(M, device=kv.device)  # of logical blocks
     is_own = numbers * S < lens[:, None]  # [b, M]: behind its end a table may name any block
     columns = torch.where(is_own, tables, all_blocks)  # the last one means nothing
-    logical = numbers.new_full((len(tables), all_blocks + 1), NO_LIMIT)  # not its own: never seen
-    logical.scatter_(1, columns, numbers.expand_as(tables))
+    logical = numbers.new_full((b, all_blocks + 1), NO_LIMIT)  # not its own: never seen
+    logical.scatter_(1, columns, numbers.expand(b, M))
+    reach = window or NO_LIMIT
     # the compiler would take numbers for sizes that change, so these are tensors
-    heads, block_size, limit = torch.tensor([Hk, S, window or NO_LIMIT], device=kv.device)
+    heads, block_size, limit = torch.tensor([Hk, S, reach], device=kv.device)
 
     def sees(entry, _, query, key):
+        request = entry // heads
         page = key // block_size
-        position = begin[entry // heads] + query
-        block = logical[entry // heads, page // heads]
+        block = logical[request, page // heads]
+        position = begin[request] + query
         key_position = block * block_size + key % block_size
         is_head = page % heads == entry % heads
-        return is_head & (key_position <= position) & (key_position > position - limit)
+        is_before = key_position <= position
+        is_near = key_position > position - limit
+        return is_head & is_before & is_near
 
-    count, tiles, size = tile_lists(tables, lens, kv, math.ceil(n / TILE))
+    rows = math.ceil(n / TILE)
+    count, tiles, size = tile_lists(tables, lens, kv, rows)
     for x, axes in ((logical, 1), (count, 1), (tiles, (1, 3))):
         torch._dynamo.mark_static(x, axes)
     lengths = (n, all_blocks * Hk * S)
-    options = {"BLOCK_SIZE": (TILE, size), "seq_lengths": lengths, "compute_q_blocks": False}
+    tile = (TILE, size)
+    options = {"BLOCK_SIZE": tile, "seq_lengths": lengths, "compute_q_blocks": False}
     mask = BlockMask.from_kv_blocks(count, tiles, mask_mod=sees, **options)
     return FlexCall(places, mask)
 
@@ -106,7 +119,9 @@ def tile_lists(tables: Tensor, lens: Tensor, kv: Tensor, rows: int) -> tuple[Ten
     tiles = F.pad(tiles.int().flatten(), (0, pages))
     tiles = tiles.as_strided((b * Hk, 1, rows, pages), (M, M, 0, 1))
     count = (lens + S - 1) // S
-    return count.repeat_interleave(Hk)[:, None, None].repeat(1, 1, rows), tiles, S
+    count = count.repeat_interleave(Hk)
+    count = count[:, None, None].repeat(1, 1, rows)
+    return count, tiles, S
 
 
 @cache
@@ -122,8 +137,10 @@ def compiled_flex() -> Callable:
 @cache
 def capped(softcap: float, device: torch.device) -> Callable | None:
     """FlexAttention's score_mod for model.soft_cap; None: scores stay as they are."""
+    if not softcap:
+        return None
     cap = torch.tensor(softcap, device=device)  # the compiler cannot read a number here
-    return (lambda score, *_: model.soft_cap(score, cap)) if softcap else None
+    return lambda score, *_: model.soft_cap(score, cap)
 
 
 def paged_attention_flex(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor:
@@ -137,13 +154,15 @@ def paged_attention_flex(q: Tensor, kv: Tensor, attn: model.Attention, batch: Ba
     k, v = kv.reshape(2, 1, 1, -1, D)  # views: [1, 1, pages * S, D]
     torch._dynamo.mark_static(k)
     torch._dynamo.mark_static(v)
-    padded = F.pad(q, (0, 0, 0, 0, 0, 1)).to(k.dtype)  # [T + 1, H, D]
+    padded = F.pad(q, (0, 0, 0, 0, 0, 1))  # [T + 1, H, D]
+    padded = padded.to(k.dtype)
     out = torch.zeros_like(padded)
     options = {"enable_gqa": True, "scale": attn.scale}
     options["score_mod"] = capped(attn.softcap, q.device)
     for places, mask in batch.prepared[attn.window].calls:
         b, n = places.shape
-        queries = padded[places].transpose(1, 2)  # [b, H, n, D]
+        queries = padded[places]  # [b, n, H, D]
+        queries = queries.transpose(1, 2)  # [b, H, n, D]
         queries = queries.reshape(b * Hk, H // Hk, n, D)
         torch._dynamo.mark_static(queries, (1, 3))
         if q.is_cuda:  # keys at a time: of one tile

@@ -472,8 +472,9 @@ def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
     logits[3, :49] = -torch.inf
     logits[4, [0, 17]] = torch.nan
     rows = rows_of([params] * 6, 50)
-    *tokens, last = pick(logits, arange(6), arange(6), rows, [params] * 6).tolist()
+    *tokens, last = pick(logits, arange(6), arange(6), rows).tolist()
     assert tokens == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 49, NO_TOKEN] and 0 <= last < 50
+    assert rows.last_token.tolist() == [0, 0, 0, 49, 0, last]
     counted = (rows.marks >> 2).sum(1).tolist()
     assert counted == [0, 0, 0, params.penalises, 0, params.penalises]
 
