@@ -266,8 +266,14 @@ def test_errors_as_the_client_sees_them(complete):
 # Attacks
 
 
-def http_processes(port: int) -> list[int]:
-    """Those that listen on it."""
+def address_of(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return host, int(port)
+
+
+def http_processes(url: str) -> list[int]:
+    """Those that listen there."""
+    _, port = address_of(url)
     listening = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, _, state, *_, inode, _ = line.split()[:11]
@@ -291,6 +297,10 @@ def cpu_seconds(pid: int) -> float:
     return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
+COMPLETIONS = "/v1/completions"
+JSON = {"Content-Type": "application/json"}
+
+
 class Watch:
     """
     Asks /livez every 50 ms, each time on a connection of its own: to whichever process the kernel
@@ -299,7 +309,7 @@ class Watch:
 
     def __init__(self, url):
         self.url = url
-        self.pids = http_processes(int(url.rpartition(":")[2]))
+        self.pids = http_processes(url)
         # the most that an HTTP process has computed while each answer was waited for
         self.seconds = []
         self.ended = threading.Event()
@@ -324,12 +334,10 @@ class Watch:
 
 def trailers(url):
     """Of a chunked body, for ever."""
-    host, port = url.removeprefix("http://").split(":")
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += "Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
-    sock = socket.create_connection((host, int(port)), timeout=30)
+    head = request("POST", COMPLETIONS, **JSON, Transfer_Encoding="chunked")
+    sock = socket.create_connection(address_of(url), timeout=30)
     with sock, contextlib.suppress(OSError):
-        sock.sendall(head.encode())
+        sock.sendall(head + b"1\r\nx\r\n0\r\n")
         for _ in range(2000):
             sock.sendall(b"a:b\r\n" * 5000)
 
@@ -338,7 +346,6 @@ def trailers(url):
 SCORED = {"prompt": "x", "n": 60, "logprobs": 20, "ignore_eos": True, "max_tokens": 200}
 FIELDS = {"prompt": "x", "max_tokens": 24} | {f"field {i}": 1 for i in range(200_000)}
 LONG = {"prompt": "x " * 2_000_000, "max_tokens": 24}
-COMPLETIONS = "/v1/completions"
 ATTACKS = {
     "blanks": ("/tokenize", {"prompt": " " * 499_999}, 3, 200),
     "fields": (COMPLETIONS, FIELDS, 2, 400),
@@ -366,7 +373,7 @@ def test_the_server_answers_during_an_attack(server, name):
             path, fields, count, status = ATTACKS[name]
             body = json.dumps(fields, ensure_ascii=False).encode()
             post = partial(httpx.post, f"{server.url}{path}", timeout=60)
-            post = partial(post, content=body, headers={"Content-Type": "application/json"})
+            post = partial(post, content=body, headers=JSON)
             answers = [pool.submit(post) for _ in range(count)]
             assert [answer.result().status_code for answer in answers] == [status] * count
         count = len(watch.seconds)
@@ -376,11 +383,6 @@ def test_the_server_answers_during_an_attack(server, name):
 
 # --------------------------------------------------------------------------------------------------
 # Load
-
-
-def address_of(server) -> tuple[str, int]:
-    host, _, port = server.url.removeprefix("http://").rpartition(":")
-    return host, int(port)
 
 
 @on_linux
@@ -402,8 +404,7 @@ def test_two_processes_serve_as_one(server):
         values = [re.findall(rf"^vllm:{name}{{.*}} (\S+)", text, re.M) for name in names]
         return [sum(map(float, value)) for value in values]
 
-    _, port = address_of(server)
-    processes = http_processes(port)
+    processes = http_processes(server.url)
     assert len(processes) == 2
     tokens, queries = counts()
     assert [complete() for _ in range(12)] == [200] * 12
@@ -411,9 +412,9 @@ def test_two_processes_serve_as_one(server):
         wait_until(lambda: counts() == [tokens + 12 * 3, queries + 12 * 5])
     (worker,) = set(processes) - {server.process.pid}
     os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: worker not in http_processes(port))
+    wait_until(lambda: worker not in http_processes(server.url))
     assert [complete() for _ in range(12)] == [200] * 12
-    wait_until(lambda: len(http_processes(port)) == 2)
+    wait_until(lambda: len(http_processes(server.url)) == 2)
 
 
 @pytest.mark.parametrize(
@@ -421,15 +422,15 @@ def test_two_processes_serve_as_one(server):
 )
 def test_a_client_that_sends_5_mb_reads_its_413(server, head):
     """Closing with bytes unread would reset the connection, and the answer would be lost."""
-    with socket.create_connection(address_of(server), timeout=30) as sock:
-        sock.sendall(request("POST", COMPLETIONS, Content_Type="application/json")[:-2] + head)
+    with socket.create_connection(address_of(server.url), timeout=30) as sock:
+        sock.sendall(request("POST", COMPLETIONS, **JSON)[:-2] + head)
         sock.sendall(b" " * 5_000_000)
         assert read_until(sock, b"}}").startswith(b"HTTP/1.1 413 ")
 
 
 def test_the_load_generator_measures_what_it_says(server):
     """A row for each request, in their order."""
-    host, port = map(str, address_of(server))
+    host, port = map(str, address_of(server.url))
     requests = [load.completion(list(b"loop"), 40 + i, at=0.1 * (i == 4)) for i in range(5)]
     rows = load.run_clients(host, port, requests, processes=2)
     assert [row["tokens"] for row in rows] == [40, 41, 42, 43, 44]
@@ -469,8 +470,7 @@ def test_half_a_minute_of_everything_at_once(server):
             content = json.dumps(body | rng.choice(EXTRAS)).encode()
             if rng.random() < 0.15:
                 content = rng.choice(NONSENSE)
-            headers = {"Content-Type": "application/json"}
-            post = partial(httpx.post, server.url + COMPLETIONS, content=content, headers=headers)
+            post = partial(httpx.post, server.url + COMPLETIONS, content=content, headers=JSON)
             try:
                 answer = post(timeout=rng.choice([0.2, 120, 120]))
             except httpx.TimeoutException:
