@@ -314,7 +314,9 @@ class TextStream:
 
     def spell_with(self, token_bytes: Callable[[int], bytes]):
         """From here on tokens have these bytes."""
-        self.token_bytes = self.next_bytes = token_bytes
+        self.token_bytes = token_bytes
+        if self.next_bytes != self._first_bytes:
+            self.next_bytes = token_bytes
 
     def _first_bytes(self, token: int) -> bytes:
         """Those of the first token that has any, which begins the text."""

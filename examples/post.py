@@ -10,7 +10,7 @@ A step, beside the same step of `interleaved_generate` at the end of engine/engi
     schedule                                          Scheduler.plan
     find_cached_prefix, load_cached_blocks            in it: a hit goes into the block table
     ensure_blocks_for_new_tokens                      in it: a new block where the last is full
-    assemble_fused_batch, with assemble_paged_cache   flat_batch: one axis, no padding, no gathering
+    assemble_fused_batch, with assemble_paged_cache   flat_batch: one axis without padding
     the model: the head sees K and V side by side     the same model: its head reads the pool
     disassemble_paged_fused                           in the model: each layer stores its K and V
     softmax, multinomial                              sample_torch
@@ -167,7 +167,7 @@ def call_model(model, tokens, pos, past_kvs, attn_mask):
 def disassemble_paged_fused(all_reqs, new_kvs, num_new_per_req, pool, block_size):
     """
     Write the new K and V into each request's blocks, and count them. In this repo each layer stores
-    its own, at the batch's `slot_mapping` (kernels.py, `store_kv_kernel`), and `Scheduler.advance`
+    its own, at the batch's `slot_mapping` (model.py, `Attention.forward`), and `Scheduler.advance`
     counts.
     """
     for i, request in enumerate(all_reqs):

@@ -463,6 +463,16 @@ def test_a_stream_ends_once():
     assert stream.num_characters == 4
 
 
+def test_behind_an_echo_of_nothing_an_answer_begins_the_text(tmp_path):
+    """The decoder drops the blank of a text's first word."""
+    tokenizer = load_tokenizer(save("llama2", tmp_path))
+    [word] = tokenizer.encode("the")
+    stream = tokenizer.stream()
+    stream.push_all([])
+    stream.spell_with(tokenizer.token_bytes)
+    assert "".join(pushed(stream, [word, word])) == "the the"
+
+
 def test_byte_tokens_that_are_no_character(tmp_path):
     """A U+FFFD for each, as in transformers."""
     reference, tokenizer = read_both(save("llama2", tmp_path))
