@@ -6,15 +6,18 @@ default, and no two knobs are alike, so that each term of each formula moves the
 
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from runs import MACHINE, new_run
+from runs import MACHINE
 
 import train
 from model import TORCH
 from training.fast import training_ops
 
+VOCAB = 23
 FLAGS = """--device=cpu --dtype=float32 --n_layer=2 --n_head=3 --n_embd=24 --seed=5
     --context_length=7 --batch_size=3 --steps=6 --warmup=2 --decay=0.7 --momentum=0.8 --beta2=0.9
     --matrix_lr=0.03 --vector_lr=0.007 --clip=0.2"""
@@ -28,15 +31,13 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def make_run(corpus):
-    """make_run(flags, rank=1, ..)"""
-
-    def make(flags: str = "", **process) -> train.Run:
-        argv = [*FLAGS.split(), *flags.split()]
-        return new_run(argv, corpus, replace(MACHINE, **process))
-
-    return make
+def make_run(flags: str = "", **process) -> train.Run:
+    """A run on random tokens, few enough that each has a gradient far from zero in every step."""
+    args = train.parse_args([*FLAGS.split(), *flags.split()])
+    tokens = np.random.default_rng(0).integers(VOCAB, size=500).astype(np.uint16)
+    tokenizer = SimpleNamespace(vocab_size=VOCAB, eos_token_id=None)
+    corpus = train.Corpus(tokenizer, tokens, tokens[:100])
+    return train.Run(args, corpus, replace(MACHINE, **process))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def reference_step(model, state: dict, x, y, step: int, args) -> tuple[dict, flo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_four_updates_are_those_of_the_formulas(make_run, kind):
+def test_four_updates_are_those_of_the_formulas(kind):
     """
     One dropout mask for all steps, no clipping, Muon's momentum as 1 - momentum: nothing noticed,
     for the loss falls all the same.
@@ -145,7 +146,7 @@ def test_four_updates_are_those_of_the_formulas(make_run, kind):
     assert run.share == 4 / 6
 
 
-def test_a_training_pass_drops_everywhere(make_run, monkeypatch):
+def test_a_training_pass_drops_everywhere(monkeypatch):
     """Embeddings, and in each of two layers attention weights, attention and MLP."""
     drop = torch.nn.functional.dropout
     calls = []
@@ -160,7 +161,7 @@ def test_a_training_pass_drops_everywhere(make_run, monkeypatch):
     assert calls == [0.2] * 7
 
 
-def test_dropout_differs_by_step_and_by_process_and_by_seed_and_by_nothing_else(make_run):
+def test_dropout_differs_by_step_and_by_process_and_by_seed_and_by_nothing_else():
     """The same step again leaves out the same."""
     still = "--dropout=0.5 --matrix_lr=0 --vector_lr=0 --batch_size=4"
     first = make_run(still)
@@ -180,7 +181,7 @@ def test_dropout_differs_by_step_and_by_process_and_by_seed_and_by_nothing_else(
     assert loss(3, seed=6) != loss(3)
 
 
-def test_in_bfloat16_only_the_matrix_products_are(make_run):
+def test_in_bfloat16_only_the_matrix_products_are():
     """Weights, gradients and the optimizer's state stay in float32."""
     run = make_run(dtype=torch.bfloat16)
     dtypes = []
