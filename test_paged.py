@@ -282,25 +282,30 @@ def test_life_of_a_shared_prefix():
     b = Request("b", [1, 2, 3, 4, 5, 6, 7, 8, 50], 3)
     scheduler.add_request(a)
     step(scheduler)
-    assert a.block_table == [0, 1, 2] and a.generated_tokens == [1009]
+    assert a.block_table == [0, 1, 2]
+    assert a.generated_tokens == [1009]
 
     scheduler.add_request(b)
     plan = step(scheduler)
-    assert b.block_table == [0, 1, 3] and allocator.ref_counts == [2, 2, 1, 1, 0, 0]
+    assert b.block_table == [0, 1, 3]
+    assert allocator.ref_counts == [2, 2, 1, 1, 0, 0]
     assert plan.decodes == [a] and plan.chunks == [(b, 1)], "of nine tokens, eight were found"
 
     step(scheduler)
     assert a.status == "done"
     assert allocator.ref_counts == [1, 1, 0, 1, 0, 0], "b still reads blocks 0 and 1"
     step(scheduler)
-    assert b.status == "done" and allocator.ref_counts == [0] * 6 and allocator.num_free == 6
+    assert b.status == "done"
+    assert allocator.ref_counts == [0] * 6
+    assert allocator.num_free == 6
     assert list(allocator.idle) == [1, 0], "full blocks stay findable, the leaf is the first to go"
 
     assert allocator.allocate_n(4) == [3, 2, 4, 5], "free blocks first"
     assert allocator.num_evictions == 0
     assert allocator.allocate_n(2) == [1, 0], "then idle ones, the least recently used first"
     assert allocator.num_evictions == 2
-    assert not scheduler.block_cache.held and not scheduler.block_cache.block_of
+    assert not scheduler.block_cache.held
+    assert not scheduler.block_cache.block_of
 
 
 def test_least_recently_used_block_is_evicted_first():
@@ -312,7 +317,8 @@ def test_least_recently_used_block_is_evicted_first():
     allocator = scheduler.block_allocator
     serve_alone(scheduler, "a", [1, 2, 3, 4, 5])  # block 0 stays, cached
     serve_alone(scheduler, "b", [6, 7, 8, 9, 10])  # block 1 stays
-    assert list(allocator.idle) == [0, 1] and allocator.free == [2]
+    assert list(allocator.idle) == [0, 1]
+    assert allocator.free == [2]
     assert serve_alone(scheduler, "a again", [1, 2, 3, 4, 11]).num_hit_tokens == 4
     assert list(allocator.idle) == [1, 0]
     assert allocator.allocate_n(2) == [2, 1], "the free block, then b's: a's was used since"
@@ -375,7 +381,9 @@ def test_a_prompt_found_whole_still_computes_its_last_block():
     again = Request("again", [1, 2, 3, 4, 5, 6, 7, 8], 2)
     scheduler.add_request(again)
     plan = step(scheduler)
-    assert again.num_hit_tokens == 4 and plan.chunks == [(again, 4)] and plan.sampled == [again]
+    assert again.num_hit_tokens == 4
+    assert plan.chunks == [(again, 4)]
+    assert plan.sampled == [again]
     assert again.block_table[0] == 0 and again.block_table[1] != 1, "its second block is its own"
 
 
@@ -398,17 +406,20 @@ def test_forks_share_blocks_and_copy_the_last_on_write():
 
     plan = step(scheduler)
     assert plan.copies == {2: 1}, "the first to write copies block 1"
-    assert parent.block_table == [0, 2] and child.block_table == [0, 1]
+    assert parent.block_table == [0, 2]
+    assert child.block_table == [0, 1]
     assert allocator.ref_counts == [2, 1, 1, 0, 0, 0]
     step(scheduler)
     # eight slots are filled: the next token starts a block
     grandchild = scheduler.fork(child, "grandchild")
     plan = step(scheduler)
-    assert plan.copies == {} and scheduler.num_copies == 1
+    assert plan.copies == {}
+    assert scheduler.num_copies == 1
     assert [r.block_table for r in (parent, child, grandchild)] == [[0, 2, 3], [0, 1, 4], [0, 1, 5]]
     while not scheduler.is_done():
         step(scheduler)
-    assert parent.generated_tokens[0] == 1006 and child.generated_tokens[0] == 77
+    assert parent.generated_tokens[0] == 1006
+    assert child.generated_tokens[0] == 77
     assert allocator.num_free == 6
 
     full = Scheduler(max_kv_tokens=24, settings=SchedulerSettings(max_num_seqs=1))
@@ -438,11 +449,13 @@ def test_admission_at_the_edge_of_the_pool():
     scheduler.add_request(third)
     step(scheduler)
     assert second.block_table == [0, 1, 3], "three blocks, of which two are shared: it fits exactly"
-    assert third.status == "waiting" and allocator.num_free == 0
+    assert third.status == "waiting"
+    assert allocator.num_free == 0
     assert allocator.ref_counts == [2, 2, 1, 1]
     while not scheduler.is_done():
         step(scheduler)
-    assert third.num_generated == 4 and allocator.num_free == 4
+    assert third.num_generated == 4
+    assert allocator.num_free == 4
 
     scheduler = Scheduler(max_kv_tokens=16)
     serve_alone(scheduler, "first", [*prefix, 9])  # blocks 0 and 1 are cached and idle
@@ -451,7 +464,8 @@ def test_admission_at_the_edge_of_the_pool():
     # it finds two blocks and needs two, but only one is left
     large = Request("large", [*prefix, *range(10, 18)], 1)
     scheduler.add_request(large)
-    assert scheduler.plan().admitted == [] and large.status == "waiting"
+    assert scheduler.plan().admitted == []
+    assert large.status == "waiting"
 
     scheduler = Scheduler(max_kv_tokens=16)
     serve_alone(scheduler, "first", [*prefix, 9])
@@ -504,17 +518,24 @@ def test_preemption_block_by_block():
     scheduler.add_request(b)
     step(scheduler)
     step(scheduler)
-    assert a.block_table == [0, 1] and b.block_table == [2, 3] and allocator.num_free == 0
+    assert a.block_table == [0, 1]
+    assert b.block_table == [2, 3]
+    assert allocator.num_free == 0
     plan = step(scheduler)
-    assert plan.preempted == [b] and plan.decodes == [a] and plan.admitted == []
+    assert plan.preempted == [b]
+    assert plan.decodes == [a]
+    assert plan.admitted == []
     # b's last block, committed and idle, was evicted for a; its first is still cached
     assert a.block_table == [0, 1, 3]
-    assert b.status == "waiting" and b.block_table == [] and b.row is None
+    assert b.status == "waiting"
+    assert b.block_table == []
+    assert b.row is None
     assert b.generated_tokens == [1007, 1008]
     step(scheduler)
     assert b.status == "waiting", "three blocks needed, one of them found, one free"
     step(scheduler)
-    assert a.status == "done" and a.generated_tokens == [1007, 1008, 1009, 1010, 1011]
+    assert a.status == "done"
+    assert a.generated_tokens == [1007, 1008, 1009, 1010, 1011]
     plan = step(scheduler)
     assert b.block_table == [2, 3, 1], "found again, freed last, evicted"
     assert b.prefill_target == 9, "seven prompt tokens and two of its own"
@@ -523,7 +544,8 @@ def test_preemption_block_by_block():
     while not scheduler.is_done():
         step(scheduler)
     assert b.generated_tokens == [1007, 1008, 1009, 1010, 1011]
-    assert b.num_preemptions == 1 and allocator.num_free == 4
+    assert b.num_preemptions == 1
+    assert allocator.num_free == 4
 
 
 def test_a_request_alone_that_cannot_grow():
@@ -540,7 +562,8 @@ def test_a_request_alone_that_cannot_grow():
         serve_alone(scheduler, "large", [1, 2, 3, 4, 5, 6, 7, 8], 6)
     scheduler.check()
     scheduler.complete(scheduler.active[0])
-    assert scheduler.block_allocator.num_free == 3 and scheduler.is_done()
+    assert scheduler.block_allocator.num_free == 3
+    assert scheduler.is_done()
 
     scheduler.add_request(Request("exactly", list(range(12)), 1))
     with raises(ValueError, "needs 4 blocks for its prompt", "the pool has 3"):
@@ -573,7 +596,8 @@ def test_a_step_shares_its_budget():
     assert step(scheduler).decodes == running, "all tokens of this step are of decodes"
     plan = step(scheduler)
     # half of the budget is the prompt's while it waits
-    assert len(plan.decodes) == 2 and plan.num_tokens == 4
+    assert len(plan.decodes) == 2
+    assert plan.num_tokens == 4
     decoded = plan.decodes + step(scheduler).decodes
     assert sorted(r.id for r in decoded) == [0, 1, 2, 3], "and the decodes take turns"
 
@@ -636,7 +660,8 @@ def test_requests_that_arrive_while_others_run():
     while engine.has_work:
         engine.step()
     for request, p in zip(requests, params, strict=True):
-        assert request.num_generated == p.max_tokens and request.finish_reason == "length"
+        assert request.num_generated == p.max_tokens
+        assert request.finish_reason == "length"
         assert_equals_dense(trained_model(), request.prompt_tokens, request.generated_tokens, p)
     assert_idle(engine)
 
@@ -678,7 +703,8 @@ def test_a_prefix_hit_computes_the_remainder_and_nothing_else():
         params = mixed_params(10, 3)[1]
         request = engine.add_request("hit", prefix + extra, params)
         outputs = engine.step()
-        assert computed == [len(prefix) + len(extra) - hits] and outputs[0].cached_tokens == hits
+        assert computed == [len(prefix) + len(extra) - hits]
+        assert outputs[0].cached_tokens == hits
         while engine.has_work:
             engine.step()
         assert computed[1:] == [1] * 9
@@ -757,7 +783,8 @@ def test_forked():
                 runner.fill_rows(child)
                 family.append(child)
                 forked_at[child.id] = child.num_generated
-        assert len(family) == 3 and scheduler.num_copies >= 1
+        assert len(family) == 3
+        assert scheduler.num_copies >= 1
         for request in family:
             own = forked_at[request.id]
             start = text + request.generated_tokens[:own]
@@ -807,9 +834,11 @@ def test_interleaved_generate_of_the_tutorial():
     for i, p in enumerate(params):
         requests.append(Request(i, prompt(70 + i, 9 + 4 * i), 12, arrival_time=i, params=p))
     scheduler = interleaved_generate(model, requests, token_budget=16, max_kv_tokens=48)
-    assert scheduler.num_preemptions > 0 and scheduler.is_done()
+    assert scheduler.num_preemptions > 0
+    assert scheduler.is_done()
     for r in requests:
-        assert r.num_generated == 12 and r.status == "done"
+        assert r.num_generated == 12
+        assert r.status == "done"
         assert_equals_dense(model, r.prompt_tokens, r.generated_tokens, r.params or GREEDY)
 
 

@@ -100,7 +100,8 @@ def test_no_priority_outweighs_age():
         scheduler.add_request(Request(when, [1], 1, **urgent))
     assert [step(scheduler).admitted[0].id for _ in range(4)] == [1, 479, "old", 480]
     delays = [priority_delay(priority) for priority in range(-1000, 1001)]
-    assert delays == sorted(set(delays)) and delays[-1] < PRIORITY_AGEING
+    assert delays == sorted(set(delays))
+    assert delays[-1] < PRIORITY_AGEING
 
 
 def test_update_wants_one_token_for_each_sampled_request():

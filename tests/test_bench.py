@@ -97,7 +97,8 @@ def test_a_command_runs(name, toy, monkeypatch, capsys):
     flags, figure = FIGURES[name]
     run(monkeypatch, f"{name} {flags.replace('DIR', str(toy))}")
     result = json.loads(capsys.readouterr().out)
-    assert result[figure] is not None and result["bench"] == name
+    assert result[figure] is not None
+    assert result["bench"] == name
     for equal, count in re.findall(r"'equal answers': '(\d+) of (\d+)'", str(result)):
         assert equal == count
     assert result.get("fp32, tokens unlike the dense model's", 0) == 0
@@ -109,7 +110,8 @@ def test_quality_leaves_out_the_formats_that_this_cpu_refuses(toy, monkeypatch, 
     run(monkeypatch, f"quality --model {toy} --data {toy}")
     out, err = capsys.readouterr()
     result = json.loads(out)
-    assert "bf16" in result and "int8" not in result
+    assert "bf16" in result
+    assert "int8" not in result
     assert "int8 is left out: --quantize int8 needs a CPU with VNNI" in err
 
 

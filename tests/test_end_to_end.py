@@ -204,7 +204,8 @@ def test_logprobs_are_the_models(complete, checkpoint):
     tokens = ids + answer.token_ids
     dense = load_checkpoint(checkpoint)(torch.tensor([tokens]))[0][0].log_softmax(-1)
     logprobs = answer.logprobs
-    assert "".join(logprobs.tokens) == answer.text and logprobs.token_logprobs[0] is None
+    assert "".join(logprobs.tokens) == answer.text
+    assert logprobs.token_logprobs[0] is None
     of_tokens = dense[range(len(tokens) - 1), tokens[1:]].tolist()
     assert logprobs.token_logprobs[1:] == pytest.approx(of_tokens, abs=1e-3)
 
@@ -241,7 +242,8 @@ def test_chat_behind_a_key(chat_server, expected):
             stream = await client.chat.completions.create(**fields, stream=True)
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         (choice,) = answer.choices
-        assert choice.message.role == "assistant" and text == choice.message.content
+        assert choice.message.role == "assistant"
+        assert text == choice.message.content
         assert "".join(entry.token for entry in choice.logprobs.content) == text
         assert all(
             entry.top_logprobs[0].logprob == entry.logprob for entry in choice.logprobs.content
@@ -255,7 +257,8 @@ def test_errors_as_the_client_sees_them(complete):
     """The client turns status and body into exceptions, and none of these makes it try again."""
     with pytest.raises(openai.NotFoundError) as missing:
         complete(model="gpt-5", prompt="x")
-    assert missing.value.code == "model_not_found" and len(missing.value.request_id) == 32
+    assert missing.value.code == "model_not_found"
+    assert len(missing.value.request_id) == 32
     too_long = r"context length is 512 tokens, .* make 513"
     with pytest.raises(openai.BadRequestError, match=too_long) as refused:
         complete(prompt=[1] * 500, max_tokens=13)
@@ -436,7 +439,8 @@ def test_the_load_generator_measures_what_it_says(server):
     assert [row["tokens"] for row in rows] == [40, 41, 42, 43, 44]
     for row in rows:
         waited = row["first"] + sum(row["gaps"])
-        assert 0 < row["first"] < waited and 0 < len(row["gaps"]) < row["tokens"]
+        assert 0 < row["first"] < waited
+        assert 0 < len(row["gaps"]) < row["tokens"]
         assert row["end"] == pytest.approx(waited + 0.1 * (row["tokens"] == 44))
     with pytest.raises(ValueError, match="wanted 3 tokens, the answer ends with HTTP"):
         load.run_clients(host, port, [load.completion([9999], 3)], processes=1)
@@ -560,9 +564,8 @@ def test_engine_killed(chat_server, expected):
     with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="sesame", max_retries=0) as client:
         answer = client.completions.create(model="gpt", prompt="def ", **GREEDY)
     assert answer.choices[0].text == expected("def ")
-    assert (
-        httpx.get(f"{chat_server.url}/livez").status_code == 200 and chat_server.engine_pid != first
-    )
+    assert httpx.get(f"{chat_server.url}/livez").status_code == 200
+    assert chat_server.engine_pid != first
     os.kill(chat_server.engine_pid, signal.SIGKILL)
     assert process.wait(60) == 1
     said = process.stdout.read().splitlines()
@@ -631,7 +634,8 @@ def test_prompt_at_the_terminal(checkpoint, expected):
         checkpoint, "--prompt", "# \u20ac def ", "--temperature", "0", "--max-tokens", "24"
     )
     out, errors = process.communicate(timeout=60)
-    assert out == "# \u20ac def " + expected("# \u20ac def ") + "\n" and process.returncode == 0
+    assert out == "# \u20ac def " + expected("# \u20ac def ") + "\n"
+    assert process.returncode == 0
     note = r"\[24 tokens, [0-9.]+ a second, seed \d+, end: length\]"
     assert re.fullmatch(rf"loading .* \.\.\n{note}\n", errors)
 
@@ -648,7 +652,8 @@ def test_ctrl_c_at_the_terminal(checkpoint, tmp_path):
     assert process.stdout.read(2)[0] == "x"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and "Traceback" not in errors
+    assert process.returncode == 0
+    assert "Traceback" not in errors
     assert 0 < int(re.search(r"\[(\d+) tokens?, .*, end: interrupted\]", errors)[1]) < 40_000
 
 
@@ -660,5 +665,6 @@ def test_a_broken_checkpoint(tmp_path, checkpoint):
     command = [sys.executable, "serve.py", "--port", "0", "--model", str(tmp_path)]
     done = subprocess.run(command, **RUN, capture_output=True, timeout=60)
     first, second = done.stderr.splitlines()
-    assert first.startswith("loading ") and "model.safetensors cannot be read" in second
+    assert first.startswith("loading ")
+    assert "model.safetensors cannot be read" in second
     assert done.returncode == 1

@@ -137,7 +137,8 @@ def test_values_that_are_refused(row, capsys):
         serve.parse_args(typed.replace("DEEP", "[" * 100_000).split())
     line, way_out = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
-    assert problem in line and way_out.endswith(" --help lists the flags")
+    assert problem in line
+    assert way_out.endswith(" --help lists the flags")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -180,9 +181,12 @@ def test_the_engines_process_hands_the_queues_length_to_the_loop(
     engine.statement.return_value = "what was built"
     serve_engine, _ = run_engine(lambda args: engine, "--max-queue", "5")
     ((ran, links, max_queue), _) = serve_engine.call_args
-    assert ran is engine and max_queue == 5 and len(links.links) == 1
+    assert ran is engine
+    assert max_queue == 5
+    assert len(links.links) == 1
     set_threads.assert_called_once_with(3)
-    assert capfd.readouterr().err == "what was built\n" and not tmp_path.exists()
+    assert capfd.readouterr().err == "what was built\n"
+    assert not tmp_path.exists()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,8 @@ def test_the_engines_process_hands_the_queues_length_to_the_loop(
 def test_an_engine_that_cannot_be_built_says_why_to_all(run_engine, error, message):
     """In one line, and a bug by its name."""
     serve_engine, sent = run_engine(Mock(side_effect=error))
-    assert json.loads(sent) == {"op": "fatal", "message": message} and not serve_engine.called
+    assert json.loads(sent) == {"op": "fatal", "message": message}
+    assert not serve_engine.called
 
 
 def test_a_process_that_is_started_gets_no_signals(monkeypatch):

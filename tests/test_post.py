@@ -138,7 +138,8 @@ def test_assemble_and_disassemble():
     chunk = Request("c", [20, 21, 22, 23, 24], 9, block_table=[5, 2], num_filled_slots=1)
     tokens, positions, past, mask, pads = post.assemble_fused_batch([decode], chunk, 3, pool, 4)
     assert tokens.tolist() == [[0, 0, 16], [21, 22, 23]]
-    assert positions.tolist() == [[0, 0, 6], [1, 2, 3]] and pads == [0, 5]
+    assert positions.tolist() == [[0, 0, 6], [1, 2, 3]]
+    assert pads == [0, 5]
     rows = ["".join(map(str, row.tolist())) for row in mask.int().view(6, 9)]
     assert " ".join(rows[:3]) == "111111100 111111010 111111001"
     assert " ".join(rows[3:]) == "000001100 000001110 000001111"
@@ -151,7 +152,8 @@ def test_assemble_and_disassemble():
         k, v = new[layer, head]
         assert torch.equal(pool.k_pool[layer, head][1, 2], k[0, 2])
         assert torch.equal(pool.v_pool[layer, head][5, 1:4], v[1])
-    assert not pool.kv[:, :, 0].any() and not pool.kv[:, :, 1, :, 3].any()
+    assert not pool.kv[:, :, 0].any()
+    assert not pool.kv[:, :, 1, :, 3].any()
 
 
 def test_a_model_with_windows_is_refused():
@@ -164,7 +166,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     """In another folder, without a model; with one."""
     command = [sys.executable, str(ROOT / "examples/post.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and done.stderr.startswith("no model in out/stdlib")
+    assert done.returncode == 1
+    assert done.stderr.startswith("no model in out/stdlib")
     save_checkpoint(GPT(GPTConfig(257, 64, n_layer=1, n_head=1, n_embd=8)), tmp_path)
     bpe_tokenizer([]).save(tmp_path)
     monkeypatch.setattr(sys, "argv", ["post.py", "--model", str(tmp_path), "--prompt", "a"])

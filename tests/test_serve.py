@@ -85,7 +85,8 @@ def test_each_mode_runs_and_its_message_becomes_the_exit_status(monkeypatch, end
         with pytest.raises(SystemExit) as ended:
             serve.main([typed])
         monkeypatch.undo()
-        assert ended.value.code == message and run.call_count == 1
+        assert ended.value.code == message
+        assert run.call_count == 1
 
 
 @pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7", "LRU_CACHE_CAPACITY": "7"}])
@@ -124,7 +125,8 @@ def test_a_first_line_comes_before_torch(command, tmp_path):
     )
     first, second = done.stderr.splitlines()[:2]
     assert first in (f"loading {tmp_path} ..", "loading torch ..")
-    assert second == "torch is imported" and done.stdout == ""
+    assert second == "torch is imported"
+    assert done.stdout == ""
 
 
 HTTP = ["orjson", "starlette", "uvicorn", "httptools", "pydantic", "prometheus_client"]
@@ -185,9 +187,12 @@ def test_an_error_of_another_kind_keeps_its_traceback():
     """It is a bug, and the traceback says where. Ctrl-C while torch is imported is none."""
     code = "from common import end_with_one_line as f; f(); import json; json.loads('')"
     done = python(code)
-    assert done.returncode == 1 and "Traceback" in done.stderr and "JSONDecodeError" in done.stderr
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "JSONDecodeError" in done.stderr
     done = python("from common import end_with_one_line as f; f(); raise KeyboardInterrupt")
-    assert done.returncode and done.stderr == "interrupted\n"
+    assert done.returncode
+    assert done.stderr == "interrupted\n"
 
 
 def test_a_missing_package_of_the_engine_is_one_line(tmp_path):

@@ -125,10 +125,13 @@ def test_a_spelt_control_token_is_text_unless_asked(bpe):
     assert [bpe.token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
     text = f"a{END}b"
     plain = bpe.encode(text)
-    assert end not in plain and bpe.decode(plain) == text
+    assert end not in plain
+    assert bpe.decode(plain) == text
     ids = bpe.encode(text, allow_special=True)
-    assert ids == [97, end, 98] and b"".join(map(bpe.spelled_bytes, ids)) == text.encode()
-    assert bpe.token_bytes(end) == b"" and bpe.decode(ids) == "ab"
+    assert ids == [97, end, 98]
+    assert b"".join(map(bpe.spelled_bytes, ids)) == text.encode()
+    assert bpe.token_bytes(end) == b""
+    assert bpe.decode(ids) == "ab"
     # the first two of the three bytes of \u20ac are one replacement character, as everywhere
     assert bpe.decode([97, 0xE2, 0x82, 98]) == "a\ufffdb"
     assert bpe.decode_bytes([0xE2, 0x82]) == b"\xe2\x82"
@@ -137,11 +140,13 @@ def test_a_spelt_control_token_is_text_unless_asked(bpe):
 def test_characters(tmp_path):
     text = "wörld\r\n 😀e\u0301"
     chars = char_tokenizer(text + text)
-    assert chars.vocab_size == len(set(text)) and chars.eos_token_id is None
+    assert chars.vocab_size == len(set(text))
+    assert chars.eos_token_id is None
     assert chars.encode("\n\r") == [0, 1]  # sorted, numbered from 0
     chars.save(tmp_path)
     reference, again = read_both(tmp_path)
-    assert type(again) is type(chars) and again.has_known_pattern
+    assert type(again) is type(chars)
+    assert again.has_known_pattern
     for part in (text, text[::-1], "  ", ""):
         ids = reference.encode(part)
         assert chars.encode(part) == again.encode(part) == ids
@@ -257,7 +262,8 @@ def test_named_tokens_are_added_in_transformers_order(bpe, tmp_path):
     reference, ours = read_both(tmp_path)
     ids = ours.encode(text, allow_special=True)
     assert ids == reference.encode(text)
-    assert sorted(ids) == [*range(700, 707)] and ids[:2] == [706, 705]
+    assert sorted(ids) == [*range(700, 707)]
+    assert ids[:2] == [706, 705]
 
 
 ENDS = {  # what tokenizer_config.json says -> the end of text
@@ -278,7 +284,8 @@ def test_the_end_of_text_is_the_one_that_is_named(bpe, tmp_path):
     newer = '{"added_tokens_decoder": {}, "eos_token": "<s>"}'  # which makes the other file stale
     write_changed(bpe, tmp_path, config=newer)
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.eos_token_id == tokenizer.control["<s>"] and "<old>" not in tokenizer.control
+    assert tokenizer.eos_token_id == tokenizer.control["<s>"]
+    assert "<old>" not in tokenizer.control
     old.unlink()
     write_changed(bpe, tmp_path, '{"added_tokens": []}')
     assert load_tokenizer(tmp_path).eos_token_id is None
@@ -449,17 +456,21 @@ def test_a_stop_string_ends_a_text_at_its_last_byte(of_bytes):
     tokenizer, ids, _ = of_bytes
     stream = tokenizer.stream([5], stop=["\né"])
     pieces = [*map(stream.push, ids("a\né".encode()))]
-    assert pieces == ["a", "", "", ""] and stream.matched == "\né"
+    assert pieces == ["a", "", "", ""]
+    assert stream.matched == "\né"
 
 
 def test_a_stream_ends_once():
     """Text that was held is given out once; a matched stop string leaves nothing."""
     stream = TextStream(lambda token: bytes([token]), ["ab"])
     assert [stream.push(token) for token in b"xaya"] == ["x", "", "ay", ""]
-    assert stream.flush() == "a" and stream.flush() == "" and stream.matched is None
+    assert stream.flush() == "a"
+    assert stream.flush() == ""
+    assert stream.matched is None
     stream = TextStream(lambda token: bytes([token]), ["ab", "b", "cab"])
     assert "".join(stream.push(token) for token in b"xcab") == "x"
-    assert stream.matched == "cab" and stream.flush() == ""
+    assert stream.matched == "cab"
+    assert stream.flush() == ""
     assert stream.num_characters == 4
 
 

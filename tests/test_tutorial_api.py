@@ -63,7 +63,8 @@ def test_pool_hands_out_views_of_each_head():
         assert torch.equal(pool.k_pool[(layer, head)], pool.kv[layer, 0, :5, head])
         assert torch.equal(pool.v_pool[(layer, head)], pool.kv[layer, 1, :5, head])
     pool.k_pool[(1, 0)][2, 3] = -1
-    assert (pool.kv[1, 0, 2, 0, 3] == -1).all() and (pool.kv == -1).sum() == 8
+    assert (pool.kv[1, 0, 2, 0, 3] == -1).all()
+    assert (pool.kv == -1).sum() == 8
 
 
 def test_write_and_gather_through_a_permuted_table():
@@ -93,14 +94,18 @@ def test_request_fields():
     """
     request = Request("r", [5, 6, 7], 2)
     assert request.arrival_time == 0
-    assert not request.is_fully_prefilled and not request.is_done
+    assert not request.is_fully_prefilled
+    assert not request.is_done
     request.num_filled_slots = request.prefill_cursor = 3
-    assert request.num_tokens_in_cache == 3 and request.is_fully_prefilled
+    assert request.num_tokens_in_cache == 3
+    assert request.is_fully_prefilled
     request.generated_tokens.append(8)
     assert request.tokens_so_far == [5, 6, 7, 8]
-    assert request.num_generated == 1 and not request.is_done
+    assert request.num_generated == 1
+    assert not request.is_done
     request.generated_tokens.append(9)
-    assert request.is_done and request.status == "waiting"
+    assert request.is_done
+    assert request.status == "waiting"
     assert replace(request, generated_tokens=[], status="done").is_done
 
 
@@ -132,9 +137,11 @@ def test_commit_completed_blocks():
         held = [content.tokens for content in scheduler.block_cache.held.values()]
         assert held == [(1, 2, 3, 4), (5, 6, 7, 8)][:num_full]
     request.clear_cache(allocator)
-    assert request.block_table == [] and request.num_filled_slots == 0
+    assert request.block_table == []
+    assert request.num_filled_slots == 0
     assert allocator.num_free == 3
-    assert allocator.free == [2] and list(allocator.idle) == [1, 0]
+    assert allocator.free == [2]
+    assert list(allocator.idle) == [1, 0]
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -147,7 +154,8 @@ def test_maybe_admit_allocates_exactly_the_prompts_blocks(length, blocks):
     request = Request("r", [0] * length, 1000)  # max_new_tokens does not matter here
     scheduler.add_request(request)
     scheduler._maybe_admit(0)
-    assert request.status == "prefilling" and request.block_table == [*range(blocks)]
+    assert request.status == "prefilling"
+    assert request.block_table == [*range(blocks)]
 
 
 def test_schedule_promote_and_complete():
@@ -163,7 +171,8 @@ def test_schedule_promote_and_complete():
     active.prefill_cursor = active.num_filled_slots = 8  # the post's loop computes and assigns
     scheduler.promote(active)
     active.generated_tokens.append(8)
-    assert scheduler.active == [active] and scheduler.prefilling == []
+    assert scheduler.active == [active]
+    assert scheduler.prefilling == []
     for request in others:
         scheduler.add_request(request)
     assert scheduler.schedule(2) == (others[0], [active]), "the first of several"
@@ -172,7 +181,8 @@ def test_schedule_promote_and_complete():
     for request in active, *others:
         assert not scheduler.is_done()
         scheduler.complete(request)
-        assert request.status == "done" and request.block_table == []
+        assert request.status == "done"
+        assert request.block_table == []
     assert scheduler.is_done() and not scheduler.block_cache.held, "freed, and nothing committed"
     assert scheduler.block_allocator.num_free == 64
 
@@ -185,7 +195,8 @@ def test_interleaved_generate_returns_the_scheduler():
     model = trained_model()
     requests = [Request(i, prompt(i, 6), 3) for i in range(3)]
     scheduler = interleaved_generate(model, requests, "priority", 5, 48)
-    assert scheduler.is_done() and scheduler.queue_key is paged.POLICIES["priority"]
+    assert scheduler.is_done()
+    assert scheduler.queue_key is paged.POLICIES["priority"]
     assert (scheduler.token_budget, scheduler.block_size, scheduler.max_num_seqs) == (5, 4, 3)
     assert scheduler.block_allocator.num_free == 12
     assert [r.num_generated for r in requests] == [3, 3, 3]

@@ -158,10 +158,12 @@ def test_the_defaults_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (48_000, 480_000))
     engine = Engine(model, Settings(block_size=4))
     assert built == [1, "warm", 90]
-    assert engine.num_blocks == 90 and engine.overlap
+    assert engine.num_blocks == 90
+    assert engine.overlap
     built.clear()
     engine = Engine(model, Settings(block_size=4, num_blocks=1000, overlap=False))
-    assert built == [1000] and not engine.overlap
+    assert built == [1000]
+    assert not engine.overlap
     with raises(ValueError, "1,001 blocks of 4", "lower --kv-blocks"):
         Engine(model, Settings(block_size=4, num_blocks=1001))
     assert not simulated_engine().overlap
@@ -315,7 +317,8 @@ def test_overlap_starts_a_step_before_it_takes_in_the_last():
     engine.runner.launch = lambda plan: order.append("launch") or launch(plan)
     engine.runner.wait_for = lambda flight: order.append("wait_for") or wait_for(flight)
     engine.add_request("a", [1, 2], greedy(3))
-    assert engine.step() == [] and engine.has_work
+    assert engine.step() == []
+    assert engine.has_work
     finish(engine)
     assert order == ["launch", "launch", "wait_for", "launch", "wait_for", "wait_for"]
 
@@ -409,7 +412,8 @@ def test_generate_raises_errors_and_leaves_an_idle_pool(error, kind, message):
     mine = engine.add_request("mine", [9, 9], greedy(20))
     with raises(kind, message):
         engine.generate([[i] for i in range(12)], greedy(8), progress=False)
-    assert mine.status == "done" and mine.finish_reason == "error"
+    assert mine.status == "done"
+    assert mine.finish_reason == "error"
     assert_idle(engine)
     assert engine.generate([[3]], greedy(8), progress=False) == [greedy_answer([3], 8)]
 
@@ -430,7 +434,8 @@ def test_ctrl_c_under_overlap_takes_in_the_step_under_way():
     fail(engine, KeyboardInterrupt(), when=lambda plan: bool(plan.preempted))
     with pytest.raises(KeyboardInterrupt):
         finish(engine)
-    assert engine.in_flight is None and list(engine.requests) == ["long"]
+    assert engine.in_flight is None
+    assert list(engine.requests) == ["long"]
     assert tokens_of(finish(engine), "long") == greedy_answer(long, 9)
     assert_idle(engine)
 
@@ -465,7 +470,8 @@ def test_texts_longer_than_the_pool_are_the_dense_models(device, overlap):
     assert "1 text of 64" in engine.statement()
     prompts = [prompt(seed, length) for seed, length in enumerate([40, 6, 8, 30, 7])]
     serve_all(engine, prompts, 24)
-    assert engine.scheduler.num_preemptions and not engine.scheduler.num_hit_tokens
+    assert engine.scheduler.num_preemptions
+    assert not engine.scheduler.num_hit_tokens
     serve_all(engine, prompts[:1], 1)
     serve_all(engine, [prompts[0] + prompt(9, 4)], 20)  # its beginning is gone from the cache
     assert engine.scheduler.num_hit_tokens == 40

@@ -100,7 +100,8 @@ def test_lines_are_in_order_and_each_time_that_the_engine_is_idle_has_one(monkey
         finish(engine)
     lines = [json.loads(line) for line in lines]
     kinds = [line["event"] for line in lines]
-    assert kinds.count("idle") == 2 and kinds[-1] == "idle"
+    assert kinds.count("idle") == 2
+    assert kinds[-1] == "idle"
     times = [line["time"] for line in lines]
     assert times == sorted(set(times))
 
@@ -441,7 +442,8 @@ class Audience:
     def news(self) -> str:
         news = []
         for name, caller in self.callers.items():
-            assert "200 OK" in caller.said and "text/event-stream" in caller.said
+            assert "200 OK" in caller.said
+            assert "text/event-stream" in caller.said
             words = [*lines_of(caller), *["ping"] * caller.said.count(": ping")]
             words += ["over"] if caller.said.endswith("0\r\n\r\n") else []
             fresh = words[self.known[name] :]
@@ -493,7 +495,8 @@ def test_keys_do_not_read_each_other():
     tokens = [[1, 7], [2, 8], [3, 9], [4, 10]]
     bearer = {"Authorization": "Bearer two"}
     with House("--log-requests", keys=("one", "two")) as house:
-        assert house.get("/events").status == 401 and not house.engine.of("listen")
+        assert house.get("/events").status == 401
+        assert not house.engine.of("listen")
         caller = house.call("GET", "/events", **bearer)
         assert house.engine.of("listen") == [{"op": "listen", "on": True, "tokens": True}]
         say(house, {"event": "snapshot", "requests": [mine, other]})
@@ -507,7 +510,8 @@ def test_keys_do_not_read_each_other():
             assert first["requests"] == [{"r": 1, "name": "a", "tokens": [5]}, {"r": 2}]
             assert second["new"] == [{"r": 3, "name": "c"}, {"r": 4}]
             assert second["tokens"] == [[1, 7], [3, 9]]
-            assert last["new"] == [{"r": 3}] and last["tokens"] == []
+            assert last["new"] == [{"r": 3}]
+            assert last["tokens"] == []
 
 
 def test_a_slow_client_goes_on_from_a_snapshot(monkeypatch):
@@ -535,7 +539,8 @@ def test_a_slow_client_goes_on_from_a_snapshot(monkeypatch):
 def test_a_head_or_a_call_while_loading_is_no_listener():
     with House() as house:
         assert "text/event-stream" in house.call("HEAD", "/events").said
-        assert not house.service.listeners.all and not house.engine.of("listen")
+        assert not house.service.listeners.all
+        assert not house.engine.of("listen")
     with House(ready=False) as house:
         assert house.get("/events").status == 503
 
@@ -561,7 +566,9 @@ def test_a_record_is_a_title_a_snapshot_and_lines_until_the_disk_is_full(tmp_pat
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         title, *lines = map(json.loads, path.read_text().splitlines())
-        assert title["event"] == "title" and title["date"] and title["model"] == "small"
+        assert title["event"] == "title"
+        assert title["date"]
+        assert title["model"] == "small"
         assert [lines[0]["event"], lines[-1]["event"]] == ["snapshot", "idle"]
         assert sum(line.get("sampled", 0) for line in lines) == 4
     assert capsys.readouterr().err.count(f"--record {path} ends here") == 1
@@ -644,11 +651,15 @@ def test_records_in_assets_are_small_and_show_what_they_are_for():
     for path in RECORDS:
         with open_record(path) as record:
             (_, title), *lines = replay(record)
-        assert title["name"] == path.stem and title["model"] and title["machine"] and title["date"]
+        assert title["name"] == path.stem
+        assert title["model"]
+        assert title["machine"]
+        assert title["date"]
         for _, line in lines:
             assert "tokens" not in line
             seen[path.stem].update({name: len(v) for name, v in line.items() if type(v) is list})
-    assert seen["preemption"]["preempted"] >= 2 and seen["preemption"]["evicted"] >= 10
+    assert seen["preemption"]["preempted"] >= 2
+    assert seen["preemption"]["evicted"] >= 10
     assert seen["h200"]["new"] == 256
     assert sum(path.stat().st_size for path in RECORDS) <= 350_000
 
@@ -679,7 +690,8 @@ def test_each_caption_of_the_tour_stands_at_what_it_tells():
         kinds |= {"hit": hits} | {name: line.get(name, []) for name in ("decodes", "preempted")}
         words = [name for name, numbers in kinds.items() if r in numbers]
         shown.append(f"{text.split('.')[0]}: {' '.join(words)}\n")
-        assert len(re.findall(r"[.:](?: |$)", text)) >= 3 and len(text) < 220
+        assert len(re.findall(r"[.:](?: |$)", text)) >= 3
+        assert len(text) < 220
     assert "".join(shown) == TOUR.lstrip()
     order = [step for step, *_ in title["tour"]]
     assert order == sorted(order)
@@ -715,7 +727,8 @@ def test_serve_replay_shows_the_page_and_the_record_behind_the_key(tmp_path):
         assert greeting.startswith(f"showing {path} at http://127.0.0.1:")
         url = greeting.rpartition(" ")[2]
         page = httpx.get(url, follow_redirects=True, timeout=30)
-        assert page.url == f"{url}/?replay=record" and page.content == live.page().encode()
+        assert page.url == f"{url}/?replay=record"
+        assert page.content == live.page().encode()
         assert "script-src 'sha256-" in page.headers["Content-Security-Policy"]
         bearer = {"Authorization": "Bearer secret"}
         for _ in range(2):
@@ -728,7 +741,8 @@ def test_serve_replay_shows_the_page_and_the_record_behind_the_key(tmp_path):
         assert get(f"{url}/livez")[0] == 200
         assert get(f"{url}/record")[0] == 401
         status, message = get(f"{url}/v1/models", **bearer)
-        assert status == 404 and b"there is /, /record, /livez" in message
+        assert status == 404
+        assert b"there is /, /record, /livez" in message
         path.unlink()
         assert get(f"{url}/record", **bearer)[0] == 404
         server.terminate()
@@ -754,4 +768,6 @@ def test_without_a_key_other_pages_cannot_read_a_record():
 def test_serve_replay_refuses_before_it_listens(flags, says):
     with serving("--replay", *flags.split()) as server:
         _, printed = server.communicate(timeout=60)
-        assert server.returncode == 1 and printed.count("\n") == 1 and says in printed
+        assert server.returncode == 1
+        assert printed.count("\n") == 1
+        assert says in printed

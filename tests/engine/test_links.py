@@ -63,7 +63,9 @@ def test_a_link_that_is_behind_holds_up_no_other(links):
         received += read(quick)
     assert [message["out"] for message in received] == [[row("a", step)] for step in range(8_000)]
     behind = links.links[0]
-    assert behind.awaits_room and list(behind.rows) == ["a"] and len(behind.unsent) < 1000
+    assert behind.awaits_room
+    assert list(behind.rows) == ["a"]
+    assert len(behind.unsent) < 1000
     behind.queue_row(row("b", 1, end="stop"))  # one that came and ended in the meantime
     tokens = []
     rows = {}
@@ -73,8 +75,10 @@ def test_a_link_that_is_behind_holds_up_no_other(links):
             tokens += rows["a"][1] if "a" in rows else []
         links.receive(timeout=0)
         flush(links)
-    assert tokens == list(range(8_000)) and rows["b"] == row("b", 1, end="stop")
-    assert not behind.awaits_room and not behind.rows
+    assert tokens == list(range(8_000))
+    assert rows["b"] == row("b", 1, end="stop")
+    assert not behind.awaits_room
+    assert not behind.rows
     events = links.selector.get_key(behind.sock).events
     assert events == selectors.EVENT_READ, "else the engine would never rest again"
 
@@ -144,4 +148,5 @@ def test_greetings_and_ends(links):
 def test_values_cross_a_link(value, received):
     """A message is one line, whatever a text has in it; a seed has 64 bits; JSON has no NaN."""
     line = to_line({"value": value})
-    assert line.count(b"\n") == 1 and json.loads(line) == {"value": received}
+    assert line.count(b"\n") == 1
+    assert json.loads(line) == {"value": received}

@@ -211,7 +211,8 @@ class Scenario:
             assert score is None, "a log-probability that was not asked for"
             return
         logprob, ids, best = score
-        assert len(ids) == len(best) == n and len(set(ids)) == n
+        assert len(ids) == len(best) == n
+        assert len(set(ids)) == n
         assert logprob == pytest.approx(row[token].item(), abs=1e-3)
         assert best == pytest.approx(row.topk(n).values.tolist(), abs=1e-3)
         assert best == pytest.approx(row[ids].tolist(), abs=1e-3)
@@ -251,8 +252,11 @@ def test_the_answers_of_random_requests_are_the_dense_models(ready, overlap, num
     scenario.run(steps)
     scenario.assert_decided()
     scheduler = engine.scheduler
-    assert scenario.counts["aborts"] and scenario.counts["scored"] and scheduler.num_hit_tokens
-    assert scheduler.num_forks > 0 and (scheduler.num_preemptions > 0 or num_blocks > 15)
+    assert scenario.counts["aborts"]
+    assert scenario.counts["scored"]
+    assert scheduler.num_hit_tokens
+    assert scheduler.num_forks > 0
+    assert scheduler.num_preemptions > 0 or num_blocks > 15
 
 
 @needs_interpreter
@@ -293,7 +297,8 @@ def test_a_gpus_answers_to_random_requests_are_the_dense_models(num_blocks, grap
     scenario = Scenario(engine, seed=num_blocks, dense=trained_model())
     scenario.run(2000)
     scenario.assert_decided()
-    assert engine.overlap and bool(engine.runner.graphs) == graphs
+    assert engine.overlap
+    assert bool(engine.runner.graphs) == graphs
 
 
 @needs_interpreter
@@ -336,7 +341,8 @@ def test_the_sizes_that_steps_are_padded_to():
     shapes = padded_shapes(256, 8192)
     assert len(shapes) == 35 + 7 * 5
     assert shapes[34:36] == [(256, 0, 0), (8, 8, 128)]
-    assert (64, 16, 1024) in shapes and shapes[-1] == (256, 128, 8192)
+    assert (64, 16, 1024) in shapes
+    assert shapes[-1] == (256, 128, 8192)
 
 
 # decodes, then the tokens of each chunk -> decodes, chunks, and their tokens together

@@ -259,7 +259,8 @@ def test_packing_leaves_the_model_alone():
     before = deepcopy(model.state_dict())
     packed = packed_for_cpu(model, "int8")
     for name, weight in model.state_dict().items():
-        assert weight.dtype == torch.bfloat16 and torch.equal(weight, before[name])
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, before[name])
     assert {w.dtype for w in packed.parameters()} == {torch.float32}
     kinds = [type(module) for module in packed.modules()]
     assert kinds.count(Int8Linear) == 4 * model.config.n_layer + 1

@@ -222,7 +222,8 @@ def check_attention(shape: Shape, backend: str, seed: int = 0) -> Step:
     before = step.kv.clone()
     out = step.attend()
     assert torch.equal(bits(step.kv), bits(before))
-    assert out.dtype == shape.dtype and out.shape == step.q.shape
+    assert out.dtype == shape.dtype
+    assert out.shape == step.q.shape
     reference, allowed = step.reference()
     assert reference.isfinite().all()
     error = (out - reference).abs().max().item()
@@ -455,7 +456,8 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     Triton's: torch's is right there too, but waits for the device.
     """
     ops, reason = choose_ops("auto")
-    assert ops.name == "cpu" and reason == "the fastest on a CPU"
+    assert ops.name == "cpu"
+    assert reason == "the fastest on a CPU"
     assert ops.sample is sampling.sample_torch
     if has_flex:
         assert choose_ops("flex")[1] == "as asked"
@@ -463,15 +465,18 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
         choose_ops("trition")
     if kernels.triton:
         ops, reason = choose_ops("auto", "cuda:1")
-        assert ops.name == "triton" and ops.prepare is kernels.prepare_triton
-        assert reason == "the fastest on CUDA" and ops.sample is sampling_kernels.sample_triton
+        assert ops.name == "triton"
+        assert ops.prepare is kernels.prepare_triton
+        assert reason == "the fastest on CUDA"
+        assert ops.sample is sampling_kernels.sample_triton
         assert not choose_ops("flex", "cuda")[0].fixed_shapes
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(ValueError, match="needs a CUDA device and the package triton; on cpu"):
         choose_ops("triton")
     monkeypatch.setattr(kernels, "triton", None)
     ops, reason = choose_ops("auto", "cuda")
-    assert ops.name == "torch" and reason == "the package triton is not installed"
+    assert ops.name == "torch"
+    assert reason == "the package triton is not installed"
     assert ops.sample is sampling.sample_torch
     with pytest.raises(ValueError, match="'flex' needs triton on CUDA, a C"):
         choose_ops("flex", "cuda")
@@ -596,7 +601,8 @@ def test_the_inputs_of_decodes_in_one_launch(n):
         results.append([*step, *tensors[1:]])
     assert lens[N] == results[0][5][N] == 0
     for x, y in zip(*results, strict=True):
-        assert x.dtype == y.dtype and torch.equal(x, y)
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
 
 
 def calculate(operator, device: str, dtype: torch.dtype, *arguments) -> Tensor:
@@ -777,7 +783,8 @@ def store_beyond_2_to_the_31(R: int):
         slots = 16 * (first + torch.arange(R)) + 5
         project(fused.project_qkv, attention, x, slots, kv)
         stored.append(kv[:, first : first + R, :, 5])
-    assert torch.equal(*stored) and stored[0].abs().sum() > 0
+    assert torch.equal(*stored)
+    assert stored[0].abs().sum() > 0
 
 
 FEW = linear.FEW_ROWS
@@ -815,7 +822,8 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
         return "ours head" if is_head else f"ours {activation}"
 
     def gelu(bias, x, weight, use_gelu: bool):
-        assert use_gelu and len(bias) == 8
+        assert use_gelu
+        assert len(bias) == 8
         return "cuBLAS with GELU"
 
     monkeypatch.setattr(linear, "launch_linear", launch)
@@ -964,4 +972,5 @@ def test_copies_read_all_sources_before_they_write():
 def test_examples_in_docstrings_are_true(module):
     """An example that is wrong teaches the wrong thing."""
     result = doctest.testmod(module)
-    assert result.attempted > 0 and result.failed == 0
+    assert result.attempted > 0
+    assert result.failed == 0

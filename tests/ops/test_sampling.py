@@ -473,7 +473,8 @@ def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
     logits[4, [0, 17]] = torch.nan
     rows = rows_of([params] * 6, 50)
     *tokens, last = pick(logits, arange(6), arange(6), rows).tolist()
-    assert tokens == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 49, NO_TOKEN] and 0 <= last < 50
+    assert tokens == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 49, NO_TOKEN]
+    assert 0 <= last < 50
     assert rows.last_token.tolist() == [0, 0, 0, 49, 0, last]
     counted = (rows.marks >> 2).sum(1).tolist()
     assert counted == [0, 0, 0, params.penalises, 0, params.penalises]
@@ -549,7 +550,8 @@ def test_a_forbidden_token_is_never_chosen_however_likely(pick):
     logits[:, 4] = 1000.0
     positions = tensor([0, 5, 11, 12])
     *banned, free = pick(logits, 0 * positions, positions, rows).tolist()
-    assert 4 not in banned and free == 4
+    assert 4 not in banned
+    assert free == 4
 
 
 def test_placing_requests_takes_two_small_uploads(monkeypatch):
@@ -561,7 +563,8 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
     monkeypatch.setattr(sampling, "upload", upload)
     rows = SamplingRows(4, 1000, DEVICE)
     rows.fill(*(Row(i, SamplingParams(top_p=0.5, top_k=3 + i), 5) for i in (1, 3, 2)))
-    assert upload.call_count == 2 and rows.ints.top_k.tolist() == [0, 4, 5, 6]
+    assert upload.call_count == 2
+    assert rows.ints.top_k.tolist() == [0, 4, 5, 6]
     rows.fill(Row(1, SamplingParams(logit_bias={3: 1}, min_tokens=1), 5))
     assert upload.call_count == 2 + 4
 
@@ -618,7 +621,8 @@ def test_logprobs_are_those_of_the_raw_logits(dtype, n):
     best = expected.sort(descending=True).values[:, :n]
     close(chosen.double(), expected[range(4), tokens])
     close(top.double(), best)
-    assert ids.shape == (4, n) and torch.equal(expected.gather(1, ids), best)
+    assert ids.shape == (4, n)
+    assert torch.equal(expected.gather(1, ids), best)
 
 
 def test_logprobs_are_finite_for_any_logits():
@@ -630,6 +634,9 @@ def test_logprobs_are_finite_for_any_logits():
     logits[1] = torch.nan
     logits[2, 3] = torch.inf
     chosen, ids, top = sampling.logprobs(logits, tensor([2, NO_TOKEN, NO_TOKEN, 5]), 20)
-    assert chosen[:3].tolist() == [LOWEST_LOGPROB] * 3 and top.min() == LOWEST_LOGPROB
-    assert chosen.isfinite().all() and top.isfinite().all()
-    assert chosen[3].item() == pytest.approx(-math.log(6)) and ids.shape == (4, 6)
+    assert chosen[:3].tolist() == [LOWEST_LOGPROB] * 3
+    assert top.min() == LOWEST_LOGPROB
+    assert chosen.isfinite().all()
+    assert top.isfinite().all()
+    assert chosen[3].item() == pytest.approx(-math.log(6))
+    assert ids.shape == (4, 6)

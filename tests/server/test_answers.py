@@ -67,7 +67,8 @@ def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict
             choice.mark_sent()
         if choice.finish_reason:  # for a stop string: the engine is sent an abort
             break
-    assert not choice.has_unsent() and choice.cached_tokens == 3
+    assert not choice.has_unsent()
+    assert choice.cached_tokens == 3
     return chunks
 
 
@@ -244,7 +245,8 @@ def test_scores_of_a_prompt_come_with_one_of_its_choices():
     first, second = choices = [choice_of(body, [97, 98]) for _ in range(2)]
     for choice in choices:
         choice.siblings = choices
-    assert first.text == "ab" and not first.has_unsent()
+    assert first.text == "ab"
+    assert not first.has_unsent()
     unscored = CompletionRequest(prompt=[[97, 98]], echo=True, stream=True)
     assert choice_of(unscored, [97, 98]).has_unsent()
     second.add_tokens([99], None, 0, [score(0, 99)])

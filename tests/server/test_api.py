@@ -84,13 +84,15 @@ def test_a_burst_does_not_pass_the_queue(stream):
     with House("--max-num-seqs", "2", "--max-queue", "3") as house:
         held = Held(house)
         callers = [house.ask(n=n, stream=stream) for n in (1, 2, 1, 2, 1, 1, 1)]
-        assert held.num_asked == 7 and not house.choices
+        assert held.num_asked == 7
+        assert not house.choices
         held.release()
         refused = [refusal_of(caller)[:2] for caller in callers if caller.said]
         assert refused == [(429, "queue_full")] * 3
         assert [message["options"]["n"] for message in house.engine.of("add")] == [1, 2, 1, 1]
         assert len(house.choices) == 2 + 3
-        assert house.ask().answer().status == 429 and held.num_asked == 7
+        assert house.ask().answer().status == 429
+        assert held.num_asked == 7
 
 
 def test_the_queue_counts_choices():
@@ -204,7 +206,9 @@ def test_no_bytes_make_a_500(patient, pieces, ends):
     patient.clock.run(1)
     assert "HTTP/1.1 500" not in caller.said
     caller.hang_up()
-    assert not patient.choices and not patient.state.tasks and not patient.state.connections
+    assert not patient.choices
+    assert not patient.state.tasks
+    assert not patient.state.connections
     assert patient.get("/livez").status == 200
 
 
@@ -222,11 +226,13 @@ def test_a_stream_begins_with_its_first_event(house):
     assert not caller.said
     house.engine.step({"0": b"w"})
     head = caller.said.lower()
-    assert head.startswith("http/1.1 200 ok\r\n") and "\r\nx-request-id: " in head
+    assert head.startswith("http/1.1 200 ok\r\n")
+    assert "\r\nx-request-id: " in head
     assert "\r\ncontent-type: text/event-stream; charset=utf-8" in head
     assert "\r\ncache-control: no-cache" in head
     house.engine.step({"0": b"yz"}, "length")
-    assert texts(caller.events) == {0: "xwyz"} and caller.events[-1] == "[DONE]"
+    assert texts(caller.events) == {0: "xwyz"}
+    assert caller.events[-1] == "[DONE]"
 
 
 def test_a_slow_reader_gets_one_event_of_all_that_came(house):
@@ -236,12 +242,14 @@ def test_a_slow_reader_gets_one_event_of_all_that_came(house):
     letters = bytes(range(97, 118))
     for letter in letters:
         house.engine.step({"0": [letter], "1": [letter]})
-    assert len(quick.events) == len(letters) and not slow.events
+    assert len(quick.events) == len(letters)
+    assert not slow.events
     slow.read_on()
     assert len(slow.events) == 2  # one had no room, then all the rest
     assert texts(slow.events) == {0: letters.decode()}
     house.engine.step({"0": b"!", "1": b"!"}, "length")
-    assert texts(slow.events)[0][-1] == "!" and slow.events[-1] == quick.events[-1] == "[DONE]"
+    assert texts(slow.events)[0][-1] == "!"
+    assert slow.events[-1] == quick.events[-1] == "[DONE]"
 
 
 def test_choices_end_on_their_own_and_a_stream_with_the_last(house):
@@ -258,10 +266,12 @@ def test_choices_end_on_their_own_and_a_stream_with_the_last(house):
     assert "[DONE]" not in caller.events
     house.engine.step({"1.1": b"D"}, "stop", cached=1000)  # a stop token is no text
     *chunks, last, done = caller.events
-    assert texts(caller.events)[3] == "d" and done == "[DONE]"
+    assert texts(caller.events)[3] == "d"
+    assert done == "[DONE]"
     heads = [(event["id"], event["created"], event["object"]) for event in [*chunks, last]]
     assert set(heads) == {(last["id"], last["created"], "text_completion")}
-    assert all(chunk["usage"] is None for chunk in chunks) and last["choices"] == []
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
     counts = {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
     assert last["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 110}}
 
@@ -288,10 +298,12 @@ def test_a_silent_stream_pings_every_ten_seconds(house):
         house.clock.run(seconds)
         house.engine.step({"0": data})
         assert caller.said.count(": ping\n\n") == pings
-    assert caller.said.startswith("HTTP/1.1 200 OK") and texts(caller.events) == {0: "x"}
+    assert caller.said.startswith("HTTP/1.1 200 OK")
+    assert texts(caller.events) == {0: "x"}
     house.engine.step({"0": b"y"}, "length")
     house.clock.run(30)
-    assert caller.said.count(": ping\n\n") == 3 and not house.state.tasks
+    assert caller.said.count(": ping\n\n") == 3
+    assert not house.state.tasks
 
 
 # --------------------------------------------------------------------------------------------------
@@ -304,7 +316,8 @@ def test_an_error_ends_a_stream_that_had_begun(house):
     house.engine.step({"0": b"x"})
     fail(house, "0.1")
     error = {"message": "it is internal", "type": "server_error", "param": None, "code": None}
-    assert caller.events[1:] == [{"error": error}] and caller.said.endswith("\r\n0\r\n\r\n")
+    assert caller.events[1:] == [{"error": error}]
+    assert caller.said.endswith("\r\n0\r\n\r\n")
     assert aborted(house) == ["0", "0.1"]
 
 
@@ -315,7 +328,8 @@ def test_a_refusal_of_the_engine_becomes_its_status(house, stream):
     for number, (kind, expected) in enumerate(kinds.items()):
         caller = house.ask(["a", "b"], stream=stream)
         fail(house, str(2 * number + 1), kind)
-        assert refusal_of(caller) == (*expected, f"it is {kind}") and not house.choices
+        assert refusal_of(caller) == (*expected, f"it is {kind}")
+        assert not house.choices
 
 
 @STREAMED
@@ -324,7 +338,8 @@ def test_an_answer_may_take_as_long_as_the_flag_says(stream):
         silent, begun = (house.ask(stream=stream, n=2, max_tokens=9) for _ in range(2))
         house.engine.step({"1": b"x"})
         house.clock.run(6.9)
-        assert not silent.said and len(house.choices) == 4
+        assert not silent.said
+        assert len(house.choices) == 4
         house.clock.run(0.2)
         message = "not finished within 7 s, what the server allows"
         assert refusal_of(silent) == (503, "timeout", message)
@@ -346,7 +361,8 @@ def test_an_answer_that_is_done_in_time_is_no_timeout():
             house.engine.step({"0": text}, finish)
         house.clock.run(8)
         caller.read_on()
-        assert texts(caller.events) == {0: "abcd"} and caller.events[-1] == "[DONE]"
+        assert texts(caller.events) == {0: "abcd"}
+        assert caller.events[-1] == "[DONE]"
         whole = house.ask()
 
         def finish_late():
@@ -367,7 +383,8 @@ def test_a_bug_while_an_answer_is_sent_ends_a_calls_work(house, monkeypatch, str
     house.engine.step({"0": b"x"}, "length")
     house.engine.step({"1": b"x"}, "length" if not stream else None)
     refusal = (500, None, "a bug of this server: KeyError")
-    assert refusal_of(caller) == refusal and not house.choices
+    assert refusal_of(caller) == refusal
+    assert not house.choices
     assert not asyncio.all_tasks(house.clock)
 
 
@@ -383,7 +400,8 @@ def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
     house.clock.settle()
     for caller in (waiting, half, encoded):
         assert refusal_of(caller)[:2] == (503, "stopping")
-    assert texts(stream.events) == {0: "x"} and not house.choices
+    assert texts(stream.events) == {0: "x"}
+    assert not house.choices
     assert sorted(aborted(house)) == ["0", "1"]
 
 
@@ -397,8 +415,10 @@ def test_each_prompt_without_a_seed_has_its_own(house):
     house.ask(["a"] * 2, seed=7)
     house.ask("a")
     seeds = [message["params"]["seed"] for message in house.engine.of("add")]
-    assert seeds[:3] == [seeds[0], seeds[0] + 1, seeds[0] + 2] and seeds[3:5] == [7, 7]
-    assert len({seeds[0], seeds[5]}) == 2 and all(0 <= seed < 2**48 + 3 for seed in seeds)
+    assert seeds[:3] == [seeds[0], seeds[0] + 1, seeds[0] + 2]
+    assert seeds[3:5] == [7, 7]
+    assert len({seeds[0], seeds[5]}) == 2
+    assert all(0 <= seed < 2**48 + 3 for seed in seeds)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -453,12 +473,14 @@ def test_running_calls_may_finish_after_the_signal(house, capsys):
     half.send(ASK[-3:])
     refusal = (503, "draining", "the server is draining: try again later")
     assert refusal_of(half) == refusal_of(house.ask()) == refusal
-    assert refusal_of(house.call("GET", "/readyz")) == refusal and house.get("/livez").status == 200
+    assert refusal_of(house.call("GET", "/readyz")) == refusal
+    assert house.get("/livez").status == 200
     house.clock.run(29)
     assert not is_over(house)
     house.engine.step({"0": b"x"}, "length")
     house.clock.run(0.1)
-    assert caller.answer().status == 200 and is_over(house)
+    assert caller.answer().status == 200
+    assert is_over(house)
     assert capsys.readouterr().err == "finishing 1 request; a second signal ends them\n"
 
 
@@ -473,19 +495,22 @@ def test_calls_that_do_not_finish_in_time_are_refused(seconds, signals, capsys):
         caller = house.ask()
         stop(house)
         house.clock.run(seconds - 0.1)
-        assert not caller.said and not is_over(house)
+        assert not caller.said
+        assert not is_over(house)
         if signals == 2:
             stop(house)
         house.clock.run(0.2)
         message = "the server stopped before this was finished"
         assert refusal_of(caller) == (503, "stopping", message)
-        assert is_over(house) and not house.choices
+        assert is_over(house)
+        assert not house.choices
         assert workers.stop.call_count == signals
     with House() as house:
         capsys.readouterr()
         stop(house)
         house.clock.run(0.1)
-        assert is_over(house) and capsys.readouterr().err == ""
+        assert is_over(house)
+        assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -537,11 +562,14 @@ def test_a_dead_engine_is_started_again_once(house, capfd):
         f"the engine is not alive: {reason}",
     )
     assert f'"event": "engine_died", "reason": "{reason}"' in capfd.readouterr().err
-    assert not house.choices and not is_over(house) and len(house.engines) == 2
+    assert not house.choices
+    assert not is_over(house)
+    assert len(house.engines) == 2
     house.engine.ready()
     assert house.get("/livez").status == 200
     house.engine.die()
-    assert is_over(house) and len(house.engines) == 2
+    assert is_over(house)
+    assert len(house.engines) == 2
 
 
 def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
@@ -572,7 +600,8 @@ def test_a_process_stops_at_once_when_the_first_one_has_ended():
         house.service.loop.add_reader(first, house.service.first_process_ended, first)
         first.end()
         house.clock.run(0.1)
-        assert house.service.server.should_exit and caller.answer().status == 503
+        assert house.service.server.should_exit
+        assert caller.answer().status == 503
 
 
 def test_a_late_process_waits_a_second_for_the_engines_greeting():

@@ -33,10 +33,13 @@ def test_a_choice_that_has_ended_gets_nothing_more(house, client):
     house.ask(n=2, max_tokens=9)
     choice = house.choices["0"]
     house.engine.step({"0": b"x"}, "stop")
-    assert list(house.choices) == ["0.1"] and client.abort(choice) is False
+    assert list(house.choices) == ["0.1"]
+    assert client.abort(choice) is False
     house.engine.step({"0": b"y", "7": b"z"})
-    assert choice.num_tokens == 1 and ops(house) == [("add", "0")]
-    assert client.abort(house.choices["0.1"]) is True and ops(house)[1:] == [("abort", "0.1")]
+    assert choice.num_tokens == 1
+    assert ops(house) == [("add", "0")]
+    assert client.abort(house.choices["0.1"]) is True
+    assert ops(house)[1:] == [("abort", "0.1")]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -57,7 +60,8 @@ def test_a_full_link_is_filled_no_further(house, client):
     client.transport.write = write_and_pause
     for count in (1, 2, 3):
         house.clock.do(client.resume_writing)
-        assert len(ops(house)) == count and len(client.unsent) == 3 - count
+        assert len(ops(house)) == count
+        assert len(client.unsent) == 3 - count
 
 
 def test_a_closed_link_that_has_room_again_is_sent_nothing(client):
@@ -66,7 +70,8 @@ def test_a_closed_link_that_has_room_again_is_sent_nothing(client):
     client.listen(True)
     client.close()
     client.resume_writing()
-    assert client.unsent and not client.is_full
+    assert client.unsent
+    assert not client.is_full
 
 
 def test_an_engine_that_does_not_read_is_not_sent_what_has_been_aborted(house, client):
@@ -122,7 +127,9 @@ def test_half_a_message_is_no_round(house, client):
     heard = client.heard
     house.clock.run(1)
     receive(house, line[:20], 1)
-    assert client.transport.is_reading and not caller.said and client.heard == heard
+    assert client.transport.is_reading
+    assert not caller.said
+    assert client.heard == heard
     receive(house, line[20:], 0)
     assert caller.said
 
@@ -164,7 +171,8 @@ def test_an_engine_that_dies_before_it_took_the_link_in_is_noticed(words, reason
             house.engine.die()
             assert (client.state, client.reason) == ("dead", words)
         house.clock.run(0.2)
-        assert (client.state, client.reason) == ("dead", reason) and len(house.engines) == 1
+        assert (client.state, client.reason) == ("dead", reason)
+        assert len(house.engines) == 1
         assert house.service.server.should_exit
 
 
@@ -178,7 +186,8 @@ def test_a_link_is_read_to_its_end_after_the_process_has_ended(house, client):
     house.clock.run(1)
     assert not caller.said
     house.clock.do(client.transport.resume_reading)
-    assert caller.answer().status == 200 and client.state == "restarting"
+    assert caller.answer().status == 200
+    assert client.state == "restarting"
     house.engine.ready()
     house.clock.run(1)
     assert client.state == "ready"
@@ -198,7 +207,8 @@ def test_a_restart_begins_anew(house, client):
     assert started == [2]  # connected first: an engine without links ends
     assert (client.at_work, client.unsent, client.is_full) == (0, {}, False)
     house.engine.ready(max_model_len=77)
-    assert client.state == "ready" and client.info["max_model_len"] == 77
+    assert client.state == "ready"
+    assert client.info["max_model_len"] == 77
     house.ask()
     assert ops(house) == [("add", "1")]
     house.engine.die()

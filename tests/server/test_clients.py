@@ -225,7 +225,8 @@ counts = [whole.usage.completion_tokens, text.usage.completion_tokens]
 result = [answers, *counts, chunks[-1].choices[0].finish_reason]
 """
     answers, tokens, text_tokens, finish_reason = run_script(script)
-    assert len(set(answers)) == 1 and answers[0]
+    assert len(set(answers)) == 1
+    assert answers[0]
     assert (tokens, text_tokens, finish_reason) == (8, 8, "length")
 
 
@@ -264,7 +265,8 @@ retrieved = client.models.retrieve("tiny").id
 result = [whole.choices[0].message.content, streamed, retrieved, last.usage.completion_tokens]
 """
     whole, streamed, retrieved, tokens = run_script(script)
-    assert whole == streamed and whole
+    assert whole == streamed
+    assert whole
     assert (retrieved, tokens) == ("tiny", 8)
 
 

@@ -110,7 +110,8 @@ def test_variables_of_the_template(folder):
 def test_chats_are_refused_with_reasons(chat):
     with House() as plain:
         error = call(plain, messages=HELLO).answer().json["error"]
-    assert "fake has no chat template" in error["message"] and error["param"] == "messages"
+    assert "fake has no chat template" in error["message"]
+    assert error["param"] == "messages"
     error = call(chat, messages=[{"role": "system", "content": "x"}]).answer().json["error"]
     assert (error["message"], error["param"]) == ("no system message", "messages")
 
@@ -147,4 +148,5 @@ def test_a_bos_comes_once_to_prompts_and_chats(folder):
         row = [id, [120], "length", 0, [score], [score] * 2]
         house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
         logprobs = caller.answer().json["choices"][0]["logprobs"]
-        assert logprobs["tokens"][:2] == [end, "h"] and logprobs["text_offset"][:3] == [0, 0, 1]
+        assert logprobs["tokens"][:2] == [end, "h"]
+        assert logprobs["text_offset"][:3] == [0, 0, 1]

@@ -58,7 +58,8 @@ def test_each_head_may_be_64_kib_long(house, cuts):
         head = head_of(size)
         for start, end in zip([0, *cuts], [*cuts, None], strict=True):
             caller.send(head[start:end])
-    assert statuses(caller) == [200, 200] and caller.closed == ("abort", 0)
+    assert statuses(caller) == [200, 200]
+    assert caller.closed == ("abort", 0)
 
 
 TRAILERS = CHUNKED_ASK + b"1\r\nx\r\n0\r\n"
@@ -130,7 +131,8 @@ def test_trailers_are_never_headers(locked, head, status):
 def test_eight_requests_may_wait_behind_one(house, number, closed):
     caller = house.connect()
     caller.send(ASK + GET * number)
-    assert caller.closed == closed and bool(house.choices) == (closed == OPEN)
+    assert caller.closed == closed
+    assert bool(house.choices) == (closed == OPEN)
     house.engine.step({"0": b"x"}, "length")
     caller.send(GET)  # those that were answered wait no more
     assert statuses(caller) == [200] * (2 + number) * (closed == OPEN)
@@ -143,9 +145,12 @@ def test_a_body_that_waits_may_not_grow_for_ever():
         caller.send(ASK + HEAD + b"Content-Length: 9999999\r\n\r\n")
         caller.send(b" " * 2**18)
         caller.send(b" " * 2**18)
-        assert caller.wire.closed is None and caller.wire.is_reading and house.choices
+        assert caller.wire.closed is None
+        assert caller.wire.is_reading
+        assert house.choices
         caller.send(b" ")
-        assert caller.closed == ("abort", 0) and not house.choices
+        assert caller.closed == ("abort", 0)
+        assert not house.choices
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,7 +187,8 @@ def test_an_answer_may_take_its_time_and_an_idle_connection_ends_after_5_s(house
     caller.send(ASK)
     house.clock.run(100)
     house.engine.step({"0": b"x"}, "length")
-    assert statuses(caller) == [200, 200] and caller.closed == OPEN
+    assert statuses(caller) == [200, 200]
+    assert caller.closed == OPEN
     house.clock.run(5.1)
     assert caller.closed == ("close", 4.9 + 100 + 5)
 
@@ -198,7 +204,8 @@ def test_a_client_has_30_s_to_read_what_waits_for_it(house):
         caller.stop_reading()
         house.engine.step({"0": b"x"})
         house.clock.run(29)
-        assert caller.wire.closed is None and house.choices
+        assert caller.wire.closed is None
+        assert house.choices
         caller.read_on()
         house.clock.run(9)
     caller.stop_reading()
@@ -206,9 +213,11 @@ def test_a_client_has_30_s_to_read_what_waits_for_it(house):
     house.clock.run(20)
     caller.send(GET)  # does not start the time anew
     house.clock.run(9)
-    assert caller.wire.closed is None and house.choices
+    assert caller.wire.closed is None
+    assert house.choices
     house.clock.run(2)
-    assert caller.closed == ("abort", 2 * 38 + 30) and not house.choices
+    assert caller.closed == ("abort", 2 * 38 + 30)
+    assert not house.choices
     assert [message["id"] for message in house.engine.of("abort")] == ["0"]
 
 
@@ -256,7 +265,8 @@ def test_what_a_refused_client_still_sends_is_dropped(locked, size, sent, closed
         assert caller.closed == OPEN
         locked.clock.run(0.2)
     assert caller.closed == closed
-    assert caller.answer().status == 401 and not locked.state.tasks  # and nothing after it
+    assert caller.answer().status == 401
+    assert not locked.state.tasks
 
 
 def test_a_server_that_stops_does_not_wait_for_a_refused_client(locked):
@@ -264,7 +274,8 @@ def test_a_server_that_stops_does_not_wait_for_a_refused_client(locked):
     caller.send(HEAD + b"Content-Length: 1800\r\n\r\n")
     (task,) = locked.state.tasks
     locked.clock.do(task.cancel)
-    assert caller.closed == ("close", 0) and not task.exception()
+    assert caller.closed == ("close", 0)
+    assert not task.exception()
 
 
 @pytest.mark.parametrize("length", [None, "0", "00"])
@@ -274,7 +285,8 @@ def test_an_answer_after_the_whole_body_keeps_the_connection(locked, length):
     caller.send(request("POST", "/v1/completions", {"prompt": 3}, Authorization="Bearer sesame"))
     caller.send(request("GET", "/v1/models", Content_Length=length))
     caller.send(request("GET", "/livez", Content_Length=length))
-    assert statuses(caller) == [400, 401, 200] and caller.closed == OPEN
+    assert statuses(caller) == [400, 401, 200]
+    assert caller.closed == OPEN
     assert not any("connection" in answer.headers for answer in caller.answers())
 
 
@@ -298,8 +310,11 @@ def test_all_requests_of_a_connection_end_with_it(house, sent, how):
     assert caller.wire.is_reading
     was_asked = list(house.choices)
     getattr(caller, how)()
-    assert caller.wire.is_lost and caller.closed == (("abort", 0) if how == "hang_up" else OPEN)
-    assert not house.choices and not house.state.tasks and not house.state.connections
+    assert caller.wire.is_lost
+    assert caller.closed == (("abort", 0) if how == "hang_up" else OPEN)
+    assert not house.choices
+    assert not house.state.tasks
+    assert not house.state.connections
     assert [message["id"] for message in house.engine.of("abort")] == was_asked
     assert house.clock.due() == float("inf")  # no timer is left that could do anything
 
@@ -328,7 +343,8 @@ def test_offers_of_another_protocol_are_ignored(house, size, offer):
 def test_nothing_is_tunnelled(house):
     caller = house.connect()
     caller.send(b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert statuses(caller) == [400] and caller.wire.closed == "close"
+    assert statuses(caller) == [400]
+    assert caller.wire.closed == "close"
 
 
 def test_a_packet_full_of_offers_is_no_work(house):
@@ -355,7 +371,8 @@ def test_a_process_serves_its_share_of_the_connections(most, slot):
         answer = one_more.answer()
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert answer.json["error"]["code"] == "too_many_connections"
-        assert one_more.closed == ("close", 0) and idle.closed == OPEN
+        assert one_more.closed == ("close", 0)
+        assert idle.closed == OPEN
         idle.hang_up()
         assert house.get("/livez").status == 200
         house.engine.step({"0": b"x", "1": b"y"}, "length")

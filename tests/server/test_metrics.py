@@ -161,7 +161,8 @@ def test_a_stop_string_counts_no_token_after_it(house, watched):
     house.ask("ab", max_tokens=9, stop="yz")
     house.engine.step({"0": b"xyzab"})
     moved = watched.moved()
-    assert "\ngeneration_tokens 5\n" in moved and "\nrequest_generation_tokens_count 1 3\n" in moved
+    assert "\ngeneration_tokens 5\n" in moved
+    assert "\nrequest_generation_tokens_count 1 3\n" in moved
     assert "\nrequest_success:stop 1\n" in moved
 
 
@@ -294,7 +295,8 @@ def test_buckets_are_vllms(house):
     house.engine.step({"0": b"y"}, "length", waited=[0.3], prefilled=[480])
     samples = shown(house)
     for bounds, vllms in ((metrics.SECONDS, VLLMS_SECONDS), (metrics.LENGTHS, VLLMS_LENGTHS)):
-        assert bounds == sorted(set(bounds)) and set(bounds) >= set(map(float, vllms.split()))
+        assert bounds == sorted(set(bounds))
+        assert set(bounds) >= set(map(float, vllms.split()))
     for name, value in HISTOGRAMS.items():
         bounds = metrics.SECONDS if name.endswith("seconds") else metrics.LENGTHS
         expected = {f"{name}_bucket:{float(bound)}": float(value <= bound) for bound in bounds}

@@ -413,7 +413,8 @@ def test_a_record_can_be_inside_be_opened_and_be_wrong(open_page, tmp_path):
     page = open_page(inside=f'<script type="application/json" id="record">{text}</script>')
     assert page("tape.lines.length") == len(told)
     wait_for(page, "document.body.classList.contains('replay')")
-    assert not page.is_visible("#talk") and page.is_visible("#pool")
+    assert not page.is_visible("#talk")
+    assert page.is_visible("#pool")
     title = {"event": "title", "name": "x", "model": "a model", "machine": "a GPU", "date": "today"}
     other = [title, *lines_of(random_record(1))]
     (tmp_path / "other.jsonl").write_text(jsonl(other) + '{"event": "st')  # the server was killed
@@ -522,8 +523,10 @@ def test_columns_are_a_power_of_two(open_record):
         page = open_record(random_record(1, 20, num_blocks=num_blocks))
         panel = "$('pool-panel').clientWidth, $('pool-panel').clientHeight"
         columns, w, h, wide, high = page(f"layOut(), [grid.columns, grid.w, grid.h, {panel}]")
-        assert columns & (columns - 1) == 0 and columns <= num_blocks
-        assert 44 + columns * w <= wide and -(-num_blocks // columns) * h <= high
+        assert columns & (columns - 1) == 0
+        assert columns <= num_blocks
+        assert 44 + columns * w <= wide
+        assert -(-num_blocks // columns) * h <= high
 
 
 def test_cells_have_the_colours_of_what_they_are(open_record):
@@ -548,7 +551,8 @@ def test_cells_have_the_colours_of_what_they_are(open_record):
             elif not holders and block in state["idle"]:
                 kinds.add("cached")
                 cached = colour(page, f"palette[{state['hues'][block]} - 1].cached")
-                assert close(shown[:3], cached[:3], 8) and shown[3] >= 90
+                assert close(shown[:3], cached[:3], 8)
+                assert shown[3] >= 90
             elif not holders:
                 kinds.add("free")
                 assert close(shown, colour(page, "theme.free")), (place, block)
@@ -578,7 +582,8 @@ def test_numbers_in_cells_can_be_read(open_record, scheme):
     pales = [colour(page, f"palette[{i}].pale") for i in range(12)]
     assert min(contrast(ink, fill) for fill in fills + pales) >= 4.5
     lights = [luminance(fill) for fill in fills]
-    assert max(lights) < 1.5 * min(lights) and len({tuple(fill) for fill in fills}) == 12
+    assert max(lights) < 1.5 * min(lights)
+    assert len({tuple(fill) for fill in fills}) == 12
     assert contrast(colour(page, "theme.quiet"), colour(page, "theme.paper")) >= 4.5
 
 
@@ -605,12 +610,14 @@ def test_what_is_hovered_is_lit_in_all(open_record):
     alphas = page("chart.shown.map(({ r, alpha }) => [r, alpha])")
     assert all((alpha == 1) == (r == one["r"]) for r, alpha in alphas)
     text = page.inner_text("#tip")
-    assert text.startswith(f"Block {block}: held") and f"request {one['r']}: tokens" in text
+    assert text.startswith(f"Block {block}: held")
+    assert f"request {one['r']}: tokens" in text
     y = page("RULER + 1.5 * chart.rowHeight")  # the second row
     page.hover("#timeline", position={"x": 20, "y": y})
     assert page("lit") == page("chart.shown[1].r")
     page.mouse.move(5, 5)
-    assert page("lit") is None and not page.is_visible("#tip")
+    assert page("lit") is None
+    assert not page.is_visible("#tip")
     wait_for(page, "!view.isNews")
     assert not is_over(page, "#dim", other["table"][0])
 
@@ -805,7 +812,8 @@ def test_the_wheel_zooms_at_the_pointer_and_f_fits(open_record):
     wait_for(page, f"unitAt(400) > {before} + 10")
     page.keyboard.press("f")
     last = page("xOf(chart.columns.at(-1)) + widthOf(chart.columns.at(-1))")
-    assert page("chart.left") == 0 and box["width"] - 60 < last <= box["width"]
+    assert page("chart.left") == 0
+    assert box["width"] - 60 < last <= box["width"]
     assert page("pan(chart.end), followPlace(), chart.left === chart.end")  # it stays there
 
 
@@ -1040,7 +1048,8 @@ def test_one_screen_whatever_happens(open_page, scheme, size):
             assert wide <= size[0] and high <= size[1], (moment, tab)
             for seen in ("#pill", part):
                 box = page.locator(seen).bounding_box()
-                assert box["x"] >= 0 and box["x"] + box["width"] <= size[0]
+                assert box["x"] >= 0
+                assert box["x"] + box["width"] <= size[0]
             least = 44 if is_phone else 24
             if moment != "inspected":  # the drawer is over some
                 assert page(BAD_CONTROLS, least) == [], (moment, tab)
@@ -1160,7 +1169,8 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):
     one = page(STATE)
     page("seek(46)")
     other = page(STATE)
-    assert one["holders"] == other["holders"] and one["step"] == other["step"]
+    assert one["holders"] == other["holders"]
+    assert one["step"] == other["step"]
 
 
 def test_what_the_tape_has_is_not_taken_again(open_page):
@@ -1176,7 +1186,8 @@ def test_what_the_tape_has_is_not_taken_again(open_page):
     marks = [[line["event"], line.get("time")] for line in lines]
     assert take(lines[:20]) == marks[:20]
     assert take(lines[:25]) == marks[:25]
-    assert take(lines[:30]) == marks[:30] and page("server.is") == "Live"
+    assert take(lines[:30]) == marks[:30]
+    assert page("server.is") == "Live"
     assert take(lines) == marks
     assert take(lines) == marks
     assert take(lines[26:]) == marks
@@ -1242,7 +1253,8 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page, checkpoint):
             page.keyboard.type(key)
             page.keyboard.press("Enter")
         wait_for(page, "state.num_blocks === 16")
-        assert KEY not in page.content() and page.input_value("#text") == ""
+        assert KEY not in page.content()
+        assert page.input_value("#text") == ""
         kept = "JSON.stringify([localStorage, sessionStorage, document.cookie])"
         assert page(kept) == '[{},{},""]'
         # a call that was under way without the key is made again with it, and nobody is asked twice
@@ -1324,5 +1336,6 @@ def test_a_large_pool_does_not_stutter(open_page, capsys):
         told = f"{statistics.median(shapes)} shapes, {statistics.median(ms):.2f} ms of script"
         print(f"\na frame has {told} in the median, of {len(frames)}; p99 {sorted(ms)[-3]:.1f} ms")
     assert page("tape.at") > 800
-    assert whole > 32768 and max(shapes) < whole / 2
+    assert whole > 32768
+    assert max(shapes) < whole / 2
     assert 0 < statistics.median(shapes) < whole / 10

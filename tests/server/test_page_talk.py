@@ -107,7 +107,8 @@ def test_keys_work_in_the_form(live):
     live.keyboard.press("End")
     live.keyboard.press("Delete")
     assert prompt(live) == ">\nhello  woXY rl"
-    assert not live("player.isPaused") and live("calls.size") == 0
+    assert not live("player.isPaused")
+    assert live("calls.size") == 0
     set_knob(live, "max_tokens", "17")
     live.keyboard.press("ArrowUp")
     assert live.input_value("[name=max_tokens]") == "18"
@@ -161,7 +162,8 @@ def test_how_far_an_answer_is_and_stop(stepped):
     wait_for(stepped, IS_OVER)
     texts = stepped.locator(progress).all_text_contents()
     assert texts == ["stopped at 4 tokens", "stopped", "stopped"]
-    assert stepped.is_disabled("#stop") and stepped.locator("#answers .error").count() == 0
+    assert stepped.is_disabled("#stop")
+    assert stepped.locator("#answers .error").count() == 0
 
 
 def test_the_oldest_is_first_and_the_newest_in_view(live):
@@ -171,7 +173,8 @@ def test_the_oldest_is_first_and_the_newest_in_view(live):
         wait_for(live, IS_OVER)
     asked = live.locator(".asked").all_inner_texts()
     assert [text.split()[0] for text in asked] == ["one", "two", "three", "four", "five"]
-    assert asked[0].startswith("one <b>is</b> text") and live.locator(".asked b").count() == 0
+    assert asked[0].startswith("one <b>is</b> text")
+    assert live.locator(".asked b").count() == 0
     answers = live.locator("#answers").bounding_box()
     last = live.locator(".progress >> nth=-1").bounding_box()
     assert answers["y"] < last["y"] < answers["y"] + answers["height"]
@@ -264,7 +267,8 @@ def test_probabilities_are_shown_when_they_are_wanted(live):
     add_tokens(live, "likely", "rare", x=-0.5)
     token = live.locator(".token >> nth=1")
     background = "(token) => getComputedStyle(token).backgroundColor"
-    assert token.evaluate(background) == "rgba(0, 0, 0, 0)" and not live.is_visible("#scale")
+    assert token.evaluate(background) == "rgba(0, 0, 0, 0)"
+    assert not live.is_visible("#scale")
     token.hover()
     assert not live.is_visible("#tip")
     live.focus("#probabilities")
@@ -283,7 +287,8 @@ def test_probabilities_are_shown_when_they_are_wanted(live):
     assert "rare" in live.inner_text("#tip")
     live.click("#probabilities")
     token.hover()
-    assert not live.is_visible("#tip") and not live.is_visible("#scale")
+    assert not live.is_visible("#tip")
+    assert not live.is_visible("#scale")
 
 
 def test_blanks_can_be_told_apart(live):
@@ -301,7 +306,8 @@ def test_end_tokens_are_dim_and_parts_of_a_character_wait_for_the_last(live):
     colours = live.locator(".token").evaluate_all(
         "(all) => all.map((t) => getComputedStyle(t).color)"
     )
-    assert colours[0] != colours[1] and colours[0] == colours[4]
+    assert colours[0] != colours[1]
+    assert colours[0] == colours[4]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -318,7 +324,8 @@ def say(page, text: str):
 def test_a_chat_goes_on_until_a_new_one_begins(live):
     live.focus("[value=text]")
     live.keyboard.press("ArrowRight")
-    assert live.is_checked("[value=chat]") and not live.is_visible("#no-chat")
+    assert live.is_checked("[value=chat]")
+    assert not live.is_visible("#no-chat")
     set_knob(live, "max_tokens", "6")
     for text in ("hello", "again"):
         say(live, text)
@@ -326,13 +333,15 @@ def test_a_chat_goes_on_until_a_new_one_begins(live):
     assert live(roles) == ["user", "assistant"] * 2
     assert live.locator(".asked").all_inner_texts() == ["hello", "again"]
     said = live("conversation[1].content")
-    assert said and said == live("[...calls.values()].flat()[0].said")
+    assert said
+    assert said == live("[...calls.values()].flat()[0].said")
     live.click("text=Continue a text")  # looking away ends no chat
     assert not live.is_visible("#new-chat")
     live.click(".kinds >> text=Chat")
     assert live(roles) == ["user", "assistant"] * 2
     live.click("#new-chat")
-    assert live("conversation.length") == 0 and focused(live) == "prompt"
+    assert live("conversation.length") == 0
+    assert focused(live) == "prompt"
     say(live, "another")
     assert live(roles) == ["user", "assistant"]
 
@@ -347,15 +356,18 @@ def test_a_chat_has_one_answer_at_a_time(stepped):
     assert stepped.is_disabled("#send")
     stepped.keyboard.type("more")
     stepped.keyboard.press("Control+Enter")
-    assert prompt(stepped) == "more" and stepped("calls.size") == 1
+    assert prompt(stepped) == "more"
+    assert stepped("calls.size") == 1
     stepped.click("#new-chat")
     wait_for(stepped, IS_OVER)
-    assert stepped("conversation.length") == 0 and stepped.is_enabled("#send")
+    assert stepped("conversation.length") == 0
+    assert stepped.is_enabled("#send")
 
 
 def test_chat_is_disabled_with_the_reason_where_there_is_no_template(open_page, small_server):
     page = open_page(small_server.url, wait="state.num_blocks")
-    assert page.is_disabled("[value=chat]") and page.is_checked("[value=text]")
+    assert page.is_disabled("[value=chat]")
+    assert page.is_checked("[value=text]")
     assert "no chat template" in page.inner_text("#no-chat")
 
 
@@ -389,7 +401,8 @@ def test_a_server_that_does_not_answer(open_page, tmp_path):
     assert prompt(page) == "much"
     page.click("#send")
     wait_for(page, f"{IS_OVER} && calls.size === 2")
-    assert page.locator("#answers .error").count() == 2 and prompt(page) == "much"
+    assert page.locator("#answers .error").count() == 2
+    assert prompt(page) == "much"
     page.click("#fork")
     wait_for(page, "$('moment').textContent.startsWith('The server does not answer.')")
     assert page("player.until") is None
@@ -431,12 +444,14 @@ def test_eight_prompts_that_begin_alike(demo_page):
     """It stops when seven have found three blocks, with the context of the default model."""
     line, said = moment(demo_page, "alike")
     assert all(hit >= 48 for _, hit, _ in line["admitted"])
-    assert "Seven have found 48 tokens cached, in 3 blocks" in said and "Paused: press" in said
+    assert "Seven have found 48 tokens cached, in 3 blocks" in said
+    assert "Paused: press" in said
     before = "tape.lines.slice(0, tape.at + 1)"
     lines = demo_page(before)
     mine = {q["r"] for x in lines for q in x.get("new", []) if q["name"].startswith("page-")}
     hits = [r for x in lines for r, hit, _ in x.get("admitted", []) if r in mine and hit >= 48]
-    assert len(hits) >= 7 and demo_page("lit") in mine
+    assert len(hits) >= 7
+    assert demo_page("lit") in mine
     demo_page("goLive()")
     wait_for(demo_page, IS_OVER)
     assert demo_page.locator("#answers .error").count() == 0
@@ -449,7 +464,8 @@ def test_a_demo_that_is_left_says_nothing_more(demo_page):
         """() => ["flood", "pause"].map((button) => {
             $(button).click(); return $("moment").textContent; })"""
     )
-    assert first.startswith("At ten steps a second") and later == ""
+    assert first.startswith("At ten steps a second")
+    assert later == ""
     assert demo_page("player.until") is None
 
 
@@ -457,7 +473,8 @@ def test_four_answers_to_one_prompt(demo_page):
     """It stops where a copy is made: of the half full block that they share."""
     line, said = moment(demo_page, "fork")
     r, block, source = line["copies"][0]
-    assert f"Request {r} must write into block {source}" in said and f"copy, {block}." in said
+    assert f"Request {r} must write into block {source}" in said
+    assert f"copy, {block}." in said
     assert demo_page("lit") == r
     assert demo_page(f"state.requests.get({r}).prompt") == 40
     kinds = "[...$('effects').children].map((path) => path.className.baseVal)"
@@ -537,7 +554,8 @@ def test_the_tour(live):
     assert live.inner_text("#caption-number") == "8 of 8"
     live.keyboard.press("Escape")
     assert not live.is_visible("#tour")
-    assert live(place) == before and live("lit") is None
+    assert live(place) == before
+    assert live("lit") is None
     say(live, "after it")  # the stream is there again
     wait_for(live, f"tape.lines.length > {before[1]}")
     assert live("tape.at") == before[0]
@@ -551,10 +569,12 @@ def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
     wait_for(page, "$('offer-tour').checkVisibility()")
     for button, way in (("#offer-tour", "#leave"), ("#take-tour", "#next")):
         page.click(button)
-        assert page.inner_text("#caption-number") == "1 of 8" and focused(page) == "next"
+        assert page.inner_text("#caption-number") == "1 of 8"
+        assert focused(page) == "next"
         page("showCaption(7)")
         page.click(way)
-        assert not page.is_visible("#tour") and page("player.isLive && !player.isPaused")
+        assert not page.is_visible("#tour")
+        assert page("player.isLive && !player.isPaused")
         page(f"listening.abort(), ({takeIn})({json.dumps(more[:9])})")
         wait_for(page, "!$('offer-tour').checkVisibility()")
 

@@ -45,7 +45,8 @@ def refusal_of(call, *args, **fields) -> ApiError:
         call(*args, **fields)
     error = caught.value
     error = body_refusal(error) if isinstance(error, ValidationError) else error
-    assert error.status == 400 and len(error_body(error)) < 1000
+    assert error.status == 400
+    assert len(error_body(error)) < 1000
     return error
 
 
@@ -215,7 +216,8 @@ def test_refusals_name_field_and_remedy(kind, fields, expected):
 
 def test_a_body_is_an_object():
     error = refusal_of(CompletionRequest.model_validate, [])
-    assert error.message.startswith("the body must be a JSON object: ") and error.param is None
+    assert error.message.startswith("the body must be a JSON object: ")
+    assert error.param is None
 
 
 SIZES = [  # kind, field, a value of that size, the largest size that passes
@@ -422,7 +424,8 @@ def test_what_the_model_and_an_answer_can_hold(kind, fields, expected):
     if expected == "null":
         return body.check_fits(*limits)
     error = refusal_of(body.check_fits, *limits)
-    assert error.message.startswith(expected) and error.param == next(iter(fields))
+    assert error.message.startswith(expected)
+    assert error.param == next(iter(fields))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -438,7 +441,8 @@ def test_the_shape_of_errors(status):
     """Client libraries make exceptions of status and type, and some try again."""
     response = error_response(ApiError(status, "no", "n", "why"))
     error = {"message": "no", "type": KINDS_OF_ERRORS[status], "param": "n", "code": "why"}
-    assert json.loads(response.body) == {"error": error} and response.status_code == status
+    assert json.loads(response.body) == {"error": error}
+    assert response.status_code == status
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 

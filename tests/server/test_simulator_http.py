@@ -54,9 +54,8 @@ def aborts_here_alone(self, choice):
 def test_a_seed_is_always_the_same_run():
     """Every client receives the same, to the byte, at the same virtual microsecond."""
     first, second = (run(*simulator.draw(5, 20)) for _ in range(2))
-    assert first.callers and [caller.received for caller in first.callers] == [
-        c.received for c in second.callers
-    ]
+    assert first.callers
+    assert [caller.received for caller in first.callers] == [c.received for c in second.callers]
     assert [caller.ended_at for caller in first.callers] == [
         caller.ended_at for caller in second.callers
     ]

@@ -101,7 +101,8 @@ LINES = "a\r\n\r\n  b = '\u20ac'\n"
 def test_answers(run, expected, flags, stdin, before, context):
     result = run(*flags, "--max-tokens", "8", stdin=stdin.encode())
     assert result.out == before + expected(context, 8) + "\n"
-    assert result.problem is None and "[8 tokens, " in result.err
+    assert result.problem is None
+    assert "[8 tokens, " in result.err
 
 
 def test_each_answer_follows_the_conversation(run, expected):
@@ -115,7 +116,8 @@ def test_each_answer_follows_the_conversation(run, expected):
         answer = expected(f"{text}<answer>", 4)
         answers += f"{answer}\n"
         text += f"<assistant>{answer}"
-    assert result.out == answers and result.problem is None
+    assert result.out == answers
+    assert result.problem is None
     assert "4,000" in result.err
 
 
@@ -130,8 +132,10 @@ def test_each_answer_follows_the_conversation(run, expected):
 )
 def test_refusals_print_nothing_else(run, flags, stdin, problem):
     result = run(*flags, stdin=stdin)
-    assert problem in result.problem and result.out == ""
-    assert result.err.count("\n") == 1 and result.err.startswith("loading ")
+    assert problem in result.problem
+    assert result.out == ""
+    assert result.err.count("\n") == 1
+    assert result.err.startswith("loading ")
 
 
 def test_the_seed_that_is_shown_gives_the_same_text(run):
@@ -245,8 +249,10 @@ def test_ctrl_c_stops_an_answer_and_frees_its_blocks(capsys):
     engine.has_work = True
     assert stream_answer(args_of(), engine, [1], BYTES, 9) == "ab"
     shown = capsys.readouterr()
-    assert shown.out == "ab\n" and shown.err.startswith("[2 tokens, ")
-    assert shown.err.endswith("end: interrupted]\n") and engine.aborted == [engine.added]
+    assert shown.out == "ab\n"
+    assert shown.err.startswith("[2 tokens, ")
+    assert shown.err.endswith("end: interrupted]\n")
+    assert engine.aborted == [engine.added]
 
 
 @pytest.mark.parametrize(

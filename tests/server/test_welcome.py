@@ -30,7 +30,8 @@ def test_a_wrong_flag_has_two_lines(parse, typed, problem, capsys):
     with pytest.raises(SystemExit) as end:
         parse(typed.split())
     line, usage = capsys.readouterr().err.splitlines()
-    assert line.endswith(problem) and end.value.code == 2
+    assert line.endswith(problem)
+    assert end.value.code == 2
     assert usage.endswith(" --help lists the flags")
 
 
@@ -54,5 +55,6 @@ def test_help_names_defaults_that_are_some():
     add_flag(parser, "--switch", "a switch", False)
     add_flag(parser, "--zero", "a zero", 0)
     text = parser.format_help()
-    assert "a number (default: 3)" in text and "a zero (default: 0)" in text
+    assert "a number (default: 3)" in text
+    assert "a zero (default: 0)" in text
     assert text.count("(default") == 2

@@ -37,7 +37,8 @@ class FirstProcess:
         self.do(self.workers.watch)
 
     def start(self, sock, slot):
-        assert sock is self.sockets[slot.number - 1] and slot.num_processes == 3
+        assert sock is self.sockets[slot.number - 1]
+        assert slot.num_processes == 3
         process = SimpleNamespace(pid=slot.number, sentinel=Signal())
         process.join = lambda: self.calls.append(("join", slot.number))
         process.kill = lambda: self.calls.append(("kill", slot.number))
@@ -68,7 +69,8 @@ def first(monkeypatch):
 def test_a_worker_that_died_is_started_again_a_second_later(first):
     """At its socket and number, each time."""
     first.end(first.started[0])
-    assert first.deaths == first.started[:1] and first.calls == [("join", 1)]
+    assert first.deaths == first.started[:1]
+    assert first.calls == [("join", 1)]
     first.clock.run(0.9)
     assert len(first.started) == 2
     first.clock.run(0.2)
@@ -86,7 +88,9 @@ def test_workers_that_were_stopped_are_not_started_again(first):
     assert [sock.fileno() for sock in first.sockets] == [-1, -1]
     first.end(first.started[1])
     first.clock.run(5)
-    assert len(first.started) == 2 and len(first.deaths) == 1 and not first.workers.processes
+    assert len(first.started) == 2
+    assert len(first.deaths) == 1
+    assert not first.workers.processes
 
 
 def test_workers_that_do_not_end_in_time_are_killed(first):
@@ -97,7 +101,8 @@ def test_workers_that_do_not_end_in_time_are_killed(first):
     first.clock.run(1.9)
     assert not task.done()
     first.clock.run(0.2)
-    assert task.done() and first.calls[2:] == [("join", 1), ("kill", 2)]
+    assert task.done()
+    assert first.calls[2:] == [("join", 1), ("kill", 2)]
     first.end(first.started[1])
     task = first.clock.create_task(first.workers.end_within(3))
     first.clock.run(0.1)
