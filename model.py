@@ -156,7 +156,8 @@ def rotate(q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tenso
     x = torch.cat((q, k), -2)
     first, second = x.chunk(2, -1)  # (..., T, H + Hk, D / 2) each
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    return turned.to(x.dtype).split_with_sizes((q.shape[-2], k.shape[-2]), -2)
+    heads = (q.shape[-2], k.shape[-2])
+    return turned.to(x.dtype).split_with_sizes(heads, -2)
 
 
 def store_kv(k: Tensor, v: Tensor, kv: None, batch: WholeTexts) -> tuple[Tensor, Tensor]:
@@ -411,7 +412,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+        return normed.to(x.dtype)
 
 
 NORMS = {

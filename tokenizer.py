@@ -386,7 +386,8 @@ class TextStream:
 # Reading a tokenizer
 
 # All steps that the library knows, by their names in tokenizer.json.
-STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models), *dir(processors), *dir(decoders)}
+STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models)}
+STEPS |= {*dir(processors), *dir(decoders)}
 EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
 EVERY_CHARACTER |= {"invert": False}
 # steps of decoders by which a token's text depends on nothing but whether it is the first

@@ -327,9 +327,8 @@ class Run:
         process = self.process
         T = self.window()
         B = args.batch_size * (args.context_length // T)  # as many tokens in short windows
-        rows = torch.from_numpy(
-            batch_rows(self.corpus.train, B, T, args.seed, self.step, process.rank, process.world)
-        )
+        place = (args.seed, self.step, process.rank, process.world)
+        rows = torch.from_numpy(batch_rows(self.corpus.train, B, T, *place))
         if process.device.type == "cuda":
             # from pinned memory the copy overlaps with what the GPU still computes
             rows = rows.pin_memory().to(process.device, non_blocking=True)

@@ -46,7 +46,8 @@ L, H, D, S = 4, 4, 32, 16  # layers, heads, head size, block size
 def prefilled(kind: str) -> Engine:
     """An engine that has computed the prompts (see stage 6), into blocks in no order."""
     torch.manual_seed(8)
-    gpt = model.GPT(model.GPTConfig(512, 512, n_layer=L, n_head=H, n_embd=H * D)).to(DEVICE)
+    config = model.GPTConfig(512, 512, n_layer=L, n_head=H, n_embd=H * D)
+    gpt = model.GPT(config).to(DEVICE)
     for weight in gpt.requires_grad_(False).parameters():
         weight *= 5 if weight.dim() == 2 else 1  # else attention would hardly change a logit
     engine = Engine(gpt, Settings(num_blocks=80, token_budget=2048, attention=kind, overlap=False))
@@ -114,7 +115,8 @@ def unpaged(engine):
 def attend_each(q, caches, attn, batch):
     """One request after the other attends to its K, V [2, n, H, D]. Returns [8, H, D]."""
     pairs = zip(q[:, :, None], caches, strict=True)
-    mixed = [model.attention(x, *kv.transpose(1, 2), None, attn.scale) for x, kv in pairs]
+    attend = partial(model.attention, mask=None, scale=attn.scale)
+    mixed = [attend(x, *kv.transpose(1, 2)) for x, kv in pairs]
     return torch.stack(mixed)[:, :, 0]
 
 
@@ -124,7 +126,8 @@ def cat(engine):
     request. But a tensor does not grow in place: torch.cat makes a new one, of all tokens so far
     and one more. So a text is copied again for each of its tokens. Better: reserve room.
     Now read walkthrough.py: cat. How many tokens does a text of 1,000 copy in all?"""
-    caches = [[kv[:, i, :n] for i, n in enumerate(LENGTHS)] for kv in unpaged(engine)]
+    lengths = list(enumerate(LENGTHS))
+    caches = [[kv[:, i, :n] for i, n in lengths] for kv in unpaged(engine)]
 
     def append(k, v, kv, batch):  # k, v [8, H, D]
         new = torch.stack((k, v), 1)[:, :, None]  # [8, 2, 1, H, D]
@@ -195,7 +198,8 @@ def pool(engine):
     kv = engine.runner.pool.kv[0]
     batch, compute = next_step(engine)
     width = batch.block_tables.shape[1] * S
-    batch.prepared[0].calls[:] = [gather.gather(batch, slice(8), slice(8), width, H, kv, 0)]
+    everything = gather.gather(batch, slice(8), slice(8), width, H, kv, 0)
+    batch.prepared[0].calls[:] = [everything]
     rows = gather.pool_rows(batch.slot_mapping, kv)[0]
     slot = batch.slot_mapping[2].item()
     print(f"slot {slot}: offset {slot % S} of block {slot // S}; K in rows {rows[:, 2].tolist()}")

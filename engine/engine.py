@@ -466,7 +466,8 @@ def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
         context_lens.append(end)
     sampled = [i for i, (request, _) in enumerate(plan.work) if request in plan.sampled]
     M = max(len(request.block_table) for request, _ in plan.work)
-    tables = [r.block_table + [pool.sink] * (M - len(r.block_table)) for r, _ in plan.work]
+    padding = [pool.sink] * M
+    tables = [(request.block_table + padding)[:M] for request, _ in plan.work]
     on_device = partial(torch.tensor, device=pool.kv.device)
     int32 = partial(on_device, dtype=torch.int32)
     batch = Batch(

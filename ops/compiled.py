@@ -51,7 +51,8 @@ class OneRowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scale is None:
-            y = (self.weight * materialized(x.to(self.weight.dtype).float())).sum(-1)
+            rounded = x.to(self.weight.dtype).float()
+            y = (self.weight * materialized(rounded)).sum(-1)
         else:
             largest = x.abs().amax().clamp(min=1e-30)
             steps = (x * (LARGEST / largest) + 128.5).floor() - 128
@@ -170,7 +171,8 @@ def compile_decode_one(model: GPT, quantize: str, kv: Tensor) -> Callable:
             (context,) = plan.calls
             rows[window] = context.kv_rows[..., :-1].contiguous()
         logits, new = step(batch.tokens, batch.positions, rows, kv)
-        kv.view(L, -1, D).index_copy_(1, plan.store_rows, new.view(L, -1, D))
+        pool = kv.view(L, -1, D)
+        pool.index_copy_(1, plan.store_rows, new.view(L, -1, D))
         return logits
 
     return decode_one

@@ -195,7 +195,8 @@ def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Bat
     cut = {"HEADS": heads, "WIDTH": width, "num_warps": heads}
     P = parts.numel() // (R * N)
     grid = (R, triton.cdiv(all_heads, heads))
-    norm_rope_store_kernel[grid](*operands, q, *pool, eps, R, P=P, **shape, **cut, **pdl_options(q))
+    options = shape | cut | pdl_options(q)
+    norm_rope_store_kernel[grid](*operands, q, *pool, eps, R, P=P, **options)
     return q
 
 

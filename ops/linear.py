@@ -422,7 +422,8 @@ def launch_linear(
     assert layer.weight.is_contiguous(), "weights must be contiguous"
     assert not (partial_sums and activation), "the activation is of the sum, not of its parts"
     # D is 0 without a pool: no columns are of k and v
-    shape = {"N": N, "K": K, "ACTIVATION": activation, "GATED": gated, "Hk": 1, "S": 1, "D": 0}
+    shape = {"N": N, "K": K, "ACTIVATION": activation, "GATED": gated}
+    shape |= {"Hk": 1, "S": 1, "D": 0}
     pool = (None, None, None)
     if targets:
         kv, slots, _ = targets

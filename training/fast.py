@@ -275,7 +275,8 @@ class Muon(torch.optim.Optimizer):
         batch = torch.stack(updates).view(-1, rows, columns)
         batch = orthogonalize(batch.to(self.dtype)).float()
         stretch = max(1, rows / columns) ** 0.5
-        for p, update in zip(params, batch.reshape(len(params), *params[0].shape), strict=True):
+        batch = batch.reshape(len(params), *params[0].shape)
+        for p, update in zip(params, batch, strict=True):
             p.sub_(update, alpha=lr * stretch)
 
 
