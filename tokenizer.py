@@ -496,6 +496,7 @@ def token_text(token: str | dict | None) -> str | None:
 
 # The names that transformers knows, in the order in which it adds their tokens.
 NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+FIELDS = {"content", "single_word", "lstrip", "rstrip", "normalized"}
 
 
 def named_tokens(config: dict) -> dict[str, str | dict]:
@@ -512,10 +513,15 @@ def add_tokens(backend: tokenizers.Tokenizer, config: dict):
     listed = config.get("added_tokens_decoder", {})
     backend.add_tokens([AddedToken(**listed[i]) for i in sorted(listed, key=int)])
     existing = {token.content for token in backend.get_added_tokens_decoder().values()}
+    new = []
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
-    tokens = [*named_tokens(config).values(), *(extra if isinstance(extra, list) else [])]
-    names = [token_text(token) for token in tokens]
-    backend.add_special_tokens([name for name in names if name not in existing])
+    for token in [*named_tokens(config).values(), *(extra if isinstance(extra, list) else [])]:
+        if isinstance(token, str):
+            token = {"content": token}
+        if token["content"] not in existing:
+            fields = {key: token[key] for key in FIELDS & token.keys()}
+            new.append(AddedToken(**fields, special=True))
+    backend.add_tokens(new)
 
 
 def check_fits_model(tokenizer: Tokenizer, directory: Path):

@@ -208,7 +208,7 @@ def gated_width(n_embd: int) -> int:
     GPUs train, since they multiply in tiles.
     """
     tile = 64 if n_embd >= 384 else 8
-    return round(8 * n_embd / 3 / tile) * tile
+    return max(1, round(8 * n_embd / 3 / tile)) * tile
 
 
 # --------------------------------------------------------------------------------------------------
@@ -440,6 +440,8 @@ def open_out(args: Namespace) -> dict | None:
             f"{out} holds a model: --resume continues it, --overwrite starts again, --out names "
             "another directory"
         )
+    with exit_if_unwritable(out):
+        out.mkdir(parents=True, exist_ok=True)
     return None
 
 
@@ -534,7 +536,6 @@ def main(argv: list[str] | None = None):
         run.load(state)
     elif process.is_main:
         with exit_if_unwritable(run.out):
-            run.out.mkdir(parents=True, exist_ok=True)
             delete_checkpoint(run.out)
             corpus.tokenizer.save(run.out)
     process.print(introduce(run))

@@ -217,7 +217,7 @@ class Recorder:
 
 
 def identity(r: Request) -> dict:
-    """What is new of it to a reader. The key, of the prefix cache, names the API key."""
+    """Its fields in a line. The key, of the prefix cache, names the API key."""
     return {
         "r": r.arrival_number,
         "name": r.name,
@@ -272,8 +272,9 @@ class Subscribers:
 
     def leave(self, link):
         """It has no listeners any more, or is gone."""
-        self.listening.discard(link)
-        self.left_at = time.monotonic()
+        if link in self.listening:
+            self.listening.remove(link)
+            self.left_at = time.monotonic()
 
     def due_in(self, links) -> float | None:
         """Seconds until a message is due; None: there is nothing to send."""
@@ -325,14 +326,14 @@ def record_to(path: str, engine, tokens: bool = False, **fields):
         if file.closed:
             return
         data = f"{line}\n".encode()
-        end = file.tell()
         try:
+            end = file.tell()
             # at once, so that a killed process leaves whole lines
             if file.write(data) < len(data):
+                file.truncate(end)
                 raise OSError("no space is left for the next lines")
         except OSError as error:
             print(f"--record {path} ends here: {error}", file=sys.stderr, flush=True)
-            file.truncate(end)
             file.close()
 
     engine.recorder = Recorder(engine, tokens)

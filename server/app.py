@@ -12,7 +12,6 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from multiprocessing import parent_process
 
@@ -28,10 +27,11 @@ from server.answers import Job, send_json
 from server.gate import LINGER_SECONDS, STOPPED, Site, base_url, log
 from server.live import Listeners
 from server.protocol import ApiError
-from server.text import EncoderBusy
+from server.text import SHORT, EncoderBusy
 from server.workers import STOP_SIGNAL, Workers, WorkerSlot
 from tokenizer import TokenizerError, token_name
 
+MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize and /detokenize
 MAX_NAMES = 2**14  # tokens that one answer names: more would hold up the event loop
 
 
@@ -54,6 +54,7 @@ class Service(Site):
         self.encoder = encoder
         self.workers = workers or Workers(None, [])
         self.created = int(time.time())
+        self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.listeners = Listeners(client, args.log_requests)
         self.draining = False
         client.on_state = self.engine_changed
@@ -173,21 +174,42 @@ class Service(Site):
 
     async def tokenize(self, kind, http):
         body = await self.parse_body(http, kind)
-        (ids,) = await self.encode(body)
-        names = None
-        if body.return_token_strs:
-            if len(ids) > MAX_NAMES:
-                message = f"is for at most {MAX_NAMES} tokens, not {len(ids)}: leave it out"
-                raise ApiError(400, f"return_token_strs {message}", "return_token_strs")
-            names = [token_name(self.encoder.tokenizer.spelled_bytes(i)) for i in ids]
-        counts = {"count": len(ids), "max_model_len": self.client.info["max_model_len"]}
-        return long_json(counts | {"tokens": ids, "token_strs": names})
+
+        async def answer() -> dict:
+            (ids,) = await self.encode(body)
+            names = None
+            if body.return_token_strs:
+                if len(ids) > MAX_NAMES:
+                    message = f"is for at most {MAX_NAMES} tokens, not {len(ids)}: leave it out"
+                    raise ApiError(400, f"return_token_strs {message}", "return_token_strs")
+                names = [token_name(self.encoder.tokenizer.spelled_bytes(i)) for i in ids]
+            counts = {"count": len(ids), "max_model_len": self.client.info["max_model_len"]}
+            return counts | {"tokens": ids, "token_strs": names}
+
+        return self.json_answer(answer, not body.messages and len(body.prompt) <= SHORT)
 
     async def detokenize(self, kind, http):
         body = await self.parse_body(http, kind)
         protocol.check_vocabulary("tokens", body.tokens, self.client.info["vocab_size"])
-        with refusals_about("tokens"):
-            return long_json({"prompt": await self.encoder.decode(body.tokens)})
+
+        async def answer() -> dict:
+            with refusals_about("tokens"):
+                return {"prompt": await self.encoder.decode(body.tokens)}
+
+        return self.json_answer(answer, len(body.tokens) <= SHORT)
+
+    def json_answer(self, answer, is_short: bool):
+        """
+        The ASGI application that sends what `answer()` returns. At most MAX_LONG_ANSWERS long ones
+        are in memory at once, from the encoding until the client has read them: each may have 30
+        MB.
+        """
+
+        async def respond(scope, receive, send):
+            async with contextlib.nullcontext() if is_short else self.long_answers:
+                await send_json(send, orjson.dumps(await answer()))
+
+        return respond
 
     async def list_models(self, http):
         return JSONResponse({"object": "list", "data": [self.describe_model()]})
@@ -347,9 +369,3 @@ def greeting(name: str, url: str, chats: bool, has_key: bool) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
     command = f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key}"
     return f"serving {name} at {url}\n    {command} -d '{json.dumps(body)}'"
-
-
-def long_json(content: dict) -> Callable:
-    """The ASGI application that sends this, of /tokenize perhaps 30 MB, as fast as it is read."""
-    data = orjson.dumps(content)
-    return lambda scope, receive, send: send_json(send, data)

@@ -74,6 +74,7 @@ class EngineClient(asyncio.Protocol):
         self.choices = {}  # the request's id -> the answers.Choice that waits for its tokens
         self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
         self.heard = time.monotonic()  # the last word of the engine, or the first request since
+        self.is_paused = False  # between two rounds
         self.on_state = self.on_stats = self.on_events = lambda *news: None
         self._connect()
 
@@ -242,11 +243,13 @@ class EngineClient(asyncio.Protocol):
         round took.
         """
         pause = min(MAX_PAUSE, time.monotonic() - started)
-        if pause >= MIN_PAUSE and transport is self.transport:
+        if pause >= MIN_PAUSE and transport is self.transport and not self.is_paused:
+            self.is_paused = True
             transport.pause_reading()
             asyncio.get_running_loop().call_later(pause, self._resume, transport)
 
     def _resume(self, transport):
+        self.is_paused = False
         if transport is self.transport:  # else it is closed
             transport.resume_reading()
 

@@ -161,16 +161,23 @@ class Listener(StreamingResponse):
 def page() -> str:
     """The page at /, as one document: index.html, with each file that it names as /* FILE */"""
     folder = Path(__file__).with_name("page")
-    html = folder.joinpath("index.html").read_text("utf-8")
-    return re.sub(r"/\* (\S+) \*/", lambda name: (folder / name[1]).read_text("utf-8"), html)
+
+    def content(name: re.Match) -> str:
+        text = (folder / name[1]).read_text("utf-8")
+        return in_script(text) if name[1].endswith(".jsonl") else text
+
+    return re.sub(r"/\* (\S+) \*/", content, (folder / "index.html").read_text("utf-8"))
+
+
+def in_script(record: str) -> str:
+    """A record in an element: a text with "</script>" would end it, and JSON can spell a "<"."""
+    return record.replace("<", "\\u003c")
 
 
 def page_with_record(record: str) -> str:
     """The page as one file with a record inside, to be hosted anywhere, its policy included."""
     policy = f'<meta http-equiv="Content-Security-Policy" content="{content_policy(page())}">'
-    # in JSON a "<" is in a text; as it stands there "</script>" would end the element
-    lines = record.replace("<", "\\u003c")
-    element = f'<script type="application/json" id="record">{lines}</script>'
+    element = f'<script type="application/json" id="record">{in_script(record)}</script>'
     return page().replace("<style>", f"{policy}\n{element}\n<style>", 1)
 
 

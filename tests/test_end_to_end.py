@@ -457,42 +457,46 @@ def memory(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_half_a_minute_of_everything_at_once(server):
+def test_half_a_minute_of_everything_at_once(checkpoint, tmp_path):
     """
-    Clients that come, hang up and send nonsense: no 500, nothing is held when all is quiet, and no
-    process has grown by 200 MB. Smaller leaks do not show in so short a time: caches are filling.
+    Clients that come, hang up and send nonsense, and a pool that preempts: no 500, nothing is held
+    when all is quiet, and no process has grown by 100 MB. Smaller leaks do not show in so short a
+    time: caches are filling.
     """
-    pids = [server.process.pid, *server.children]
-    before = [memory(pid) for pid in pids]
-    until = time.monotonic() + 30
-    outcomes = set()
+    small_pool = ["--kv-blocks", "60"]
+    with Process(checkpoint, *TWO_HTTP_PROCESSES, *small_pool, folder=tmp_path) as server:
+        pids = [server.process.pid, *server.children]
+        before = [memory(pid) for pid in pids]
+        until = time.monotonic() + 30
+        outcomes = set()
 
-    def be_a_client(number):
-        rng = random.Random(number)
-        while time.monotonic() < until:
-            body = {"prompt": "x " * rng.randint(1, 99), "max_tokens": rng.randint(1, 99)}
-            content = json.dumps(body | rng.choice(EXTRAS)).encode()
-            if rng.random() < 0.15:
-                content = rng.choice(NONSENSE)
-            post = partial(httpx.post, server.url + COMPLETIONS, content=content, headers=JSON)
-            try:
-                answer = post(timeout=rng.choice([0.2, 120, 120]))
-            except httpx.TimeoutException:
-                outcomes.add("hung up")
-                continue
-            outcomes.add(answer.status_code)
-            if answer.headers["content-type"].startswith("text/event-stream"):
-                outcomes.add(answer.text[-14:])
+        def be_a_client(number):
+            rng = random.Random(number)
+            while time.monotonic() < until:
+                body = {"prompt": "x " * rng.randint(1, 99), "max_tokens": rng.randint(1, 99)}
+                content = json.dumps(body | rng.choice(EXTRAS)).encode()
+                if rng.random() < 0.15:
+                    content = rng.choice(NONSENSE)
+                post = partial(httpx.post, server.url + COMPLETIONS, content=content, headers=JSON)
+                try:
+                    answer = post(timeout=rng.choice([0.2, 120, 120]))
+                except httpx.TimeoutException:
+                    outcomes.add("hung up")
+                    continue
+                outcomes.add(answer.status_code)
+                if answer.headers["content-type"].startswith("text/event-stream"):
+                    outcomes.add(answer.text[-14:])
 
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(be_a_client, range(12)))
-    assert outcomes == {200, 400, "hung up", "data: [DONE]\n\n"}
-    time.sleep(1)
-    metrics = httpx.get(f"{server.url}/metrics").text
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        assert re.search(rf"vllm:{name}{{.*?}} 0.0", metrics)
-    for pid, kilobytes in zip(pids, before, strict=True):
-        assert memory(pid) < kilobytes + 200_000
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(be_a_client, range(12)))
+        assert outcomes == {200, 400, "hung up", "data: [DONE]\n\n"}
+        time.sleep(1)
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert not re.search(r"vllm:num_preemptions_total{.*?} 0\.0$", metrics, re.MULTILINE)
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert re.search(rf"vllm:{name}{{.*?}} 0\.0$", metrics, re.MULTILINE)
+        for pid, kilobytes in zip(pids, before, strict=True):
+            assert memory(pid) < kilobytes + 100_000
 
 
 # --------------------------------------------------------------------------------------------------

@@ -221,6 +221,12 @@ function seek(place, isPaused = true) {
   chart.follows = true
 }
 
+function seekStep(direction) {
+  let place = tape.at + direction
+  while (tape.lines[place] && tape.lines[place].event !== "step") place += direction
+  seek(place)
+}
+
 function togglePause() { // at its end a record starts over
   const isOver = !player.isLive && player.isPaused && tape.at === tape.lines.length - 1
   seek(isOver ? 0 : tape.at, isPlaying())

@@ -574,6 +574,15 @@ def test_a_record_is_a_title_a_snapshot_and_lines_until_the_disk_is_full(tmp_pat
     assert capsys.readouterr().err.count(f"--record {path} ends here") == 1
 
 
+def test_a_file_that_takes_nothing_ends_the_record_alone(capsys):
+    """Shortening it failed as well, and with that the engine."""
+    engine = simulated_engine(num_blocks=8)
+    record_to("/dev/full", engine)
+    engine.add_request("a", [1, 2, 3], greedy(4))
+    assert finish(engine)[-1].finish_reason == "length"
+    assert capsys.readouterr().err.count("--record /dev/full ends here") == 1
+
+
 @pytest.mark.parametrize("name", ["old.jsonl", "nowhere/run.jsonl", "", "new.jsonl"])
 def test_a_record_is_written_to_a_new_file_or_nothing_is_loaded(tmp_path, name):
     """A start that fails leaves an empty file, whose name is still free."""

@@ -441,6 +441,29 @@ def test_long_answers_go_out_in_slices():
     assert parts == [(data[:-1], False), (data[:-1], True), (b"1", False)]
 
 
+def test_four_long_answers_are_in_memory_at_once(house, monkeypatch):
+    """Until their clients have read them; a short one needs no turn."""
+    asked = []
+    encode = house.encoder.encode
+
+    async def note(texts, *more):
+        asked.append(len(texts[0]))
+        return await encode(texts, *more)
+
+    monkeypatch.setattr(house.encoder, "encode", note)
+    callers = [house.connect() for _ in range(6)]
+    for caller in callers:
+        caller.stop_reading()
+        caller.send(request("POST", "/tokenize", {"prompt": "a" * 5000}))
+    assert asked == [5000] * 4
+    house.call("POST", "/tokenize", {"prompt": "a"})
+    assert asked == [5000] * 4 + [1]
+    callers[0].read_on()
+    assert callers[0].answer().json["count"] == 5000 and asked[5:] == [5000]
+    callers[1].hang_up()
+    assert asked[6:] == [5000]
+
+
 # --------------------------------------------------------------------------------------------------
 # The life of the server
 

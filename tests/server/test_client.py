@@ -121,6 +121,22 @@ def test_the_engine_is_left_unread_for_as_long_as_a_round_took(house, client, se
     assert client.transport.is_reading
 
 
+def test_one_pause_at_a_time(house, client):
+    """A message that was read before the pause began ends none and begins none."""
+    house.ask(max_tokens=99, stream=True)
+    line = to_line(step_of(house, "0", b"x"))
+    receive(house, line, 0.02)
+    house.clock.run(0.01)
+    receive(house, line, 0.005)
+    assert not client.transport.is_reading
+    house.clock.run(0.0051)
+    assert client.transport.is_reading
+    house.clock.run(1)
+    assert client.transport.is_reading
+    receive(house, line, 0.01)
+    assert not client.transport.is_reading
+
+
 def test_half_a_message_is_no_round(house, client):
     caller = house.ask(max_tokens=9, stream=True)
     line = to_line(step_of(house, "0", b"x"))

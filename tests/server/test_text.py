@@ -167,10 +167,25 @@ def test_results(encoder, fill):
     assert ids == [*f"user: {END}{fill}".encode(), 256, *b"."]
 
 
-def test_one_thing_at_a_time_is_done_in_the_thread(encoder):
-    """Encoding changes fields of a tokenizer: the one thread has its own."""
-    assert encoder.thread._max_workers == 1
-    assert encoder.thread_tokenizer is not encoder.tokenizer
+def test_one_thing_at_a_time_is_done_in_the_thread(encoder, monkeypatch):
+    """Each changes fields of the thread's tokenizer."""
+    encode = encoder.thread_tokenizer.encode
+    alone = threading.Lock()
+
+    def encode_alone(*text):
+        assert alone.acquire(blocking=False), "two at once"
+        try:
+            time.sleep(0.01)
+            return encode(*text)
+        finally:
+            alone.release()
+
+    async def encode_all():
+        texts = ["b" * length for length in range(5000, 5010)]
+        return await asyncio.gather(*(encoder.encode([text], True) for text in texts))
+
+    monkeypatch.setattr(encoder.thread_tokenizer, "encode", encode_alone)
+    assert asyncio.run(encode_all()) == [[[98] * length] for length in range(5000, 5010)]
 
 
 def test_only_so_much_waits(encoder, monkeypatch):
