@@ -908,9 +908,14 @@ def test_canvases_have_the_words_that_they_should(open_record):
 
 def test_a_demo_plays_at_ten_steps_a_second(open_record):
     page = open_record(small_record())
-    page("(requestAnimationFrame = () => 0, player.until = () => false)")
-    frames = "Array.from({ length: 61 }, (_, i) => frame(1e6 + (i * 1000) / 60))"
-    assert page(f"({frames}, tape.at)") in (10, 11)
+    page("seek(0)")
+    played = page("""(() => {
+        requestAnimationFrame = () => 0
+        Object.assign(player, { until: () => false, before: 1e6, owed: 0 })
+        for (let i = 1; i <= 61; i++) frame(1e6 + (i * 1000) / 60)
+        return tape.at
+    })()""")
+    assert played == 10
 
 
 def test_beyond_sixty_rows_is_density(open_record):
