@@ -115,7 +115,7 @@ def unpaged(engine):
 def attend_each(q, caches, attn, batch):
     """One request after the other attends to its K, V [2, n, H, D]. Returns [8, H, D]."""
     pairs = zip(q[:, :, None], caches, strict=True)
-    attend = partial(model.attention, mask=None, scale=attn.scale)
+    attend = partial(model.attention, attn_mask=None, scale=attn.scale)
     mixed = [attend(x, *kv.transpose(1, 2)) for x, kv in pairs]
     return torch.stack(mixed)[:, :, 0]
 
