@@ -10,9 +10,9 @@ that the engine, its kernels and the HTTP processes share.
 
 Imports no package, so that HTTP processes stay small. To add a sampling parameter:
 
-    here                  a field of SamplingParams, a line of RANGES; and the property that says
+    here                  a field of SamplingParams, a line of RANGES; the property that says
                           whether a request asks for it (filters, penalises, adjusts): without,
-                          the sampler passes it over
+                          the sampler passes it over; TAKEN, if generation_config.json has it
     ops/sampling.py       a column in `Floats` or `Ints`, which `Row` fills; its use in `threshold`
                           (with its argument in `sample_torch`) or in `adjust`
     ops/sampling_kernels.py   the column's name and its use in `threshold_kernel` or
