@@ -882,6 +882,7 @@ def test_a_box_is_as_wide_as_its_tokens_or_a_step_as_its_time(open_record):
     for i in (5, 9):
         ratio = page(f"widthOf(chart.columns[{i}]) / chart.columns[{i}].w.time")
         assert ratio == pytest.approx(page("chart.scale"))
+    assert page("chart.columns[0].start") == 0  # they are laid out anew, not behind the old ones
     wait_for(page, "xOf(chart.columns.at(-1)) < paper.width")  # the place is in sight
 
 
