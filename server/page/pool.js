@@ -248,7 +248,7 @@ function fillDrawer() {
 function tableOf(q) {
   return q.table.map((block, i) => {
     const name = block < state.num_blocks ? block : "sink"
-    return make("li", { className: "entry" }, `${i} → ${name} ${textOfSlots(q, i)}`.trimEnd())
+    return make("li", { className: "entry" }, `${i} → ${name} ${textOfSlots(q, i)}`)
   })
 }
 

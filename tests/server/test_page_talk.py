@@ -255,7 +255,7 @@ def test_the_drawer_has_the_text_in_the_slots_of_each_block(live):
     answer = live("[...calls.values()].flat()[0].names")
     tokens = [*"a prompt of 22 letters", *answer][:filled]
     texts = ["".join(tokens[i : i + 16]) for i in range(0, filled, 16)]
-    wanted = [f"{i} → {table[i]} {live('visible', text)}".rstrip() for i, text in enumerate(texts)]
+    wanted = [f"{i} → {table[i]} {live('visible', text)}" for i, text in enumerate(texts)]
     assert live.locator(".entry").all_text_contents() == wanted
 
 
