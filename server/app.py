@@ -73,7 +73,7 @@ class Service(Site):
         self.check_ready()  # again: the engine may have died while the prompts were encoded
         # The engine's last message counts the choices of other HTTP processes, too. The engine has
         # the last word, see Job.on_refusal.
-        waiting = max(len(self.client.choices), self.client.at_work)
+        waiting = max(len(self.client.choices), self.client.stats["at_work"])
         capacity = self.client.info["max_num_seqs"] + self.args.max_queue
         if count > capacity:
             message = f"{count} prompts x n in one call, at most {capacity} are taken: split it"
@@ -150,6 +150,9 @@ class Service(Site):
             Route("/readyz", self.show_readiness),
             Route("/health", self.show_readiness),
             Route("/metrics", self.show_metrics),
+            Route("/server_info", self.show_server_info),
+            Route("/model_info", self.show_model_info),
+            Route("/v1/loads", self.show_loads),
         ]
 
     async def complete(self, kind, http) -> Job:
@@ -249,6 +252,38 @@ class Service(Site):
     async def show_metrics(self, http):
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    # What a router in front of several servers asks each of them, under SGLang's names.
+
+    async def show_server_info(self, http):
+        self.check_ready()
+        info = self.client.info
+        limits = {
+            "context_length": info["max_model_len"],
+            "max_running_requests": info["max_num_seqs"],
+            "max_total_tokens": info["num_slots"],
+        }
+        return JSONResponse({"served_model_name": self.name, "model_path": self.name} | limits)
+
+    async def show_model_info(self, http):
+        self.check_ready()
+        return JSONResponse({"model_path": self.name, "is_generation": True})
+
+    async def show_loads(self, http):
+        self.check_ready()
+        stats = self.client.stats
+        num_slots = self.client.info["num_slots"]
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": stats["running"],
+            "num_waiting_reqs": stats["waiting"],
+            "num_total_reqs": stats["running"] + stats["waiting"],
+            "num_used_tokens": round(stats["kv_usage"] * num_slots),
+            "max_total_num_tokens": num_slots,
+            "token_usage": stats["kv_usage"],
+            "max_running_requests": self.client.info["max_num_seqs"],
+        }
+        return JSONResponse({"dp_rank_count": 1, "loads": [load]})
+
     # its life
 
     async def run(self, sock) -> str | None:
@@ -328,7 +363,7 @@ class Service(Site):
             return
         self.draining = True
         self.deadline = time.monotonic() + self.args.drain_seconds
-        running = max(len(self.client.choices), self.client.at_work)
+        running = max(len(self.client.choices), self.client.stats["at_work"])
         if running and self.slot.is_first:
             requests = plural(running, "request")
             print(f"finishing {requests}; a second signal ends them", file=sys.stderr)

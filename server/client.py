@@ -18,6 +18,7 @@ from engine.links import Messages, join_rows, to_line
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 CRASHED = "the engine stopped unexpectedly"
+IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0, "at_work": 0}  # Engine.stats(), in part
 LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until its last message was read
 
 # Backpressure: writes are batched by how busy this process is. A round: all that the engine has
@@ -57,7 +58,7 @@ class EngineClient(asyncio.Protocol):
     state      loading -> ready -> restarting -> ready -> dead
     info       the engine's message "ready": max_model_len and other limits
     reason     why the engine is gone; "": it is not
-    at_work    choices that wait or run in the engine, of all HTTP processes, by its last message
+    stats      Engine.stats() as the engine sent it last; of the requests of all HTTP processes
 
     `on_state(state)` and `on_stats(stats)` are called with what changed, and, after `listen`,
     `on_events(lines)` with the engine's record (events.py); no lines: it publishes no more.
@@ -70,7 +71,7 @@ class EngineClient(asyncio.Protocol):
         self.state = "loading"
         self.info = {}
         self.reason = ""
-        self.at_work = 0
+        self.stats = IDLE
         self.choices = {}  # the request's id -> the answers.Choice that waits for its tokens
         self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
         self.heard = time.monotonic()  # the last word of the engine, or the first request since
@@ -196,8 +197,8 @@ class EngineClient(asyncio.Protocol):
                 earlier = rows.setdefault(row[0], row)
                 if earlier is not row:
                     join_rows(earlier, row)
-            self.at_work = message["stats"]["at_work"]
-            self.on_stats(message["stats"])
+            self.stats = message["stats"]
+            self.on_stats(self.stats)
         self._deliver(rows)
         # The round ends two turns of the event loop from now: in the first the tasks that this woke
         # run, and write; then what has arrived meanwhile is read; then `_pause` is called.
@@ -270,7 +271,7 @@ class EngineClient(asyncio.Protocol):
         restart = self.state == "ready" and self.may_restart
         self.reason = f"{reason}, a new one is starting" if restart else reason
         self.state = "restarting" if restart else "dead"
-        self.at_work = 0
+        self.stats = IDLE
         self.on_state(self.state)
         self.refuse_all("engine_dead", self.reason)
         if restart:

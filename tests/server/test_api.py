@@ -480,7 +480,8 @@ def test_while_it_loads_it_is_alive_and_accepts_nothing():
     with House(ready=False) as house:
         assert house.get("/livez").json == {"status": "alive"}
         refusal = (503, "loading", "the server is loading: try again later")
-        for path in ("/readyz", "/health", "/v1/models", "/v1/models/fake"):
+        routers = ("/server_info", "/model_info", "/v1/loads")
+        for path in ("/readyz", "/health", "/v1/models", "/v1/models/fake", *routers):
             assert refusal_of(house.call("GET", path)) == refusal
         assert refusal_of(house.ask()) == refusal
         house.engine.ready()

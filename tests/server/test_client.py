@@ -10,6 +10,7 @@ from virtual import Signal
 from wires import House
 
 from engine.links import to_line
+from server.client import IDLE
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_the_steps_of_a_round_are_one_event(house):
     assert "".join(event["choices"][0]["text"] for event in other.events) == "?abc"
     steps = [step_of(house, "1", b"d") | {"stats": house.engine.stats | {"at_work": 5}}]
     house.engine.say(*steps, step_of(house, "1", b"e"))
-    assert house.service.client.at_work == 0  # the last step has the last word
+    assert house.service.client.stats["at_work"] == 0  # the last step has the last word
 
 
 # --------------------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def test_a_restart_begins_anew(house, client):
     house.engine.die()
     assert caller.answer().status == 500
     assert started == [2]  # connected first: an engine without links ends
-    assert (client.at_work, client.unsent, client.is_full) == (0, {}, False)
+    assert (client.stats, client.unsent, client.is_full) == (IDLE, {}, False)
     house.engine.ready(max_model_len=77)
     assert client.state == "ready"
     assert client.info["max_model_len"] == 77
