@@ -34,9 +34,9 @@ from server.workers import WorkerSlot
 
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 CHUNK = 2**18  # bytes of a record that are read at a time
-OPEN_PATHS = ("/livez", "/readyz", "/")  # for supervisors and newcomers: they need no key
+OPEN_PATHS = ("/livez", "/readyz", "/health", "/")  # for supervisors and newcomers: without a key
 # The page at / and routers call these by themselves: on a terminal they would drown a user's calls.
-POLLED_PATHS = ("/events", "/v1/models", "/tokenize", "/detokenize", "/health", "/v1/loads")
+POLLED_PATHS = ("/events", "/v1/models", "/tokenize", "/detokenize", "/v1/loads")
 STOPPED = "the server stopped before this was finished"
 
 

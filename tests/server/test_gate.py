@@ -42,7 +42,7 @@ def error_of(answer) -> dict:
 # Keys
 
 
-def test_every_path_but_three_needs_the_key(locked):
+def test_every_path_but_four_needs_the_key(locked):
     """Also paths that are not there, and other methods."""
     routes = locked.service.router.routes
     calls = [(method, route.path_format) for route in routes for method in route.methods]
@@ -52,7 +52,7 @@ def test_every_path_but_three_needs_the_key(locked):
         caller = locked.call(method, path)
         answer = caller.answer(method)
         caller.hang_up()
-        assert (answer.status == 401) == (path not in ("/livez", "/readyz", "/")), path
+        assert (answer.status == 401) == (path not in ("/livez", "/readyz", "/health", "/")), path
         if answer.status == 401:
             assert answer.headers["www-authenticate"] == "Bearer"
         caller = locked.call(method, path, **KEY)
