@@ -1,0 +1,332 @@
+"""
+Several servers behind smg, as examples/replicas.py starts them. smg is one of the programs that
+others wrote (conftest.py). Against these, too: routers that balance by load.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+import test_end_to_end
+from processes import wait_until
+from test_end_to_end import Process
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, str(ROOT / "examples" / "replicas.py")]
+QUIET = ["--http-workers", "1", "--no-access-log", "--check"]
+
+checkpoint = test_end_to_end.checkpoint  # a fixture
+slow = pytest.mark.slow
+
+
+# --------------------------------------------------------------------------------------------------
+# Servers, a router, calls
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with suppress(OSError):
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+            return first
+
+
+class Replicas:
+    """Two servers and their router, ready."""
+
+    def __init__(self, bin, checkpoint, *flags):
+        self.name = str(checkpoint)
+        self.port = free_ports(4)
+        self.url, *self.servers = (f"http://127.0.0.1:{self.port + i}" for i in range(3))
+        command = [*COMMAND, "--model", self.name, "--port", str(self.port), *QUIET, *flags]
+        path = {"PATH": f"{bin}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+        pipe = {"stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=os.environ | path, **pipe)
+        assert self.process.stdout.readline().split()[-1] == self.url
+
+    def pid(self, number: int) -> int:
+        """Of a server, 0 or 1."""
+        pattern = f"serve.py.*--port {self.port + 1 + number}$"
+        found = subprocess.run(["pgrep", "-f", "--", pattern], capture_output=True, text=True)
+        return int(found.stdout)
+
+    def load(self, number: int, **headers) -> dict:
+        answer = httpx.get(f"{self.servers[number]}/v1/loads", headers=headers)
+        return answer.json()["loads"][0]
+
+    def counts(self) -> list[int]:
+        """The answers that each server has finished."""
+        counts = []
+        for url in self.servers:
+            lines = httpx.get(f"{url}/metrics").text.splitlines()
+            finished = [line for line in lines if line.startswith("vllm:request_success_total")]
+            counts.append(sum(int(float(line.split()[-1])) for line in finished))
+        return counts
+
+    def wait_until_well(self):
+        """Both servers answer, and the router knows."""
+
+        def is_well() -> bool:
+            with suppress(httpx.HTTPError):
+                return httpx.get(f"{self.url}/readiness").json().get("healthy_workers") == 2
+
+        wait_until(is_well, 60, 0.1)
+
+
+@contextmanager
+def replicas_of(*args):
+    replicas = Replicas(*args)
+    try:
+        yield replicas
+    finally:
+        replicas.process.terminate()
+        replicas.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def replicas(bin, checkpoint):
+    with replicas_of(bin, checkpoint) as replicas:
+        yield replicas
+
+
+def ask(url: str, model: str, stream: bool = False, key: str = "none", **fields) -> dict:
+    """A completion's text, its number of cached tokens, and its error, None if it came whole."""
+    body = {"model": model, "ignore_eos": True, "stream": stream, **fields}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    headers = {"Authorization": f"Bearer {key}"}
+    call = {"json": body, "headers": headers, "timeout": 60}
+    with httpx.stream("POST", f"{url}/v1/completions", **call) as answer:
+        text = answer.read().decode()
+    if answer.status_code != 200:
+        return {"text": "", "cached": 0, "error": f"{answer.status_code} {text}"}
+    if not stream:
+        chunks = [json.loads(text)]
+    else:
+        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        chunks = list(map(json.loads, lines))
+    error = chunks.pop()["error"] if "error" in chunks[-1] else None
+    usage = chunks[-1].get("usage") or {"prompt_tokens_details": {"cached_tokens": 0}}
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {"text": "".join(c["text"] for c in choices), "cached": cached, "error": error}
+
+
+def requests(count: int, max_tokens: int) -> list[dict]:
+    """Some of them begin alike."""
+    rng = random.Random(count)
+    prompts = [f"def {'call' * (i % 5)}_{i % 60}(self, " for i in range(count)]
+    fields = {"max_tokens": max_tokens, "temperature": 1.0}
+    return [
+        {"prompt": prompt, "seed": i % 60, "stream": rng.random() < 0.5, **fields}
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def ask_all(url: str, model: str, calls: list[dict], threads: int = 16) -> list[dict]:
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(lambda call: ask(url, model, **call), calls))
+
+
+# --------------------------------------------------------------------------------------------------
+# Starting
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "the router smg is not installed: pip install smg"),
+        (["--replicas", "0"], "argument --replicas: "),
+        (["--replica", "2"], "unrecognized arguments: --replica 2"),
+        (["--host", "0.0.0.0"], "opens the model to other machines"),
+    ],
+)
+def test_what_cannot_start_says_why(flags, message, checkpoint):
+    """In one line, before a model is loaded."""
+    command = [*COMMAND, "--model", str(checkpoint), "--port", str(free_ports(4)), *flags]
+    nowhere = {"PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=os.environ | nowhere, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@slow
+def test_a_server_that_cannot_start_ends_all(bin, checkpoint):
+    """Its port is taken: it says so, and the others end."""
+    port = free_ports(4)
+    command = [*COMMAND, "--model", str(checkpoint), "--port", str(port), *QUIET]
+    path = {"PATH": f"{bin}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    with socket.create_server(("127.0.0.1", port + 2)):
+        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"cannot listen at 127.0.0.1:{port + 2}" in done.stderr
+    found = subprocess.run(["pgrep", "-f", "--", f"--port {port + 1}$"], capture_output=True)
+    assert not found.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+
+
+@slow
+def test_answers_are_those_of_one_server(replicas):
+    calls = requests(60, 24)
+    before = replicas.counts()
+    answers = ask_all(replicas.url, replicas.name, calls)
+    assert all(now > then for now, then in zip(replicas.counts(), before, strict=True))
+    alone = ask_all(replicas.servers[0], replicas.name, calls)
+    assert [answer["error"] for answer in answers] == [None] * 60
+    assert [answer["text"] for answer in answers] == [answer["text"] for answer in alone]
+
+
+@slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_ends_loses_no_request(number, replicas):
+    """
+    Of 500, those that it had not begun to answer go to the other one. A stream that it had begun
+    ends with an error event when it is killed, and whole when it drains. Then it is back.
+    """
+    replicas.wait_until_well()
+    calls = requests(500, 16)
+    alone = ask_all(replicas.servers[1], replicas.name, calls[:60])
+    pid = replicas.pid(0)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_all, replicas.url, replicas.name, calls)
+        wait_until(lambda: replicas.load(0)["num_running_reqs"] >= 2)
+        os.kill(pid, number)
+        answers = asked.result()
+    failed = [i for i, answer in enumerate(answers) if answer["error"]]
+    assert all(calls[i]["stream"] for i in failed), [answers[i] for i in failed]
+    assert len(failed) <= (16 if number == signal.SIGKILL else 0)
+    for i, answer in enumerate(answers):
+        whole = alone[i % 60]["text"]
+        assert whole.startswith(answer["text"]) if answer["error"] else answer["text"] == whole
+    replicas.wait_until_well()
+    assert replicas.pid(0) != pid
+    ask_all(replicas.url, replicas.name, requests(120, 8))
+    assert replicas.counts()[0] > 0
+
+
+@slow
+def test_a_busy_server_gets_no_more(bin, replicas):
+    """
+    Its load, of requests that came to it by another way, moves smg's requests to the other one: by
+    overload protection, and by the policy least_load, which our command does not use.
+    """
+    replicas.wait_until_well()
+    port = free_ports(2)
+    command = [bin / "smg", "launch", "--policy", "least_load", "--load-monitor-interval", "1"]
+    command += ["--host", "127.0.0.1", "--port", port, "--prometheus-port", port + 1]
+    command += ["--worker-urls", *replicas.servers, "--disable-worker-overload-protection"]
+    least_load = subprocess.Popen(map(str, command), stdout=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        with suppress(httpx.HTTPError):
+            wait_until(lambda: httpx.get(f"{url}/readiness").status_code == 200)
+        # choices that keep their blocks for a while
+        busy = {"prompt": "x" * 300, "n": 100, "max_tokens": 150}
+        with ThreadPoolExecutor(4) as pool:
+            hogs = [
+                pool.submit(ask, replicas.servers[0], replicas.name, **busy, priority=i)
+                for i in range(3)
+            ]
+            wait_until(lambda: replicas.load(0)["num_waiting_reqs"] >= 8)
+            time.sleep(1.5)  # until both have asked for it
+            for router in (replicas.url, url):
+                before = replicas.counts()[1]
+                ask_all(router, replicas.name, requests(10, 4), threads=2)
+                assert replicas.counts()[1] == before + 10
+            assert replicas.load(0)["num_waiting_reqs"] > 0
+            assert not any(hog.result()["error"] for hog in hogs)
+    finally:
+        least_load.kill()
+
+
+@slow
+def test_prompts_that_begin_alike_go_to_one_cache(bin, checkpoint):
+    """
+    16 prefixes of 96 tokens, of which each server's pool has room for half, and 400 requests: their
+    hit rate is nine tenths of that of one pool twice as large, at least. Round robin has less.
+    """
+    rng = random.Random(0)
+    # letters of two bytes, each of which is a token
+    prefixes = ["".join(rng.choices("абвгдежз", k=48)) for _ in range(16)]
+    order = [rng.choice(prefixes) for _ in range(400)]
+    calls = [{"prompt": f"{text}{i:04}", "max_tokens": 1} for i, text in enumerate(order)]
+    rates = {}
+    with Process(checkpoint, "--kv-blocks", "112") as server:
+        answers = ask_all(server.url, str(checkpoint), calls, threads=2)
+        rates["one cache"] = sum(answer["cached"] for answer in answers)
+    with replicas_of(bin, checkpoint, "--kv-blocks", "56") as replicas:
+        answers = ask_all(replicas.url, replicas.name, calls, threads=2)
+        rates["replicas"] = sum(answer["cached"] for answer in answers)
+        rates["round robin"] = 0
+        for i, url in enumerate(replicas.servers):
+            other = [call | {"cache_salt": "round robin"} for call in calls[i::2]]
+            answers = ask_all(url, replicas.name, other, threads=1)
+            rates["round robin"] += sum(answer["cached"] for answer in answers)
+    print(rates)
+    assert rates["replicas"] >= 0.9 * rates["one cache"]
+    assert rates["round robin"] < rates["replicas"]
+
+
+@slow
+def test_keys_salts_and_what_the_router_does_not_pass(bin, checkpoint, tmp_path):
+    """A key's prompts are hits for this key alone; the page and its events are at each server."""
+    keys = tmp_path / "keys"
+    keys.write_text("alpha\nbeta\n")
+    keys.chmod(0o600)
+    with replicas_of(bin, checkpoint, "--api-key-file", str(keys)) as replicas:
+        call = {"prompt": "def forward(self, x):\n" * 12, "max_tokens": 2, "temperature": 0}
+
+        def cached(key: str, **fields) -> int:
+            return ask(replicas.url, replicas.name, key=key, **call, **fields)["cached"]
+
+        assert cached("alpha") == 0
+        assert cached("alpha") > 0
+        assert cached("beta") == cached("alpha", cache_salt="x") == 0
+        assert min(cached("beta"), cached("alpha", cache_salt="x")) > 0
+        for key in ("none", "gamma"):
+            assert ask(replicas.url, replicas.name, key=key, **call)["error"].startswith("401")
+        alpha = {"Authorization": "Bearer alpha"}
+        assert httpx.get(f"{replicas.url}/events", headers=alpha).status_code == 404
+        assert httpx.get(f"{replicas.url}/workers", headers=alpha).status_code == 401
+        for url in replicas.servers:
+            with httpx.stream("GET", f"{url}/events", headers=alpha) as events:
+                assert events.status_code == 200
+            assert httpx.get(f"{url}/v1/loads").status_code == 401
+        assert replicas.load(0, **alpha)["num_total_reqs"] == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# The end
+
+
+@slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_running_requests_may_finish(number, bin, checkpoint):
+    """Then no process is left."""
+    replicas = Replicas(bin, checkpoint)
+    calls = requests(8, 200)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_all, replicas.url, replicas.name, calls)
+        wait_until(lambda: sum(replicas.load(i)["num_running_reqs"] for i in range(2)) == 8)
+        replicas.process.send_signal(number)
+        answers = asked.result()
+    assert [answer["error"] for answer in answers] == [None] * 8
+    assert replicas.process.wait(60) == 0
+    found = subprocess.run(["pgrep", "-f", "--", f"--port {replicas.port}"], capture_output=True)
+    assert not found.stdout
