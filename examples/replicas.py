@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import announce, end_with_one_line, positive
+from common import end_with_one_line, positive
 from flags import parse_args
 from serve import api_keys, listen, terminate_on_hang_up
 from server.gate import base_url
@@ -55,8 +55,9 @@ def shares_of_the_machine(replicas: int) -> list[str]:
         return [f"OMP_NUM_THREADS={threads}"] * replicas
     if count < replicas:
         sys.exit(f"--replicas {replicas}: each wants a GPU of its own, and there are {count}")
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-    return [f"CUDA_VISIBLE_DEVICES={gpu}" for gpu in gpus.split(",")[:replicas]]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else range(count)
+    return [f"CUDA_VISIBLE_DEVICES={gpu}" for gpu in gpus]
 
 
 def router_command(args: Namespace, ports: range) -> list[str]:
@@ -64,30 +65,20 @@ def router_command(args: Namespace, ports: range) -> list[str]:
     smg = shutil.which("smg")
     if smg is None:
         sys.exit("the router smg is not installed: pip install smg")
-    options = {
-        "--host": args.host,
-        "--port": args.port,
-        "--policy": "cache_aware",
-        "--log-level": "error",
-        "--prometheus-host": "127.0.0.1",
-        "--prometheus-port": ports.stop,
-        # a server that ended or is back, and the load of each, is soon known
-        "--health-check-interval-secs": 1,
-        "--health-check-endpoint": "/readyz",
-        "--cb-timeout-duration-secs": 1,
-        "--load-monitor-interval": 1,
-        "--shutdown-grace-period-secs": int(args.drain_seconds),
-        # nobody may add or remove servers
-        "--control-plane-api-keys": f"nobody:nobody:admin:{secrets.token_hex()}",
-    }
+    options = "--policy cache_aware --log-level error"
+    options += f" --prometheus-host 127.0.0.1 --prometheus-port {ports.stop}"
+    # a server that ended or is back, and the load of each, is soon known
+    options += " --health-check-interval-secs 1 --health-check-endpoint /readyz"
+    options += " --cb-timeout-duration-secs 1 --load-monitor-interval 1"
+    options += f" --shutdown-grace-period-secs {args.drain_seconds:.0f}"
+    # nobody may add or remove servers
+    options += f" --control-plane-api-keys nobody:nobody:admin:{secrets.token_hex()}"
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    command = [smg, "launch", "--worker-urls", *urls]
-    for flag, value in options.items():
-        command += [flag, str(value)]
+    command = [smg, "launch", "--worker-urls", *urls, *options.split()]
     for number, key in enumerate(api_keys(args)):
         # with the first, smg itself asks the servers for their load
         command += ["--tenant-api-key", f"{number}:{key}"] if number else ["--api-key", key]
-    return command
+    return [*command, "--host", args.host, "--port", str(args.port)]
 
 
 def wait_until_ready(process: subprocess.Popen, url: str):
@@ -117,7 +108,6 @@ def main():
     parser.add_argument("--replicas", type=positive, default=2, help="how many (default: 2)")
     options, flags = parser.parse_known_args()
     args = parse_args(flags)
-    announce(f"loading {args.model}")
     with listen(args) as sock:
         url = base_url(sock)
         args.port = sock.getsockname()[1]  # that of --port 0
@@ -125,8 +115,9 @@ def main():
     router = router_command(args, ports)
     serve = [sys.executable, str(ROOT / "serve.py"), *flags, "--host", "127.0.0.1", "--port"]
     shares = shares_of_the_machine(options.replicas)
-    commands = [["env", shares.pop(), *serve, str(port)] for port in ports]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    commands = [["env", shares[i], *serve, str(port)] for i, port in enumerate(ports)]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit())
     terminate_on_hang_up()
     processes = []
     try:
@@ -141,11 +132,9 @@ def main():
             time.sleep(RESTART_SECONDS)
             for i, process in enumerate(processes):
                 if process.poll() is not None:
-                    name = f"server {i}" if i < len(ports) else "the router"
-                    print(f"{name} has ended: starting it again", file=sys.stderr)
+                    port = commands[i][-1]
+                    print(f"port {port}: its process ended, starting it again", file=sys.stderr)
                     processes[i] = start(commands[i])
-    except KeyboardInterrupt:
-        pass
     finally:
         drain(processes)
 

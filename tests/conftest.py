@@ -18,8 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# the same examples each time: whether `make test` passes is a question about the commit
+settings.register_profile("same", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 pytest.register_assert_rewrite("judging")  # so that its failures show their numbers, too
 # Each client of httpx has one, for https that no test uses: it takes 25 ms to read certificates.
 ssl.create_default_context = functools.cache(ssl.create_default_context)

@@ -248,7 +248,8 @@ function fillDrawer() {
 function tableOf(q) {
   return q.table.map((block, i) => {
     const name = block < state.num_blocks ? block : "sink"
-    return make("li", { className: "entry" }, `${i} → ${name} ${textOfSlots(q, i)}`)
+    const text = textOfSlots(q, i)
+    return make("li", { className: "entry" }, `${i} → ${name}${text && ` ${text}`}`)
   })
 }
 

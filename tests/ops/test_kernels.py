@@ -304,7 +304,7 @@ def test_attention_of_any_mixture(backend):
     """Random mixtures, for cases that the list above has missed."""
     is_fast = backend == "torch" or DEVICE == "cuda"
 
-    @settings(max_examples=40 if is_fast else 8, derandomize=True, deadline=None)
+    @settings(max_examples=40 if is_fast else 8, deadline=None)
     @given(MIXTURES)
     def any_mixture(shape):
         check_attention(shape, backend, seed=shape.S)
@@ -922,7 +922,7 @@ def test_nothing_compiles_after_the_first_steps():
 # Memory of the torch path
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 5000)), min_size=1, max_size=40))
 def test_length_classes_at_most_double_the_memory(lens):
     """

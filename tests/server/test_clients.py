@@ -251,7 +251,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=url, api_key="none"))
-agent = Agent(model, model_settings={"max_tokens": 8})
+agent = Agent(model, model_settings={"max_tokens": 8, "temperature": 0.0})
 assert agent.run_sync("hello").output
 agent.tool_plain(lambda: "6", name="dice")
 call = lambda: agent.run_sync("hello")

@@ -748,16 +748,18 @@ def test_what_happens_is_seen_unless_motion_is_reduced(open_record, motion):
         else:
             blocks = line.get("evicted") or line["copies"][-1][:0:-1]
         show(page, place - 1)
-        shapes = page(
-            """($("effects").replaceChildren(), $("forth").click(), Object.fromEntries(
-                [...$("effects").children].map(path =>
-                    [path.className.baseVal, path.getAttribute("d")])))"""
+        effects = page(
+            """($("effects").replaceChildren(), $("forth").click(),
+                [...$("effects").children].map(path => [path.className.baseVal,
+                    path.getAttribute("d"), getComputedStyle(path).fill]))"""
         )
+        shapes = {name: shape for name, shape, _ in effects}
         shape = f"M{page('pointsOf', blocks)}" if kind == "copied" else page("boxesOf", blocks)
         assert shapes.get(kind) == (shape if motion == "no-preference" else None)
         if kind == "preempted" and shapes:
             fill = colour(page, f"shadesOf(idOf({r})).fill")
-            assert close(paint_of(page, ".preempted", "fill"), fill)
+            paints = {name: paint for name, _, paint in effects}
+            assert close(colour(page, json.dumps(paints["preempted"])), fill)
         # an arrow stays while paused
         wait_for(page, "!$('effects').querySelector(':not(.copied)')")
     page("seek(0); seek(1e9)")  # of what one jumps over nothing has just happened
@@ -1222,6 +1224,7 @@ def test_a_reload_and_a_second_tab_have_the_history(live, open_page, server):
     assert live(steps) == before
     other = open_page(server.url, wait=f"({steps}).length >= {len(before)}")
     assert other(steps) == before
+    wait_for(live, "tape.at === tape.lines.length - 1")  # a short history is played by frames
     step = live("chart.columns.at(-3).step")
     live.goto(f"{server.url}/#step={step}")
     live.reload()
