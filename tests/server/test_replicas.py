@@ -106,7 +106,7 @@ def ask(url: str, model: str, stream: bool = False, key: str = "none", **fields)
     body = {"model": model, "ignore_eos": True, "stream": stream, **fields}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
     headers = {"Authorization": f"Bearer {key}"}
-    call = {"json": body, "headers": headers, "timeout": 60}
+    call = {"json": body, "headers": headers, "timeout": 200}
     with httpx.stream("POST", f"{url}/v1/completions", **call) as answer:
         text = answer.read().decode()
     if answer.status_code != 200:
@@ -236,13 +236,9 @@ def test_a_busy_server_gets_no_more(bin, replicas):
         url = f"http://127.0.0.1:{port}"
         with suppress(httpx.HTTPError):
             wait_until(lambda: httpx.get(f"{url}/readiness").status_code == 200)
-        # choices that keep their blocks for a while
-        busy = {"prompt": "x" * 300, "n": 100, "max_tokens": 150}
-        with ThreadPoolExecutor(4) as pool:
-            hogs = [
-                pool.submit(ask, replicas.servers[0], replicas.name, **busy, priority=i)
-                for i in range(3)
-            ]
+        body = {"model": replicas.name, "prompt": "x", "n": 128, "max_tokens": 400, "stream": True}
+        busy = f"{replicas.servers[0]}/v1/completions"
+        with httpx.stream("POST", busy, json=body | {"ignore_eos": True}, timeout=60):
             wait_until(lambda: replicas.load(0)["num_waiting_reqs"] >= 8)
             time.sleep(1.5)  # until both have asked for it
             for router in (replicas.url, url):
@@ -250,7 +246,6 @@ def test_a_busy_server_gets_no_more(bin, replicas):
                 ask_all(router, replicas.name, requests(10, 4), threads=2)
                 assert replicas.counts()[1] == before + 10
             assert replicas.load(0)["num_waiting_reqs"] > 0
-            assert not any(hog.result()["error"] for hog in hogs)
     finally:
         least_load.kill()
 
