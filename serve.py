@@ -112,6 +112,15 @@ def engine_process(args: Namespace, listener: socket.socket):
     shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
 
 
+def set_environment():
+    """Variables that torch's libraries read when the engine loads them."""
+    # OpenMP: a waiting thread then spins less, as HTTP needs the cores too
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)
+    # oneDNN caches code for each number of rows: without a limit 500 MB in a minute of mixed load
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, "64")
+
+
 def engine_threads() -> int:
     """
     How many threads the engine computes with: one core is left to HTTP. On two cores the p99 of the
@@ -334,11 +343,7 @@ def create_record(path: str):
 
 
 def main(argv: list[str] | None = None):
-    # read when torch loads OpenMP: a waiting thread then spins less, as HTTP needs the cores too
-    os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)
-    # oneDNN caches code for each number of rows: without a limit 500 MB in a minute of mixed load
-    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, "64")
+    set_environment()
     args = parse_args(argv)
     if args.replay is None:
         announce(f"loading {args.model}")
