@@ -57,6 +57,7 @@ class Service(Site):
         self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.listeners = Listeners(client, args.log_requests)
         self.draining = False
+        self.server = None  # `run` makes it; without it, another program's answers the calls
         client.on_state = self.engine_changed
         if self.slot.is_first:  # every process hears them, but they count once
             client.on_stats = self.metrics.update
@@ -342,10 +343,11 @@ class Service(Site):
             self.listeners.engine_ended()
         if state == "dead":
             self.listeners.end()
-            self.server.should_exit = True
+            if self.server:
+                self.server.should_exit = True
         elif not self.slot.is_first:
             return  # one process logs it
-        elif state == "ready" and not self.draining:
+        elif state == "ready" and self.server and not self.draining:
             url = base_url(self.sock)
             message = greeting(self.name, url, self.encoder.chat is not None, bool(self.keys))
             print(message, flush=True)
