@@ -1,7 +1,7 @@
 """
-The environment of the programs that others wrote: those of tests/clients.txt, installed into
-.venv-clients, once: 2.5 minutes. If they cannot be installed (no network, say), every test of them
-is skipped with the reason.
+What tests of programs that others wrote share: their environment, and a model to serve. Those of
+tests/clients.txt are installed into .venv-clients, once: 3 minutes. If they cannot be installed (no
+network, say), every test of them is skipped with the reason.
 """
 
 import os
@@ -9,10 +9,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
+
+from checkpoint import save_checkpoint
+from model import GPT, GPTConfig
+from training.corpus import train_bpe
 
 ROOT = Path(__file__).parents[2]
 PINS = ROOT / "tests" / "clients.txt"
@@ -23,13 +29,14 @@ INSTALL_SECONDS = 480  # with the tests that makes less than ten minutes
 def install():
     """Make the environment anew. Raises subprocess.SubprocessError."""
     shutil.rmtree(HOME, ignore_errors=True)
-    requirements = [line for line in PINS.read_text().splitlines() if not line.startswith("#")]
+    (first,) = [line for line in PINS.read_text().splitlines() if line.startswith("torch==")]
     pip = [HOME / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pip += ["--no-compile"]  # most modules are never imported
     pip += shlex.split(os.environ.get("PIP_OPTIONS", ""))
-    options = {"check": True, "capture_output": True, "text": True, "timeout": INSTALL_SECONDS / 2}
-    subprocess.run([sys.executable, "-m", "venv", HOME], **options)
-    subprocess.run([*pip, requirements[0]], **options)
-    subprocess.run([*pip, *requirements], **options)
+    deadline = time.monotonic() + INSTALL_SECONDS
+    for command in [sys.executable, "-m", "venv", HOME], [*pip, first], [*pip, "-r", PINS]:
+        left = deadline - time.monotonic()
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=left)
     shutil.copy(PINS, HOME / PINS.name)  # last: an installation that was stopped is begun again
 
 
@@ -47,6 +54,28 @@ def bin(tmp_path_factory):
             except subprocess.CalledProcessError as error:
                 reason = error.stderr.strip().splitlines()[-1:]
                 pytest.skip(f"the clients cannot be installed: {reason}")
-            except subprocess.TimeoutExpired as error:
-                pytest.skip(f"the clients were not installed within {error.timeout:.0f} s")
+            except subprocess.TimeoutExpired:
+                pytest.skip(f"the clients were not installed within {INSTALL_SECONDS} s")
     return HOME / "bin"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """
+    Random weights, large ones, so that each token depends on those before; and a chat template.
+    """
+    folder = tmp_path_factory.mktemp("clients") / "tiny"
+    folder.mkdir()
+    tokenizer = train_bpe([(ROOT / "paged.py").read_text()], 400)
+    tokenizer.save(folder)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (folder / "chat_template.jinja").write_text(template)
+    torch.manual_seed(0)
+    sizes = {"context_length": 1024, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    model = GPT(GPTConfig(tokenizer.vocab_size, eos_token_ids=(tokenizer.eos_token_id,), **sizes))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight *= 8
+    save_checkpoint(model, folder)
+    return folder

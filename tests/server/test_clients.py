@@ -14,12 +14,9 @@ import pytest
 import torch
 from test_end_to_end import Process
 
-from checkpoint import load_checkpoint, save_checkpoint
-from model import GPT, GPTConfig
+from checkpoint import load_checkpoint
 from tokenizer import load_tokenizer
-from training.corpus import train_bpe
 
-ROOT = Path(__file__).parents[2]
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -31,28 +28,6 @@ pytestmark = pytest.mark.slow
 
 # --------------------------------------------------------------------------------------------------
 # A server, and the clients' runs
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """
-    Random weights, large ones, so that each token depends on those before; and a chat template.
-    """
-    folder = tmp_path_factory.mktemp("clients") / "tiny"
-    folder.mkdir()
-    tokenizer = train_bpe([(ROOT / "paged.py").read_text()], 400)
-    tokenizer.save(folder)
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-    (folder / "chat_template.jinja").write_text(template)
-    torch.manual_seed(0)
-    sizes = {"context_length": 1024, "n_layer": 2, "n_head": 2, "n_embd": 32}
-    model = GPT(GPTConfig(tokenizer.vocab_size, eos_token_ids=(tokenizer.eos_token_id,), **sizes))
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight *= 8
-    save_checkpoint(model, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
