@@ -39,7 +39,7 @@ ORDER = [
     "server.answers", "server.app", "server.terminal", "flags", "serve",
     "training.fast", "training.report", "training.machine", "train",
     "bench", "walkthrough", "examples.beam_search", "examples.from_nanogpt", "examples.post",
-    "examples.replicas",
+    "examples.ray_serve", "examples.replicas",
 ]  # fmt: skip
 WITHOUT_TORCH = "paged, tokenizer, serve, params, flags, engine.events, server.app, server.text, "
 WITHOUT_TORCH += "training.corpus"

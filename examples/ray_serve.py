@@ -1,0 +1,108 @@
+"""
+Replicas of a server on a Ray cluster, by Ray Serve, which places them on machines, starts again
+those that fail, and starts more while more requests run than they have rows for.
+
+    pip install -r requirements.txt 'ray[serve]>=2.60'     # on every machine; and the model
+    serve run examples.ray_serve:app model=out/stdlib replicas=2 max-replicas=4
+
+All other options are serve.py's flags that have a value, such as `dtype=bf16`; but host, port,
+http-workers and client-seconds have no meaning here. Each replica has an engine: on a GPU of its
+own, or on one core, or as many as OMP_NUM_THREADS in the environment says.
+
+A replica that is removed finishes its answers first, for at most drain-seconds. Ctrl-C cuts them
+off, as Ray ends its proxies first: `serve.delete("default")` in Python does not. An engine that
+dies is started again by its replica; a replica whose engine stays away, or dies again, by Ray.
+Meanwhile it refuses what it gets (503).
+
+Ray's proxies, one a machine, listen at 127.0.0.1:8000 unless told otherwise. Keys, Host and Origin
+are checked as always: before they listen elsewhere set $PAGEDGPT_API_KEY, for no one refuses to
+start without. Ray's own ports are open to the network, behind a token of its own.
+
+What this does not do:
+- route by prefix: each call goes to the less busy of two replicas, wherever its prompt is cached.
+  A router of requests in Ray Serve does not see an ASGI application's prompts. A router made for
+  it, in front of several serve.py, does.
+- limit connections, slow clients and the size of headers: Ray's proxy stands in for
+  server/connection.py, and holds what a client sends or does not read, without a limit.
+- show all at once: the page and /metrics are those of the replica that happens to answer.
+
+Measured, one stream of 200 tokens at a time from the default model on a CPU of two cores, medians
+of 40 in turns: to the first token FIRST ms where serve.py takes FIRST0, and between two tokens GAP
+ms where it takes GAP0.
+"""
+
+import asyncio
+import tempfile
+from argparse import Namespace
+from functools import partial
+
+from ray import serve
+
+from flags import parse_args
+from params import CPU_SEQS, GPU_SEQS
+from serve import api_keys, engine_process, listen_for_links, set_environment, start_process
+from server.app import Service
+from server.client import EngineClient
+from server.connection import request_id
+from server.gate import Gate
+from server.text import Encoder
+
+
+@serve.ingress()
+class Replica:
+    """What serve.py's first HTTP process is, without a port: Ray's proxies hand it the calls."""
+
+    async def __init__(self, args: Namespace, keys: list[str]):
+        set_environment()
+        self.folder = tempfile.TemporaryDirectory(prefix="pagedgpt-")
+        listener = listen_for_links(self.folder.name)
+        start = partial(start_process, engine_process, args, listener)
+        client = EngineClient(listener.getsockname(), start)
+        encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
+        self.service = Service(client, encoder, args, keys)
+        await client.attach()
+        while client.state == "loading":
+            await asyncio.sleep(0.05)
+        await self.check_health()
+
+    def __serve_build_asgi_app__(self):
+        gate = Gate(self.service)
+
+        async def respond(scope, receive, send):
+            if scope["type"] == "http":
+                scope["request_id"] = request_id(dict(scope["headers"])[b"x-request-id"])
+                await gate(scope, receive, send)
+            else:  # ASGI's start and end; and WebSockets, which it refuses
+                await self.service.router(scope, receive, send)
+
+        return respond
+
+    async def check_health(self):
+        if trouble := self.service.client.trouble():
+            raise RuntimeError(trouble)
+
+    def __del__(self):
+        self.folder.cleanup()  # the engine ends with the link to it
+
+
+def app(options: dict[str, str]) -> serve.Application:
+    """What `serve run` runs. Raises ValueError; exits for what is wrong with a flag."""
+    import torch  # here: a replica needs none in the process that answers
+
+    replicas = int(options.pop("replicas", 1))
+    most = int(options.pop("max-replicas", replicas))
+    args = parse_args([f"--{name}={value}" for name, value in options.items()])
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.startswith("cuda")
+    rows = args.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
+    scaling = {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": rows}
+    deployment = serve.deployment(
+        Replica,
+        name="pagedgpt",
+        autoscaling_config=scaling,
+        max_ongoing_requests=args.max_connections,
+        graceful_shutdown_timeout_s=args.drain_seconds,
+        health_check_period_s=3,
+        ray_actor_options={"num_gpus": int(on_gpu)},
+    )
+    return deployment.bind(args, api_keys(args))

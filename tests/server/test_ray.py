@@ -1,0 +1,227 @@
+"""
+examples/ray_serve.py on a real Ray cluster of this machine: two replicas of a server, each with its
+engine. One test, because a cluster takes half a minute to start: what it is asked first needs both
+replicas whole, then their engines are killed, and at last it is taken down.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from processes import ROOT, wait_until
+
+from checkpoint import load_checkpoint
+from tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.slow
+
+# What `serve run` does, but for the port, the number of cores, and how it ends.
+RUN = """
+import sys
+import ray
+from ray import serve
+from examples.ray_serve import app
+
+port, *options = sys.argv[1:]
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+serve.start(http_options={"port": int(port)})
+serve.run(app(dict(option.split("=") for option in options)))
+print("ready", flush=True)
+sys.stdin.readline()
+serve.delete("default")
+print("deleted", flush=True)
+sys.stdin.readline()
+serve.shutdown()
+"""
+KEY = "sesame"
+PROMPTS = ["def ", "import torch\n", "class Block:\n    ", "    return", "# blocks ", "x"]
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+
+
+class Cluster:
+    """A Ray cluster with `app`, in a process of its own; its folders are in `folder`."""
+
+    def __init__(self, bin: Path, folder: str, *options: str):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        own = {"HOME": folder, "TMPDIR": folder, "PYTHONPATH": str(ROOT), "PAGEDGPT_API_KEY": KEY}
+        own |= {"RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": ""}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.log = Path(folder, "log")
+        with self.log.open("w") as log:
+            command = [bin / "python", "-c", RUN, str(port), *options]
+            environment = os.environ | own
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log, **pipes)
+        self.read_until("ready")
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=30)
+
+    def read_until(self, word: str):
+        for line in self.process.stdout:
+            if line.strip() == word:
+                return
+        pytest.fail(f"Ray ended: {self.log.read_text()[-3000:]}")
+
+    def go_on(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def descendants(self) -> dict[int, str]:
+        """pid -> command line of all processes that come from it."""
+        listing = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True)
+        rows = [line.split(None, 2) for line in listing.stdout.splitlines()[1:]]
+        found = {self.process.pid: ""}
+        for _ in range(5):  # parents may come later in the list
+            found |= {int(pid): args for pid, parent, args in rows if int(parent) in found}
+        return found
+
+    def engines(self) -> list[int]:
+        return sorted(pid for pid, args in self.descendants().items() if "spawn_main" in args)
+
+    def complete(self, **fields) -> httpx.Response:
+        return self.http.post("/v1/completions", json=GREEDY | fields)
+
+    def tokens(self, prompt: str, stream: bool) -> list[int]:
+        """The answer's, whole or streamed."""
+        if not stream:
+            return self.complete(prompt=prompt).json()["choices"][0]["token_ids"]
+        body = GREEDY | {"prompt": prompt, "stream": True}
+        with self.http.stream("POST", "/v1/completions", json=body) as answer:
+            lists = re.findall(r'"token_ids":\[([^]]*)\]', answer.read().decode())
+        return [int(token) for tokens in lists for token in tokens.split(",") if token]
+
+    def finished(self, reason: str) -> dict[str, float]:
+        """
+        For each replica: how many answers it has finished for this reason. A replica is known by
+        the time that its count was made; any may answer, so both are asked often enough.
+        """
+        counts = {}
+        for _ in range(20):
+            metrics = self.http.get("/metrics").text
+            name = (
+                rf'vllm:request_success_(created|total)\{{finished_reason="{reason}",[^}}]*}} (.*)'
+            )
+            values = dict(re.findall(name, metrics))
+            counts[values["created"]] = float(values["total"])
+        return counts
+
+
+@contextmanager
+def running_cluster(bin: Path, *options: str):
+    # its sockets' paths may have 107 bytes: pytest's own folders are too deep
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        cluster = Cluster(bin, folder, *options)
+        cluster.folder = Path(folder)
+        try:
+            yield cluster
+        finally:
+            left = cluster.descendants()
+            cluster.process.kill()
+            cluster.process.communicate()
+            for pid in left:
+                if Path(f"/proc/{pid}").exists():
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_two_replicas_on_a_cluster(bin, checkpoint):
+    with running_cluster(bin, f"model={checkpoint}", "replicas=2") as cluster:
+        check_answers(cluster, checkpoint)
+        check_gate(cluster)
+        check_hang_up(cluster)
+        check_killed_engines(cluster)
+        check_end(cluster)
+
+
+def check_answers(cluster, checkpoint):
+    """Streamed and not, each is the model's own, token for token; both replicas have answered."""
+    model = load_checkpoint(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    expected = []
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt)
+        with torch.no_grad():
+            expected.append(model.generate(torch.tensor([ids]), 40)[0, len(ids) :].tolist())
+    for stream in (False, True):
+        with ThreadPoolExecutor(24) as pool:
+            answers = list(pool.map(cluster.tokens, PROMPTS * 4, [stream] * 24))
+        assert answers == expected * 4
+    counts = cluster.finished("length").values()
+    assert len(counts) == 2 and min(counts) > 0 and sum(counts) == 48, counts
+
+
+def check_gate(cluster):
+    """It sees through Ray's proxy who calls, and from which page; and how long a body is."""
+    url = str(cluster.http.base_url).rstrip("/")
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    assert cluster.http.get("/v1/models").status_code == 200
+    assert cluster.http.get("/v1/models", headers={"Origin": url}).status_code == 200
+    assert cluster.http.get("/v1/models", headers={"Origin": "http://evil"}).status_code == 403
+    assert cluster.complete(prompt="x" * 5_000_000).status_code == 413
+    answer = cluster.http.get("/readyz", headers={"X-Request-Id": "mine"})
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
+def check_hang_up(cluster):
+    """A client that hangs up ends its answer."""
+    before = sum(cluster.finished("abort").values())
+    body = GREEDY | {"prompt": "def ", "stream": True, "max_tokens": 1000}
+    with cluster.http.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    assert sum(cluster.finished("abort").values()) == before + 1
+
+
+def check_killed_engines(cluster):
+    """
+    An engine that is killed is started again by its replica, and the second time Ray starts the
+    replica again. Meanwhile calls are answered by the other replica or refused; none waits.
+    """
+    for _ in range(2):
+        first, second = cluster.engines()
+        os.kill(first, signal.SIGKILL)
+        statuses = []
+
+        def is_whole(statuses=statuses):
+            statuses.append(cluster.complete(prompt="def ").status_code)
+            return len(statuses) > 20 and statuses[-20:] == [200] * 20
+
+        wait_until(is_whole, 60, pause=0.2)
+        assert set(statuses) <= {200, 500, 503}, statuses
+        assert len(cluster.engines()) == 2 and second in cluster.engines()
+
+
+def check_end(cluster):
+    """What runs when the application is deleted is answered; then no process is left."""
+    body = GREEDY | {"prompt": "def ", "stream": True, "max_tokens": 900}
+    begun = threading.Barrier(9)
+
+    def stream(_):
+        with cluster.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            begun.wait(30)
+            return [line for line in lines if line]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(stream, range(8))
+        begun.wait(30)
+        cluster.go_on()
+        for *_, last, done in answers:
+            assert '"finish_reason":"length"' in last and done == "data: [DONE]"
+    cluster.read_until("deleted")
+    assert not cluster.engines()
+    assert not list(cluster.folder.glob("pagedgpt-*"))
+    processes = cluster.descendants()
+    cluster.go_on()
+    assert cluster.process.wait(60) == 0
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
