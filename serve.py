@@ -260,6 +260,16 @@ def worker_process(
     serve_port(sock, EngineClient(path), encoder, args, keys, slot)
 
 
+def start_engine(args: Namespace, listener: socket.socket):
+    """Start the engine's process. Returns an EngineClient, and the Encoder of its model."""
+    from server.client import EngineClient
+    from server.text import Encoder
+
+    encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
+    start = partial(start_process, engine_process, args, listener)
+    return EngineClient(listener.getsockname(), start), encoder
+
+
 def first_process(
     args: Namespace, listener: socket.socket, sockets: list[socket.socket]
 ) -> str | None:
@@ -267,13 +277,9 @@ def first_process(
     The first HTTP process runs this: it starts the engine and the other HTTP processes, serves, and
     ends them.
     """
-    from server.client import EngineClient
-    from server.text import Encoder
-
-    path = listener.getsockname()
     keys = api_keys(args)
-    encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
-    client = EngineClient(path, partial(start_process, engine_process, args, listener))
+    path = listener.getsockname()
+    client, encoder = start_engine(args, listener)
     workers = Workers(partial(start_process, worker_process, args, keys, path), sockets[1:])
     slot = WorkerSlot(0, len(sockets))
     try:

@@ -8,8 +8,7 @@ For a thread or a process of its own. Over each link (links.py has the wire) go
     in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
          {"op": "abort", "id"}
          {"op": "listen", "on", "tokens"}: there are listeners, or no more
-    out  {"op": "ready", "max_model_len", "max_num_seqs", "num_slots", "vocab_size",
-          "eos_token_ids"}
+    out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
          {"op": "step", "out": rows of `send_output`, "stats"}
          {"op": "events", "lines"}: what happens, while there are listeners; see events.py
          {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, "full"
@@ -43,7 +42,6 @@ def greeting(engine: Engine) -> dict:
         "op": "ready",
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.scheduler.max_num_seqs,
-        "num_slots": engine.num_blocks * engine.scheduler.block_size,
         "vocab_size": engine.config.vocab_size,
         "eos_token_ids": engine.config.eos_token_ids,
     }

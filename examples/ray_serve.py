@@ -36,18 +36,14 @@ environment: else Ray's processes give way to all others, and the first token to
 import asyncio
 import tempfile
 from argparse import Namespace
-from functools import partial
 
 from ray import serve
 
 from flags import parse_args
-from params import CPU_SEQS, GPU_SEQS
-from serve import api_keys, engine_process, listen_for_links, set_environment, start_process
+from serve import api_keys, listen_for_links, set_environment, start_engine
 from server.app import Service
-from server.client import EngineClient
 from server.connection import request_id
 from server.gate import Gate
-from server.text import Encoder
 
 
 @serve.ingress()
@@ -57,10 +53,7 @@ class Replica:
     async def __init__(self, args: Namespace, keys: list[str]):
         set_environment()
         self.folder = tempfile.TemporaryDirectory(prefix="pagedgpt-")
-        listener = listen_for_links(self.folder.name)
-        start = partial(start_process, engine_process, args, listener)
-        client = EngineClient(listener.getsockname(), start)
-        encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
+        client, encoder = start_engine(args, listen_for_links(self.folder.name))
         self.service = Service(client, encoder, args, keys)
         await client.attach()
         while client.state == "loading":
@@ -68,16 +61,14 @@ class Replica:
         await self.check_health()
 
     def __serve_build_asgi_app__(self):
-        gate = Gate(self.service)
+        self.gate = Gate(self.service)
+        return self.respond
 
-        async def respond(scope, receive, send):
-            if scope["type"] == "http":
-                scope["request_id"] = request_id(dict(scope["headers"])[b"x-request-id"])
-                await gate(scope, receive, send)
-            else:  # ASGI's start and end; and WebSockets, which it refuses
-                await self.service.router(scope, receive, send)
-
-        return respond
+    async def respond(self, scope, receive, send):
+        if scope["type"] != "http":  # ASGI's start and end; and WebSockets, which it refuses
+            return await self.service.router(scope, receive, send)
+        scope["request_id"] = request_id(dict(scope["headers"])[b"x-request-id"])
+        await self.gate(scope, receive, send)
 
     async def check_health(self):
         if trouble := self.service.client.trouble():
@@ -92,19 +83,16 @@ def app(options: dict[str, str]) -> serve.Application:
     import torch  # here: a replica needs none in the process that answers
 
     replicas = int(options.pop("replicas", 1))
-    most = int(options.pop("max-replicas", replicas))
+    scaling = {"min_replicas": replicas, "max_replicas": int(options.pop("max-replicas", replicas))}
     args = parse_args([f"--{name}={value}" for name, value in options.items()])
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.startswith("cuda")
-    rows = args.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
-    scaling = {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": rows}
+    scaling["target_ongoing_requests"] = args.max_num_seqs or 64
     deployment = serve.deployment(
         Replica,
         name="pagedgpt",
         autoscaling_config=scaling,
         max_ongoing_requests=args.max_connections,
         graceful_shutdown_timeout_s=args.drain_seconds,
-        health_check_period_s=3,  # the third failure in a row counts
-        ray_actor_options={"num_gpus": int(on_gpu)},
+        health_check_period_s=3,
+        ray_actor_options={"num_gpus": int(torch.cuda.is_available() and args.device != "cpu")},
     )
     return deployment.bind(args, api_keys(args))

@@ -258,11 +258,8 @@ class Service(Site):
     async def show_server_info(self, http):
         self.check_ready()
         info = self.client.info
-        limits = {
-            "context_length": info["max_model_len"],
-            "max_running_requests": info["max_num_seqs"],
-            "max_total_tokens": info["num_slots"],
-        }
+        limits = {"context_length": info["max_model_len"]}
+        limits["max_running_requests"] = info["max_num_seqs"]
         return JSONResponse({"served_model_name": self.name, "model_path": self.name} | limits)
 
     async def show_model_info(self, http):
@@ -272,16 +269,12 @@ class Service(Site):
     async def show_loads(self, http):
         self.check_ready()
         stats = self.client.stats
-        num_slots = self.client.info["num_slots"]
         load = {
             "dp_rank": 0,
             "num_running_reqs": stats["running"],
             "num_waiting_reqs": stats["waiting"],
             "num_total_reqs": stats["running"] + stats["waiting"],
-            "num_used_tokens": round(stats["kv_usage"] * num_slots),
-            "max_total_num_tokens": num_slots,
             "token_usage": stats["kv_usage"],
-            "max_running_requests": self.client.info["max_num_seqs"],
         }
         return JSONResponse({"dp_rank_count": 1, "loads": [load]})
 

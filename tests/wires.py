@@ -249,7 +249,7 @@ class Engine:
         limits = {"vocab_size": 257, "eos_token_ids": [EOS]}
         limits["max_model_len"] = max_model_len or self.house.max_model_len
         max_num_seqs = self.house.args.max_num_seqs or 256
-        self.say({"op": "ready", "max_num_seqs": max_num_seqs, "num_slots": 4000, **limits})
+        self.say({"op": "ready", "max_num_seqs": max_num_seqs, **limits})
 
     def step(
         self,

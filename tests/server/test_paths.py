@@ -137,7 +137,7 @@ def test_a_model_is_described(house):
 
 def test_a_router_learns_the_limits_and_the_load(house):
     """Under SGLang's names; the load as the engine's last message had it, none before the first."""
-    limits = {"context_length": 1000, "max_running_requests": 8, "max_total_tokens": 4000}
+    limits = {"context_length": 1000, "max_running_requests": 8}
     names = {"served_model_name": "fake", "model_path": "fake"}
     assert house.get("/server_info").json == names | limits
     assert house.get("/model_info").json == {"model_path": "fake", "is_generation": True}
@@ -148,14 +148,13 @@ def test_a_router_learns_the_limits_and_the_load(house):
         return answer["loads"][0]
 
     idle = {
-        "dp_rank": 0, "max_running_requests": 8, "max_total_num_tokens": 4000,
-        "num_running_reqs": 0, "num_waiting_reqs": 0, "num_total_reqs": 0,
-        "num_used_tokens": 0, "token_usage": 0.0,
+        "dp_rank": 0, "num_running_reqs": 0, "num_waiting_reqs": 0, "num_total_reqs": 0,
+        "token_usage": 0.0,
     }  # fmt: skip
     assert load() == idle
     house.engine.step(running=3, waiting=2, kv_usage=0.251)
     busy = {"num_running_reqs": 3, "num_waiting_reqs": 2, "num_total_reqs": 5}
-    assert load() == idle | busy | {"num_used_tokens": 1004, "token_usage": 0.251}
+    assert load() == idle | busy | {"token_usage": 0.251}
     house.engine.die()
     house.engine.ready()
     assert load() == idle

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import test_end_to_end
 from processes import wait_until
 from test_end_to_end import Process
 
@@ -25,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "examples" / "replicas.py")]
 QUIET = ["--http-workers", "1", "--no-access-log", "--check"]
 
-checkpoint = test_end_to_end.checkpoint  # a fixture
 slow = pytest.mark.slow
 
 
