@@ -1,6 +1,6 @@
 """
 Replicas of a server on a Ray cluster, by Ray Serve, which places them on machines, starts again
-those that fail, and starts more while more requests run than they have rows for.
+those that fail, and starts more while more requests run than max-num-seqs.
 
     pip install -r requirements.txt 'ray[serve]>=2.60'     # on every machine; and the model
     serve run examples.ray_serve:app model=out/stdlib replicas=2 max-replicas=4
@@ -86,6 +86,7 @@ def app(options: dict[str, str]) -> serve.Application:
     scaling = {"min_replicas": replicas, "max_replicas": int(options.pop("max-replicas", replicas))}
     args = parse_args([f"--{name}={value}" for name, value in options.items()])
     scaling["target_ongoing_requests"] = args.max_num_seqs or 64
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     deployment = serve.deployment(
         Replica,
         name="pagedgpt",
@@ -93,6 +94,6 @@ def app(options: dict[str, str]) -> serve.Application:
         max_ongoing_requests=args.max_connections,
         graceful_shutdown_timeout_s=args.drain_seconds,
         health_check_period_s=3,
-        ray_actor_options={"num_gpus": int(torch.cuda.is_available() and args.device != "cpu")},
+        ray_actor_options={"num_gpus": int(device.startswith("cuda"))},
     )
     return deployment.bind(args, api_keys(args))
