@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from test_end_to_end import Process
+from processes import Process
 
 from checkpoint import load_checkpoint, save_checkpoint
 from model import GPT, GPTConfig
