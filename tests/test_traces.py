@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from tests.traces import (
+    LONGEST,
     SEEDS,
     Campaign,
-    Choice,
     Reply,
     ask,
     is_slow,
@@ -37,56 +37,62 @@ def test_a_minute_of_traces(tmp_path):
 
 
 def test_a_seed_is_the_same_trace():
-    """JSON gives it back, so a file replays it; every request fits into the smallest context."""
+    """JSON gives it back, so a file replays it; every request fits into the smallest pool."""
 
     def trace(seed):
         rng = random.Random(seed)
         requests = SEEDS["fill and squeeze"]
         for _ in range(100):
             requests = mutate(rng, requests, SEEDS["flood"])
-            assert all(r["prompt"] and len(r["prompt"]) + r["max_tokens"] <= 480 for r in requests)
+            lengths = [len(request["prompt"]) for request in requests]
+            most = [LONGEST - request["max_tokens"] for request in requests]
+            assert all(0 < a <= b for a, b in zip(lengths, most, strict=True))
         return requests
 
     assert json.loads(json.dumps(trace(3))) == trace(3) != trace(4)
 
 
-RIGHT = Reply(200, "", {0: Choice(["a", "b"], [-1.0, -2.0], "length")})
+def reply(*tokens, end="length") -> Reply:
+    return Reply(200, tokens={0: list(tokens)}, ends={0: end})
+
+
+RIGHT = reply(("a", -1.0), ("b", -2.0))
 WRONG = {
-    "choices": {},
-    "token 1": {0: Choice(["a", "c"], [-1.0, -2.1], "length")},
-    "token 0": {0: Choice(["a", "b"], [-1.1, -2.0], "length")},
-    "ends with": {0: Choice(["a"], [-1.0], "length")},
-    "stop": {0: Choice(["a", "b"], [-1.0, -2.0], "stop")},
+    "choices": Reply(200),
+    "token 0": reply(("a", -1.1), ("b", -2.0)),
+    "token 1": reply(("a", -1.0), ("c", -2.1)),
+    "ends with (1": reply(("a", -1.0)),
+    "ends with (2": reply(("a", -1.0), ("b", -2.0), end="stop"),
 }
 
 
 @pytest.mark.parametrize("words", WRONG)
 def test_another_answer_is_a_fault(words):
-    """Beside it the ones that are none: the same, and another token that was as likely."""
-    assert words in wrong_answer(replace(RIGHT, choices=WRONG[words]), RIGHT)
-    tie = {0: Choice(["c", "d"], [-1.0001, -9.0], "length")}
-    for choices in (RIGHT.choices, tie):
-        assert not wrong_answer(replace(RIGHT, choices=choices), RIGHT)
+    assert words in wrong_answer(WRONG[words], RIGHT)
+
+
+def test_a_tie_is_no_fault():
+    """Another token that was as likely, whatever follows it."""
+    for right in RIGHT, reply(("c", -1.0001), ("d", -9.0)):
+        assert not wrong_answer(right, RIGHT)
 
 
 STREAM = 'data: {"choices": []}\n\n'
+RESPONSES = [
+    (httpx.Response(500, text="engine_dead"), "engine_dead"),
+    (httpx.Response(429, text="full"), "full"),  # without Retry-After
+    (httpx.Response(429, headers={"retry-after": "1"}), ""),
+    (httpx.Response(200, text=STREAM), "the stream ends with"),
+    (httpx.Response(200, text=f"{STREAM}data: [DONE]\n\n"), ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("response", "error"),
-    [
-        (httpx.Response(500, text="engine_dead"), "engine_dead"),
-        (httpx.Response(429, text="full"), "full"),  # without Retry-After
-        (httpx.Response(429, headers={"retry-after": "1"}), ""),
-        (httpx.Response(200, text=STREAM), "the stream ends with"),
-        (httpx.Response(200, text=STREAM + "data: [DONE]\n\n"), ""),
-    ],
-)
+@pytest.mark.parametrize(("response", "error"), RESPONSES)
 def test_a_crash_is_a_fault(response, error):
     reply = Reply()
     reply.read(response)
-    assert error in reply.error
-    assert bool(error) == bool(reply.error)
+    assert reply.error.startswith(error)
+    assert bool(reply.error) == bool(error)
 
 
 def test_a_late_answer_is_a_fault():
@@ -98,8 +104,9 @@ def test_tokens_of_another_key_are_a_fault():
     """Own ones are none; answers, which are not looked at, can add less than a block."""
     request = ask(1, "abcdefgh", 9)
     own = ask(0, "abcd", 9)
-    foreign = [ask(0, "abcdefg", 9, key=1), ask(0, "abcdefg", 9, cache_salt="pepper")]
-    reply = Reply(200, cached=4)
-    assert "sent before were 0" in leak(request, reply, [request, *foreign], 4)
-    assert not leak(request, reply, [request, own, *foreign], 4)
-    assert "sent before were 4" in leak(request, replace(reply, cached=8), [own, request], 4)
+    sent = [request, ask(0, "abcdefg", 9, key=1), ask(0, "abcdefg", 9, cache_salt="pepper")]
+    hit = Reply(200, cached=4)
+    assert leak(request, hit, sent, 4)
+    assert not leak(request, hit, [own, *sent], 4)
+    assert leak(request, replace(hit, cached=8), [own, *sent], 4)
+    assert not leak(request, Reply(200), sent, 4)

@@ -5,7 +5,8 @@ Timed traces of valid requests against a real server, mutated for hours: a fuzze
     python -m tests.traces --hours 8         # serve.py with tiny models, other settings every 20
                                              # traces
     python -m tests.traces --url URL         # a server or a router that runs, with a context of
-                                             # 512 tokens or more, and with the keys sesame, simsim
+                                             # 512 tokens or more, the model's name tiny, and the
+                                             # keys sesame and simsim
     python -m tests.traces --replay FILE     # a fault again, from the file that it left
 
 A trace is a list of requests: when each arrives, with which key, its fields, and after how many
@@ -26,7 +27,6 @@ import argparse
 import asyncio
 import contextlib
 import copy
-import itertools
 import json
 import random
 import re
@@ -43,11 +43,9 @@ import httpx
 from tests.http_draws import KEYS
 from tests.processes import ROOT, Process
 from tests.shrink import shrink
-from tests.swarm import fewer
 from training.corpus import bpe_tokenizer
 
 OUT = ROOT / "out/traces"
-MODELS = ["qwen3", "mistral"]  # all of mistral's layers have windows, so blocks are given back
 CONTEXT = 512  # tokens of the models, and at least of the pool; a letter is a token
 LONGEST = 480  # prompt and answer of a request
 MOST_REQUESTS = 60  # of a trace
@@ -72,10 +70,6 @@ def ask(at: float, prompt: str, max_tokens: int, key=0, abort_after=None, **fiel
     return request | {"max_tokens": max_tokens, "seed": 1, "ignore_eos": True} | fields
 
 
-def body_of(request: dict) -> dict:
-    return {name: request[name] for name in request if name not in ("at", "key", "abort_after")}
-
-
 TRUNK = text(0, 200)
 SEEDS = {
     "fill and squeeze": [ask(0, text(i, 60), 200, priority=i % 3) for i in range(12)],
@@ -87,45 +81,36 @@ SEEDS = {
     "long beside short": [ask(i / 20, text(i, [9, 400][i % 2]), 60 - i) for i in range(20)],
     "steady": [ask(i / 10, text(i, 30), 30) for i in range(20)],
 }
-
-DRAWS = {  # of the fields of a request
-    "at": lambda rng: rng.uniform(0, 2),
-    "key": lambda rng: rng.randrange(2),
-    "abort_after": lambda rng: rng.choice([None, rng.expovariate(4), rng.expovariate(1)]),
-    "prompt": lambda rng: text(rng.randrange(99), rng.choice([1, 40, rng.randint(1, 450)])),
-    "max_tokens": lambda rng: rng.choice([1, rng.randint(1, 40), rng.randint(1, 300)]),
-    "n": lambda rng: rng.randint(1, 4),
-    "priority": lambda rng: rng.choice([-1000, -1, 0, 1, 1000]),
-    "cache_salt": lambda rng: rng.choice([None, "pepper", "thyme"]),
-    "seed": lambda rng: rng.randrange(2**32),
-    "temperature": lambda rng: rng.choice([0, 0.5, 1, 1.5]),
-    "top_p": lambda rng: rng.choice([0.5, 0.9, 1]),
-    "top_k": lambda rng: rng.choice([0, 1, 5]),
-    "frequency_penalty": lambda rng: rng.choice([0, 0.5, 2]),
-    "ignore_eos": lambda rng: rng.random() < 0.5,
-    "stream": lambda rng: rng.random() < 0.5,
+VALUES = {  # that mutations give to requests
+    "at": [0, 0.01, 0.1, 0.5, 1, 2],
+    "key": [0, 1],
+    "abort_after": [None, None, 0.003, 0.03, 0.1, 0.3, 1],
+    "prompt": [text(i, i) for i in (1, 7, 8, 16, 17, 40, 128, 200, 300, 450)],
+    "max_tokens": [1, 2, 10, 16, 33, 100, 300],
+    "n": [1, 2, 3, 4],
+    "priority": [-1000, -1, 0, 1, 1000],
+    "cache_salt": ["", "pepper", "thyme"],
+    "seed": range(9),
+    "temperature": [0, 0.5, 1, 1.5],
+    "top_p": [0.5, 0.9, 1],
+    "top_k": [-1, 1, 5],
+    "frequency_penalty": [0, 0.5, 2],
+    "ignore_eos": [True, False],
+    "stream": [True, False],
 }
-MUTATIONS = ["field"] * 6 + ["prefix", "prefix", "pace", "repeat", "leave out", "splice"]
-SETTINGS = {
-    "--block-size": [4, 8, 16, 16, 32],
-    "--max-num-seqs": [2, 8, 16, 32],
-    "--token-budget": [32, 64, 512],
-    "--max-queue": [8, 64, 256],
-    "--policy": ["fcfs", "priority", "sjf"],
-    "--prefill-share": [0.0, 0.25, 0.9],
-    "--http-workers": [1, 1, 2],
-}
-FIRST_SETTINGS = {"model": "qwen3", "--block-size": 16, "--kv-blocks": 48}  # of the seeds
-
-
-def draw_settings(rng: random.Random) -> dict:
-    """Flags of serve.py, with its model."""
-    settings = {name: rng.choice(values) for name, values in SETTINGS.items()}
-    pool = CONTEXT * rng.choice([2, 3, 4, 16]) // 2
-    return settings | {
-        "model": rng.choice(MODELS),
-        "--kv-blocks": pool // settings["--block-size"],
-    }
+MODELS = ["qwen3", "mistral"]  # all of mistral's layers have windows, so blocks are given back
+POOLS = ["4 --kv-blocks 128", "4 --kv-blocks 300", "8 --kv-blocks 70", "16 --kv-blocks 32"]
+POOLS += ["16 --kv-blocks 48", "16 --kv-blocks 300", "32 --kv-blocks 24"]
+SETTINGS = [
+    [f"{model} --block-size {pool}" for model in MODELS for pool in POOLS],
+    ["--max-num-seqs 2", "--max-num-seqs 8", "--max-num-seqs 32"],
+    ["--token-budget 32", "--token-budget 64", "--token-budget 512"],
+    ["--max-queue 8", "--max-queue 64", "--max-queue 256"],
+    ["--policy fcfs", "--policy priority", "--policy sjf"],
+    ["--prefill-share 0", "--prefill-share 0.25", "--prefill-share 0.9"],
+    ["--http-workers 1", "--http-workers 2"],
+]
+FIRST_SETTINGS = "qwen3 --block-size 16 --kv-blocks 48"  # of the seeds
 
 
 def some(rng: random.Random, requests: list[dict]) -> list[dict]:
@@ -140,24 +125,17 @@ def mutate(rng: random.Random, requests: list[dict], other: list[dict]) -> list[
         requests, other = copy.deepcopy([requests, other])
         chosen = some(rng, requests)
         change = {}
-        match rng.choice(MUTATIONS):
-            case "field":
-                name = rng.choice(list(DRAWS))
-                change = {name: DRAWS[name](rng)}
+        match rng.choice(["value", "value", "value", "prefix", "more", "less"]):
+            case "value":
+                name = rng.choice(list(VALUES))
+                change = {name: rng.choice(VALUES[name])}
             case "prefix":
                 trunk = rng.choice(requests + other)["prompt"]
                 change = {"prompt": trunk[: rng.randint(0, len(trunk))] + rng.choice("xyz")}
-            case "pace":
-                pace = rng.choice([0, 0.3, 3])
-                for request in requests:
-                    request["at"] = min(3.0, pace * request["at"])
-            case "repeat":
-                requests += copy.deepcopy(chosen)
-                change = {"at": rng.uniform(0, 2)}
-            case "leave out":
+            case "more":
+                requests += some(rng, rng.choice([copy.deepcopy(requests), other]))
+            case "less":
                 requests = [request for request in requests if request not in chosen] or chosen
-            case "splice":
-                requests += some(rng, other)
         for request in chosen:
             request |= change
     for request in requests:
@@ -165,33 +143,18 @@ def mutate(rng: random.Random, requests: list[dict], other: list[dict]) -> list[
     return requests[:MOST_REQUESTS]
 
 
-def simpler(request: dict) -> Iterator[dict]:
-    """Proposals for the shrinking."""
-    plain = ask(0, request["prompt"], request["max_tokens"])
-    if request != plain:
-        yield plain
-    for length in fewer(request["max_tokens"]):
-        yield request | {"max_tokens": length}
-
-
 # --------------------------------------------------------------------------------------------------
 # Answers, and what is wrong with them
 
 
 @dataclass
-class Choice:
-    tokens: list[str] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
-@dataclass
 class Reply:
-    """What a client got."""
+    """What a client got: of each choice tokens with their log-probabilities, and how it ends."""
 
     status: int | None = None  # None: nothing, or it hung up
     error: str = ""
-    choices: dict[int, Choice] = field(default_factory=dict)
+    tokens: dict[int, list[tuple[str, float]]] = field(default_factory=dict)
+    ends: dict[int, str | None] = field(default_factory=dict)
     cached: int = 0  # tokens of the prompt
     seconds: float = 0.0
 
@@ -207,11 +170,12 @@ class Reply:
         if last != "[DONE]":
             self.error = f"the stream ends with {last}"
         for chunk in map(json.loads, events):
-            for part in chunk["choices"]:
-                choice = self.choices.setdefault(part["index"], Choice())
-                choice.tokens += part["logprobs"]["tokens"]
-                choice.logprobs += part["logprobs"]["token_logprobs"]
-                choice.finish_reason = part["finish_reason"]
+            for choice in chunk["choices"]:
+                index = choice["index"]
+                scores = choice["logprobs"]
+                pairs = zip(scores["tokens"], scores["token_logprobs"], strict=True)
+                self.tokens.setdefault(index, []).extend(pairs)
+                self.ends[index] = choice["finish_reason"]
             if chunk.get("usage"):
                 self.cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -221,22 +185,20 @@ def wrong_answer(reply: Reply, alone: Reply) -> str:
     How it differs from the answer given alone. Where tokens differ first, both must be as likely:
     in another batch sums are rounded otherwise, and what follows has no comparison.
     """
-    if reply.choices.keys() != alone.choices.keys():
-        return f"choices {sorted(reply.choices)}, alone {sorted(alone.choices)}"
-    for index, right in alone.choices.items():
-        choice = reply.choices[index]
-        places = zip(choice.tokens, right.tokens, choice.logprobs, right.logprobs, strict=False)
-        for i, (token, right_token, logprob, right_logprob) in enumerate(places):
-            if abs(logprob - right_logprob) > TOLERANCE:
-                scores = f"{token!r} {logprob:.4f}, alone {right_token!r} {right_logprob:.4f}"
-                return f"choice {index}, token {i}: {scores}"
-            if token != right_token:
+    if reply.ends.keys() != alone.ends.keys():
+        return f"choices {sorted(reply.ends)}, alone {sorted(alone.ends)}"
+    for index, right in alone.tokens.items():
+        tokens = reply.tokens[index]
+        for i, (pair, right_pair) in enumerate(zip(tokens, right, strict=False)):
+            if abs(pair[1] - right_pair[1]) > TOLERANCE:
+                return f"choice {index}, token {i}: {pair}, alone {right_pair}"
+            if pair[0] != right_pair[0]:
                 break
         else:
-            ends = len(choice.tokens), choice.finish_reason
-            right_ends = len(right.tokens), right.finish_reason
-            if ends != right_ends:
-                return f"choice {index} ends with {ends}, alone {right_ends}"
+            end = len(tokens), reply.ends[index]
+            right_end = len(right), alone.ends[index]
+            if end != right_end:
+                return f"choice {index} ends with {end}, alone {right_end}"
     return ""
 
 
@@ -245,16 +207,15 @@ def leak(request: dict, reply: Reply, sent: list[dict], block_size: int) -> str:
     More found in the cache than this key and salt have put there: what it sent, and less than a
     block of answers, which may go on as the prompt does.
     """
-    own = [other for other in sent if other is not request and realm(other) == realm(request)]
-    prefixes = [commonprefix([request["prompt"], other["prompt"]]) for other in own]  # noqa: RUF071
-    most = max(map(len, prefixes), default=0)
-    is_possible = reply.cached < most + block_size if own else not reply.cached
-    return "" if is_possible else f"{reply.cached} cached tokens, sent before were {most}"
+    own = [other["prompt"] for other in sent if other is not request and realm(other, request)]
+    lengths = [len(commonprefix([request["prompt"], other])) for other in own]  # noqa: RUF071
+    most = max(lengths, default=1 - block_size)  # without any, there is no block
+    return f"{reply.cached} cached tokens" if reply.cached >= most + block_size else ""
 
 
-def realm(request: dict) -> tuple:
-    """Prefixes are shared within it."""
-    return request["key"], request.get("cache_salt")
+def realm(*requests: dict) -> bool:
+    """Whether they may share prefixes."""
+    return len({(request["key"], request.get("cache_salt", "")) for request in requests}) == 1
 
 
 def is_slow(seconds: float, alone: float) -> bool:
@@ -266,13 +227,13 @@ def is_slow(seconds: float, alone: float) -> bool:
 # The replay of a trace
 
 METRICS = {
-    "preemptions": r"num_preemptions_total{.*} (\S+)",
-    "prefix hits": r"prefix_cache_hits_total{.*} (\S+)",
-    "hang-ups": r'request_success_total{.*"abort".*} (\S+)',
-    "stops": r'request_success_total{.*"stop".*} (\S+)',
-    "running": r"num_requests_running{.*} (\S+)",
-    "waiting": r"num_requests_waiting{.*} (\S+)",
-    "KV usage": r"kv_cache_usage_perc{.*} (\S+)",
+    "preemptions": "num_preemptions_total{",
+    "prefix hits": "prefix_cache_hits_total{",
+    "hang-ups": 'request_success_total{finished_reason="abort"',
+    "stops": 'request_success_total{finished_reason="stop"',
+    "running": "num_requests_running{",
+    "waiting": "num_requests_waiting{",
+    "KV usage": "kv_cache_usage_perc{",
 }
 LEVELS = ("running", "waiting", "KV usage")
 
@@ -280,14 +241,13 @@ LEVELS = ("running", "waiting", "KV usage")
 class Server:
     """A server, what it was sent so far, and answers that it or one like it gave alone."""
 
-    def __init__(self, url: str, alone: dict, process: Process | None = None, block_size: int = 16):
+    def __init__(self, url: str, alone: dict, block_size: int = 16, process: Process | None = None):
         self.url = url
         self.alone: dict[str, Reply] = alone
-        self.process = process
         self.block_size = block_size
+        self.process = process
         self.sent: list[dict] = []
-        models = httpx.get(f"{url}/v1/models", headers=bearer(0), timeout=30).json()
-        self.model = models["data"][0]["id"]
+        self.salt = str(time.time())  # a server at --url has been sent more before
 
     def play(self, requests: list[dict]) -> "Run":
         """A slow run is measured again before it counts as slow."""
@@ -302,10 +262,6 @@ class Server:
         if self.process and (words := self.process.new_output().strip()):
             run.faults.append(f"crash: the log says {words}")
         return run
-
-
-def bearer(key: int) -> dict:
-    return {"Authorization": f"Bearer {KEYS[key]}"}
 
 
 class Run:
@@ -324,7 +280,6 @@ class Run:
         options = {"limits": limits, "timeout": HANG, "verify": False}
         async with httpx.AsyncClient(base_url=self.server.url, **options) as self.client:
             before = await self.metrics()
-            self.server.sent += self.requests
             watch = asyncio.create_task(self.watch())
             start = time.monotonic() + max(request["at"] for request in self.requests)
             replies = await asyncio.gather(*map(self.send, self.requests))
@@ -346,26 +301,32 @@ class Run:
             return Reply()
 
     async def ask(self, request: dict) -> Reply:
-        body = {"model": self.server.model, "logprobs": 0} | body_of(request)
+        server = self.server
+        body = {"model": "tiny", "logprobs": 0} | request
+        key = KEYS[body.pop("key")]
+        del body["at"], body["abort_after"]
+        body["cache_salt"] = server.salt + body.get("cache_salt", "")
         if body.get("stream"):
             body["stream_options"] = {"include_usage": True}
         reply = Reply()
+        server.sent.append(request)
         start = time.monotonic()
         try:
-            headers = bearer(request["key"])
-            response = await self.client.post("/v1/completions", json=body, headers=headers)
-            reply.read(response)
+            headers = {"Authorization": f"Bearer {key}"}
+            reply.read(await self.client.post("/v1/completions", json=body, headers=headers))
         except (httpx.HTTPError, ValueError, LookupError) as error:
             reply.error = repr(error)
         reply.seconds = time.monotonic() - start
+        if leaked := leak(request, reply, server.sent, server.block_size):
+            self.faults.append(f"leak: {leaked}; {request}")
         return reply
 
     async def ask_alone(self, request: dict) -> Reply:
         """With a salt of its own: nothing is in the cache."""
         known = self.server.alone
-        request = ask(0, "", 1) | body_of(request) | {"stream": False, "priority": 0}
-        request["cache_salt"] = None
-        name = json.dumps(request)
+        same = {"at": 0, "key": 0, "abort_after": None, "stream": False, "priority": 0}
+        request = request | same | {"cache_salt": ""}
+        name = json.dumps(request, sort_keys=True)
         if name not in known:
             known[name] = await self.ask(request | {"cache_salt": f"alone {len(known)}"})
         return known[name]
@@ -373,22 +334,22 @@ class Run:
     async def judge(self, request: dict, reply: Reply):
         if reply.error:
             self.faults.append(f"crash: {reply.status} {reply.error}; {request}")
-        if reply.error or reply.status != 200:
-            return
-        alone = await self.ask_alone(request)
-        self.alone_seconds += alone.seconds
-        if alone.error:
-            self.faults.append(f"crash: alone, {alone.status} {alone.error}; {request}")
-        elif wrong := wrong_answer(reply, alone):
-            self.faults.append(f"answer: {wrong}; {request}")
-        if leaked := leak(request, reply, self.server.sent, self.server.block_size):
-            self.faults.append(f"leak: {leaked}; {request}")
+        elif reply.status == 200:
+            alone = await self.ask_alone(request)
+            self.alone_seconds += alone.seconds
+            if wrong := alone.error or wrong_answer(reply, alone):
+                self.faults.append(f"answer: {wrong}; {request}")
 
     async def metrics(self) -> dict[str, float]:
         """A router has none of them."""
-        response = await self.client.get("/metrics", headers=bearer(0))
-        found = {name: re.search(pattern, response.text) for name, pattern in METRICS.items()}
-        return {name: float(match[1]) for name, match in found.items() if match}
+        headers = {"Authorization": f"Bearer {KEYS[0]}"}
+        lines = (await self.client.get("/metrics", headers=headers)).text.splitlines()
+        found = {}
+        for name, start in METRICS.items():
+            for line in lines:
+                if line.startswith(f"vllm:{start}"):
+                    found[name] = float(line.split()[-1])
+        return found
 
     async def watch(self):
         """Ask /livez all the time, and note the highest levels."""
@@ -416,9 +377,9 @@ class Run:
         return levels
 
     def reached(self) -> set[tuple[str, int]]:
-        """What happened, and how often by powers of two."""
-        counts = self.counts | {"KV usage": 2 ** int(10 * self.counts["KV usage"])}  # by tenths
-        return {(name, int(number).bit_length()) for name, number in counts.items() if number}
+        """What happened, and how often, by powers of two."""
+        counts = self.counts.items()
+        return {(name, int(10 * number).bit_length()) for name, number in counts if number}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -440,50 +401,49 @@ def save_models(folder: Path):
 
 
 @contextlib.contextmanager
-def serve(settings: dict, folder: Path, alone: dict) -> Iterator[Server]:
-    """A server with these settings."""
-    flags = [str(word) for item in settings.items() if item[0] != "model" for word in item]
-    flags += ["--api-key-file", str(folder / "keys")]
-    with Process(folder / settings["model"], *flags) as process:
-        yield Server(process.url, alone, process, settings["--block-size"])
+def serve(settings: str, folder: Path, alone: dict) -> Iterator[Server]:
+    """A server with these settings, a model and flags; or that at a URL."""
+    model, *flags = settings.split()
+    known = alone.setdefault(model, {})
+    if not flags:
+        yield Server(settings, known)
+        return
+    block_size = int(flags[1])
+    flags += ["--served-model-name", "tiny", "--api-key-file", str(folder / "keys")]
+    with Process(folder / model, *flags) as process:
+        yield Server(process.url, known, block_size, process)
 
 
 class Campaign:
     """Traces until the time is over."""
 
-    def __init__(self, seed: int, folder: Path = OUT, url: str | None = None):
+    def __init__(self, seed: int, folder: Path = OUT):
         self.rng = random.Random(seed)
         self.seed = seed
         self.folder = folder
-        self.url = url
         self.corpus = list(SEEDS.values())
         self.untried = list(self.corpus)
-        self.alone: dict[str, dict] = {name: {} for name in MODELS}
+        self.alone: dict[str, dict] = {}
         self.reached: set[tuple[str, int]] = set()
         self.num_traces = 0
         self.num_requests = 0
         self.faults: list[str] = []
         self.start = time.monotonic()
 
-    def run(self, seconds: float):
+    def run(self, seconds: float, url: str | None = None):
         """Ctrl-C ends it, too."""
         self.until = self.start + seconds
-        most_faults = 1 if self.url else MOST_FAULTS
+        settings = url or FIRST_SETTINGS
         with contextlib.suppress(KeyboardInterrupt):
-            while time.monotonic() < self.until and len(self.faults) < most_faults:
-                is_first = self.num_traces == 0
-                self.round(FIRST_SETTINGS if is_first else draw_settings(self.rng))
+            while time.monotonic() < self.until and len(self.faults) < MOST_FAULTS:
+                self.round(settings)
+                settings = url or " ".join(map(self.rng.choice, SETTINGS))
 
-    def round(self, settings: dict):
+    def round(self, settings: str):
         """Traces with one server, until there is a fault."""
-        alone = self.alone[settings["model"]]
         traces = []
         faults = []
-        if self.url:
-            place = contextlib.nullcontext(Server(self.url, alone))
-        else:
-            place = serve(settings, self.folder, alone)
-        with place as server:
+        with serve(settings, self.folder, self.alone) as server:
             while len(traces) < ROUND and time.monotonic() < self.until and not faults:
                 traces.append(self.next_trace())
                 run = server.play(traces[-1])
@@ -501,37 +461,34 @@ class Campaign:
             return self.untried.pop(0)
         return mutate(self.rng, self.rng.choice(self.corpus), self.rng.choice(self.corpus))
 
-    def report(self, settings: dict, traces: list[list[dict]], fault: str):
-        """Write it, and then shrunk. `traces` are all since the server was started."""
+    def report(self, settings: str, traces: list[list[dict]], fault: str):
+        """
+        Write it, first as it is, then, if the last trace is enough for it, with few of its
+        requests. `traces` are all since the server was started.
+        """
         self.faults.append(fault)
+        self.alone.clear()  # they may be wrong
         path = self.folder / f"fault-{self.seed}-{self.num_traces}.json"
         content = {"fault": fault, "settings": settings, "traces": traces}
         path.write_text(json.dumps(content, indent=1))
         print(f"{fault}\npython -m tests.traces --replay {path}", flush=True)
-        if not self.url:
-            content["traces"] = self.shrunk(**content)
-            path.write_text(json.dumps(content, indent=1))
-
-    def shrunk(self, fault: str, settings: dict, traces: list[list[dict]]) -> list[list[dict]]:
-        """A few requests of the last trace, if they are enough for a fault of this kind."""
         until = time.monotonic() + SHRINKING
-        kind = fault.partition(":")[0]
 
         def fails(requests: list[dict]) -> bool:
             if not requests or time.monotonic() > until:
                 return False
             with serve(settings, self.folder, {}) as server:
-                return any(fault.startswith(kind) for fault in server.play(requests).faults)
+                return any(f[:4] == fault[:4] for f in server.play(requests).faults)
 
-        return [shrink(traces[-1], fails, simpler)] if fails(traces[-1]) else traces
+        if fails(traces[-1]):
+            content["traces"] = [shrink(traces[-1], fails)]
+            path.write_text(json.dumps(content, indent=1))
 
     def summary(self) -> str:
-        lines = []
-        for name, pairs in itertools.groupby(sorted(self.reached), lambda pair: pair[0]):
-            lines.append(f"{name:12} 2^{[bits - 1 for _, bits in pairs]}")
         hours = (time.monotonic() - self.start) / 3600
-        lines.append(f"{self.num_traces} traces, {self.num_requests} requests, {hours:.2f} hours")
-        return "\n".join([*lines, f"{len(self.faults)} faults", *self.faults])
+        reached = ", ".join(f"{name} {bits}" for name, bits in sorted(self.reached))
+        lines = [f"{self.num_traces} traces, {self.num_requests} requests, {hours:.2f} hours"]
+        return "\n".join([reached, *lines, f"{len(self.faults)} faults", *self.faults])
 
 
 def main() -> int:
@@ -550,8 +507,8 @@ def main() -> int:
             faults = [fault for trace in content["traces"] for fault in server.play(trace).faults]
         print("\n".join(faults) or "no fault")
         return bool(faults)
-    campaign = Campaign(args.seed, url=args.url)
-    campaign.run(3600 * args.hours)
+    campaign = Campaign(args.seed)
+    campaign.run(3600 * args.hours, args.url)
     print(campaign.summary())
     return bool(campaign.faults)
 
