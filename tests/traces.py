@@ -72,7 +72,7 @@ def ask(at: float, prompt: str, max_tokens: int, key=0, abort_after=None, **fiel
 
 TRUNK = text(0, 200)
 SEEDS = {
-    "fill and squeeze": [ask(0, text(i, 60), 200, priority=i % 3) for i in range(12)],
+    "fill and squeeze": [ask(0, text(i, 60), 100, priority=i % 3) for i in range(12)],
     "hang-ups": [ask(0, text(i, 50), 200, abort_after=i / 20, n=1 + i % 3) for i in range(20)],
     "shared prefixes": [ask(i / 10, TRUNK[: 10 * i] + text(i, 5), 20) for i in range(20)],
     "forks": [ask(i / 20, TRUNK[:50] + text(i, 9), 60, n=4, temperature=0.8) for i in range(9)],
@@ -440,11 +440,13 @@ class Campaign:
                 settings = url or " ".join(map(self.rng.choice, SETTINGS))
 
     def round(self, settings: str):
-        """Traces with one server, until there is a fault."""
+        """Traces with one server, until there is a fault; SEEDS are played in any case."""
         traces = []
         faults = []
         with serve(settings, self.folder, self.alone) as server:
-            while len(traces) < ROUND and time.monotonic() < self.until and not faults:
+            while len(traces) < ROUND and not faults:
+                if time.monotonic() > self.until and not self.untried:
+                    break
                 traces.append(self.next_trace())
                 run = server.play(traces[-1])
                 faults = run.faults
