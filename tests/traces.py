@@ -334,6 +334,8 @@ class Run:
     async def judge(self, request: dict, reply: Reply):
         if reply.error:
             self.faults.append(f"crash: {reply.status} {reply.error}; {request}")
+        elif reply.status is None:  # it hung up, and was served until then
+            self.alone_seconds += request["abort_after"]
         elif reply.status == 200:
             alone = await self.ask_alone(request)
             self.alone_seconds += alone.seconds
