@@ -226,16 +226,9 @@ def is_slow(seconds: float, alone: float) -> bool:
 # --------------------------------------------------------------------------------------------------
 # The replay of a trace
 
-METRICS = {
-    "preemptions": "num_preemptions_total{",
-    "prefix hits": "prefix_cache_hits_total{",
-    "hang-ups": 'request_success_total{finished_reason="abort"',
-    "stops": 'request_success_total{finished_reason="stop"',
-    "running": "num_requests_running{",
-    "waiting": "num_requests_waiting{",
-    "KV usage": "kv_cache_usage_perc{",
-}
-LEVELS = ("running", "waiting", "KV usage")
+# vLLM's names; those without "total" are levels, which return to 0
+METRIC = r"^vllm:(num_preemptions_total|prefix_cache_hits_total|num_requests_\w+|"
+METRIC += r'kv_cache_usage_perc|request_success_total{finished_reason="\w+").* (\S+)$'
 
 
 class Server:
@@ -264,6 +257,10 @@ class Server:
         return run
 
 
+def levels_of(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: level for name, level in metrics.items() if "total" not in name}
+
+
 class Run:
     """One replay."""
 
@@ -271,7 +268,7 @@ class Run:
         self.server = server
         self.requests = copy.deepcopy(requests)  # `leak` tells those of each run apart
         self.faults: list[str] = []
-        self.counts = dict.fromkeys(METRICS, 0.0)  # how often, and the highest levels
+        self.counts: dict[str, float] = {}  # how often, and the highest levels
         self.seconds = 0.0  # after the last arrival
         self.alone_seconds = 0.0
 
@@ -286,8 +283,8 @@ class Run:
             self.seconds = time.monotonic() - start
             watch.cancel()
             after = await self.check_idle()
-            for name in after.keys() - LEVELS:
-                self.counts[name] = after[name] - before[name]
+            for name in after:
+                self.counts.setdefault(name, after[name] - before[name])
             for request, reply in zip(self.requests, replies, strict=True):
                 if not self.faults:
                     await self.judge(request, reply)
@@ -345,13 +342,9 @@ class Run:
     async def metrics(self) -> dict[str, float]:
         """A router has none of them."""
         headers = {"Authorization": f"Bearer {KEYS[0]}"}
-        lines = (await self.client.get("/metrics", headers=headers)).text.splitlines()
-        found = {}
-        for name, start in METRICS.items():
-            for line in lines:
-                if line.startswith(f"vllm:{start}"):
-                    found[name] = float(line.split()[-1])
-        return found
+        text = (await self.client.get("/metrics", headers=headers)).text
+        found = re.findall(METRIC, text, re.MULTILINE)
+        return {name: float(number) for name, number in found}
 
     async def watch(self):
         """Ask /livez all the time, and note the highest levels."""
@@ -360,23 +353,21 @@ class Run:
                 response = await self.client.get("/livez", timeout=SILENCE)
                 if response.status_code not in (200, 404):  # 404: a router
                     self.faults.append(f"hang: /livez says {response.text}")
-                levels = await self.metrics()
+                for name, level in levels_of(await self.metrics()).items():
+                    self.counts[name] = max(level, self.counts.get(name, 0))
             except httpx.HTTPError as error:
                 self.faults.append(f"hang: {error!r} of /livez")
-                levels = {}
-            for name in levels.keys() & LEVELS:
-                self.counts[name] = max(self.counts[name], levels[name])
             await asyncio.sleep(0.2)
 
     async def check_idle(self) -> dict[str, float]:
         """All has ended: soon nothing runs, waits or holds a block. Returns the metrics."""
         for _ in range(100):
-            levels = await self.metrics()
-            if not any(levels.get(name) for name in LEVELS):
-                return levels
+            metrics = await self.metrics()
+            if not any(levels_of(metrics).values()):
+                return metrics
             await asyncio.sleep(0.1)
-        self.faults.append(f"hang: when all had ended there was left {levels}")
-        return levels
+        self.faults.append(f"hang: when all had ended there was left {metrics}")
+        return metrics
 
     def reached(self) -> set[tuple[str, int]]:
         """What happened, and how often, by powers of two."""
