@@ -226,9 +226,10 @@ def is_slow(seconds: float, alone: float) -> bool:
 # --------------------------------------------------------------------------------------------------
 # The replay of a trace
 
-# vLLM's names; those without "total" are levels, which return to 0
-METRIC = r"^vllm:(num_preemptions_total|prefix_cache_hits_total|num_requests_\w+|"
-METRIC += r'kv_cache_usage_perc|request_success_total{finished_reason="\w+").* (\S+)$'
+# those without "total" are levels, which return to 0
+METRIC = r"^\w+:(num_preemptions_total|prefix_cache_hits_total|num_requests_\w+|"
+METRIC += r"kv_cache_usage_perc|requests_refused_total|"
+METRIC += r'request_success_total{finished_reason="\w+").* (\S+)$'
 
 
 class Server:
@@ -284,7 +285,7 @@ class Run:
             watch.cancel()
             after = await self.check_idle()
             for name in after:
-                self.counts.setdefault(name, after[name] - before[name])
+                self.counts.setdefault(name, after[name] - before.get(name, 0))
             for request, reply in zip(self.requests, replies, strict=True):
                 if not self.faults:
                     await self.judge(request, reply)
