@@ -15,6 +15,7 @@ from tests.traces import (
     SEEDS,
     Campaign,
     Reply,
+    Server,
     ask,
     is_slow,
     leak,
@@ -94,6 +95,10 @@ def test_a_crash_is_a_fault(response, error):
     reply.read(response)
     assert reply.error.startswith(error)
     assert bool(reply.error) == bool(error)
+
+
+def test_a_server_that_is_gone_is_a_fault():
+    assert Server("http://127.0.0.1:9", {}).play([ask(0, "a", 1)]).faults
 
 
 def test_a_late_answer_is_a_fault():

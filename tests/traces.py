@@ -247,7 +247,10 @@ class Server:
         """A slow run is measured again before it counts as slow."""
         for _ in range(3):
             run = Run(self, requests)
-            asyncio.run(run.play())
+            try:
+                asyncio.run(run.play())
+            except httpx.HTTPError as error:  # of /metrics, before and after
+                run.faults.append(f"crash: {error!r} of /metrics")
             seconds = run.seconds, run.alone_seconds
             if run.faults or not is_slow(*seconds):
                 break
@@ -399,6 +402,8 @@ def serve(settings: str, folder: Path, alone: dict) -> Iterator[Server]:
     """A server with these settings, a model and flags; or that at a URL."""
     model, *flags = settings.split()
     known = alone.setdefault(model, {})
+    if len(known) > 2000:  # 100 MB
+        known.clear()
     if not flags:
         yield Server(settings, known)
         return
