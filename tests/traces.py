@@ -286,6 +286,9 @@ class Run:
             replies = await asyncio.gather(*map(self.send, self.requests))
             self.seconds = time.monotonic() - start
             watch.cancel()
+            for request, reply in zip(self.requests, replies, strict=True):
+                if reply.error:
+                    self.faults.append(f"crash: {reply.status} {reply.error}; {request}")
             after = await self.check_idle()
             for name in after:
                 self.counts.setdefault(name, after[name] - before.get(name, 0))
@@ -333,9 +336,7 @@ class Run:
         return known[name]
 
     async def judge(self, request: dict, reply: Reply):
-        if reply.error:
-            self.faults.append(f"crash: {reply.status} {reply.error}; {request}")
-        elif reply.status is None:  # it hung up, and was served until then
+        if reply.status is None:  # it hung up, and was served until then
             self.alone_seconds += request["abort_after"]
         elif reply.status == 200:
             alone = await self.ask_alone(request)
