@@ -346,6 +346,7 @@ class Service(Site):
             print(message, flush=True)
         elif state == "restarting":
             log("engine_died", reason=self.client.reason)
+            self.metrics.engine_ended()
 
     def stop(self):
         """

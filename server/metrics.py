@@ -146,3 +146,8 @@ class Metrics:
         for name, histogram in self.delays.items():
             for delay in stats[name]:
                 histogram.observe(delay)
+
+    def engine_ended(self):
+        """It holds nothing any more; the next one sends its numbers only once it has work."""
+        for gauge in self.gauges.values():
+            gauge.set(0)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import wait_until
-from test_end_to_end import Process
+from processes import Process, wait_until
 
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig

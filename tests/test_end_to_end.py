@@ -26,7 +26,7 @@ import httpx
 import openai
 import pytest
 import torch
-from processes import read_until, wait_until
+from processes import RUN, Process, read_until, wait_until
 from wires import request
 
 from assets import load
@@ -37,11 +37,6 @@ from server.workers import can_share_port
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-# One thread: so small a model gains nothing from two, and on a busy machine two lose seconds
-# waiting for each other.
-# the CPU's answers, in fp32, are those of the dense model to the last token
-ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-RUN = {"cwd": ROOT, "text": True, "env": os.environ | ON_CPU}
 PROMPTS = [
     "def ",
     "import torch\n",
@@ -84,53 +79,6 @@ def checkpoint(tmp_path_factory):
 
 on_linux = pytest.mark.skipif(not can_share_port(), reason="one port for several processes")
 TWO_HTTP_PROCESSES = ["--http-workers", "2"] if can_share_port() else []
-
-
-class Process:
-    """serve.py as a user starts it, on a free port; ready when it says so."""
-
-    def __init__(self, checkpoint, *flags, folder=None):
-        """`folder` is where it has the folder of its sockets."""
-        command = [sys.executable, "serve.py", "--model", str(checkpoint), *flags]
-        command += ["--port", "0", "--check"]
-        command += [] if "--log-requests" in flags else ["--no-access-log"]
-        # by default a machine of many cores has more
-        command += [] if "--http-workers" in flags else ["--http-workers", "1"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        run = RUN | {"env": RUN["env"] | ({"TMPDIR": str(folder)} if folder else {})}
-        self.process = subprocess.Popen(command, **run, **pipes)
-        output = ""
-        self.greeting = ""
-        while "http://" not in self.greeting:  # before it come the engine's statement or its error
-            self.greeting = self.process.stdout.readline()
-            output += self.greeting
-            assert self.greeting, f"the server ended: {output}"
-        self.url = self.greeting.split()[-1]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.process.kill()
-        self.process.wait(10)
-        self.process.stdout.close()
-
-    @property
-    def engine_pid(self) -> int:
-        """The only child, where there is no other HTTP process."""
-        return self.children[0]
-
-    @property
-    def children(self) -> list[int]:
-        """Those that multiprocessing spawned to run code (another tracks resources)."""
-        command = ["ps", "-wweo", "pid,ppid,args"]
-        listing = subprocess.run(command, capture_output=True, text=True).stdout
-        pids = []
-        for line in listing.splitlines():
-            pid, parent, args = line.split(None, 2)
-            if parent == str(self.process.pid) and "spawn_main" in args:
-                pids.append(int(pid))
-        return pids
 
 
 @pytest.fixture(scope="module")

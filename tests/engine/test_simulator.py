@@ -12,7 +12,7 @@ import paged
 from tests.simulator import World, campaign, fails, main, play, read_trace
 from tests.swarm import FAULTS, a_life
 
-TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl"))
+LIVES = sorted((Path(__file__).parents[1] / "lives").glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("first", range(0, 60, 30))
@@ -36,7 +36,7 @@ def test_a_million_steps_of_random_lives():
     assert not rare, f"hardly met: {rare}"
 
 
-@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", LIVES, ids=lambda path: path.stem)
 def test_what_it_has_found_stays_mended(path):
     """Shrunk traces of earlier failures, and of bugs that random lives rarely meet."""
     assert not fails(*read_trace(path))

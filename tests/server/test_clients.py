@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_end_to_end import Process
+from processes import Process
 
 from checkpoint import load_checkpoint
 from tokenizer import load_tokenizer

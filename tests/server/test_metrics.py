@@ -266,6 +266,15 @@ def test_totals_go_on_after_another_engine(house, watched):
     watched.expect("prefix_cache_hits 10\nprefix_cache_queries 10\n")
 
 
+def test_an_engine_that_died_runs_nothing(house, watched):
+    """Its requests were shown as running until the next engine had work: for hours in the night."""
+    house.engine.step(running=3, waiting=2, kv_usage=0.75)
+    house.engine.die()
+    house.clock.run(1)
+    house.engine.ready()
+    watched.expect("")
+
+
 # Each histogram, and a value of it: at the bound is inside
 HISTOGRAMS = {
     "time_to_first_token_seconds": 2.5,

@@ -31,7 +31,7 @@ from browser import (  # noqa: F401
     violations,
     wait_for,
 )
-from test_end_to_end import Process
+from processes import Process
 
 from engine.events import Recorder
 from params import SamplingParams

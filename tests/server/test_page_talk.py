@@ -28,7 +28,7 @@ from browser import (  # noqa: F401
     wait_for,
     write,
 )
-from test_end_to_end import Process
+from processes import Process
 
 CONTEXT = 512  # the default model's
 BLOCKS = 64 * CONTEXT // 16 * 3 // 4  # of 16 tokens: three quarters of what its 64 texts can need

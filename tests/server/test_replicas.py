@@ -17,8 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import wait_until
-from test_end_to_end import Process
+from processes import Process, wait_until
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "examples" / "replicas.py")]
