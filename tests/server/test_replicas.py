@@ -17,11 +17,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from processes import Process, wait_until
+
+from examples.replicas import shares_of_the_machine
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "examples" / "replicas.py")]
 QUIET = ["--http-workers", "1", "--no-access-log", "--check"]
+
+SOAK_SECONDS = 60 * float(os.environ.get("SOAK_MINUTES", "0"))  # for which servers are killed
 
 slow = pytest.mark.slow
 
@@ -63,13 +68,14 @@ class Replicas:
         answer = httpx.get(f"{self.servers[number]}/v1/loads", headers=headers)
         return answer.json()["loads"][0]
 
-    def counts(self) -> list[int]:
-        """The answers that each server has finished."""
+    def counts(self, reason: str = "length") -> list[int]:
+        """The answers of each server that ended so."""
         counts = []
         for url in self.servers:
-            lines = httpx.get(f"{url}/metrics").text.splitlines()
-            finished = [line for line in lines if line.startswith("vllm:request_success_total")]
-            counts.append(sum(int(float(line.split()[-1])) for line in finished))
+            text = httpx.get(f"{url}/metrics").text
+            start = f'vllm:request_success_total{{finished_reason="{reason}"'
+            (line,) = [line for line in text.splitlines() if line.startswith(start)]
+            counts.append(int(float(line.split()[-1])))
         return counts
 
     def wait_until_well(self):
@@ -160,6 +166,24 @@ def test_what_cannot_start_says_why(flags, message, checkpoint):
     assert "Traceback" not in done.stderr
 
 
+def test_each_server_has_its_share(monkeypatch):
+    """A GPU, of those that may be used; without any, threads."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert shares_of_the_machine(2) == ["OMP_NUM_THREADS=4"] * 2
+    assert shares_of_the_machine(10) == ["OMP_NUM_THREADS=1"] * 10
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpu = "CUDA_VISIBLE_DEVICES="
+    assert shares_of_the_machine(2)[:2] == [f"{gpu}0", f"{gpu}1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
+    assert shares_of_the_machine(2)[:2] == [f"{gpu}3", f"{gpu}GPU-7"]
+    with pytest.raises(
+        SystemExit, match="--replicas 3: each wants a GPU of its own, and there are 2"
+    ):
+        shares_of_the_machine(3)
+
+
 @slow
 def test_a_server_that_cannot_start_ends_all(bin, checkpoint):
     """Its port is taken: it says so, and the others end."""
@@ -190,11 +214,30 @@ def test_answers_are_those_of_one_server(replicas):
 
 
 @slow
+def test_a_hang_up_reaches_the_server(replicas):
+    body = {"model": replicas.name, "prompt": "x", "n": 32, "max_tokens": 900, "ignore_eos": True}
+    call = {"json": body | {"stream": True}, "timeout": 60}
+    before = sum(replicas.counts("abort"))
+    with httpx.stream("POST", f"{replicas.url}/v1/completions", **call) as answer:
+        next(answer.iter_lines())
+    wait_until(lambda: sum(replicas.counts("abort")) == before + 32)
+
+
+@slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_server_that_ends_loses_no_request(number, replicas):
+    """Again and again for SOAK_MINUTES of the environment."""
+    until = time.monotonic() + SOAK_SECONDS
+    end_one_of_two(number, replicas)
+    while time.monotonic() < until:
+        end_one_of_two(number, replicas)
+
+
+def end_one_of_two(number: int, replicas: Replicas):
     """
-    Of 500, those that it had not begun to answer go to the other one. A stream that it had begun
-    ends with an error event when it is killed, and whole when it drains. Then it is back.
+    Of 500 requests, those that the one had not begun to answer go to the other one. A stream that
+    it had begun ends with an error event when it is killed, and whole when it drains. Then it is
+    back.
     """
     replicas.wait_until_well()
     calls = requests(500, 16)
