@@ -21,6 +21,7 @@ import torch
 from processes import Process, wait_until
 
 from examples.replicas import shares_of_the_machine
+from tests.traces import SEEDS, Campaign, save_models
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "examples" / "replicas.py")]
@@ -346,6 +347,19 @@ def test_keys_salts_and_what_the_router_does_not_pass(bin, checkpoint, tmp_path)
                 assert events.status_code == 200
             assert httpx.get(f"{url}/v1/loads").status_code == 401
         assert replicas.load(0, **alpha)["num_total_reqs"] == 0
+
+
+@slow
+def test_traces_through_the_router(bin, tmp_path):
+    """Some seconds of the fuzzer, which no refusal of smg's, hang or other answer may end."""
+    save_models(tmp_path)
+    flags = ["--served-model-name", "tiny", "--api-key-file", str(tmp_path / "keys")]
+    with replicas_of(bin, tmp_path / "qwen3", "--kv-blocks", "48", *flags) as replicas:
+        campaign = Campaign(0, tmp_path)
+        campaign.untried = [SEEDS["shared prefixes"], SEEDS["fill and squeeze"], SEEDS["hang-ups"]]
+        campaign.run(15, replicas.url)
+    assert not campaign.faults
+    assert campaign.num_traces >= 3
 
 
 # --------------------------------------------------------------------------------------------------
