@@ -15,6 +15,7 @@ from tests.traces import (
     SEEDS,
     Campaign,
     Reply,
+    Run,
     Server,
     ask,
     is_slow,
@@ -116,3 +117,10 @@ def test_tokens_of_another_key_are_a_fault():
     assert not leak(request, hit, [own, *sent], 4)
     assert leak(request, replace(hit, cached=8), [own, *sent], 4)
     assert not leak(request, Reply(200), sent, 4)
+
+
+def test_a_request_that_stands_twice_is_two():
+    """A mutation had put one in twice, so the second's hit in the first's blocks was a leak."""
+    twice = [ask(0, "abcd", 9)] * 2
+    first, second = Run(None, twice).requests
+    assert leak(second, Reply(200, cached=4), [first, second], 4) == ""

@@ -270,7 +270,9 @@ class Run:
 
     def __init__(self, server: Server, requests: list[dict]):
         self.server = server
-        self.requests = copy.deepcopy(requests)  # `leak` tells those of each run apart
+        # a copy of each, although a mutation may have put the same one in twice: `leak` tells them
+        # apart by identity
+        self.requests = [dict(request) for request in requests]
         self.faults: list[str] = []
         self.counts: dict[str, float] = {}  # how often, and the highest levels
         self.seconds = 0.0  # after the last arrival
